@@ -1,0 +1,37 @@
+"""Errors a client gets to see, independent of REST and gRPC."""
+
+from dataclasses import dataclass
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """A refusal. `status` is the HTTP status; gRPC maps it. `param` names the request field at fault."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: int | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def bad_request(message: str, param: str | None, code: str = "invalid_value") -> ApiError:
+    """400: what the client sent cannot be served; `message` says what and which value would do."""
+    return ApiError(400, message, param, code)
+
+
+def model_not_found(model: str, served: str) -> ApiError:
+    """404: another model than the one served here."""
+    return ApiError(404, f"model '{model}' is not served here; this service has '{served}'", "model", "model_not_found")
+
+
+def overloaded(message: str) -> ApiError:
+    """429: the queue is full; trying again later helps."""
+    return ApiError(429, message, None, "overloaded", retry_after_s=1)
+
+
+def not_ready(message: str) -> ApiError:
+    """503: nobody can serve now."""
+    return ApiError(503, message, None, "not_ready", retry_after_s=1)
