@@ -1,0 +1,243 @@
+"""What a checkpoint's config.json says, as one frozen value. Families are data; no tensor is touched here."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.attention.base import AttentionShape
+from engine.model.rope import FREQUENCIES, RopeConfig, yarn_attention_factor
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one architecture differs from Llama, and what its config.json means by leaving a key out.
+
+    A bias is True, False, or the name of the config key that decides.
+    """
+
+    architecture: str
+    qkv_bias: bool | str = False
+    output_bias: bool | str = False
+    mlp_bias: bool | str = False
+    has_qk_norm: bool = False  # RMSNorm over each head of query and key
+    windows: str = "none"  # "none", "all" layers, or "by_layer" (use_sliding_window, max_window_layers, layer_types)
+    default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", "attention_bias", "attention_bias", "mlp_bias"),
+    "mistral": Family("MistralForCausalLM", windows="all"),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, windows="by_layer"),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        "attention_bias",
+        "attention_bias",
+        has_qk_norm=True,
+        windows="by_layer",
+        default_head_dim=128,
+    ),
+}
+DEFAULT_WINDOW_TOKENS = 4096  # what Mistral and Qwen configs mean when they leave `sliding_window` out
+DEFAULT_MAX_WINDOW_LAYERS = 28  # the same for Qwen's `max_window_layers`
+DEFAULT_THETA = 10000.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder. Built by `load_config`, changed by nobody."""
+
+    family: str  # a key of FAMILIES
+    vocab_size: int  # V
+    hidden_size: int  # H
+    intermediate_size: int  # I
+    num_layers: int  # L
+    num_heads: int  # Hq
+    num_kv_heads: int  # Hkv, divides Hq
+    head_dim: int  # D
+    rms_eps: float
+    has_qkv_bias: bool
+    has_output_bias: bool
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    is_tied: bool  # lm_head shares the embedding
+    windows: tuple[int | None, ...]  # L values: tokens a query sees, itself included; None is all of them
+    rope: RopeConfig
+    context_length: int  # tokens
+    bos_id: int | None
+    eos_ids: tuple[int, ...]  # generation_config.json's where it names any, as transformers' generate does
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5)
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """Read config.json and, where there is one, generation_config.json.
+
+    Raises FileNotFoundError without a config.json, ValueError for one that is not JSON or asks for what is not
+    supported, naming the value and what is supported.
+    """
+    generation = folder / "generation_config.json"
+    return build_config(_read_json(folder / "config.json"), _read_json(generation) if generation.exists() else {})
+
+
+def build_config(config: Json, generation: Json) -> ModelConfig:
+    """Pure twin of `load_config`: the parsed files |-> ModelConfig. Raises ValueError like it."""
+    name, family = _choose_family(config)
+    _refuse_unsupported(config)
+    num_layers = _positive(config, "num_hidden_layers")
+    num_heads = _positive(config, "num_attention_heads")
+    num_kv_heads = _positive(config, "num_key_value_heads", num_heads)
+    hidden_size = _positive(config, "hidden_size")
+    head_dim = _positive(config, "head_dim", family.default_head_dim or hidden_size // num_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_key_value_heads {num_kv_heads} does not divide num_attention_heads {num_heads}")
+    if head_dim % 2:
+        raise ValueError(f"head_dim {head_dim} is odd; rotary embedding needs an even one")
+    trained_context = _positive(config, "max_position_embeddings")
+    rope = _build_rope(config, trained_context)
+    return ModelConfig(
+        family=name,
+        vocab_size=_positive(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_positive(config, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+        has_qkv_bias=_bias(config, family.qkv_bias),
+        has_output_bias=_bias(config, family.output_bias),
+        has_mlp_bias=_bias(config, family.mlp_bias),
+        has_qk_norm=family.has_qk_norm,
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        windows=_build_windows(config, family, num_layers),
+        rope=rope,
+        # Qwen's recipe for long contexts adds yarn and leaves max_position_embeddings at the original.
+        context_length=max(trained_context, int(rope.original_context * rope.factor) if rope.kind == "yarn" else 0),
+        bos_id=_first_id(config, generation),
+        eos_ids=_ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id")),
+    )
+
+
+def _choose_family(config: Json) -> tuple[str, Family]:
+    name = config.get("model_type")
+    if name not in FAMILIES:
+        raise ValueError(f"model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    architectures = config.get("architectures") or [family.architecture]
+    if architectures != [family.architecture]:
+        raise ValueError(f"architectures {architectures} is not supported for {name}; supported: {family.architecture}")
+    return name, family
+
+
+def _refuse_unsupported(config: Json) -> None:
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; supported: 'silu'")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method")
+        raise ValueError(f"quantization_config ({method!r}) is not supported; supported: plain float weights")
+
+
+def _build_windows(config: Json, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    window: int | None = config.get("sliding_window", DEFAULT_WINDOW_TOKENS)
+    if family.windows == "none":
+        return (None,) * num_layers
+    if family.windows == "all":
+        return (window,) * num_layers
+    if not config.get("use_sliding_window", False):
+        window = None
+    first_sliding = config.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if window is not None and layer >= first_sliding else "full_attention"
+        for layer in range(num_layers)
+    ]
+    if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
+        raise ValueError(f"layer_types {sorted(unknown)} not supported; supported: full_attention, sliding_attention")
+    if len(kinds) != num_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for num_hidden_layers {num_layers}")
+    if "sliding_attention" in kinds and window is None:
+        raise ValueError("layer_types asks for sliding_attention, but use_sliding_window and sliding_window do not")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _build_rope(config: Json, trained_context: int) -> RopeConfig:
+    """`rope_parameters` (transformers 5), else `rope_scaling` beside `rope_theta`, else the default."""
+    given: Json = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in FREQUENCIES:
+        raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(FREQUENCIES)}")
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise ValueError(f"rope_parameters per layer type ({', '.join(given)}) are not supported; supported: one rope")
+    rotary = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if rotary not in (None, 1, 1.0):
+        raise ValueError(f"partial_rotary_factor {rotary} is not supported; supported: 1.0")
+    theta = float(given.get("rope_theta", config.get("rope_theta", DEFAULT_THETA)))
+    if kind == "default":
+        return RopeConfig(kind, theta)
+    original = given.get("original_max_position_embeddings", trained_context)
+    original = config.get("original_max_position_embeddings", original)
+    factor = given.get("factor")
+    if factor is None and kind != "yarn":
+        raise ValueError(f"rope type {kind!r} needs a `factor`")
+    factor = float(trained_context / original if factor is None else factor)
+    if kind == "linear":
+        return RopeConfig(kind, theta, factor)
+    if kind == "llama3":
+        low, high = _required(given, "low_freq_factor"), _required(given, "high_freq_factor")
+        return RopeConfig(kind, theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+    attention_factor = given.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = yarn_attention_factor(factor, given.get("mscale"), given.get("mscale_all_dim"))
+    return RopeConfig(
+        kind,
+        theta,
+        factor,
+        original,
+        beta_fast=float(given.get("beta_fast") or 32),
+        beta_slow=float(given.get("beta_slow") or 1),
+        truncate=bool(given.get("truncate", True)),
+        attention_factor=float(attention_factor),
+    )
+
+
+def _read_json(path: Path) -> Json:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+def _positive(config: Json, key: str, default: int | None = None) -> int:
+    value = default if config.get(key) is None else config[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}")
+    return value
+
+
+def _required(rope: Json, key: str) -> float:
+    if key not in rope:
+        raise ValueError(f"rope type {rope.get('rope_type', rope.get('type'))!r} needs a `{key}`")
+    return float(rope[key])
+
+
+def _bias(config: Json, rule: bool | str) -> bool:
+    return rule if isinstance(rule, bool) else bool(config.get(rule, False))
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _first_id(config: Json, generation: Json) -> int | None:
+    ids = _ids(generation.get("bos_token_id")) or _ids(config.get("bos_token_id"))
+    return ids[0] if ids else None

@@ -1,0 +1,122 @@
+"""Rotary position embedding: frequencies per dimension pair, and the table the decoder rotates by.
+
+Knows the four scalings below as free functions; knows neither config files nor models. The formulas, and the order of
+their float32 operations, are those of transformers' `modeling_rope_utils.py`, so that tables agree to the last bits.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """One rope, every value resolved. Fields that a kind does not use keep their defaults."""
+
+    kind: str  # a key of FREQUENCIES
+    theta: float  # base wavelength
+    factor: float = 1.0  # context extension; linear, llama3, yarn
+    original_context: int = 0  # positions seen in pre-training; llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
+    attention_factor: float = 1.0  # multiplies cos and sin; yarn
+
+
+def default_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Dimension pair i |-> theta ** (-2i / head_dim). Returns [head_dim / 2] float32, radians per position."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim  # [D / 2]
+    return 1.0 / (rope.theta**exponents)
+
+
+def linear_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """All frequencies divided by the factor. Returns [head_dim / 2] float32."""
+    return default_frequencies(rope, head_dim) / rope.factor
+
+
+def llama3_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Long wavelengths are stretched by the factor, short ones kept, those between interpolated. [head_dim / 2]"""
+    frequencies = default_frequencies(rope, head_dim)  # [D / 2]
+    wavelengths = 2 * math.pi / frequencies  # positions per turn
+    longest_kept = rope.original_context / rope.high_freq_factor
+    shortest_stretched = rope.original_context / rope.low_freq_factor
+    smooth = (rope.original_context / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    between = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    is_long = wavelengths > shortest_stretched
+    is_short = wavelengths < longest_kept
+    return torch.where(is_long, frequencies / rope.factor, torch.where(is_short, frequencies, between))
+
+
+def yarn_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """A ramp over dimensions from kept to stretched frequencies (YaRN, Peng et al. 2023). [head_dim / 2]"""
+
+    def dimension_of(num_turns: float) -> float:
+        # The 2i that turns num_turns times in the original context: theta ** (2i / D) * 2 pi * num_turns = context.
+        return (head_dim * math.log(rope.original_context / (num_turns * 2 * math.pi))) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp needs a width
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    wavelengths = rope.theta ** (torch.arange(0, head_dim, 2).to(torch.float32) / head_dim)  # [D / 2], over 2 pi
+    kept = 1 - ramp
+    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+
+
+def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
+    """The paper's temperature as a multiplier of cos and sin; `mscale`s are DeepSeek's refinement of it."""
+
+    def temperature(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    return temperature(mscale) / temperature(mscale_all_dim) if mscale and mscale_all_dim else temperature(1.0)
+
+
+FREQUENCIES: dict[str, Callable[[RopeConfig, int], Tensor]] = {
+    "default": default_frequencies,
+    "linear": linear_frequencies,
+    "llama3": llama3_frequencies,
+    "yarn": yarn_frequencies,
+}
+
+
+def build_rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
+    """Position p |-> (cos, sin) of p times each frequency, attention factor included.
+
+    Returns [num_positions, 2, head_dim / 2] float32 on the CPU: 64 MiB for 128 Ki positions and head_dim 128.
+    """
+    frequencies = FREQUENCIES[rope.kind](rope, head_dim)  # [D / 2]
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies  # [num_positions, D / 2]
+    table = torch.empty(num_positions, 2, head_dim // 2)
+    torch.cos(angles, out=table[:, 0])
+    torch.sin(angles, out=table[:, 1])
+    return table.mul_(rope.attention_factor)
+
+
+def gather_rotation(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Look up one step's rotation. table: [num_positions, 2, D / 2]; positions: [T], each below num_positions.
+
+    Returns cos [T, 1, D] and signed sin [T, 1, D] for `rotate`, whose first half is negated.
+    """
+    cos, sin = table[positions].unbind(1)  # [T, D / 2] each
+    return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+
+
+def rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """Rotate pairs (i, i + D / 2), as transformers does: x cos + rotate_half(x) sin, with the sign kept in the table.
+
+    heads: [T, H, D], last dimension contiguous; cos, signed_sin: [T, 1, D]. Returns [T, H, D], contiguous.
+    """
+    num_rows, num_heads, head_dim = heads.shape
+    swapped = heads.view(num_rows, num_heads, 2, head_dim // 2).flip(-2).view(num_rows, num_heads, head_dim)
+    return torch.mul(heads, cos).addcmul_(swapped, signed_sin)

@@ -1,0 +1,102 @@
+"""A model by name: which folder it is, what identifies its weights, and loading it.
+
+The entry to `engine.model` for everyone else. Runs no code from a checkpoint and unpickles nothing.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+
+from engine.model.assemble import EMBEDDING, OnProgress, build_decoder, check_tensors
+from engine.model.checkpoint import Checkpoint, TensorEntry, list_shards, read_header, read_samples
+from engine.model.config import load_config
+from engine.model.decoder import Decoder
+
+STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DOWNLOADED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
+NOT_DOWNLOADED = ["*.bin", "*.py", "*.pt", "*.pth", "*/*", "consolidated*"]
+UNHASHED_CONFIG_KEYS = {"_name_or_path", "transformers_version"}  # differ between copies of one model
+SAMPLE_WINDOWS, SAMPLE_WINDOW_BYTES = 16, 64
+
+
+def load_model(folder: Path, dtype: str, device: torch.device, on_progress: OnProgress | None = None) -> Decoder:
+    """Load the checkpoint in `folder` onto `device`, in "float32", "bfloat16", "float16" or "auto" (its own dtype).
+
+    Calls on_progress(done_bytes, total_bytes) after each tensor, the last time with both equal; bytes are those of the
+    files. Raises FileNotFoundError for a missing file, ValueError for an unsupported config or dtype, a damaged file,
+    or tensors that are missing, unexpected or mis-shaped.
+    """
+    config = load_config(folder)
+    checkpoint = Checkpoint(folder)
+    check_tensors(config, checkpoint)
+    chosen = choose_dtype(checkpoint, dtype)
+    return build_decoder(config, checkpoint, chosen, device, on_progress or (lambda done_bytes, total_bytes: None))
+
+
+def choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
+    """The dtype a model gets; "auto" is that of its embedding. Raises ValueError naming what is supported."""
+    for name, entry in checkpoint.entries.items():
+        if entry.dtype not in STORED_DTYPES:
+            raise ValueError(f"{name} is stored as {entry.dtype}; supported: {', '.join(STORED_DTYPES)}")
+    if dtype == "auto":
+        return STORED_DTYPES[checkpoint.entries[EMBEDDING].dtype]
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not supported; supported: auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def weight_fingerprint(folder: Path) -> str:
+    """A hash by which two processes agree that they hold the same model: 64 hex digits.
+
+    SHA-256 over config.json (keys sorted, without the two that differ between copies) and, for each tensor by name, its
+    dtype, shape and 16 evenly spaced windows of 64 bytes of its content; tensors of up to 1 KiB go in whole. Sharding
+    does not enter. It reads the headers and 1 KiB per tensor: under a MiB for 100 GB of weights. Training or
+    converting a model changes it; an edit of a few values between the windows does not, so it is no integrity check.
+    Raises like `load_model` for missing or damaged files.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kept = {key: value for key, value in config.items() if key not in UNHASHED_CONFIG_KEYS}
+    hasher = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
+    digests: dict[str, bytes] = {}  # tensor name |-> digest
+    for path in list_shards(folder):
+        digests |= _digest_tensors(path, read_header(path))
+    for name in sorted(digests):
+        hasher.update(digests[name])
+    return hasher.hexdigest()
+
+
+def _digest_tensors(path: Path, entries: dict[str, TensorEntry]) -> dict[str, bytes]:
+    digests = {}
+    with path.open("rb") as file:
+        for name, entry in entries.items():
+            described = json.dumps([name, entry.dtype, entry.shape]).encode()
+            sampled = read_samples(file.fileno(), entry, SAMPLE_WINDOWS, SAMPLE_WINDOW_BYTES)
+            digests[name] = hashlib.sha256(described + sampled).digest()
+    return digests
+
+
+def resolve_model_folder(name_or_path: str) -> Path:
+    """A folder as it is; anything else is a Hugging Face hub id, downloaded or found in the local cache.
+
+    Only configs, safetensors and tokenizer files are fetched. Raises FileNotFoundError that says what to do when the
+    name is neither, the hub does not know it, or the hub cannot be reached.
+    """
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") > 1:
+        raise FileNotFoundError(f"model folder {name_or_path!r} does not exist")
+    try:
+        found = snapshot_download(name_or_path, allow_patterns=DOWNLOADED, ignore_patterns=NOT_DOWNLOADED)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"model {name_or_path!r} is no folder here and could not be fetched from the Hugging Face hub "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no detail'}). Offline: copy the "
+            "model's folder (config.json, *.safetensors, tokenizer files) to this machine and pass its path, or fill "
+            "the cache elsewhere with `hf download` and point HF_HOME at it. Private or gated: set HF_TOKEN."
+        ) from error
+    return Path(found)
