@@ -1,0 +1,286 @@
+"""What each process needs to know at birth: frozen, complete and valid, or not built at all.
+
+Knows names, defaults and limits. Must not know where values come from (command line, environment, file): that is
+`cli/`. A string below a field is its line in `--help`.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+Transport = Literal["auto", "shm", "grpc"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+DEMO_MODEL = "demo"
+MAX_PORT = 65535
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. Names the field, its value and what would do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Checks itself when built: each class checks its own fields, then hands on to the next."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+
+    def require(self, name: str, is_valid: bool, wanted: str) -> None:
+        """Refuse the value of field `name`, unless it is valid; `wanted` says what would do."""
+        if not is_valid:
+            raise ConfigError(f"{name}={getattr(self, name)!r} cannot be used: {flag(name)} needs {wanted}")
+
+    def require_at_least(self, name: str, least: int) -> None:
+        """Refuse an integer below `least`."""
+        self.require(name, getattr(self, name) >= least, f"{least} or more")
+
+    def require_positive(self, name: str) -> None:
+        """Refuse 0 and below."""
+        self.require(name, getattr(self, name) > 0, "a number above 0")
+
+    def require_port(self, name: str) -> None:
+        """Refuse what is no TCP port."""
+        port = getattr(self, name)
+        self.require(name, port is None or 0 <= port <= MAX_PORT, f"0 to {MAX_PORT}; 0 takes any free port")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessConfig(Settings):
+    """What every process has."""
+
+    model: str = DEMO_MODEL
+    """Folder of a checkpoint, a hub id such as "Qwen/Qwen3-0.6B", or "demo" for the one that comes with Baton."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all interfaces."""
+    log_level: LogLevel = "info"
+    """Least severe log line shown."""
+    lease_s: float = 30.0
+    """Seconds after which anything held for a silent peer is freed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("model", bool(self.model), 'a folder, a hub id or "demo"')
+        self.require("host", bool(self.host), "an address such as 127.0.0.1 or 0.0.0.0")
+        self.require_positive("lease_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(Settings):
+    """How a worker computes and how much memory it takes."""
+
+    dtype: DType = "auto"
+    """Number type of weights and KV; auto is the checkpoint's."""
+    device: Device = "auto"
+    """Where to compute; auto is cuda when there is a GPU."""
+    page_tokens: int = 16
+    """Tokens in a KV page; the same on all workers."""
+    kv_memory_mib: int = 0
+    """Memory of one worker's KV pool; 0 takes what its longest batch needs, within its share of what is free."""
+    max_context_tokens: int = 0
+    """Most tokens in prompt and answer together; 0 is the model's limit."""
+    threads: int = 0
+    """CPU threads of each worker; 0 is one per core, because prefill and decode are rarely busy at once."""
+    heartbeat_s: float = 5.0
+    """Seconds between signs of life; shorter than a lease."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_power = self.page_tokens > 0 and self.page_tokens & (self.page_tokens - 1) == 0
+        self.require("page_tokens", is_power, "a power of two such as 16")
+        self.require_positive("heartbeat_s")
+        for name in ("kv_memory_mib", "max_context_tokens", "threads"):
+            self.require_at_least(name, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig(Settings):
+    """How a decode worker reads pages."""
+
+    transport: Transport = "auto"
+    """How decode reads pages: shm (same host), grpc (anywhere), or auto for the fastest that works."""
+    require_transport: bool = False
+    """Refuse a prefill worker that cannot be read by --transport, instead of falling back."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_named = not self.require_transport or self.transport != "auto"
+        self.require("require_transport", is_named, "a --transport other than auto, or --no-require-transport")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicConfig(Settings):
+    """What clients of the service meet."""
+
+    port: int = 8000
+    """Port of the REST API; 0 takes any free one."""
+    grpc_port: int | None = None
+    """Port of the gRPC API; 0 takes any free one. Default: --port + 1."""
+    served_name: str = ""
+    """Name of the model in requests; empty is its folder's name or hub id."""
+    api_key: tuple[str, ...] = ()
+    """Key that clients must send as a bearer token; repeat for several. None: no key is asked for."""
+    cors_origins: tuple[str, ...] = ()
+    """Web origins that browsers may call from; repeat for several, "*" for all."""
+    max_queue: int = 1024
+    """Most requests that wait for a worker; more are refused with 429."""
+    local_prefill_max_tokens: int = 0
+    """Decode prefills by itself when at most this many tokens of a prompt are missing."""
+    body_limit_bytes: int = 16 << 20
+    """Largest request body."""
+    request_timeout_s: float = 600.0
+    """Longest life of a request, waiting included."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_port("port")
+        self.require_port("grpc_port")
+        self.require("api_key", all(self.api_key), "keys that are not empty")
+        self.require_at_least("max_queue", 1)
+        self.require_at_least("local_prefill_max_tokens", 0)
+        self.require_at_least("body_limit_bytes", 1024)
+        self.require_positive("request_timeout_s")
+
+    @property
+    def grpc_listen_port(self) -> int:
+        """`grpc_port`, or the port after `port`; 0 for any."""
+        if self.grpc_port is not None:
+            return self.grpc_port
+        return self.port + 1 if 0 < self.port < MAX_PORT else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenConfig(Settings):
+    """Where one worker is reached."""
+
+    port: int = 0
+    """Port of the worker's gRPC server; 0 takes any free one."""
+    advertise_host: str = ""
+    """Name by which other processes reach this worker; empty is --host."""
+    metrics_port: int = 0
+    """Port of /metrics; 0 takes any free one."""
+    kv_memory_share: float = 0.25
+    """Share of free memory that an automatic KV pool may take."""
+    ready_fd: int | None = None
+    """File descriptor on which to report progress, given by `baton serve`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_port("port")
+        self.require_port("metrics_port")
+        self.require("kv_memory_share", 0 < self.kv_memory_share <= 1, "a number above 0 and at most 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(ListenConfig, EngineConfig, ProcessConfig):
+    """What prefill and decode workers share."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_heartbeat(self, self.heartbeat_s, self.lease_s)
+        is_reachable = bool(self.advertise_host) or self.host not in ("0.0.0.0", "::")
+        self.require("advertise_host", is_reachable, f"the name by which others reach this --host {self.host}")
+
+    @property
+    def reachable_host(self) -> str:
+        """The host that peers are told."""
+        return self.advertise_host or self.host
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(WorkerConfig):
+    """One prefill worker."""
+
+    chunk_tokens: int = 512
+    """Most prompt tokens in one step."""
+    max_running: int = 16
+    """Most prompts in work at once."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_at_least("chunk_tokens", self.page_tokens)
+        self.require_at_least("max_running", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig(TransferConfig, WorkerConfig):
+    """One decode worker."""
+
+    max_running: int = 64
+    """Most sessions at once."""
+    local_prefill_chunk_tokens: int = 256
+    """Most prompt tokens that decode computes by itself in one step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_at_least("max_running", 1)
+        self.require_at_least("local_prefill_chunk_tokens", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(PublicConfig, ProcessConfig):
+    """The gateway. `model` is read for its tokenizer and configuration only."""
+
+    prefill: tuple[str, ...] = ()
+    """host:port of a prefill worker; repeat for several."""
+    decode: tuple[str, ...] = ()
+    """host:port of a decode worker; repeat for several."""
+    poll_s: float = 1.0
+    """Seconds between two looks at each worker's state."""
+    ready_fd: int | None = None
+    """File descriptor on which to report progress, given by `baton serve`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("prefill", "decode"):
+            for address in getattr(self, name):
+                _require_address(name, address)
+        self.require("decode", bool(self.decode), "at least one host:port, such as --decode 127.0.0.1:9001")
+        self.require_positive("poll_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(PublicConfig, TransferConfig, EngineConfig, ProcessConfig):
+    """A whole service on one machine."""
+
+    prefill_workers: int = 1
+    """Prefill processes; with 0, decode workers prefill by themselves."""
+    decode_workers: int = 1
+    """Decode processes."""
+    chunk_tokens: int = PrefillConfig.chunk_tokens
+    """Most prompt tokens in one step of a prefill worker."""
+    prefill_max_running: int = PrefillConfig.max_running
+    """Most prompts in work at once on one prefill worker."""
+    decode_max_running: int = DecodeConfig.max_running
+    """Most sessions at once on one decode worker."""
+    local_prefill_chunk_tokens: int = DecodeConfig.local_prefill_chunk_tokens
+    """Most prompt tokens that decode computes by itself in one step."""
+    start_timeout_s: float = 1800.0
+    """Longest time that loading may take; then the start is given up."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_heartbeat(self, self.heartbeat_s, self.lease_s)
+        self.require_at_least("prefill_workers", 0)
+        self.require_at_least("decode_workers", 1)
+        self.require_positive("start_timeout_s")
+
+
+def _require_heartbeat(config: Settings, heartbeat_s: float, lease_s: float) -> None:
+    config.require("heartbeat_s", heartbeat_s < lease_s, f"a number below --lease-s, which is {lease_s:g}")
+
+
+def _require_address(name: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
+        raise ConfigError(f"{name}={address!r} cannot be used: {flag(name)} needs host:port, such as 127.0.0.1:9001")
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of a field's name."""
+    return "--" + name.replace("_", "-")
+
+
+def field_names(config_type: type[Settings]) -> tuple[str, ...]:
+    """The fields of a config class, inherited ones included."""
+    return tuple(item.name for item in fields(config_type))

@@ -1,0 +1,79 @@
+"""What this machine offers, and the pure choices that follow from it.
+
+Knows cores and memory as containers limit them, nothing of torch: memory of a GPU is passed in.
+"""
+
+import os
+from pathlib import Path
+
+from runtime.config import ConfigError, DecodeConfig, PrefillConfig
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def num_cores() -> int:
+    """Cores this process may use, within its container's CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _read(CGROUP / "cpu.max").partition(" ")
+    return min(cores, max(1, round(int(quota) / int(period)))) if quota.isdecimal() else cores
+
+
+def available_memory_bytes() -> int:
+    """Main memory that can be taken without swapping, within the container's limit."""
+    available = _meminfo_available_bytes()
+    limit = _read(CGROUP / "memory.max")
+    if limit.isdecimal():
+        available = min(available, int(limit) - int(_read(CGROUP / "memory.current") or 0))
+    return max(0, available)
+
+
+def resolve_threads(threads: int, num_cores: int) -> int:
+    """`threads`, or all cores when it is 0."""
+    return threads or max(1, num_cores)
+
+
+def resolve_context(max_context_tokens: int, model_tokens: int) -> int:
+    """The context limit in tokens: the model's, or the smaller one asked for."""
+    if max_context_tokens > model_tokens:
+        raise ConfigError(
+            f"max_context_tokens={max_context_tokens} is more than the model's {model_tokens}: "
+            f"set --max-context-tokens {model_tokens} or less, or 0"
+        )
+    return max_context_tokens or model_tokens
+
+
+def resolve_num_pages(
+    config: PrefillConfig | DecodeConfig, *, context_tokens: int, page_bytes: int, available_bytes: int
+) -> int:
+    """Pages of a worker's pool.
+
+    `kv_memory_mib` as asked for; automatic is room for `max_running` full contexts, within `kv_memory_share` of
+    `available_bytes`. Raises ConfigError when not even one full context fits.
+    """
+    pages_per_context = -(-context_tokens // config.page_tokens)
+    if config.kv_memory_mib:
+        num_pages = (config.kv_memory_mib << 20) // page_bytes
+    else:
+        affordable = int(available_bytes * config.kv_memory_share) // page_bytes
+        num_pages = min(config.max_running * pages_per_context, affordable)
+    if num_pages < pages_per_context:
+        needed_mib = -(-pages_per_context * page_bytes // (1 << 20))
+        raise ConfigError(
+            f"kv_memory_mib={config.kv_memory_mib} holds {num_pages * config.page_tokens} tokens, less than one "
+            f"context of {context_tokens}: set --kv-memory-mib {needed_mib} or more, or a smaller --max-context-tokens"
+        )
+    return num_pages
+
+
+def _meminfo_available_bytes() -> int:
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # no Linux: guess that half is free
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
