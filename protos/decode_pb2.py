@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import kv_pb2 as protos_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x08\x62\x61ton.v1\x1a\x0fprotos/kv.proto\"`\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"\xd4\x01\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07gateway\x18\x03 \x01(\t\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12 \n\x18local_prefill_max_tokens\x18\x08 \x01(\r\"J\n\x0fReserveResponse\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.Ticket\x12\x15\n\rneeds_prefill\x18\x02 \x01(\x08\"\x1f\n\x0cStepsRequest\x12\x0f\n\x07gateway\x18\x01 \x01(\t\"X\n\nStepEvents\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\'\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x17.baton.v1.SequenceDelta\"j\n\rSequenceDelta\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"1\n\x0c\x41\x62ortRequest\x12\x0f\n\x07gateway\x18\x01 \x01(\t\x12\x10\n\x08sessions\x18\x02 \x03(\x04\"\x0f\n\rAbortResponse\"0\n\x10HandshakeRequest\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\"D\n\x11HandshakeResponse\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\x11\n\ttransport\x18\x02 \x01(\t\"\x0f\n\rStatusRequest\"\xcf\x02\n\x0cWorkerStatus\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12\x12\n\nused_pages\x18\x04 \x01(\r\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x13\n\x0bmax_running\x18\x07 \x01(\r\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x12\n\nstep_age_s\x18\t \x01(\x01\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12:\n\ntransports\x18\x0b \x03(\x0b\x32&.baton.v1.WorkerStatus.TransportsEntry\x1a\x31\n\x0fTransportsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xf6\x02\n\x06\x44\x65\x63ode\x12>\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x19.baton.v1.ReserveResponse\x12\x37\n\x05Steps\x12\x16.baton.v1.StepsRequest\x1a\x14.baton.v1.StepEvents0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12\x44\n\tHandshake\x12\x1a.baton.v1.HandshakeRequest\x1a\x1b.baton.v1.HandshakeResponse\x12\x38\n\x05Offer\x12\x16.baton.v1.OfferRequest\x1a\x17.baton.v1.OfferResponse\x12\x39\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x16.baton.v1.WorkerStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x08\x62\x61ton.v1\x1a\x0fprotos/kv.proto\"`\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"\xe4\x01\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07gateway\x18\x03 \x01(\t\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12 \n\x18local_prefill_max_tokens\x18\x08 \x01(\r\x12\x0e\n\x06handle\x18\t \x01(\x04\"J\n\x0fReserveResponse\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.Ticket\x12\x15\n\rneeds_prefill\x18\x02 \x01(\x08\"\x1f\n\x0cStepsRequest\x12\x0f\n\x07gateway\x18\x01 \x01(\t\"X\n\nStepEvents\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\'\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x17.baton.v1.SequenceDelta\"i\n\rSequenceDelta\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\"0\n\x0c\x41\x62ortRequest\x12\x0f\n\x07gateway\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\x04\"\x0f\n\rAbortResponse\"0\n\x10HandshakeRequest\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\"D\n\x11HandshakeResponse\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\x11\n\ttransport\x18\x02 \x01(\t\"\x0f\n\rStatusRequest\"\xcf\x02\n\x0cWorkerStatus\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12\x12\n\nused_pages\x18\x04 \x01(\r\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x13\n\x0bmax_running\x18\x07 \x01(\r\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x12\n\nstep_age_s\x18\t \x01(\x01\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12:\n\ntransports\x18\x0b \x03(\x0b\x32&.baton.v1.WorkerStatus.TransportsEntry\x1a\x31\n\x0fTransportsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xf6\x02\n\x06\x44\x65\x63ode\x12>\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x19.baton.v1.ReserveResponse\x12\x37\n\x05Steps\x12\x16.baton.v1.StepsRequest\x1a\x14.baton.v1.StepEvents0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12\x44\n\tHandshake\x12\x1a.baton.v1.HandshakeRequest\x1a\x1b.baton.v1.HandshakeResponse\x12\x38\n\x05Offer\x12\x16.baton.v1.OfferRequest\x1a\x17.baton.v1.OfferResponse\x12\x39\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x16.baton.v1.WorkerStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,29 +37,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS']._serialized_start=50
   _globals['_SAMPLINGPARAMS']._serialized_end=146
   _globals['_RESERVEREQUEST']._serialized_start=149
-  _globals['_RESERVEREQUEST']._serialized_end=361
-  _globals['_RESERVERESPONSE']._serialized_start=363
-  _globals['_RESERVERESPONSE']._serialized_end=437
-  _globals['_STEPSREQUEST']._serialized_start=439
-  _globals['_STEPSREQUEST']._serialized_end=470
-  _globals['_STEPEVENTS']._serialized_start=472
-  _globals['_STEPEVENTS']._serialized_end=560
-  _globals['_SEQUENCEDELTA']._serialized_start=562
-  _globals['_SEQUENCEDELTA']._serialized_end=668
-  _globals['_ABORTREQUEST']._serialized_start=670
-  _globals['_ABORTREQUEST']._serialized_end=719
-  _globals['_ABORTRESPONSE']._serialized_start=721
-  _globals['_ABORTRESPONSE']._serialized_end=736
-  _globals['_HANDSHAKEREQUEST']._serialized_start=738
-  _globals['_HANDSHAKEREQUEST']._serialized_end=786
-  _globals['_HANDSHAKERESPONSE']._serialized_start=788
-  _globals['_HANDSHAKERESPONSE']._serialized_end=856
-  _globals['_STATUSREQUEST']._serialized_start=858
-  _globals['_STATUSREQUEST']._serialized_end=873
-  _globals['_WORKERSTATUS']._serialized_start=876
-  _globals['_WORKERSTATUS']._serialized_end=1211
-  _globals['_WORKERSTATUS_TRANSPORTSENTRY']._serialized_start=1162
-  _globals['_WORKERSTATUS_TRANSPORTSENTRY']._serialized_end=1211
-  _globals['_DECODE']._serialized_start=1214
-  _globals['_DECODE']._serialized_end=1588
+  _globals['_RESERVEREQUEST']._serialized_end=377
+  _globals['_RESERVERESPONSE']._serialized_start=379
+  _globals['_RESERVERESPONSE']._serialized_end=453
+  _globals['_STEPSREQUEST']._serialized_start=455
+  _globals['_STEPSREQUEST']._serialized_end=486
+  _globals['_STEPEVENTS']._serialized_start=488
+  _globals['_STEPEVENTS']._serialized_end=576
+  _globals['_SEQUENCEDELTA']._serialized_start=578
+  _globals['_SEQUENCEDELTA']._serialized_end=683
+  _globals['_ABORTREQUEST']._serialized_start=685
+  _globals['_ABORTREQUEST']._serialized_end=733
+  _globals['_ABORTRESPONSE']._serialized_start=735
+  _globals['_ABORTRESPONSE']._serialized_end=750
+  _globals['_HANDSHAKEREQUEST']._serialized_start=752
+  _globals['_HANDSHAKEREQUEST']._serialized_end=800
+  _globals['_HANDSHAKERESPONSE']._serialized_start=802
+  _globals['_HANDSHAKERESPONSE']._serialized_end=870
+  _globals['_STATUSREQUEST']._serialized_start=872
+  _globals['_STATUSREQUEST']._serialized_end=887
+  _globals['_WORKERSTATUS']._serialized_start=890
+  _globals['_WORKERSTATUS']._serialized_end=1225
+  _globals['_WORKERSTATUS_TRANSPORTSENTRY']._serialized_start=1176
+  _globals['_WORKERSTATUS_TRANSPORTSENTRY']._serialized_end=1225
+  _globals['_DECODE']._serialized_start=1228
+  _globals['_DECODE']._serialized_end=1602
 # @@protoc_insertion_point(module_scope)

@@ -22,7 +22,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "gateway", "prompt_ids", "max_tokens", "sampling", "stop_token_ids", "local_prefill_max_tokens")
+    __slots__ = ("request_id", "attempt", "gateway", "prompt_ids", "max_tokens", "sampling", "stop_token_ids", "local_prefill_max_tokens", "handle")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class ReserveRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     gateway: str
@@ -39,7 +40,8 @@ class ReserveRequest(_message.Message):
     sampling: SamplingParams
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     local_prefill_max_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., gateway: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., local_prefill_max_tokens: _Optional[int] = ...) -> None: ...
+    handle: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., gateway: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., local_prefill_max_tokens: _Optional[int] = ..., handle: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("ticket", "needs_prefill")
@@ -66,26 +68,26 @@ class StepEvents(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., step: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[SequenceDelta, _Mapping]]] = ...) -> None: ...
 
 class SequenceDelta(_message.Message):
-    __slots__ = ("session", "attempt", "token_ids", "finish_reason", "error")
-    SESSION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("handle", "attempt", "token_ids", "finish_reason", "error")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    session: int
+    handle: int
     attempt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: str
     error: str
-    def __init__(self, session: _Optional[int] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, handle: _Optional[int] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("gateway", "sessions")
+    __slots__ = ("gateway", "handles")
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
-    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
     gateway: str
-    sessions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, gateway: _Optional[str] = ..., sessions: _Optional[_Iterable[int]] = ...) -> None: ...
+    handles: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, gateway: _Optional[str] = ..., handles: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AbortResponse(_message.Message):
     __slots__ = ()

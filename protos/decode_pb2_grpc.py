@@ -73,16 +73,17 @@ class DecodeServicer:
     """
 
     def Reserve(self, request, context):
-        """Reserves a session and the pages of its prompt. Idempotent per (request_id, attempt).
-        RESOURCE_EXHAUSTED: no room now; INVALID_ARGUMENT: it can never fit; UNAVAILABLE: draining.
+        """Reserves a session and the pages of its prompt. Idempotent per (gateway, handle).
+        RESOURCE_EXHAUSTED: no room now; INVALID_ARGUMENT: it can never fit; FAILED_PRECONDITION: the gateway has no
+        Steps stream open; UNAVAILABLE: draining.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Steps(self, request, context):
-        """Tells the tokens of all sessions of one gateway, one message per engine step, and a first empty message once subscribed.
-        When the stream ends, the gateway's sessions live on for one lease and are then freed.
+        """Tells the tokens of all sessions of one gateway, one message per engine step, and a first empty message once
+        subscribed. When the stream ends, so do the gateway's sessions: nobody would hear of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,170 @@
+"""Offers of prefill workers, from handshake to pages that are ours. Lives on the asyncio thread."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import structlog
+
+from decode_worker.metrics import DecodeMetrics
+from decode_worker.session import OfferRefusedError
+from decode_worker.session_table import SessionTable
+from kvtransfer.grpc_bytes import GrpcReader
+from kvtransfer.layout import find_mismatch
+from kvtransfer.reader import PageRef, PageStore, Reader, ReadError, choose_transport
+from kvtransfer.shm import ShmReader
+from protos import kv_pb2
+from runtime.config import Transport
+from runtime.engine_thread import EngineThread
+from runtime.rpc import open_channel
+
+log = structlog.get_logger()
+
+PROBE_BYTES = 16 << 20  # enough for a steady rate, little enough to take milliseconds
+
+
+class HandshakeRefusedError(Exception):
+    """The peer's pages cannot be read here; the message names both values."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPeer:
+    """A prefill worker that shook hands."""
+
+    peer: kv_pb2.Peer
+    reader: Reader
+
+
+class Intake:
+    """Owns the readers, one per prefill worker address; a new incarnation takes the old one's place."""
+
+    def __init__(
+        self,
+        me: kv_pb2.Peer,
+        store: PageStore,
+        table: SessionTable,
+        thread: EngineThread,
+        metrics: DecodeMetrics,
+        transport: Transport,
+        read_timeout_s: float,
+    ) -> None:
+        self._me = me
+        self._store = store
+        self._table = table
+        self._thread = thread
+        self._metrics = metrics
+        self._transport = transport
+        self._read_timeout_s = read_timeout_s
+        self._peers: dict[str, KnownPeer] = {}  # address |-> peer
+        self._greeting = asyncio.Lock()  # one handshake at a time
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-read")
+
+    def transports(self) -> dict[str, str]:
+        """address |-> transport, of every peer."""
+        return {address: known.reader.transport for address, known in self._peers.items()}
+
+    async def shake_hands(self, peer: kv_pb2.Peer) -> str:
+        """Compare layouts, open a reader and measure it. Returns the transport. Idempotent per incarnation."""
+        async with self._greeting:
+            return await self._shake_hands(peer)
+
+    async def _shake_hands(self, peer: kv_pb2.Peer) -> str:
+        known = self._peers.get(peer.address)
+        if known is not None and known.peer.incarnation == peer.incarnation:
+            return known.reader.transport
+        mismatch = find_mismatch(self._me.layout, peer.layout)
+        if mismatch is not None:
+            raise HandshakeRefusedError(f"{peer.address} cannot hand over its KV: {mismatch}")
+        try:
+            reader, why = self._open_reader(peer)
+        except (ReadError, ValueError) as error:
+            raise HandshakeRefusedError(str(error)) from error
+        rate = await self._measure(reader, peer)
+        self._peers[peer.address] = KnownPeer(peer, reader)
+        if known is not None:
+            await known.reader.close()
+        log.info(
+            "peer accepted", peer=peer.address, incarnation=peer.incarnation, transport=reader.transport, why=why,
+            gigabytes_per_s=round(rate / 1e9, 2),
+        )  # fmt: skip
+        return reader.transport
+
+    def _open_reader(self, peer: kv_pb2.Peer) -> tuple[Reader, str]:
+        transport, why = choose_transport(self._me, peer, self._transport)
+        if transport == "shm":
+            try:
+                return ShmReader(peer, self._store, self._executor), why
+            except ReadError as error:
+                if self._transport == "shm":
+                    raise
+                why = f"shared memory failed: {error}"
+        return GrpcReader(peer, self._store, open_channel(peer.address), self._read_timeout_s), why
+
+    async def _measure(self, reader: Reader, peer: kv_pb2.Peer) -> float:
+        """Bytes per second of reading the peer's first pages into nowhere."""
+        count = max(1, min(peer.num_pages, PROBE_BYTES // self._store.page_bytes))
+        started = time.perf_counter()
+        try:
+            await reader.probe(count)
+        except ReadError as error:
+            await reader.close()
+            raise HandshakeRefusedError(f"cannot read from {peer.address}: {error}") from error
+        return count * self._store.page_bytes / (time.perf_counter() - started)
+
+    async def take(self, offer: kv_pb2.OfferRequest) -> kv_pb2.OfferResponse:
+        """Read offered pages into their session. The answer is the acknowledgement, or says why not."""
+        try:
+            reading = self._begin(offer)
+        except OfferRefusedError as error:
+            return self._refuse(offer, error.reason, error.detail)
+        # Runs to its end even when the caller goes away: the session's pages are leased until the copy is over.
+        return await asyncio.shield(asyncio.ensure_future(reading()))
+
+    def _begin(self, offer: kv_pb2.OfferRequest) -> Callable[[], Awaitable[kv_pb2.OfferResponse]]:
+        """Check the offer against peer and session; returns the read, which must then be run."""
+        ticket = offer.ticket
+        if ticket.incarnation != self._me.incarnation:
+            raise OfferRefusedError(
+                "incarnation", f"ticket of incarnation {ticket.incarnation}; this worker is {self._me.incarnation}"
+            )
+        known = next((peer for peer in self._peers.values() if peer.peer.incarnation == offer.incarnation), None)
+        if known is None:
+            raise OfferRefusedError("handshake", f"incarnation {offer.incarnation} has not shaken hands here")
+        with self._thread.lock:
+            targets = self._table.begin_read(ticket.session, ticket.attempt, offer.begin, offer.end, len(offer.pages))
+        return lambda: self._read(offer, known.reader, targets)
+
+    async def _read(self, offer: kv_pb2.OfferRequest, reader: Reader, targets: list[int]) -> kv_pb2.OfferResponse:
+        session = offer.ticket.session
+        started = time.perf_counter()
+        try:
+            await reader.read([PageRef(ref.page, ref.generation) for ref in offer.pages], targets)
+        except Exception as error:
+            with self._thread.lock:
+                self._table.fail_read(session)
+                self._thread.wake()
+            if isinstance(error, ReadError):
+                return self._refuse(offer, error.reason, error.detail)
+            log.exception("reading offered pages failed", request_id=offer.request_id)
+            return self._refuse(offer, "transport", str(error))
+        seconds = time.perf_counter() - started
+        with self._thread.lock:
+            self._table.finish_read(session, offer.end, time.monotonic())
+            self._thread.wake()
+        num_bytes = len(targets) * self._store.page_bytes
+        self._metrics.offers_accepted.inc()
+        self._metrics.transfer_bytes.labels(reader.transport).inc(num_bytes)
+        self._metrics.transfer_seconds.observe(seconds)
+        return kv_pb2.OfferResponse(accepted=True, bytes=num_bytes, seconds=seconds)
+
+    def _refuse(self, offer: kv_pb2.OfferRequest, reason: str, detail: str) -> kv_pb2.OfferResponse:
+        self._metrics.offers_refused.labels(reason).inc()
+        log.warning("offer refused", request_id=offer.request_id, reason=reason, detail=detail)
+        return kv_pb2.OfferResponse(accepted=False, reason=reason, detail=detail)
+
+    async def close(self) -> None:
+        for known in self._peers.values():
+            await known.reader.close()
+        self._executor.shutdown(wait=True)

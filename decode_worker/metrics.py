@@ -1,0 +1,32 @@
+"""What a decode worker counts."""
+
+from collections.abc import Sequence
+
+from decode_worker.batching import Planned
+from decode_worker.session import Phase
+from decode_worker.session_table import SessionTable
+from runtime.metrics import WorkerMetrics
+
+
+class DecodeMetrics(WorkerMetrics):
+    """`prompt_tokens` counts local prefill here: 0 while prefill workers do their part."""
+
+    def __init__(self, table: SessionTable) -> None:
+        super().__init__()
+        self.generation_tokens = self.counter("generation_tokens", "Tokens generated")
+        self.transfer_bytes = self.counter("kv_transfer_bytes", "Bytes read from prefill workers", ("transport",))
+        self.transfer_seconds = self.histogram("kv_transfer_seconds", "Time of one read of offered pages")
+        self.offers_accepted = self.counter("offers_accepted", "Offers read and believed")
+        self.offers_refused = self.counter("offers_refused", "Offers not believed", ("reason",))
+        self.cancelled = self.counter("cancelled", "Sessions ended by their gateway", ("phase",))
+        self.add_pool_gauges(lambda: table.allocator.num_used, table.allocator.num_pages)
+        self.gauge("num_requests_running", "Sequences decoding", lambda: len(table.in_phase(Phase.ACTIVE)))
+        self.gauge("num_requests_waiting", "Sequences preempted", lambda: len(table.in_phase(Phase.PREEMPTED)))
+        self.gauge("leases_open", "Sessions whose KV is arriving", lambda: len(table.in_phase(Phase.RECEIVING)))
+        self.gauge("num_preemptions_total", "Sequences that lost their pages", lambda: table.num_preemptions)
+
+    def count_step(self, planned: Sequence[Planned]) -> None:
+        """Every chosen token is one position of decode; positions beyond that are local prefill."""
+        chosen = sum(step.wants_token for step in planned)
+        self.generation_tokens.inc(chosen)
+        self.prompt_tokens.inc(sum(step.count for step in planned) - chosen)

@@ -1,0 +1,173 @@
+"""The Decode service: turns messages into calls of the session table, the intake and the streams, and back.
+
+Lives on the asyncio thread; decides nothing.
+"""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import structlog
+from engine.sampling import SamplingParams
+
+from decode_worker.intake import HandshakeRefusedError, Intake
+from decode_worker.metrics import DecodeMetrics
+from decode_worker.session import Phase, Reservation, Session
+from decode_worker.session_table import SessionTable
+from decode_worker.streams import GatewayStreams
+from engine.kvcache.allocator import NeverFitsError, NoRoomError
+from protos import decode_pb2, decode_pb2_grpc, kv_pb2
+from runtime.engine_thread import EngineThread
+
+Context = grpc.aio.ServicerContext[Any, Any]
+log = structlog.get_logger()
+
+
+class DecodeService(decode_pb2_grpc.DecodeServicer):
+    """Every rpc that touches the table holds the loop's lock, for microseconds."""
+
+    def __init__(
+        self,
+        me: kv_pb2.Peer,
+        table: SessionTable,
+        thread: EngineThread,
+        intake: Intake,
+        streams: GatewayStreams,
+        metrics: DecodeMetrics,
+        context_tokens: int,
+    ) -> None:
+        self._me = me
+        self._table = table
+        self._thread = thread
+        self._intake = intake
+        self._streams = streams
+        self._metrics = metrics
+        self._context_tokens = context_tokens
+        self.is_draining = False
+
+    async def Reserve(  # noqa: N802
+        self,
+        request: decode_pb2.ReserveRequest,
+        context: Context,
+    ) -> decode_pb2.ReserveResponse:
+        if self.is_draining:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this worker is draining")
+        if not self._streams.is_open(request.gateway):
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, f"gateway {request.gateway} has no Steps stream open here"
+            )
+        problem = self._find_problem(request)
+        if problem is not None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
+        try:
+            with self._thread.lock:
+                session = self._table.reserve(_reservation(request), time.monotonic())
+                self._thread.wake()
+        except NoRoomError as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except NeverFitsError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        log.debug("session reserved", request_id=request.request_id, session=session.id, attempt=session.attempt)
+        return decode_pb2.ReserveResponse(ticket=self._ticket(session), needs_prefill=session.phase is Phase.RECEIVING)
+
+    def _find_problem(self, request: decode_pb2.ReserveRequest) -> str | None:
+        total = len(request.prompt_ids) + request.max_tokens
+        if not request.prompt_ids or not request.max_tokens:
+            return "prompt_ids and max_tokens must not be empty"
+        if total > self._context_tokens:
+            return f"prompt and answer of {total} tokens exceed the context of {self._context_tokens}"
+        return None
+
+    def _ticket(self, session: Session) -> kv_pb2.Ticket:
+        return kv_pb2.Ticket(
+            address=self._me.address,
+            incarnation=self._me.incarnation,
+            session=session.id,
+            attempt=session.attempt,
+            begin=session.computed,
+            end=session.num_prompt - 1,
+        )
+
+    async def Steps(  # noqa: N802
+        self, request: decode_pb2.StepsRequest, context: Context
+    ) -> AsyncIterator[decode_pb2.StepEvents]:
+        try:
+            async for events in self._streams.stream(request.gateway):
+                yield events
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, str(error))
+        finally:
+            with self._thread.lock:
+                ended = self._table.abort_gateway(request.gateway)
+                self._thread.wake()
+            log.info("gateway left", gateway=request.gateway, sessions_ended=len(ended))
+
+    async def Abort(  # noqa: N802
+        self, request: decode_pb2.AbortRequest, context: Context
+    ) -> decode_pb2.AbortResponse:
+        with self._thread.lock:
+            phases = {session.id: session.phase.value for session in self._table}
+            ended = self._table.abort(request.gateway, request.handles)
+            self._thread.wake()
+        for session in ended:
+            self._metrics.cancelled.labels(phases[session.id]).inc()
+            log.info("session cancelled", request_id=session.request_id, session=session.id)
+        return decode_pb2.AbortResponse()
+
+    async def Handshake(  # noqa: N802
+        self,
+        request: decode_pb2.HandshakeRequest,
+        context: Context,
+    ) -> decode_pb2.HandshakeResponse:
+        try:
+            transport = await self._intake.shake_hands(request.peer)
+        except HandshakeRefusedError as error:
+            log.error("handshake refused", peer=request.peer.address, reason=str(error))
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return decode_pb2.HandshakeResponse(peer=self._me, transport=transport)
+
+    async def Offer(  # noqa: N802
+        self, request: kv_pb2.OfferRequest, context: Context
+    ) -> kv_pb2.OfferResponse:
+        return await self._intake.take(request)
+
+    async def Status(  # noqa: N802
+        self, request: decode_pb2.StatusRequest, context: Context
+    ) -> decode_pb2.WorkerStatus:
+        progress = self._thread.progress()
+        allocator = self._table.allocator
+        return decode_pb2.WorkerStatus(
+            peer=self._me,
+            context_tokens=self._context_tokens,
+            free_pages=allocator.num_free,
+            used_pages=allocator.num_used,
+            num_running=sum(session.phase is not Phase.ENDED for session in self._table),
+            num_waiting=len(self._table.in_phase(Phase.PREEMPTED)),
+            max_running=self._table.max_running,
+            steps=progress.steps,
+            step_age_s=progress.step_age_s,
+            draining=self.is_draining,
+            transports=self._intake.transports(),
+        )
+
+
+def _reservation(request: decode_pb2.ReserveRequest) -> Reservation:
+    sampling = request.sampling
+    return Reservation(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        gateway=request.gateway,
+        handle=request.handle,
+        prompt_ids=list(request.prompt_ids),
+        max_tokens=request.max_tokens,
+        sampling=SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+        ),
+        stop_token_ids=frozenset(request.stop_token_ids),
+        local_prefill_max_tokens=request.local_prefill_max_tokens,
+    )

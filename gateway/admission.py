@@ -1,0 +1,113 @@
+"""The one queue where requests wait: first come, first served, bounded. Lives on the asyncio thread."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from gateway.decode_link import DecodeLink
+from gateway.errors import not_ready, overloaded
+from gateway.fleet import Fleet
+from gateway.policy import Placement, Unready, Wait, choose_placement
+from gateway.worker_link import PrefillLink, WorkerLink
+
+
+class Places:
+    """A place on a decode worker and perhaps one on a prefill worker, held until released."""
+
+    def __init__(self, decode: DecodeLink, prefill: PrefillLink | None) -> None:
+        self.decode = decode
+        self.prefill = prefill
+        self._held: list[WorkerLink] = [decode, prefill] if prefill else [decode]
+        for link in self._held:
+            link.num_mine += 1
+
+    def release(self, link: WorkerLink) -> None:
+        """Give one place back early. Idempotent."""
+        if link in self._held:
+            self._held.remove(link)
+            link.leave()
+
+    def release_all(self) -> None:
+        for link in list(self._held):
+            self.release(link)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    num_missing: int
+    avoid: frozenset[str]
+    patience: float  # until when it waits although nobody can serve
+    decided: asyncio.Future[None]
+    places: Places | None = None
+
+
+class Admission:
+    """Places requests on workers as these get room."""
+
+    def __init__(self, fleet: Fleet, max_queue: int, local_prefill_max_tokens: int) -> None:
+        self._fleet = fleet
+        self._max_queue = max_queue
+        self._local_prefill_max_tokens = local_prefill_max_tokens
+        self._waiting: deque[_Waiter] = deque()
+        fleet.subscribe(self._pump)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @asynccontextmanager
+    async def place(
+        self, num_missing: int, avoid: frozenset[str], is_retry: bool, timeout_s: float, patience_s: float
+    ) -> AsyncIterator[Places]:
+        """Wait for places, and hold them until the end of the block.
+
+        A retry goes before new requests and, unlike them, waits `patience_s` for a worker to come back. Raises
+        ApiError: 429 when the queue is full, 503 when nobody can serve or no place got free within `timeout_s`.
+        """
+        if not is_retry and len(self._waiting) >= self._max_queue:
+            raise overloaded(f"{len(self._waiting)} requests are waiting, the most allowed by --max-queue; try again")
+        patience = time.monotonic() + patience_s if is_retry else 0.0
+        waiter = _Waiter(num_missing, avoid, patience, asyncio.get_running_loop().create_future())
+        if is_retry:
+            self._waiting.appendleft(waiter)
+        else:
+            self._waiting.append(waiter)
+        self._pump()
+        try:
+            try:
+                await asyncio.wait_for(waiter.decided, timeout_s)
+            except TimeoutError:
+                raise not_ready(f"no worker had room within {timeout_s:.0f} s") from None
+            assert waiter.places is not None
+            yield waiter.places
+        finally:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            if waiter.places is not None:
+                waiter.places.release_all()
+
+    def _pump(self) -> None:
+        """Decide on as many waiting requests as possible, in order."""
+        while self._waiting:
+            waiter = self._waiting[0]
+            choice = choose_placement(
+                self._fleet.views(), waiter.num_missing, self._local_prefill_max_tokens, waiter.avoid
+            )
+            is_patient = time.monotonic() < waiter.patience
+            if isinstance(choice, Wait) or (isinstance(choice, Unready) and is_patient):
+                return
+            self._waiting.popleft()
+            self._decide(waiter, choice)
+
+    def _decide(self, waiter: _Waiter, choice: Placement | Unready) -> None:
+        if waiter.decided.done():  # its request was cancelled this very moment
+            return
+        if isinstance(choice, Unready):
+            waiter.decided.set_exception(not_ready(choice.reason))
+            return
+        prefill = self._fleet.prefill[choice.prefill.address] if choice.prefill else None
+        waiter.places = Places(self._fleet.decode[choice.decode.address], prefill)
+        waiter.decided.set_result(None)

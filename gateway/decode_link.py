@@ -1,0 +1,140 @@
+"""A decode worker as this gateway sees it: sessions are opened here, and their news arrives on one stream.
+
+Lives on the asyncio thread.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import grpc
+import structlog
+
+from gateway.worker_link import RETRY_S, WorkerLink
+from protos import decode_pb2, decode_pb2_grpc
+from runtime.rpc import new_incarnation
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The session's worker, or the way to it, is gone."""
+
+    reason: str
+
+
+News = decode_pb2.SequenceDelta | Lost | Exception  # an exception: what ended the prefill
+
+
+@dataclass(slots=True, eq=False)
+class RemoteSession:
+    """The gateway's end of one session on a decode worker."""
+
+    handle: int
+    stream: str  # name of the Steps stream that tells its news
+    inbox: asyncio.Queue[News] = field(default_factory=asyncio.Queue)  # as long as the answer, at most
+    is_over: bool = False  # its last news has come: nothing is left to abort
+
+
+class DecodeLink(WorkerLink):
+    """A decode worker: sessions are opened here, and their news arrives on one stream."""
+
+    role = "decode"
+
+    def __init__(self, address: str, heartbeat_s: float, stall_s: float, on_change: Callable[[], None]) -> None:
+        super().__init__(address, heartbeat_s, stall_s, on_change)
+        self._stub = decode_pb2_grpc.DecodeStub(self._channel)
+        self._handles = itertools.count(1)
+        self._sessions: dict[int, RemoteSession] = {}  # handle |-> session
+        self._stream = ""  # name of the open Steps stream; empty while there is none
+        self._unwanted: list[int] = []  # handles to abort
+        self._has_unwanted = asyncio.Event()
+
+    def start(self) -> None:
+        super().start()
+        self._spawn(self._listen())
+        self._spawn(self._abort_unwanted())
+
+    async def _ask_status(self) -> decode_pb2.WorkerStatus:
+        status: decode_pb2.WorkerStatus = await self._stub.Status(decode_pb2.StatusRequest(), timeout=self._heartbeat_s)
+        return status
+
+    def find_trouble(self) -> str | None:
+        trouble = super().find_trouble()
+        if trouble is None and not self._stream:
+            return "has no open stream of tokens"
+        return trouble
+
+    def _judge(self) -> None:
+        trouble = super().find_trouble()
+        if trouble is not None and not self.status.draining:
+            self._lose_all(f"{self.address} {trouble}")
+
+    async def _listen(self) -> None:
+        """Keep one Steps stream open; each has a new name, so news of an old one cannot be taken for another's."""
+        while True:
+            name = new_incarnation()
+            reason = "closed its stream"
+            try:
+                async for events in self._stub.Steps(decode_pb2.StepsRequest(gateway=name)):
+                    if self._stream != name:
+                        self._stream = name
+                        self._on_change()
+                    for delta in events.deltas:
+                        self._deliver(delta)
+            except grpc.aio.AioRpcError as error:
+                reason = f"broke its stream ({error.code().name})"
+            self._stream = ""
+            self._lose_all(f"{self.address} {reason}")
+            self._on_change()
+            await asyncio.sleep(RETRY_S)
+
+    def _deliver(self, delta: decode_pb2.SequenceDelta) -> None:
+        session = self._sessions.get(delta.handle)
+        if session is None:
+            if not delta.finish_reason:
+                self._abort(delta.handle)
+            return
+        session.is_over = bool(delta.finish_reason)
+        session.inbox.put_nowait(delta)
+
+    def _lose_all(self, reason: str) -> None:
+        """Tell every open session that it will hear no more."""
+        for session in self._sessions.values():
+            session.inbox.put_nowait(Lost(reason))
+
+    @contextmanager
+    def open_session(self) -> Iterator[RemoteSession]:
+        """A handle for one session. At the end, whatever is left of it on the worker is aborted."""
+        session = RemoteSession(next(self._handles), self._stream)
+        self._sessions[session.handle] = session
+        try:
+            yield session
+        finally:
+            del self._sessions[session.handle]
+            if not session.is_over and session.stream == self._stream:
+                self._abort(session.handle)
+
+    async def reserve(self, request: decode_pb2.ReserveRequest, timeout_s: float) -> decode_pb2.ReserveResponse:
+        """Raises grpc.aio.AioRpcError."""
+        response: decode_pb2.ReserveResponse = await self._stub.Reserve(request, timeout=timeout_s)
+        return response
+
+    def _abort(self, handle: int) -> None:
+        self._unwanted.append(handle)
+        self._has_unwanted.set()
+
+    async def _abort_unwanted(self) -> None:
+        """Tell the worker, many handles at a time. Should that fail, the end of the stream frees them."""
+        while True:
+            await self._has_unwanted.wait()
+            self._has_unwanted.clear()
+            handles, self._unwanted = self._unwanted, []
+            request = decode_pb2.AbortRequest(gateway=self._stream, handles=handles)
+            try:
+                await self._stub.Abort(request, timeout=self._heartbeat_s)
+            except grpc.aio.AioRpcError as error:
+                log.warning("abort failed", address=self.address, code=error.code().name)

@@ -1,0 +1,137 @@
+"""One worker as this gateway sees it: its status, asked for again and again, and what we have there.
+
+Lives on the asyncio thread. Which worker serves what is policy.py's.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Literal
+
+import grpc
+import structlog
+
+from gateway.policy import WorkerView
+from protos import decode_pb2, kv_pb2, prefill_pb2, prefill_pb2_grpc
+from runtime.rpc import open_channel
+
+log = structlog.get_logger()
+
+POLL_S = 1.0  # between two questions for a worker's status
+RETRY_S = 0.2  # before a worker that does not answer is asked again
+
+
+class WorkerLink:
+    """One worker: asks for its status again and again, counts what we have there."""
+
+    role: Literal["prefill", "decode"]
+
+    def __init__(self, address: str, heartbeat_s: float, stall_s: float, on_change: Callable[[], None]) -> None:
+        """`heartbeat_s`: silence after which it counts as dead; `stall_s`: the same for an engine step.
+
+        `on_change` is called whenever it may have got room or died.
+        """
+        self.address = address
+        self.status = decode_pb2.WorkerStatus()
+        self.num_mine = 0
+        self.is_full = False
+        self._heartbeat_s = heartbeat_s
+        self._stall_s = stall_s
+        self._on_change = on_change
+        self._channel = open_channel(address)
+        self._heard = -float("inf")  # when it last answered
+        self._trouble = "has not answered yet"
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._spawn(self._poll())
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        self._tasks.append(asyncio.create_task(work))
+
+    async def _ask_status(self) -> decode_pb2.WorkerStatus:
+        raise NotImplementedError
+
+    async def _poll(self) -> None:
+        while True:
+            try:
+                status = await self._ask_status()
+            except grpc.aio.AioRpcError as error:
+                self._trouble = f"does not answer ({error.code().name})"
+                pause = RETRY_S
+            else:
+                self._learn(status)
+                pause = POLL_S
+            self._judge()
+            self.is_full = False  # ask again at the latest now
+            self._on_change()
+            await asyncio.sleep(pause)
+
+    def _judge(self) -> None:
+        """Act on what the last answer, or its absence, says of the worker."""
+
+    def _learn(self, status: decode_pb2.WorkerStatus) -> None:
+        if self.status.peer.incarnation not in ("", status.peer.incarnation):
+            log.warning("worker restarted", address=self.address, incarnation=status.peer.incarnation)
+        self.status = status
+        self._heard = time.monotonic()
+
+    def find_trouble(self) -> str | None:
+        """Why this worker cannot take work; None when it can."""
+        if time.monotonic() - self._heard > self._heartbeat_s:
+            return self._trouble
+        if self.status.draining:
+            return "is draining"
+        if self.status.step_age_s > self._stall_s:
+            return f"has been in one engine step for {self.status.step_age_s:.0f} s"
+        return None
+
+    def view(self) -> WorkerView:
+        trouble = self.find_trouble()
+        peer = self.status.peer
+        return WorkerView(
+            role=self.role,
+            address=self.address,
+            incarnation=peer.incarnation,
+            layout=peer.layout.SerializeToString(deterministic=True),
+            is_alive=trouble is None,
+            trouble=trouble or "",
+            max_running=max(self.status.max_running, 1),
+            num_mine=self.num_mine,
+            is_full=self.is_full,
+            free_pages=self.status.free_pages,
+        )
+
+    def leave(self) -> None:
+        """A request of ours is over here: its place is free."""
+        self.num_mine -= 1
+        self.is_full = False
+        self._on_change()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close()
+
+
+class PrefillLink(WorkerLink):
+    """A prefill worker."""
+
+    role = "prefill"
+
+    def __init__(self, address: str, heartbeat_s: float, stall_s: float, on_change: Callable[[], None]) -> None:
+        super().__init__(address, heartbeat_s, stall_s, on_change)
+        self._stub = prefill_pb2_grpc.PrefillStub(self._channel)
+
+    async def _ask_status(self) -> decode_pb2.WorkerStatus:
+        status: decode_pb2.WorkerStatus = await self._stub.Status(decode_pb2.StatusRequest(), timeout=self._heartbeat_s)
+        return status
+
+    async def run(
+        self, request_id: str, prompt_ids: Sequence[int], ticket: kv_pb2.Ticket, timeout_s: float
+    ) -> prefill_pb2.RunResponse:
+        """Have a prompt prefilled and handed over. Raises grpc.aio.AioRpcError."""
+        request = prefill_pb2.RunRequest(request_id=request_id, prompt_ids=prompt_ids, ticket=ticket)
+        response: prefill_pb2.RunResponse = await self._stub.Run(request, timeout=timeout_s)
+        return response

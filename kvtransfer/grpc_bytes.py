@@ -1,0 +1,146 @@
+"""Pages as bytes over gRPC: works between any two hosts.
+
+The wire format is ReadPagesResponse of kv.proto, but a message that carries bytes is written and read by hand: that
+saves protobuf's copies, which halve the bandwidth. `encode_data` and `decode` are tested against protobuf itself.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.reader import PageRef, PageStore, ReadError, Transport, check_bounds, check_generations
+from protos import kv_pb2
+
+METHOD = "/baton.v1.KvPages/Read"
+CHUNK_BYTES = 2 << 20  # 1-4 MiB measured fastest
+DATA_TAG = b"\x0a"  # field 1, length-delimited
+
+
+def encode_data(data: memoryview) -> bytes:
+    """A ReadPagesResponse with only `data` set."""
+    length, varint = len(data), bytearray()
+    while length > 127:
+        varint.append(length & 127 | 128)
+        length >>= 7
+    varint.append(length)
+    return b"".join((DATA_TAG, varint, data))
+
+
+def decode(message: bytes) -> memoryview | kv_pb2.ReadPagesResponse:
+    """The data of a message as a view without a copy; the parsed message when it carries generations."""
+    if not message.startswith(DATA_TAG):
+        return kv_pb2.ReadPagesResponse.FromString(message)
+    length = shift = 0
+    for at in range(1, min(len(message), 11)):
+        length |= (message[at] & 127) << shift
+        shift += 7
+        if message[at] < 128:
+            if at + 1 + length != len(message):
+                break
+            return memoryview(message)[at + 1 :]
+    raise ReadError("transport", f"malformed page data: {len(message)} bytes announce {length}")
+
+
+class PageServer:
+    """Serves this worker's pages to grpc readers."""
+
+    def __init__(self, store: PageStore, incarnation: str) -> None:
+        self._store = store
+        self._incarnation = incarnation
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register KvPages with raw bytes as the response type."""
+        handler: grpc.RpcMethodHandler[kv_pb2.ReadPagesRequest, bytes] = grpc.unary_stream_rpc_method_handler(
+            self._read,
+            request_deserializer=kv_pb2.ReadPagesRequest.FromString,
+            response_serializer=None,
+        )
+        service = METHOD.split("/")[1]
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"Read": handler}),))
+
+    async def _read(
+        self, request: kv_pb2.ReadPagesRequest, context: grpc.aio.ServicerContext[kv_pb2.ReadPagesRequest, bytes]
+    ) -> AsyncIterator[bytes]:
+        if request.incarnation != self._incarnation:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"incarnation {request.incarnation} was asked for; this worker is {self._incarnation}",
+            )
+        beyond = [page for page in request.pages if page >= self._store.num_pages]
+        if beyond:
+            await context.abort(
+                grpc.StatusCode.OUT_OF_RANGE, f"page {beyond[0]} is outside the pool of {self._store.num_pages} pages"
+            )
+        pages_per_load = max(1, CHUNK_BYTES // self._store.page_bytes)
+        for first in range(0, len(request.pages), pages_per_load):
+            pages = list(request.pages[first : first + pages_per_load])
+            rows = await asyncio.to_thread(self._store.load, pages)
+            view = memoryview(rows.reshape(-1).data)
+            for start in range(0, len(view), CHUNK_BYTES):
+                yield encode_data(view[start : start + CHUNK_BYTES])
+        generations = [int(self._store.generations[page]) for page in request.pages]
+        yield kv_pb2.ReadPagesResponse(generations=generations).SerializeToString()
+
+
+class GrpcReader:
+    """Reads a peer's pages through its KvPages service."""
+
+    transport: Transport = "grpc"
+
+    def __init__(self, peer: kv_pb2.Peer, store: PageStore, channel: grpc.aio.Channel, timeout_s: float) -> None:
+        """Owns `channel`. `timeout_s` bounds each read."""
+        self._peer = peer
+        self._store = store
+        self._channel = channel
+        self._timeout_s = timeout_s
+        self._call: grpc.aio.UnaryStreamMultiCallable[kv_pb2.ReadPagesRequest, bytes] = channel.unary_stream(
+            METHOD, request_serializer=kv_pb2.ReadPagesRequest.SerializeToString, response_deserializer=None
+        )
+
+    async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
+        check_bounds(sources, self._peer.num_pages)
+        generations = await self._receive(
+            [source.page for source in sources], lambda index, row: self._store.store(into[index], row)
+        )
+        check_generations(sources, generations)
+
+    async def probe(self, num_pages: int) -> None:
+        await self._receive(range(num_pages), lambda index, row: None)
+
+    async def _receive(self, pages: Sequence[int], take: Callable[[int, NDArray[np.uint8]], None]) -> Sequence[int]:
+        """Call `take(index, bytes)` for each page as it comes; return the generations that follow the bytes."""
+        request = kv_pb2.ReadPagesRequest(incarnation=self._peer.incarnation, pages=pages)
+        try:
+            return await self._assemble(request, take)
+        except grpc.aio.AioRpcError as error:
+            raise ReadError("transport", f"{self._peer.address}: {error.code().name}: {error.details()}") from error
+
+    async def _assemble(
+        self, request: kv_pb2.ReadPagesRequest, take: Callable[[int, NDArray[np.uint8]], None]
+    ) -> Sequence[int]:
+        wanted = len(request.pages)
+        page_bytes = self._store.page_bytes
+        row: NDArray[np.uint8] = np.empty(page_bytes, np.uint8)  # the page being assembled
+        filled = done = 0
+        async for message in self._call(request, timeout=self._timeout_s):
+            part = decode(message)
+            if isinstance(part, kv_pb2.ReadPagesResponse):
+                if done != wanted or filled:
+                    raise ReadError("transport", f"{done} of {wanted} pages arrived before the end")
+                return list(part.generations)
+            while part:
+                if done == wanted:
+                    raise ReadError("transport", f"more bytes than {wanted} pages arrived")
+                size = min(page_bytes - filled, len(part))
+                row[filled : filled + size] = np.frombuffer(part[:size], np.uint8)
+                filled, part = filled + size, part[size:]
+                if filled == page_bytes:
+                    take(done, row)
+                    filled, done = 0, done + 1
+        raise ReadError("transport", f"the stream ended after {done} of {wanted} pages")
+
+    async def close(self) -> None:
+        await self._channel.close()

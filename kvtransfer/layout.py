@@ -1,0 +1,28 @@
+"""Whether two pools hold the same kind of pages. Pure."""
+
+from protos import kv_pb2
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+
+_VERSION_FIELDS = ("protocol_min", "protocol_max")
+
+
+def find_mismatch(ours: kv_pb2.KvLayout, theirs: kv_pb2.KvLayout) -> str | None:
+    """The first difference that forbids a transfer, naming both values; None when pages may be exchanged."""
+    if ours.protocol_min > theirs.protocol_max or theirs.protocol_min > ours.protocol_max:
+        return (
+            f"protocol versions do not overlap: {ours.protocol_min}-{ours.protocol_max} here, "
+            f"{theirs.protocol_min}-{theirs.protocol_max} there"
+        )
+    for field in kv_pb2.KvLayout.DESCRIPTOR.fields:
+        here, there = getattr(ours, field.name), getattr(theirs, field.name)
+        if field.name not in _VERSION_FIELDS and here != there:
+            return f"{field.name} differs: {here!r} here, {there!r} there"
+    return None
+
+
+def page_bytes(layout: kv_pb2.KvLayout) -> int:
+    """Bytes of one page of all layers."""
+    width = {"float32": 4, "bfloat16": 2, "float16": 2}[layout.dtype]
+    return layout.num_layers * 2 * layout.num_kv_heads * layout.page_tokens * layout.head_dim * width

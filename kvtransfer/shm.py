@@ -1,0 +1,78 @@
+"""Reads pages straight from a peer's memory file on the same host. Nothing runs on the peer."""
+
+import asyncio
+import mmap
+import os
+from collections.abc import Sequence
+from concurrent.futures import Executor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.reader import PageRef, PageStore, ReadError, Transport, check_bounds, check_generations
+from protos import kv_pb2
+
+OS_PAGE_BYTES = 4096
+
+
+class ShmReader:
+    """Maps a peer's pool read-only through /proc/PID/fd/FD.
+
+    The mapping stays valid after the peer's death: it then shows the pages as they were, and the missing
+    acknowledgement is the prefill side's loss alone.
+    """
+
+    transport: Transport = "shm"
+
+    def __init__(self, peer: kv_pb2.Peer, store: PageStore, executor: Executor) -> None:
+        """Raises ReadError("transport") when the memory file cannot be opened or has another size than announced."""
+        self._store = store
+        self._executor = executor
+        self._num_pages = peer.num_pages
+        offset = -(-peer.num_pages * 8 // OS_PAGE_BYTES) * OS_PAGE_BYTES  # the generation table comes first
+        expected = offset + peer.num_pages * store.page_bytes
+        memory = _map_file(f"/proc/{peer.pid}/fd/{peer.pool_fd}", expected)
+        self._generations: NDArray[np.uint64] = np.frombuffer(memory, np.uint64, peer.num_pages)
+        self._pages: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, offset=offset).reshape(
+            peer.num_pages, store.page_bytes
+        )
+
+    async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
+        check_bounds(sources, self._num_pages)
+        copying = asyncio.get_running_loop().run_in_executor(self._executor, self._copy, sources, into)
+        try:
+            await asyncio.shield(copying)
+        except asyncio.CancelledError:
+            await asyncio.wait([copying])  # a copy in progress cannot be stopped, and its target pages must outlive it
+            raise
+
+    def _copy(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
+        for source, target in zip(sources, into, strict=True):
+            self._store.store(target, self._pages[source.page])
+        check_generations(sources, [int(self._generations[source.page]) for source in sources])
+
+    async def probe(self, num_pages: int) -> None:
+        scratch = np.empty_like(self._pages[0])
+
+        def copy() -> None:
+            for page in self._pages[:num_pages]:
+                np.copyto(scratch, page)
+
+        await asyncio.get_running_loop().run_in_executor(self._executor, copy)
+
+    async def close(self) -> None:
+        del self._pages, self._generations
+
+
+def _map_file(path: str, expected_bytes: int) -> mmap.mmap:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ReadError("transport", f"cannot open the peer's pool {path}: {error.strerror}") from error
+    try:
+        size = os.fstat(fd).st_size
+        if size != expected_bytes:
+            raise ReadError("layout", f"the peer's pool has {size} bytes where {expected_bytes} were announced")
+        return mmap.mmap(fd, size, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)

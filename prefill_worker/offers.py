@@ -1,0 +1,111 @@
+"""Offers to decode workers: handshakes, and the pages of a run handed over as they are computed.
+
+Lives on the asyncio thread.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import grpc
+import structlog
+
+from engine.kvcache.pool import Pool
+from prefill_worker.metrics import PrefillMetrics
+from protos import decode_pb2, decode_pb2_grpc, kv_pb2
+from runtime.rpc import open_channel
+
+log = structlog.get_logger()
+
+ResponseT = TypeVar("ResponseT")
+
+
+class OfferFailedError(Exception):
+    """The decode worker refused, or could not be asked. `code` is what the Run call answers."""
+
+    def __init__(self, code: grpc.StatusCode, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+
+
+@dataclass(slots=True)
+class _Target:
+    """A decode worker."""
+
+    channel: grpc.aio.Channel
+    stub: decode_pb2_grpc.DecodeStub
+    incarnation: str = ""  # that we shook hands with
+    transport: str = ""
+    greeting: asyncio.Lock = field(default_factory=asyncio.Lock)  # one handshake at a time
+
+
+class Offers:
+    """Owns the channels to decode workers, one per address."""
+
+    def __init__(self, me: kv_pb2.Peer, pool: Pool, metrics: PrefillMetrics, timeout_s: float) -> None:
+        """`timeout_s`: the lease: how long pages stay ours while a decode worker reads them."""
+        self._me = me
+        self._pool = pool
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._targets: dict[str, _Target] = {}  # address |-> decode worker
+
+    def transports(self) -> dict[str, str]:
+        """address |-> transport, of every decode worker that shook hands."""
+        return {address: target.transport for address, target in self._targets.items() if target.transport}
+
+    async def send(
+        self, ticket: kv_pb2.Ticket, request_id: str, positions: range, pages: list[int]
+    ) -> kv_pb2.OfferResponse:
+        """Offer `pages`, which hold `positions`; returns when they were read. Raises OfferFailedError.
+
+        The caller holds the pages until this returns or raises; after that nobody believes what a late read finds.
+        """
+        target = await self._greet(ticket)
+        offer = kv_pb2.OfferRequest(
+            ticket=ticket,
+            incarnation=self._me.incarnation,
+            begin=positions.start,
+            end=positions.stop,
+            pages=[kv_pb2.PageRef(page=page, generation=int(self._pool.generations[page])) for page in pages],
+            request_id=request_id,
+        )
+        self._metrics.offers_sent.inc()
+        response: kv_pb2.OfferResponse = await self._ask(ticket, target.stub.Offer(offer, timeout=self._timeout_s))
+        if not response.accepted:
+            self._metrics.offers_refused.labels(response.reason).inc()
+            if response.reason == "handshake":
+                target.incarnation = ""
+            raise OfferFailedError(
+                grpc.StatusCode.ABORTED, f"{ticket.address} refused the offer ({response.reason}): {response.detail}"
+            )
+        self._metrics.offers_accepted.inc()
+        return response
+
+    async def _greet(self, ticket: kv_pb2.Ticket) -> _Target:
+        """The ticket's decode worker, after a handshake with the incarnation that the ticket names."""
+        target = self._targets.get(ticket.address)
+        if target is None:
+            channel = open_channel(ticket.address)
+            target = self._targets[ticket.address] = _Target(channel, decode_pb2_grpc.DecodeStub(channel))
+        async with target.greeting:
+            if target.incarnation != ticket.incarnation:
+                request = decode_pb2.HandshakeRequest(peer=self._me)
+                call = target.stub.Handshake(request, timeout=self._timeout_s)
+                answer: decode_pb2.HandshakeResponse = await self._ask(ticket, call)
+                target.incarnation, target.transport = answer.peer.incarnation, answer.transport
+                log.info("handshake done", peer=ticket.address, transport=target.transport)
+        return target
+
+    async def _ask(self, ticket: kv_pb2.Ticket, call: Awaitable[ResponseT]) -> ResponseT:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            detail = f"{ticket.address}: {error.code().name}: {error.details()}"
+            log.warning("decode worker failed", detail=detail)
+            raise OfferFailedError(grpc.StatusCode.UNAVAILABLE, detail) from error
+
+    async def close(self) -> None:
+        for target in self._targets.values():
+            await target.channel.close()
