@@ -1,0 +1,39 @@
+"""API keys and request ids, the same for REST and gRPC.
+
+Pure but for drawing ids; must not know HTTP or gRPC.
+"""
+
+import hmac
+import secrets
+from collections.abc import Sequence
+
+from gateway.errors import ApiError
+
+REQUEST_ID_HEADER = "x-request-id"
+_MAX_ID_CHARS = 128
+
+
+def check_key(authorization: bytes, api_keys: Sequence[str]) -> None:
+    """Raises ApiError 401 unless the header is `Bearer` and one of the keys. Its time does not tell which was near."""
+    if not api_keys:
+        return
+    scheme, _, given = authorization.strip().partition(b" ")
+    is_known = False
+    for key in api_keys:
+        is_known |= hmac.compare_digest(given.strip(), key.encode())
+    if scheme.lower() != b"bearer" or not is_known:
+        raise ApiError(
+            401, "a valid API key is needed; send it as 'Authorization: Bearer <key>'", None, "invalid_api_key"
+        )
+
+
+def pick_request_id(given: str | None) -> str:
+    """The client's id where it is short printable ASCII, else a new one."""
+    if given and len(given) <= _MAX_ID_CHARS and given.isascii() and given.isprintable():
+        return given
+    return f"req-{secrets.token_hex(12)}"
+
+
+def unique_id(request_id: str) -> str:
+    """An id for the work: a client may send the same request id twice, at once even."""
+    return f"{request_id}.{secrets.token_hex(4)}"

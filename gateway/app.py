@@ -1,0 +1,74 @@
+"""Assembles the public surface, REST and gRPC, around one ring.
+
+Knows how the parts fit and nothing that they do.
+"""
+
+import time
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from prometheus_client import CollectorRegistry
+from pydantic.json_schema import models_json_schema
+from starlette.middleware.cors import CORSMiddleware
+
+from gateway.access import REQUEST_ID_HEADER
+from gateway.front import Front, FrontOptions
+from gateway.generation import Ring
+from gateway.http_errors import add_error_handlers
+from gateway.metrics import FrontMetrics
+from gateway.middleware import KeyCheck, RequestScope
+from gateway.offload import Offload
+from gateway.openai_routes import build_openai_router
+from gateway.openai_types import ChatCompletionRequest, CompletionRequest
+from gateway.service import add_inference_services, build_interceptors
+from gateway.status_routes import build_status_router
+from gateway.text import Tokenizer
+
+__all__ = ["Front", "FrontOptions", "add_inference_services", "build_app", "build_front", "build_interceptors"]
+
+_CHEAP_CHARS = 4096  # tokenised in 1-3 ms; longer text goes to a thread
+
+
+def build_front(
+    ring: Ring, tokenizer: Tokenizer, served_name: str, options: FrontOptions, registry: CollectorRegistry
+) -> Front:
+    """What REST and gRPC share. Registers the front's metrics: once per registry. `front.offload.close()` ends it."""
+    offload = Offload(_CHEAP_CHARS, options.tokenise_threads, options.max_waiting_tokenise, options.tokenise_timeout_s)
+    return Front(ring, tokenizer, served_name, options, FrontMetrics(registry), offload, int(time.time()))
+
+
+def build_app(front: Front) -> FastAPI:
+    """The REST API, to be served by uvicorn."""
+    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.include_router(build_openai_router(front))
+    app.include_router(build_status_router(front))
+    add_error_handlers(app)
+    app.add_middleware(KeyCheck, api_keys=front.options.api_keys)  # innermost: preflights pass before it
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=front.options.cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=[REQUEST_ID_HEADER, "retry-after"],
+    )
+    app.add_middleware(RequestScope)
+    _describe_bodies(app)
+    return app
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Adds the request models, which the routes parse themselves, to the OpenAPI document."""
+
+    def build_document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = get_openapi(title=app.title, version="1", routes=app.routes)
+            _, schema = models_json_schema(
+                [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")],
+                ref_template="#/components/schemas/{model}",
+            )
+            document.setdefault("components", {}).setdefault("schemas", {}).update(schema["$defs"])
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = build_document  # type: ignore[method-assign]

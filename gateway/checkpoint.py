@@ -1,0 +1,62 @@
+"""What a checkpoint folder says about its model's limits and sampling defaults.
+
+Reads JSON files only; must not know tokenizers, tensors or requests.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What a request gets for the sampling parameters it leaves out."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Limits and defaults of one model."""
+
+    vocabulary_size: int | None  # rows of the embedding; None when config.json does not say
+    context_tokens: int  # most tokens in prompt and answer together
+    eos_token_ids: frozenset[int]
+    defaults: SamplingDefaults
+
+
+def read_model_facts(folder: Path) -> ModelFacts:
+    """Reads config.json and, where present, generation_config.json. Raises ValueError saying what is missing."""
+    config = _read_object(folder / "config.json")
+    text_config = config.get("text_config") or config  # multimodal checkpoints nest the language model
+    generation = _read_object(folder / "generation_config.json")
+    context = text_config.get("max_position_embeddings")
+    if not isinstance(context, int) or context < 2:
+        raise ValueError(f"{folder / 'config.json'} must give max_position_embeddings as an integer of at least 2")
+    eos = generation.get("eos_token_id", text_config.get("eos_token_id"))
+    return ModelFacts(text_config.get("vocab_size"), context, _id_set(eos), _sampling_defaults(generation))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return value
+
+
+def _id_set(eos: int | list[int] | None) -> frozenset[int]:
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
+    names = ("temperature", "top_p", "top_k", "min_p")
+    return SamplingDefaults(**{name: generation[name] for name in names if generation.get(name) is not None})

@@ -1,0 +1,64 @@
+"""Tokens to text as they arrive, in whole UTF-8 characters.
+
+Knows two kinds of token: those that are bytes wherever they stand (all of a byte-level vocabulary, the `<0xE2>` pieces
+of a sentencepiece one) and those whose text depends on what stands before them. Must not know stop strings or requests.
+"""
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+
+class Pieces(Protocol):
+    """The vocabulary as the detokenizer sees it."""
+
+    def is_silent(self, token_id: int) -> bool:
+        """True for tokens without text: control tokens and ids no token has."""
+        ...
+
+    def raw_bytes(self, token_id: int) -> bytes | None:
+        """The bytes a token always stands for; None when its text depends on the token before."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the tokens taken as a whole answer."""
+        ...
+
+
+class IncrementalDetokenizer:
+    """Concatenated results of `push` and one last `flush` are the full text; each holds whole characters only.
+
+    Bytes go through an incremental UTF-8 decoder, which holds back at most 3 of them. A token of the other kind is
+    decoded beside its context, the last token(s) with visible text, and the context's text is cut off: O(1) per token.
+    Ill-formed bytes become U+FFFD one maximal subpart at a time. (A sentencepiece decoder spoils the well-formed bytes
+    around them too, which an answer already sent could not follow.)
+    """
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._context: list[int] = []  # decodes to text that is not empty, or holds all tokens so far
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Text that became complete with these tokens."""
+        return "".join([self._push_one(token_id) for token_id in token_ids])
+
+    def flush(self) -> str:
+        """What an unfinished character at the end comes to."""
+        return self._utf8.decode(b"", final=True)
+
+    def _push_one(self, token_id: int) -> str:
+        if self._pieces.is_silent(token_id):
+            return ""
+        raw = self._pieces.raw_bytes(token_id)
+        if raw is not None:
+            self._context = [token_id]
+            return self._utf8.decode(raw)
+        return self.flush() + self._text_after_context(token_id)
+
+    def _text_after_context(self, token_id: int) -> str:
+        before = self._pieces.decode(self._context)
+        text = self._pieces.decode([*self._context, token_id])
+        can_stand_alone = bool(self._pieces.decode([token_id]))
+        self._context = [token_id] if can_stand_alone else [*self._context[-1:], token_id]
+        return text[len(before) :]

@@ -1,0 +1,93 @@
+"""Request-level metrics measured where text leaves the service.
+
+Knows prometheus_client and a clock; must not know what is queued or running, which the dispatcher counts.
+"""
+
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from gateway.generation import FinishReason
+
+# Three steps a decade from 1 ms; tokens come within seconds, answers within minutes.
+_TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_REQUEST_BUCKETS_S = (*_TOKEN_BUCKETS_S, 20.0, 50.0, 100.0, 200.0, 500.0)
+
+
+class FrontMetrics:
+    """The metrics of all requests, registered once per registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.prompt_tokens = Counter("baton:prompt_tokens", "Prompt tokens of requests started.", registry=registry)
+        self.generation_tokens = Counter("baton:generation_tokens", "Tokens generated.", registry=registry)
+        self.time_to_first_token = Histogram(
+            "baton:time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=_REQUEST_BUCKETS_S,
+            registry=registry,
+        )
+        self.inter_token_latency = Histogram(
+            "baton:inter_token_latency_seconds",
+            "Time between tokens; tokens that come together share theirs.",
+            buckets=_TOKEN_BUCKETS_S,
+            registry=registry,
+        )
+        self.e2e_request_latency = Histogram(
+            "baton:e2e_request_latency_seconds",
+            "From a request's arrival to its last token.",
+            buckets=_REQUEST_BUCKETS_S,
+            registry=registry,
+        )
+        self.request_success = Counter(
+            "baton:request_success", "Requests answered in full.", ["finished_reason"], registry=registry
+        )
+        self.cancelled = Counter(
+            "baton:cancelled",
+            "Requests their client gave up, before the first token (waiting) or after it (decode).",
+            ["phase"],
+            registry=registry,
+        )
+
+
+class RequestMeter:
+    """Times one request. Made at its arrival; `finish` or `cancel` ends it and what follows is not counted."""
+
+    def __init__(self, metrics: FrontMetrics, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._arrived_s = clock()
+        self._last_token_s: float | None = None
+        self._is_over = False
+
+    def start(self, num_prompt: int) -> None:
+        """The request passed validation."""
+        self._metrics.prompt_tokens.inc(num_prompt)
+
+    def add_tokens(self, num_tokens: int) -> None:
+        """Tokens arrived, together."""
+        if not num_tokens:
+            return
+        now = self._clock()
+        self._metrics.generation_tokens.inc(num_tokens)
+        if self._last_token_s is None:
+            self._metrics.time_to_first_token.observe(now - self._arrived_s)
+        else:
+            each_s = (now - self._last_token_s) / num_tokens
+            for _ in range(num_tokens):
+                self._metrics.inter_token_latency.observe(each_s)
+        self._last_token_s = now
+
+    def finish(self, reason: FinishReason) -> None:
+        """The answer is complete."""
+        if not self._is_over:
+            self._is_over = True
+            self._metrics.e2e_request_latency.observe(self._clock() - self._arrived_s)
+            self._metrics.request_success.labels(reason).inc()
+
+    def cancel(self) -> None:
+        """The client went away."""
+        if not self._is_over:
+            self._is_over = True
+            self._metrics.cancelled.labels("waiting" if self._last_token_s is None else "decode").inc()

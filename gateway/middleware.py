@@ -1,0 +1,74 @@
+"""What happens around every HTTP request: its id, its key, and a 500 when all else fails.
+
+Plain ASGI, so that streams pass unbuffered. Must not know routes beyond the one that needs no key.
+"""
+
+from collections.abc import Sequence
+
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.access import REQUEST_ID_HEADER, check_key, pick_request_id
+from gateway.errors import ApiError
+from gateway.http_errors import error_response
+
+_log = structlog.get_logger()
+
+_OPEN_PATH = "/live"
+
+
+class RequestScope:
+    """Gives each request an id, in its logs, its answer and `scope["state"]`; turns bugs into a 500 that names it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = pick_request_id(Headers(scope=scope).get(REQUEST_ID_HEADER))
+        scope.setdefault("state", {})["request_id"] = request_id
+        is_started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal is_started
+            if message["type"] == "http.response.start":
+                is_started = True
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+            await send(message)
+
+        with structlog.contextvars.bound_contextvars(request_id=request_id):
+            try:
+                await self._app(scope, receive, send_with_id)
+            except Exception:
+                _log.exception("request failed", path=scope["path"])
+                if is_started:
+                    raise  # the server cuts the connection: the client must not take this for a whole answer
+                error = ApiError(500, f"request {request_id} failed inside the service; its log says why", None, "bug")
+                await error_response(error)(scope, receive, send_with_id)
+
+
+class KeyCheck:
+    """Lets requests with an API key pass; without one, only the liveness probe."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+        self._app = app
+        self._api_keys = tuple(api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if scope["type"] == "http" and scope["path"] != _OPEN_PATH:
+            try:
+                check_key(_authorization(scope), self._api_keys)
+            except ApiError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _authorization(scope: Scope) -> bytes:
+    value: bytes = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    return value

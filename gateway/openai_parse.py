@@ -1,0 +1,79 @@
+"""From a JSON object to a typed OpenAI request, or a 400 that names the field by its path (`messages[0].role`).
+
+Must not know HTTP or what the values mean.
+"""
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from gateway.errors import ApiError, bad_request
+from gateway.openai_types import ChatCompletionRequest, CompletionRequest, Message, StreamOptions, TextPart
+from gateway.unsupported import CHAT, COMPLETION, MESSAGE, NOTHING, STREAM_OPTIONS, Harmless, supported_fields
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse_chat(given: dict[str, Any]) -> ChatCompletionRequest:
+    """Raises ApiError."""
+    fields = supported_fields(given, ChatCompletionRequest.model_fields, CHAT, "")
+    messages = fields.get("messages")
+    if isinstance(messages, list):
+        fields["messages"] = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    request = _validated(ChatCompletionRequest, _with_stream_options(fields))
+    request.check_stream_options()
+    return request
+
+
+def parse_completion(given: dict[str, Any]) -> CompletionRequest:
+    """Raises ApiError."""
+    fields = supported_fields(given, CompletionRequest.model_fields, COMPLETION, "")
+    request = _validated(CompletionRequest, _with_stream_options(fields))
+    request.check_stream_options()
+    return request
+
+
+def _message(given: object, path: str) -> object:
+    fields = _supported(given, Message, MESSAGE, path)
+    if isinstance(fields, dict) and isinstance(parts := fields.get("content"), list):
+        fields["content"] = [
+            _supported(part, TextPart, NOTHING, f"{path}.content[{index}]") for index, part in enumerate(parts)
+        ]
+    return fields
+
+
+def _with_stream_options(fields: dict[str, Any]) -> dict[str, Any]:
+    if "stream_options" not in fields:
+        return fields
+    options = _supported(fields["stream_options"], StreamOptions, STREAM_OPTIONS, "stream_options")
+    return {**fields, "stream_options": options}
+
+
+def _supported(given: object, model: type[BaseModel], harmless: Harmless, path: str) -> object:
+    """What is no object is left to the type check."""
+    return supported_fields(given, model.model_fields, harmless, f"{path}.") if isinstance(given, dict) else given
+
+
+def _validated(model: type[Body], fields: dict[str, Any]) -> Body:
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise _named(error) from error
+
+
+def _named(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    param = _path(first["loc"])
+    return bad_request(
+        f"{param}: {first['msg']}", param, "missing_field" if first["type"] == "missing" else "invalid_type"
+    )
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    path = ""
+    for step in loc:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif not step.startswith("~"):
+            path += f".{step}" if path else step
+    return path

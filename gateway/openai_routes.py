@@ -1,0 +1,86 @@
+"""OpenAI's REST endpoints: from a body to a stream or a whole answer.
+
+Must not know how requests are checked, text is made or chunks are written.
+"""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.access import unique_id
+from gateway.answer import collect_answer, stream_answer
+from gateway.disconnect import until_disconnect
+from gateway.errors import model_not_found
+from gateway.front import Front
+from gateway.json_body import read_object
+from gateway.metrics import RequestMeter
+from gateway.openai_answers import ModelCard, ModelList, encode
+from gateway.openai_parse import parse_chat, parse_completion
+from gateway.openai_types import ChatCompletionRequest, CompletionRequest
+from gateway.openai_wire import AnswerWriter, ChatForms, ChoiceForms, TextForms
+from gateway.sse import EventStream
+
+
+def build_openai_router(front: Front) -> APIRouter:
+    """Routes under /v1."""
+    router = APIRouter(prefix="/v1")
+
+    @router.post("/chat/completions", openapi_extra=_body_doc(ChatCompletionRequest))
+    async def create_chat_completion(request: Request) -> Response:
+        """Answers a conversation."""
+        meter = RequestMeter(front.metrics)
+        body = parse_chat(await read_object(request, front.options))
+        return await _respond(front, request, body, ChatForms(), meter)
+
+    @router.post("/completions", openapi_extra=_body_doc(CompletionRequest))
+    async def create_completion(request: Request) -> Response:
+        """Continues a prompt."""
+        meter = RequestMeter(front.metrics)
+        body = parse_completion(await read_object(request, front.options))
+        return await _respond(front, request, body, TextForms(), meter)
+
+    @router.get("/models")
+    async def list_models() -> Response:
+        """The models served."""
+        return _json(encode(ModelList([_card(front)])))
+
+    @router.get("/models/{model_id:path}")
+    async def get_model(model_id: str) -> Response:
+        """One model, if it is served."""
+        if model_id != front.served_name:
+            raise model_not_found(model_id[:200], front.served_name)
+        return _json(encode(_card(front)))
+
+    return router
+
+
+async def _respond(
+    front: Front,
+    request: Request,
+    body: ChatCompletionRequest | CompletionRequest,
+    forms: ChoiceForms,
+    meter: RequestMeter,
+) -> Response:
+    order = await front.prepare(body.raw(), unique_id(request.state.request_id))
+    num_prompt = len(order.generation.prompt_ids)
+    writer = AnswerWriter(forms, front.served_name, num_prompt, is_usage_streamed=body.is_usage_streamed)
+    pieces = stream_answer(front, order, meter)
+    if body.stream:
+        return EventStream(writer.stream(pieces), front.options.stalled_client_s)
+    return _json(writer.whole(await until_disconnect(request.receive, collect_answer(pieces))))
+
+
+def _card(front: Front) -> ModelCard:
+    return ModelCard(front.served_name, front.created_s, front.tokenizer.context_tokens)
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def _body_doc(model: type[ChatCompletionRequest] | type[CompletionRequest]) -> dict[str, Any]:
+    """The body for the OpenAPI document; the route reads it itself, within limits."""
+    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}

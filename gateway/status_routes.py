@@ -1,0 +1,55 @@
+"""Endpoints for probes and dashboards: liveness, readiness, version, metrics.
+
+Must not know requests.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+import msgspec
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import Response
+
+from gateway.errors import not_ready
+from gateway.front import Front
+
+
+def build_status_router(front: Front) -> APIRouter:
+    """Routes at the root."""
+    router = APIRouter()
+
+    @router.get("/live")
+    async def live() -> Response:
+        """The process answers. Needs no API key."""
+        return _json({"status": "alive"})
+
+    @router.get("/ready")
+    @router.get("/health")
+    async def ready() -> Response:
+        """Requests can be served; 503 with the reason when not."""
+        if reason := front.ring.check_ready():
+            raise not_ready(reason)
+        return _json({"status": "ready"})
+
+    @router.get("/version")
+    async def get_version() -> Response:
+        """The version of this software."""
+        return _json({"version": _own_version()})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Metrics for Prometheus."""
+        return Response(generate_latest(front.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    return router
+
+
+def _own_version() -> str:
+    try:
+        return version("baton")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _json(value: dict[str, str]) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

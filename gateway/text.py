@@ -1,0 +1,139 @@
+"""The model's tokenizer and chat template: text to token ids and back.
+
+The only file that imports transformers. Must not know requests, REST or gRPC, nor import torch itself.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+from transformers import AutoTokenizer
+
+from gateway.checkpoint import ModelFacts, read_model_facts
+from gateway.detokenize import IncrementalDetokenizer
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>\Z")  # how sentencepiece writes a byte without a piece of its own
+
+
+class TemplateRefusalError(Exception):
+    """The chat template cannot render these messages; the text says why."""
+
+
+class Tokenizer:
+    """Tokenizer of one checkpoint folder. Thread-safe: nothing changes after construction but a cache."""
+
+    def __init__(self, folder: Path, max_context_tokens: int | None = None) -> None:
+        """Reads the folder only, never a network. `max_context_tokens` narrows what config.json allows."""
+        facts = read_model_facts(folder)
+        self._hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(f"{folder} has no fast tokenizer: save it with a tokenizer.json first")
+        self._backend: Any = backend
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._silent_ids = frozenset(
+            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._raw_bytes = _bytes_of_pieces(self._backend)
+        self.vocabulary_size: int = facts.vocabulary_size or self._backend.get_vocab_size()
+        self.context_tokens = min(facts.context_tokens, max_context_tokens or facts.context_tokens)
+        self.eos_token_ids = _with_own_eos(facts, self._hf.eos_token_id)
+        self.sampling_defaults = facts.defaults
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat requests can be served."""
+        return bool(self._hf.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text, with the model's start token where it has one if `add_special_tokens`.
+
+        Control tokens written in the text become control tokens. Releases the interpreter lock (`encode` would not).
+        """
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt text of a conversation, up to where the assistant's answer begins; runs the template in a sandbox.
+
+        Raises TemplateRefusalError.
+        """
+        try:
+            rendered = self._hf.apply_chat_template(
+                [self._known_role(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise TemplateRefusalError(str(error) or type(error).__name__) from error
+        return str(rendered)
+
+    def detokenizer(self) -> IncrementalDetokenizer:
+        """A detokenizer for one answer."""
+        return IncrementalDetokenizer(self)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the tokens without control tokens."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def is_silent(self, token_id: int) -> bool:
+        """True for control tokens and for ids of the embedding that no token has."""
+        return token_id in self._silent_ids or self._backend.id_to_token(token_id) is None
+
+    def raw_bytes(self, token_id: int) -> bytes | None:
+        """The bytes a token stands for wherever it stands; None when its text depends on the token before."""
+        return self._raw_bytes(token_id)
+
+    def _known_role(self, message: Mapping[str, str]) -> dict[str, str]:
+        """Most templates know the newer name of the system role not at all."""
+        if message["role"] == "developer" and "developer" not in str(self._hf.chat_template):
+            return {**message, "role": "system"}
+        return dict(message)
+
+
+def _with_own_eos(facts: ModelFacts, tokenizer_eos: int | None) -> frozenset[int]:
+    return facts.eos_token_ids if tokenizer_eos is None else facts.eos_token_ids | {tokenizer_eos}
+
+
+def _bytes_of_pieces(backend: Any) -> Callable[[int], bytes | None]:
+    """A cached function: token id |-> its bytes, or None. Called for tokens that exist."""
+    kinds = _decoder_kinds(backend.decoder)
+
+    @cache
+    def byte_level(token_id: int) -> bytes:
+        piece: str = backend.id_to_token(token_id)
+        if all(char in _BYTE_OF_CHAR for char in piece):
+            return bytes(_BYTE_OF_CHAR[char] for char in piece)
+        return piece.encode()  # an added token, written as it is
+
+    @cache
+    def byte_fallback(token_id: int) -> bytes | None:
+        match = _BYTE_PIECE.match(backend.id_to_token(token_id))
+        return bytes.fromhex(match[1]) if match else None
+
+    if kinds == ["ByteLevel"]:
+        return byte_level
+    return byte_fallback if "ByteFallback" in kinds else lambda token_id: None
+
+
+def _decoder_kinds(decoder: Any) -> list[str]:
+    """Names of the decoding steps, in order."""
+    if decoder is None:
+        return []
+    state = msgspec.json.decode(decoder.__getstate__())
+    return [step["type"] for step in state.get("decoders", [state])]
+
+
+def _build_byte_of_char() -> dict[str, int]:
+    """Byte-level vocabularies write printable Latin-1 bytes as themselves, the 68 others as U+0100 and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _build_byte_of_char()

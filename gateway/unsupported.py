@@ -1,0 +1,92 @@
+"""Fields of the public APIs that this service does not act on, and the values with which they change nothing.
+
+Clients send such values without being asked (`n=1`, `tools=null`). Anything else that is not supported is refused by
+name, never silently ignored.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from gateway.errors import bad_request
+
+_ANY = object()  # a hint that may be ignored whatever it says
+Harmless = Mapping[str, tuple[object, ...]]  # field |-> values, besides null, that ask for nothing
+
+_BOTH: Harmless = {
+    "n": (1,),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "priority": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "structured_outputs": (),
+    "include_timing": (False,),
+    "user": (_ANY,),
+    "metadata": (_ANY,),
+    "safety_identifier": (_ANY,),
+    "prompt_cache_key": (_ANY,),
+    "prompt_cache_retention": (_ANY,),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+}
+COMPLETION: Harmless = {**_BOTH, "logprobs": ()}
+CHAT: Harmless = {
+    **_BOTH,
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (False, True),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "moderation": (),
+    "prompt_cache_options": (_ANY,),
+}
+MESSAGE: Harmless = {
+    "tool_calls": ([],),
+    "function_call": (),
+    "refusal": (),
+    "annotations": ([],),
+    "audio": (),
+    "reasoning_content": (),
+}
+STREAM_OPTIONS: Harmless = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+NOTHING: Harmless = {}
+
+
+def supported_fields(
+    given: Mapping[str, Any], supported: Collection[str], harmless: Harmless, path: str
+) -> dict[str, Any]:
+    """The supported fields of an object, at `path` of the body. Raises ApiError naming the first other one."""
+    kept = {}
+    for name, value in given.items():
+        if name in supported:
+            kept[name] = value
+        elif name not in harmless:
+            raise bad_request(f"unknown field '{path}{name[:100]}'; remove it", f"{path}{name[:100]}", "unknown_field")
+        elif value is not None and not any(_is_same(value, allowed) for allowed in harmless[name]):
+            raise bad_request(_refusal(f"{path}{name}", harmless[name]), f"{path}{name}", "unsupported_field")
+    return kept
+
+
+def _is_same(value: object, allowed: object) -> bool:
+    if allowed is _ANY:
+        return True
+    return isinstance(value, bool) == isinstance(allowed, bool) and value == allowed
+
+
+def _refusal(name: str, allowed: tuple[object, ...]) -> str:
+    if not allowed:
+        return f"'{name}' is not supported here; remove it"
+    return f"'{name}' is not supported here other than as {' or '.join(map(repr, allowed))}; remove it"
