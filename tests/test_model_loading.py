@@ -1,0 +1,260 @@
+"""Config, checkpoint files, loading, fingerprint: what is read, what is refused, and in which words."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from engine.batch import Batch, SequenceSlice, build_batch
+from engine.model.checkpoint import Checkpoint
+from engine.model.config import build_config, load_config
+from engine.model.rope import FREQUENCIES
+from engine.model.weights import load_model, resolve_model_folder, weight_fingerprint
+from tests.checkpoints import write_checkpoint
+
+CPU = torch.device("cpu")
+VOCAB = 300
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+
+BASE: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+QWEN: dict[str, Any] = BASE | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "attention_factor"),
+    [
+        ({"type": "linear", "factor": 2.0}, 1.0),
+        ({"rope_type": "llama3", **LLAMA3}, 1.0),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, None),
+        ({"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.8, "truncate": False}, None),
+        ({"type": "yarn", "factor": 4.0, "beta_fast": 16, "beta_slow": 2, "attention_factor": 1.25}, 1.25),
+    ],
+)
+def test_old_and_new_rope_keys_agree(scaling: dict[str, Any], attention_factor: float | None) -> None:
+    old = build_config(BASE | {"rope_theta": 5e5, "rope_scaling": scaling}, {})
+    new = build_config(BASE | {"rope_parameters": {**scaling, "rope_theta": 5e5}}, {})
+    assert old == new
+    theirs = AutoConfig.for_model(**BASE, rope_theta=5e5, rope_scaling=dict(scaling))
+    frequencies, factor = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs, CPU)
+    torch.testing.assert_close(FREQUENCIES[old.rope.kind](old.rope, old.head_dim), frequencies, rtol=0, atol=0)
+    assert old.rope.attention_factor == pytest.approx(attention_factor or factor)
+
+
+def test_config_values() -> None:
+    plain = build_config(BASE, {})
+    assert (plain.num_kv_heads, plain.head_dim, plain.rope.theta, plain.rms_eps) == (4, 16, 10000.0, 1e-6)
+    assert (plain.bos_id, plain.eos_ids, plain.is_tied) == (None, (), False)
+    ids = build_config(BASE | {"bos_token_id": 3, "eos_token_id": 5}, {})
+    assert (ids.bos_id, ids.eos_ids) == (3, (5,))
+    assert build_config(BASE | {"eos_token_id": 5}, {"eos_token_id": [7, 8]}).eos_ids == (7, 8)
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    assert build_config(BASE | {"rope_scaling": yarn}, {}).context_length == 1024
+
+
+def test_windows_per_layer() -> None:
+    mistral = BASE | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    assert build_config(mistral, {}).windows == (4096,) * 4  # as transformers reads an absent key
+    assert build_config(mistral | {"sliding_window": None}, {}).windows == (None,) * 4
+    assert build_config(BASE | {"sliding_window": 8}, {}).windows == (None,) * 4  # Llama has none
+    assert build_config(QWEN | {"sliding_window": 8}, {}).windows == (None,) * 4
+    sliding = QWEN | {"sliding_window": 8, "use_sliding_window": True}
+    assert build_config(sliding | {"max_window_layers": 3}, {}).windows == (None, None, None, 8)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    assert build_config(sliding | {"layer_types": kinds}, {}).windows == (8, None, 8, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2'.*supported: llama, mistral, qwen2, qwen3"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification.*LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope'.*default, linear, llama3, yarn"),
+        ({"rope_scaling": {"type": "linear"}}, "needs a `factor`"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "'llama3' needs a `low_freq_factor`"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"num_key_value_heads": 3}, "3 does not divide num_attention_heads 4"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"hidden_size": "64"}, "hidden_size must be a positive integer, not '64'"),
+        ({"vocab_size": None}, "vocab_size must be a positive integer, not None"),
+    ],
+)
+def test_unsupported_configs_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_config(BASE | change, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+        ({"layer_types": ["full_attention"]}, "1 entries for num_hidden_layers 4"),
+        ({"layer_types": ["sliding_attention"] * 4}, "use_sliding_window"),
+    ],
+)
+def test_unsupported_windows_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_config(QWEN | change, {})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model", "llama", vocab=VOCAB, layers=2)
+
+
+def edit_weights(folder: Path, edit: dict[str, Tensor | None]) -> None:
+    """Replace, add or (None) remove tensors of a single-file checkpoint."""
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    for name, tensor in edit.items():
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"model.norm.weight": None}, r"missing: model.norm.weight, expected shape \[128\]"),
+        ({"model.layers.1.mlp.up_proj.weight": None}, r"missing: model.layers.1.mlp.up_proj.weight.*\[256, 128\]"),
+        ({"lm_head.weight": None}, "missing: lm_head.weight"),
+        ({"model.norm.bias": torch.zeros(128)}, r"unexpected: model.norm.bias, shape \[128\]"),
+        ({"model.norm.weight": torch.ones(64)}, r"model.norm.weight has shape \[64\], config.json implies \[128\]"),
+        ({"model.norm.weight": torch.ones(128, dtype=torch.int8)}, "model.norm.weight is stored as I8; supported: F32"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(folder: Path, edit: dict[str, Tensor | None], message: str) -> None:
+    edit_weights(folder, edit)
+    with pytest.raises(ValueError, match=message):
+        load_model(folder, "auto", CPU)
+
+
+def test_damaged_files_are_named(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    for damaged, message in (
+        (whole[:-1], "truncated: its header describes .* bytes"),
+        (whole[:1000], "truncated"),
+        (whole[:5], "truncated or no safetensors file: 5 bytes"),
+        (whole + b"x", "longer than its header says"),
+        ((10).to_bytes(8, "little") + b"not json..", "damaged safetensors header"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"model.safetensors.*{message}"):
+            load_model(folder, "auto", CPU)
+
+
+def test_missing_and_broken_files_are_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="dtype 'int4' is not supported; supported: auto, float32"):
+        load_model(folder, "int4", CPU)
+    index = folder / "model.safetensors.index.json"
+    for text, error, message in (
+        ('{"weight_map": {"a": "gone.safetensors"}}', FileNotFoundError, "gone.safetensors"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', ValueError, "not a plain file name"),
+        ("{}", ValueError, "not a safetensors index"),
+    ):
+        index.write_text(text)
+        with pytest.raises(error, match=message):
+            load_model(folder, "auto", CPU)
+    index.unlink()
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"neither model.safetensors nor"):
+        load_model(folder, "auto", CPU)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json is not valid JSON"):
+        load_config(folder)
+    with pytest.raises(FileNotFoundError):
+        load_config(tmp_path)
+
+
+def test_loading_maps_counts_and_ignores(folder: Path) -> None:
+    edit_weights(folder, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32)})
+    progress: list[tuple[int, int]] = []
+    decoder = load_model(folder, "auto", CPU, lambda done, total: progress.append((done, total)))
+    total = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    assert decoder.dtype == torch.float32
+    assert progress[-1] == (total, total)
+    assert progress == sorted(progress)
+    checkpoint = Checkpoint(folder)
+    first, again = (checkpoint.tensor("model.norm.weight") for _ in range(2))
+    assert first.data_ptr() == again.data_ptr()  # one mapping, no copies
+
+
+class NoAttention:
+    """Attends to nothing: enough to see what a model multiplies its last hidden state by."""
+
+    name = "none"
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, pool: Tensor, batch: Batch, window: int | None
+    ) -> Tensor:
+        return torch.zeros(query.shape)
+
+
+def logits_of(folder: Path) -> Tensor:
+    """Logits of one token, [1, VOCAB]: linear in lm_head."""
+    batch = build_batch([SequenceSlice([5], 0, [0], True)], 16, CPU)
+    return load_model(folder, "auto", CPU).forward(batch, torch.empty(0), NoAttention())
+
+
+def test_tied_copies_are_shared_and_differing_ones_kept(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "llama", vocab=VOCAB, tied=True)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    plain = logits_of(folder)
+    edit_weights(folder, {"lm_head.weight": embedding.clone()})
+    assert torch.equal(logits_of(folder), plain)
+    edit_weights(folder, {"lm_head.weight": 2 * embedding})
+    torch.testing.assert_close(logits_of(folder), 2 * plain)
+
+
+def test_fingerprint(folder: Path, tmp_path: Path) -> None:
+    original = weight_fingerprint(folder)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    assert weight_fingerprint(copy) == original
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"transformers_version": "0"}))
+    assert weight_fingerprint(copy) == original
+    for name in ("model.norm.weight", "model.layers.1.mlp.down_proj.weight"):
+        tensor = load_file(folder / "model.safetensors")[name]
+        edit_weights(copy, {name: tensor * 1.01})
+        assert weight_fingerprint(copy) != original
+        edit_weights(copy, {name: tensor})
+        assert weight_fingerprint(copy) == original
+    (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-4}))
+    assert weight_fingerprint(copy) != original
+
+
+def test_fingerprint_does_not_see_sharding(tmp_path: Path) -> None:
+    one = write_checkpoint(tmp_path / "one", "qwen3")
+    three = write_checkpoint(tmp_path / "three", "qwen3", shards=3)
+    assert weight_fingerprint(one) == weight_fingerprint(three)
+
+
+def test_resolve_model_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(name: str, **_: object) -> str:
+        raise ConnectionError(f"no route for {name}")
+
+    monkeypatch.setattr("engine.model.weights.snapshot_download", unreachable)
+    assert resolve_model_folder(str(folder)) == folder
+    with pytest.raises(FileNotFoundError, match="'/no/such/folder' does not exist"):
+        resolve_model_folder("/no/such/folder")
+    with pytest.raises(FileNotFoundError, match=r"no route for some/model.*Offline: copy"):
+        resolve_model_folder("some/model")
