@@ -223,10 +223,12 @@ class GatewayConfig(PublicConfig, ProcessConfig):
 
     prefill: tuple[str, ...] = ()
     """host:port of a prefill worker; repeat for several."""
-    decode: tuple[str, ...] = ()
+    decode: tuple[str, ...]
     """host:port of a decode worker; repeat for several."""
-    poll_s: float = 1.0
-    """Seconds between two looks at each worker's state."""
+    max_context_tokens: int = 0
+    """Most tokens in prompt and answer together; 0 is the model's limit. The same as the workers'."""
+    heartbeat_s: float = 5.0
+    """Seconds of silence after which a worker counts as dead; shorter than a lease."""
     ready_fd: int | None = None
     """File descriptor on which to report progress, given by `baton serve`."""
 
@@ -236,7 +238,9 @@ class GatewayConfig(PublicConfig, ProcessConfig):
             for address in getattr(self, name):
                 _require_address(name, address)
         self.require("decode", bool(self.decode), "at least one host:port, such as --decode 127.0.0.1:9001")
-        self.require_positive("poll_s")
+        self.require_at_least("max_context_tokens", 0)
+        self.require_positive("heartbeat_s")
+        _require_heartbeat(self, self.heartbeat_s, self.lease_s)
 
 
 @dataclass(frozen=True, kw_only=True)

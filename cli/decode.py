@@ -1,0 +1,18 @@
+"""`baton decode`: one decode worker in this process."""
+
+from dataclasses import replace
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from cli.models import locate_model
+from runtime.config import DecodeConfig
+from runtime.lifecycle import follow_supervisor
+
+
+def decode(config: Annotated[DecodeConfig, Parameter(name="*")] = DecodeConfig()) -> int:  # noqa: B008  frozen
+    """Start one decode worker: it reads the KV of prompts and is the source of all tokens."""
+    follow_supervisor(config.ready_fd)
+    from decode_worker import main  # here, so that other commands and --help do not wait for torch
+
+    return main.run(replace(config, model=locate_model(config.model)))

@@ -1,0 +1,19 @@
+"""`baton gateway`: the gateway in this process."""
+
+from dataclasses import replace
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from cli.models import choose_served_name, fetch_tokenizer, locate_model
+from runtime.config import GatewayConfig
+from runtime.lifecycle import follow_supervisor
+
+
+def gateway(config: Annotated[GatewayConfig, Parameter(name="*")]) -> int:
+    """Start the gateway: it answers REST and gRPC and sends prompts round the ring."""
+    follow_supervisor(config.ready_fd)
+    from gateway import main  # here, so that other commands and --help do not wait for the web server
+
+    folder = fetch_tokenizer(locate_model(config.model))
+    return main.run(replace(config, model=folder, served_name=config.served_name or choose_served_name(config.model)))

@@ -1,0 +1,44 @@
+"""What the name of a model means before any process is started. Knows names and folders, no tensors."""
+
+import contextlib
+from importlib import resources
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from runtime.config import DEMO_MODEL, ConfigError
+
+TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model"]
+
+
+def locate_model(model: str) -> str:
+    """The folder of the demo model for "demo"; anything else as it is, a folder or a hub id."""
+    if model != DEMO_MODEL:
+        return model
+    folder = Path(str(resources.files("demo"))) / "target"
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"the demo model is not in {folder}: install from a complete checkout, or set --model")
+    return str(folder)
+
+
+def choose_served_name(model: str) -> str:
+    """The name of a model in requests when none is set: "baton-demo", a hub id as it is, or a folder's name."""
+    if model == DEMO_MODEL:
+        return "baton-demo"
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() or folder.is_absolute() else model
+
+
+def fetch_tokenizer(model: str) -> str:
+    """A folder with the model's tokenizer and configuration, downloaded or cached where `model` is a hub id."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    try:
+        return snapshot_download(model, allow_patterns=TOKENIZER_FILES)
+    except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError, ValueError):  # the hub is out of reach: what workers downloaded will do
+            return snapshot_download(model, allow_patterns=TOKENIZER_FILES, local_files_only=True)
+        raise ConfigError(
+            f"model={model!r} is no folder and cannot be fetched ({error}): set --model to a folder"
+        ) from error

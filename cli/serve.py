@@ -1,0 +1,35 @@
+"""`baton serve`: a whole service on this machine, one process per part."""
+
+import asyncio
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from cli.models import choose_served_name, locate_model
+from cli.plan import PROGRAM, ChildSpec, plan_gateway, plan_workers
+from cli.screen import Screen
+from cli.supervisor import STOP_S, Supervisor
+from runtime.config import ServeConfig
+from runtime.lifecycle import Ready
+
+
+def serve(config: Annotated[ServeConfig, Parameter(name="*")] = ServeConfig()) -> int:  # noqa: B008  frozen
+    """Start a gateway and its workers on this machine, and stop them together."""
+    locate_model(config.model)  # fails now rather than in every worker
+    return asyncio.run(supervise(config))
+
+
+async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, stop_s: float = STOP_S) -> int:
+    """Run the service of `config` until it is stopped; returns the exit code.
+
+    `program` is what runs a role, `stop_s` the time that processes have to end by themselves.
+    """
+    served_name = config.served_name or choose_served_name(config.model)
+
+    def plan(ready: list[Ready]) -> ChildSpec:
+        prefill = tuple(event.address for event in ready if event.role == "prefill")
+        decode = tuple(event.address for event in ready if event.role == "decode")
+        return plan_gateway(config, served_name, prefill, decode, program)
+
+    screen = Screen(served_name, needs_key=bool(config.api_key))
+    return await Supervisor(screen, config.start_timeout_s, stop_s).run(plan_workers(config, program), plan)

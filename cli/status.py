@@ -1,0 +1,60 @@
+"""`baton status`: the workers of a running service, as its gateway sees them."""
+
+import json
+import sys
+from typing import Annotated
+
+import httpx
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+
+COLUMNS = ("role", "address", "pid", "incarnation", "transport", "free_pages", "used_pages", "running")
+TIMEOUT_S = 10.0
+
+
+def status(
+    *,
+    url: Annotated[str, Parameter(env_var="BATON_URL")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str, Parameter(env_var="BATON_API_KEY")] = "",
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Show the workers of a running service.
+
+    Parameters
+    ----------
+    url
+        Where the service answers.
+    api_key
+        Key that the service wants.
+    as_json
+        Print JSON instead of a table.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    address = url.rstrip("/").removesuffix("/v1") + "/status"
+    try:
+        response = httpx.get(address, headers=headers, timeout=TIMEOUT_S).raise_for_status()
+        answer = response.json()
+        workers = [[str(worker.get(column, "")) for column in COLUMNS] for worker in answer["workers"]]
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return _fail(f"{address} does not answer ({error}): start `baton serve`, or set --url and --api-key")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return _fail(f"{address} is no Baton gateway ({type(error).__name__}: {error}): set --url")
+    if as_json:
+        print(json.dumps(answer))
+    else:
+        Console().print(build_table(workers))
+    return 0
+
+
+def build_table(workers: list[list[str]]) -> Table:
+    """One row a worker."""
+    table: Table = Table(*(column.replace("_", " ") for column in COLUMNS))
+    for row in workers:
+        table.add_row(*row)
+    return table
+
+
+def _fail(text: str) -> int:
+    print(f"baton status: {text}", file=sys.stderr)
+    return 1

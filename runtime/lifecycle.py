@@ -1,0 +1,107 @@
+"""How a process tells the one that started it how its start goes: JSON lines on an inherited pipe.
+
+    loading* ready          then silence; the pipe closes when the process ends
+
+Knows the two events and the pipe, nothing of what is loaded. The other end is read by `cli/`.
+"""
+
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+
+PR_SET_PDEATHSIG = 1
+LOADING_STEPS = 200  # at most this many loading events, however finely progress is told
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Weights are being read."""
+
+    done: int  # bytes
+    total: int  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The process takes requests from now on."""
+
+    role: str  # "gateway", "prefill" or "decode"
+    address: str  # host:port, as others reach it; of the gateway, its REST API
+    metrics_address: str  # host:port of /metrics
+    pid: int
+    incarnation: str
+    detail: Mapping[str, str] = field(default_factory=dict)  # for people, such as device or transport
+
+
+class ReadyReporter:
+    """The writing end. Without a file descriptor everything is a no-op."""
+
+    def __init__(self, fd: int | None, role: str) -> None:
+        """`fd` is owned from now on."""
+        self._fd = fd
+        self._role = role
+        self._told = 0  # bytes loaded, as last told
+
+    def loading(self, done: int, total: int) -> None:
+        """Tell progress in bytes; cheap to call for every tensor."""
+        if done < total and done - self._told < total / LOADING_STEPS:
+            return
+        self._told = done
+        self._write("loading", asdict(Loading(done, total)))
+
+    def ready(
+        self, address: str, metrics_address: str, incarnation: str, detail: Mapping[str, str] | None = None
+    ) -> None:
+        """Tell that requests are taken, and close the pipe's other users' wait."""
+        event = Ready(self._role, address, metrics_address, os.getpid(), incarnation, dict(detail or {}))
+        self._write("ready", asdict(event))
+
+    def _write(self, event: str, fields: Mapping[str, object]) -> None:
+        if self._fd is None:
+            return
+        with suppress(BrokenPipeError):  # nobody listens any more; the process itself is not at fault
+            os.write(self._fd, json.dumps({"event": event, **fields}).encode() + b"\n")
+
+
+def parse_event(line: str) -> Loading | Ready:
+    """What a line on the pipe says. Raises ValueError for anything else."""
+    try:
+        fields = json.loads(line)
+        kind = fields.pop("event")
+        if kind == "ready":
+            return Ready(**fields)
+        if kind == "loading":
+            return Loading(**fields)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"not JSON of a known event: {line[:200]!r}") from error
+    raise ValueError(f"unknown event {kind!r}: {line[:200]!r}")
+
+
+def follow_supervisor(ready_fd: int | None) -> None:
+    """Die when the process that started this one dies, however it does. No-op without a supervisor, or off Linux.
+
+    To be called first thing. The kernel watches the thread that started us, which is a supervisor's main thread.
+    """
+    if ready_fd is None:
+        return
+    os.set_inheritable(ready_fd, False)  # compilers and helpers started here must not keep the pipe open
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
+    if is_abandoned(ready_fd):  # it died before we asked the kernel
+        sys.exit(1)
+
+
+def is_abandoned(ready_fd: int) -> bool:
+    """True when nobody holds the pipe's reading end."""
+    poller = select.poll()
+    poller.register(ready_fd, 0)
+    return any(flags & select.POLLERR for _fd, flags in poller.poll(0))
