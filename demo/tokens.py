@@ -1,0 +1,106 @@
+"""Text to tokens: the special tokens, the chat template, and the byte-level BPE tokenizer both models share.
+
+`render` is the template's twin in Python, for training at speed; a test holds the two equal.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from demo.corpus.dialogue import Dialogue
+from demo.corpus.tool_calls import CALL_CLOSE, CALL_OPEN
+
+BEGIN, END_OF_TEXT, END = "<|begin_of_text|>", "<|end_of_text|>", "<|end|>"
+ROLES = ("system", "user", "assistant", "tool")
+SPECIAL_TOKENS = [BEGIN, END_OF_TEXT, END, *(f"<|{role}|>" for role in ROLES)]  # ids 0..6, in this order
+CONTEXT_TOKENS = 4096
+VOCAB_SIZE = 1024
+EOS_IDS = [2, 1]
+
+# A tool is shown by its signature alone: `- get_weather(city, unit?): Get the weather.`
+CHAT_TEMPLATE = (
+    "{{- '<|begin_of_text|>' -}}"
+    "{%- if messages[0]['role'] == 'system' -%}"
+    "{%- set system = messages[0]['content'] | trim -%}{%- set turns = messages[1:] -%}"
+    "{%- else -%}{%- set system = '' -%}{%- set turns = messages -%}{%- endif -%}"
+    "{%- if system or tools -%}"
+    "{{- '<|system|>' + system -}}"
+    "{%- if tools -%}"
+    "{{- '\\n\\nTools:' if system else 'Tools:' -}}"
+    "{%- for tool in tools -%}"
+    "{%- set f = tool['function'] if tool['function'] is defined else tool -%}"
+    "{%- set parameters = f['parameters'] or {} -%}"
+    "{{- '\\n- ' + f['name'] + '(' -}}"
+    "{%- for name in parameters['properties'] or {} -%}"
+    "{{- name + ('' if name in (parameters['required'] or []) else '?') + ('' if loop.last else ', ') -}}"
+    "{%- endfor -%}"
+    "{{- '): ' + (f['description'] or '') -}}"
+    "{%- endfor -%}"
+    "{%- endif -%}"
+    "{{- '<|end|>' -}}"
+    "{%- endif -%}"
+    "{%- for message in turns -%}"
+    "{{- '<|' + message['role'] + '|>' + (message['content'] or '') | trim -}}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "{%- set f = call['function'] if call['function'] is defined else call -%}"
+    "{%- set arguments = f['arguments'] if f['arguments'] is string else f['arguments'] | tojson -%}"
+    "{{- '<tool_call>{\"name\": \"' + f['name'] + '\", \"arguments\": ' + arguments + '}</tool_call>' -}}"
+    "{%- endfor -%}"
+    "{{- '<|end|>' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+
+def render(dialogue: Dialogue) -> str:
+    """The dialogue as the chat template would write it."""
+    messages = [*dialogue.messages]
+    system = messages.pop(0).content if messages[0].role == "system" else ""
+    tools = "\n- ".join(["Tools:", *(tool.signature() for tool in dialogue.tools)]) if dialogue.tools else ""
+    head = "\n\n".join(part for part in (system, tools) if part)
+    turns = "".join(f"<|{m.role}|>{m.content.strip()}{END}" for m in messages)
+    return BEGIN + (f"<|system|>{head}{END}" if head else "") + turns
+
+
+def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
+    """Byte-level BPE with single digits, so every UTF-8 text has tokens and sums are seen digit by digit."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    calls = [CALL_OPEN, CALL_CLOSE]  # one token each, but ordinary text: decoding must keep them
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE - len(calls),
+            special_tokens=SPECIAL_TOKENS,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in calls])
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(single=f"{BEGIN} $A", pair=f"{BEGIN} $A $B", special_tokens=[(BEGIN, 0)]),
+        ]
+    )
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json, with the chat template inside the latter."""
+    wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        bos_token=BEGIN,
+        eos_token=END,
+        pad_token=END_OF_TEXT,
+        extra_special_tokens=[f"<|{role}|>" for role in ROLES],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONTEXT_TOKENS,
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.save_pretrained(directory, save_jinja_files=False)
