@@ -75,11 +75,12 @@ class WorkerLink:
             log.warning("worker restarted", address=self.address, incarnation=status.peer.incarnation)
         self.status = status
         self._heard = time.monotonic()
+        self._trouble = ""
 
     def find_trouble(self) -> str | None:
         """Why this worker cannot take work; None when it can."""
         if time.monotonic() - self._heard > self._heartbeat_s:
-            return self._trouble
+            return self._trouble or f"has been silent for more than {self._heartbeat_s:g} s"
         if self.status.draining:
             return "is draining"
         if self.status.step_age_s > self._stall_s:

@@ -3,9 +3,12 @@
 Knows sockets and limits, nothing of what is said.
 """
 
+import asyncio
 import os
 import secrets
+import signal
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -13,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 MAX_MESSAGE_BYTES = 64 << 20  # a million-token prompt in one message is 5 MB
 KEEPALIVE_MS = 20_000
+STOP_GRACE_S = 2.0  # for calls under way when a server stops
 
 _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -48,25 +52,45 @@ def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=options)
 
 
-def build_server() -> grpc.aio.Server:
-    """A server with matching limits; add services, then `listen`."""
+def build_server(interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
+    """A server with matching limits; `bind`, add services, `start`."""
     options = (
         *_OPTIONS,
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
     )
-    return grpc.aio.server(options=options)
+    return grpc.aio.server(options=options, interceptors=interceptors)
 
 
-async def listen(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Bind, start and report SERVING by the standard health service. Returns the port."""
+def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Take a port, 0 for any free one, before anything is served. Returns it. Raises OSError."""
+    try:
+        return int(server.add_insecure_port(f"{host}:{port}"))
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {host}:{port}: is the port taken? Choose another --port") from error
+
+
+def listen_tcp(host: str, port: int) -> socket.socket:
+    """A listening socket, for servers that are not gRPC's. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+
+
+async def start(server: grpc.aio.Server) -> None:
+    """Serve, and say so by the standard health service."""
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    try:
-        bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error}; choose another --port") from error
     await server.start()
     await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-    return bound
+
+
+async def wait_for_stop() -> None:
+    """Until SIGTERM or SIGINT."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    await stopping.wait()

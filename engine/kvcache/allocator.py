@@ -1,6 +1,15 @@
 """Which pages of a pool are held. Pure: ints only, no tensors, no clock, no locks (the owner serialises calls)."""
 
-from collections.abc import Iterable, MutableSequence
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+
+class Generations(Protocol):
+    """One counter a page: a list, or an array in shared memory."""
+
+    def __getitem__(self, page: int, /) -> Any: ...
+
+    def __setitem__(self, page: int, generation: Any, /) -> None: ...
 
 
 class NoRoomError(Exception):
@@ -22,7 +31,7 @@ class PageAllocator:
     page and then finds the generation it was promised knows that the copy holds the promised owner's bytes.
     """
 
-    def __init__(self, num_pages: int, generations: MutableSequence[int]) -> None:
+    def __init__(self, num_pages: int, generations: Generations) -> None:
         """`generations`: one counter a page, modified here and read by peers (often in shared memory)."""
         self._generations = generations
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: pages used last are still in cache

@@ -6,7 +6,7 @@ Knows shapes and memory, not who holds which page (allocator.py) nor how peers r
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ class PoolShape:
     def page_bytes(self) -> int:
         elements = self.num_layers * 2 * self.num_kv_heads * self.page_tokens * self.head_dim
         return elements * self.dtype.itemsize
+
+    def with_pages(self, num_pages: int) -> "PoolShape":
+        return replace(self, num_pages=num_pages)
 
     @property
     def sizes(self) -> tuple[int, ...]:

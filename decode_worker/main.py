@@ -1,0 +1,73 @@
+"""Start and end of a decode worker process: wires the parts together and decides nothing."""
+
+import asyncio
+import os
+from functools import partial
+
+from decode_worker.intake import Intake
+from decode_worker.loop import DecodeLoop
+from decode_worker.metrics import DecodeMetrics
+from decode_worker.service import DecodeService
+from decode_worker.session import Delta
+from decode_worker.session_table import SessionTable
+from decode_worker.streams import GatewayStreams
+from engine.engine import Engine, build_engine
+from kvtransfer.identity import PoolFacts, build_peer
+from protos import decode_pb2_grpc
+from runtime import rpc
+from runtime.config import DecodeConfig
+from runtime.hardware import num_cores, resolve_context, resolve_threads
+from runtime.lifecycle import ReadyReporter
+from runtime.worker import announce, run_worker, size_pool
+
+
+def run(config: DecodeConfig) -> int:
+    """Serve until a signal. Returns the exit code."""
+    return run_worker("decode", config, _build, _serve)
+
+
+def _build(config: DecodeConfig, reporter: ReadyReporter) -> Engine:
+    return build_engine(
+        config.model,
+        config.dtype,
+        config.device,
+        resolve_threads(config.threads, num_cores()),
+        config.page_tokens,
+        partial(size_pool, config),
+        reporter.loading,
+    )
+
+
+async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) -> None:
+    server = rpc.build_server()
+    address = f"{config.reachable_host}:{rpc.bind(server, config.host, config.port)}"
+    incarnation = rpc.new_incarnation()
+    facts = PoolFacts(
+        engine.weights, engine.dtype, engine.config.num_layers, engine.config.num_kv_heads, config.page_tokens,
+        engine.config.head_dim, engine.pool.num_pages, engine.pool.fd,
+    )  # fmt: skip
+    me = build_peer("decode", address, incarnation, os.getpid(), rpc.host_identity(), facts)
+    table = SessionTable(engine.allocator, config.page_tokens, config.max_running, config.lease_s)
+    metrics = DecodeMetrics(table)
+    streams = GatewayStreams(incarnation)
+    asyncio_loop = asyncio.get_running_loop()
+
+    def publish(step: int, deltas: list[Delta]) -> None:
+        asyncio_loop.call_soon_threadsafe(streams.publish, step, deltas)
+
+    loop = DecodeLoop(table, engine.runner, config.local_prefill_chunk_tokens, publish, metrics)
+    intake = Intake(me, engine.pool, table, loop.thread, metrics, config.transport, config.lease_s)
+    context_tokens = resolve_context(config.max_context_tokens, engine.config.context_length)
+    service = DecodeService(me, table, loop.thread, intake, streams, metrics, context_tokens)
+    decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
+    metrics_port = metrics.serve(config.host, config.metrics_port)
+    loop.thread.start()
+    await rpc.start(server)
+    metrics_address = f"{config.reachable_host}:{metrics_port}"
+    announce(reporter, address, metrics_address, incarnation, engine.describe(), engine.attention.is_fallback)
+    await rpc.wait_for_stop()
+    service.is_draining = True
+    streams.close()
+    await server.stop(rpc.STOP_GRACE_S)
+    await intake.close()
+    loop.thread.stop(rpc.STOP_GRACE_S)

@@ -1,0 +1,53 @@
+"""The fleet for people and scripts: GET /status. Knows links, not requests."""
+
+import msgspec
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from gateway.fleet import Fleet
+from gateway.worker_link import WorkerLink
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """One worker in the answer."""
+
+    role: str
+    address: str
+    pid: int
+    incarnation: str
+    transport: str  # in use with its peers; "none" before the first hand-off
+    free_pages: int
+    used_pages: int
+    running: int
+    alive: bool
+    trouble: str
+
+
+def build_fleet_router(fleet: Fleet) -> APIRouter:
+    """The route, at the root."""
+    router = APIRouter()
+
+    @router.get("/status")
+    async def status() -> Response:
+        """Every worker as the gateway last heard of it."""
+        workers = [_describe(link) for link in fleet.links()]
+        return Response(msgspec.json.encode({"workers": workers}), media_type="application/json")
+
+    return router
+
+
+def _describe(link: WorkerLink) -> WorkerStatus:
+    status = link.status
+    trouble = link.find_trouble()
+    return WorkerStatus(
+        role=link.role,
+        address=link.address,
+        pid=status.peer.pid,
+        incarnation=status.peer.incarnation,
+        transport="+".join(sorted(set(status.transports.values()))) or "none",
+        free_pages=status.free_pages,
+        used_pages=status.used_pages,
+        running=status.num_running,
+        alive=trouble is None,
+        trouble=trouble or "",
+    )

@@ -1,0 +1,98 @@
+"""Start and end of the gateway process: wires the parts together and decides nothing."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import structlog
+import uvicorn
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from gateway.app import FrontOptions, add_inference_services, build_app, build_front, build_interceptors
+from gateway.dispatcher import Dispatcher
+from gateway.fleet import Fleet
+from gateway.fleet_routes import build_fleet_router
+from gateway.text import Tokenizer
+from runtime import rpc
+from runtime.config import GatewayConfig
+from runtime.lifecycle import ReadyReporter
+from runtime.logs import setup_logging
+
+log = structlog.get_logger()
+
+STOP_S = 2  # for answers under way when the gateway stops
+START_PATIENCE_S = 10.0
+
+
+def run(config: GatewayConfig) -> int:
+    """Serve until a signal. Returns the exit code: 1 when the gateway could not start."""
+    setup_logging("gateway", config.log_level)
+    try:
+        tokenizer = Tokenizer(Path(config.model), config.max_context_tokens or None)
+        uvloop.run(_serve(config, tokenizer, ReadyReporter(config.ready_fd, "gateway")))
+    except (ValueError, OSError) as error:
+        log.error("cannot start", reason=str(error))
+        return 1
+    return 0
+
+
+async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyReporter) -> None:
+    registry = CollectorRegistry()
+    fleet = Fleet(config.prefill, config.decode, config.heartbeat_s, stall_s=config.lease_s)
+    dispatcher = Dispatcher(
+        fleet,
+        config.max_queue,
+        config.local_prefill_max_tokens,
+        config.request_timeout_s,
+        patience_s=config.lease_s,
+        registry=registry,
+    )
+    options = FrontOptions(
+        api_keys=config.api_key, cors_origins=config.cors_origins, max_body_bytes=config.body_limit_bytes
+    )
+    front = build_front(dispatcher, tokenizer, config.served_name, options, registry)
+    app = build_app(front)
+    app.include_router(build_fleet_router(fleet))
+
+    grpc_server = rpc.build_server(build_interceptors(front))
+    grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port)
+    add_inference_services(grpc_server, front)
+    fleet.start()
+    await grpc_server.start()
+    rest = _RestServer(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=STOP_S))
+    listener = rpc.listen_tcp(config.host, config.port)
+    serving = asyncio.create_task(rest.serve(sockets=[listener]))
+    address = f"{config.host}:{listener.getsockname()[1]}"
+    grpc_address = f"{config.host}:{grpc_port}"
+    await _wait_until_ready(fleet, dispatcher)
+    log.info("ready", address=address, grpc=grpc_address, model=config.served_name)
+    reporter.ready(address, address, rpc.new_incarnation(), {"grpc": grpc_address})
+    await rpc.wait_for_stop()
+    rest.should_exit = True
+    await serving
+    await grpc_server.stop(rpc.STOP_GRACE_S)
+    await fleet.close()
+    front.offload.close()
+
+
+class _RestServer(uvicorn.Server):
+    """Leaves signals to us."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _wait_until_ready(fleet: Fleet, dispatcher: Dispatcher) -> None:
+    """Until somebody can serve, but no longer than START_PATIENCE_S: workers may also come later."""
+    is_ready = asyncio.Event()
+
+    def look() -> None:
+        if dispatcher.check_ready() is None:
+            is_ready.set()
+
+    fleet.subscribe(look)
+    with suppress(TimeoutError):
+        await asyncio.wait_for(is_ready.wait(), START_PATIENCE_S)

@@ -1,0 +1,46 @@
+"""How a worker presents itself to its peers. Pure."""
+
+from dataclasses import dataclass
+
+from kvtransfer.layout import PROTOCOL_MAX, PROTOCOL_MIN
+from protos import kv_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFacts:
+    """A pool, as peers must know it."""
+
+    weights: str  # fingerprint of the model that fills it
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    page_tokens: int
+    head_dim: int
+    num_pages: int
+    fd: int | None  # of its memory file, when it is shared memory
+
+
+def build_peer(
+    role: str, address: str, incarnation: str, pid: int, host_identity: str, facts: PoolFacts
+) -> kv_pb2.Peer:
+    """The message for handshakes and Status."""
+    return kv_pb2.Peer(
+        role=role,
+        address=address,
+        incarnation=incarnation,
+        pid=pid,
+        host=host_identity,
+        num_pages=facts.num_pages,
+        pool_fd=facts.fd,
+        layout=kv_pb2.KvLayout(
+            protocol_min=PROTOCOL_MIN,
+            protocol_max=PROTOCOL_MAX,
+            weights=facts.weights,
+            dtype=facts.dtype,
+            num_layers=facts.num_layers,
+            num_kv_heads=facts.num_kv_heads,
+            page_tokens=facts.page_tokens,
+            head_dim=facts.head_dim,
+            tp_size=1,
+        ),
+    )

@@ -1,0 +1,72 @@
+"""Start and end of a prefill worker process: wires the parts together and decides nothing."""
+
+import asyncio
+import os
+from functools import partial
+
+from engine.engine import Engine, build_engine
+from kvtransfer.grpc_bytes import PageServer
+from kvtransfer.identity import PoolFacts, build_peer
+from prefill_worker.batching import Planned
+from prefill_worker.loop import PrefillLoop
+from prefill_worker.metrics import PrefillMetrics
+from prefill_worker.offers import Offers
+from prefill_worker.run_table import RunTable
+from prefill_worker.service import PrefillService
+from protos import prefill_pb2_grpc
+from runtime import rpc
+from runtime.config import PrefillConfig
+from runtime.hardware import num_cores, resolve_context, resolve_threads
+from runtime.lifecycle import ReadyReporter
+from runtime.worker import announce, run_worker, size_pool
+
+
+def run(config: PrefillConfig) -> int:
+    """Serve until a signal. Returns the exit code."""
+    return run_worker("prefill", config, _build, _serve)
+
+
+def _build(config: PrefillConfig, reporter: ReadyReporter) -> Engine:
+    return build_engine(
+        config.model,
+        config.dtype,
+        config.device,
+        resolve_threads(config.threads, num_cores()),
+        config.page_tokens,
+        partial(size_pool, config),
+        reporter.loading,
+    )
+
+
+async def _serve(config: PrefillConfig, engine: Engine, reporter: ReadyReporter) -> None:
+    server = rpc.build_server()
+    address = f"{config.reachable_host}:{rpc.bind(server, config.host, config.port)}"
+    incarnation = rpc.new_incarnation()
+    facts = PoolFacts(
+        engine.weights, engine.dtype, engine.config.num_layers, engine.config.num_kv_heads, config.page_tokens,
+        engine.config.head_dim, engine.pool.num_pages, engine.pool.fd,
+    )  # fmt: skip
+    me = build_peer("prefill", address, incarnation, os.getpid(), rpc.host_identity(), facts)
+    table = RunTable(engine.allocator, config.page_tokens, config.max_running)
+    metrics = PrefillMetrics(table)
+    offers = Offers(me, engine.pool, metrics, config.lease_s)
+    asyncio_loop = asyncio.get_running_loop()
+
+    def publish(planned: list[Planned], started: float, error: Exception | None) -> None:
+        asyncio_loop.call_soon_threadsafe(service.on_step, planned, started, error)
+
+    loop = PrefillLoop(table, engine.runner, config.chunk_tokens, publish, metrics)
+    context_tokens = resolve_context(config.max_context_tokens, engine.config.context_length)
+    service = PrefillService(me, table, loop.thread, offers, metrics, context_tokens)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
+    PageServer(engine.pool, incarnation).add_to(server)
+    metrics_port = metrics.serve(config.host, config.metrics_port)
+    loop.thread.start()
+    await rpc.start(server)
+    metrics_address = f"{config.reachable_host}:{metrics_port}"
+    announce(reporter, address, metrics_address, incarnation, engine.describe(), engine.attention.is_fallback)
+    await rpc.wait_for_stop()
+    service.is_draining = True
+    await server.stop(rpc.STOP_GRACE_S)
+    await offers.close()
+    loop.thread.stop(rpc.STOP_GRACE_S)
