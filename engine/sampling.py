@@ -51,17 +51,22 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
     if not len(params) == len(positions) == logits.shape[0]:
         raise ValueError(f"{logits.shape[0]} rows of logits, {len(params)} params, {len(positions)} positions")
     tokens = logits.argmax(-1)
-    for row, (param, position) in enumerate(zip(params, positions, strict=True)):
-        if param.temperature > 0:
-            scaled = scale_logits(logits[row], param.temperature)
-            tokens[row] = pick(scaled, keep_tokens(scaled, param), param.seed, position)
+    rows = [row for row, param in enumerate(params) if param.temperature > 0]
+    if rows:
+        scaled = scale_logits(logits[rows], [params[row].temperature for row in rows])
+        picked = [
+            pick(one, keep_tokens(one, params[row]), params[row].seed, positions[row])
+            for row, one in zip(rows, scaled, strict=True)
+        ]
+        tokens[rows] = torch.stack(picked)
     return tokens
 
 
-def scale_logits(logits: Tensor, temperature: float) -> Tensor:
-    """[V] -> [V] float32 with maximum 0, so that no temperature overflows."""
+def scale_logits(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """[S, V], S temperatures -> [S, V] float32 with maxima 0, so that no temperature overflows."""
     wide = logits.to(torch.float32)
-    return (wide - wide.max()).div_(temperature)
+    divisors = torch.tensor(temperatures, dtype=torch.float32, device=logits.device)
+    return (wide - wide.amax(-1, keepdim=True)).div_(divisors[:, None])
 
 
 def pick(scaled: Tensor, kept: Tensor | None, seed: int, position: int) -> Tensor:
