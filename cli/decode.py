@@ -13,6 +13,6 @@ from runtime.lifecycle import follow_supervisor
 def decode(config: Annotated[DecodeConfig, Parameter(name="*")] = DecodeConfig()) -> int:  # noqa: B008  frozen
     """Start one decode worker: it reads the KV of prompts and is the source of all tokens."""
     follow_supervisor(config.ready_fd)
-    from decode_worker import main  # here, so that other commands and --help do not wait for torch
+    from decode_worker.main import run  # here, so that other commands and --help do not wait for torch
 
-    return main.run(replace(config, model=locate_model(config.model)))
+    return run(replace(config, model=locate_model(config.model)))

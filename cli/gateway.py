@@ -13,7 +13,7 @@ from runtime.lifecycle import follow_supervisor
 def gateway(config: Annotated[GatewayConfig, Parameter(name="*")]) -> int:
     """Start the gateway: it answers REST and gRPC and sends prompts round the ring."""
     follow_supervisor(config.ready_fd)
-    from gateway import main  # here, so that other commands and --help do not wait for the web server
+    from gateway.main import run  # here, so that other commands and --help do not wait for the web server
 
     folder = fetch_tokenizer(locate_model(config.model))
-    return main.run(replace(config, model=folder, served_name=config.served_name or choose_served_name(config.model)))
+    return run(replace(config, model=folder, served_name=config.served_name or choose_served_name(config.model)))

@@ -13,6 +13,6 @@ from runtime.lifecycle import follow_supervisor
 def prefill(config: Annotated[PrefillConfig, Parameter(name="*")] = PrefillConfig()) -> int:  # noqa: B008  frozen
     """Start one prefill worker: it computes the KV of prompts and offers it to decode workers."""
     follow_supervisor(config.ready_fd)
-    from prefill_worker import main  # here, so that other commands and --help do not wait for torch
+    from prefill_worker.main import run  # here, so that other commands and --help do not wait for torch
 
-    return main.run(replace(config, model=locate_model(config.model)))
+    return run(replace(config, model=locate_model(config.model)))

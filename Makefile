@@ -1,0 +1,67 @@
+# Everything a newcomer and the checks need. `make help` lists the targets.
+
+PYTHON ?= python3
+MODEL ?= demo
+PORT ?= 8000
+PREFILL ?= 1
+DECODE ?= 1
+DTYPE ?= auto
+TRANSPORT ?= auto
+DEVICE ?= auto
+ARGS ?=
+# On a machine without a GPU, --extra-index-url https://download.pytorch.org/whl/cpu saves gigabytes of CUDA libraries.
+PIP_ARGS ?=
+
+BIN := .venv/bin
+RUN_STAMP := .venv/.installed
+DEV_STAMP := .venv/.installed-dev
+PROTOS := $(wildcard protos/*.proto)
+PROTOC = $(BIN)/python -m grpc_tools.protoc -I. --python_out=$(1) --pyi_out=$(1) --grpc_python_out=$(1) $(PROTOS)
+FRESH := build/fresh
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help serve test check protos gpu-check clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+serve: $(RUN_STAMP) ## Start a service; takes MODEL PORT PREFILL DECODE DTYPE TRANSPORT DEVICE, and ARGS for any other option
+	@exec $(BIN)/baton serve --model "$(MODEL)" --port "$(PORT)" --prefill-workers "$(PREFILL)" \
+	    --decode-workers "$(DECODE)" --dtype "$(DTYPE)" --transport "$(TRANSPORT)" --device "$(DEVICE)" $(ARGS)
+
+test: $(DEV_STAMP) ## Run the tests; ARGS= goes to pytest
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(DEV_STAMP) ## Generated code fresh, style, types, imports between packages
+	@rm -rf $(FRESH) && mkdir -p $(FRESH)
+	$(call PROTOC,$(FRESH))
+	@for file in $(FRESH)/protos/*; do cmp "$$file" "protos/$${file##*/}" \
+	    || { echo "make: protos/$${file##*/} is stale: run make protos and commit it"; exit 1; } >&2; done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+protos: $(DEV_STAMP) ## Generate code from protos/*.proto
+	$(call PROTOC,.)
+
+gpu-check: $(DEV_STAMP) ## Run the checks that need a GPU and print a table
+	$(BIN)/python -m bench.gpu_check $(ARGS)
+
+clean: ## Remove what was built
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "make: $(PYTHON) is missing or older than 3.11: install Python 3.11, or name one by make PYTHON=python3.11"; exit 1; } >&2
+	$(PYTHON) -m venv .venv || { rm -rf .venv; echo "make: no virtual environment: install python3-venv"; exit 1; } >&2
+
+$(RUN_STAMP): pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install $(PIP_ARGS) --editable .
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install $(PIP_ARGS) --editable '.[dev]'
+	@touch $@ $(RUN_STAMP)
