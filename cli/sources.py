@@ -7,6 +7,7 @@ import difflib
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -58,9 +59,14 @@ class FileSource:
         self._path = path
 
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+        config_type = CONFIG_TYPES[commands[0]]
         table = {name.replace("-", "_"): value for name, value in read_toml(self._path).items()}
         for name in table:
-            refuse_unknown(name, field_names(CONFIG_TYPES[commands[0]]), f"key in {self._path}")
+            refuse_unknown(name, field_names(config_type), f"key in {self._path}")
+        lists = {item.name for item in fields(config_type) if get_origin(item.type) is tuple}
+        for name, value in table.items():
+            if isinstance(value, list | dict) and not (name in lists and isinstance(value, list)):
+                raise ConfigError(f"{name}={value!r} in {self._path} cannot be used: give one value")
         Dict({commands[0]: table}, source=str(self._path))(app, commands, arguments)
 
 

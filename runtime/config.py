@@ -135,7 +135,9 @@ class PublicConfig(Settings):
         super().__post_init__()
         self.require_port("port")
         self.require_port("grpc_port")
-        self.require("api_key", all(self.api_key), "keys that are not empty")
+        is_clean = all(key and not set(key) & set(", \t\n") for key in self.api_key)  # they travel in one variable
+        if not is_clean:
+            raise ConfigError("api_key cannot be used: --api-key needs keys without spaces and commas, none empty")
         self.require_at_least("max_queue", 1)
         self.require_at_least("local_prefill_max_tokens", 0)
         self.require_at_least("body_limit_bytes", 1024)

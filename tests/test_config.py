@@ -1,0 +1,95 @@
+"""Settings check themselves, and automatic choices follow from the machine."""
+
+import dataclasses
+
+import pytest
+
+from runtime.config import ConfigError, DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig, Settings
+from runtime.hardware import (
+    available_memory_bytes,
+    num_cores,
+    resolve_context,
+    resolve_num_pages,
+    resolve_threads,
+)
+
+
+@pytest.mark.parametrize(
+    ("config_type", "field", "value", "wanted"),
+    [
+        (ServeConfig, "port", 70000, "--port needs 0 to 65535"),
+        (ServeConfig, "decode_workers", 0, "--decode-workers needs 1 or more"),
+        (ServeConfig, "heartbeat_s", 60.0, "--heartbeat-s needs a number below --lease-s, which is 30"),
+        (ServeConfig, "lease_s", 0.0, "--lease-s needs a number above 0"),
+        (ServeConfig, "api_key", ("",), "--api-key needs keys"),
+        (ServeConfig, "api_key", ("a b",), "--api-key needs keys"),
+        (ServeConfig, "model", "", "--model needs a folder"),
+        (PrefillConfig, "page_tokens", 15, "--page-tokens needs a power of two"),
+        (PrefillConfig, "chunk_tokens", 8, "--chunk-tokens needs 16 or more"),
+        (PrefillConfig, "kv_memory_share", 1.5, "--kv-memory-share needs a number above 0 and at most 1"),
+        (DecodeConfig, "host", "0.0.0.0", "--advertise-host needs the name by which others reach this --host 0.0.0.0"),
+        (DecodeConfig, "require_transport", True, "--require-transport needs a --transport other than auto"),
+        (GatewayConfig, "decode", (), "--decode needs at least one host:port"),
+        (GatewayConfig, "decode", ("localhost",), "--decode needs host:port"),
+        (GatewayConfig, "prefill", ("a:0",), "--prefill needs host:port"),
+    ],
+)
+def test_a_bad_value_is_refused_with_what_would_do(
+    config_type: type[Settings], field: str, value: object, wanted: str
+) -> None:
+    needed: dict[str, object] = {"decode": ("a:1",)} if config_type is GatewayConfig else {}
+    with pytest.raises(ConfigError) as refusal:
+        config_type(**{**needed, field: value})
+    assert wanted in str(refusal.value)
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ServeConfig().port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("port", "grpc_port", "expected"), [(8000, None, 8001), (0, None, 0), (65535, None, 0), (8000, 0, 0), (1, 9, 9)]
+)
+def test_the_grpc_port_follows_the_rest_port(port: int, grpc_port: int | None, expected: int) -> None:
+    assert ServeConfig(port=port, grpc_port=grpc_port).grpc_listen_port == expected
+
+
+def test_threads_default_to_all_cores() -> None:
+    assert resolve_threads(0, 8) == 8
+    assert resolve_threads(3, 8) == 3
+    assert num_cores() >= 1
+
+
+def test_the_context_is_the_models_or_a_smaller_one() -> None:
+    assert resolve_context(0, 2048) == 2048
+    assert resolve_context(100, 2048) == 100
+    with pytest.raises(ConfigError, match="--max-context-tokens 2048 or less"):
+        resolve_context(4096, 2048)
+
+
+class TestNumPages:
+    """How large a pool becomes. A page of 16 tokens is 1 MiB here."""
+
+    @staticmethod
+    def resolve(config: DecodeConfig, available_mib: int) -> int:
+        return resolve_num_pages(
+            config, context_tokens=1000, page_bytes=1 << 20, available_bytes=available_mib << 20
+        )  # one context is 63 pages
+
+    def test_automatic_is_room_for_every_session_when_memory_allows(self) -> None:
+        assert self.resolve(DecodeConfig(max_running=4), 100_000) == 4 * 63
+
+    def test_automatic_stays_within_its_share(self) -> None:
+        assert self.resolve(DecodeConfig(max_running=64, kv_memory_share=0.25), 1000) == 250
+
+    def test_what_is_asked_for_is_taken(self) -> None:
+        assert self.resolve(DecodeConfig(kv_memory_mib=77), 10) == 77
+
+    @pytest.mark.parametrize("config", [DecodeConfig(kv_memory_mib=62), DecodeConfig()])
+    def test_less_than_one_context_is_refused_with_what_would_do(self, config: DecodeConfig) -> None:
+        with pytest.raises(ConfigError, match="--kv-memory-mib 63 or more"):
+            self.resolve(config, 100)
+
+    def test_this_machine_has_memory(self) -> None:
+        assert available_memory_bytes() > 0
