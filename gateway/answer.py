@@ -50,19 +50,18 @@ async def stream_answer(front: Front, order: Order, meter: RequestMeter) -> Asyn
                 piece = reader.read(tokens)
                 num_tokens += len(piece.token_ids)
                 meter.add_tokens(len(piece.token_ids))
-                if piece.finish_reason is None:
-                    yield piece
-                    continue
-                await news.aclose()  # a stop string ends the work before the client hears of it
-                meter.finish(piece.finish_reason)
-                _log.info("answered", prompt_tokens=num_prompt, tokens=num_tokens, reason=piece.finish_reason)
+                if piece.finish_reason is not None:
+                    break  # closes the ring's iterator before the client hears of the end
                 yield piece
-                return
+            else:
+                raise ApiError(500, "the answer ended before it was complete; try again", None, "incomplete_answer")
     except (CancelledError, GeneratorExit):
         meter.cancel()
         _log.info("cancelled", prompt_tokens=num_prompt, tokens=num_tokens)
         raise
-    raise ApiError(500, "the answer ended before it was complete; try again", None, "incomplete_answer")
+    meter.finish(piece.finish_reason)
+    _log.info("answered", prompt_tokens=num_prompt, tokens=num_tokens, reason=piece.finish_reason)
+    yield piece
 
 
 async def collect_answer(pieces: AsyncGenerator[Piece, None]) -> Answer:

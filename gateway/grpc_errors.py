@@ -62,9 +62,9 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]]",
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
         """Serves or refuses one call."""
         if handler_call_details.method != _OPEN_METHOD:
             try:
@@ -79,7 +79,7 @@ def _authorization(details: grpc.HandlerCallDetails) -> bytes:
     return value if isinstance(value, bytes) else value.encode()
 
 
-def _refusal(error: ApiError) -> grpc.RpcMethodHandler[Any, Any]:
+def _refusal(error: ApiError) -> "grpc.RpcMethodHandler[Any, Any]":
     """A handler that refuses before it reads; streaming both ways it stands in for any kind of method."""
 
     async def refuse(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:

@@ -25,8 +25,15 @@ def _one_or_list(value: object) -> str:
     return "~list" if isinstance(value, list) else "~one"
 
 
-_Ids = Annotated[list[int], FailFast()]
-_Texts = Annotated[list[str], FailFast()]
+class _FirstErrorOnly(FailFast):
+    """A list of a million wrong elements makes one error. Hashable, which members of unions must be."""
+
+    def __hash__(self) -> int:
+        return hash(self.fail_fast)
+
+
+_Ids = Annotated[list[int], _FirstErrorOnly()]
+_Texts = Annotated[list[str], _FirstErrorOnly()]
 _TextOrTexts = Annotated[Annotated[str, Tag("~one")] | Annotated[_Texts, Tag("~list")], Discriminator(_one_or_list)]
 
 
@@ -41,7 +48,7 @@ class TextPart(_Body):
     text: str
 
 
-_Parts = Annotated[list[TextPart], FailFast()]
+_Parts = Annotated[list[TextPart], _FirstErrorOnly()]
 
 
 class Message(_Body):
@@ -109,7 +116,7 @@ class _GenerationBody(_Body):
 class ChatCompletionRequest(_GenerationBody):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[Message], _FirstErrorOnly()] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
 
     def raw(self) -> RawRequest:
@@ -132,7 +139,7 @@ class CompletionRequest(_GenerationBody):
         Annotated[str, Tag("~one")]
         | Annotated[_Ids, Tag("~list")]
         | Annotated[_Texts, Tag("~texts")]
-        | Annotated[list[_Ids], FailFast(), Tag("~id_lists")],
+        | Annotated[list[_Ids], _FirstErrorOnly(), Tag("~id_lists")],
         Discriminator(_kind),
     ] = Field(description="A text or its token ids, or a list that holds exactly one such.")
 

@@ -55,7 +55,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse],
     ) -> None:
-        """Streams one continuation. A cancelled call closes the ring's iterator, and so does a client that stops reading.
+        """Streams one continuation. A cancelled call closes the ring's iterator; so does a client that stops reading.
 
         It writes rather than yields: a cancelled write is then seen here, where the iterator is closed.
         """

@@ -1,0 +1,77 @@
+"""The public surface on real sockets, for tests: uvicorn and grpc.aio in a thread of their own."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import httpx
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from gateway.app import FrontOptions, add_inference_services, build_app, build_front, build_interceptors
+from gateway.text import Tokenizer
+from tests.fake_ring import FakeRing
+from tests.tiny_tokenizer import write_byte_level
+
+SERVED = "tiny"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running front and what stands behind it."""
+
+    ring: FakeRing
+    tokenizer: Tokenizer
+    host_port: tuple[str, int]
+    http: httpx.Client  # knows the base URL
+    grpc_address: str
+    registry: CollectorRegistry
+
+    @property
+    def url(self) -> str:
+        """Where REST is served."""
+        return f"http://{self.host_port[0]}:{self.host_port[1]}"
+
+    def ids(self, text: str) -> list[int]:
+        """Tokens of an answer."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def count(self, metric: str, **labels: str) -> float:
+        """A metric's value now."""
+        return self.registry.get_sample_value(f"baton:{metric}", labels) or 0.0
+
+
+@contextmanager
+def run_front(folder: Path, options: FrontOptions) -> Iterator[Served]:
+    """Serves REST and gRPC on free loopback ports until the context ends."""
+    ring, tokenizer, registry = FakeRing(), Tokenizer(write_byte_level(folder)), CollectorRegistry()
+    listener = socket.create_server(("127.0.0.1", 0))
+    ready, ports = threading.Event(), list[int]()
+
+    async def serve() -> None:
+        grpc_server = grpc.aio.server(interceptors=build_interceptors(front))
+        add_inference_services(grpc_server, front)
+        ports.append(grpc_server.add_insecure_port("127.0.0.1:0"))
+        await grpc_server.start()
+        ready.set()
+        await http.serve([listener])
+        await grpc_server.stop(0)
+        front.offload.close()
+
+    front = build_front(ring, tokenizer, SERVED, options, registry)
+    http = uvicorn.Server(uvicorn.Config(build_app(front), log_level="warning"))
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    host, port = listener.getsockname()
+    try:
+        with httpx.Client(base_url=f"http://{host}:{port}", timeout=10) as client:
+            yield Served(ring, tokenizer, (host, port), client, f"127.0.0.1:{ports[0]}", registry)
+    finally:
+        http.should_exit = True
+        thread.join(10)

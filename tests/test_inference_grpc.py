@@ -1,0 +1,204 @@
+"""The gRPC API as a client sees it that knows nothing but the address: built from reflection."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import json_format
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from gateway.app import FrontOptions
+from gateway.errors import not_ready, overloaded
+from tests.fake_ring import Script
+from tests.front_server import SERVED, Served, run_front
+from tests.tiny_tokenizer import CONTEXT
+
+KEY = "grpc-key"
+METADATA = (("authorization", f"Bearer {KEY}"), ("x-request-id", "call-1"))
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with run_front(tmp_path_factory.mktemp("tiny"), FrontOptions(api_keys=(KEY,))) as served:
+        yield served
+
+
+@pytest.fixture
+def served(running: Served) -> Served:
+    running.ring.reset(Script([*running.ids("hello 🙂 world"), 1]))
+    return running
+
+
+class ReflectedClient:
+    """Calls any method by name with plain dicts."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.insecure_channel(address)
+        with_key = grpc.intercept_channel(self.channel, _AddKey())
+        self.reflection = ProtoReflectionDescriptorDatabase(with_key)
+        self._pool = DescriptorPool(self.reflection)
+
+    def call(self, service: str, method: str, request: dict[str, Any], metadata: Any = METADATA) -> Any:
+        """A response, or an iterator of them."""
+        found = self._pool.FindServiceByName(service).FindMethodByName(method)
+        kind = self.channel.unary_stream if found.server_streaming else self.channel.unary_unary
+        message = json_format.ParseDict(request, GetMessageClass(found.input_type)())
+        decode = GetMessageClass(found.output_type).FromString
+        call: Callable[..., Any] = kind(f"/{service}/{method}", lambda m: m.SerializeToString(), decode)
+        return call(message, metadata=metadata, timeout=10)
+
+    def generate(self, metadata: Any = METADATA, **request: Any) -> Any:
+        """Inference.Generate."""
+        return self.call("baton.v1.Inference", "Generate", request, metadata)
+
+
+class _AddKey(grpc.StreamStreamClientInterceptor):
+    def intercept_stream_stream(self, continuation: Any, details: Any, requests: Any) -> Any:
+        return continuation(details._replace(metadata=METADATA), requests)
+
+
+@pytest.fixture(scope="module")
+def client(running: Served) -> Iterator[ReflectedClient]:
+    client = ReflectedClient(running.grpc_address)
+    yield client
+    client.channel.close()
+
+
+def _details(error: grpc.RpcError) -> dict[str, Any]:
+    """The rich status: detail type |-> detail."""
+    assert isinstance(error, grpc.Call)
+    trailer = dict(error.trailing_metadata() or ())
+    status = status_pb2.Status.FromString(trailer["grpc-status-details-bin"])
+    kinds = (error_details_pb2.BadRequest, error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo)
+    found = {}
+    for packed in status.details:
+        for kind in kinds:
+            if packed.Is(kind.DESCRIPTOR):
+                found[kind.__name__] = kind.FromString(packed.value)
+    return found
+
+
+def test_services_are_listed(client: ReflectedClient) -> None:
+    names = set(client.reflection.get_services())
+    assert names == {"baton.v1.Inference", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+
+@pytest.mark.parametrize("prompt", [{"text": "hello"}, {"tokenIds": {"ids": [5, 6, 7]}}])
+def test_generate(client: ReflectedClient, served: Served, prompt: dict[str, Any]) -> None:
+    call = client.generate(model=SERVED, temperature=0.0, seed=-1, **prompt)
+    responses = list(call)
+    assert "".join(response.text for response in responses) == "hello 🙂 world"
+    assert [token for response in responses for token in response.token_ids] == served.ring.script.token_ids
+    assert [response.finish_reason for response in responses if response.finish_reason] == ["stop"]
+    assert responses[-1].usage.completion_tokens == len(served.ring.script.token_ids)
+    assert responses[-1].usage.prompt_tokens == len(served.ring.generations[0].prompt_ids)
+    assert served.ring.generations[0].sampling.seed == 2**64 - 1
+    assert served.ring.generations[0].sampling.temperature == 0
+    assert dict(call.initial_metadata())["x-request-id"] == "call-1"
+
+
+def test_models_and_health(client: ReflectedClient, served: Served) -> None:
+    (model,) = client.call("baton.v1.Inference", "ListModels", {}).models
+    assert (model.id, model.context_tokens) == (SERVED, CONTEXT)
+    assert client.call("grpc.health.v1.Health", "Check", {}, metadata=()).status == 1
+    served.ring.unready = "no worker"
+    assert client.call("grpc.health.v1.Health", "Check", {"service": "baton.v1.Inference"}).status == 2
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({}, "prompt"),
+    ({"text": ""}, "text"),
+    ({"tokenIds": {}}, "token_ids"),
+    ({"tokenIds": {"ids": [-1]}}, "token_ids"),
+    ({"tokenIds": {"ids": [10**12]}}, "token_ids"),
+    ({"tokenIds": {"ids": [5] * CONTEXT}}, "token_ids"),
+    ({"text": "word " * CONTEXT}, "text"),
+    ({"text": "x" * (16 * CONTEXT + 1)}, "text"),
+    ({"text": "x", "maxTokens": -1}, "max_tokens"),
+    ({"text": "x", "maxTokens": 2**63 - 1}, "max_tokens"),
+    ({"text": "x", "temperature": 2.5}, "temperature"),
+    ({"text": "x", "temperature": "NaN"}, "temperature"),
+    ({"text": "x", "topP": 0}, "top_p"),
+    ({"text": "x", "topK": -1}, "top_k"),
+    ({"text": "x", "minP": "Infinity"}, "min_p"),
+    ({"text": "x", "stop": [""]}, "stop"),
+    ({"text": "x", "stop": ["x"] * 17}, "stop"),
+    ({"text": "x", "stopTokenIds": [10**6]}, "stop_token_ids"),
+]
+
+
+@pytest.mark.parametrize(("request_fields", "param"), BAD)
+def test_a_bad_field_is_named(
+    client: ReflectedClient, served: Served, request_fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(client.generate(**request_fields))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    (violation,) = _details(caught.value)["BadRequest"].field_violations
+    assert violation.field == param
+    assert not served.ring.generations
+
+
+def test_an_unknown_model(client: ReflectedClient) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(client.generate(model="other", text="x"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert _details(caught.value)["ErrorInfo"].reason == "MODEL_NOT_FOUND"
+
+
+def test_overload_and_no_worker_name_when_to_come_back(client: ReflectedClient, served: Served) -> None:
+    for error, code in (
+        (overloaded("the queue is full"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (not_ready("no worker is alive"), grpc.StatusCode.UNAVAILABLE),
+    ):
+        served.ring.script = Script(error=error)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(client.generate(text="x"))
+        assert caught.value.code() is code
+        assert caught.value.details() == error.message
+        assert _details(caught.value)["RetryInfo"].retry_delay.seconds == 1
+
+
+def test_a_fault_after_tokens_keeps_the_tokens(client: ReflectedClient, served: Served) -> None:
+    served.ring.script = Script(served.ids("hello"), error=not_ready("no worker is left"))
+    call, ids = client.generate(text="x"), list[int]()
+    with pytest.raises(grpc.RpcError) as caught:
+        for response in call:
+            ids.extend(response.token_ids)
+    assert ids == served.ids("hello")
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_stop_strings_end_the_work(client: ReflectedClient, served: Served) -> None:
+    served.ring.script = Script(served.ids("one two STOP three"), group=3, is_hanging=True)
+    responses = list(client.generate(text="x", stop=["STOP"]))
+    assert "".join(response.text for response in responses) == "one two "
+    assert served.ring.wait_ending() == "closed"
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_a_cancelled_call_ends_the_work(client: ReflectedClient, served: Served, num_tokens: int) -> None:
+    served.ring.script = Script(served.ids("hello world")[:num_tokens], is_hanging=True)
+    call = client.generate(text="x")
+    served.ring.starts.get(timeout=2)
+    if num_tokens:
+        next(call)
+    call.cancel()
+    assert served.ring.wait_ending(1.0) == "closed"
+
+
+@pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),), (("authorization-bin", b"\xff"),)])
+def test_a_key_is_needed(client: ReflectedClient, served: Served, metadata: Any) -> None:
+    for method, request in (("Generate", {"text": "x"}), ("ListModels", {})):
+        with pytest.raises(grpc.RpcError) as caught:
+            answer = client.call("baton.v1.Inference", method, request, metadata)
+            list(answer)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    with pytest.raises(grpc.RpcError) as caught:
+        ProtoReflectionDescriptorDatabase(client.channel).get_services()
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert not served.ring.generations

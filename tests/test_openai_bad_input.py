@@ -1,0 +1,304 @@
+"""What the REST API refuses: by status, by field, in the nested form, and never with a 500."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gateway.app import FrontOptions
+from tests.fake_ring import Script
+from tests.front_server import SERVED, Served, run_front
+from tests.tiny_tokenizer import CONTEXT
+
+HELLO = [{"role": "user", "content": "hello"}]
+MAX_BODY = 2**20
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    options = FrontOptions(max_body_bytes=MAX_BODY, body_timeout_s=0.5)
+    with run_front(tmp_path_factory.mktemp("tiny"), options) as served:
+        yield served
+
+
+@pytest.fixture
+def served(running: Served) -> Served:
+    running.ring.reset(Script([*running.ids("fine"), 1]))
+    return running
+
+
+def _chat(**fields: Any) -> dict[str, Any]:
+    return {"model": SERVED, "messages": HELLO, **fields}
+
+
+def _text(**fields: Any) -> dict[str, Any]:
+    return {"model": SERVED, "prompt": "hello", **fields}
+
+
+def _message(**fields: Any) -> dict[str, Any]:
+    return _chat(messages=[*HELLO, {"role": "user", "content": "x", **fields}])
+
+
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": HELLO}, "model"),
+    (_chat(model=7), "model"),
+    (_chat(model=None), "model"),
+    ({"model": SERVED}, "messages"),
+    (_chat(messages=[]), "messages"),
+    (_chat(messages="hi"), "messages"),
+    (_chat(messages=["hi"]), "messages[0]"),
+    (_chat(messages=[{"content": "x"}]), "messages[0].role"),
+    (_chat(messages=[{"role": "king", "content": "x"}]), "messages[0].role"),
+    (_chat(messages=[{"role": "user"}]), "messages[0].content"),
+    (_message(content=None), "messages[1].content"),
+    (_message(content=5), "messages[1].content"),
+    (_message(content=[{"type": "text", "text": 5}]), "messages[1].content[0].text"),
+    (_message(content=[{"type": "image_url", "image_url": "x"}]), "messages[1].content[0].image_url"),
+    (_message(content=[{"type": "audio", "text": "x"}]), "messages[1].content[0].type"),
+    (_message(tool_calls=[{"id": "x"}]), "messages[1].tool_calls"),
+    (_message(nonsense=1), "messages[1].nonsense"),
+    (_chat(messages=[{"role": "tool", "content": "x", "tool_call_id": "y"}]), "messages"),  # the template refuses
+    (_chat(messages=[{"role": "user", "content": "word " * CONTEXT}]), "messages"),
+    (_chat(messages=[{"role": "user", "content": "x" * (16 * CONTEXT + 1)}]), "messages"),
+    (_chat(max_tokens=-1), "max_tokens"),
+    (_chat(max_tokens=0), "max_tokens"),
+    (_chat(max_tokens=2**63), "max_tokens"),
+    (_chat(max_tokens=1.5), "max_tokens"),
+    (_chat(max_tokens="9"), "max_tokens"),
+    (_chat(max_tokens=True), "max_tokens"),
+    (_chat(max_tokens=10**4000), "max_tokens"),
+    (_chat(max_completion_tokens=-1), "max_completion_tokens"),
+    (_chat(max_completion_tokens=CONTEXT), "max_completion_tokens"),
+    (_chat(max_completion_tokens=5, max_tokens=6), "max_tokens"),
+    (_chat(temperature=-0.1), "temperature"),
+    (_chat(temperature=2.1), "temperature"),
+    (_chat(temperature=float("nan")), "temperature"),
+    (_chat(temperature=float("inf")), "temperature"),
+    (_chat(temperature="hot"), "temperature"),
+    (_chat(top_p=0), "top_p"),
+    (_chat(top_p=1.01), "top_p"),
+    (_chat(top_k=-1), "top_k"),
+    (_chat(top_k=1.5), "top_k"),
+    (_chat(min_p=float("nan")), "min_p"),
+    (_chat(seed=2**64), "seed"),
+    (_chat(seed=-(2**63) - 1), "seed"),
+    (_chat(seed=1.5), "seed"),
+    (_chat(stop=""), "stop"),
+    (_chat(stop=["x"] * 17), "stop"),
+    (_chat(stop=["x", ""]), "stop"),
+    (_chat(stop=["x", 3]), "stop[1]"),
+    (_chat(stop="x" * 10_000), "stop"),
+    (_chat(stop_token_ids=[10**6]), "stop_token_ids"),
+    (_chat(stop_token_ids=[-1]), "stop_token_ids"),
+    (_chat(stop_token_ids=["x"]), "stop_token_ids[0]"),
+    (_chat(stop_token_ids=[1] * 10_000), "stop_token_ids"),
+    (_chat(ignore_eos="yes"), "ignore_eos"),
+    (_chat(stream="yes"), "stream"),
+    (_chat(stream_options={"include_usage": True}), "stream_options"),
+    (_chat(stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage"),
+    (_chat(stream=True, stream_options={"x": 1}), "stream_options.x"),
+    (_chat(stream=True, stream_options=[]), "stream_options"),
+    (_chat(n=2), "n"),
+    (_chat(n=10**9), "n"),
+    (_chat(n=True), "n"),
+    (_chat(logprobs=True), "logprobs"),
+    (_chat(top_logprobs=10**6), "top_logprobs"),
+    (_chat(tools=[{"type": "function"}]), "tools"),
+    (_chat(tool_choice="required"), "tool_choice"),
+    (_chat(response_format={"type": "json_object"}), "response_format"),
+    (_chat(presence_penalty=0.5), "presence_penalty"),
+    (_chat(frequency_penalty=True), "frequency_penalty"),
+    (_chat(repetition_penalty=1.1), "repetition_penalty"),
+    (_chat(logit_bias={"1": 5}), "logit_bias"),
+    (_chat(min_tokens=3), "min_tokens"),
+    (_chat(store=True), "store"),
+    (_chat(structured_outputs={"regex": "(a+)+$"}), "structured_outputs"),
+    (_chat(chat_template="{{ 1 }}"), "chat_template"),
+    (_chat(kv_transfer_params={"host": "1.2.3.4"}), "kv_transfer_params"),
+    (_chat(**{"~one": 1}), "~one"),
+    (_chat(**{"x" * 500: 1}), "x" * 100),
+]
+BAD_TEXTS: list[tuple[dict[str, Any], str]] = [
+    ({"model": SERVED}, "prompt"),
+    (_text(prompt=None), "prompt"),
+    (_text(prompt=""), "prompt"),
+    (_text(prompt=[]), "prompt"),
+    (_text(prompt=[""]), "prompt"),
+    (_text(prompt=[[]]), "prompt"),
+    (_text(prompt=["a", "b"]), "prompt"),
+    (_text(prompt=[[1], [2]]), "prompt"),
+    (_text(prompt=["a", 1]), "prompt[1]"),
+    (_text(prompt=[1, "a"]), "prompt[1]"),
+    (_text(prompt=[1.5]), "prompt[0]"),
+    (_text(prompt=[True]), "prompt[0]"),
+    (_text(prompt=[[1], "a"]), "prompt[1]"),
+    (_text(prompt={"a": 1}), "prompt"),
+    (_text(prompt=[-1]), "prompt"),
+    (_text(prompt=[10**9]), "prompt"),
+    (_text(prompt=[10**30]), "prompt"),
+    (_text(prompt=[5] * CONTEXT), "prompt"),
+    (_text(prompt=[5] * (CONTEXT - 1), max_tokens=2), "max_tokens"),
+    (_text(prompt="x" * (16 * CONTEXT + 1)), "prompt"),
+    (_text(messages=HELLO), "messages"),
+    (_text(max_completion_tokens=3), "max_completion_tokens"),
+    (_text(suffix="x"), "suffix"),
+    (_text(echo=True), "echo"),
+    (_text(best_of=2), "best_of"),
+    (_text(logprobs=0), "logprobs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [("chat/completions", *case) for case in BAD_CHATS] + [("completions", *case) for case in BAD_TEXTS],
+)
+def test_a_bad_field_is_named(served: Served, path: str, body: dict[str, Any], param: str) -> None:
+    answer = served.http.post(f"/v1/{path}", content=json.dumps(body))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert len(error["message"]) < 500
+    assert not served.ring.generations
+
+
+HARMLESS: dict[str, Any] = {
+    "n": 1,
+    "logprobs": False,
+    "top_logprobs": None,
+    "presence_penalty": 0,
+    "frequency_penalty": 0.0,
+    "logit_bias": {},
+    "tools": None,
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "stop": None,
+    "seed": None,
+    "stream_options": None,
+    "max_tokens": None,
+    "user": "me",
+    "metadata": {"a": "b"},
+    "store": False,
+    "service_tier": "auto",
+    "reasoning_effort": None,
+    "top_k": 10**9,
+}
+
+
+def test_values_that_ask_for_nothing_are_accepted(served: Served) -> None:
+    served.http.post("/v1/chat/completions", json=_chat(**HARMLESS)).raise_for_status()
+    more: dict[str, Any] = {"best_of": 1, "echo": False, "suffix": None, "logprobs": None, "n": 1, "stop": []}
+    served.http.post("/v1/completions", json=_text(**more)).raise_for_status()
+    assert served.ring.generations[0].max_tokens == CONTEXT - len(served.ring.generations[0].prompt_ids)
+    assert served.ring.generations[0].sampling.top_k == 0
+
+
+def test_the_longest_prompt_that_fits(served: Served) -> None:
+    for max_tokens in (None, 1):
+        body = _text(prompt=[5] * (CONTEXT - 1), max_tokens=max_tokens)
+        served.http.post("/v1/completions", json=body).raise_for_status()
+    assert [generation.max_tokens for generation in served.ring.generations] == [1, 1]
+
+
+def test_seeds_are_drawn_anew(served: Served) -> None:
+    for _ in range(2):
+        served.http.post("/v1/completions", json=_text()).raise_for_status()
+    first, second = (generation.sampling.seed for generation in served.ring.generations)
+    assert first != second
+
+
+def test_an_unknown_model(served: Served) -> None:
+    answer = served.http.post("/v1/chat/completions", json=_chat(model="gpt-9"))
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+    assert answer.json()["error"]["param"] == "model"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"[" * 10_000 + b"]" * 10_000,
+        b'{"a":' * 10_000 + b"1" + b"}" * 10_000,
+        b'{"model":"\\ud800"}',
+        b'{"model":"\xff\xfe"}',
+        b'{"model": 1' + b"0" * 100_000 + b"}",
+        b"[" + b"[]," * 300_000 + b"[]]",
+        b"\x00",
+        b"--boundary\r\n",
+    ],
+    ids=lambda body: repr(body[:12]),
+)
+def test_bodies_that_are_no_json_object(served: Served, body: bytes) -> None:
+    answer = served.http.post("/v1/chat/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+def test_nul_and_duplicate_keys_are_served(served: Served) -> None:
+    body = json.dumps(_text(prompt="a\x00b"))
+    assert served.http.post("/v1/completions", content=body).status_code == 200
+    twice = '{"prompt": "first", ' + body[1:]
+    assert served.http.post("/v1/completions", content=twice).status_code == 200
+    first, second = (generation.prompt_ids for generation in served.ring.generations)
+    assert first == second  # the last one counts
+
+
+def test_a_body_over_the_limit_is_refused_while_it_is_read(served: Served) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(MAX_BODY // 2**16 + 8):
+            yield b" " * 2**16
+
+    with socket.create_connection(served.host_port, timeout=5) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
+        assert b" 413 " in raw.recv(4096)
+    answer = served.http.post("/v1/completions", content=chunks())
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "body_too_large"
+
+
+def test_a_body_that_never_comes_is_given_up(served: Served) -> None:
+    with socket.create_connection(served.host_port, timeout=5) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+        assert b" 408 " in raw.recv(4096)
+
+
+def test_large_rubbish_does_not_hold_up_others(served: Served) -> None:
+    rubbish = [
+        _text(prompt=["x"] * 200_000),
+        _text(prompt=[1] * 300_000),
+        _chat(messages=[5] * 300_000),
+        _chat(messages=[{}] * 60_000),
+        {f"k{i}": 1 for i in range(60_000)},
+        _chat(messages=[{f"k{i}": 1 for i in range(60_000)}]),
+        _text(stop=["x"] * 200_000),
+        _text(prompt="a" * 900_000),
+    ]
+    for body in rubbish:
+        encoded = json.dumps(body)
+        began = time.perf_counter()
+        assert served.http.post("/v1/completions", content=encoded).status_code == 400
+        assert time.perf_counter() - began < 0.5, str(body)[:60]
+
+
+def test_paths_and_methods_that_are_not_served(served: Served) -> None:
+    for method, path, status in [
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/live", 405),
+        ("POST", "//v1/completions", 404),
+        ("POST", "/v1/completions/", 404),
+        ("GET", "/docs", 404),
+    ]:
+        answer = served.http.request(method, served.url + path)
+        assert answer.status_code == status, path
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert served.http.get("/v1/chat/completions").headers["allow"] == "POST"

@@ -1,0 +1,73 @@
+"""Tiny checkpoint folders for tests of text: a tokenizer, a chat template and a config, no weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' and loop.first %}{{ raise_exception('a tool message must follow a call') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<|start|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+CORPUS = [
+    "hello world, the quick brown fox jumps over the lazy dog",
+    "how are you today? I am fine",
+    "stop here now END",
+]
+CONTEXT = 512
+
+
+def write_byte_level(folder: Path, config: dict[str, Any] | None = None) -> Path:
+    """Byte-level BPE in GPT-2's manner, with control tokens and an added plain token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=360, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    tokenizer.add_tokens(["<think now>"])
+    return _write(folder, tokenizer, config or {})
+
+
+def write_sentencepiece(folder: Path) -> Path:
+    """BPE with byte fallback in Llama 2's manner: a start token, one space put before the text and stripped after."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    special = ["<unk>", *SPECIAL]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special + pieces, show_progress=False)
+    tokenizer.train_from_iterator([f"▁{line.replace(' ', '▁')}" for line in CORPUS * 3], trainer)
+    state = json.loads(tokenizer.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in pieces]
+    tokenizer = Tokenizer.from_str(json.dumps(state))
+    start = tokenizer.token_to_id("<|start|>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", start)]
+    )
+    return _write(folder, tokenizer, {})
+
+
+def _write(folder: Path, tokenizer: Tokenizer, config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|start|>",
+        "eos_token": "<|end|>",
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    # Embeddings are often padded past the tokenizer: ids without a token exist.
+    defaults = {"model_type": "llama", "max_position_embeddings": CONTEXT, "vocab_size": tokenizer.get_vocab_size() + 8}
+    (folder / "config.json").write_text(json.dumps({**defaults, "eos_token_id": 1, **config}))
+    return folder
