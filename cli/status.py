@@ -9,8 +9,9 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-COLUMNS = ("role", "address", "pid", "incarnation", "transport", "free_pages", "used_pages", "running")
+COLUMNS = ("role", "address", "pid", "incarnation", "transport", "free_pages", "used_pages", "running", "trouble")
 TIMEOUT_S = 10.0
+PIPE_WIDTH = 160  # characters, where there is no terminal to ask
 
 
 def status(
@@ -43,13 +44,18 @@ def status(
     if as_json:
         print(json.dumps(answer))
     else:
-        Console().print(build_table(workers))
+        console = Console()
+        if not console.is_terminal:
+            console.width = PIPE_WIDTH
+        console.print(build_table(workers))
     return 0
 
 
 def build_table(workers: list[list[str]]) -> Table:
     """One row a worker."""
-    table: Table = Table(*(column.replace("_", " ") for column in COLUMNS))
+    table = Table()
+    for column in COLUMNS:
+        table.add_column(column.replace("_", " "), overflow="fold")
     for row in workers:
         table.add_row(*row)
     return table

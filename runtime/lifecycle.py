@@ -46,11 +46,11 @@ class ReadyReporter:
         """`fd` is owned from now on."""
         self._fd = fd
         self._role = role
-        self._told = 0  # bytes loaded, as last told
+        self._told = -1  # bytes loaded, as last told
 
     def loading(self, done: int, total: int) -> None:
         """Tell progress in bytes; cheap to call for every tensor."""
-        if done < total and done - self._told < total / LOADING_STEPS:
+        if done == self._told or (done < total and done - self._told < total / LOADING_STEPS):
             return
         self._told = done
         self._write("loading", asdict(Loading(done, total)))
