@@ -18,7 +18,7 @@ PYTHON = """from openai import OpenAI
 client = OpenAI(base_url="{url}/v1", api_key="{key}")
 answer = client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "{prompt}"}}])
 print(answer.choices[0].message.content)"""
-PROMPT = "Hello! What is 3 + 4?"
+PROMPT = "Hello! How are you?"
 LOG_FIELDS_LEFT_OUT = ("event", "level", "timestamp", "role")
 
 
@@ -72,10 +72,10 @@ class Screen:
 
     def log(self, name: str, line: str) -> None:
         """A log line of a process: readable on a terminal, else as it is on stderr, for machines."""
-        if self._console.is_terminal:
-            self._console.print(f"[dim]{name:>10}[/dim] {escape(render_log_line(line))}", soft_wrap=True)
-        else:
+        if not self._console.is_terminal:
             print(line, file=sys.stderr, flush=True)
+        elif (text := render_log_line(line)) is not None:
+            self._console.print(f"[dim]{name:>10}[/dim] {escape(text)}", soft_wrap=True)
 
     def _move_bar(self, done: int, total: int) -> None:
         if self._progress is None:
@@ -83,7 +83,7 @@ class Screen:
             self._progress = Progress(
                 *columns, TransferSpeedColumn(), TimeElapsedColumn(), console=self._console, transient=True
             )
-            self._progress.add_task("weights", total=None)
+            self._progress.add_task("weights", total=total)
             self._progress.start()
         self._progress.update(self._progress.task_ids[0], completed=done, total=total)
         if done >= total:
@@ -109,12 +109,14 @@ def build_snippets(url: str, model: str, needs_key: bool) -> tuple[str, str, str
     return curl, "", PYTHON.format(url=url, model=model, key=key, prompt=PROMPT)
 
 
-def render_log_line(line: str) -> str:
-    """A JSON log line as `level event key=value`; any other as it is."""
+def render_log_line(line: str) -> str | None:
+    """A JSON log line as `level event key=value`; any other as it is. None for "ready", which is told anyway."""
     try:
         fields = json.loads(line)
         event, level = fields["event"], fields.get("level", "info")
     except (ValueError, KeyError, TypeError):
         return line
+    if event == "ready":
+        return None
     rest = (f"{key}={value}" for key, value in fields.items() if key not in LOG_FIELDS_LEFT_OUT)
     return " ".join((level, str(event), *rest))

@@ -217,7 +217,8 @@ class TestShown:
             parse_event(line)
 
     def test_log_lines_become_readable(self) -> None:
-        assert render_log_line('{"event": "ready", "level": "info", "role": "x", "port": 1}') == "info ready port=1"
+        assert render_log_line('{"event": "gone", "level": "info", "role": "x", "port": 1}') == "info gone port=1"
+        assert render_log_line('{"event": "ready"}') is None
         assert render_log_line("plain") == "plain"
         assert render_log_line("3") == "3"
 
