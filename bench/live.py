@@ -1,0 +1,126 @@
+"""A whole service in real processes, as `baton serve` starts it, for benchmarks and end-to-end tests."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+START_S = 240.0  # a loaded machine imports torch slowly
+READY = re.compile(r"^(?P<name>\S+) is ready at (?P<address>\S+) \((?P<facts>.*)\)$")
+
+
+@dataclass
+class Live:
+    """A running service."""
+
+    process: subprocess.Popen[str]
+    log: Path
+    addresses: dict[str, str] = field(default_factory=dict)  # process name |-> host:port
+    metrics_urls: dict[str, str] = field(default_factory=dict)  # process name |-> its /metrics
+    grpc_address: str = ""
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.addresses['gateway']}"
+
+    def workers(self) -> list[dict[str, Any]]:
+        """The gateway's /status."""
+        workers: list[dict[str, Any]] = httpx.get(f"{self.url}/status", timeout=10).json()["workers"]
+        return workers
+
+    def metric(self, name: str, sample: str, labels: Mapping[str, str] | None = None) -> float:
+        """The sum of all samples called `baton:SAMPLE` of one process that carry `labels`."""
+        text = httpx.get(self.metrics_urls[name], timeout=10).text
+        return sum(
+            found.value
+            for family in text_string_to_metric_families(text)
+            for found in family.samples
+            if found.name == f"baton:{sample}" and (labels or {}).items() <= found.labels.items()
+        )
+
+    def wait_until_unused(self, timeout_s: float = 20.0) -> float:
+        """Seconds until every worker's own gauge shows no used page; fails after `timeout_s`."""
+        started = time.monotonic()
+        while True:
+            used = {name: self.metric(name, "kv_cache_used_pages") for name in self.metrics_urls if name != "gateway"}
+            waited = time.monotonic() - started
+            if not any(used.values()):
+                return waited
+            assert waited < timeout_s, f"pages still used after {waited:.1f} s: {used}"
+            time.sleep(0.02)
+
+    def read_log(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+
+@contextmanager
+def serve(model: Path | str, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Live]:
+    """`baton serve` on free ports, ready to answer; stopped by SIGTERM at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "serve.log"
+        command = [
+            sys.executable,
+            "-m",
+            "cli.main",
+            "serve",
+            "--model",
+            str(model),
+            "--port=0",
+            "--grpc-port=0",
+            *flags,
+        ]
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=out, text=True, env={**os.environ, **(env or {})}
+            )
+        live = Live(process, log)
+        reader = threading.Thread(target=_read_start, args=(live,), daemon=True)
+        reader.start()
+        try:
+            reader.join(START_S)
+            assert live.grpc_address, f"the service did not start:\n{live.read_log()[-4000:]}"
+            yield live
+        finally:
+            _stop(process, log)
+
+
+def _read_start(live: Live) -> None:
+    """Note where each process is reached, until all of them are."""
+    assert live.process.stdout is not None
+    for line in live.process.stdout:
+        found = READY.match(line.strip())
+        if found is None:
+            continue
+        name, facts = found["name"], found["facts"]
+        live.addresses[name] = found["address"]
+        metrics = re.search(r"metrics (http://\S+/metrics)", facts)
+        if metrics:
+            live.metrics_urls[name] = metrics[1]
+        if name == "gateway":
+            grpc = re.search(r"grpc ([^\s,]+)", facts)
+            assert grpc is not None
+            live.grpc_address = grpc[1]
+            threading.Thread(target=live.process.stdout.read, daemon=True).start()  # keeps the pipe from filling up
+            return
+
+
+def _stop(process: subprocess.Popen[str], log: Path) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(timeout=10)
+        raise AssertionError(f"baton serve did not stop:\n{log.read_text()[-2000:]}") from None

@@ -1,0 +1,39 @@
+"""What transformers itself answers: greedy tokens of a checkpoint in float32."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+class Oracle:
+    """One checkpoint in transformers; remembers its answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._answers: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def answer(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """`num_tokens` greedy tokens after the prompt, past any end-of-sequence token."""
+        key = (tuple(prompt_ids), num_tokens)
+        if key not in self._answers:
+            ids = torch.tensor([list(prompt_ids)])
+            generated = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            self._answers[key] = generated[0, len(prompt_ids) :].tolist()
+        return self._answers[key]
+
+
+def random_prompt(num_tokens: int, vocab: int, seed: int) -> list[int]:
+    """Token ids above the special ones."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(6, vocab, (num_tokens,), generator=generator).tolist()
+    return ids

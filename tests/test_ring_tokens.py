@@ -1,0 +1,111 @@
+"""Through the whole service, greedy tokens in float32 are transformers' own: every family, odd shapes, both transports.
+
+Alone and in a batch of 16 that arrive and leave at different times.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from bench.live import Live, serve
+from demo.paths import TARGET_DIR
+from protos import inference_pb2, inference_pb2_grpc
+from tests.checkpoints import write_checkpoint, write_tokenizer
+from tests.oracle import Oracle, random_prompt
+
+VOCAB = 320
+LENGTHS = (1, 15, 16, 17, 100, 1000)
+# GQA ratios 1, 3 and 8, head_dim 64, 80 and 128, tied and untied, each family twice.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-gqa1-hd64-tied": dict(family="llama", num_heads=2, num_kv_heads=2, head_dim=64, tied=True),
+    "llama-gqa8-hd128-llama3": dict(
+        family="llama", num_heads=8, num_kv_heads=1, head_dim=128,
+        rope_scaling={
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        },
+    ),
+    "mistral-gqa3-hd80-window": dict(family="mistral", num_heads=6, num_kv_heads=2, head_dim=80, sliding_window=50),
+    "mistral-gqa1-hd128-tied": dict(family="mistral", num_heads=3, num_kv_heads=3, head_dim=128, tied=True),
+    "qwen2-gqa8-hd64-tied": dict(family="qwen2", num_heads=8, num_kv_heads=1, head_dim=64, tied=True),
+    "qwen2-gqa3-hd80": dict(family="qwen2", num_heads=3, num_kv_heads=1, head_dim=80, sliding_window=40),
+    "qwen3-gqa3-hd128": dict(family="qwen3", num_heads=3, num_kv_heads=1, head_dim=128),
+    "qwen3-gqa8-hd80-tied": dict(family="qwen3", num_heads=8, num_kv_heads=1, head_dim=80, tied=True, shards=2),
+}  # fmt: skip
+HIDDEN = 192  # divisible by every num_heads above
+
+Ask = Callable[[list[int], int], list[int]]
+
+
+@pytest.fixture(scope="module", params=["demo", *SHAPES])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "demo":
+        return TARGET_DIR
+    folder = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(folder, hidden=HIDDEN, vocab=VOCAB, seed=len(request.param), **SHAPES[request.param])
+    return write_tokenizer(folder, VOCAB)
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> Oracle:
+    return Oracle(checkpoint)
+
+
+@pytest.fixture(scope="module", params=["shm", "grpc"])
+def live(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Live]:
+    flags = ("--dtype=float32", f"--transport={request.param}", "--require-transport", "--chunk-tokens=256")
+    with serve(checkpoint, *flags) as service:
+        yield service
+        service.wait_until_unused()
+        read = service.metric("decode-0", "kv_transfer_bytes_total")
+        assert read == service.metric("decode-0", "kv_transfer_bytes_total", {"transport": request.param}) > 0
+        assert service.metric("decode-0", "prompt_tokens_total") == 0, "decode prefilled something by itself"
+
+
+@pytest.fixture
+def ask(live: Live) -> Iterator[Ask]:
+    with grpc.insecure_channel(live.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+
+        def generate(prompt_ids: list[int], num_tokens: int) -> list[int]:
+            request = inference_pb2.GenerateRequest(
+                token_ids=inference_pb2.TokenIds(ids=prompt_ids),
+                max_tokens=num_tokens,
+                temperature=0,
+                ignore_eos=True,
+            )
+            return [token for response in stub.Generate(request, timeout=120) for token in response.token_ids]
+
+        yield generate
+
+
+@pytest.mark.timeout(400)
+def test_alone(ask: Ask, oracle: Oracle) -> None:
+    for length in LENGTHS:
+        prompt = random_prompt(length, VOCAB, seed=length)
+        assert ask(prompt, 20) == oracle.answer(prompt, 20), f"prompt of {length} tokens"
+
+
+@pytest.mark.timeout(400)
+def test_in_a_batch_of_mixed_lengths(ask: Ask, oracle: Oracle) -> None:
+    """Each of 16 requests starts when an earlier one has begun to answer, so the batch changes all the time."""
+    prompts = [random_prompt(1 + 37 * index % 211, VOCAB, seed=1000 + index) for index in range(16)]
+    wanted = [oracle.answer(prompt, 5 + 3 * index) for index, prompt in enumerate(prompts)]
+    gates = [threading.Event() for _ in range(len(prompts) + 1)]
+
+    def run(index: int) -> list[int]:
+        gates[index // 4].wait(30)
+        answer = ask(prompts[index], 5 + 3 * index)
+        gates[index // 4 + 1].set()
+        return answer
+
+    gates[0].set()
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(run, range(len(prompts))))
+    for index, (answer, expected) in enumerate(zip(answers, wanted, strict=True)):
+        assert answer == expected, f"request {index} of {len(prompts[index])} prompt tokens"

@@ -1,0 +1,223 @@
+"""The demo model through the whole service, as users meet it."""
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from bench.live import Live, serve
+from demo.paths import TARGET_DIR
+from protos import inference_pb2, inference_pb2_grpc
+from tests.oracle import Oracle, random_prompt
+
+PAGE_TOKENS = 16
+MODEL = "baton-demo"
+MESSAGES: list[Any] = [{"role": "user", "content": "Hello! What is 3 + 4?"}]
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with serve("demo", "--dtype=float32") as service:
+        yield service
+        service.wait_until_unused()
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+
+
+def test_openai_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0)
+    assert "7" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+    stream = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == answer.choices[0].message.content
+    assert chunks[-1].usage == answer.usage
+
+
+def test_openai_completions(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=24, seed=5)
+    parts = list(client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=24, seed=5, stream=True))
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    assert whole.usage is not None and whole.usage.completion_tokens <= 24
+
+
+def test_curl(live: Live) -> None:
+    body = json.dumps({"model": MODEL, "messages": MESSAGES, "stream": True})
+    command = ["curl", "-sN", f"{live.url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    assert lines[0].startswith("data: {") and "data: [DONE]" in lines
+
+
+def test_kv_really_travels(live: Live) -> None:
+    """Pages are computed by prefill and read by decode: the bytes are pages x page bytes, and decode prefills nothing."""
+    num_tokens = 100
+    before = _counters(live)
+    with grpc.insecure_channel(live.grpc_address) as channel:
+        request = inference_pb2.GenerateRequest(
+            token_ids=inference_pb2.TokenIds(ids=random_prompt(num_tokens, 300, seed=1)), max_tokens=4, ignore_eos=True
+        )
+        list(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60))
+    after = _counters(live)
+    moved = {name: after[name] - before[name] for name in before}
+    num_pages = -(-(num_tokens - 1) // PAGE_TOKENS)
+    assert moved["bytes read"] == num_pages * _page_bytes(), moved
+    assert moved["prompt tokens at prefill"] == num_tokens - 1
+    assert after["prompt tokens at decode"] == 0
+    assert moved["generated"] == 4
+
+
+def _counters(live: Live) -> dict[str, float]:
+    return {
+        "bytes read": live.metric("decode-0", "kv_transfer_bytes_total", {"transport": "shm"}),
+        "prompt tokens at prefill": live.metric("prefill-0", "prompt_tokens_total"),
+        "prompt tokens at decode": live.metric("decode-0", "prompt_tokens_total"),
+        "generated": live.metric("decode-0", "generation_tokens_total"),
+    }
+
+
+def _page_bytes() -> int:
+    config = json.loads((TARGET_DIR / "config.json").read_text())
+    return int(config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * PAGE_TOKENS * config["head_dim"] * 4)
+
+
+@pytest.mark.parametrize("stage", ["first token", "middle"])
+def test_leaving_client_frees_its_pages(live: Live, stage: str) -> None:
+    body = {"model": MODEL, "prompt": random_prompt(600, 300, seed=2), "max_tokens": 3000, "ignore_eos": True}
+    with httpx.stream("POST", f"{live.url}/v1/completions", json={**body, "stream": True}, timeout=60) as response:
+        events = (line for line in response.iter_lines() if line.startswith("data:"))
+        for _ in range(1 if stage == "first token" else 20):
+            next(events)
+        assert live.metric("decode-0", "kv_cache_used_pages") > 0
+    live.wait_until_unused(timeout_s=10)
+    assert live.metric("decode-0", "cancelled_total", {"phase": "active"}) > 0
+
+
+def test_client_that_leaves_while_its_prompt_is_prefilled(live: Live) -> None:
+    body = {"model": MODEL, "prompt": random_prompt(3500, 300, seed=3), "max_tokens": 500, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{live.url}/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.05))
+    live.wait_until_unused(timeout_s=10)
+
+
+BAD_REQUESTS: list[tuple[str, dict[str, Any], int, str | None]] = [
+    ("chat/completions", {"model": "gpt-4", "messages": MESSAGES}, 404, "model"),
+    ("chat/completions", {"model": MODEL, "messages": []}, 400, "messages"),
+    ("chat/completions", {"model": MODEL, "messages": MESSAGES, "max_tokens": -1}, 400, "max_tokens"),
+    ("chat/completions", {"model": MODEL, "messages": MESSAGES, "temperature": "hot"}, 400, "temperature"),
+    ("chat/completions", {"model": MODEL, "messages": MESSAGES, "n": 2}, 400, "n"),
+    ("completions", {"model": MODEL, "prompt": [7] * 5000}, 400, "prompt"),
+    ("completions", {"model": MODEL, "prompt": [7], "max_tokens": 100_000}, 400, "max_tokens"),
+    ("completions", {"model": MODEL, "prompt": [10**9]}, 400, "prompt"),
+    ("completions", {"model": MODEL, "prompt": []}, 400, "prompt"),
+    ("completions", {"model": MODEL, "prompt": "x", "beam_width": 4}, 400, "beam_width"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param"), BAD_REQUESTS)
+def test_bad_request_over_rest(live: Live, path: str, body: dict[str, Any], status: int, param: str | None) -> None:
+    response = httpx.post(f"{live.url}/v1/{path}", json=body, timeout=30)
+    assert response.status_code == status, response.text
+    assert response.json()["error"]["param"] == param, response.text
+
+
+def test_malformed_json(live: Live) -> None:
+    response = httpx.post(
+        f"{live.url}/v1/completions", content=b'{"model": ', headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+
+
+BAD_CALLS: list[tuple[dict[str, Any], grpc.StatusCode, str]] = [
+    ({"model": "gpt-4", "text": "x"}, grpc.StatusCode.NOT_FOUND, "model"),
+    ({}, grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
+    ({"text": "x", "max_tokens": -1}, grpc.StatusCode.INVALID_ARGUMENT, "max_tokens"),
+    ({"text": "x", "top_p": 1.5}, grpc.StatusCode.INVALID_ARGUMENT, "top_p"),
+    ({"token_ids": {"ids": [7] * 5000}}, grpc.StatusCode.INVALID_ARGUMENT, "token_ids"),
+]
+
+
+@pytest.mark.parametrize(("fields", "code", "named"), BAD_CALLS)
+def test_bad_request_over_grpc(live: Live, fields: dict[str, Any], code: grpc.StatusCode, named: str) -> None:
+    with grpc.insecure_channel(live.grpc_address) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(inference_pb2.GenerateRequest(**fields), timeout=30)
+        with pytest.raises(grpc.RpcError) as failure:
+            list(call)
+    assert failure.value.code() is code
+    assert named in str(failure.value.details())
+
+
+@pytest.mark.timeout(400)
+def test_two_by_two_with_200_requests() -> None:
+    """Mixed prompts, answers, streams and transports of request; no error, every pool empty afterwards."""
+    oracle = Oracle(TARGET_DIR)
+    probes = {length: oracle.answer(random_prompt(length, 300, seed=length), 12) for length in (1, 30, 300)}
+    with serve("demo", "--dtype=float32", "--prefill-workers=2", "--decode-workers=2") as live:
+        channel = grpc.insecure_channel(live.grpc_address)
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        everybody = threading.Barrier(200, timeout=60)
+
+        def ask(index: int) -> None:
+            everybody.wait()
+            if index % 2:
+                length = (1, 30, 300)[index % 3]
+                ids = inference_pb2.TokenIds(ids=random_prompt(length, 300, seed=length))
+                request = inference_pb2.GenerateRequest(token_ids=ids, max_tokens=12, temperature=0, ignore_eos=True)
+                tokens = [token for part in stub.Generate(request, timeout=240) for token in part.token_ids]
+                assert tokens == probes[length]
+            else:
+                body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1 + index, "stream": index % 4 == 0}
+                response = httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=240)
+                assert response.status_code == 200, response.text
+
+        with ThreadPoolExecutor(200) as threads:
+            list(threads.map(ask, range(200)))
+        channel.close()
+        live.wait_until_unused()
+        shares = [
+            live.metric(f"{role}-{index}", "engine_step_seconds_count")
+            for role in ("prefill", "decode")
+            for index in (0, 1)
+        ]
+        assert all(shares), f"a worker did nothing: {shares}"
+
+
+@pytest.mark.timeout(300)
+def test_without_a_compiler_the_service_is_slow_but_right(tmp_path: Any) -> None:
+    """No compiler and no built kernel: one warning per worker, the same tokens."""
+    env = {"CXX": "/nonexistent/c++", "PATH": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path)}
+    prompt = random_prompt(40, 300, seed=4)
+    with serve("demo", "--dtype=float32", env=env) as live, grpc.insecure_channel(live.grpc_address) as channel:
+        ids = inference_pb2.TokenIds(ids=prompt)
+        request = inference_pb2.GenerateRequest(token_ids=ids, max_tokens=8, temperature=0, ignore_eos=True)
+        parts = list(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60))
+        assert [token for part in parts for token in part.token_ids] == Oracle(TARGET_DIR).answer(prompt, 8)
+        warnings = [line for line in live.read_log().splitlines() if "slow attention" in line]
+        assert len(warnings) == 2, live.read_log()
+
+
+def test_stop_leaves_no_process_behind() -> None:
+    with serve("demo") as live:
+        pids = [worker["pid"] for worker in live.workers()]
+        assert all(_is_running(pid) for pid in pids)
+    deadline = time.monotonic() + 10
+    while any(_is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a worker outlived baton serve"
+        time.sleep(0.05)
+
+
+def _is_running(pid: int) -> bool:
+    return subprocess.run(["kill", "-0", str(pid)], capture_output=True, check=False).returncode == 0
