@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.batch import Batch, SequenceSlice, build_batch
 from engine.model.decoder import Decoder
+from engine.model.linear import Linear
 from engine.model.rope import FREQUENCIES, build_rope_table
 from engine.model.weights import load_model
 from tests.checkpoints import EOS_ID, write_checkpoint
@@ -219,3 +220,19 @@ def test_rope_tables_equal_transformers(pair: Pair) -> None:
     table = build_rope_table(rope, head_dim, len(positions))
     torch.testing.assert_close(table[:, 0], cos[0, :, : head_dim // 2], rtol=0, atol=0)
     torch.testing.assert_close(table[:, 1], sin[0, :, : head_dim // 2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_multiplies_one_row_like_many(dtype: torch.dtype, has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = (torch.randn(384, 640, generator=generator) / 640**0.5).to(dtype)
+    bias = torch.randn(384, generator=generator).to(dtype) if has_bias else None
+    rows = torch.randn(5, 640, generator=generator).to(dtype)
+    linear = Linear(weight, bias)
+    truth = rows.double() @ weight.double().T + (0 if bias is None else bias.double())
+    bound = 2 * torch.finfo(dtype).eps * truth.abs().max()  # sums in float32, one rounding at the end
+    for result in (linear(rows), torch.cat([linear(row[None]) for row in rows])):
+        assert result.shape == (5, 384)
+        assert result.dtype == dtype
+        assert (result.double() - truth).abs().max() <= bound + 1e-5
