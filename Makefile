@@ -56,7 +56,7 @@ clean: ## Remove what was built
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    { echo "make: $(PYTHON) is missing or older than 3.11: install Python 3.11, or name one by make PYTHON=python3.11"; exit 1; } >&2
-	$(PYTHON) -m venv .venv || { rm -rf .venv; echo "make: no virtual environment: install python3-venv"; exit 1; } >&2
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "make: no virtual environment: install python3-venv"; exit 1; } >&2
 
 $(RUN_STAMP): pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install $(PIP_ARGS) --editable .

@@ -40,6 +40,8 @@ class Child:
         events, events_end = os.pipe()
         log, log_end = os.pipe()  # ours, because asyncio's own would tie the process's end to whoever holds it open
         try:
+            talking = [self._read_events(await self._open_reader(events)), self._read_log(await self._open_reader(log))]
+            self._tasks = [asyncio.create_task(reading) for reading in talking]
             self._process = await asyncio.create_subprocess_exec(
                 *self.spec.command,
                 f"--ready-fd={events_end}",
@@ -53,9 +55,7 @@ class Child:
         finally:
             os.close(events_end)
             os.close(log_end)
-            event_reader, log_reader = await self._open_reader(events), await self._open_reader(log)
-        talking = [self._read_events(event_reader), self._read_log(log_reader)]
-        self._tasks = [asyncio.create_task(reader) for reader in (*talking, self._reap(self._process))]
+        self._tasks.append(asyncio.create_task(self._reap(self._process)))
 
     async def wait_ready(self) -> Ready | None:
         """What the process reports when it takes requests; None when it ended before that."""

@@ -5,6 +5,7 @@ Knows words and layout; decides nothing.
 
 import json
 import sys
+from contextlib import suppress
 
 from rich.console import Console
 from rich.markup import escape
@@ -73,7 +74,8 @@ class Screen:
     def log(self, name: str, line: str) -> None:
         """A log line of a process: readable on a terminal, else as it is on stderr, for machines."""
         if not self._console.is_terminal:
-            print(line, file=sys.stderr, flush=True)
+            with suppress(OSError):  # whoever read our stderr has left; the service goes on
+                print(line, file=sys.stderr, flush=True)
         elif (text := render_log_line(line)) is not None:
             self._console.print(f"[dim]{name:>10}[/dim] {escape(text)}", soft_wrap=True)
 
