@@ -4,7 +4,6 @@ All contenders of a row run in turn within each round, so that a busy machine sl
 """
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,7 +66,7 @@ def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, Tensor, Tensor, T
 
 
 def contiguous_sdpa(case: Case, query: Tensor, num_layers: int) -> Callable[[int], Tensor]:
-    """SDPA on KV that already lies as it wants it: [layers][B, Hkv, C, D]. Heads of a group folded into query length."""
+    """SDPA on KV that already lies as it wants it, [layers][B, Hkv, C, D], with a group's heads folded into queries."""
     group = SHAPE.num_heads // SHAPE.num_kv_heads
     shape = (num_layers, 2, case.num_sequences, SHAPE.num_kv_heads, case.context_len, SHAPE.head_dim)
     cache = torch.randn(shape[1:]).to(query.dtype).expand(shape).clone()

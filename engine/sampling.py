@@ -14,7 +14,7 @@ from torch import Tensor
 
 _U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
 MAX_GUMBEL = 22.9  # the largest noise is -log(-log1p(-2^-33)) = 22.874; rounded up
-NUCLEUS_LOG_RANGE = 12.0  # top_p looks first at tokens at least e^-12 as likely as the likeliest
+BUCKETS_PER_NAT, NUM_BUCKETS = 32, 2048  # top_p's histogram spans e^-64 to 1; the last bucket takes what is below
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,50 +88,53 @@ def pick_slowly(scaled: Tensor, kept: Tensor | None, seed: int, position: int) -
 
 
 def keep_tokens(scaled: Tensor, params: SamplingParams) -> Tensor | None:
-    """[V] scaled logits (maximum 0) -> ids the filters keep, ascending; None if no filter is on.
-
-    Sorts only the tokens that may pass: top_k's, or for top_p those in NUCLEUS_LOG_RANGE if they hold mass p.
-    """
-    floor = math.log(params.min_p) if params.min_p > 0 else -math.inf
-    has_top_k = 0 < params.top_k < scaled.shape[0]
-    if has_top_k:
-        # top_p renormalises over all of these, so min_p may not cut any of them before
-        candidates = (scaled >= scaled.topk(params.top_k).values[-1]).nonzero().view(-1)
-    elif params.top_p < 1:
-        candidates = (scaled >= -NUCLEUS_LOG_RANGE).nonzero().view(-1)
-    elif params.min_p > 0:
-        return (scaled >= floor).nonzero().view(-1)
-    else:
-        return None
-    values = scaled[candidates]
+    """[V] scaled logits (maximum 0) -> ids the filters keep, ascending; None if no filter is on."""
+    kept: Tensor | None = None
+    values = scaled
+    if 0 < params.top_k < scaled.shape[0]:
+        kept = (scaled >= scaled.topk(params.top_k).values[-1]).nonzero().view(-1)
+        values = scaled[kept]
     if params.top_p < 1:
-        total = (values if has_top_k else scaled).exp().sum(dtype=torch.float64)
-        if not has_top_k and values.exp().sum(dtype=torch.float64) < params.top_p * total * (1 + 1e-6):
-            return keep_tokens_slowly(scaled, params)
-        nucleus = find_nucleus(values, total, params.top_p)
-        candidates, values = candidates[nucleus], values[nucleus]
-    return candidates[values >= floor]
+        nucleus = find_nucleus(values, params.top_p)
+        kept, values = nucleus if kept is None else kept[nucleus], values[nucleus]
+    if params.min_p > 0:
+        likely = (values >= math.log(params.min_p)).nonzero().view(-1)
+        kept = likely if kept is None else kept[likely]
+    return kept
 
 
 def keep_tokens_slowly(scaled: Tensor, params: SamplingParams) -> Tensor:
     """The slow twin of `keep_tokens`: sorts the whole vocabulary. Same contract, but never None."""
-    ids = torch.arange(scaled.shape[0], device=scaled.device)
+    values, ids = scaled.sort(descending=True, stable=True)
     if 0 < params.top_k < scaled.shape[0]:
-        ids = ids[scaled >= scaled.sort(descending=True).values[params.top_k - 1]]
+        num_kept = int((values >= values[params.top_k - 1]).sum())
+        values, ids = values[:num_kept], ids[:num_kept]
     if params.top_p < 1:
-        values = scaled[ids]
-        ids = ids[find_nucleus(values, values.exp().sum(dtype=torch.float64), params.top_p)]
+        mass = values.double().exp()
+        num_kept = int((mass.cumsum(0) < params.top_p * mass.sum()).sum()) + 1
+        values, ids = values[:num_kept], ids[:num_kept]
     if params.min_p > 0:
-        ids = ids[scaled[ids] >= math.log(params.min_p)]
-    return ids
+        ids = ids[values >= math.log(params.min_p)]
+    return ids.sort().values
 
 
-def find_nucleus(values: Tensor, total: Tensor, top_p: float) -> Tensor:
-    """[n] scaled logits, [] sum of exp over all -> indices, ascending, of the fewest that hold top_p of `total`."""
-    ordered, order = values.sort(descending=True, stable=True)
-    mass = ordered.exp().cumsum(0, dtype=torch.float64)
-    num_below = int((mass < top_p * total).sum())
-    return order[: num_below + 1].sort().values
+def find_nucleus(values: Tensor, top_p: float) -> Tensor:
+    """[n] scaled logits (maximum 0) -> indices, ascending, of the fewest that hold top_p of the mass.
+
+    Adds up the mass of buckets of like values and sorts only the bucket in which it reaches top_p.
+    """
+    mass = values.double().exp()
+    buckets = (values * -BUCKETS_PER_NAT).clamp_(max=NUM_BUCKETS - 1).to(torch.int64)  # 0 |-> the likeliest
+    held = buckets.bincount(mass, NUM_BUCKETS).cumsum(0)
+    goal = top_p * held[-1]
+    last = int((held < goal).sum())
+    inside = (buckets == last).nonzero().view(-1)
+    inside = inside[values[inside].sort(descending=True, stable=True).indices]
+    before = held[last - 1] if last else torch.zeros_like(goal)
+    num_inside = int((before + mass[inside].cumsum(0) < goal).sum()) + 1
+    is_kept = buckets < last
+    is_kept[inside[:num_inside]] = True
+    return is_kept.nonzero().view(-1)
 
 
 def gumbel_noise(ids: Tensor, seed: int, position: int) -> Tensor:

@@ -48,9 +48,9 @@ def find_compiler() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """A folder of this user's that takes files: $XDG_CACHE_HOME/baton or ~/.cache/baton, else one under the temp folder.
+    """Where built files go: $XDG_CACHE_HOME/baton or ~/.cache/baton, else a folder under the system's temporary one.
 
-    The latter is refused unless this user owns it and nobody else may write: we load code from there.
+    Code is loaded from there, so a folder that this user does not own or that others may write is passed over.
     """
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     for folder in (Path(home) / "baton", Path(tempfile.gettempdir()) / f"baton-{os.getuid()}"):

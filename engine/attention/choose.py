@@ -20,7 +20,7 @@ class AttentionChoice:
 
 
 def choose_attention(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> AttentionChoice:
-    """The fastest backend that works; builds the CPU kernel on first use (seconds). Never raises for lack of a compiler."""
+    """The fastest backend that works. Builds the CPU kernel on first use (seconds); no compiler is no error."""
     if device.type != "cpu":
         return AttentionChoice(TorchSdpaAttention(shape), f"device is {device.type}", is_fallback=False)
     if dtype not in (torch.float32, torch.bfloat16):

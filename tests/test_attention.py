@@ -1,0 +1,360 @@
+"""Attention over pages: torch_sdpa against a dense float64 softmax, the C++ kernel against torch_sdpa."""
+
+import ctypes
+import multiprocessing
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention import build
+from engine.attention.base import AttentionBackend, AttentionShape
+from engine.attention.build import BuildError, load_kernel
+from engine.attention.choose import choose_attention
+from engine.attention.cpu_paged import CpuPagedAttention, plan_blocks
+from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.batch import Batch, SequenceSlice, build_batch
+
+CPU = torch.device("cpu")
+CONTEXTS = (1, 15, 16, 17, 100, 1000)
+HAS_COMPILER = any(shutil.which(name) for name in ("g++", "c++", "clang++"))
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
+
+
+class Problem:
+    """A ragged batch over a pool with shuffled pages: one sequence for each (query_len, context_len)."""
+
+    def __init__(
+        self,
+        lens: Sequence[tuple[int, int]],
+        heads: tuple[int, int] = (6, 2),
+        head_dim: int = 64,
+        page_tokens: int = 16,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        num_heads, num_kv_heads = heads
+        self.lens = lens
+        self.shape = AttentionShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
+        counts = [-(-context // page_tokens) for _, context in lens]
+        order = iter(torch.randperm(sum(counts) + 3, generator=generator).tolist())
+        self.pages = [[next(order) for _ in range(count)] for count in counts]
+        slices = [
+            SequenceSlice([1] * query, context - query, pages, wants_logits=True)
+            for (query, context), pages in zip(lens, self.pages, strict=True)
+        ]
+        self.batch = build_batch(slices, page_tokens, CPU)
+        size = (sum(counts) + 3, 2, 2, num_kv_heads, page_tokens, head_dim)
+        self.pool = torch.randn(size, generator=generator).to(dtype)
+        num_tokens = sum(query for query, _ in lens)
+        # Strided views of one projection, as the decoder hands them over.
+        fused = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(dtype)
+        self.query, self.key, self.value = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+
+    def run(self, backend: AttentionBackend, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """Attention at layer 1 -> ([T, Hq, D], the pool afterwards)."""
+        pool = self.pool.clone()
+        return backend.attend(1, self.query, self.key, self.value, pool, self.batch, window), pool
+
+    def truth(self, window: int | None) -> Tensor:
+        """[T, Hq, D] float64, by a dense softmax over tokens put in order one by one."""
+        page_tokens = self.pool.shape[4]
+        group = self.shape.num_heads // self.shape.num_kv_heads
+        rows: list[Tensor] = []
+        begin = 0
+        for (query_len, context_len), pages in zip(self.lens, self.pages, strict=True):
+            past = range(context_len - query_len)
+            cached = [self.pool[pages[p // page_tokens], 1, :, :, p % page_tokens] for p in past]  # [2, Hkv, D] each
+            new = torch.stack([self.key, self.value], 1)[begin : begin + query_len]
+            keys, values = torch.cat([*(one[None] for one in cached), new]).double().unbind(1)  # [C, Hkv, D]
+            keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+            queries = self.query[begin : begin + query_len].double()
+            scores = torch.einsum("qhd,chd->hqc", queries, keys) * self.shape.scale
+            position = torch.arange(context_len - query_len, context_len)[:, None]
+            key_position = torch.arange(context_len)
+            hidden = key_position > position
+            if window is not None:
+                hidden |= key_position <= position - window
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            rows.append(torch.einsum("hqc,chd->qhd", weights, values))
+            begin += query_len
+        return torch.cat(rows)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    return 2e-2 if dtype is torch.bfloat16 else 5e-6  # bfloat16: 2^-8 of outputs up to about 3, and of probabilities
+
+
+def backends(shape: AttentionShape, dtype: torch.dtype) -> list[AttentionBackend]:
+    kernel: list[AttentionBackend] = []
+    if HAS_COMPILER:
+        kernel.append(CpuPagedAttention(shape, load_kernel()))
+        if dtype is torch.bfloat16:
+            kernel.append(CpuPagedAttention(shape, load_kernel(), use_amx=False))
+    return [TorchSdpaAttention(shape), *kernel]
+
+
+def check_against_truth(problem: Problem, window: int | None = None) -> None:
+    expected = problem.truth(window)
+    dtype = problem.query.dtype
+    for backend in backends(problem.shape, dtype):
+        out, pool = problem.run(backend, window)
+        assert out.dtype is dtype and out.is_contiguous() and out.shape == problem.query.shape
+        error = float((out.double() - expected).abs().max())
+        assert error < tolerance(dtype), f"{backend.name}: {error}"
+        check_writes(problem, pool)
+
+
+def check_writes(problem: Problem, pool: Tensor) -> None:
+    """Only the named rows of layer 1 changed, and they hold the new keys and values."""
+    expected = problem.pool.clone()
+    for token, (page, row) in enumerate(
+        zip(problem.batch.write_pages.tolist(), problem.batch.write_offsets.tolist(), strict=True)
+    ):
+        expected[page, 1, 0, :, row] = problem.key[token]
+        expected[page, 1, 1, :, row] = problem.value[token]
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page_tokens", [16, 32])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_mixed_batch(head_dim: int, heads: tuple[int, int], page_tokens: int, dtype: torch.dtype) -> None:
+    """Decode at every context, speculation, whole prompts, and a later chunk of a prompt, in one batch."""
+    lens = [*((1, context) for context in CONTEXTS), (5, 60), (17, 17), (100, 100), (90, 230)]
+    check_against_truth(Problem(lens, heads, head_dim, page_tokens, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [1, 2, 16, 127, 128, 129, 5000])
+def test_windows(window: int, dtype: torch.dtype) -> None:
+    check_against_truth(Problem([(1, 1), (1, 17), (1, 400), (300, 300), (70, 333)], dtype=dtype), window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "page_tokens"), [(8, 16), (32, 1), (48, 7), (96, 64), (72, 16), (33, 5), (256, 16)]
+)
+def test_odd_shapes(head_dim: int, page_tokens: int, dtype: torch.dtype) -> None:
+    check_against_truth(Problem([(1, 33), (40, 150)], (10, 2), head_dim, page_tokens, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_whole_prompt_of_1000(dtype: torch.dtype) -> None:
+    check_against_truth(Problem([(1000, 1000)], (3, 1), dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_scores_neither_overflow_nor_leak(dtype: torch.dtype) -> None:
+    """Scores of +-1000s pick one key; the others' probability is exactly 0."""
+    problem = Problem([(1, 100), (64, 300)], dtype=dtype)
+    problem.query, problem.pool, problem.key = problem.query * 32, problem.pool * 32, problem.key * 32
+    problem.value = problem.value * 32
+    expected = problem.truth(None)
+    for backend in backends(problem.shape, dtype):
+        out = problem.run(backend)[0].double()
+        assert out.isfinite().all()
+        # A score of 5000 has an error of 3e-4 in float32, and so has its probability; values reach 130.
+        assert float((out - expected).abs().max()) < (0.1 if dtype is torch.float32 else 2), backend.name
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nan_in_pages_not_seen_does_not_leak(dtype: torch.dtype) -> None:
+    """Rows after the context and pages of others may hold anything."""
+    problem = Problem([(1, 33), (20, 45)], dtype=dtype)
+    clean = [problem.run(backend)[0] for backend in backends(problem.shape, dtype)]
+    seen = torch.zeros(problem.pool.shape[0], 16, dtype=torch.bool)
+    for (_, context), pages in zip(problem.lens, problem.pages, strict=True):
+        for position in range(context):
+            seen[pages[position // 16], position % 16] = True
+    problem.pool.masked_fill_(~seen[:, None, None, None, :, None], torch.nan)
+    for backend, expected in list(zip(backends(problem.shape, dtype), clean, strict=True))[1:]:
+        assert torch.equal(problem.run(backend)[0], expected)
+
+
+@needs_compiler
+def test_thread_count_does_not_change_a_bit() -> None:
+    problem = Problem([(1, 1000), (200, 300), (1, 5)], dtype=torch.bfloat16)
+    backend = CpuPagedAttention(problem.shape, load_kernel())
+    before = torch.get_num_threads()
+    results: list[Tensor] = []
+    try:
+        for count in (1, 2, 3, 8):
+            torch.set_num_threads(count)
+            results.append(problem.run(backend)[0])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@needs_compiler
+def test_a_sequence_does_not_depend_on_its_batch() -> None:
+    together = Problem([(1, 77), (40, 90), (1, 300)], dtype=torch.bfloat16)
+    backend = CpuPagedAttention(together.shape, load_kernel())
+    out, _ = together.run(backend)
+    alone = Problem([(1, 300)], dtype=torch.bfloat16)
+    alone.batch = replace(alone.batch, page_table=torch.tensor([together.pages[2]], dtype=torch.int32))
+    alone.batch = replace(alone.batch, write_pages=together.batch.write_pages[-1:].clone())
+    alone.pool = together.pool
+    alone.query, alone.key, alone.value = (x[-1:] for x in (together.query, together.key, together.value))
+    assert torch.equal(alone.run(backend)[0], out[-1:])
+
+
+def test_blocks_cover_every_token_once_longest_first() -> None:
+    blocks = plan_blocks([1, 130, 0], [500, 200, 7], 64)
+    assert blocks == [(0, 0), (1, 128), (1, 64), (1, 0)]
+
+
+# --- what the kernel refuses
+
+
+def spoil(batch: Batch, name: str, index: tuple[int, ...], value: int) -> Batch:
+    tensor: Tensor = getattr(batch, name).clone()
+    tensor[index] = value
+    fields: dict[str, Any] = {name: tensor}
+    return replace(batch, **fields)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "index", "value", "message"),
+    [
+        ("page_table", (0, 1), 10_000, "page_table holds 10000"),
+        ("page_table", (1, 0), -1, "page_table holds -1"),
+        ("write_pages", (0,), 10_000, "write_pages holds 10000"),
+        ("write_offsets", (0,), 16, "write_offsets holds 16"),
+        ("write_offsets", (0,), -2, "write_offsets holds -2"),
+        ("context_lens", (0,), 99, "context_lens .* differ"),
+        ("query_starts", (1,), 2, "query_starts"),
+    ],
+)
+def test_out_of_bounds_is_refused(name: str, index: tuple[int, ...], value: int, message: str) -> None:
+    problem = Problem([(1, 33), (20, 45)])
+    problem.batch = spoil(problem.batch, name, index, value)
+    with pytest.raises(ValueError, match=message):
+        problem.run(CpuPagedAttention(problem.shape, load_kernel()))
+
+
+@needs_compiler
+def test_inconsistent_lengths_are_refused() -> None:
+    problem = Problem([(1, 33)])
+    backend = CpuPagedAttention(problem.shape, load_kernel())
+    good = problem.batch
+    long = replace(good, context_lens=torch.tensor([49], dtype=torch.int32), context_lens_host=(49,))
+    for batch, message in (
+        (long, "49 tokens in a page table of 3 pages"),
+        (replace(good, query_lens_host=(34,)), "34 new tokens in a context of 33"),
+        (replace(good, query_lens_host=(2,)), "query_starts"),
+        (replace(good, page_table=good.page_table.long()), "page_table is torch.int64"),
+    ):
+        problem.batch = batch
+        with pytest.raises(ValueError, match=message):
+            problem.run(backend)
+
+
+@needs_compiler
+def test_wrong_tensors_are_refused() -> None:
+    problem = Problem([(2, 33)])
+    backend = CpuPagedAttention(problem.shape, load_kernel())
+    query, key, value, pool, batch = problem.query, problem.key, problem.value, problem.pool, problem.batch
+    strided = torch.zeros(2, 6, 128)[..., ::2]
+    for arguments, message in (
+        ((0, query[:1], key, value, pool, batch, None), "query is"),
+        ((0, query.bfloat16(), key, value, pool, batch, None), "query is torch.bfloat16"),
+        ((0, strided, key, value, pool, batch, None), "query has strides"),
+        ((0, query, key[:, :1], value, pool, batch, None), "key is"),
+        ((0, query, key, value[..., :32], pool, batch, None), "value is"),
+        ((2, query, key, value, pool, batch, None), "layer 2"),
+        ((-1, query, key, value, pool, batch, None), "layer -1"),
+        ((0, query, key, value, pool, batch, 0), "window is 0"),
+        ((0, query, key, value, pool.half(), batch, None), "pool is torch.float16"),
+        ((0, query, key, value, pool[:, :, :, :1], batch, None), "pool is"),
+        ((0, query, key, value, pool.transpose(0, 1), batch, None), "contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            backend.attend(*arguments)
+    assert torch.equal(pool, Problem([(2, 33)]).pool)
+
+
+# --- building and choosing
+
+
+@needs_compiler
+def test_choice_on_this_machine() -> None:
+    shape = AttentionShape(4, 2, 64, 0.125)
+    assert choose_attention(shape, CPU, torch.bfloat16).backend.name == "cpu_paged"
+    half = choose_attention(shape, CPU, torch.float16)
+    assert half.backend.name == "torch_sdpa" and half.is_fallback and "float16" in half.reason
+    meta = choose_attention(shape, torch.device("meta"), torch.float32)
+    assert meta.backend.name == "torch_sdpa" and not meta.is_fallback
+
+
+@pytest.mark.parametrize("variables", [{"PATH": ""}, {"CXX": "/nowhere/g++"}], ids=str)
+def test_no_compiler_falls_back_and_says_why(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    choice = choose_attention(AttentionShape(4, 2, 64, 0.125), CPU, torch.float32)
+    assert choice.backend.name == "torch_sdpa" and choice.is_fallback
+    assert "no C++ compiler" in choice.reason
+
+
+@needs_compiler
+def test_a_failed_build_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "cpu_paged.cpp"
+    broken.write_text("int main() { return nonsense; }\n")
+    monkeypatch.setattr(build, "SOURCE", broken)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    choice = choose_attention(AttentionShape(4, 2, 64, 0.125), CPU, torch.float32)
+    assert choice.backend.name == "torch_sdpa" and choice.is_fallback
+    assert "nonsense" in choice.reason and "\n" not in choice.reason
+    assert not list((tmp_path / "cache" / "baton").iterdir())  # no half-built file is left
+
+
+@needs_compiler
+def test_read_only_cache_uses_the_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("not a folder, so nothing can be made in it, not even by root")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(occupied))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert build.cache_folder() == tmp_path / f"baton-{os.getuid()}"
+
+
+def test_a_cache_others_can_write_is_not_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "baton").mkdir()
+    (tmp_path / "baton").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.cache_folder() != tmp_path / "baton"
+
+
+def _load_in_child(cache: str, results: "multiprocessing.SimpleQueue[str]") -> None:
+    os.environ["XDG_CACHE_HOME"] = cache
+    try:
+        results.put("ok" if isinstance(load_kernel(), ctypes.CDLL) else "no kernel")
+    except BuildError as error:
+        results.put(str(error))
+
+
+@needs_compiler
+def test_concurrent_builds_do_not_clash(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")  # children only compile and dlopen: no torch threads are used
+    results = context.SimpleQueue()
+    children = [context.Process(target=_load_in_child, args=(str(tmp_path), results)) for _ in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(100)
+    assert [results.get() for _ in children] == ["ok"] * 3
+    assert [path.suffix for path in (tmp_path / "baton").iterdir()] == [".so"]
