@@ -11,7 +11,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.batch import Batch, SequenceSlice, build_batch
+from engine.attention.base import AttentionBackend
+from engine.attention.choose import choose_attention
+from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.batch import SequenceSlice, build_batch
 from engine.model.decoder import Decoder
 from engine.model.linear import Linear
 from engine.model.rope import FREQUENCIES, build_rope_table
@@ -22,6 +25,7 @@ CPU = torch.device("cpu")
 PAGE_TOKENS = 16
 NUM_PAGES = 64
 VOCAB = 300
+BACKENDS = pytest.mark.parametrize("backend", ["torch_sdpa", "best"])
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 LLAMA3 = {
@@ -60,40 +64,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-class GatherAttention:
-    """The least attention that meets the interface: gather each sequence's pages, mask, softmax."""
-
-    name = "gather"
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, pool: Tensor, batch: Batch, window: int | None
-    ) -> Tensor:
-        pool[batch.write_pages, layer, 0, :, batch.write_offsets] = key
-        pool[batch.write_pages, layer, 1, :, batch.write_offsets] = value
-        parts = []
-        for index, context in enumerate(batch.context_lens_host):
-            begin, end = int(batch.query_starts[index]), int(batch.query_starts[index + 1])
-            pages = batch.page_table[index, : -(-context // PAGE_TOKENS)].long()
-            kept = pool[pages, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]  # [2, Hkv, context, D]
-            keys, values = kept.repeat_interleave(query.shape[1] // key.shape[1], dim=1).float()  # [Hq, context, D]
-            own, seen = batch.positions[begin:end, None], torch.arange(context)
-            mask = (seen <= own) & (seen > own - (window or context + 1))  # [rows, context]
-            scores = query[begin:end].transpose(0, 1).float() @ keys.mT * query.shape[2] ** -0.5  # [Hq, rows, context]
-            weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-            parts.append((weights @ values).transpose(0, 1).to(query.dtype))
-        return torch.cat(parts)
-
-
 @dataclass
 class Engine:
     """A decoder with a pool, and sequences that own shuffled pages of it."""
 
     decoder: Decoder
+    backend: str = "torch_sdpa"
+    attention: AttentionBackend = field(init=False)
     pool: Tensor = field(init=False)
     free_pages: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         config = self.decoder.config
+        self.attention = TorchSdpaAttention(config.attention_shape)
+        if self.backend == "best":
+            self.attention = choose_attention(config.attention_shape, CPU, self.decoder.dtype).backend
         shape = (NUM_PAGES, config.num_layers, 2, config.num_kv_heads, PAGE_TOKENS, config.head_dim)
         self.pool = torch.full(shape, float("nan"), dtype=self.decoder.dtype)
         self.free_pages = torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(1)).tolist()
@@ -102,7 +87,7 @@ class Engine:
         return [self.free_pages.pop() for _ in range(-(-num_tokens // PAGE_TOKENS))]
 
     def step(self, *slices: SequenceSlice) -> Tensor:
-        return self.decoder.forward(build_batch(slices, PAGE_TOKENS, CPU), self.pool, GatherAttention())
+        return self.decoder.forward(build_batch(slices, PAGE_TOKENS, CPU), self.pool, self.attention)
 
 
 @dataclass
@@ -164,9 +149,10 @@ def test_decode_token_by_token(pair: Pair) -> None:
     assert_close(torch.cat(steps), pair.logits)
 
 
-def test_mixed_batches(pair: Pair) -> None:
+@BACKENDS
+def test_mixed_batches(pair: Pair, backend: str) -> None:
     """Sequences over prefixes of one text: some decode, one prefills without logits, they join and leave."""
-    engine = Engine(pair.decoder)
+    engine = Engine(pair.decoder, backend)
     pages = [engine.take_pages(75) for _ in range(4)]
 
     def part(sequence: int, begin: int, end: int, wants_logits: bool = True) -> SequenceSlice:
@@ -177,12 +163,13 @@ def test_mixed_batches(pair: Pair) -> None:
     assert_close(engine.step(part(1, 16, 17), part(3, 40, 75), part(0, 16, 20)), pair.logits[[16, 74, 19]])
 
 
-def test_greedy_equals_generate(pair: Pair) -> None:
+@BACKENDS
+def test_greedy_equals_generate(pair: Pair, backend: str) -> None:
     prompt = pair.ids[:37]
     expected = pair.reference.generate(
         torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=EOS_ID, pad_token_id=EOS_ID
     )[0, len(prompt) :].tolist()
-    engine = Engine(pair.decoder)
+    engine = Engine(pair.decoder, backend)
     pages = engine.take_pages(len(prompt) + 24)
     tokens = [int(engine.step(SequenceSlice(prompt, 0, pages, True)).argmax())]
     while len(tokens) < 24 and tokens[-1] != EOS_ID:
