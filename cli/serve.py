@@ -1,6 +1,8 @@
 """`baton serve`: a whole service on this machine, one process per part."""
 
 import asyncio
+import os
+import socket
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -9,14 +11,28 @@ from cli.models import choose_served_name, locate_model
 from cli.plan import PROGRAM, ChildSpec, plan_gateway, plan_workers
 from cli.screen import Screen
 from cli.supervisor import STOP_S, Supervisor
-from runtime.config import ServeConfig
+from runtime.config import ConfigError, ServeConfig, flag
 from runtime.lifecycle import Ready
 
 
 def serve(config: Annotated[ServeConfig, Parameter(name="*")] = ServeConfig()) -> int:  # noqa: B008  frozen
     """Start a gateway and its workers on this machine, and stop them together."""
-    locate_model(config.model)  # fails now rather than in every worker
+    locate_model(config.model)  # these two fail now rather than after minutes of loading
+    check_ports(config)
     return asyncio.run(supervise(config))
+
+
+def check_ports(config: ServeConfig) -> None:
+    """Raise ConfigError when somebody else listens where the gateway will."""
+    for name, port in (("port", config.port), ("grpc_port", config.grpc_listen_port)):
+        try:
+            socket.create_server(
+                (config.host, port), family=socket.AF_INET6 if ":" in config.host else socket.AF_INET
+            ).close()
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            advice = f"set {flag(name)} to another, or 0 for any"
+            raise ConfigError(f"{name}={port} on host {config.host} cannot be used ({reason}): {advice}") from error
 
 
 async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, stop_s: float = STOP_S) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from cli.child import Child
 from cli.plan import ChildSpec
-from cli.screen import Screen
+from cli.screen import Screen, render_log_line
 from runtime.lifecycle import Ready
 
 STOP_S = 10.0  # for a gateway to finish answers, and again for workers to let go
@@ -158,7 +158,8 @@ def describe_exit(code: int) -> str:
 
 def describe_failed_start(child: Child, code: int) -> str:
     """Why a process did not come up, as far as its log tells, and what to do."""
-    lines = "\n".join(f"    {line}" for line in child.tail) or "    (it said nothing)"
+    said = [text for text in map(render_log_line, child.tail) if text is not None]
+    lines = "\n".join(f"    {text}" for text in said) or "    (it said nothing)"
     advice = (
         "the system killed it, most likely for want of memory: set --kv-memory-mib or --max-context-tokens lower"
         if code == -signal.SIGKILL

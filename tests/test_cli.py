@@ -1,6 +1,7 @@
 """The command line: where settings come from, which one wins, and what an unknown one is told."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,14 @@ class TestProgram:
         file = write(tmp_path, "prot = 1")
         assert "did you mean port?" in self.run("serve", BATON_CONFIG=str(file)).stderr
         assert "did you mean port?" in self.run("--config", str(file), "serve").stderr
+
+    def test_a_port_in_use_is_told_before_anything_loads(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            done = self.run("serve", f"--port={port}", f"--model={Path(__file__).parent}")
+        assert done.returncode == 2
+        assert f"port={port} on host 127.0.0.1 cannot be used (Address already in use)" in done.stderr
+        assert done.stdout == ""
 
     def test_status_of_nobody_says_what_to_do(self) -> None:
         done = self.run("status", "--url=http://127.0.0.1:1", no_proxy="*")
