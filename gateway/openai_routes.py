@@ -31,14 +31,14 @@ def build_openai_router(front: Front) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         """Answers a conversation."""
         meter = RequestMeter(front.metrics)
-        body = parse_chat(await read_object(request, front.options))
+        body = parse_chat(await read_object(request, front.options, front.tokenizer.context_tokens))
         return await _respond(front, request, body, ChatForms(), meter)
 
     @router.post("/completions", openapi_extra=_body_doc(CompletionRequest))
     async def create_completion(request: Request) -> Response:
         """Continues a prompt."""
         meter = RequestMeter(front.metrics)
-        body = parse_completion(await read_object(request, front.options))
+        body = parse_completion(await read_object(request, front.options, front.tokenizer.context_tokens))
         return await _respond(front, request, body, TextForms(), meter)
 
     @router.get("/models")

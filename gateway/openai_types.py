@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag
 from gateway.errors import bad_request
 from gateway.validate import MAX_STOP_STRINGS, MAX_TEMPERATURE, Chat, RawRequest
 
-MAX_MESSAGES = 10_000
+MAX_MESSAGES = 4096
 
 
 def _kind(value: object) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import httpx
+import structlog
 import uvicorn
 from prometheus_client import CollectorRegistry
 
@@ -49,6 +50,11 @@ class Served:
 @contextmanager
 def run_front(folder: Path, options: FrontOptions) -> Iterator[Served]:
     """Serves REST and gRPC on free loopback ports until the context ends."""
+    plain: list[structlog.typing.Processor] = [
+        structlog.processors.format_exc_info,
+        structlog.processors.KeyValueRenderer(),
+    ]
+    structlog.configure(processors=plain, logger_factory=structlog.ReturnLoggerFactory())
     ring, tokenizer, registry = FakeRing(), Tokenizer(write_byte_level(folder)), CollectorRegistry()
     listener = socket.create_server(("127.0.0.1", 0))
     ready, ports = threading.Event(), list[int]()
@@ -75,3 +81,4 @@ def run_front(folder: Path, options: FrontOptions) -> Iterator[Served]:
     finally:
         http.should_exit = True
         thread.join(10)
+        structlog.reset_defaults()

@@ -286,7 +286,7 @@ def test_large_rubbish_does_not_hold_up_others(served: Served) -> None:
         encoded = json.dumps(body)
         began = time.perf_counter()
         assert served.http.post("/v1/completions", content=encoded).status_code == 400
-        assert time.perf_counter() - began < 0.5, str(body)[:60]
+        assert time.perf_counter() - began < 2, str(body)[:60]
 
 
 def test_paths_and_methods_that_are_not_served(served: Served) -> None:

