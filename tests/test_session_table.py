@@ -1,0 +1,429 @@
+"""Sessions of a decode worker: random lives in pools too small for them, and the promise that all of them end.
+
+The machine interleaves the two threads of a worker: a step is planned in one rule and finished in another, with offers,
+copies, aborts and deadlines in between.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from decode_worker.batching import Planned, plan_step
+from decode_worker.session import Delta, OfferRefusedError, Phase, Reservation, Session
+from decode_worker.session_table import SessionTable
+from engine.kvcache.allocator import NeverFitsError, NoRoomError, PageAllocator, num_pages_for
+from engine.sampling import SamplingParams
+
+LEASE_S = 10.0
+NO_LIMIT = 2**32 - 1
+
+
+def reservation(
+    handle: int,
+    num_prompt: int,
+    max_tokens: int,
+    gateway: str = "g",
+    local: int = 0,
+    stop_token_ids: frozenset[int] = frozenset(),
+) -> Reservation:
+    return Reservation(
+        request_id=f"r{handle}",
+        attempt=handle % 3 + 1,
+        gateway=gateway,
+        handle=handle,
+        prompt_ids=list(range(num_prompt)),
+        max_tokens=max_tokens,
+        sampling=SamplingParams(temperature=0.0),
+        stop_token_ids=stop_token_ids,
+        local_prefill_max_tokens=local,
+    )
+
+
+def next_token(session: Session) -> int:
+    """The stand-in for a model: a token that names its own position."""
+    return 1000 + len(session.tokens)
+
+
+def build_table(num_pages: int, page_tokens: int, max_running: int = 8) -> tuple[SessionTable, list[int]]:
+    generations = [0] * num_pages
+    return SessionTable(PageAllocator(num_pages, generations), page_tokens, max_running, LEASE_S), generations
+
+
+def finish(table: SessionTable, step: Sequence[Planned]) -> list[Delta]:
+    news = [
+        table.finish_step(planned.session, planned.count, next_token(planned.session) if planned.wants_token else None)
+        for planned in step
+    ]
+    return [delta for delta in news if delta is not None]
+
+
+@dataclass
+class Story:
+    """What a gateway has heard of one session."""
+
+    wanted: Reservation
+    session: Session
+    heard: list[int]
+    ending: str = ""  # finish_reason, or "aborted"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A copy under way: nobody else may get these pages before it is over."""
+
+    session: Session
+    end: int
+    targets: list[int]
+    generations: list[int]
+
+
+class SessionTableMachine(RuleBasedStateMachine):
+    """Everything that gateways, prefill workers, the clock and the engine do to the table."""
+
+    @initialize(num_pages=st.integers(2, 9), page_tokens=st.integers(1, 4), max_running=st.integers(1, 5))
+    def create(self, num_pages: int, page_tokens: int, max_running: int) -> None:
+        self.table, self.generations = build_table(num_pages, page_tokens, max_running)
+        self.now = 100.0
+        self.stories: dict[int, Story] = {}  # handle |-> story
+        self.readings: list[Reading] = []
+        self.step: list[Planned] = []
+        self.stepped_generations: list[list[int]] = []
+
+    # -- gateways ------------------------------------------------------------------------------------------------
+
+    @rule(
+        num_prompt=st.integers(1, 14),
+        max_tokens=st.integers(1, 10),
+        gateway=st.sampled_from(["g", "h"]),
+        local=st.sampled_from([0, 2, NO_LIMIT]),
+        stop_after=st.none() | st.integers(1, 5),
+    )
+    def reserve(self, num_prompt: int, max_tokens: int, gateway: str, local: int, stop_after: int | None) -> None:
+        table, handle = self.table, len(self.stories) + 1
+        stops = frozenset() if stop_after is None else frozenset({1000 + num_prompt + stop_after - 1})
+        wanted = reservation(handle, num_prompt, max_tokens, gateway, local, stops)
+        is_idle = not list(table)
+        try:
+            session = table.reserve(wanted, self.now)
+        except NeverFitsError:
+            assert num_pages_for(num_prompt + max_tokens, table.page_tokens) > table.allocator.num_pages
+            return
+        except NoRoomError:
+            assert not is_idle, "an idle worker takes whatever fits at all"
+            return
+        assert (session.phase is Phase.ACTIVE) == (num_prompt == 1 or num_prompt - 1 <= local)
+        self.stories[handle] = Story(wanted, session, [])
+
+    @precondition(lambda self: self.stories)
+    @rule(data=st.data())
+    def reserve_again(self, data: st.DataObject) -> None:
+        story = self.stories[data.draw(st.sampled_from(sorted(self.stories)))]
+        if not story.ending:
+            assert self.table.reserve(story.wanted, self.now) is story.session
+
+    @precondition(lambda self: self.stories)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        handles = data.draw(st.lists(st.sampled_from(sorted(self.stories)), unique=True))
+        self._note_aborted(self.table.abort("g", [*handles, 10_000]), {"g"}, set(handles))
+
+    @rule(gateway=st.sampled_from(["g", "h"]))
+    def lose_gateway(self, gateway: str) -> None:
+        self._note_aborted(self.table.abort_gateway(gateway), {gateway}, set(self.stories))
+
+    def _note_aborted(self, ended: list[Session], gateways: set[str], handles: set[int]) -> None:
+        expected = [
+            story
+            for handle, story in self.stories.items()
+            if handle in handles and story.wanted.gateway in gateways and not story.ending
+        ]
+        assert sorted(session.handle for session in ended) == [story.wanted.handle for story in expected]
+        for story in expected:
+            story.ending = "aborted"
+
+    # -- prefill workers -----------------------------------------------------------------------------------------
+
+    @rule(data=st.data())
+    def offer(self, data: st.DataObject) -> None:
+        waiting = [session for session in self.table.in_phase(Phase.RECEIVING) if not session.is_read]
+        if not waiting:
+            return
+        session = data.draw(st.sampled_from(waiting))
+        begin, limit, page = session.computed, session.num_prompt - 1, self.table.page_tokens
+        borders = [*range(begin + page, limit, page), limit]
+        end = data.draw(st.sampled_from(borders))
+        targets = self.table.begin_read(session.id, session.attempt, begin, end, num_pages_for(end - begin, page))
+        assert set(targets) <= set(session.pages)
+        self.readings.append(Reading(session, end, targets, [self.generations[target] for target in targets]))
+
+    @precondition(lambda self: self.stories)
+    @rule(data=st.data())
+    def offer_what_is_not_wanted(self, data: st.DataObject) -> None:
+        session = self.stories[data.draw(st.sampled_from(sorted(self.stories)))].session
+        begin, limit, page = session.computed, session.num_prompt - 1, self.table.page_tokens
+        count = num_pages_for(limit - begin, page)
+        right = {"session_id": session.id, "attempt": session.attempt, "begin": begin, "end": limit, "num_pages": count}
+        wrong = data.draw(
+            st.sampled_from(
+                [
+                    {"session_id": 10_000},
+                    {"attempt": session.attempt + 1},
+                    {"begin": begin + page},
+                    {"end": limit + 1},
+                    {"end": begin},
+                    {"num_pages": count + 1},
+                ]
+            )
+        )
+        with pytest.raises(OfferRefusedError) as refusal:
+            self.table.begin_read(**{**right, **wrong})
+        if session in self.table.in_phase(Phase.RECEIVING) and not session.is_read:
+            expected = {"session_id": "session", "attempt": "attempt"}.get(next(iter(wrong)), "bounds")
+            assert refusal.value.reason == expected
+
+    @precondition(lambda self: self.readings)
+    @rule(data=st.data(), is_good=st.booleans())
+    def end_read(self, data: st.DataObject, is_good: bool) -> None:
+        reading = data.draw(st.sampled_from(self.readings))
+        self.readings.remove(reading)
+        if is_good:
+            self.table.finish_read(reading.session.id, reading.end, self.now)
+        else:
+            self.table.fail_read(reading.session.id)
+
+    # -- the clock -----------------------------------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 6.0, 20.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        deadline = self.table.next_deadline()
+        expired = self.table.expire(self.now)
+        assert bool(expired) == (deadline is not None and deadline <= self.now)
+        self._hear(expired)
+        later = self.table.next_deadline()
+        assert later is None or later > self.now
+
+    # -- the engine ----------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.step)
+    @rule(chunk=st.integers(1, 6))
+    def plan(self, chunk: int) -> None:
+        self.step = plan_step(self.table, chunk)
+        self.stepped_generations = [[self.generations[p] for p in step.session.pages] for step in self.step]
+        assert sum(step.count for step in self.step if not (step.count == 1 and step.wants_token)) <= chunk
+        active = self.table.in_phase(Phase.ACTIVE)
+        others_hold_pages = any(session.phase in (Phase.RECEIVING, Phase.ENDED) for session in self.table)
+        if active and not others_hold_pages:
+            assert self.step and self.step[0].session is active[0], "the oldest active session makes progress"
+        if not active and not others_hold_pages:
+            assert not list(self.table), "a preempted session resumes once it is alone"
+        for step in self.step:
+            session = step.session
+            assert session.phase is Phase.ACTIVE and session.is_stepped
+            assert len(session.pages) >= num_pages_for(session.computed + step.count, self.table.page_tokens)
+
+    @precondition(lambda self: self.step)
+    @rule(is_failed=st.booleans())
+    def end_step(self, is_failed: bool) -> None:
+        if is_failed:
+            aborted = {step.session.handle for step in self.step if step.session.phase is Phase.ENDED}
+            news = [self.table.fail(step.session, "no luck") for step in self.step]
+            self._hear([delta for delta in news if delta.handle not in aborted])
+        else:
+            self._hear(finish(self.table, self.step))
+        self.step, self.stepped_generations = [], []
+
+    def _hear(self, news: list[Delta]) -> None:
+        """Each token once, in order, nothing after the end, and the end where it belongs."""
+        for delta in news:
+            story = self.stories[delta.handle]
+            wanted = story.wanted
+            assert not story.ending, "news after the end"
+            assert (delta.gateway, delta.attempt) == (wanted.gateway, wanted.attempt)
+            story.heard.extend(delta.token_ids)
+            story.ending = delta.finish_reason
+            first = 1000 + len(wanted.prompt_ids)
+            assert story.heard == list(range(first, first + len(story.heard)))
+            has_stopped = bool(story.heard) and story.heard[-1] in wanted.stop_token_ids
+            is_full = len(story.heard) == wanted.max_tokens
+            if story.ending != "error":
+                assert story.ending == ("stop" if has_stopped else "length" if is_full else "")
+
+    # -- always --------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def is_sound(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        table = self.table
+        table.check()
+        for reading in self.readings:
+            assert reading.session in list(table), "a session went while its pages were written to"
+            assert [self.generations[page] for page in reading.targets] == reading.generations
+        for step, generations in zip(self.step, self.stepped_generations, strict=True):
+            assert step.session in list(table), "a session went in the middle of its step"
+            assert [self.generations[page] for page in step.session.pages] == generations
+        open_handles = {story.wanted.handle for story in self.stories.values() if not story.ending}
+        assert open_handles == {session.handle for session in table if session.phase is not Phase.ENDED}
+
+    def teardown(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        self._note_aborted(self.table.abort_gateway("g"), {"g"}, set(self.stories))
+        self._note_aborted(self.table.abort_gateway("h"), {"h"}, set(self.stories))
+        for reading in self.readings:
+            self.table.fail_read(reading.session.id)
+        assert finish(self.table, self.step) == []
+        assert not list(self.table)
+        assert self.table.allocator.num_used == 0
+        assert self.table._by_handle == {}
+
+
+SessionTableMachine.TestCase.settings = settings(
+    derandomize=True, deadline=None, max_examples=150, stateful_step_count=50
+)
+TestSessionTableMachine = SessionTableMachine.TestCase
+
+
+# -- all sessions end ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Worker:
+    """A whole decode worker in small: a queue before the table, and prefill workers that take a while."""
+
+    table: SessionTable
+    chunk: int
+    read_delay: int  # steps between a reservation and its KV
+
+    def run(self, queue: Sequence[Reservation], limit: int) -> tuple[dict[int, list[int]], int]:
+        """handle |-> tokens, and the rounds it took. Fails when `limit` rounds are not enough."""
+        waiting, heard = list(queue), {wanted.handle: list[int]() for wanted in queue}
+        arrived: dict[int, int] = {}  # session id |-> round of its reservation
+        for round_number in range(limit):
+            while waiting and self._try_reserve(waiting[0], round_number, arrived):
+                waiting.pop(0)
+            for session in self.table.in_phase(Phase.RECEIVING):
+                if round_number >= arrived[session.id] + self.read_delay:
+                    self._receive(session)
+            for delta in finish(self.table, plan_step(self.table, self.chunk)):
+                heard[delta.handle].extend(delta.token_ids)
+            self.table.check()
+            if not waiting and not list(self.table):
+                return heard, round_number
+        raise AssertionError(f"after {limit} rounds {list(self.table)} are still here and {waiting} wait")
+
+    def _try_reserve(self, wanted: Reservation, round_number: int, arrived: dict[int, int]) -> bool:
+        try:
+            arrived[self.table.reserve(wanted, now=0.0).id] = round_number
+        except NoRoomError:
+            return False
+        return True
+
+    def _receive(self, session: Session) -> None:
+        end, page_tokens = session.num_prompt - 1, self.table.page_tokens
+        self.table.begin_read(session.id, session.attempt, 0, end, num_pages_for(end, page_tokens))
+        self.table.finish_read(session.id, end, now=0.0)
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(data=st.data())
+def test_every_session_ends_in_any_pool_that_holds_the_largest(data: st.DataObject) -> None:
+    """Neither deadlock nor livelock, nor a reservation refused forever, nor a token lost to preemption."""
+    page_tokens = data.draw(st.integers(1, 4))
+    sizes = data.draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8))
+    queue = [
+        reservation(number, prompt, answer, local=data.draw(st.sampled_from([0, NO_LIMIT])))
+        for number, (prompt, answer) in enumerate(sizes)
+    ]
+    largest = max(num_pages_for(prompt + answer, page_tokens) for prompt, answer in sizes)
+    table, _ = build_table(largest + data.draw(st.integers(0, 4)), page_tokens, data.draw(st.integers(1, 8)))
+    worker = Worker(table, data.draw(st.integers(1, 5)), data.draw(st.integers(0, 3)))
+    # At worst one position a round, and each session computes its positions again for each page of an older one.
+    limit = (4 + sum(prompt + answer for prompt, answer in sizes)) * (1 + len(sizes))
+    heard, _rounds = worker.run(queue, limit)
+    for number, (prompt, answer) in enumerate(sizes):
+        assert heard[number] == list(range(1000 + prompt, 1000 + prompt + answer))
+    assert table.allocator.num_used == 0
+
+
+def test_many_preemptions_still_end() -> None:
+    """Six sessions that were small when they came and then want the whole pool each."""
+    table, _ = build_table(num_pages=14, page_tokens=2)
+    queue = [reservation(number, 1, 26, local=NO_LIMIT) for number in range(6)]
+    heard, rounds = Worker(table, chunk=4, read_delay=0).run(queue, limit=400)
+    assert table.num_preemptions >= 5
+    assert all(tokens == list(range(1001, 1027)) for tokens in heard.values())
+    assert rounds < 6 * 27, "worse than one after the other"
+
+
+def test_the_newest_session_is_preempted_and_resumes_with_its_tokens() -> None:
+    table, _ = build_table(num_pages=6, page_tokens=2)
+    old = table.reserve(reservation(1, 3, 8, local=NO_LIMIT), 0.0)
+    new = table.reserve(reservation(2, 3, 6, local=NO_LIMIT), 0.0)
+    while new.phase is Phase.ACTIVE:
+        finish(table, plan_step(table, 8))
+    assert (new.phase, new.pages, new.computed) == (Phase.PREEMPTED, [], 0)
+    with pytest.raises(NoRoomError):  # newcomers do not overtake it
+        table.reserve(reservation(3, 1, 1), 0.0)
+    tokens = list(new.tokens)
+    while old in list(table):
+        finish(table, plan_step(table, 8))
+    plan = plan_step(table, 8)
+    assert [(step.session, step.count, step.wants_token) for step in plan] == [(new, len(tokens), True)]
+    assert new.tokens == tokens
+    assert table.num_preemptions == 1
+
+
+def test_a_session_alone_waits_for_pages_of_one_that_receives() -> None:
+    table, _ = build_table(num_pages=4, page_tokens=2)
+    first = table.reserve(reservation(1, 1, 7, local=NO_LIMIT), 0.0)
+    receiving = table.reserve(reservation(2, 3, 2), 0.0)
+    while plan := plan_step(table, 8):
+        finish(table, plan)
+    assert first.phase is Phase.ACTIVE and len(first.pages) == 2
+    table.abort("g", [receiving.handle])
+    assert [step.session for step in plan_step(table, 8)] == [first]
+
+
+def test_refusals_name_numbers_and_settings() -> None:
+    table, _ = build_table(num_pages=4, page_tokens=4, max_running=1)
+    with pytest.raises(NeverFitsError, match="17 tokens need 5 pages; this worker has 4: raise --kv-memory-mib"):
+        table.reserve(reservation(1, 9, 8), 0.0)
+    session = table.reserve(reservation(2, 9, 7), 0.0)
+    with pytest.raises(NoRoomError, match="1 sessions are running, the most allowed by --max-running"):
+        table.reserve(reservation(3, 1, 1), 0.0)
+    with pytest.raises(OfferRefusedError, match=rf"offer of attempt 9; session {session.id} is {session.attempt}"):
+        table.begin_read(session.id, 9, 0, 8, 2)
+    with pytest.raises(OfferRefusedError, match=r"offer of \[4, 8\) where \[0, 8\) is wanted"):
+        table.begin_read(session.id, session.attempt, 4, 8, 1)
+    assert table.begin_read(session.id, session.attempt, 0, 8, 2) == session.pages[:2]
+    with pytest.raises(OfferRefusedError, match="takes no offer now"):
+        table.begin_read(session.id, session.attempt, 0, 8, 2)
+
+
+def test_an_accepted_offer_renews_the_lease_and_a_failed_one_does_not() -> None:
+    table, _ = build_table(num_pages=9, page_tokens=2)
+    session = table.reserve(reservation(1, 9, 1), now=0.0)
+    table.begin_read(session.id, session.attempt, 0, 4, 2)
+    table.finish_read(session.id, 4, now=7.0)
+    assert table.next_deadline() == 7.0 + LEASE_S
+    table.begin_read(session.id, session.attempt, 4, 8, 2)
+    table.fail_read(session.id)
+    assert table.next_deadline() == 7.0 + LEASE_S
+    assert session.computed == 4
+    (delta,) = table.expire(17.0)
+    assert (delta.finish_reason, delta.error) == ("error", "no KV arrived within the lease of 10 s (--lease-s)")
+    assert table.allocator.num_used == 0
+
+
+def test_reservations_of_two_gateways_may_share_a_handle() -> None:
+    table, _ = build_table(num_pages=9, page_tokens=2)
+    ours = reservation(1, 2, 2)
+    theirs = replace(ours, gateway="h")
+    assert table.reserve(ours, 0.0) is not table.reserve(theirs, 0.0)
+    assert [session.gateway for session in table.abort("h", [1])] == ["h"]

@@ -1,0 +1,120 @@
+"""News for gateways: one message when the gateway keeps up, joined ones when it does not, in order always."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from decode_worker.session import Delta
+from decode_worker.streams import GatewayStreams
+from protos import decode_pb2
+
+PATIENCE_S = 30.0
+
+
+def delta(handle: int, *tokens: int, gateway: str = "g", finish: str = "", error: str = "") -> Delta:
+    return Delta(gateway, handle, 1, tokens, finish, error)
+
+
+def content(events: decode_pb2.StepEvents) -> list[tuple[int, list[int], str]]:
+    return [(news.handle, list(news.token_ids), news.finish_reason) for news in events.deltas]
+
+
+async def read(stream: AsyncIterator[decode_pb2.StepEvents]) -> decode_pb2.StepEvents:
+    return await asyncio.wait_for(anext(stream), PATIENCE_S)
+
+
+async def open_stream(streams: GatewayStreams, gateway: str = "g") -> AsyncIterator[decode_pb2.StepEvents]:
+    """A stream past its first, empty message."""
+    stream = streams.stream(gateway)
+    first = await read(stream)
+    assert first.incarnation == "D1" and not first.deltas
+    return stream
+
+
+def test_a_gateway_that_keeps_up_gets_a_message_a_step() -> None:
+    async def scenario() -> None:
+        streams = GatewayStreams("D1")
+        stream = await open_stream(streams)
+        for step in range(3):
+            reading = asyncio.create_task(read(stream))
+            await asyncio.sleep(0)
+            streams.publish(step, [delta(1, 10 + step), delta(2, 20 + step)])
+            events = await reading
+            assert (events.incarnation, events.step) == ("D1", step)
+            assert content(events) == [(1, [10 + step], ""), (2, [20 + step], "")]
+
+    asyncio.run(scenario())
+
+
+def test_tokens_are_joined_while_a_gateway_is_slow() -> None:
+    async def scenario() -> None:
+        streams = GatewayStreams("D1")
+        stream = await open_stream(streams)
+        for step in range(100):
+            streams.publish(step, [delta(1, step), *([delta(2, 500)] if step == 40 else [])])
+        streams.publish(100, [delta(1, 100, finish="length"), delta(2, finish="error", error="why")])
+        events = await read(stream)
+        assert events.step == 100
+        assert content(events) == [(1, list(range(101)), "length"), (2, [500], "error")]
+        assert events.deltas[1].error == "why"
+        streams.publish(101, [delta(3, 1)])
+        assert content(await read(stream)) == [(3, [1], "")], "what was sent is not sent again"
+
+    asyncio.run(scenario())
+
+
+def test_gateways_hear_of_their_own_sessions_only() -> None:
+    async def scenario() -> None:
+        streams = GatewayStreams("D1")
+        ours, theirs = await open_stream(streams, "g"), await open_stream(streams, "h")
+        streams.publish(1, [delta(1, 10), delta(1, 20, gateway="h"), delta(1, 30, gateway="gone")])
+        assert content(await read(ours)) == [(1, [10], "")]
+        assert content(await read(theirs)) == [(1, [20], "")]
+
+    asyncio.run(scenario())
+
+
+def test_a_second_stream_of_a_name_is_refused_and_the_first_lives() -> None:
+    async def scenario() -> None:
+        streams = GatewayStreams("D1")
+        first = await open_stream(streams)
+        with pytest.raises(ValueError, match="gateway g listens already"):
+            await read(streams.stream("g"))
+        assert streams.is_open("g")
+        streams.publish(1, [delta(1, 10)])
+        assert content(await read(first)) == [(1, [10], "")]
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_stream_makes_room_for_the_next() -> None:
+    async def scenario() -> None:
+        streams = GatewayStreams("D1")
+        stream = await open_stream(streams)
+        reading = asyncio.create_task(read(stream))
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait([reading], timeout=PATIENCE_S)
+        assert not streams.is_open("g")
+        streams.publish(1, [delta(1, 10)])  # nobody listens: dropped
+        again = await open_stream(streams)
+        streams.publish(2, [delta(1, 11)])
+        assert content(await read(again)) == [(1, [11], "")]
+
+    asyncio.run(scenario())
+
+
+def test_close_sends_what_is_left_and_ends() -> None:
+    async def scenario() -> None:
+        streams = GatewayStreams("D1")
+        full, empty = await open_stream(streams, "g"), await open_stream(streams, "h")
+        streams.publish(1, [delta(1, 10, finish="stop")])
+        streams.close()
+        assert content(await read(full)) == [(1, [10], "stop")]
+        for stream in (full, empty):
+            with pytest.raises(StopAsyncIteration):
+                await read(stream)
+        assert not streams.is_open("g") and not streams.is_open("h")
+
+    asyncio.run(scenario())
