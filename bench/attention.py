@@ -42,7 +42,7 @@ CASES = [
 
 
 def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, Tensor, Tensor, Tensor, Tensor]:
-    """Batch, query [T, Hq, D], key and value [T, Hkv, D], pool with as many layers as CACHE_BYTES hold (at most 16)."""
+    """Batch, query [T, Hq, D], key and value [T, Hkv, D], pool with as many layers as CACHE_BYTES hold, 4 to 16."""
     pages_each = -(-case.context_len // PAGE_TOKENS)
     num_pages = pages_each * case.num_sequences
     order = torch.randperm(num_pages).tolist()
@@ -56,7 +56,7 @@ def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, Tensor, Tensor, T
         for index in range(case.num_sequences)
     ]
     layer_elements = num_pages * 2 * SHAPE.num_kv_heads * PAGE_TOKENS * SHAPE.head_dim
-    num_layers = max(2, min(16, CACHE_BYTES // (layer_elements * dtype.itemsize)))
+    num_layers = max(4, min(16, CACHE_BYTES // (layer_elements * dtype.itemsize)))
     pool = torch.empty(num_pages, num_layers, 2, SHAPE.num_kv_heads, PAGE_TOKENS, SHAPE.head_dim, dtype=dtype)
     pool.normal_()
     num_tokens = case.num_sequences * case.query_len
@@ -87,13 +87,13 @@ def contiguous_sdpa(case: Case, query: Tensor, num_layers: int) -> Callable[[int
 
 
 def measure(contenders: dict[str, Callable[[int], Tensor]], num_layers: int, seconds: float) -> dict[str, list[float]]:
-    """Seconds of each call, contenders in turn, layers in rotation."""
+    """Seconds of each call, contenders in turn, each at another layer so that none warms the cache for the next."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     deadline = time.perf_counter() + seconds
     layer = 0
     while time.perf_counter() < deadline or len(next(iter(times.values()))) < 5:
-        layer = (layer + 1) % num_layers
         for name, call in contenders.items():
+            layer = (layer + 3) % num_layers
             begin = time.perf_counter()
             call(layer)
             times[name].append(time.perf_counter() - begin)

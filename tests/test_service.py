@@ -63,7 +63,7 @@ def test_curl(live: Live) -> None:
 
 
 def test_kv_really_travels(live: Live) -> None:
-    """Pages are computed by prefill and read by decode: the bytes are pages x page bytes, and decode prefills nothing."""
+    """Pages are computed by prefill and read by decode: bytes are pages x page bytes, and decode prefills nothing."""
     num_tokens = 100
     before = _counters(live)
     with grpc.insecure_channel(live.grpc_address) as channel:
