@@ -16,9 +16,8 @@ from kvtransfer.identity import PoolFacts, build_peer
 from protos import decode_pb2_grpc
 from runtime import rpc
 from runtime.config import DecodeConfig
-from runtime.hardware import num_cores, resolve_context, resolve_threads
-from runtime.lifecycle import ReadyReporter
-from runtime.worker import announce, run_worker, size_pool
+from runtime.hardware import num_cores, resolve_context, resolve_threads, size_pool
+from runtime.lifecycle import ReadyReporter, announce, run_worker
 
 
 def run(config: DecodeConfig) -> int:

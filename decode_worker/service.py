@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 import structlog
-from engine.sampling import SamplingParams
 
 from decode_worker.intake import HandshakeRefusedError, Intake
 from decode_worker.metrics import DecodeMetrics
@@ -17,6 +16,7 @@ from decode_worker.session import Phase, Reservation, Session
 from decode_worker.session_table import SessionTable
 from decode_worker.streams import GatewayStreams
 from engine.kvcache.allocator import NeverFitsError, NoRoomError
+from engine.sampling import SamplingParams
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
 from runtime.engine_thread import EngineThread
 

@@ -65,6 +65,18 @@ def resolve_num_pages(
     return num_pages
 
 
+def size_pool(
+    config: PrefillConfig | DecodeConfig, model_context_tokens: int, page_bytes: int, gpu_free_bytes: int | None
+) -> int:
+    """Pages of this worker's pool. Raises ConfigError when not even one context fits."""
+    return resolve_num_pages(
+        config,
+        context_tokens=resolve_context(config.max_context_tokens, model_context_tokens),
+        page_bytes=page_bytes,
+        available_bytes=available_memory_bytes() if gpu_free_bytes is None else gpu_free_bytes,
+    )
+
+
 def _meminfo_available_bytes() -> int:
     for line in _read(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):

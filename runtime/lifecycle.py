@@ -1,8 +1,8 @@
-"""How a process tells the one that started it how its start goes: JSON lines on an inherited pipe.
+"""The start of a process, and how it tells the one that started it: JSON lines on an inherited pipe.
 
     loading* ready          then silence; the pipe closes when the process ends
 
-Knows the two events and the pipe, nothing of what is loaded. The other end is read by `cli/`.
+Knows exit codes, the two events and the pipe, nothing of what a process does. The other end is read by `cli/`.
 """
 
 import ctypes
@@ -11,9 +11,21 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from typing import TypeVar
+
+import structlog
+import uvloop
+
+from runtime.config import DecodeConfig, PrefillConfig
+from runtime.logs import setup_logging
+
+log = structlog.get_logger()
+
+EngineT = TypeVar("EngineT")
+ConfigT = TypeVar("ConfigT", PrefillConfig, DecodeConfig)
 
 PR_SET_PDEATHSIG = 1
 LOADING_STEPS = 200  # at most this many loading events, however finely progress is told
@@ -67,6 +79,34 @@ class ReadyReporter:
             return
         with suppress(BrokenPipeError):  # nobody listens any more; the process itself is not at fault
             os.write(self._fd, json.dumps({"event": event, **fields}).encode() + b"\n")
+
+
+def run_worker(
+    role: str,
+    config: ConfigT,
+    build: Callable[[ConfigT, ReadyReporter], EngineT],
+    serve: Callable[[ConfigT, EngineT, ReadyReporter], Coroutine[None, None, None]],
+) -> int:
+    """Build the engine, then serve until stopped. Returns 0 after a signal, 1 when it could not start."""
+    setup_logging(role, config.log_level)
+    reporter = ReadyReporter(config.ready_fd, role)
+    try:
+        engine = build(config, reporter)
+        uvloop.run(serve(config, engine, reporter))
+    except (ValueError, OSError) as error:
+        log.error("cannot start", reason=str(error))
+        return 1
+    return 0
+
+
+def announce(
+    reporter: ReadyReporter, address: str, metrics_address: str, incarnation: str, detail: Mapping[str, str], slow: bool
+) -> None:
+    """Tell the log and the supervisor that this worker serves; `slow`: its attention is a fallback."""
+    if slow:
+        log.warning("slow attention", reason=detail["attention_reason"])
+    log.info("ready", address=address, metrics=metrics_address, incarnation=incarnation, **detail)
+    reporter.ready(address, metrics_address, incarnation, detail)
 
 
 def parse_event(line: str) -> Loading | Ready:
