@@ -102,12 +102,11 @@ class _Loader:
 
     def take(self, name: str) -> Tensor:
         """The tensor in the model's dtype on its device: the mapping itself where that is already so."""
-        mapped = self._checkpoint.tensor(name)
-        tensor = mapped.to(self._device, self._dtype)
-        if tensor is mapped:
-            tensor.view(torch.uint8).flatten()[
-                ::PAGE_BYTES
-            ].sum()  # reads each page now rather than in the first request
+        borrowed = self._checkpoint.borrow(name)
+        tensor = borrowed.to(self._device, self._dtype)
+        if tensor is borrowed:
+            tensor = self._checkpoint.tensor(name)
+            tensor.view(torch.uint8).flatten()[::PAGE_BYTES].sum()  # reads each page now, not in the first request
         self._count(name)
         return tensor
 
@@ -117,7 +116,7 @@ class _Loader:
         rows = sum(shape[0] for shape in shapes)
         fused = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
         for name, part in zip(names, torch.split(fused, [shape[0] for shape in shapes]), strict=True):
-            part.copy_(self._checkpoint.tensor(name))
+            part.copy_(self._checkpoint.borrow(name))
             self._count(name)
         return fused
 

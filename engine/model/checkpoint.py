@@ -48,6 +48,12 @@ class Checkpoint:
         tensor: Tensor = self._files[path].get_tensor(name)
         return tensor
 
+    def borrow(self, name: str) -> Tensor:
+        """The same through a mapping of its own, which goes with the tensor: for reading once. KeyError when absent."""
+        with safe_open(self.entries[name].path, framework="pt", device="cpu") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
 
 def list_shards(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, sorted: those named by the index, else the single one."""
