@@ -348,13 +348,16 @@ def _load_in_child(cache: str, results: "multiprocessing.SimpleQueue[str]") -> N
 
 
 @needs_compiler
-def test_concurrent_builds_do_not_clash(tmp_path: Path) -> None:
+def test_concurrent_builds_do_not_clash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny = tmp_path / "tiny.cpp"  # quick to compile; what is tested is the cache
+    tiny.write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setattr(build, "SOURCE", tiny)
     context = multiprocessing.get_context("fork")  # children only compile and dlopen: no torch threads are used
     results = context.SimpleQueue()
-    children = [context.Process(target=_load_in_child, args=(str(tmp_path), results)) for _ in range(3)]
+    children = [context.Process(target=_load_in_child, args=(str(tmp_path), results)) for _ in range(4)]
     for child in children:
         child.start()
     for child in children:
         child.join(100)
-    assert [results.get() for _ in children] == ["ok"] * 3
+    assert [results.get() for _ in children] == ["ok"] * 4
     assert [path.suffix for path in (tmp_path / "baton").iterdir()] == [".so"]

@@ -51,7 +51,7 @@ constexpr int kLanes = 16;
 #else
 constexpr int kLanes = 8;
 #endif
-constexpr int kTile = 128;    // keys packed at a time: two panels of D=64 bf16 are 32 KB, about L1
+constexpr int kTile = 64;     // keys packed at a time: K and V of D=64 bf16 are 16 KB, a third of L1
 constexpr int kSubRows = 16;  // query rows multiplied at a time: the height of an AMX tile
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
@@ -292,21 +292,35 @@ struct Scratch {
 };
 thread_local Scratch scratch;
 
-// Where the rows of keys [first, first + count) of one KV head lie; rows up to `padded` point at zeros.
-template <class T> void find_rows(const BatonBatch& batch, const T* head_keys, const int32_t* pages, int64_t first,
-                                  int64_t count, int64_t padded, const T* zeros, const T** keys, const T** values) {
-    int64_t head_elements = batch.page_tokens * batch.head_dim;
-    int64_t page_elements = batch.num_layers * 2 * batch.num_kv_heads * head_elements;
-    int64_t page = first / batch.page_tokens, row = first % batch.page_tokens;
-    for (int64_t n = 0; n < count; ++page, row = 0) {
-        const T* at = head_keys + pages[page] * page_elements + row * batch.head_dim;
-        for (; row < batch.page_tokens && n < count; ++row, ++n, at += batch.head_dim) {
-            keys[n] = at;
-            values[n] = at + batch.num_kv_heads * head_elements;
+// Where the K and V rows of a tile's keys lie; the rows that pad the tile point at zeros.
+template <class Page> struct TileRows {
+    const Page *keys[kTile], *values[kTile];
+    int64_t num_keys, padded_keys;
+
+    // Keys from `first` on, before `end`, of the KV head whose keys in page 0 lie at `head_keys`. None if first >= end.
+    void find(const BatonBatch& batch, const Page* head_keys, const int32_t* pages, int64_t first, int64_t end,
+              int64_t step, const Page* zeros) {
+        int64_t head_elements = batch.page_tokens * batch.head_dim;
+        int64_t page_elements = batch.num_layers * 2 * batch.num_kv_heads * head_elements;
+        int64_t page = first / batch.page_tokens, row = first % batch.page_tokens;
+        num_keys = std::clamp<int64_t>(end - first, 0, kTile);
+        padded_keys = round_up(num_keys, step);
+        for (int64_t n = 0; n < num_keys; ++page, row = 0) {
+            const Page* at = head_keys + pages[page] * page_elements + row * batch.head_dim;
+            for (; row < batch.page_tokens && n < num_keys; ++row, ++n, at += batch.head_dim) {
+                keys[n] = at;
+                values[n] = at + batch.num_kv_heads * head_elements;
+            }
         }
+        std::fill(keys + num_keys, keys + padded_keys, zeros);
+        std::fill(values + num_keys, values + padded_keys, zeros);
     }
-    std::fill(keys + count, keys + padded, zeros);
-    std::fill(values + count, values + padded, zeros);
+};
+
+// One head of a page is a run of a few KB: too short for the hardware's prefetcher.
+template <class Page> void prefetch(const Page* const* rows, int64_t count, int64_t dim) {
+    for (int64_t n = 0; n < count; ++n)
+        for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(Page)) __builtin_prefetch(rows[n] + d);
 }
 
 // One online-softmax step for one row: scores[columns] -> probabilities, of which only [begin, end) are visible.
@@ -353,7 +367,7 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
 
     scratch.reserve(padded_rows * (padded * (4 + sizeof(Operand)) + sizeof(Floats) + 4) +
                     2 * padded * kTile * sizeof(Operand) + kSubRows * kTile * (4 + sizeof(Operand)) +
-                    4 * kTile * sizeof(void*) + dim * sizeof(Page) + 16 * 64);
+                    2 * sizeof(TileRows<Page>) + dim * sizeof(Page) + 16 * 64);
     Operand* queries = scratch.take<Operand>(padded_rows * padded);
     float* output = scratch.take<float>(padded_rows * padded);
     Floats* sums = scratch.take<Floats>(padded_rows);
@@ -362,8 +376,8 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
     Operand* packed_values = scratch.take<Operand>(padded * kTile);
     float* scores = scratch.take<float>(kSubRows * kTile);
     Operand* probabilities = scratch.take<Operand>(kSubRows * kTile);
-    const Page** key_rows = scratch.take<const Page*>(kTile);
-    const Page** value_rows = scratch.take<const Page*>(kTile);
+    TileRows<Page>* tile = scratch.take<TileRows<Page>>(1);
+    TileRows<Page>* next = scratch.take<TileRows<Page>>(1);
     Page* zeros = scratch.take<Page>(dim);
 
     std::fill_n(zeros, dim, Page{});
@@ -385,16 +399,18 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
     const float scale_log2 = batch.scale * 1.44269504f;
     Math::begin(rows);
     int64_t first_key = std::max<int64_t>(0, first_position - layer.window + 1);
+    next->find(batch, head_keys, pages, first_key, end_position, Math::kStep, zeros);
     for (; first_key < end_position; first_key += kTile) {
-        int64_t num_keys = std::min<int64_t>(kTile, end_position - first_key);
-        int64_t padded_keys = round_up(num_keys, Math::kStep);
-        find_rows(batch, head_keys, pages, first_key, num_keys, padded_keys, zeros, key_rows, value_rows);
-        Math::pack_keys(key_rows, padded_keys, dim, padded, packed_keys);
-        Math::pack_values(value_rows, padded_keys, dim, padded, packed_values);
+        std::swap(tile, next);
+        next->find(batch, head_keys, pages, first_key + kTile, end_position, Math::kStep, zeros);
+        prefetch(next->keys, next->num_keys, dim);
+        Math::pack_keys(tile->keys, tile->padded_keys, dim, padded, packed_keys);
+        prefetch(next->values, next->num_keys, dim);
+        Math::pack_values(tile->values, tile->padded_keys, dim, padded, packed_values);
         for (int64_t row = 0; row < rows; row += kSubRows) {
             int64_t num_rows = std::min<int64_t>(kSubRows, rows - row);
             int64_t last_position = first_position + (row + num_rows - 1) / group;
-            int64_t visible = std::min(num_keys, last_position + 1 - first_key);
+            int64_t visible = std::min(tile->num_keys, last_position + 1 - first_key);
             if (visible <= 0) continue;
             int64_t columns = round_up(visible, Math::kStep);
             Math::template multiply<false>(queries + row * padded, padded, packed_keys, padded, scores, kTile, num_rows, dim, columns);
@@ -429,7 +445,7 @@ template <class Page> void write_token(const BatonBatch& batch, const BatonLayer
     }
 }
 
-template <class Math> void attend(const BatonBatch& batch, const BatonLayer& layer, int num_threads) {
+template <class Math> void attend(const BatonBatch& batch, const BatonLayer& layer, [[maybe_unused]] int num_threads) {
 #pragma omp parallel num_threads(num_threads)
     {
 #pragma omp for schedule(static)
