@@ -9,7 +9,7 @@ DTYPE ?= auto
 TRANSPORT ?= auto
 DEVICE ?= auto
 ARGS ?=
-# On a machine without a GPU, --extra-index-url https://download.pytorch.org/whl/cpu saves gigabytes of CUDA libraries.
+# On Linux without a GPU, --extra-index-url with PyTorch's CPU wheel index saves gigabytes of CUDA libraries.
 PIP_ARGS ?=
 
 BIN := .venv/bin

@@ -30,7 +30,8 @@ def check_ports(config: ServeConfig) -> None:
                 (config.host, port), family=socket.AF_INET6 if ":" in config.host else socket.AF_INET
             ).close()
         except OSError as error:
-            reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror  # negative: a name unknown
+            number = error.errno or 0
+            reason = os.strerror(number) if number > 0 else error.strerror  # negative: a name unknown
             advice = f"set {flag(name)} to another, or 0 for any"
             raise ConfigError(f"{name}={port} on host {config.host} cannot be used ({reason}): {advice}") from error
 
