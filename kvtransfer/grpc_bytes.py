@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from kvtransfer.reader import PageRef, PageStore, ReadError, Transport, check_bounds, check_generations
@@ -30,9 +31,15 @@ def encode_data(data: memoryview) -> bytes:
 
 
 def decode(message: bytes) -> memoryview | kv_pb2.ReadPagesResponse:
-    """The data of a message as a view without a copy; the parsed message when it carries generations."""
+    """The data of a message as a view without a copy; the parsed message when it carries generations.
+
+    Raises ReadError("transport") for anything else.
+    """
     if not message.startswith(DATA_TAG):
-        return kv_pb2.ReadPagesResponse.FromString(message)
+        try:
+            return kv_pb2.ReadPagesResponse.FromString(message)
+        except DecodeError as error:
+            raise ReadError("transport", f"malformed message of {len(message)} bytes: {error}") from error
     length = shift = 0
     for at in range(1, min(len(message), 11)):
         length |= (message[at] & 127) << shift
@@ -117,6 +124,12 @@ class GrpcReader:
             return await self._assemble(request, take)
         except grpc.aio.AioRpcError as error:
             raise ReadError("transport", f"{self._peer.address}: {error.code().name}: {error.details()}") from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # grpc cancels the calls of a channel that is closed; nobody cancelled us
+            raise ReadError("transport", f"{self._peer.address}: the connection was closed during the read") from None
 
     async def _assemble(
         self, request: kv_pb2.ReadPagesRequest, take: Callable[[int, NDArray[np.uint8]], None]
@@ -130,6 +143,8 @@ class GrpcReader:
             if isinstance(part, kv_pb2.ReadPagesResponse):
                 if done != wanted or filled:
                     raise ReadError("transport", f"{done} of {wanted} pages arrived before the end")
+                if len(part.generations) != wanted:
+                    raise ReadError("transport", f"{len(part.generations)} generations of {wanted} pages arrived")
                 return list(part.generations)
             while part:
                 if done == wanted:
