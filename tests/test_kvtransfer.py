@@ -1,0 +1,516 @@
+"""Pages between pools: who may exchange them, by which way, and the same promises kept by every reader."""
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from engine.kvcache.pool import Pool
+from kvtransfer import grpc_bytes
+from kvtransfer.grpc_bytes import GrpcReader, PageServer, decode, encode_data
+from kvtransfer.identity import PoolFacts, build_peer
+from kvtransfer.inprocess import InProcessReader
+from kvtransfer.layout import find_mismatch, page_bytes
+from kvtransfer.reader import PageRef, Reader, ReadError, choose_transport
+from kvtransfer.shm import ShmReader
+from protos import kv_pb2
+from runtime.rpc import bind, build_server, open_channel
+from tests.pool_process import build_pool, page_content, recycle
+
+PATIENCE_S = 30.0
+NUM_REMOTE, NUM_LOCAL = 9, 7
+FACTS = PoolFacts("weights-1", "float32", 2, 1, 4, 8, NUM_REMOTE, fd=5)
+
+
+def peer(facts: PoolFacts = FACTS, pid: int = 1, host: str = "host-1", address: str = "p:1") -> kv_pb2.Peer:
+    return build_peer("prefill", address, "P1", pid, host, facts)
+
+
+# -- who may exchange pages ------------------------------------------------------------------------------------------
+
+
+def test_equal_layouts_match_and_sizes_agree_with_the_pool() -> None:
+    assert find_mismatch(peer().layout, peer().layout) is None
+    assert page_bytes(peer().layout) == build_pool(1).page_bytes
+
+
+@pytest.mark.parametrize(
+    "name",
+    [field.name for field in kv_pb2.KvLayout.DESCRIPTOR.fields if not field.name.startswith("protocol_")],
+)
+def test_a_mismatch_names_the_field_and_both_values(name: str) -> None:
+    ours, theirs = peer().layout, peer().layout
+    here = getattr(ours, name)
+    there = here + 1 if isinstance(here, int) else f"other {here}"
+    setattr(theirs, name, there)
+    assert find_mismatch(ours, theirs) == f"{name} differs: {here!r} here, {there!r} there"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "may"),
+    [((1, 1), (1, 1), True), ((1, 3), (3, 5), True), ((1, 2), (3, 5), False), ((4, 4), (1, 3), False)],
+)
+def test_protocol_ranges_must_overlap(ours: tuple[int, int], theirs: tuple[int, int], may: bool) -> None:
+    def layout(versions: tuple[int, int]) -> kv_pb2.KvLayout:
+        return kv_pb2.KvLayout(protocol_min=versions[0], protocol_max=versions[1])
+
+    mismatch = find_mismatch(layout(ours), layout(theirs))
+    if may:
+        assert mismatch is None
+    else:
+        expected = f"{ours[0]}-{ours[1]} here, {theirs[0]}-{theirs[1]} there"
+        assert mismatch == f"protocol versions do not overlap: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "same_host", "has_file", "expected"),
+    [
+        ("auto", True, True, "shm"),
+        ("auto", False, True, "grpc"),
+        ("auto", True, False, "grpc"),
+        ("shm", True, True, "shm"),
+        ("shm", False, True, "the workers share no host and PID namespace"),
+        ("shm", True, False, "the peer's pool is not shared memory"),
+        ("grpc", True, True, "grpc"),
+    ],
+)
+def test_choice_of_transport(wanted: Any, same_host: bool, has_file: bool, expected: str) -> None:
+    theirs = peer(host="host-1" if same_host else "host-2")
+    if not has_file:
+        theirs.ClearField("pool_fd")
+    if expected in ("shm", "grpc"):
+        transport, why = choose_transport(peer(), theirs, wanted)
+        assert transport == expected and why
+    else:
+        with pytest.raises(ValueError, match=f"--transport shm cannot be had with p:1: {expected}"):
+            choose_transport(peer(), theirs, wanted)
+
+
+# -- the wire format -------------------------------------------------------------------------------------------------
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.binary(min_size=1, max_size=100) | st.integers(1, 70_000).map(lambda count: bytes([count % 256]) * count))
+def test_hand_written_messages_are_protobufs(data: bytes) -> None:
+    message = kv_pb2.ReadPagesResponse(data=data).SerializeToString()
+    assert encode_data(memoryview(data)) == message
+    view = decode(message)
+    assert isinstance(view, memoryview)
+    assert bytes(view) == data
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=9))
+def test_generations_come_through(generations: list[int]) -> None:
+    part = decode(kv_pb2.ReadPagesResponse(generations=generations).SerializeToString())
+    assert isinstance(part, kv_pb2.ReadPagesResponse)
+    assert list(part.generations) == generations
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.binary(max_size=30) | st.binary(max_size=30).map(lambda tail: b"\x0a" + tail))
+def test_any_bytes_are_either_a_message_or_a_read_error(message: bytes) -> None:
+    try:
+        part = decode(message)
+    except ReadError as error:
+        assert error.reason == "transport"
+        return
+    if isinstance(part, memoryview):
+        assert kv_pb2.ReadPagesResponse.FromString(message).data == bytes(part)
+
+
+# -- readers ---------------------------------------------------------------------------------------------------------
+
+
+class Remote:
+    """The peer's pool, wherever it is; what its pages hold follows from their generations."""
+
+    def __init__(self, recycle_page: Callable[[int], None], reader: Reader, local: Pool) -> None:
+        self._recycle = recycle_page
+        self.reader = reader
+        self.local = local
+        self.generations = [1] * NUM_REMOTE
+
+    def recycle(self, page: int) -> None:
+        self._recycle(page)
+        self.generations[page] += 1
+
+    def ref(self, page: int) -> PageRef:
+        return PageRef(page, self.generations[page])
+
+    def content(self, page: int) -> NDArray[np.uint8]:
+        return page_content(page, self.generations[page], self.local.page_bytes)
+
+
+def build_local() -> Pool:
+    local = build_pool(NUM_LOCAL)
+    for page in range(NUM_LOCAL):
+        local.store(page, np.full(local.page_bytes, 255 - page, np.uint8))
+    return local
+
+
+class PoolProcess:
+    """The other process of tests/pool_process.py."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.pool_process", str(NUM_REMOTE)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdin and self._process.stdout
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        told = json.loads(self._stdout.readline())
+        self.pid, self.fd = told["pid"], told["fd"]
+
+    def recycle(self, page: int) -> None:
+        self._stdin.write(f"recycle {page}\n")
+        self._stdin.flush()
+        assert self._stdout.readline() == "done\n"
+
+    def peer(self, num_pages: int = NUM_REMOTE) -> kv_pb2.Peer:
+        return peer(PoolFacts("weights-1", "float32", 2, 1, 4, 8, num_pages, self.fd), self.pid)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(PATIENCE_S)
+        self._stdin.close()
+        self._stdout.close()
+
+
+@pytest.fixture
+def pool_process() -> Iterator[PoolProcess]:
+    process = PoolProcess()
+    yield process
+    process.kill()
+
+
+def build_remote_pool() -> Pool:
+    pool = build_pool(NUM_REMOTE)
+    for page in range(NUM_REMOTE):
+        recycle(pool, page)
+    return pool
+
+
+@asynccontextmanager
+async def grpc_server(pool: Pool, incarnation: str = "P1") -> AsyncIterator[str]:
+    """A real server with the pool's pages; its address."""
+    server = build_server()
+    address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
+    PageServer(pool, incarnation).add_to(server)
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def open_remote(transport: str, request: pytest.FixtureRequest) -> AsyncIterator[Remote]:
+    local = build_local()
+    async with AsyncExitStack() as stack:
+        if transport == "shm":
+            process: PoolProcess = request.getfixturevalue("pool_process")
+            executor = stack.enter_context(ThreadPoolExecutor(1))
+            remote = Remote(process.recycle, ShmReader(process.peer(), local, executor), local)
+        else:
+            pool = build_remote_pool()
+            reader: Reader = InProcessReader(pool, local)
+            if transport == "grpc":
+                address = await stack.enter_async_context(grpc_server(pool))
+                reader = GrpcReader(peer(address=address), local, open_channel(address), PATIENCE_S)
+            remote = Remote(lambda page: recycle(pool, page), reader, local)
+        stack.push_async_callback(remote.reader.close)
+        yield remote
+
+
+def over_every_transport(scenario: Callable[[Remote], Awaitable[None]]) -> Callable[[str, pytest.FixtureRequest], None]:
+    """The same test for the three readers."""
+
+    @pytest.mark.parametrize("transport", ["inprocess", "shm", "grpc"])
+    def test(transport: str, request: pytest.FixtureRequest) -> None:
+        async def run() -> None:
+            async with open_remote(transport, request) as remote:
+                assert remote.reader.transport == transport
+                await asyncio.wait_for(scenario(remote), PATIENCE_S)
+
+        asyncio.run(run())
+
+    return test
+
+
+@over_every_transport
+async def test_a_read_copies_the_pages_asked_for_and_touches_no_other(remote: Remote) -> None:
+    dice = random.Random(1)
+    expected = remote.local.load(range(NUM_LOCAL))
+    for _ in range(25):
+        for page in dice.sample(range(NUM_REMOTE), dice.randint(0, 2)):
+            remote.recycle(page)
+        count = dice.randint(0, NUM_LOCAL)
+        sources, targets = dice.sample(range(NUM_REMOTE), count), dice.sample(range(NUM_LOCAL), count)
+        await remote.reader.read([remote.ref(page) for page in sources], targets)
+        for source, target in zip(sources, targets, strict=True):
+            expected[target] = remote.content(source)
+        assert np.array_equal(remote.local.load(range(NUM_LOCAL)), expected)
+
+
+@over_every_transport
+async def test_a_recycled_page_is_noticed(remote: Remote) -> None:
+    stale = [remote.ref(2), remote.ref(4), remote.ref(6)]
+    others = remote.local.load([1, 3, 5, 6])
+    remote.recycle(4)
+    with pytest.raises(ReadError, match="page 4 was recycled: offered at generation 1, now 2") as error:
+        await remote.reader.read(stale, [0, 2, 4])
+    assert error.value.reason == "generation"
+    assert np.array_equal(remote.local.load([1, 3, 5, 6]), others)
+    await remote.reader.read([remote.ref(4)], [0])
+    assert np.array_equal(remote.local.load([0])[0], remote.content(4))
+
+
+@over_every_transport
+async def test_a_page_outside_the_pool_is_refused_before_anything_is_copied(remote: Remote) -> None:
+    before = remote.local.load(range(NUM_LOCAL))
+    for outside in (NUM_REMOTE, 2**31):
+        with pytest.raises(ReadError, match=f"page {outside} is outside the peer's pool of {NUM_REMOTE}") as error:
+            await remote.reader.read([remote.ref(0), PageRef(outside, 1)], [0, 1])
+        assert error.value.reason == "bounds"
+    assert np.array_equal(remote.local.load(range(NUM_LOCAL)), before)
+
+
+@over_every_transport
+async def test_a_probe_reads_into_nowhere(remote: Remote) -> None:
+    before = remote.local.load(range(NUM_LOCAL))
+    await remote.reader.probe(NUM_REMOTE)
+    assert np.array_equal(remote.local.load(range(NUM_LOCAL)), before)
+
+
+# -- shared memory ---------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_of_another_size_than_announced_is_refused(pool_process: PoolProcess) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        with pytest.raises(ReadError, match=rf"has {4096 + 512 * 9} bytes where {4096 + 512 * 10} were") as error:
+            ShmReader(pool_process.peer(num_pages=NUM_REMOTE + 1), build_local(), executor)
+        assert error.value.reason == "layout"
+
+
+def test_a_dead_peers_memory_cannot_be_opened_but_stays_readable_once_mapped(pool_process: PoolProcess) -> None:
+    async def scenario() -> None:
+        local = build_local()
+        with ThreadPoolExecutor(1) as executor:
+            reader = ShmReader(pool_process.peer(), local, executor)
+            pool_process.kill()
+            await reader.read([PageRef(3, 1)], [0])
+            assert np.array_equal(local.load([0])[0], page_content(3, 1, local.page_bytes))
+            await reader.close()
+            with pytest.raises(ReadError, match="cannot open the peer's pool /proc/") as error:
+                ShmReader(pool_process.peer(), local, executor)
+            assert error.value.reason == "transport"
+
+    asyncio.run(scenario())
+
+
+def test_a_file_descriptor_that_is_no_pool_is_refused() -> None:
+    reading, writing = os.pipe()
+    try:
+        with ThreadPoolExecutor(1) as executor, pytest.raises(ReadError) as error:
+            ShmReader(peer(PoolFacts("w", "float32", 2, 1, 4, 8, 9, reading), os.getpid()), build_local(), executor)
+        assert error.value.reason == "layout"
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_cancelled_copy_is_over_before_its_caller_hears_of_it(pool_process: PoolProcess) -> None:
+    """The caller frees the target pages when the read ends, so no thread may still write to them then."""
+    entered, leave = threading.Event(), threading.Event()
+    written: list[int] = []
+
+    class SlowStore:
+        num_pages, page_bytes = NUM_LOCAL, 512
+        generations = np.zeros(NUM_LOCAL, np.uint64)
+
+        def load(self, pages: Sequence[int]) -> NDArray[np.uint8]:
+            raise NotImplementedError
+
+        def store(self, page: int, data: NDArray[np.uint8]) -> None:
+            entered.set()
+            assert leave.wait(PATIENCE_S)
+            written.append(page)
+
+    async def scenario() -> None:
+        with ThreadPoolExecutor(1) as executor:
+            reader = ShmReader(pool_process.peer(), SlowStore(), executor)
+            reading = asyncio.create_task(reader.read([PageRef(0, 1), PageRef(1, 1)], [3, 4]))
+            assert await asyncio.to_thread(entered.wait, PATIENCE_S)
+            reading.cancel()
+            done, _ = await asyncio.wait([reading], timeout=0.05)
+            assert not done and not written, "it still waits for the copy"
+            leave.set()
+            await asyncio.wait([reading], timeout=PATIENCE_S)
+            assert reading.cancelled() and written == [3, 4]
+            await reader.close()
+
+    asyncio.run(scenario())
+
+
+# -- bytes over gRPC -------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def scripted_reader(answer: Callable[[], AsyncIterator[bytes]], local: Pool) -> AsyncIterator[GrpcReader]:
+    """A reader whose peer answers every Read with these messages."""
+
+    async def read(
+        request: kv_pb2.ReadPagesRequest, context: grpc.aio.ServicerContext[kv_pb2.ReadPagesRequest, bytes]
+    ) -> AsyncIterator[bytes]:
+        async for message in answer():
+            yield message
+
+    server = build_server()
+    address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
+    handler: grpc.RpcMethodHandler[kv_pb2.ReadPagesRequest, bytes] = grpc.unary_stream_rpc_method_handler(
+        read, request_deserializer=kv_pb2.ReadPagesRequest.FromString, response_serializer=None
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.v1.KvPages", {"Read": handler}),))
+    await server.start()
+    reader = GrpcReader(peer(address=address), local, open_channel(address), PATIENCE_S)
+    try:
+        yield reader
+    finally:
+        await reader.close()
+        await server.stop(None)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 200, 512, 1300, 1 << 20])
+def test_pages_and_chunks_need_not_end_together(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_bytes, "CHUNK_BYTES", chunk_bytes)
+
+    async def scenario() -> None:
+        local, pool = build_local(), build_remote_pool()
+        async with grpc_server(pool) as address:
+            reader = GrpcReader(peer(address=address), local, open_channel(address), PATIENCE_S)
+            await reader.read([PageRef(page, 1) for page in (8, 0, 3)], [1, 5, 2])
+            assert np.array_equal(local.load([1, 5, 2]), pool.load([8, 0, 3]))
+            await reader.close()
+
+    asyncio.run(scenario())
+
+
+BYTES = encode_data(memoryview(bytes(512)))
+GENERATION = kv_pb2.ReadPagesResponse(generations=[1]).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("messages", "detail"),
+    [
+        ([], "the stream ended after 0 of 1 pages"),
+        ([BYTES], "the stream ended after 1 of 1 pages"),
+        ([GENERATION], "0 of 1 pages arrived before the end"),
+        ([encode_data(memoryview(bytes(511))), GENERATION], "0 of 1 pages arrived before the end"),
+        ([encode_data(memoryview(bytes(513))), GENERATION], "more bytes than 1 pages arrived"),
+        ([BYTES[:-1], GENERATION], "malformed page data"),
+        ([b"\x0a" + b"\xff" * 12, GENERATION], "malformed page data"),
+        ([b"no protobuf at all"], "malformed"),
+        ([BYTES, kv_pb2.ReadPagesResponse(generations=[1, 1]).SerializeToString()], "2 generations of 1 pages"),
+        ([BYTES, b""], "0 generations of 1 pages"),
+    ],
+)
+def test_a_peer_that_talks_nonsense_is_a_read_error(messages: list[bytes], detail: str) -> None:
+    async def scenario() -> None:
+        async def answer() -> AsyncIterator[bytes]:
+            for message in messages:
+                yield message
+
+        local = build_local()
+        others = local.load(range(1, NUM_LOCAL))
+        async with scripted_reader(answer, local) as reader:
+            with pytest.raises(ReadError, match=detail) as error:
+                await reader.read([PageRef(0, 1)], [0])
+            assert error.value.reason == "transport"
+        assert np.array_equal(local.load(range(1, NUM_LOCAL)), others)
+
+    asyncio.run(scenario())
+
+
+def test_another_incarnation_is_refused_naming_both() -> None:
+    async def scenario() -> None:
+        async with grpc_server(build_remote_pool(), incarnation="P2") as address:
+            reader = GrpcReader(peer(address=address), build_local(), open_channel(address), PATIENCE_S)
+            with pytest.raises(ReadError, match="incarnation P1 was asked for; this worker is P2") as error:
+                await reader.read([PageRef(0, 1)], [0])
+            assert error.value.reason == "transport"
+            await reader.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_server_itself_refuses_a_page_outside_its_pool() -> None:
+    async def scenario() -> None:
+        async with grpc_server(build_remote_pool()) as address:
+            wider = peer(PoolFacts("w", "float32", 2, 1, 4, 8, 1000, None), address=address)  # as a liar announces it
+            reader = GrpcReader(wider, build_local(), open_channel(address), PATIENCE_S)
+            with pytest.raises(ReadError, match=f"OUT_OF_RANGE: page 999 is outside the pool of {NUM_REMOTE} pages"):
+                await reader.read([PageRef(999, 1)], [0])
+            await reader.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_that_is_gone_is_a_read_error() -> None:
+    async def scenario() -> None:
+        async with grpc_server(build_remote_pool()) as address:
+            reader = GrpcReader(peer(address=address), build_local(), open_channel(address), PATIENCE_S)
+            await reader.read([PageRef(0, 1)], [0])
+        with pytest.raises(ReadError, match=rf"{address}: UNAVAILABLE") as error:
+            await reader.read([PageRef(0, 1)], [0])
+        assert error.value.reason == "transport"
+        await reader.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("end", ["cancel", "close"])
+def test_a_read_that_hangs_can_be_ended(end: str) -> None:
+    """Cancelled, it raises CancelledError; when its connection is closed under it, a ReadError like any other."""
+
+    async def scenario() -> None:
+        has_begun, local = asyncio.Event(), build_local()
+
+        async def answer() -> AsyncIterator[bytes]:
+            yield encode_data(memoryview(bytes(100)))
+            has_begun.set()
+            await asyncio.Event().wait()
+
+        before = local.load(range(NUM_LOCAL))
+        async with scripted_reader(answer, local) as reader:
+            reading = asyncio.create_task(reader.read([PageRef(0, 1)], [0]))
+            await asyncio.wait_for(has_begun.wait(), PATIENCE_S)
+            if end == "cancel":
+                reading.cancel()
+            else:
+                await reader.close()
+            done, _ = await asyncio.wait([reading], timeout=PATIENCE_S)
+            assert done
+            if end == "cancel":
+                assert reading.cancelled()
+            else:
+                assert not reading.cancelled() and isinstance(reading.exception(), ReadError)
+        assert np.array_equal(local.load(range(NUM_LOCAL)), before)
+
+    asyncio.run(scenario())
