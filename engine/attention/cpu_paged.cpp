@@ -353,7 +353,8 @@ template <class Math> void soften(float* scores, typename Math::Operand* probabi
 }
 
 template <class Math>
-void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequence, int64_t first_query, int64_t head) {
+void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequence, int64_t first_query,
+                  int64_t head) {
     using Page = typename Math::Page;
     using Operand = typename Math::Operand;
     const int64_t group = batch.num_heads / batch.num_kv_heads, dim = batch.head_dim;
@@ -413,7 +414,8 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
             int64_t visible = std::min(tile->num_keys, last_position + 1 - first_key);
             if (visible <= 0) continue;
             int64_t columns = round_up(visible, Math::kStep);
-            Math::template multiply<false>(queries + row * padded, padded, packed_keys, padded, scores, kTile, num_rows, dim, columns);
+            Math::template multiply<false>(queries + row * padded, padded, packed_keys, padded, scores, kTile, num_rows,
+                                           dim, columns);
             for (int64_t i = 0; i < num_rows; ++i) {
                 int64_t position = first_position + (row + i) / group;
                 int64_t end = std::clamp<int64_t>(position + 1 - first_key, 0, columns);
