@@ -423,8 +423,8 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
                 soften<Math>(scores + i * kTile, probabilities + i * kTile, begin, end, columns, scale_log2,
                              maxima + row + i, sums + row + i, output + (row + i) * padded, padded);
             }
-            Math::template multiply<true>(probabilities, kTile, packed_values, kTile, output + row * padded, padded, num_rows,
-                           columns, round_up(dim, Math::kStep));
+            Math::template multiply<true>(probabilities, kTile, packed_values, kTile, output + row * padded, padded,
+                                          num_rows, columns, padded);
         }
     }
     for (int64_t row = 0; row < rows; ++row) {
