@@ -7,12 +7,14 @@ from cyclopts import Parameter
 
 from cli.models import locate_model
 from runtime.config import DecodeConfig
+from runtime.hardware import wait_without_spinning
 from runtime.lifecycle import follow_supervisor
 
 
 def decode(config: Annotated[DecodeConfig, Parameter(name="*")] = DecodeConfig()) -> int:  # noqa: B008  frozen
     """Start one decode worker: it reads the KV of prompts and is the source of all tokens."""
     follow_supervisor(config.ready_fd)
+    wait_without_spinning()
     from decode_worker.main import run  # here, so that other commands and --help do not wait for torch
 
     return run(replace(config, model=locate_model(config.model)))

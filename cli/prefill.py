@@ -7,12 +7,14 @@ from cyclopts import Parameter
 
 from cli.models import locate_model
 from runtime.config import PrefillConfig
+from runtime.hardware import wait_without_spinning
 from runtime.lifecycle import follow_supervisor
 
 
 def prefill(config: Annotated[PrefillConfig, Parameter(name="*")] = PrefillConfig()) -> int:  # noqa: B008  frozen
     """Start one prefill worker: it computes the KV of prompts and offers it to decode workers."""
     follow_supervisor(config.ready_fd)
+    wait_without_spinning()
     from prefill_worker.main import run  # here, so that other commands and --help do not wait for torch
 
     return run(replace(config, model=locate_model(config.model)))
