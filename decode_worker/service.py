@@ -68,7 +68,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except NeverFitsError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        log.debug("session reserved", request_id=request.request_id, session=session.id, attempt=session.attempt)
+        log.info("session reserved", request_id=request.request_id, session=session.id, attempt=session.attempt)
         return decode_pb2.ReserveResponse(ticket=self._ticket(session), needs_prefill=session.phase is Phase.RECEIVING)
 
     def _find_problem(self, request: decode_pb2.ReserveRequest) -> str | None:

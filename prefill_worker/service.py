@@ -132,7 +132,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         result.transport = self._offers.transports()[request.ticket.address]
         self._metrics.queue_seconds.observe(result.queue_seconds)
         self._metrics.prefill_seconds.observe(result.prefill_seconds)
-        log.debug("prefilled", request_id=run.request_id, tokens=run.end, bytes=result.transfer_bytes)
+        log.info("prefilled", request_id=run.request_id, tokens=run.end, bytes=result.transfer_bytes)
         return result
 
     async def Status(  # noqa: N802
