@@ -30,6 +30,12 @@ class Places:
             self._held.remove(link)
             link.leave()
 
+    def give_back_refused(self, link: WorkerLink) -> None:
+        """Give back a place that the worker refused: it is full, and gets nothing until it has news. Idempotent."""
+        if link in self._held:
+            self._held.remove(link)
+            link.refuse()
+
     def release_all(self) -> None:
         for link in list(self._held):
             self.release(link)
@@ -78,7 +84,9 @@ class Admission:
         self._pump()
         try:
             try:
-                await asyncio.wait_for(waiter.decided, timeout_s)
+                # not wait_for, which before Python 3.12 swallows a cancellation that comes with the decision
+                async with asyncio.timeout(timeout_s):
+                    await waiter.decided
             except TimeoutError:
                 raise not_ready(f"no worker had room within {timeout_s:.0f} s") from None
             assert waiter.places is not None

@@ -10,7 +10,7 @@ import structlog
 
 from gateway.admission import Places
 from gateway.decode_link import Lost, RemoteSession
-from gateway.errors import ApiError, bad_request
+from gateway.errors import bad_request, took_too_long
 from gateway.generation import Generation, Sampling, Tokens
 from gateway.policy import NO_LIMIT
 from gateway.worker_link import PrefillLink
@@ -74,7 +74,7 @@ class Attempt:
             return await decode.reserve(request, timeout_s=self._remaining_s())
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                decode.is_full = True
+                self.places.give_back_refused(decode)
                 raise NoRoomError(error.details()) from error
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise bad_request(error.details() or "the decode worker refused the request", None) from error
@@ -92,6 +92,8 @@ class Attempt:
         try:
             await prefill.run(self.generation.request_id, prompt_ids, ticket, timeout_s=self._remaining_s())
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                self.places.give_back_refused(prefill)
             session.inbox.put_nowait(_prefill_trouble(prefill, error))
         finally:
             self.places.release(prefill)
@@ -100,9 +102,11 @@ class Attempt:
         decode = self.places.decode
         while True:
             try:
-                news = await asyncio.wait_for(session.inbox.get(), self._remaining_s())
+                # not wait_for, which before Python 3.12 swallows a cancellation that comes with the news
+                async with asyncio.timeout(self._remaining_s()):
+                    news = await session.inbox.get()
             except TimeoutError:
-                raise ApiError(504, "the request took longer than --request-timeout-s allows", code="timeout") from None
+                raise took_too_long() from None
             if isinstance(news, Exception):
                 raise news
             if isinstance(news, Lost):
@@ -123,7 +127,6 @@ class Attempt:
 def _prefill_trouble(prefill: PrefillLink, error: grpc.aio.AioRpcError) -> Exception:
     detail = f"{prefill.address}: {error.details()}"
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        prefill.is_full = True
         return NoRoomError(detail)
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return bad_request(detail, None)

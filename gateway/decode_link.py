@@ -119,7 +119,8 @@ class DecodeLink(WorkerLink):
                 self._abort(session.handle)
 
     async def reserve(self, request: decode_pb2.ReserveRequest, timeout_s: float) -> decode_pb2.ReserveResponse:
-        """Raises grpc.aio.AioRpcError."""
+        """Raises grpc.aio.AioRpcError. A worker that is alive answers within a heartbeat."""
+        timeout_s = min(timeout_s, self._heartbeat_s)
         response: decode_pb2.ReserveResponse = await self._stub.Reserve(request, timeout=timeout_s)
         return response
 

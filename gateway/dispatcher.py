@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from gateway.admission import Admission
 from gateway.attempt import Attempt, AttemptFailedError, NoRoomError
-from gateway.errors import ApiError
+from gateway.errors import ApiError, took_too_long
 from gateway.fleet import Fleet
 from gateway.generation import Generation, Tokens
 from gateway.policy import find_unready
@@ -76,6 +76,8 @@ class Dispatcher:
                 failures += 1
                 avoid.add(error.culprit)
                 log.warning("attempt failed", request_id=generation.request_id, attempt=tries, reason=str(error))
+                if time.monotonic() >= deadline:
+                    raise took_too_long() from error
                 if failures == MAX_ATTEMPTS:
                     raise ApiError(
                         503, f"gave up after {failures} attempts; the last: {error}", code="failed", retry_after_s=1

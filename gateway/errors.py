@@ -32,6 +32,11 @@ def overloaded(message: str) -> ApiError:
     return ApiError(429, message, None, "overloaded", retry_after_s=1)
 
 
+def took_too_long() -> ApiError:
+    """504: the request's own deadline has passed."""
+    return ApiError(504, "the request took longer than --request-timeout-s allows", code="timeout")
+
+
 def not_ready(message: str) -> ApiError:
     """503: nobody can serve now."""
     return ApiError(503, message, None, "not_ready", retry_after_s=1)

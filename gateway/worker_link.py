@@ -109,6 +109,11 @@ class WorkerLink:
         self.is_full = False
         self._on_change()
 
+    def refuse(self) -> None:
+        """It had no room for a request of ours: nothing more goes there until a place gets free or it is polled."""
+        self.num_mine -= 1
+        self.is_full = True
+
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
