@@ -1,0 +1,200 @@
+"""Workers without engines: the real gRPC services, scripted by the test that also plays the gateway.
+
+A fake's tokens name their positions, so a lost, repeated or reordered token shows in the answer.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc
+from runtime.rpc import bind, build_server
+
+PATIENCE_S = 30.0  # more than any wait takes; a test that needs it fails
+Refusal = tuple[grpc.StatusCode, str]
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def token_at(position: int) -> int:
+    return 1000 + position
+
+
+class Signal:
+    """Lets a test wait for a fact without polling: whoever may have made it true calls `fire`."""
+
+    def __init__(self) -> None:
+        self._waiters: list[asyncio.Future[None]] = []
+
+    def fire(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not holds():
+                waiter = asyncio.get_running_loop().create_future()
+                self._waiters.append(waiter)
+                await waiter
+
+
+class FakeWorker:
+    """What both roles have in common."""
+
+    def __init__(self, role: str, incarnation: str, signal: Signal, max_running: int = 4) -> None:
+        self.signal = signal
+        self.refusals: deque[Refusal] = deque()  # of the next Reserve or Run calls
+        self.num_status_calls = 0
+        self.is_draining = False
+        self._max_running = max_running
+        self._peer = kv_pb2.Peer(role=role, incarnation=incarnation, layout=kv_pb2.KvLayout(weights="w"))
+
+    async def Status(  # noqa: N802
+        self, request: decode_pb2.StatusRequest, context: Context
+    ) -> decode_pb2.WorkerStatus:
+        self.num_status_calls += 1
+        self.signal.fire()
+        return decode_pb2.WorkerStatus(peer=self._peer, max_running=self._max_running, draining=self.is_draining)
+
+    async def refuse_next(self, context: Context) -> None:
+        if self.refusals:
+            code, detail = self.refusals.popleft()
+            await context.abort(code, detail)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        raise NotImplementedError
+
+
+class FakeSession:
+    """One reservation at a fake decode worker."""
+
+    def __init__(self, worker: "FakeDecode", request: decode_pb2.ReserveRequest) -> None:
+        self.request = request
+        self._worker = worker
+        self._position = len(request.prompt_ids)
+
+    def emit(self, count: int, finish: str = "", error: str = "") -> None:
+        """The next `count` tokens, in one message."""
+        tokens = [token_at(self._position + offset) for offset in range(count)]
+        self._position += count
+        self.say(tokens, finish, error)
+
+    def say(self, tokens: list[int], finish: str = "", error: str = "") -> None:
+        delta = decode_pb2.SequenceDelta(
+            handle=self.request.handle,
+            attempt=self.request.attempt,
+            token_ids=tokens,
+            finish_reason=finish,
+            error=error,
+        )
+        stream = self._worker.streams.get(self.request.gateway)
+        if stream is not None:
+            stream.put_nowait(decode_pb2.StepEvents(deltas=[delta]))
+
+
+class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
+    """Answers a reservation with all its tokens at once, or leaves that to the test."""
+
+    def __init__(self, incarnation: str, signal: Signal, max_running: int = 4, is_manual: bool = False) -> None:
+        super().__init__("decode", incarnation, signal, max_running)
+        self.is_manual = is_manual  # the test emits the tokens
+        self.needs_prefill = True
+        self.is_hanging = False  # Reserve never answers
+        self.num_reserve_calls = 0
+        self.sessions: list[FakeSession] = []
+        self.aborted: set[int] = set()  # handles
+        self.streams: dict[str, asyncio.Queue[decode_pb2.StepEvents | None]] = {}  # gateway |-> what it will hear
+
+    async def has_sessions(self, count: int) -> None:
+        await self.signal.until(lambda: len(self.sessions) == count)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
+
+    async def Reserve(  # noqa: N802
+        self, request: decode_pb2.ReserveRequest, context: Context
+    ) -> decode_pb2.ReserveResponse:
+        self.num_reserve_calls += 1
+        self.signal.fire()
+        if self.is_hanging:
+            await asyncio.Event().wait()
+        await self.refuse_next(context)
+        session = FakeSession(self, request)
+        self.sessions.append(session)
+        self.signal.fire()
+        if not self.is_manual:
+            session.emit(request.max_tokens, "length")
+        ticket = kv_pb2.Ticket(session=len(self.sessions), attempt=request.attempt, end=len(request.prompt_ids) - 1)
+        is_local = len(request.prompt_ids) - 1 <= request.local_prefill_max_tokens
+        return decode_pb2.ReserveResponse(ticket=ticket, needs_prefill=self.needs_prefill and not is_local)
+
+    async def Steps(  # noqa: N802
+        self, request: decode_pb2.StepsRequest, context: Context
+    ) -> AsyncIterator[decode_pb2.StepEvents]:
+        stream = self.streams[request.gateway] = asyncio.Queue()
+        try:
+            yield decode_pb2.StepEvents()
+            while (events := await stream.get()) is not None:
+                yield events
+        finally:
+            del self.streams[request.gateway]
+            self.signal.fire()
+
+    def break_streams(self) -> None:
+        for stream in self.streams.values():
+            stream.put_nowait(None)
+
+    async def Abort(  # noqa: N802
+        self, request: decode_pb2.AbortRequest, context: Context
+    ) -> decode_pb2.AbortResponse:
+        self.aborted.update(request.handles)
+        self.signal.fire()
+        return decode_pb2.AbortResponse()
+
+
+class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
+    """Says that it prefilled, at once or when the test lets it."""
+
+    def __init__(self, incarnation: str, signal: Signal, max_running: int = 4) -> None:
+        super().__init__("prefill", incarnation, signal, max_running)
+        self.may_finish = asyncio.Event()
+        self.may_finish.set()
+        self.runs: list[prefill_pb2.RunRequest] = []
+        self.num_done = 0
+        self.num_cancelled = 0
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
+
+    async def Run(  # noqa: N802
+        self, request: prefill_pb2.RunRequest, context: Context
+    ) -> prefill_pb2.RunResponse:
+        self.runs.append(request)
+        self.signal.fire()
+        await self.refuse_next(context)
+        try:
+            await self.may_finish.wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            self.signal.fire()
+            raise
+        self.num_done += 1
+        return prefill_pb2.RunResponse()
+
+
+@asynccontextmanager
+async def serving(worker: FakeWorker, port: int = 0) -> AsyncIterator[str]:
+    """The worker's address while it listens; afterwards its connections are cut."""
+    server = build_server()
+    address = f"127.0.0.1:{bind(server, '127.0.0.1', port)}"
+    worker.add_to(server)
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(None)
