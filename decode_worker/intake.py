@@ -59,6 +59,7 @@ class Intake:
         self._read_timeout_s = read_timeout_s
         self._peers: dict[str, KnownPeer] = {}  # address |-> peer
         self._greeting = asyncio.Lock()  # one handshake at a time
+        self._reads: set[asyncio.Future[kv_pb2.OfferResponse]] = set()  # the event loop itself holds tasks weakly
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-read")
 
     def transports(self) -> dict[str, str]:
@@ -120,15 +121,27 @@ class Intake:
         except OfferRefusedError as error:
             return self._refuse(offer, error.reason, error.detail)
         # Runs to its end even when the caller goes away: the session's pages are leased until the copy is over.
-        return await asyncio.shield(asyncio.ensure_future(reading()))
+        task = asyncio.ensure_future(reading())
+        self._reads.add(task)
+        task.add_done_callback(self._reads.discard)
+        return await asyncio.shield(task)
 
-    def _begin(self, offer: kv_pb2.OfferRequest) -> Callable[[], Awaitable[kv_pb2.OfferResponse]]:
-        """Check the offer against peer and session; returns the read, which must then be run."""
-        ticket = offer.ticket
+    def renew(self, ticket: kv_pb2.Ticket) -> None:
+        """Prolong the lease of the ticket's session. Raises OfferRefusedError."""
+        self._check_ticket(ticket)
+        with self._thread.lock:
+            self._table.renew(ticket.session, ticket.attempt, time.monotonic())
+
+    def _check_ticket(self, ticket: kv_pb2.Ticket) -> None:
         if ticket.incarnation != self._me.incarnation:
             raise OfferRefusedError(
                 "incarnation", f"ticket of incarnation {ticket.incarnation}; this worker is {self._me.incarnation}"
             )
+
+    def _begin(self, offer: kv_pb2.OfferRequest) -> Callable[[], Awaitable[kv_pb2.OfferResponse]]:
+        """Check the offer against peer and session; returns the read, which must then be run."""
+        ticket = offer.ticket
+        self._check_ticket(ticket)
         known = next((peer for peer in self._peers.values() if peer.peer.incarnation == offer.incarnation), None)
         if known is None:
             raise OfferRefusedError("handshake", f"incarnation {offer.incarnation} has not shaken hands here")

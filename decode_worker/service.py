@@ -5,6 +5,7 @@ Lives on the asyncio thread; decides nothing.
 
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ import structlog
 
 from decode_worker.intake import HandshakeRefusedError, Intake
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.session import Phase, Reservation, Session
+from decode_worker.session import OfferRefusedError, Phase, Reservation, Session
 from decode_worker.session_table import SessionTable
 from decode_worker.streams import GatewayStreams
 from engine.kvcache.allocator import NeverFitsError, NoRoomError
@@ -61,12 +62,13 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         if problem is not None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
         try:
+            wanted = _reservation(request)
             with self._thread.lock:
-                session = self._table.reserve(_reservation(request), time.monotonic())
+                session = self._table.reserve(wanted, time.monotonic())
                 self._thread.wake()
         except NoRoomError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        except NeverFitsError as error:
+        except (NeverFitsError, ValueError) as error:  # ValueError: a sampling parameter out of range
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         log.info("session reserved", request_id=request.request_id, session=session.id, attempt=session.attempt)
         return decode_pb2.ReserveResponse(ticket=self._ticket(session), needs_prefill=session.phase is Phase.RECEIVING)
@@ -92,11 +94,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Steps(  # noqa: N802
         self, request: decode_pb2.StepsRequest, context: Context
     ) -> AsyncIterator[decode_pb2.StepEvents]:
+        if self._streams.is_open(request.gateway):
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"gateway {request.gateway} listens already")
         try:
-            async for events in self._streams.stream(request.gateway):
-                yield events
-        except ValueError as error:
-            await context.abort(grpc.StatusCode.ALREADY_EXISTS, str(error))
+            async with aclosing(self._streams.stream(request.gateway)) as news:
+                async for events in news:
+                    yield events
         finally:
             with self._thread.lock:
                 ended = self._table.abort_gateway(request.gateway)
@@ -126,6 +129,15 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             log.error("handshake refused", peer=request.peer.address, reason=str(error))
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return decode_pb2.HandshakeResponse(peer=self._me, transport=transport)
+
+    async def Renew(  # noqa: N802
+        self, request: decode_pb2.RenewRequest, context: Context
+    ) -> decode_pb2.RenewResponse:
+        try:
+            self._intake.renew(request.ticket)
+        except OfferRefusedError as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, error.detail)
+        return decode_pb2.RenewResponse()
 
     async def Offer(  # noqa: N802
         self, request: kv_pb2.OfferRequest, context: Context

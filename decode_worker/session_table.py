@@ -81,18 +81,18 @@ class SessionTable:
 
     # -- offers --------------------------------------------------------------------------------------------------
 
+    def renew(self, session_id: int, attempt: int, now: float) -> None:
+        """The prompt is still being computed: begin the lease anew. Raises OfferRefusedError."""
+        self._find_receiving(session_id, attempt).deadline = now + self.lease_s
+
     def begin_read(self, session_id: int, attempt: int, begin: int, end: int, num_pages: int) -> list[int]:
         """Accept an offer of positions [begin, end): the pages to copy into, leased until `finish_read`.
 
         Offers of a session come in order, one at a time. Raises OfferRefusedError.
         """
-        session = self._sessions.get(session_id)
-        if session is None or session.phase is Phase.ENDED:
-            raise OfferRefusedError("session", f"session {session_id} is not open here")
-        if session.attempt != attempt:
-            raise OfferRefusedError("attempt", f"offer of attempt {attempt}; session {session_id} is {session.attempt}")
-        if session.phase is not Phase.RECEIVING or session.is_read:
-            raise OfferRefusedError("session", f"session {session_id} takes no offer now ({session.phase.value})")
+        session = self._find_receiving(session_id, attempt)
+        if session.is_read:
+            raise OfferRefusedError("session", f"session {session_id} is reading another offer")
         limit = session.num_prompt - 1
         is_aligned = begin % self.page_tokens == 0 and (end % self.page_tokens == 0 or end == limit)
         if begin != session.computed or not begin < end <= limit or not is_aligned:
@@ -105,6 +105,16 @@ class SessionTable:
             raise OfferRefusedError("bounds", f"{num_pages} pages offered for [{begin}, {end}), not {len(targets)}")
         session.is_read = True
         return targets
+
+    def _find_receiving(self, session_id: int, attempt: int) -> Session:
+        session = self._sessions.get(session_id)
+        if session is None or session.phase is Phase.ENDED:
+            raise OfferRefusedError("session", f"session {session_id} is not open here")
+        if session.attempt != attempt:
+            raise OfferRefusedError("attempt", f"offer of attempt {attempt}; session {session_id} is {session.attempt}")
+        if session.phase is not Phase.RECEIVING:
+            raise OfferRefusedError("session", f"session {session_id} takes no offer now ({session.phase.value})")
+        return session
 
     def finish_read(self, session_id: int, end: int, now: float) -> None:
         """The copy of an accepted offer is over and checked: KV up to `end` is here."""

@@ -4,7 +4,7 @@ Lives on the asyncio thread. What a slow gateway makes us hold is bounded by its
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 
 from decode_worker.session import Delta
 from protos import decode_pb2
@@ -20,7 +20,7 @@ class GatewayStreams:
     def is_open(self, gateway: str) -> bool:
         return gateway in self._streams
 
-    async def stream(self, gateway: str) -> AsyncIterator[decode_pb2.StepEvents]:
+    async def stream(self, gateway: str) -> AsyncGenerator[decode_pb2.StepEvents, None]:
         """Messages for `gateway`: an empty one at once, then as steps are published. Ends with `close`.
 
         A second stream of the same name is refused by ValueError.

@@ -21,7 +21,7 @@ def plan_step(table: RunTable, chunk_tokens: int) -> list[Planned]:
     planned = []
     budget = chunk_tokens
     for run in table:
-        count = 0 if run.is_ended else min(run.num_missing, budget)
+        count = 0 if run.is_ended or run.is_failed else min(run.num_missing, budget)
         if count:
             planned.append(Planned(run, count))
             budget -= count

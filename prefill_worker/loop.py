@@ -43,7 +43,10 @@ class PrefillLoop:
         error = self._compute(planned)
         with self.thread.lock:
             for step in planned:
-                self._table.finish_step(step.run, 0 if error else step.count)
+                if error:
+                    self._table.fail_step(step.run)
+                else:
+                    self._table.finish_step(step.run, step.count)
         if not error:
             self._metrics.prompt_tokens.inc(sum(step.count for step in planned))
         self._publish(planned, started, error)

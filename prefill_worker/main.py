@@ -56,7 +56,7 @@ async def _serve(config: PrefillConfig, engine: Engine, reporter: ReadyReporter)
 
     loop = PrefillLoop(table, engine.runner, config.chunk_tokens, publish, metrics)
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_length)
-    service = PrefillService(me, table, loop.thread, offers, metrics, context_tokens)
+    service = PrefillService(me, table, loop.thread, offers, metrics, context_tokens, config.heartbeat_s)
     prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
     PageServer(engine.pool, incarnation).add_to(server)
     metrics_port = metrics.serve(config.host, config.metrics_port)

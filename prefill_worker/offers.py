@@ -83,6 +83,12 @@ class Offers:
         self._metrics.offers_accepted.inc()
         return response
 
+    async def renew(self, ticket: kv_pb2.Ticket) -> None:
+        """Tell that the ticket's session is still worked for. Raises OfferFailedError when nobody waits for it."""
+        target = await self._greet(ticket)
+        call = target.stub.Renew(decode_pb2.RenewRequest(ticket=ticket), timeout=self._timeout_s)
+        await self._ask(ticket, call)
+
     async def _greet(self, ticket: kv_pb2.Ticket) -> _Target:
         """The ticket's decode worker, after a handshake with the incarnation that the ticket names."""
         target = self._targets.get(ticket.address)

@@ -23,6 +23,7 @@ class PrefillRun:
     pages: list[int]
     computed: int = 0  # KV of positions [0, computed) is in `pages`
     is_stepped: bool = False  # an engine step works on `pages`
+    is_failed: bool = False  # a step failed: it is in no further one
     is_ended: bool = False
 
     @property
@@ -62,15 +63,20 @@ class RunTable:
         return run
 
     def begin_step(self, runs: Iterable[PrefillRun]) -> None:
-        """An engine step will work on these runs' pages: they stay leased until `finish_step`."""
+        """An engine step will work on these runs' pages: they stay leased until `finish_step` or `fail_step`."""
         for run in runs:
             run.is_stepped = True
 
     def finish_step(self, run: PrefillRun, count: int) -> None:
-        """A step computed `count` more positions; 0 when it failed."""
+        """A step computed `count` more positions."""
         run.is_stepped = False
         run.computed += count
         self._remove_if_over(run)
+
+    def fail_step(self, run: PrefillRun) -> None:
+        """A step went wrong. The run keeps its pages, which may be on offer, until its caller ends it."""
+        run.is_failed = True
+        self.finish_step(run, 0)
 
     def end(self, run: PrefillRun) -> None:
         """Nobody needs this run any more. Idempotent."""

@@ -45,13 +45,16 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         offers: Offers,
         metrics: PrefillMetrics,
         context_tokens: int,
+        heartbeat_s: float,
     ) -> None:
+        """`heartbeat_s`: how often a decode worker hears that its session is still worked for."""
         self._me = me
         self._table = table
         self._thread = thread
         self._offers = offers
         self._metrics = metrics
         self._context_tokens = context_tokens
+        self._heartbeat_s = heartbeat_s
         self._watches: dict[int, _Watch] = {}  # run id |-> its watch
         self.is_draining = False
 
@@ -114,8 +117,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         offered = request.ticket.begin
         result = prefill_pb2.RunResponse()
         while offered < run.end:
-            await watch.has_news.wait()  # bounded by the caller's deadline
-            watch.has_news.clear()
+            if not await self._wait_for_step(watch):
+                await self._offers.renew(request.ticket)
+                continue
             if watch.error is not None:
                 raise OfferFailedError(grpc.StatusCode.INTERNAL, f"the prefill step failed: {watch.error}")
             positions = self._table.next_offer(run, offered)
@@ -134,6 +138,15 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._metrics.prefill_seconds.observe(result.prefill_seconds)
         log.info("prefilled", request_id=run.request_id, tokens=run.end, bytes=result.transfer_bytes)
         return result
+
+    async def _wait_for_step(self, watch: _Watch) -> bool:
+        """True after a step with this run; False when none came within a heartbeat."""
+        try:
+            await asyncio.wait_for(watch.has_news.wait(), self._heartbeat_s)
+        except TimeoutError:
+            return False
+        watch.has_news.clear()
+        return True
 
     async def Status(  # noqa: N802
         self, request: decode_pb2.StatusRequest, context: Context

@@ -107,6 +107,16 @@ class HandshakeResponse(_message.Message):
     transport: str
     def __init__(self, peer: _Optional[_Union[_kv_pb2.Peer, _Mapping]] = ..., transport: _Optional[str] = ...) -> None: ...
 
+class RenewRequest(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: _kv_pb2.Ticket
+    def __init__(self, ticket: _Optional[_Union[_kv_pb2.Ticket, _Mapping]] = ...) -> None: ...
+
+class RenewResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -56,6 +56,11 @@ class DecodeStub:
                 request_serializer=protos_dot_decode__pb2.HandshakeRequest.SerializeToString,
                 response_deserializer=protos_dot_decode__pb2.HandshakeResponse.FromString,
                 _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/baton.v1.Decode/Renew',
+                request_serializer=protos_dot_decode__pb2.RenewRequest.SerializeToString,
+                response_deserializer=protos_dot_decode__pb2.RenewResponse.FromString,
+                _registered_method=True)
         self.Offer = channel.unary_unary(
                 '/baton.v1.Decode/Offer',
                 request_serializer=protos_dot_kv__pb2.OfferRequest.SerializeToString,
@@ -104,6 +109,14 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Renew(self, request, context):
+        """Prolongs the lease of a session whose prompt is still waiting or being computed.
+        NOT_FOUND: the session is not waiting for pages any more; nothing needs to be computed for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Offer(self, request, context):
         """Reads offered pages into the session's own pages; the reply is the acknowledgement.
         """
@@ -140,6 +153,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Handshake,
                     request_deserializer=protos_dot_decode__pb2.HandshakeRequest.FromString,
                     response_serializer=protos_dot_decode__pb2.HandshakeResponse.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=protos_dot_decode__pb2.RenewRequest.FromString,
+                    response_serializer=protos_dot_decode__pb2.RenewResponse.SerializeToString,
             ),
             'Offer': grpc.unary_unary_rpc_method_handler(
                     servicer.Offer,
@@ -261,6 +279,33 @@ class Decode:
             '/baton.v1.Decode/Handshake',
             protos_dot_decode__pb2.HandshakeRequest.SerializeToString,
             protos_dot_decode__pb2.HandshakeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Decode/Renew',
+            protos_dot_decode__pb2.RenewRequest.SerializeToString,
+            protos_dot_decode__pb2.RenewResponse.FromString,
             options,
             channel_credentials,
             insecure,
