@@ -142,7 +142,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def _wait_for_step(self, watch: _Watch) -> bool:
         """True after a step with this run; False when none came within a heartbeat."""
         try:
-            await asyncio.wait_for(watch.has_news.wait(), self._heartbeat_s)
+            # not wait_for, which before Python 3.12 swallows a cancellation that comes with the news
+            async with asyncio.timeout(self._heartbeat_s):
+                await watch.has_news.wait()
         except TimeoutError:
             return False
         watch.has_news.clear()
