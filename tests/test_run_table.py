@@ -45,7 +45,7 @@ class RunTableMachine(RuleBasedStateMachine):
     def plan(self, chunk: int) -> None:
         self.step = plan_step(self.table, chunk)
         assert sum(step.count for step in self.step) <= chunk
-        waiting = [run for run in self.table if run.num_missing and not run.is_ended]
+        waiting = [run for run in self.table if run.num_missing and not run.is_ended and not run.is_failed]
         assert [step.run.id for step in self.step] == [run.id for run in waiting][: len(self.step)], "oldest first"
         assert bool(waiting) == bool(self.step)
         assert all(step.run.is_stepped for step in self.step)
@@ -55,7 +55,10 @@ class RunTableMachine(RuleBasedStateMachine):
     def finish(self, is_failed: bool) -> None:
         for planned in self.step:
             before = planned.run.computed
-            self.table.finish_step(planned.run, 0 if is_failed else planned.count)
+            if is_failed:
+                self.table.fail_step(planned.run)
+            else:
+                self.table.finish_step(planned.run, planned.count)
             assert planned.run.computed == before + (0 if is_failed else planned.count) <= planned.run.end
         self.step = []
 

@@ -185,6 +185,17 @@ class SessionTableMachine(RuleBasedStateMachine):
             expected = {"session_id": "session", "attempt": "attempt"}.get(next(iter(wrong)), "bounds")
             assert refusal.value.reason == expected
 
+    @precondition(lambda self: self.stories)
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        session = self.stories[data.draw(st.sampled_from(sorted(self.stories)))].session
+        if session in self.table.in_phase(Phase.RECEIVING):
+            self.table.renew(session.id, session.attempt, self.now)
+            assert session.deadline == self.now + LEASE_S
+        else:
+            with pytest.raises(OfferRefusedError):
+                self.table.renew(session.id, session.attempt, self.now)
+
     @precondition(lambda self: self.readings)
     @rule(data=st.data(), is_good=st.booleans())
     def end_read(self, data: st.DataObject, is_good: bool) -> None:
@@ -402,7 +413,7 @@ def test_refusals_name_numbers_and_settings() -> None:
     with pytest.raises(OfferRefusedError, match=r"offer of \[4, 8\) where \[0, 8\) is wanted"):
         table.begin_read(session.id, session.attempt, 4, 8, 1)
     assert table.begin_read(session.id, session.attempt, 0, 8, 2) == session.pages[:2]
-    with pytest.raises(OfferRefusedError, match="takes no offer now"):
+    with pytest.raises(OfferRefusedError, match="is reading another offer"):
         table.begin_read(session.id, session.attempt, 0, 8, 2)
 
 
