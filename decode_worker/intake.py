@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class Intake:
         thread: EngineThread,
         metrics: DecodeMetrics,
         transport: Transport,
+        is_transport_required: bool,
         read_timeout_s: float,
     ) -> None:
         self._me = me
@@ -56,9 +58,10 @@ class Intake:
         self._thread = thread
         self._metrics = metrics
         self._transport = transport
+        self._is_transport_required = is_transport_required
         self._read_timeout_s = read_timeout_s
         self._peers: dict[str, KnownPeer] = {}  # address |-> peer
-        self._greeting = asyncio.Lock()  # one handshake at a time
+        self._greeting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # address |-> held in a handshake
         self._reads: set[asyncio.Future[kv_pb2.OfferResponse]] = set()  # the event loop itself holds tasks weakly
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-read")
 
@@ -68,7 +71,7 @@ class Intake:
 
     async def shake_hands(self, peer: kv_pb2.Peer) -> str:
         """Compare layouts, open a reader and measure it. Returns the transport. Idempotent per incarnation."""
-        async with self._greeting:
+        async with self._greeting[peer.address]:
             return await self._shake_hands(peer)
 
     async def _shake_hands(self, peer: kv_pb2.Peer) -> str:
@@ -93,14 +96,16 @@ class Intake:
         return reader.transport
 
     def _open_reader(self, peer: kv_pb2.Peer) -> tuple[Reader, str]:
-        transport, why = choose_transport(self._me, peer, self._transport)
+        transport, why = choose_transport(self._me, peer, self._transport, self._is_transport_required)
         if transport == "shm":
             try:
                 return ShmReader(peer, self._store, self._executor), why
             except ReadError as error:
-                if self._transport == "shm":
+                if self._is_transport_required:
                     raise
                 why = f"shared memory failed: {error}"
+        if self._transport == "shm":
+            log.warning("transport is not the one asked for", peer=peer.address, asked="shm", used="grpc", why=why)
         return GrpcReader(peer, self._store, open_channel(peer.address), self._read_timeout_s), why
 
     async def _measure(self, reader: Reader, peer: kv_pb2.Peer) -> float:

@@ -49,9 +49,12 @@ class DecodeLoop:
     def _take_and_plan(self) -> tuple[list[Planned], list[Delta]]:
         """What to compute now, and the ends of sessions whose KV came too late."""
         with self.thread.lock:
+            preempted_before = self._table.num_preemptions
             expired = self._table.expire(time.monotonic())
             planned = plan_step(self._table, self._chunk_tokens)
+            preempted = self._table.num_preemptions - preempted_before
         self._metrics.leases_expired.inc(len(expired))
+        self._metrics.preemptions.inc(preempted)
         return planned, expired
 
     def _compute(self, planned: list[Planned]) -> list[int] | Exception:

@@ -43,7 +43,7 @@ async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) 
     incarnation = rpc.new_incarnation()
     facts = PoolFacts(
         engine.weights, engine.dtype, engine.config.num_layers, engine.config.num_kv_heads, config.page_tokens,
-        engine.config.head_dim, engine.pool.num_pages, engine.pool.fd,
+        engine.config.head_dim, engine.pool.num_pages, engine.pool.fd, engine.pool.pages_offset,
     )  # fmt: skip
     me = build_peer("decode", address, incarnation, os.getpid(), rpc.host_identity(), facts)
     table = SessionTable(engine.allocator, config.page_tokens, config.max_running, config.lease_s)
@@ -55,7 +55,9 @@ async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) 
         asyncio_loop.call_soon_threadsafe(streams.publish, step, deltas)
 
     loop = DecodeLoop(table, engine.runner, config.local_prefill_chunk_tokens, publish, metrics)
-    intake = Intake(me, engine.pool, table, loop.thread, metrics, config.transport, config.lease_s)
+    intake = Intake(
+        me, engine.pool, table, loop.thread, metrics, config.transport, config.require_transport, config.lease_s
+    )
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_length)
     service = DecodeService(me, table, loop.thread, intake, streams, metrics, context_tokens)
     decode_pb2_grpc.add_DecodeServicer_to_server(service, server)

@@ -9,7 +9,7 @@ from runtime.metrics import WorkerMetrics
 
 
 class DecodeMetrics(WorkerMetrics):
-    """`prompt_tokens` counts local prefill here: 0 while prefill workers do their part."""
+    """`prompt_tokens` counts local prefill and recomputation: 0 while prefill workers serve and pages suffice."""
 
     def __init__(self, table: SessionTable) -> None:
         super().__init__()
@@ -18,12 +18,13 @@ class DecodeMetrics(WorkerMetrics):
         self.transfer_seconds = self.histogram("kv_transfer_seconds", "Time of one read of offered pages")
         self.offers_accepted = self.counter("offers_accepted", "Offers read and believed")
         self.offers_refused = self.counter("offers_refused", "Offers not believed", ("reason",))
+        self.leases_expired = self.counter("leases_expired", "Sessions whose KV did not arrive in time")
+        self.preemptions = self.counter("num_preemptions", "Sequences that lost their pages to older ones")
         self.cancelled = self.counter("cancelled", "Sessions ended by their gateway", ("phase",))
         self.add_pool_gauges(lambda: table.allocator.num_used, table.allocator.num_pages)
         self.gauge("num_requests_running", "Sequences decoding", lambda: len(table.in_phase(Phase.ACTIVE)))
         self.gauge("num_requests_waiting", "Sequences preempted", lambda: len(table.in_phase(Phase.PREEMPTED)))
         self.gauge("leases_open", "Sessions whose KV is arriving", lambda: len(table.in_phase(Phase.RECEIVING)))
-        self.gauge("num_preemptions_total", "Sequences that lost their pages", lambda: table.num_preemptions)
 
     def count_step(self, planned: Sequence[Planned]) -> None:
         """Every chosen token is one position of decode; positions beyond that are local prefill."""

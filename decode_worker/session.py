@@ -84,5 +84,5 @@ class Delta:
     handle: int
     attempt: int
     token_ids: tuple[int, ...]
-    finish_reason: str = ""  # "stop", "length" or "error" at the end
+    finish_reason: str = ""  # at the end "stop", "length", "error", or "expired" when no KV came
     error: str = ""

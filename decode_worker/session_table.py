@@ -33,7 +33,7 @@ class SessionTable:
     # -- reservation ---------------------------------------------------------------------------------------------
 
     def reserve(self, wanted: Reservation, now: float) -> Session:
-        """Lease pages for the prompt and its first new token. The same reservation again returns the same session."""
+        """Lease pages for the prompt. The same reservation again returns the same session."""
         key = (wanted.gateway, wanted.handle)
         if key in self._by_handle:
             return self._sessions[self._by_handle[key]]
@@ -195,11 +195,11 @@ class SessionTable:
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
-    def fail(self, session: Session, error: str) -> Delta:
+    def fail(self, session: Session, error: str, reason: str = "error") -> Delta:
         """End a session for `error`, after its step if it is in one."""
         session.is_stepped = False
         self._end(session)
-        return Delta(session.gateway, session.handle, session.attempt, (), "error", error)
+        return Delta(session.gateway, session.handle, session.attempt, (), reason, error)
 
     def abort(self, gateway: str, handles: Iterable[int]) -> list[Session]:
         """End these sessions of `gateway`; unknown handles are left alone. Returns the sessions ended."""
@@ -219,9 +219,8 @@ class SessionTable:
     def expire(self, now: float) -> list[Delta]:
         """End sessions whose KV did not arrive within the lease."""
         late = [session for session in self.in_phase(Phase.RECEIVING) if session.deadline <= now]
-        return [
-            self.fail(session, f"no KV arrived within the lease of {self.lease_s:g} s (--lease-s)") for session in late
-        ]
+        error = f"no KV arrived within the lease of {self.lease_s:g} s (--lease-s)"
+        return [self.fail(session, error, "expired") for session in late]
 
     def next_deadline(self) -> float | None:
         """When `expire` will next have something to do."""

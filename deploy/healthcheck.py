@@ -1,4 +1,4 @@
-"""Exit status 0 when a process in this container serves: `http PORT` asks /ready, `grpc PORT` the health service."""
+"""Exit status 0 when a process in this container serves: `http PORT` asks /live, `grpc PORT` the health service."""
 
 import sys
 import urllib.request
@@ -9,9 +9,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 TIMEOUT_S = 3.0
 
 
-def is_ready(port: str) -> bool:
-    """Whether a gateway has somebody to serve with; a refusal raises OSError."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=TIMEOUT_S) as answer:
+def is_live(port: str) -> bool:
+    """Whether a gateway answers; a refusal raises OSError. /ready needs the API key, and is no reason to restart."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/live", timeout=TIMEOUT_S) as answer:
         return bool(answer.status == 200)
 
 
@@ -25,7 +25,7 @@ def is_serving(port: str) -> bool:
 def main(kind: str, port: str) -> int:
     """The exit status."""
     try:
-        return 0 if {"http": is_ready, "grpc": is_serving}[kind](port) else 1
+        return 0 if {"http": is_live, "grpc": is_serving}[kind](port) else 1
     except (OSError, grpc.RpcError) as error:
         print(f"not healthy: {error}", file=sys.stderr)
         return 1

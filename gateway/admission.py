@@ -104,17 +104,25 @@ class Admission:
             choice = choose_placement(
                 self._fleet.views(), waiter.num_missing, self._local_prefill_max_tokens, waiter.avoid
             )
-            is_patient = time.monotonic() < waiter.patience
-            if isinstance(choice, Wait) or (isinstance(choice, Unready) and is_patient):
+            if isinstance(choice, Unready):
+                self._refuse_impatient(choice.reason)
+                return
+            if isinstance(choice, Wait):
                 return
             self._waiting.popleft()
             self._decide(waiter, choice)
 
-    def _decide(self, waiter: _Waiter, choice: Placement | Unready) -> None:
+    def _refuse_impatient(self, reason: str) -> None:
+        """Nobody can serve: only retries wait for a worker to come back."""
+        now = time.monotonic()
+        impatient = [waiter for waiter in self._waiting if waiter.patience <= now]
+        for waiter in impatient:
+            self._waiting.remove(waiter)
+            if not waiter.decided.done():
+                waiter.decided.set_exception(not_ready(reason))
+
+    def _decide(self, waiter: _Waiter, choice: Placement) -> None:
         if waiter.decided.done():  # its request was cancelled this very moment
-            return
-        if isinstance(choice, Unready):
-            waiter.decided.set_exception(not_ready(choice.reason))
             return
         prefill = self._fleet.prefill[choice.prefill.address] if choice.prefill else None
         waiter.places = Places(self._fleet.decode[choice.decode.address], prefill)

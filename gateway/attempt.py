@@ -78,7 +78,7 @@ class Attempt:
                 raise NoRoomError(error.details()) from error
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise bad_request(error.details() or "the decode worker refused the request", None) from error
-            raise AttemptFailedError(f"{decode.address}: {error.details()}", decode.status.peer.incarnation) from error
+            raise AttemptFailedError(f"{decode.address}: {error.details()}", session.incarnation) from error
 
     def _start_prefill(self, answer: decode_pb2.ReserveResponse, session: RemoteSession) -> asyncio.Task[None] | None:
         prefill = self.places.prefill
@@ -99,7 +99,6 @@ class Attempt:
             self.places.release(prefill)
 
     async def _listen(self, session: RemoteSession) -> AsyncGenerator[Tokens, None]:
-        decode = self.places.decode
         while True:
             try:
                 # not wait_for, which before Python 3.12 swallows a cancellation that comes with the news
@@ -110,12 +109,12 @@ class Attempt:
             if isinstance(news, Exception):
                 raise news
             if isinstance(news, Lost):
-                raise AttemptFailedError(news.reason, decode.status.peer.incarnation)
-            if news.finish_reason == "error":
-                raise AttemptFailedError(f"{decode.address}: {news.error}", decode.status.peer.incarnation)
+                raise AttemptFailedError(news.reason, session.incarnation)
             reason = news.finish_reason
             if reason not in ("", "stop", "length"):
-                raise AttemptFailedError(f"{decode.address} ended with {reason!r}", decode.status.peer.incarnation)
+                late = self.places.prefill if reason == "expired" else None
+                culprit = late.status.peer.incarnation if late else session.incarnation
+                raise AttemptFailedError(f"{self.places.decode.address}: {news.error or reason}", culprit)
             yield Tokens(tuple(news.token_ids), "stop" if reason == "stop" else "length" if reason else None)
             if reason:
                 return

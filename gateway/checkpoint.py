@@ -38,8 +38,18 @@ def read_model_facts(folder: Path) -> ModelFacts:
     context = text_config.get("max_position_embeddings")
     if not isinstance(context, int) or context < 2:
         raise ValueError(f"{folder / 'config.json'} must give max_position_embeddings as an integer of at least 2")
+    context = max(context, _yarn_context(text_config))
     eos = generation.get("eos_token_id", text_config.get("eos_token_id"))
     return ModelFacts(text_config.get("vocab_size"), context, _id_set(eos), _sampling_defaults(generation))
+
+
+def _yarn_context(config: Mapping[str, Any]) -> int:
+    """What yarn stretches the context to. Recipes that add it leave max_position_embeddings at the original."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) != "yarn":
+        return 0
+    original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    return int(original * rope["factor"])
 
 
 def _read_object(path: Path) -> dict[str, Any]:

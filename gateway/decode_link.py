@@ -35,6 +35,7 @@ class RemoteSession:
 
     handle: int
     stream: str  # name of the Steps stream that tells its news
+    incarnation: str  # of the worker behind that stream
     inbox: asyncio.Queue[News] = field(default_factory=asyncio.Queue)  # as long as the answer, at most
     is_over: bool = False  # its last news has come: nothing is left to abort
 
@@ -50,6 +51,7 @@ class DecodeLink(WorkerLink):
         self._handles = itertools.count(1)
         self._sessions: dict[int, RemoteSession] = {}  # handle |-> session
         self._stream = ""  # name of the open Steps stream; empty while there is none
+        self._incarnation = ""  # of the worker behind it
         self._unwanted: list[int] = []  # handles to abort
         self._has_unwanted = asyncio.Event()
 
@@ -81,7 +83,7 @@ class DecodeLink(WorkerLink):
             try:
                 async for events in self._stub.Steps(decode_pb2.StepsRequest(gateway=name)):
                     if self._stream != name:
-                        self._stream = name
+                        self._stream, self._incarnation = name, events.incarnation
                         self._on_change()
                     for delta in events.deltas:
                         self._deliver(delta)
@@ -109,7 +111,7 @@ class DecodeLink(WorkerLink):
     @contextmanager
     def open_session(self) -> Iterator[RemoteSession]:
         """A handle for one session. At the end, whatever is left of it on the worker is aborted."""
-        session = RemoteSession(next(self._handles), self._stream)
+        session = RemoteSession(next(self._handles), self._stream, self._incarnation)
         self._sessions[session.handle] = session
         try:
             yield session

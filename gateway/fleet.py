@@ -2,18 +2,36 @@
 
 from collections.abc import Callable, Sequence
 
+import structlog
+
 from gateway.decode_link import DecodeLink
 from gateway.policy import WorkerView
 from gateway.worker_link import PrefillLink, WorkerLink
+from kvtransfer.layout import find_mismatch
+
+log = structlog.get_logger()
 
 
 class Fleet:
     """Owns the links. Subscribers are called whenever a worker may have got room, appeared or died."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], heartbeat_s: float, stall_s: float) -> None:
-        self._subscribers: list[Callable[[], None]] = []
+        self._subscribers: list[Callable[[], None]] = [self._report_mismatches]
+        self._compared: set[tuple[str, str]] = set()  # incarnations of pairs already compared
         self.prefill = {address: PrefillLink(address, heartbeat_s, stall_s, self._notify) for address in prefill}
         self.decode = {address: DecodeLink(address, heartbeat_s, stall_s, self._notify) for address in decode}
+
+    def _report_mismatches(self) -> None:
+        """Say once, naming both values, which alive workers cannot exchange pages."""
+        for prefill in self.prefill.values():
+            for decode in self.decode.values():
+                pair = (prefill.status.peer.incarnation, decode.status.peer.incarnation)
+                if pair in self._compared or prefill.find_trouble() or decode.find_trouble():
+                    continue
+                self._compared.add(pair)
+                mismatch = find_mismatch(prefill.status.peer.layout, decode.status.peer.layout)
+                if mismatch is not None:
+                    log.error("workers do not match", here=prefill.address, there=decode.address, reason=mismatch)
 
     def subscribe(self, on_change: Callable[[], None]) -> None:
         self._subscribers.append(on_change)

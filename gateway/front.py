@@ -32,7 +32,7 @@ class FrontOptions:
     """How the public surface behaves; complete, with its defaults."""
 
     api_keys: tuple[str, ...] = ()  # any of them opens the service; none: no key needed
-    cors_origins: tuple[str, ...] = ("*",)  # browsers' origins that may read answers, never with credentials
+    cors_origins: tuple[str, ...] = ()  # browsers' origins that may read answers, never with credentials
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 60.0  # for a request's whole body to arrive
     stalled_client_s: float = 60.0  # for a client to take one message before its request is cancelled

@@ -67,8 +67,10 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
     address = f"{config.host}:{listener.getsockname()[1]}"
     grpc_address = f"{config.host}:{grpc_port}"
     await _wait_until_ready(fleet, dispatcher)
-    log.info("ready", address=address, grpc=grpc_address, model=config.served_name)
-    reporter.ready(address, address, rpc.new_incarnation(), {"grpc": grpc_address})
+    log.info("listening", address=address, grpc=grpc_address, model=config.served_name)
+    if (reason := dispatcher.check_ready()) is not None:
+        log.warning("not ready yet", reason=reason)
+    reporter.ready(address, address, "", {"grpc": grpc_address})
     await rpc.wait_for_stop()
     rest.should_exit = True
     await serving

@@ -18,6 +18,7 @@ class PoolFacts:
     head_dim: int
     num_pages: int
     fd: int | None  # of its memory file, when it is shared memory
+    pages_offset: int  # bytes before the first page in that file
 
 
 def build_peer(
@@ -32,6 +33,7 @@ def build_peer(
         host=host_identity,
         num_pages=facts.num_pages,
         pool_fd=facts.fd,
+        pages_offset=facts.pages_offset,
         layout=kv_pb2.KvLayout(
             protocol_min=PROTOCOL_MIN,
             protocol_max=PROTOCOL_MAX,

@@ -20,9 +20,3 @@ def find_mismatch(ours: kv_pb2.KvLayout, theirs: kv_pb2.KvLayout) -> str | None:
         if field.name not in _VERSION_FIELDS and here != there:
             return f"{field.name} differs: {here!r} here, {there!r} there"
     return None
-
-
-def page_bytes(layout: kv_pb2.KvLayout) -> int:
-    """Bytes of one page of all layers."""
-    width = {"float32": 4, "bfloat16": 2, "float16": 2}[layout.dtype]
-    return layout.num_layers * 2 * layout.num_kv_heads * layout.page_tokens * layout.head_dim * width

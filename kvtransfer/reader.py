@@ -71,9 +71,12 @@ class Reader(Protocol):
 
 
 def choose_transport(
-    ours: kv_pb2.Peer, theirs: kv_pb2.Peer, wanted: Literal["auto", "shm", "grpc"]
+    ours: kv_pb2.Peer, theirs: kv_pb2.Peer, wanted: Literal["auto", "shm", "grpc"], is_required: bool
 ) -> tuple[Transport, str]:
-    """The transport for reading `theirs` from `ours`, and why. Pure. Raises ValueError when `wanted` cannot be had."""
+    """The fastest transport for reading `theirs` from `ours` within `wanted`, and why. Pure.
+
+    shm that cannot be had gives grpc; when that `is_required` to be otherwise, ValueError says why.
+    """
     if wanted == "grpc":
         return "grpc", "asked for by --transport grpc"
     obstacle = None
@@ -83,10 +86,8 @@ def choose_transport(
         obstacle = "the peer's pool is not shared memory"
     if obstacle is None:
         return "shm", "the peer's pool is shared memory on this host"
-    if wanted == "shm":
-        raise ValueError(
-            f"--transport shm cannot be had with {theirs.address}: {obstacle}; use --transport auto or grpc"
-        )
+    if wanted == "shm" and is_required:
+        raise ValueError(f"shm cannot be had with {theirs.address}: {obstacle}; drop --require-transport to use grpc")
     return "grpc", obstacle
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvtransfer.reader import PageRef, PageStore, ReadError, Transport, check_bounds, check_generations
 from protos import kv_pb2
 
-OS_PAGE_BYTES = 4096
+GENERATION_BYTES = 8
 
 
 class ShmReader:
@@ -29,7 +29,9 @@ class ShmReader:
         self._store = store
         self._executor = executor
         self._num_pages = peer.num_pages
-        offset = -(-peer.num_pages * 8 // OS_PAGE_BYTES) * OS_PAGE_BYTES  # the generation table comes first
+        offset = peer.pages_offset
+        if offset < peer.num_pages * GENERATION_BYTES:
+            raise ReadError("layout", f"pages at byte {offset} leave no room for {peer.num_pages} generations")
         expected = offset + peer.num_pages * store.page_bytes
         memory = _map_file(f"/proc/{peer.pid}/fd/{peer.pool_fd}", expected)
         self._generations: NDArray[np.uint64] = np.frombuffer(memory, np.uint64, peer.num_pages)

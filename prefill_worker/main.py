@@ -43,7 +43,7 @@ async def _serve(config: PrefillConfig, engine: Engine, reporter: ReadyReporter)
     incarnation = rpc.new_incarnation()
     facts = PoolFacts(
         engine.weights, engine.dtype, engine.config.num_layers, engine.config.num_kv_heads, config.page_tokens,
-        engine.config.head_dim, engine.pool.num_pages, engine.pool.fd,
+        engine.config.head_dim, engine.pool.num_pages, engine.pool.fd, engine.pool.pages_offset,
     )  # fmt: skip
     me = build_peer("prefill", address, incarnation, os.getpid(), rpc.host_identity(), facts)
     table = RunTable(engine.allocator, config.page_tokens, config.max_running)
@@ -56,7 +56,9 @@ async def _serve(config: PrefillConfig, engine: Engine, reporter: ReadyReporter)
 
     loop = PrefillLoop(table, engine.runner, config.chunk_tokens, publish, metrics)
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_length)
-    service = PrefillService(me, table, loop.thread, offers, metrics, context_tokens, config.heartbeat_s)
+    service = PrefillService(
+        me, table, loop.thread, offers, metrics, context_tokens, config.heartbeat_s, config.lease_s
+    )
     prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
     PageServer(engine.pool, incarnation).add_to(server)
     metrics_port = metrics.serve(config.host, config.metrics_port)

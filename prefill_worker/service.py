@@ -46,6 +46,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         metrics: PrefillMetrics,
         context_tokens: int,
         heartbeat_s: float,
+        lease_s: float,
     ) -> None:
         """`heartbeat_s`: how often a decode worker hears that its session is still worked for."""
         self._me = me
@@ -55,6 +56,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._metrics = metrics
         self._context_tokens = context_tokens
         self._heartbeat_s = heartbeat_s
+        self._lease_s = lease_s
         self._watches: dict[int, _Watch] = {}  # run id |-> its watch
         self.is_draining = False
 
@@ -118,7 +120,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         result = prefill_pb2.RunResponse()
         while offered < run.end:
             if not await self._wait_for_step(watch):
-                await self._offers.renew(request.ticket)
+                if self._thread.progress().step_age_s < self._lease_s:  # a stuck engine lets the session's lease end
+                    await self._offers.renew(request.ticket)
                 continue
             if watch.error is not None:
                 raise OfferFailedError(grpc.StatusCode.INTERNAL, f"the prefill step failed: {watch.error}")

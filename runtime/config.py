@@ -81,16 +81,27 @@ class EngineConfig(Settings):
     """Most tokens in prompt and answer together; 0 is the model's limit."""
     threads: int = 0
     """CPU threads of each worker; 0 is one per core, because prefill and decode are rarely busy at once."""
-    heartbeat_s: float = 5.0
-    """Seconds between signs of life; shorter than a lease."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         is_power = self.page_tokens > 0 and self.page_tokens & (self.page_tokens - 1) == 0
         self.require("page_tokens", is_power, "a power of two such as 16")
-        self.require_positive("heartbeat_s")
         for name in ("kv_memory_mib", "max_context_tokens", "threads"):
             self.require_at_least(name, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeartbeatConfig(ProcessConfig):
+    """How processes notice each other's silence."""
+
+    heartbeat_s: float = 5.0
+    """Seconds between signs of life, and of silence after which a worker counts as dead; shorter than a lease."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("heartbeat_s")
+        is_shorter = self.heartbeat_s < self.lease_s
+        self.require("heartbeat_s", is_shorter, f"a number below --lease-s, which is {self.lease_s:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +137,7 @@ class PublicConfig(Settings):
     """Most requests that wait for a worker; more are refused with 429."""
     local_prefill_max_tokens: int = 0
     """Decode prefills by itself when at most this many tokens of a prompt are missing."""
-    body_limit_bytes: int = 16 << 20
+    body_limit_bytes: int = 8 << 20
     """Largest request body."""
     request_timeout_s: float = 600.0
     """Longest life of a request, waiting included."""
@@ -179,7 +190,6 @@ class WorkerConfig(ListenConfig, EngineConfig, ProcessConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_heartbeat(self, self.heartbeat_s, self.lease_s)
         is_reachable = bool(self.advertise_host) or self.host not in ("0.0.0.0", "::")
         self.require("advertise_host", is_reachable, f"the name by which others reach this --host {self.host}")
 
@@ -190,7 +200,7 @@ class WorkerConfig(ListenConfig, EngineConfig, ProcessConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillConfig(WorkerConfig):
+class PrefillConfig(HeartbeatConfig, WorkerConfig):
     """One prefill worker."""
 
     chunk_tokens: int = 512
@@ -220,7 +230,7 @@ class DecodeConfig(TransferConfig, WorkerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(PublicConfig, ProcessConfig):
+class GatewayConfig(PublicConfig, HeartbeatConfig, ProcessConfig):
     """The gateway. `model` is read for its tokenizer and configuration only."""
 
     prefill: tuple[str, ...] = ()
@@ -229,8 +239,6 @@ class GatewayConfig(PublicConfig, ProcessConfig):
     """host:port of a decode worker; repeat for several."""
     max_context_tokens: int = 0
     """Most tokens in prompt and answer together; 0 is the model's limit. The same as the workers'."""
-    heartbeat_s: float = 5.0
-    """Seconds of silence after which a worker counts as dead; shorter than a lease."""
     ready_fd: int | None = None
     """File descriptor on which to report progress, given by `baton serve`."""
 
@@ -241,12 +249,10 @@ class GatewayConfig(PublicConfig, ProcessConfig):
                 _require_address(name, address)
         self.require("decode", bool(self.decode), "at least one host:port, such as --decode 127.0.0.1:9001")
         self.require_at_least("max_context_tokens", 0)
-        self.require_positive("heartbeat_s")
-        _require_heartbeat(self, self.heartbeat_s, self.lease_s)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(PublicConfig, TransferConfig, EngineConfig, ProcessConfig):
+class ServeConfig(PublicConfig, TransferConfig, HeartbeatConfig, EngineConfig, ProcessConfig):
     """A whole service on one machine."""
 
     prefill_workers: int = 1
@@ -266,14 +272,9 @@ class ServeConfig(PublicConfig, TransferConfig, EngineConfig, ProcessConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_heartbeat(self, self.heartbeat_s, self.lease_s)
         self.require_at_least("prefill_workers", 0)
         self.require_at_least("decode_workers", 1)
         self.require_positive("start_timeout_s")
-
-
-def _require_heartbeat(config: Settings, heartbeat_s: float, lease_s: float) -> None:
-    config.require("heartbeat_s", heartbeat_s < lease_s, f"a number below --lease-s, which is {lease_s:g}")
 
 
 def _require_address(name: str, address: str) -> None:

@@ -15,7 +15,6 @@ class WorkerMetrics:
         self.registry = CollectorRegistry()
         self.prompt_tokens = self.counter("prompt_tokens", "Prompt positions computed by this worker")
         self.step_seconds = self.histogram("engine_step_seconds", "Time of one engine step")
-        self.leases_expired = self.counter("leases_expired", "Leases that reached their deadline")
 
     def counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         """A counter `baton:NAME_total`."""

@@ -47,6 +47,7 @@ class FakeWorker:
     """What both roles have in common."""
 
     def __init__(self, role: str, incarnation: str, signal: Signal, max_running: int = 4) -> None:
+        self.incarnation = incarnation
         self.signal = signal
         self.refusals: deque[Refusal] = deque()  # of the next Reserve or Run calls
         self.num_status_calls = 0
@@ -104,7 +105,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         super().__init__("decode", incarnation, signal, max_running)
         self.is_manual = is_manual  # the test emits the tokens
         self.needs_prefill = True
-        self.is_hanging = False  # Reserve never answers
+        self.may_answer = asyncio.Event()  # Reserve answers, or refuses, once this is set
+        self.may_answer.set()
         self.num_reserve_calls = 0
         self.sessions: list[FakeSession] = []
         self.aborted: set[int] = set()  # handles
@@ -121,8 +123,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     ) -> decode_pb2.ReserveResponse:
         self.num_reserve_calls += 1
         self.signal.fire()
-        if self.is_hanging:
-            await asyncio.Event().wait()
+        await self.may_answer.wait()
         await self.refuse_next(context)
         session = FakeSession(self, request)
         self.sessions.append(session)
@@ -138,7 +139,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     ) -> AsyncIterator[decode_pb2.StepEvents]:
         stream = self.streams[request.gateway] = asyncio.Queue()
         try:
-            yield decode_pb2.StepEvents()
+            yield decode_pb2.StepEvents(incarnation=self._peer.incarnation)
             while (events := await stream.get()) is not None:
                 yield events
         finally:

@@ -93,7 +93,7 @@ class TellingAllocator(PageAllocator):
 
 
 def build_identity(role: str, address: str, pool: Pool) -> kv_pb2.Peer:
-    facts = PoolFacts("w", "float32", 2, 1, PAGE_TOKENS, 8, pool.num_pages, pool.fd)
+    facts = PoolFacts("w", "float32", 2, 1, PAGE_TOKENS, 8, pool.num_pages, pool.fd, pool.pages_offset)
     return build_peer(role, address, new_incarnation(), os.getpid(), host_identity(), facts)
 
 
@@ -125,7 +125,9 @@ async def decode_worker(
         asyncio_loop.call_soon_threadsafe(streams.publish, step, deltas)
 
     loop = DecodeLoop(table, runner, CHUNK_TOKENS, publish, metrics)
-    intake = Intake(peer, pool, table, loop.thread, metrics, transport, lease_s)
+    intake = Intake(
+        peer, pool, table, loop.thread, metrics, transport, is_transport_required=True, read_timeout_s=lease_s
+    )
     service = DecodeService(peer, table, loop.thread, intake, streams, metrics, CONTEXT_TOKENS)
     decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
     loop.thread.start()
@@ -169,7 +171,7 @@ async def prefill_worker(
         asyncio_loop.call_soon_threadsafe(service.on_step, planned, started, error)
 
     loop = PrefillLoop(table, runner, CHUNK_TOKENS, publish, metrics)
-    service = PrefillService(peer, table, loop.thread, offers, metrics, CONTEXT_TOKENS, heartbeat_s)
+    service = PrefillService(peer, table, loop.thread, offers, metrics, CONTEXT_TOKENS, heartbeat_s, PATIENCE_S)
     prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
     PageServer(pool, peer.incarnation).add_to(server)
     loop.thread.start()

@@ -258,7 +258,8 @@ def test_a_request_that_takes_too_long_ends_with_504(stage: str) -> None:
     @bounded
     async def scenario() -> None:
         async with pair(is_manual=True, timeout_s=0.3) as (ring, decode, _prefill):
-            decode.is_hanging = stage == "reserve"
+            if stage == "reserve":
+                decode.may_answer.clear()
             error = await failure(ring.start(generation()))
             assert (error.status, error.code) == (504, "timeout")
             assert "--request-timeout-s" in error.message
@@ -364,11 +365,16 @@ async def test_a_request_that_found_no_room_goes_back_to_the_head() -> None:
         running = ring.start(generation("r0"))
         await decode.has_sessions(1)
         decode.refusals.append(NO_ROOM)
+        decode.may_answer.clear()
         first = ring.start(generation("r1"))
-        await ring.signal.until(lambda: not decode.refusals and ring.num_waiting == 1)
+        await ring.signal.until(lambda: decode.num_reserve_calls == 2)
         second = ring.start(generation("r2"))
         await asyncio.sleep(0)
-        assert ring.num_waiting == 2
+        assert ring.num_waiting == 1
+        decode.may_answer.set()
+        (link,) = ring.fleet.decode.values()
+        while ring.num_waiting < 2:
+            await link._ask_status()
         decode.sessions[0].emit(4, "length")  # a place and its pages are free again
         await running
         await decode.has_sessions(3)

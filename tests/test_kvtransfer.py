@@ -24,7 +24,7 @@ from kvtransfer import grpc_bytes
 from kvtransfer.grpc_bytes import GrpcReader, PageServer, decode, encode_data
 from kvtransfer.identity import PoolFacts, build_peer
 from kvtransfer.inprocess import InProcessReader
-from kvtransfer.layout import find_mismatch, page_bytes
+from kvtransfer.layout import find_mismatch
 from kvtransfer.reader import PageRef, Reader, ReadError, choose_transport
 from kvtransfer.shm import ShmReader
 from protos import kv_pb2
@@ -33,7 +33,7 @@ from tests.pool_process import build_pool, page_content, recycle
 
 PATIENCE_S = 30.0
 NUM_REMOTE, NUM_LOCAL = 9, 7
-FACTS = PoolFacts("weights-1", "float32", 2, 1, 4, 8, NUM_REMOTE, fd=5)
+FACTS = PoolFacts("weights-1", "float32", 2, 1, 4, 8, NUM_REMOTE, fd=5, pages_offset=4096)
 
 
 def peer(facts: PoolFacts = FACTS, pid: int = 1, host: str = "host-1", address: str = "p:1") -> kv_pb2.Peer:
@@ -45,7 +45,6 @@ def peer(facts: PoolFacts = FACTS, pid: int = 1, host: str = "host-1", address: 
 
 def test_equal_layouts_match_and_sizes_agree_with_the_pool() -> None:
     assert find_mismatch(peer().layout, peer().layout) is None
-    assert page_bytes(peer().layout) == build_pool(1).page_bytes
 
 
 @pytest.mark.parametrize(
@@ -93,11 +92,12 @@ def test_choice_of_transport(wanted: Any, same_host: bool, has_file: bool, expec
     if not has_file:
         theirs.ClearField("pool_fd")
     if expected in ("shm", "grpc"):
-        transport, why = choose_transport(peer(), theirs, wanted)
+        transport, why = choose_transport(peer(), theirs, wanted, True)
         assert transport == expected and why
     else:
-        with pytest.raises(ValueError, match=f"--transport shm cannot be had with p:1: {expected}"):
-            choose_transport(peer(), theirs, wanted)
+        assert choose_transport(peer(), theirs, wanted, False) == ("grpc", expected)
+        with pytest.raises(ValueError, match=f"shm cannot be had with p:1: {expected}"):
+            choose_transport(peer(), theirs, wanted, True)
 
 
 # -- the wire format -------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class PoolProcess:
         assert self._stdout.readline() == "done\n"
 
     def peer(self, num_pages: int = NUM_REMOTE) -> kv_pb2.Peer:
-        return peer(PoolFacts("weights-1", "float32", 2, 1, 4, 8, num_pages, self.fd), self.pid)
+        return peer(PoolFacts("weights-1", "float32", 2, 1, 4, 8, num_pages, self.fd, 4096), self.pid)
 
     def kill(self) -> None:
         self._process.kill()
@@ -329,7 +329,9 @@ def test_a_file_descriptor_that_is_no_pool_is_refused() -> None:
     reading, writing = os.pipe()
     try:
         with ThreadPoolExecutor(1) as executor, pytest.raises(ReadError) as error:
-            ShmReader(peer(PoolFacts("w", "float32", 2, 1, 4, 8, 9, reading), os.getpid()), build_local(), executor)
+            ShmReader(
+                peer(PoolFacts("w", "float32", 2, 1, 4, 8, 9, reading, 4096), os.getpid()), build_local(), executor
+            )
         assert error.value.reason == "layout"
     finally:
         os.close(reading)
@@ -463,7 +465,9 @@ def test_another_incarnation_is_refused_naming_both() -> None:
 def test_the_server_itself_refuses_a_page_outside_its_pool() -> None:
     async def scenario() -> None:
         async with grpc_server(build_remote_pool()) as address:
-            wider = peer(PoolFacts("w", "float32", 2, 1, 4, 8, 1000, None), address=address)  # as a liar announces it
+            wider = peer(
+                PoolFacts("w", "float32", 2, 1, 4, 8, 1000, None, 0), address=address
+            )  # as a liar announces it
             reader = GrpcReader(wider, build_local(), open_channel(address), PATIENCE_S)
             with pytest.raises(ReadError, match=f"OUT_OF_RANGE: page 999 is outside the pool of {NUM_REMOTE} pages"):
                 await reader.read([PageRef(999, 1)], [0])

@@ -47,8 +47,8 @@ QWEN: dict[str, Any] = BASE | {"model_type": "qwen2", "architectures": ["Qwen2Fo
     ],
 )
 def test_old_and_new_rope_keys_agree(scaling: dict[str, Any], attention_factor: float | None) -> None:
-    old = build_config(BASE | {"rope_theta": 5e5, "rope_scaling": scaling}, {})
-    new = build_config(BASE | {"rope_parameters": {**scaling, "rope_theta": 5e5}}, {})
+    old = build_config(BASE | {"rope_theta": 5e5, "rope_scaling": scaling})
+    new = build_config(BASE | {"rope_parameters": {**scaling, "rope_theta": 5e5}})
     assert old == new
     theirs = AutoConfig.for_model(**BASE, rope_theta=5e5, rope_scaling=dict(scaling))
     frequencies, factor = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs, CPU)
@@ -57,26 +57,23 @@ def test_old_and_new_rope_keys_agree(scaling: dict[str, Any], attention_factor: 
 
 
 def test_config_values() -> None:
-    plain = build_config(BASE, {})
+    plain = build_config(BASE)
     assert (plain.num_kv_heads, plain.head_dim, plain.rope.theta, plain.rms_eps) == (4, 16, 10000.0, 1e-6)
-    assert (plain.bos_id, plain.eos_ids, plain.is_tied) == (None, (), False)
-    ids = build_config(BASE | {"bos_token_id": 3, "eos_token_id": 5}, {})
-    assert (ids.bos_id, ids.eos_ids) == (3, (5,))
-    assert build_config(BASE | {"eos_token_id": 5}, {"eos_token_id": [7, 8]}).eos_ids == (7, 8)
+    assert not plain.is_tied
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
-    assert build_config(BASE | {"rope_scaling": yarn}, {}).context_length == 1024
+    assert build_config(BASE | {"rope_scaling": yarn}).context_length == 1024
 
 
 def test_windows_per_layer() -> None:
     mistral = BASE | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
-    assert build_config(mistral, {}).windows == (4096,) * 4  # as transformers reads an absent key
-    assert build_config(mistral | {"sliding_window": None}, {}).windows == (None,) * 4
-    assert build_config(BASE | {"sliding_window": 8}, {}).windows == (None,) * 4  # Llama has none
-    assert build_config(QWEN | {"sliding_window": 8}, {}).windows == (None,) * 4
+    assert build_config(mistral).windows == (4096,) * 4  # as transformers reads an absent key
+    assert build_config(mistral | {"sliding_window": None}).windows == (None,) * 4
+    assert build_config(BASE | {"sliding_window": 8}).windows == (None,) * 4  # Llama has none
+    assert build_config(QWEN | {"sliding_window": 8}).windows == (None,) * 4
     sliding = QWEN | {"sliding_window": 8, "use_sliding_window": True}
-    assert build_config(sliding | {"max_window_layers": 3}, {}).windows == (None, None, None, 8)
+    assert build_config(sliding | {"max_window_layers": 3}).windows == (None, None, None, 8)
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    assert build_config(sliding | {"layer_types": kinds}, {}).windows == (8, None, 8, None)
+    assert build_config(sliding | {"layer_types": kinds}).windows == (8, None, 8, None)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +96,7 @@ def test_windows_per_layer() -> None:
 )
 def test_unsupported_configs_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build_config(BASE | change, {})
+        build_config(BASE | change)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +109,7 @@ def test_unsupported_configs_are_named(change: dict[str, Any], message: str) -> 
 )
 def test_unsupported_windows_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build_config(QWEN | change, {})
+        build_config(QWEN | change)
 
 
 @pytest.fixture

@@ -140,7 +140,7 @@ async def test_a_transport_that_cannot_be_had_is_refused() -> None:
     async with workers("shm") as (opened, prefill, _decode):
         prefill.peer.ClearField("pool_fd")
         _code, detail = await refusal(run(prefill, await opened.reserve(1, PROMPT), PROMPT))
-        assert "--transport shm cannot be had" in detail and "not shared memory" in detail
+        assert "shm cannot be had" in detail and "not shared memory" in detail
 
 
 @bounded
@@ -378,7 +378,7 @@ async def test_a_decode_step_that_fails_ends_its_sessions_only() -> None:
 async def test_a_session_whose_kv_never_comes_ends_with_its_lease() -> None:
     async with workers(lease_s=0.05) as (opened, prefill, decode):
         ticket = await opened.reserve(1, PROMPT)
-        assert await opened.end_of(1) == ("error", "no KV arrived within the lease of 0.05 s (--lease-s)")
+        assert await opened.end_of(1) == ("expired", "no KV arrived within the lease of 0.05 s (--lease-s)")
         assert used(decode) == 0
         code, detail = await refusal(run(prefill, ticket, PROMPT))
         assert code is grpc.StatusCode.ABORTED and "is not open here" in detail

@@ -46,7 +46,7 @@ class Pool:
     """Page memory, zeroed at birth. Satisfies kvtransfer's PageStore.
 
     On the CPU one memory file that peers on this host can map: generations (uint64 a page, padded to 4096 bytes), then
-    pages. On another device one plain allocation, with generations on the host.
+    pages. On another device, or without Linux's memory files, one plain allocation with generations on the host.
     """
 
     def __init__(self, shape: PoolShape, device: torch.device) -> None:
@@ -55,14 +55,15 @@ class Pool:
         self.page_bytes = shape.page_bytes
         self.fd: int | None = None  # the memory file, when there is one
         self._bytes: NDArray[np.uint8] | None = None  # [num_pages, page_bytes], the same memory as the tensor's
-        if device.type == "cpu":
+        self.pages_offset = 0  # bytes before the first page in the memory file
+        if device.type == "cpu" and hasattr(os, "memfd_create"):
             self._allocate_shared()
         else:
             self.generations: NDArray[np.uint64] = np.zeros(shape.num_pages, np.uint64)
             self.tensor: Tensor = torch.zeros(shape.sizes, dtype=shape.dtype, device=device)
 
     def _allocate_shared(self) -> None:
-        offset = generation_table_bytes(self.num_pages)
+        offset = self.pages_offset = num_pages_for(self.num_pages * 8, OS_PAGE_BYTES) * OS_PAGE_BYTES
         self.fd = os.memfd_create("baton-kv")
         os.ftruncate(self.fd, offset + self.num_pages * self.page_bytes)
         memory = mmap.mmap(self.fd, 0)
@@ -84,8 +85,3 @@ class Pool:
             np.copyto(self._bytes[page], data)
         else:
             self.tensor[page].view(-1).copy_(torch.from_numpy(data.copy()).view(self.shape.dtype))
-
-
-def generation_table_bytes(num_pages: int) -> int:
-    """Bytes before the first page in a pool's memory file."""
-    return num_pages_for(num_pages * 8, OS_PAGE_BYTES) * OS_PAGE_BYTES

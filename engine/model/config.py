@@ -67,8 +67,6 @@ class ModelConfig:
     windows: tuple[int | None, ...]  # L values: tokens a query sees, itself included; None is all of them
     rope: RopeConfig
     context_length: int  # tokens
-    bos_id: int | None
-    eos_ids: tuple[int, ...]  # generation_config.json's where it names any, as transformers' generate does
 
     @property
     def attention_shape(self) -> AttentionShape:
@@ -76,17 +74,16 @@ class ModelConfig:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Read config.json and, where there is one, generation_config.json.
+    """Read config.json.
 
     Raises FileNotFoundError without a config.json, ValueError for one that is not JSON or asks for what is not
     supported, naming the value and what is supported.
     """
-    generation = folder / "generation_config.json"
-    return build_config(_read_json(folder / "config.json"), _read_json(generation) if generation.exists() else {})
+    return build_config(_read_json(folder / "config.json"))
 
 
-def build_config(config: Json, generation: Json) -> ModelConfig:
-    """Pure twin of `load_config`: the parsed files |-> ModelConfig. Raises ValueError like it."""
+def build_config(config: Json) -> ModelConfig:
+    """Pure twin of `load_config`: the parsed file |-> ModelConfig. Raises ValueError like it."""
     name, family = _choose_family(config)
     _refuse_unsupported(config)
     num_layers = _positive(config, "num_hidden_layers")
@@ -119,8 +116,6 @@ def build_config(config: Json, generation: Json) -> ModelConfig:
         rope=rope,
         # Qwen's recipe for long contexts adds yarn and leaves max_position_embeddings at the original.
         context_length=max(trained_context, int(rope.original_context * rope.factor) if rope.kind == "yarn" else 0),
-        bos_id=_first_id(config, generation),
-        eos_ids=_ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id")),
     )
 
 
@@ -230,14 +225,3 @@ def _required(rope: Json, key: str) -> float:
 
 def _bias(config: Json, rule: bool | str) -> bool:
     return rule if isinstance(rule, bool) else bool(config.get(rule, False))
-
-
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _first_id(config: Json, generation: Json) -> int | None:
-    ids = _ids(generation.get("bos_token_id")) or _ids(config.get("bos_token_id"))
-    return ids[0] if ids else None
