@@ -111,6 +111,24 @@ def test_one_wake_at_a_time_always_arrives() -> None:
     assert worker.done == list(range(300))
 
 
+def test_a_wake_in_a_step_that_has_looked_already_is_not_lost() -> None:
+    looked_again, looks = threading.Event(), [0]
+
+    def step() -> bool:
+        looks[0] += 1
+        if looks[0] == 1:
+            with thread.lock:  # as another thread would, after this step found nothing and before it says so
+                thread.wake()
+        else:
+            looked_again.set()
+        return False
+
+    thread = EngineThread(step)
+    thread.start()
+    wait_until(looked_again)
+    thread.stop(PATIENCE_S)
+
+
 def test_a_deadline_ends_the_sleep_without_a_wake() -> None:
     due = time.monotonic() + 0.05
     deadlines: list[float | None] = [due]

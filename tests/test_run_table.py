@@ -91,6 +91,11 @@ class RunTableMachine(RuleBasedStateMachine):
         self.table.check()
         for run in [*self.table, *(step.run for step in self.step)]:
             assert [self.generations[page] for page in run.pages] == self.born[run.id], "pages changed hands early"
+        for run in self.table:
+            positions = self.table.next_offer(run, self.offered[run.id])
+            stop = self.offered[run.id] if positions is None else positions.stop
+            assert run.computed - self.table.page_tokens < stop <= run.computed
+            assert stop % self.table.page_tokens == 0 or stop == run.end, "half a page is still being written"
 
     def teardown(self) -> None:
         if not hasattr(self, "table"):
