@@ -446,7 +446,7 @@ def test_an_accepted_offer_renews_the_lease_and_a_failed_one_does_not() -> None:
     assert table.next_deadline() == 7.0 + LEASE_S
     assert session.computed == 4
     (delta,) = table.expire(17.0)
-    assert (delta.finish_reason, delta.error) == ("error", "no KV arrived within the lease of 10 s (--lease-s)")
+    assert (delta.finish_reason, delta.error) == ("expired", "no KV arrived within the lease of 10 s (--lease-s)")
     assert table.allocator.num_used == 0
 
 
