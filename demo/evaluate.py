@@ -7,7 +7,6 @@ tokens before, would also have put first: what speculative decoding accepts at t
 """
 
 import argparse
-import itertools
 import shlex
 import sys
 from collections import defaultdict
@@ -58,8 +57,14 @@ class Outcome:
 
 
 def held_out_cases(seed: int, count: int) -> list[Case]:
+    """`count` cases with different prompts."""
     rng = Random(seed)
-    return [Case(scene, staged(rng, scene)) for scene in itertools.islice(held_out_scenes(rng), count)]
+    cases: dict[str, Case] = {}
+    for scene in held_out_scenes(rng):
+        cases.setdefault("\n".join(scene.said()).casefold(), Case(scene, staged(rng, scene)))
+        if len(cases) == count:
+            break
+    return list(cases.values())
 
 
 def load(directory: Path) -> Any:
@@ -68,12 +73,12 @@ def load(directory: Path) -> Any:
 
 
 @torch.inference_mode()
-def outcomes(target: Any, draft: Any, tokenizer: Any, cases: Sequence[Case]) -> Iterator[Outcome]:
-    """Answers one batch of cases."""
+def outcomes(target: Any, draft: Any, tokenizer: Any, cases: Sequence[Case], limit: int) -> Iterator[Outcome]:
+    """Answers one batch of cases with at most `limit` tokens each."""
     prompts = [case.prompt() for case in cases]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     mask, prompt_length = inputs["attention_mask"], inputs["input_ids"].shape[1]
-    ids = target.generate(inputs["input_ids"], attention_mask=mask, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+    ids = target.generate(inputs["input_ids"], attention_mask=mask, max_new_tokens=limit, do_sample=False)
     answers = ids[:, prompt_length:]  # [cases, new tokens]
     full_mask = torch.cat([mask, torch.ones_like(answers)], dim=1)
     positions = (full_mask.cumsum(-1) - 1).clamp(min=0)
@@ -86,14 +91,14 @@ def outcomes(target: Any, draft: Any, tokenizer: Any, cases: Sequence[Case]) -> 
         yield Outcome(case, text, int(counted.sum()), int((agree & counted).sum()))
 
 
-def measure(target_dir: Path, draft_dir: Path, cases: Sequence[Case]) -> list[Outcome]:
+def measure(target_dir: Path, draft_dir: Path, cases: Sequence[Case], limit: int = MAX_NEW_TOKENS) -> list[Outcome]:
     target, draft = load(target_dir), load(draft_dir)
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     ordered = sorted(cases, key=lambda case: (case.scene.kind, len(case.prompt())))  # alike lengths together
     groups = [ordered[i : i + BATCH_SCENES] for i in range(0, len(ordered), BATCH_SCENES)]
     found: list[Outcome] = []
     for group in track(groups, description="answering"):
-        found += outcomes(target, draft, tokenizer, group)
+        found += outcomes(target, draft, tokenizer, group, limit)
     return found
 
 

@@ -18,40 +18,7 @@ SPECIAL_TOKENS = [BEGIN, END_OF_TEXT, END, *(f"<|{role}|>" for role in ROLES)]  
 CONTEXT_TOKENS = 4096
 VOCAB_SIZE = 1024
 EOS_IDS = [2, 1]
-
-# A tool is shown by its signature alone: `- get_weather(city, unit?): Get the weather.`
-CHAT_TEMPLATE = (
-    "{{- '<|begin_of_text|>' -}}"
-    "{%- if messages[0]['role'] == 'system' -%}"
-    "{%- set system = messages[0]['content'] | trim -%}{%- set turns = messages[1:] -%}"
-    "{%- else -%}{%- set system = '' -%}{%- set turns = messages -%}{%- endif -%}"
-    "{%- if system or tools -%}"
-    "{{- '<|system|>' + system -}}"
-    "{%- if tools -%}"
-    "{{- '\\n\\nTools:' if system else 'Tools:' -}}"
-    "{%- for tool in tools -%}"
-    "{%- set f = tool['function'] if tool['function'] is defined else tool -%}"
-    "{%- set parameters = f['parameters'] or {} -%}"
-    "{{- '\\n- ' + f['name'] + '(' -}}"
-    "{%- for name in parameters['properties'] or {} -%}"
-    "{{- name + ('' if name in (parameters['required'] or []) else '?') + ('' if loop.last else ', ') -}}"
-    "{%- endfor -%}"
-    "{{- '): ' + (f['description'] or '') -}}"
-    "{%- endfor -%}"
-    "{%- endif -%}"
-    "{{- '<|end|>' -}}"
-    "{%- endif -%}"
-    "{%- for message in turns -%}"
-    "{{- '<|' + message['role'] + '|>' + (message['content'] or '') | trim -}}"
-    "{%- for call in message['tool_calls'] or [] -%}"
-    "{%- set f = call['function'] if call['function'] is defined else call -%}"
-    "{%- set arguments = f['arguments'] if f['arguments'] is string else f['arguments'] | tojson -%}"
-    "{{- '<tool_call>{\"name\": \"' + f['name'] + '\", \"arguments\": ' + arguments + '}</tool_call>' -}}"
-    "{%- endfor -%}"
-    "{{- '<|end|>' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
+CHAT_TEMPLATE_FILE = Path(__file__).resolve().parent / "chat_template.jinja"
 
 
 def render(dialogue: Dialogue) -> str:
@@ -99,7 +66,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
         eos_token=END,
         pad_token=END_OF_TEXT,
         extra_special_tokens=[f"<|{role}|>" for role in ROLES],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE_FILE.read_text(),
         model_max_length=CONTEXT_TOKENS,
         clean_up_tokenization_spaces=False,
     )

@@ -18,7 +18,7 @@ import torch
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 from torch.nn import functional
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from demo.batches import BATCH_TOKENS, Batch, batches, documents
 from demo.shapes import draft_config, new_model, save_checkpoint, target_config
@@ -139,8 +139,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", choices=("target", "draft"), help="train one; a draft follows the target in --out")
+    parser.add_argument("--resume", action="store_true", help="go on from the weights in --out, at half the rate")
     parser.add_argument("--no-compile", action="store_true", help="do not use torch.compile (needs a C++ compiler)")
     return parser.parse_args()
+
+
+def starting_model(config: LlamaConfig, seed: int, known: Path | None) -> LlamaForCausalLM:
+    """A new model, or the one saved in `known`."""
+    if known is None:
+        return new_model(config, seed)
+    return LlamaForCausalLM.from_pretrained(known, dtype=torch.float32)
 
 
 def main() -> None:
@@ -148,17 +156,19 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     is_compiled, seed, seconds = not options.no_compile, options.seed, options.minutes * 60
     target_dir, draft_dir = options.out / "target", options.out / "draft"
-    tokenizer = tokenizer_for(options.out, seed)
+    tokenizer, rate_scale = tokenizer_for(options.out, seed), 0.5 if options.resume else 1.0
     if options.only != "draft":
-        target = new_model(target_config(), seed)
+        target = starting_model(target_config(), seed, target_dir if options.resume else None)
         share = 1.0 if options.only else TARGET_SHARE
-        plan = Plan("target", seconds * share, 4e-3, lambda: save_checkpoint(target, tokenizer, target_dir))
+        plan = Plan(
+            "target", seconds * share, rate_scale * 4e-3, lambda: save_checkpoint(target, tokenizer, target_dir)
+        )
         train(target, learning_loss(target, is_compiled), batches(seed, tokenizer), plan)
     if options.only != "target":
         teacher = LlamaForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
-        draft = new_model(draft_config(), seed + 1)
+        draft = starting_model(draft_config(), seed + 1, draft_dir if options.resume else None)
         share = 1.0 if options.only else 1 - TARGET_SHARE
-        plan = Plan("draft", seconds * share, 6e-3, lambda: save_checkpoint(draft, tokenizer, draft_dir))
+        plan = Plan("draft", seconds * share, rate_scale * 6e-3, lambda: save_checkpoint(draft, tokenizer, draft_dir))
         train(draft, distilling_loss(draft, teacher, is_compiled), batches(seed + 1, tokenizer), plan)
 
 
