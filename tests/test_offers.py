@@ -132,7 +132,7 @@ async def test_a_mismatched_pair_is_refused_naming_both_values() -> None:
         assert code is grpc.StatusCode.UNAVAILABLE
         assert "dtype differs: 'float32' here, 'bfloat16' there" in detail
         assert prefill.peer.address in detail and decode.peer.address in detail
-        assert used(prefill) == 0
+        await opened.signal.until(lambda: used(prefill) == 0)  # just after the refusal is sent
 
 
 @bounded
@@ -303,7 +303,7 @@ async def test_an_offer_after_the_abort_is_refused() -> None:
         assert (response.accepted, response.reason) == (False, "session")
         code, detail = await refusal(run(prefill, ticket, PROMPT))
         assert code is grpc.StatusCode.ABORTED and "is not open here" in detail
-        assert used(prefill) == 0
+        await opened.signal.until(lambda: used(prefill) == 0)  # just after the refusal is sent
 
 
 @bounded
@@ -340,7 +340,7 @@ async def test_a_prefill_step_that_fails_ends_its_prompts_only() -> None:
         prefill.runner.failures.append(RuntimeError("out of memory"))
         code, detail = await refusal(run(prefill, await opened.reserve(1, PROMPT), PROMPT))
         assert (code, detail) == (grpc.StatusCode.INTERNAL, "the prefill step failed: out of memory")
-        assert used(prefill) == 0
+        await opened.signal.until(lambda: used(prefill) == 0)  # just after the refusal is sent
         assert await answer(opened, prefill, 2) == expected_answer(PROMPT, 4)
 
 
