@@ -12,13 +12,13 @@ import structlog
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.session import OfferRefusedError
 from decode_worker.session_table import SessionTable
+from engine.thread import EngineThread
 from kvtransfer.grpc_bytes import GrpcReader
 from kvtransfer.layout import find_mismatch
 from kvtransfer.reader import PageRef, PageStore, Reader, ReadError, choose_transport
 from kvtransfer.shm import ShmReader
 from protos import kv_pb2
 from runtime.config import Transport
-from runtime.engine_thread import EngineThread
 from runtime.rpc import open_channel
 
 log = structlog.get_logger()

@@ -11,7 +11,7 @@ from decode_worker.session import Delta
 from decode_worker.session_table import SessionTable
 from engine.batch import SequenceSlice
 from engine.runner import Choice, Runner
-from runtime.engine_thread import EngineThread
+from engine.thread import EngineThread
 
 log = structlog.get_logger()
 

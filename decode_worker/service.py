@@ -18,8 +18,8 @@ from decode_worker.session_table import SessionTable
 from decode_worker.streams import GatewayStreams
 from engine.kvcache.allocator import NeverFitsError, NoRoomError
 from engine.sampling import SamplingParams
+from engine.thread import EngineThread
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
-from runtime.engine_thread import EngineThread
 
 Context = grpc.aio.ServicerContext[Any, Any]
 log = structlog.get_logger()

@@ -11,12 +11,12 @@ from typing import cast
 
 import structlog
 
-from gateway.detokenize import IncrementalDetokenizer
 from gateway.errors import ApiError
 from gateway.front import Front, Order
 from gateway.generation import FinishReason, Tokens
 from gateway.metrics import RequestMeter
-from gateway.stops import StopStrings
+from gateway.text.detokenize import IncrementalDetokenizer
+from gateway.text.stops import StopStrings
 
 _log = structlog.get_logger()
 

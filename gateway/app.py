@@ -15,15 +15,15 @@ from starlette.middleware.cors import CORSMiddleware
 from gateway.access import REQUEST_ID_HEADER
 from gateway.front import Front, FrontOptions
 from gateway.generation import Ring
-from gateway.http_errors import add_error_handlers
 from gateway.metrics import FrontMetrics
-from gateway.middleware import KeyCheck, RequestScope
-from gateway.offload import Offload
-from gateway.openai_routes import build_openai_router
-from gateway.openai_types import ChatCompletionRequest, CompletionRequest
+from gateway.rest.http_errors import add_error_handlers
+from gateway.rest.middleware import KeyCheck, RequestScope
+from gateway.rest.openai_routes import build_openai_router
+from gateway.rest.openai_types import ChatCompletionRequest, CompletionRequest
+from gateway.rest.status_routes import build_status_router
 from gateway.service import add_inference_services, build_interceptors
-from gateway.status_routes import build_status_router
-from gateway.text import Tokenizer
+from gateway.text.offload import Offload
+from gateway.text.tokenizer import Tokenizer
 
 __all__ = ["Front", "FrontOptions", "add_inference_services", "build_app", "build_front", "build_interceptors"]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from gateway.errors import bad_request
 from gateway.generation import Generation, Ring
 from gateway.metrics import FrontMetrics
-from gateway.offload import Offload
-from gateway.text import TemplateRefusalError, Tokenizer
+from gateway.text.offload import Offload
+from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
 from gateway.validate import (
     Chat,
     RawRequest,

@@ -11,10 +11,10 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from gateway.app import FrontOptions, add_inference_services, build_app, build_front, build_interceptors
-from gateway.dispatcher import Dispatcher
-from gateway.fleet import Fleet
-from gateway.fleet_routes import build_fleet_router
-from gateway.text import Tokenizer
+from gateway.rest.fleet_routes import build_fleet_router
+from gateway.ring.dispatcher import Dispatcher
+from gateway.ring.fleet import Fleet
+from gateway.text.tokenizer import Tokenizer
 from runtime import rpc
 from runtime.config import GatewayConfig
 from runtime.lifecycle import ReadyReporter

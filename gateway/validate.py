@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from gateway.checkpoint import SamplingDefaults
 from gateway.errors import ApiError, bad_request, model_not_found
 from gateway.generation import Sampling
+from gateway.text.checkpoint import SamplingDefaults
 
 Number = TypeVar("Number", int, float)
 

@@ -7,10 +7,10 @@ import structlog
 
 from engine.batch import SequenceSlice
 from engine.runner import Runner
+from engine.thread import EngineThread
 from prefill_worker.batching import Planned, plan_step
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.run_table import RunTable
-from runtime.engine_thread import EngineThread
 
 log = structlog.get_logger()
 

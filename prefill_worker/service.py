@@ -12,12 +12,12 @@ import grpc
 import structlog
 
 from engine.kvcache.allocator import NeverFitsError, NoRoomError
+from engine.thread import EngineThread
 from prefill_worker.batching import Planned
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.offers import OfferFailedError, Offers
 from prefill_worker.run_table import PrefillRun, RunTable
 from protos import decode_pb2, kv_pb2, prefill_pb2, prefill_pb2_grpc
-from runtime.engine_thread import EngineThread
 
 Context = grpc.aio.ServicerContext[Any, Any]
 log = structlog.get_logger()

@@ -15,7 +15,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from gateway.app import FrontOptions, add_inference_services, build_app, build_front, build_interceptors
-from gateway.text import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from tests.fake_ring import FakeRing
 from tests.tiny_tokenizer import write_byte_level
 

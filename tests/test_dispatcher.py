@@ -11,13 +11,13 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway import worker_link
-from gateway.admission import Admission
-from gateway.dispatcher import Dispatcher
 from gateway.errors import ApiError
-from gateway.fleet import Fleet
 from gateway.generation import Generation, Sampling, Tokens
-from gateway.policy import NO_LIMIT
+from gateway.ring import worker_link
+from gateway.ring.admission import Admission
+from gateway.ring.dispatcher import Dispatcher
+from gateway.ring.fleet import Fleet
+from gateway.ring.policy import NO_LIMIT
 from protos import decode_pb2
 from tests.fake_workers import PATIENCE_S, FakeDecode, FakePrefill, FakeWorker, Signal, serving, token_at
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from runtime.engine_thread import EngineThread
+from engine.thread import EngineThread
 
 PATIENCE_S = 30.0  # more than any wait here takes; a test that needs it fails
 

@@ -12,7 +12,7 @@ from starlette.types import Message
 
 from gateway.app import FrontOptions
 from gateway.errors import ApiError, overloaded
-from gateway.sse import EventStream
+from gateway.rest.sse import EventStream
 from tests.fake_ring import Script
 from tests.front_server import SERVED, Served, run_front
 

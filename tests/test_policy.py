@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.policy import NO_LIMIT, Placement, Unready, Wait, WorkerView, choose_placement, find_unready
+from gateway.ring.policy import NO_LIMIT, Placement, Unready, Wait, WorkerView, choose_placement, find_unready
 
 DECODE = WorkerView(
     role="decode",

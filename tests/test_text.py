@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.stops import StopStrings
-from gateway.text import TemplateRefusalError, Tokenizer
+from gateway.text.stops import StopStrings
+from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
 from tests.tiny_tokenizer import CONTEXT, write_byte_level, write_sentencepiece
 
 KINDS = ("byte_level", "sentencepiece")

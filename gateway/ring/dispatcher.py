@@ -7,12 +7,12 @@ from contextlib import aclosing
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from gateway.admission import Admission
-from gateway.attempt import Attempt, AttemptFailedError, NoRoomError
 from gateway.errors import ApiError, took_too_long
-from gateway.fleet import Fleet
 from gateway.generation import Generation, Tokens
-from gateway.policy import find_unready
+from gateway.ring.admission import Admission
+from gateway.ring.attempt import Attempt, AttemptFailedError, NoRoomError
+from gateway.ring.fleet import Fleet
+from gateway.ring.policy import find_unready
 from runtime.metrics import SECONDS_BUCKETS
 
 log = structlog.get_logger()

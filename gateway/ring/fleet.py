@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from gateway.decode_link import DecodeLink
-from gateway.policy import WorkerView
-from gateway.worker_link import PrefillLink, WorkerLink
+from gateway.ring.decode_link import DecodeLink
+from gateway.ring.policy import WorkerView
+from gateway.ring.worker_link import PrefillLink, WorkerLink
 from kvtransfer.layout import find_mismatch
 
 log = structlog.get_logger()

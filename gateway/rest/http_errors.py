@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gateway.errors import ApiError
-from gateway.openai_answers import build_error, encode
+from gateway.rest.openai_answers import build_error, encode
 
 _CLIENT_GONE = 499  # nobody reads it; access logs know the number
 

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from gateway.decode_link import DecodeLink
 from gateway.errors import not_ready, overloaded
-from gateway.fleet import Fleet
-from gateway.policy import Placement, Unready, Wait, choose_placement
-from gateway.worker_link import PrefillLink, WorkerLink
+from gateway.ring.decode_link import DecodeLink
+from gateway.ring.fleet import Fleet
+from gateway.ring.policy import Placement, Unready, Wait, choose_placement
+from gateway.ring.worker_link import PrefillLink, WorkerLink
 
 
 class Places:

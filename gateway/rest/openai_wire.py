@@ -13,7 +13,7 @@ from msgspec import UNSET
 
 from gateway.answer import Answer, Piece
 from gateway.generation import FinishReason
-from gateway.openai_answers import (
+from gateway.rest.openai_answers import (
     AssistantMessage,
     ChatChoice,
     Choices,

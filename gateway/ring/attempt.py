@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
-from gateway.admission import Places
-from gateway.decode_link import Lost, RemoteSession
 from gateway.errors import bad_request, took_too_long
 from gateway.generation import Generation, Sampling, Tokens
-from gateway.policy import NO_LIMIT
-from gateway.worker_link import PrefillLink
+from gateway.ring.admission import Places
+from gateway.ring.decode_link import Lost, RemoteSession
+from gateway.ring.policy import NO_LIMIT
+from gateway.ring.worker_link import PrefillLink
 from protos import decode_pb2, kv_pb2
 
 log = structlog.get_logger()
@@ -95,6 +95,8 @@ class Attempt:
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 self.places.give_back_refused(prefill)
             session.inbox.put_nowait(_prefill_trouble(prefill, error))
+        except Exception as error:  # a bug; the request must hear of it rather than wait
+            session.inbox.put_nowait(error)
         finally:
             self.places.release(prefill)
 

@@ -11,7 +11,7 @@ from typing import Literal
 import grpc
 import structlog
 
-from gateway.policy import WorkerView
+from gateway.ring.policy import WorkerView
 from protos import decode_pb2, kv_pb2, prefill_pb2, prefill_pb2_grpc
 from runtime.rpc import open_channel
 
@@ -47,7 +47,9 @@ class WorkerLink:
         self._spawn(self._poll())
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        self._tasks.append(asyncio.create_task(work))
+        task = asyncio.create_task(work)
+        task.add_done_callback(_report_bug)
+        self._tasks.append(task)
 
     async def _ask_status(self) -> decode_pb2.WorkerStatus:
         raise NotImplementedError
@@ -119,6 +121,12 @@ class WorkerLink:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.close()
+
+
+def _report_bug(task: asyncio.Task[None]) -> None:
+    """A link's tasks run until cancelled; one that ends otherwise leaves the link dead, which must not be silent."""
+    if not task.cancelled() and task.exception() is not None:
+        log.error("a link to a worker stopped working", exc_info=task.exception())
 
 
 class PrefillLink(WorkerLink):

@@ -12,10 +12,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.disconnect import until_disconnect
 from gateway.errors import ApiError
-from gateway.http_errors import error_response
-from gateway.openai_answers import build_error, encode
+from gateway.rest.disconnect import until_disconnect
+from gateway.rest.http_errors import error_response
+from gateway.rest.openai_answers import build_error, encode
 
 _log = structlog.get_logger()
 

@@ -11,16 +11,16 @@ from starlette.responses import Response
 
 from gateway.access import unique_id
 from gateway.answer import collect_answer, stream_answer
-from gateway.disconnect import until_disconnect
 from gateway.errors import model_not_found
 from gateway.front import Front
-from gateway.json_body import read_object
 from gateway.metrics import RequestMeter
-from gateway.openai_answers import ModelCard, ModelList, encode
-from gateway.openai_parse import parse_chat, parse_completion
-from gateway.openai_types import ChatCompletionRequest, CompletionRequest
-from gateway.openai_wire import AnswerWriter, ChatForms, ChoiceForms, TextForms
-from gateway.sse import EventStream
+from gateway.rest.disconnect import until_disconnect
+from gateway.rest.json_body import read_object
+from gateway.rest.openai_answers import ModelCard, ModelList, encode
+from gateway.rest.openai_parse import parse_chat, parse_completion
+from gateway.rest.openai_types import ChatCompletionRequest, CompletionRequest
+from gateway.rest.openai_wire import AnswerWriter, ChatForms, ChoiceForms, TextForms
+from gateway.rest.sse import EventStream
 
 
 def build_openai_router(front: Front) -> APIRouter:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import grpc
 import structlog
 
-from gateway.worker_link import RETRY_S, WorkerLink
+from gateway.ring.worker_link import RETRY_S, WorkerLink
 from protos import decode_pb2, decode_pb2_grpc
 from runtime.rpc import new_incarnation
 

@@ -4,8 +4,8 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from gateway.fleet import Fleet
-from gateway.worker_link import WorkerLink
+from gateway.ring.fleet import Fleet
+from gateway.ring.worker_link import WorkerLink
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):

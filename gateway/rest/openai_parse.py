@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from gateway.errors import ApiError, bad_request
-from gateway.openai_types import ChatCompletionRequest, CompletionRequest, Message, StreamOptions, TextPart
-from gateway.unsupported import CHAT, COMPLETION, MESSAGE, NOTHING, STREAM_OPTIONS, Harmless, supported_fields
+from gateway.rest.openai_types import ChatCompletionRequest, CompletionRequest, Message, StreamOptions, TextPart
+from gateway.rest.unsupported import CHAT, COMPLETION, MESSAGE, NOTHING, STREAM_OPTIONS, Harmless, supported_fields
 
 Body = TypeVar("Body", bound=BaseModel)
 

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.access import REQUEST_ID_HEADER, check_key, pick_request_id
 from gateway.errors import ApiError
-from gateway.http_errors import error_response
+from gateway.rest.http_errors import error_response
 
 _log = structlog.get_logger()
 

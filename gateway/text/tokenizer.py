@@ -13,8 +13,8 @@ import jinja2
 import msgspec
 from transformers import AutoTokenizer
 
-from gateway.checkpoint import ModelFacts, read_model_facts
-from gateway.detokenize import IncrementalDetokenizer
+from gateway.text.checkpoint import ModelFacts, read_model_facts
+from gateway.text.detokenize import IncrementalDetokenizer
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>\Z")  # how sentencepiece writes a byte without a piece of its own
 
