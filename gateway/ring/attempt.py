@@ -1,4 +1,4 @@
-"""One try of a request on one pair of workers: reserve, run, and the session's news. Lives on the asyncio thread."""
+"""One try of a request on one pair of workers: does what the request's machine decides. Lives on the asyncio thread."""
 
 import asyncio
 import time
@@ -6,132 +6,146 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import grpc
-import structlog
 
-from gateway.errors import bad_request, took_too_long
-from gateway.generation import Generation, Sampling, Tokens
+from gateway.generation import Sampling, Tokens
 from gateway.ring.admission import Places
-from gateway.ring.decode_link import Lost, RemoteSession
-from gateway.ring.policy import NO_LIMIT
+from gateway.ring.decode_link import Lost as LinkLost
+from gateway.ring.decode_link import RemoteSession
+from gateway.ring.request_machine import (
+    Action,
+    Emit,
+    Event,
+    GiveBack,
+    Leave,
+    Lost,
+    News,
+    Phase,
+    Placed,
+    Prefill,
+    Prefilled,
+    Refused,
+    Request,
+    Reserve,
+    Reserved,
+    Role,
+    TimedOut,
+)
 from gateway.ring.worker_link import PrefillLink
 from protos import decode_pb2, kv_pb2
 
-log = structlog.get_logger()
+
+class PrefillRefusedError(Exception):
+    """Carries a prefill worker's refusal through the session's inbox to the request."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.detail)
+        self.refused = refused
 
 
-class AttemptFailedError(Exception):
-    """This try ended without an answer; another may succeed. `culprit` is the incarnation to avoid."""
-
-    def __init__(self, reason: str, culprit: str) -> None:
-        super().__init__(reason)
-        self.culprit = culprit
-
-
-class NoRoomError(Exception):
-    """A worker had less room than it seemed; the request goes back to the head of the queue."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Attempt:
-    """A try of `generation`, of which `emitted` tokens are with the client already."""
+    """A try of `request`, which has `places`. Whatever ends it, nothing of it is left on the workers."""
 
-    generation: Generation
-    number: int
-    emitted: tuple[int, ...]
+    request: Request
     places: Places
-    deadline: float  # time.monotonic() at which the request has taken too long
-    local_prefill_max_tokens: int
+    left: Leave | None = None  # how it ended: the machine's word. Set by `run`
+    _prefilling: asyncio.Task[None] | None = None
 
     async def run(self) -> AsyncGenerator[Tokens, None]:
-        """The tokens after `emitted`. Raises AttemptFailedError, NoRoomError or ApiError."""
-        decode = self.places.decode
+        """New tokens; afterwards the request waits again or has ended."""
+        decode, prefill = self.places.decode, self.places.prefill
         with decode.open_session() as session:
-            answer = await self._reserve(session)
-            if not answer.needs_prefill and self.places.prefill is not None:
-                self.places.release(self.places.prefill)
-            prefilling = self._start_prefill(answer, session)
+            placed = Placed(session.incarnation, prefill.status.peer.incarnation if prefill else None)
+            (reserve,) = self.request.step(placed, time.monotonic())
+            assert isinstance(reserve, Reserve)
+            event, ticket = await self._reserve(reserve, session)
             try:
-                async for tokens in self._listen(session):
-                    yield tokens
+                while True:
+                    for action in self.request.step(event, time.monotonic()):
+                        self._act(action, session, ticket)
+                        if isinstance(action, Emit):
+                            yield action.tokens
+                    if self.request.phase is not Phase.RUNNING:
+                        return
+                    event = await self._next_event(session)
             finally:
-                if prefilling is not None:
-                    prefilling.cancel()
+                if self._prefilling is not None:
+                    self._prefilling.cancel()
 
-    async def _reserve(self, session: RemoteSession) -> decode_pb2.ReserveResponse:
-        generation, decode = self.generation, self.places.decode
-        request = decode_pb2.ReserveRequest(
+    def _act(self, action: Action, session: RemoteSession, ticket: kv_pb2.Ticket) -> None:
+        prefill = self.places.prefill
+        if isinstance(action, Prefill) and prefill is not None:
+            self._prefilling = asyncio.create_task(self._prefill(action, prefill, ticket, session))
+        elif isinstance(action, GiveBack):
+            link = prefill if action.role == "prefill" else self.places.decode
+            assert link is not None
+            (self.places.give_back_refused if action.is_refused else self.places.release)(link)
+        elif isinstance(action, Leave):
+            self.left = action
+
+    async def _reserve(self, action: Reserve, session: RemoteSession) -> tuple[Event, kv_pb2.Ticket]:
+        generation, decode = self.request.generation, self.places.decode
+        message = decode_pb2.ReserveRequest(
             request_id=generation.request_id,
-            attempt=self.number,
+            attempt=action.attempt,
             gateway=session.stream,
             handle=session.handle,
-            prompt_ids=[*generation.prompt_ids, *self.emitted],
-            max_tokens=generation.max_tokens - len(self.emitted),
+            prompt_ids=action.prompt_ids,
+            max_tokens=action.max_tokens,
             sampling=_sampling_message(generation.sampling),
             stop_token_ids=sorted(generation.stop_token_ids),
-            local_prefill_max_tokens=self.local_prefill_max_tokens if self.places.prefill else NO_LIMIT,
+            local_prefill_max_tokens=action.local_prefill_max_tokens,
         )
         try:
-            return await decode.reserve(request, timeout_s=self._remaining_s())
+            answer = await decode.reserve(message, timeout_s=self._remaining_s())
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                self.places.give_back_refused(decode)
-                raise NoRoomError(error.details()) from error
-            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-                raise bad_request(error.details() or "the decode worker refused the request", None) from error
-            raise AttemptFailedError(f"{decode.address}: {error.details()}", session.incarnation) from error
+            return _refusal("decode", decode.address, error), kv_pb2.Ticket()
+        return Reserved(answer.needs_prefill), answer.ticket
 
-    def _start_prefill(self, answer: decode_pb2.ReserveResponse, session: RemoteSession) -> asyncio.Task[None] | None:
-        prefill = self.places.prefill
-        if not answer.needs_prefill or prefill is None:
-            return None
-        return asyncio.create_task(self._prefill(prefill, answer.ticket, session))
-
-    async def _prefill(self, prefill: PrefillLink, ticket: kv_pb2.Ticket, session: RemoteSession) -> None:
+    async def _prefill(
+        self, action: Prefill, prefill: PrefillLink, ticket: kv_pb2.Ticket, session: RemoteSession
+    ) -> None:
         """Run the prompt on the prefill worker; trouble goes to the session's inbox, where the request listens."""
-        prompt_ids = [*self.generation.prompt_ids, *self.emitted]
+        request_id = self.request.generation.request_id
         try:
-            await prefill.run(self.generation.request_id, prompt_ids, ticket, timeout_s=self._remaining_s())
+            await prefill.run(request_id, action.prompt_ids, ticket, timeout_s=self._remaining_s())
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                self.places.give_back_refused(prefill)
-            session.inbox.put_nowait(_prefill_trouble(prefill, error))
+            session.inbox.put_nowait(PrefillRefusedError(_refusal("prefill", prefill.address, error)))
         except Exception as error:  # a bug; the request must hear of it rather than wait
             session.inbox.put_nowait(error)
-        finally:
-            self.places.release(prefill)
+        else:  # at once: a client that reads slowly must not keep the place
+            for done in self.request.step(Prefilled(), time.monotonic()):
+                self._act(done, session, ticket)
 
-    async def _listen(self, session: RemoteSession) -> AsyncGenerator[Tokens, None]:
-        while True:
-            try:
-                # not wait_for, which before Python 3.12 swallows a cancellation that comes with the news
-                async with asyncio.timeout(self._remaining_s()):
-                    news = await session.inbox.get()
-            except TimeoutError:
-                raise took_too_long() from None
-            if isinstance(news, Exception):
-                raise news
-            if isinstance(news, Lost):
-                raise AttemptFailedError(news.reason, session.incarnation)
-            reason = news.finish_reason
-            if reason not in ("", "stop", "length"):
-                late = self.places.prefill if reason == "expired" else None
-                culprit = late.status.peer.incarnation if late else session.incarnation
-                raise AttemptFailedError(f"{self.places.decode.address}: {news.error or reason}", culprit)
-            yield Tokens(tuple(news.token_ids), "stop" if reason == "stop" else "length" if reason else None)
-            if reason:
-                return
+    async def _next_event(self, session: RemoteSession) -> Event:
+        try:
+            # not wait_for, which before Python 3.12 swallows a cancellation that comes with the news
+            async with asyncio.timeout(self._remaining_s()):
+                news = await session.inbox.get()
+        except TimeoutError:
+            return TimedOut()
+        if isinstance(news, PrefillRefusedError):
+            return news.refused
+        if isinstance(news, Exception):
+            raise news
+        if isinstance(news, LinkLost):
+            return Lost(news.reason)
+        error = f"{self.places.decode.address}: {news.error or news.finish_reason}"
+        return News(news.attempt, news.token_ids, news.finish_reason, error)
 
     def _remaining_s(self) -> float:
-        return max(self.deadline - time.monotonic(), 0.001)
+        return max(self.request.deadline - time.monotonic(), 0.001)
 
 
-def _prefill_trouble(prefill: PrefillLink, error: grpc.aio.AioRpcError) -> Exception:
-    detail = f"{prefill.address}: {error.details()}"
+def _refusal(role: Role, address: str, error: grpc.aio.AioRpcError) -> Refused:
+    detail = f"{address}: {error.details()}"
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return NoRoomError(detail)
+        return Refused(role, "no room", detail)
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-        return bad_request(detail, None)
-    return AttemptFailedError(detail, prefill.status.peer.incarnation)
+        if role == "decode":
+            detail = error.details() or "the decode worker refused the request"
+        return Refused(role, "invalid", detail)
+    return Refused(role, "failed", detail)
 
 
 def _sampling_message(sampling: Sampling) -> decode_pb2.SamplingParams:

@@ -1,23 +1,22 @@
 """The life of a request below the text: wait for places, try, try again elsewhere, end. Lives on the asyncio thread."""
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, aclosing, contextmanager
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from gateway.errors import ApiError, took_too_long
+from gateway.errors import ApiError
 from gateway.generation import Generation, Tokens
 from gateway.ring.admission import Admission
-from gateway.ring.attempt import Attempt, AttemptFailedError, NoRoomError
+from gateway.ring.attempt import Attempt
 from gateway.ring.fleet import Fleet
 from gateway.ring.policy import find_unready
+from gateway.ring.request_machine import Leave, Phase, Request, Unplaced
 from runtime.metrics import SECONDS_BUCKETS
 
 log = structlog.get_logger()
-
-MAX_ATTEMPTS = 3
 
 
 class Dispatcher:
@@ -57,47 +56,47 @@ class Dispatcher:
         return find_unready(self._fleet.views())
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
-        deadline = time.monotonic() + self._request_timeout_s
-        emitted: list[int] = []
-        avoid: set[str] = set()
-        failures = tries = 0
-        while True:
-            tries += 1
-            try:
-                async with aclosing(self._try(generation, tries, tuple(emitted), frozenset(avoid), deadline)) as news:
-                    async for tokens in news:
-                        emitted.extend(tokens.token_ids)
-                        yield tokens
-                return
-            except NoRoomError as error:
-                log.debug("no room after all", request_id=generation.request_id, reason=str(error))
-            except AttemptFailedError as error:
-                self._failed_attempts.inc()
-                failures += 1
-                avoid.add(error.culprit)
-                log.warning("attempt failed", request_id=generation.request_id, attempt=tries, reason=str(error))
-                if time.monotonic() >= deadline:
-                    raise took_too_long() from error
-                if failures == MAX_ATTEMPTS:
-                    raise ApiError(
-                        503, f"gave up after {failures} attempts; the last: {error}", code="failed", retry_after_s=1
-                    ) from error
+        request = Request(generation, time.monotonic() + self._request_timeout_s, self._local_prefill_max_tokens)
+        while request.phase is Phase.WAITING:
+            async with aclosing(self._try(request)) as news:
+                async for tokens in news:
+                    yield tokens
+        if request.error is not None:
+            raise request.error
 
-    async def _try(
-        self, generation: Generation, number: int, emitted: tuple[int, ...], avoid: frozenset[str], deadline: float
-    ) -> AsyncGenerator[Tokens, None]:
+    async def _try(self, request: Request) -> AsyncGenerator[Tokens, None]:
         """One attempt, from the queue to its end."""
-        started = time.monotonic()
-        num_missing = len(generation.prompt_ids) + len(emitted) - 1
-        async with self._admission.place(
-            num_missing, avoid, is_retry=number > 1, timeout_s=deadline - started, patience_s=self._patience_s
-        ) as places:
-            self._queue_seconds.observe(time.monotonic() - started)
-            self._num_running += 1
-            attempt = Attempt(generation, number, emitted, places, deadline, self._local_prefill_max_tokens)
+        async with AsyncExitStack() as held:
+            started = time.monotonic()
+            waiting = self._admission.place(
+                request.num_missing, frozenset(request.avoid), request.is_retry,
+                timeout_s=request.deadline - started, patience_s=self._patience_s,
+            )  # fmt: skip
             try:
-                async with aclosing(attempt.run()) as news:
-                    async for tokens in news:
-                        yield tokens
-            finally:
-                self._num_running -= 1
+                places = await held.enter_async_context(waiting)
+            except ApiError as error:
+                request.step(Unplaced(error), time.monotonic())
+                return
+            self._queue_seconds.observe(time.monotonic() - started)
+            held.enter_context(self._counted_as_running())
+            attempt = Attempt(request, places)
+            async with aclosing(attempt.run()) as news:
+                async for tokens in news:
+                    yield tokens
+            self._note_end(request, attempt.left)
+
+    @contextmanager
+    def _counted_as_running(self) -> Iterator[None]:
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+
+    def _note_end(self, request: Request, left: Leave | None) -> None:
+        if left is None or not left.reason:
+            return
+        if left.is_failure:
+            self._failed_attempts.inc()
+        say = log.warning if left.is_failure else log.debug
+        say("attempt left", request_id=request.generation.request_id, reason=left.reason, is_failure=left.is_failure)
