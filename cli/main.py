@@ -9,6 +9,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from cli.certs import certs
 from cli.chat import chat
 from cli.decode import decode
 from cli.gateway import gateway
@@ -32,6 +33,7 @@ app.command(prefill)
 app.command(decode)
 app.command(chat, config=())
 app.command(status, config=())
+app.command(certs, config=())
 
 
 @app.meta.default

@@ -32,7 +32,7 @@ def plan_workers(config: ServeConfig, program: tuple[str, ...] = PROGRAM) -> lis
     decode = derive(DecodeConfig, config, max_running=config.decode_max_running, kv_memory_share=share)
     commands = {"prefill": (prefill, config.prefill_workers), "decode": (decode, config.decode_workers)}
     return [
-        ChildSpec(f"{role}-{index}", (*program, role, *build_flags(settings)), {})
+        ChildSpec(f"{role}-{index}", (*program, role, *build_flags(settings)), secret_environment(config))
         for role, (settings, count) in commands.items()
         for index in range(count)
     ]
@@ -57,15 +57,21 @@ def plan_gateway(
         decode=decode,
     )
     keys = {"BATON_API_KEY": ",".join(config.api_key)} if config.api_key else {}
-    return ChildSpec("gateway", (*program, "gateway", *build_flags(settings)), keys)
+    return ChildSpec("gateway", (*program, "gateway", *build_flags(settings)), keys | secret_environment(config))
+
+
+def secret_environment(config: ServeConfig) -> dict[str, str]:
+    """The fleet's secret, for every process of it."""
+    return {"BATON_FLEET_SECRET": config.fleet_secret} if config.fleet_secret else {}
 
 
 def derive(target: type[SettingsType], config: ServeConfig, **given: Any) -> SettingsType:
     """Settings of one process: what it shares by name with the service's, and what is given.
 
     Host and port of the service are the gateway's; workers listen on any free port of the loopback interface.
+    The fleet's secret travels by environment.
     """
-    shared = set(field_names(target)) & set(field_names(ServeConfig)) - {"host", "port"}
+    shared = set(field_names(target)) & set(field_names(ServeConfig)) - {"host", "port", "fleet_secret"}
     return target(**{name: getattr(config, name) for name in shared} | {"host": LOOPBACK} | given)
 
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import secrets
 import socket
+from dataclasses import replace
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -13,12 +15,14 @@ from cli.screen import Screen
 from cli.supervisor import STOP_S, Supervisor
 from runtime.config import ConfigError, ServeConfig, flag
 from runtime.lifecycle import Ready
+from runtime.trust import load_trust
 
 
 def serve(config: Annotated[ServeConfig, Parameter(name="*")] = ServeConfig()) -> int:  # noqa: B008  frozen
     """Start a gateway and its workers on this machine, and stop them together."""
     locate_model(config.model)  # these two fail now rather than after minutes of loading
     check_ports(config)
+    load_trust(config)
     return asyncio.run(supervise(config))
 
 
@@ -42,6 +46,8 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
     `program` is what runs a role, `stop_s` the time that processes have to end by themselves.
     """
     served_name = config.served_name or choose_served_name(config.model)
+    if not config.tls_dir and not config.fleet_secret:
+        config = replace(config, fleet_secret=secrets.token_hex(32))
 
     def plan(ready: list[Ready]) -> ChildSpec:
         prefill = tuple(event.address for event in ready if event.role == "prefill")

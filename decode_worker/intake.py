@@ -18,8 +18,9 @@ from kvtransfer.layout import find_mismatch
 from kvtransfer.reader import PageRef, PageStore, Reader, ReadError, choose_transport
 from kvtransfer.shm import ShmReader
 from protos import kv_pb2
+from runtime import rpc
 from runtime.config import Transport
-from runtime.rpc import open_channel
+from runtime.rpc import OpenChannel
 
 log = structlog.get_logger()
 
@@ -51,6 +52,7 @@ class Intake:
         transport: Transport,
         is_transport_required: bool,
         read_timeout_s: float,
+        open_channel: OpenChannel = rpc.open_channel,
     ) -> None:
         self._me = me
         self._store = store
@@ -60,6 +62,7 @@ class Intake:
         self._transport = transport
         self._is_transport_required = is_transport_required
         self._read_timeout_s = read_timeout_s
+        self._open_channel = open_channel
         self._peers: dict[str, KnownPeer] = {}  # address |-> peer
         self._greeting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # address |-> held in a handshake
         self._reads: set[asyncio.Future[kv_pb2.OfferResponse]] = set()  # the event loop itself holds tasks weakly
@@ -106,7 +109,7 @@ class Intake:
                 why = f"shared memory failed: {error}"
         if self._transport == "shm":
             log.warning("transport is not the one asked for", peer=peer.address, asked="shm", used="grpc", why=why)
-        return GrpcReader(peer, self._store, open_channel(peer.address), self._read_timeout_s), why
+        return GrpcReader(peer, self._store, self._open_channel(peer.address), self._read_timeout_s), why
 
     async def _measure(self, reader: Reader, peer: kv_pb2.Peer) -> float:
         """Bytes per second of reading the peer's first pages into nowhere."""

@@ -18,6 +18,7 @@ from runtime import rpc
 from runtime.config import DecodeConfig
 from runtime.hardware import num_cores, resolve_context, resolve_threads, size_pool
 from runtime.lifecycle import ReadyReporter, announce, run_worker
+from runtime.trust import load_trust
 
 
 def run(config: DecodeConfig) -> int:
@@ -26,6 +27,7 @@ def run(config: DecodeConfig) -> int:
 
 
 def _build(config: DecodeConfig, reporter: ReadyReporter) -> Engine:
+    load_trust(config)  # a bad --tls-dir is told now rather than after loading
     return build_engine(
         config.model,
         config.dtype,
@@ -38,8 +40,9 @@ def _build(config: DecodeConfig, reporter: ReadyReporter) -> Engine:
 
 
 async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) -> None:
-    server = rpc.build_server()
-    address = f"{config.reachable_host}:{rpc.bind(server, config.host, config.port)}"
+    trust = load_trust(config)
+    server = trust.build_server()
+    address = f"{config.reachable_host}:{trust.bind(server, config.host, config.port)}"
     incarnation = rpc.new_incarnation()
     facts = PoolFacts(
         engine.weights, engine.dtype, engine.config.num_layers, engine.config.num_kv_heads, config.page_tokens,
@@ -56,8 +59,9 @@ async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) 
 
     loop = DecodeLoop(table, engine.runner, config.local_prefill_chunk_tokens, publish, metrics)
     intake = Intake(
-        me, engine.pool, table, loop.thread, metrics, config.transport, config.require_transport, config.lease_s
-    )
+        me, engine.pool, table, loop.thread, metrics, config.transport, config.require_transport, config.lease_s,
+        trust.open_channel,
+    )  # fmt: skip
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_length)
     service = DecodeService(me, table, loop.thread, intake, streams, metrics, context_tokens)
     decode_pb2_grpc.add_DecodeServicer_to_server(service, server)

@@ -19,6 +19,7 @@ from runtime import rpc
 from runtime.config import GatewayConfig
 from runtime.lifecycle import ReadyReporter
 from runtime.logs import setup_logging
+from runtime.trust import load_trust
 
 log = structlog.get_logger()
 
@@ -40,7 +41,10 @@ def run(config: GatewayConfig) -> int:
 
 async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyReporter) -> None:
     registry = CollectorRegistry()
-    fleet = Fleet(config.prefill, config.decode, config.heartbeat_s, stall_s=config.lease_s)
+    trust = load_trust(config)
+    fleet = Fleet(
+        config.prefill, config.decode, config.heartbeat_s, stall_s=config.lease_s, open_channel=trust.open_channel
+    )
     dispatcher = Dispatcher(
         fleet,
         config.max_queue,

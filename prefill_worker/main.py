@@ -18,6 +18,7 @@ from runtime import rpc
 from runtime.config import PrefillConfig
 from runtime.hardware import num_cores, resolve_context, resolve_threads, size_pool
 from runtime.lifecycle import ReadyReporter, announce, run_worker
+from runtime.trust import load_trust
 
 
 def run(config: PrefillConfig) -> int:
@@ -26,6 +27,7 @@ def run(config: PrefillConfig) -> int:
 
 
 def _build(config: PrefillConfig, reporter: ReadyReporter) -> Engine:
+    load_trust(config)  # a bad --tls-dir is told now rather than after loading
     return build_engine(
         config.model,
         config.dtype,
@@ -38,8 +40,9 @@ def _build(config: PrefillConfig, reporter: ReadyReporter) -> Engine:
 
 
 async def _serve(config: PrefillConfig, engine: Engine, reporter: ReadyReporter) -> None:
-    server = rpc.build_server()
-    address = f"{config.reachable_host}:{rpc.bind(server, config.host, config.port)}"
+    trust = load_trust(config)
+    server = trust.build_server()
+    address = f"{config.reachable_host}:{trust.bind(server, config.host, config.port)}"
     incarnation = rpc.new_incarnation()
     facts = PoolFacts(
         engine.weights, engine.dtype, engine.config.num_layers, engine.config.num_kv_heads, config.page_tokens,
@@ -48,7 +51,7 @@ async def _serve(config: PrefillConfig, engine: Engine, reporter: ReadyReporter)
     me = build_peer("prefill", address, incarnation, os.getpid(), rpc.host_identity(), facts)
     table = RunTable(engine.allocator, config.page_tokens, config.max_running)
     metrics = PrefillMetrics(table)
-    offers = Offers(me, engine.pool, metrics, config.lease_s)
+    offers = Offers(me, engine.pool, metrics, config.lease_s, trust.open_channel)
     asyncio_loop = asyncio.get_running_loop()
 
     def publish(planned: list[Planned], started: float, error: Exception | None) -> None:

@@ -14,7 +14,8 @@ import structlog
 from engine.kvcache.pool import Pool
 from prefill_worker.metrics import PrefillMetrics
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
-from runtime.rpc import open_channel
+from runtime import rpc
+from runtime.rpc import OpenChannel
 
 log = structlog.get_logger()
 
@@ -43,12 +44,20 @@ class _Target:
 class Offers:
     """Owns the channels to decode workers, one per address."""
 
-    def __init__(self, me: kv_pb2.Peer, pool: Pool, metrics: PrefillMetrics, timeout_s: float) -> None:
+    def __init__(
+        self,
+        me: kv_pb2.Peer,
+        pool: Pool,
+        metrics: PrefillMetrics,
+        timeout_s: float,
+        open_channel: OpenChannel = rpc.open_channel,
+    ) -> None:
         """`timeout_s`: the lease: how long pages stay ours while a decode worker reads them."""
         self._me = me
         self._pool = pool
         self._metrics = metrics
         self._timeout_s = timeout_s
+        self._open_channel = open_channel
         self._targets: dict[str, _Target] = {}  # address |-> decode worker
 
     def transports(self) -> dict[str, str]:
@@ -93,7 +102,7 @@ class Offers:
         """The ticket's decode worker, after a handshake with the incarnation that the ticket names."""
         target = self._targets.get(ticket.address)
         if target is None:
-            channel = open_channel(ticket.address)
+            channel = self._open_channel(ticket.address)
             target = self._targets[ticket.address] = _Target(channel, decode_pb2_grpc.DecodeStub(channel))
         async with target.greeting:
             if target.incarnation != ticket.incarnation:

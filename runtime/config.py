@@ -4,7 +4,8 @@ Knows names, defaults and limits. Must not know where values come from (command 
 `cli/`. A string below a field is its line in `--help`.
 """
 
-from dataclasses import dataclass, fields
+import ipaddress
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -13,6 +14,7 @@ Transport = Literal["auto", "shm", "grpc"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 DEMO_MODEL = "demo"
 MAX_PORT = 65535
+MIN_SECRET_CHARS = 16
 
 
 class ConfigError(ValueError):
@@ -57,9 +59,18 @@ class ProcessConfig(Settings):
     """Least severe log line shown."""
     lease_s: float = 30.0
     """Seconds after which anything held for a silent peer is freed."""
+    tls_dir: str = ""
+    """Folder with ca.pem, cert.pem and key.pem: processes then accept only each other's certificates (mTLS)."""
+    fleet_secret: str = field(default="", repr=False)
+    """Secret that all processes of a fleet share; pass it by BATON_FLEET_SECRET, never by flag."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.fleet_secret and not _is_secret(self.fleet_secret):  # its value is not shown
+            raise ConfigError(
+                f"fleet_secret cannot be used: BATON_FLEET_SECRET needs {MIN_SECRET_CHARS} or more ASCII letters, "
+                "digits or signs without spaces, such as `openssl rand -hex 32` prints"
+            )
         self.require("model", bool(self.model), 'a folder, a hub id or "demo"')
         self.require("host", bool(self.host), "an address such as 127.0.0.1 or 0.0.0.0")
         self.require_positive("lease_s")
@@ -192,6 +203,8 @@ class WorkerConfig(ListenConfig, EngineConfig, ProcessConfig):
         super().__post_init__()
         is_reachable = bool(self.advertise_host) or self.host not in ("0.0.0.0", "::")
         self.require("advertise_host", is_reachable, f"the name by which others reach this --host {self.host}")
+        is_safe = bool(self.tls_dir or self.fleet_secret) or _is_loopback(self.host)
+        self.require("host", is_safe, "127.0.0.1, or else --tls-dir or BATON_FLEET_SECRET: anybody could send work")
 
     @property
     def reachable_host(self) -> str:
@@ -281,6 +294,18 @@ def _require_address(name: str, address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
         raise ConfigError(f"{name}={address!r} cannot be used: {flag(name)} needs host:port, such as 127.0.0.1:9001")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_secret(text: str) -> bool:
+    """It travels as metadata of calls: printable ASCII."""
+    return len(text) >= MIN_SECRET_CHARS and all("!" <= char <= "~" for char in text)
 
 
 def flag(name: str) -> str:

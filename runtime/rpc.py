@@ -8,7 +8,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grpc
@@ -27,6 +27,11 @@ _OPTIONS = (
 )
 
 
+_TLS_SIGNS = ("handshake failed", "SSL", "Hostname Verification")  # in gRPC's words
+
+OpenChannel = Callable[[str], grpc.aio.Channel]  # host:port |-> a channel, as this process opens them
+
+
 def new_incarnation() -> str:
     """A name for this run of this process that no other run has."""
     return secrets.token_hex(8)
@@ -40,8 +45,12 @@ def host_identity() -> str:
     return f"{boot.read_text().strip()}:{Path('/proc/self/ns/pid').readlink()}"
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to a worker. Reconnects by itself, at the latest every 2 s."""
+def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
+    """A channel to a worker, host:port. Reconnects by itself, at the latest every 2 s.
+
+    Processes open theirs through `runtime.trust`, which adds what others ask of them.
+    """
+    target = f"dns:///{address}"  # what a peer calls its address must not name a file or another scheme
     options = (
         *_OPTIONS,
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -49,7 +58,24 @@ def open_channel(address: str) -> grpc.aio.Channel:
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),
     )
-    return grpc.aio.insecure_channel(address, options=options)
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(target, credentials, options=options)
+
+
+def find_distrust(error: grpc.aio.AioRpcError) -> str | None:
+    """What a failed call tells of certificates or secrets that do not match, and what to do; None for other causes."""
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return "it refuses our fleet secret: give all processes the same BATON_FLEET_SECRET"
+    details = error.details() or ""
+    if error.code() is not grpc.StatusCode.UNAVAILABLE or not any(sign in details for sign in _TLS_SIGNS):
+        return None
+    if "WRONG_VERSION_NUMBER" in details:
+        return "it does not speak TLS: start all processes with --tls-dir, or none"
+    if "Hostname Verification" in details:
+        return "its certificate does not name this address: make one with `baton certs --host`"
+    _, _, reason = details.partition("CERTIFICATE_VERIFY_FAILED: ")
+    return f"no certificate of our authority ({reason.removesuffix(': OK') or details}): use the same --tls-dir"
 
 
 def build_server(interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
@@ -63,10 +89,13 @@ def build_server(interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grp
     return grpc.aio.server(options=options, interceptors=interceptors)
 
 
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
     """Take a port, 0 for any free one, before anything is served. Returns it. Raises OSError."""
+    address = f"{host}:{port}"
     try:
-        return int(server.add_insecure_port(f"{host}:{port}"))
+        if credentials is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, credentials))
     except RuntimeError as error:
         raise OSError(f"cannot listen on {host}:{port}: is the port taken? Choose another --port") from error
 

@@ -34,6 +34,12 @@ def parse(command: list[str]) -> Any:
     return bound.arguments["config"]
 
 
+@pytest.fixture(autouse=True)
+def fleet_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What deploy/.env gives to every process."""
+    monkeypatch.setenv("BATON_FLEET_SECRET", "0123456789abcdef")
+
+
 def find_services(role: str, profile: str) -> list[dict[str, Any]]:
     """Services of a profile that run a role."""
     return [one for one in SERVICES.values() if one.get("command", [""])[0] == role and profile in one["profiles"]]
@@ -56,6 +62,14 @@ def test_each_profile_is_a_ring(profile: str) -> None:
         str(settings.port),
         str(settings.grpc_listen_port),
     ]
+
+
+def test_every_process_gets_the_fleets_secret_and_none_starts_without() -> None:
+    for service in SERVICES.values():
+        if "command" in service:
+            given = service["environment"]["BATON_FLEET_SECRET"]
+            assert given.startswith("${BATON_FLEET_SECRET:?")
+            assert not any("secret" in word for word in service["command"])
 
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu"])

@@ -14,7 +14,7 @@ import structlog
 
 from gateway.ring.worker_link import RETRY_S, WorkerLink
 from protos import decode_pb2, decode_pb2_grpc
-from runtime.rpc import new_incarnation
+from runtime.rpc import OpenChannel, new_incarnation
 
 log = structlog.get_logger()
 
@@ -45,8 +45,15 @@ class DecodeLink(WorkerLink):
 
     role = "decode"
 
-    def __init__(self, address: str, heartbeat_s: float, stall_s: float, on_change: Callable[[], None]) -> None:
-        super().__init__(address, heartbeat_s, stall_s, on_change)
+    def __init__(
+        self,
+        address: str,
+        heartbeat_s: float,
+        stall_s: float,
+        on_change: Callable[[], None],
+        open_channel: OpenChannel,
+    ) -> None:
+        super().__init__(address, heartbeat_s, stall_s, on_change, open_channel)
         self._stub = decode_pb2_grpc.DecodeStub(self._channel)
         self._handles = itertools.count(1)
         self._sessions: dict[int, RemoteSession] = {}  # handle |-> session

@@ -8,6 +8,8 @@ from gateway.ring.decode_link import DecodeLink
 from gateway.ring.policy import WorkerView
 from gateway.ring.worker_link import PrefillLink, WorkerLink
 from kvtransfer.layout import find_mismatch
+from runtime import rpc
+from runtime.rpc import OpenChannel
 
 log = structlog.get_logger()
 
@@ -15,11 +17,19 @@ log = structlog.get_logger()
 class Fleet:
     """Owns the links. Subscribers are called whenever a worker may have got room, appeared or died."""
 
-    def __init__(self, prefill: Sequence[str], decode: Sequence[str], heartbeat_s: float, stall_s: float) -> None:
+    def __init__(
+        self,
+        prefill: Sequence[str],
+        decode: Sequence[str],
+        heartbeat_s: float,
+        stall_s: float,
+        open_channel: OpenChannel = rpc.open_channel,
+    ) -> None:
         self._subscribers: list[Callable[[], None]] = [self._report_mismatches]
         self._compared: set[tuple[str, str]] = set()  # incarnations of pairs already compared
-        self.prefill = {address: PrefillLink(address, heartbeat_s, stall_s, self._notify) for address in prefill}
-        self.decode = {address: DecodeLink(address, heartbeat_s, stall_s, self._notify) for address in decode}
+        known = (heartbeat_s, stall_s, self._notify, open_channel)
+        self.prefill = {address: PrefillLink(address, *known) for address in prefill}
+        self.decode = {address: DecodeLink(address, *known) for address in decode}
 
     def _report_mismatches(self) -> None:
         """Say once, naming both values, which alive workers cannot exchange pages."""

@@ -13,7 +13,8 @@ import structlog
 
 from gateway.ring.policy import WorkerView
 from protos import decode_pb2, kv_pb2, prefill_pb2, prefill_pb2_grpc
-from runtime.rpc import open_channel
+from runtime import rpc
+from runtime.rpc import OpenChannel
 
 log = structlog.get_logger()
 
@@ -26,7 +27,14 @@ class WorkerLink:
 
     role: Literal["prefill", "decode"]
 
-    def __init__(self, address: str, heartbeat_s: float, stall_s: float, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        heartbeat_s: float,
+        stall_s: float,
+        on_change: Callable[[], None],
+        open_channel: OpenChannel,
+    ) -> None:
         """`heartbeat_s`: silence after which it counts as dead; `stall_s`: the same for an engine step.
 
         `on_change` is called whenever it may have got room or died.
@@ -59,7 +67,7 @@ class WorkerLink:
             try:
                 status = await self._ask_status()
             except grpc.aio.AioRpcError as error:
-                self._trouble = f"does not answer ({error.code().name})"
+                self._doubt(error)
                 pause = RETRY_S
             else:
                 self._learn(status)
@@ -68,6 +76,14 @@ class WorkerLink:
             self.is_full = False  # ask again at the latest now
             self._on_change()
             await asyncio.sleep(pause)
+
+    def _doubt(self, error: grpc.aio.AioRpcError) -> None:
+        """No answer: remember why, and say so once when it is a matter of trust, which time does not heal."""
+        distrust = rpc.find_distrust(error)
+        trouble = f"does not answer ({distrust or error.code().name})"
+        if distrust is not None and trouble != self._trouble:
+            log.error("worker not trusted", address=self.address, reason=distrust)
+        self._trouble = trouble
 
     def _judge(self) -> None:
         """Act on what the last answer, or its absence, says of the worker."""
@@ -134,8 +150,15 @@ class PrefillLink(WorkerLink):
 
     role = "prefill"
 
-    def __init__(self, address: str, heartbeat_s: float, stall_s: float, on_change: Callable[[], None]) -> None:
-        super().__init__(address, heartbeat_s, stall_s, on_change)
+    def __init__(
+        self,
+        address: str,
+        heartbeat_s: float,
+        stall_s: float,
+        on_change: Callable[[], None],
+        open_channel: OpenChannel,
+    ) -> None:
+        super().__init__(address, heartbeat_s, stall_s, on_change, open_channel)
         self._stub = prefill_pb2_grpc.PrefillStub(self._channel)
 
     async def _ask_status(self) -> decode_pb2.WorkerStatus:

@@ -1,0 +1,164 @@
+"""Who may talk to whom between processes: certificates of one authority, or a secret that the whole fleet knows.
+
+Knows files, credentials and one metadata key; nothing of what is said, and nobody who says it knows this file.
+"""
+
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from runtime import rpc
+from runtime.config import ConfigError, ProcessConfig
+
+log = structlog.get_logger()
+
+SECRET_KEY = "baton-fleet-secret"  # metadata of every call between processes
+OPEN_SERVICE = "/grpc.health.v1.Health/"  # probes know no secret
+TLS_FILES = ("ca.pem", "cert.pem", "key.pem")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """What is in --tls-dir, in PEM."""
+
+    ca: bytes  # who must have signed the other side's certificate
+    cert: bytes  # ours
+    key: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """How this process proves itself to the others of its fleet, and what it asks of them. The default asks nothing."""
+
+    tls: TlsFiles | None = None
+    secret: str = field(default="", repr=False)
+
+    def open_channel(self, address: str) -> grpc.aio.Channel:
+        """A channel whose calls carry the secret, to a server whose certificate is checked against `address`."""
+        credentials = None
+        if self.tls is not None:
+            credentials = grpc.ssl_channel_credentials(self.tls.ca, self.tls.key, self.tls.cert)
+        channel = rpc.open_channel(address, credentials)
+        return _SecretChannel(channel, self.secret) if self.secret else channel
+
+    def build_server(self) -> grpc.aio.Server:
+        """A server that refuses calls without the secret."""
+        return rpc.build_server([SecretInterceptor(self.secret)] if self.secret else [])
+
+    def bind(self, server: grpc.aio.Server, host: str, port: int) -> int:
+        """Take a port on which only certificates of our authority are accepted. Returns it. Raises OSError."""
+        credentials = None
+        if self.tls is not None:
+            pair = (self.tls.key, self.tls.cert)
+            credentials = grpc.ssl_server_credentials([pair], self.tls.ca, require_client_auth=True)
+        return rpc.bind(server, host, port, credentials)
+
+
+def load_trust(config: ProcessConfig) -> Trust:
+    """What the settings ask for. Raises ConfigError when the files cannot be used, and says what to do."""
+    if not config.tls_dir:
+        return Trust(secret=config.fleet_secret)
+    folder = Path(config.tls_dir)
+    try:
+        files = TlsFiles(*((folder / name).read_bytes() for name in TLS_FILES))
+    except OSError as error:
+        raise ConfigError(
+            f"--tls-dir {folder} needs {', '.join(TLS_FILES)}, such as `baton certs` makes: {error}"
+        ) from error
+    problem = find_problem(files, datetime.now(UTC))
+    if problem is not None:
+        raise ConfigError(f"--tls-dir {folder} cannot be used: {problem}; `baton certs` makes new ones")
+    return Trust(files, config.fleet_secret)
+
+
+def find_problem(files: TlsFiles, now: datetime) -> str | None:
+    """Why nobody would accept this certificate at `now`; None when it is good."""
+    try:
+        authority, own = x509.load_pem_x509_certificate(files.ca), x509.load_pem_x509_certificate(files.cert)
+        if load_pem_private_key(files.key, None).public_key() != own.public_key():
+            return "key.pem does not belong to cert.pem"
+        own.verify_directly_issued_by(authority)
+    except InvalidSignature:
+        return "cert.pem was not signed by ca.pem"
+    except (ValueError, TypeError) as error:
+        return f"it holds no valid PEM of a certificate and an unencrypted key, or cert.pem is not of ca.pem ({error})"
+    for name, one in (("cert.pem", own), ("ca.pem", authority)):
+        if not one.not_valid_before_utc <= now <= one.not_valid_after_utc:
+            return f"{name} is valid from {one.not_valid_before_utc:%F %R} to {one.not_valid_after_utc:%F %R} UTC only"
+    return None
+
+
+class SecretInterceptor(grpc.aio.ServerInterceptor):
+    """Lets calls with the secret pass, and health probes. Its time does not tell how near a wrong one was."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret.encode()
+        self._num_refused = 0
+
+    async def intercept_service(
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]]",
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        """Serves or refuses one call."""
+        if handler_call_details.method.startswith(OPEN_SERVICE) or self._is_known(handler_call_details):
+            return await continuation(handler_call_details)
+        return grpc.stream_stream_rpc_method_handler(self._refuse)  # stands in for any kind of method
+
+    def _is_known(self, details: grpc.HandlerCallDetails) -> bool:
+        given = next((value for key, value in details.invocation_metadata or () if key == SECRET_KEY), "")
+        return hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._secret)
+
+    async def _refuse(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._num_refused += 1
+        if self._num_refused.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …: said, but no flood
+            log.warning("call without the fleet secret refused", peer=context.peer(), refused=self._num_refused)
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the fleet secret is missing or another one")
+
+
+class _SecretChannel(grpc.aio.Channel):
+    """A channel whose calls carry the secret. Not by interceptors, which change how a call's cancellation travels."""
+
+    def __init__(self, channel: grpc.aio.Channel, secret: str) -> None:
+        self._channel = channel
+        self._metadata = ((SECRET_KEY, secret),)
+
+    async def __aenter__(self) -> "_SecretChannel":
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    def unary_unary(self, *args: Any, **options: Any) -> Any:
+        return partial(self._channel.unary_unary(*args, **options), metadata=self._metadata)
+
+    def unary_stream(self, *args: Any, **options: Any) -> Any:
+        return partial(self._channel.unary_stream(*args, **options), metadata=self._metadata)
+
+    def stream_unary(self, *args: Any, **options: Any) -> Any:
+        return partial(self._channel.stream_unary(*args, **options), metadata=self._metadata)
+
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        return partial(self._channel.stream_stream(*args, **options), metadata=self._metadata)
