@@ -1,10 +1,13 @@
 """Reads pages straight from a peer's memory file on the same host. Nothing runs on the peer."""
 
 import asyncio
+import fcntl
 import mmap
 import os
+import stat
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +19,7 @@ GENERATION_BYTES = 8
 
 
 class ShmReader:
-    """Maps a peer's pool read-only through /proc/PID/fd/FD.
+    """Maps a peer's pool read-only through /proc/PID/fd/FD: a memory file that cannot shrink, and nothing else.
 
     The mapping stays valid after the peer's death: it then shows the pages as they were, and the missing
     acknowledgement is the prefill side's loss alone.
@@ -25,10 +28,12 @@ class ShmReader:
     transport: Transport = "shm"
 
     def __init__(self, peer: kv_pb2.Peer, store: PageStore, executor: Executor) -> None:
-        """Raises ReadError("transport") when the memory file cannot be opened or has another size than announced."""
+        """Raises ReadError("transport") when it cannot be opened, "layout" when it is not what was announced."""
         self._store = store
         self._executor = executor
         self._num_pages = peer.num_pages
+        if not peer.num_pages:
+            raise ReadError("layout", "a pool without pages")
         offset = peer.pages_offset
         if offset < peer.num_pages * GENERATION_BYTES:
             raise ReadError("layout", f"pages at byte {offset} leave no room for {peer.num_pages} generations")
@@ -67,14 +72,27 @@ class ShmReader:
 
 
 def _map_file(path: str, expected_bytes: int) -> mmap.mmap:
+    """Map what a peer calls its pool: opened only when it is a plain file, mapped only when it is sealed memory."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if not stat.S_ISREG(Path(path).stat().st_mode):  # to open a pipe may wait, to open a device may do things
+            raise ReadError("layout", f"{path} is not the memory file of a pool")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise ReadError("transport", f"cannot open the peer's pool {path}: {error.strerror}") from error
     try:
+        if not _is_sealed(fd):
+            raise ReadError("layout", f"{path} is not the memory file of a pool")
         size = os.fstat(fd).st_size
         if size != expected_bytes:
             raise ReadError("layout", f"the peer's pool has {size} bytes where {expected_bytes} were announced")
         return mmap.mmap(fd, size, prot=mmap.PROT_READ)
     finally:
         os.close(fd)
+
+
+def _is_sealed(fd: int) -> bool:
+    """Whether it is a memory file that will never shrink: a mapping of one that does kills its reader (SIGBUS)."""
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # files on disk have no seals
+        return False

@@ -3,6 +3,7 @@
 Knows shapes and memory, not who holds which page (allocator.py) nor how peers read it (kvtransfer/).
 """
 
+import fcntl
 import mmap
 import os
 from collections.abc import Sequence
@@ -64,8 +65,10 @@ class Pool:
 
     def _allocate_shared(self) -> None:
         offset = self.pages_offset = num_pages_for(self.num_pages * 8, OS_PAGE_BYTES) * OS_PAGE_BYTES
-        self.fd = os.memfd_create("baton-kv")
+        self.fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, offset + self.num_pages * self.page_bytes)
+        # readers map it: were it to shrink, they would die of SIGBUS
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         memory = mmap.mmap(self.fd, 0)
         self.generations = np.frombuffer(memory, np.uint64, self.num_pages)
         elements = torch.frombuffer(memory, dtype=self.shape.dtype, offset=offset)  # keeps the mapping alive
