@@ -14,6 +14,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from runtime.malformed import MalformedInterceptor
+
 MAX_MESSAGE_BYTES = 64 << 20  # a million-token prompt in one message is 5 MB
 KEEPALIVE_MS = 20_000
 STOP_GRACE_S = 2.0  # for calls under way when a server stops
@@ -86,7 +88,7 @@ def build_server(interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grp
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
     )
-    return grpc.aio.server(options=options, interceptors=interceptors)
+    return grpc.aio.server(options=options, interceptors=(*interceptors, MalformedInterceptor()))
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:

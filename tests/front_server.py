@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import httpx
 import structlog
 import uvicorn
@@ -16,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.app import FrontOptions, add_inference_services, build_app, build_front, build_interceptors
 from gateway.text.tokenizer import Tokenizer
+from runtime.rpc import build_server
 from tests.fake_ring import FakeRing
 from tests.tiny_tokenizer import write_byte_level
 
@@ -60,7 +60,7 @@ def run_front(folder: Path, options: FrontOptions) -> Iterator[Served]:
     ready, ports = threading.Event(), list[int]()
 
     async def serve() -> None:
-        grpc_server = grpc.aio.server(interceptors=build_interceptors(front))
+        grpc_server = build_server(build_interceptors(front))
         add_inference_services(grpc_server, front)
         ports.append(grpc_server.add_insecure_port("127.0.0.1:0"))
         await grpc_server.start()

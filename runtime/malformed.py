@@ -1,0 +1,69 @@
+"""Bytes that are no protobuf message: answered INVALID_ARGUMENT, where gRPC itself logs a traceback and says UNKNOWN.
+
+Knows handlers and how they take their request; nothing of what is asked.
+"""
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class MalformedInterceptor(grpc.aio.ServerInterceptor):
+    """Guards every method that takes one message; those that take a stream are left as they are."""
+
+    async def intercept_service(
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]]",
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        """The method's handler, guarded."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        parse = _forgive(handler.request_deserializer)
+        if not handler.response_streaming:
+            return grpc.unary_unary_rpc_method_handler(_guard(handler.unary_unary), parse, handler.response_serializer)
+        inner = handler.unary_stream
+        guarded = _guard_generator(inner) if inspect.isasyncgenfunction(inner) else _guard(inner)
+        return grpc.unary_stream_rpc_method_handler(guarded, parse, handler.response_serializer)
+
+
+def _forgive(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """bytes |-> message, None for bytes that are none."""
+
+    def parse_or_none(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return None
+
+    return parse_or_none
+
+
+def _guard(inner: Any) -> Callable[[Any, Context], Awaitable[Any]]:
+    async def answer(request: Any, context: Context) -> Any:
+        await _refuse_none(request, context)
+        return await inner(request, context)
+
+    return answer
+
+
+def _guard_generator(inner: Any) -> Callable[[Any, Context], AsyncIterator[Any]]:
+    async def answer(request: Any, context: Context) -> AsyncIterator[Any]:
+        await _refuse_none(request, context)
+        async with aclosing(inner(request, context)) as responses:
+            async for response in responses:
+                yield response
+
+    return answer
+
+
+async def _refuse_none(request: Any, context: Context) -> None:
+    if request is None:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no message of this method")

@@ -1,0 +1,171 @@
+"""Whatever anybody sends to a worker's gRPC port: it answers by a known status, and still serves afterwards."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from protos import decode_pb2, kv_pb2, prefill_pb2
+from tests.fake_workers import PATIENCE_S, Signal
+from tests.messages import mutate
+from tests.real_workers import DecodeWorker, Gateway, PrefillWorker, decode_worker, expected_answer, gateway
+from tests.real_workers import prefill_worker as start_prefill
+
+LEASE_S = 1.0
+CALL_S = 5.0
+PROMPT = [5, 6, 7, 8, 9, 10]
+Code = grpc.StatusCode
+KNOWN = {
+    Code.OK, Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION, Code.NOT_FOUND, Code.ALREADY_EXISTS, Code.OUT_OF_RANGE,
+    Code.RESOURCE_EXHAUSTED, Code.ABORTED, Code.UNAVAILABLE,
+}  # fmt: skip
+
+
+@dataclass
+class Ring:
+    """Both workers, and a gateway of our own, on an event loop in a thread."""
+
+    loop: asyncio.AbstractEventLoop
+    signal: Signal
+    prefill: PrefillWorker
+    decode: DecodeWorker
+    gateway: Gateway
+
+    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def ring() -> Iterator[Ring]:
+    stack = AsyncExitStack()
+
+    async def start() -> Ring:
+        signal = Signal()
+        prefill = await stack.enter_async_context(start_prefill(signal))
+        decode = await stack.enter_async_context(decode_worker(signal, lease_s=LEASE_S))
+        opened = await stack.enter_async_context(gateway(decode, signal))
+        return Ring(loop, signal, prefill, decode, opened)
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        running: Ring = asyncio.run_coroutine_threadsafe(start(), loop).result(PATIENCE_S)
+        yield running
+        running.do(stack.aclose())
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(PATIENCE_S)
+
+
+def still_serves(ring: Ring, handle: int) -> None:
+    """A request by hand, whose answer follows from every position's KV; then no page is held anywhere."""
+
+    async def request() -> None:
+        await ring.signal.until(lambda: ring.decode.table.allocator.num_used == 0)  # leases of what was sent are over
+        ticket = await ring.gateway.reserve(handle, PROMPT)
+        await ring.prefill.stub.Run(
+            prefill_pb2.RunRequest(request_id="r", prompt_ids=PROMPT, ticket=ticket), timeout=PATIENCE_S
+        )
+        assert await ring.gateway.end_of(handle) == ("length", "")
+        assert ring.gateway.tokens[handle] == expected_answer(PROMPT, 4)
+        await ring.signal.until(lambda: ring.prefill.table.allocator.num_used == 0)
+        await ring.signal.until(lambda: ring.decode.table.allocator.num_used == 0)
+
+    ring.do(request())
+
+
+def answer_of(address: str, method: str, payload: bytes) -> tuple[Code, str]:
+    """Call any method with any bytes. A stream is read to its end, but for Steps, which has none."""
+    with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/baton.v1.{method}")
+        call = ask(payload, timeout=CALL_S)
+        try:
+            for _ in call:
+                if method.endswith("Steps"):
+                    call.cancel()
+                    return Code.OK, ""
+        except grpc.RpcError:
+            pass
+        code: Code = call.code()
+        return code, call.details() or ""
+
+
+def starting_points(ring: Ring) -> dict[str, tuple[str, Message]]:
+    """Method |-> the worker's address and a request that it would take."""
+    ticket = kv_pb2.Ticket(
+        address=ring.decode.peer.address, incarnation=ring.decode.peer.incarnation, session=1, attempt=1, end=5
+    )
+    reserve = decode_pb2.ReserveRequest(
+        gateway=ring.gateway.name, handle=10**6, prompt_ids=PROMPT, max_tokens=4, attempt=1,
+        sampling=decode_pb2.SamplingParams(top_p=1.0),
+    )  # fmt: skip
+    offer = kv_pb2.OfferRequest(
+        ticket=ticket, incarnation=ring.prefill.peer.incarnation, begin=0, end=4, pages=[kv_pb2.PageRef(page=1)]
+    )
+    here, there = ring.decode.peer.address, ring.prefill.peer.address
+    return {
+        "Decode/Reserve": (here, reserve),
+        "Decode/Steps": (here, decode_pb2.StepsRequest(gateway="other")),
+        "Decode/Abort": (here, decode_pb2.AbortRequest(gateway="other", handles=[1])),
+        "Decode/Handshake": (here, decode_pb2.HandshakeRequest(peer=ring.prefill.peer)),
+        "Decode/Renew": (here, decode_pb2.RenewRequest(ticket=ticket)),
+        "Decode/Offer": (here, offer),
+        "Decode/Status": (here, decode_pb2.StatusRequest()),
+        "Prefill/Run": (there, prefill_pb2.RunRequest(prompt_ids=PROMPT, ticket=ticket)),
+        "Prefill/Status": (there, decode_pb2.StatusRequest()),
+        "KvPages/Read": (there, kv_pb2.ReadPagesRequest(incarnation=ring.prefill.peer.incarnation, pages=[0, 1])),
+    }
+
+
+METHODS = (
+    "Decode/Reserve", "Decode/Steps", "Decode/Abort", "Decode/Handshake", "Decode/Renew", "Decode/Offer",
+    "Decode/Status", "Prefill/Run", "Prefill/Status", "KvPages/Read",
+)  # fmt: skip
+fuzz: Callable[[Any], Any] = settings(
+    derandomize=True, deadline=None, max_examples=100, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_any_message_gets_a_known_answer(ring: Ring, method: str) -> None:
+    address, start = starting_points(ring)[method]
+
+    @fuzz
+    @given(mutate(start))
+    def ask(message: Message) -> None:
+        code, details = answer_of(address, method, message.SerializeToString())
+        assert code in KNOWN, (code, details)
+        assert len(details) < 2000
+
+    ask()
+    still_serves(ring, 10**9 + METHODS.index(method))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_that_are_no_message_get_a_known_answer(ring: Ring, method: str) -> None:
+    address, start = starting_points(ring)[method]
+    valid = start.SerializeToString()
+    cut = st.integers(0, len(valid)).map(lambda at: valid[:at] + b"\xff" * 3 + valid[at:])
+
+    @fuzz
+    @given(st.binary(max_size=60) | cut)
+    def ask(payload: bytes) -> None:
+        code, details = answer_of(address, method, payload)
+        assert code in KNOWN, (code, details)
+
+    ask()
+    still_serves(ring, 2 * 10**9 + METHODS.index(method))
+
+
+def test_methods_that_do_not_exist_are_unimplemented(ring: Ring) -> None:
+    for method in ("Decode/Nothing", "Inference/Generate", "Prefill/../x"):
+        assert answer_of(ring.decode.peer.address, method, b"x")[0] is Code.UNIMPLEMENTED
