@@ -41,8 +41,7 @@ class DecodeLoop:
             return False
         deltas = expired
         if planned:
-            tokens = self._compute(planned)
-            deltas += self._finish(planned, tokens)
+            deltas += self._finish(planned, self._compute(planned))
         self._publish(self.thread.progress().steps, deltas)
         return True
 
@@ -57,8 +56,20 @@ class DecodeLoop:
         self._metrics.preemptions.inc(preempted)
         return planned, expired
 
-    def _compute(self, planned: list[Planned]) -> list[int] | Exception:
-        """One forward: a token for each planned slice that wants one, or what went wrong."""
+    def _compute(self, planned: list[Planned]) -> list[int | Exception | None]:
+        """One forward: for each planned slice its token, None when it wants none, or what went wrong.
+
+        When the forward fails, each slice is computed alone, so that only those die that cannot be computed.
+        """
+        try:
+            return self._forward(planned)
+        except Exception as error:
+            log.exception("engine step failed", request_ids=[step.session.request_id for step in planned])
+            if len(planned) == 1:
+                return [error]
+        return [result for step in planned for result in self._compute([step])]
+
+    def _forward(self, planned: list[Planned]) -> list[int | Exception | None]:
         slices, choices = [], []
         for step in planned:
             session = step.session
@@ -66,21 +77,18 @@ class DecodeLoop:
             slices.append(SequenceSlice(chunk, session.computed, session.pages, step.wants_token))
             if step.wants_token:
                 choices.append(Choice(session.sampling, position=len(session.tokens)))
-        try:
-            with self._metrics.step_seconds.time():
-                return self._runner.run(slices, choices)
-        except Exception as error:  # whatever the step's cause of death, only its own sessions die with it
-            log.exception("engine step failed", request_ids=[step.session.request_id for step in planned])
-            return error
+        with self._metrics.step_seconds.time():
+            chosen = iter(self._runner.run(slices, choices))
+        return [next(chosen) if step.wants_token else None for step in planned]
 
-    def _finish(self, planned: list[Planned], tokens: list[int] | Exception) -> list[Delta]:
+    def _finish(self, planned: list[Planned], results: list[int | Exception | None]) -> list[Delta]:
         with self.thread.lock:
-            if isinstance(tokens, Exception):
-                return [self._table.fail(step.session, f"the engine step failed: {tokens}") for step in planned]
-            chosen = iter(tokens)
-            news = [
-                self._table.finish_step(step.session, step.count, next(chosen) if step.wants_token else None)
-                for step in planned
-            ]
-        self._metrics.count_step(planned)
+            news = [self._finish_one(step, result) for step, result in zip(planned, results, strict=True)]
+        done = [step for step, result in zip(planned, results, strict=True) if not isinstance(result, Exception)]
+        self._metrics.count_step(done)
         return [delta for delta in news if delta is not None]
+
+    def _finish_one(self, step: Planned, result: int | Exception | None) -> Delta | None:
+        if isinstance(result, Exception):
+            return self._table.fail(step.session, f"the engine step failed: {result}")
+        return self._table.finish_step(step.session, step.count, result)

@@ -26,7 +26,10 @@ class PrefillLoop:
         publish: Callable[[list[Planned], float, Exception | None], None],
         metrics: PrefillMetrics,
     ) -> None:
-        """`publish(planned, started, error)` is called on the engine thread after each step and must not block."""
+        """`publish(planned, started, error)` is called on the engine thread after each step and must not block.
+
+        Once for what was computed, and once for each prompt that could not be.
+        """
         self.thread = EngineThread(self._step)
         self._table = table
         self._runner = runner
@@ -40,29 +43,40 @@ class PrefillLoop:
         if not planned:
             return False
         started = time.monotonic()
-        error = self._compute(planned)
+        errors = self._compute(planned)
+        failed = [(step, error) for step, error in zip(planned, errors, strict=True) if error is not None]
+        done = [step for step, error in zip(planned, errors, strict=True) if error is None]
         with self.thread.lock:
-            for step in planned:
-                if error:
-                    self._table.fail_step(step.run)
-                else:
-                    self._table.finish_step(step.run, step.count)
-        if not error:
-            self._metrics.prompt_tokens.inc(sum(step.count for step in planned))
-        self._publish(planned, started, error)
+            for step in done:
+                self._table.finish_step(step.run, step.count)
+            for step, _error in failed:
+                self._table.fail_step(step.run)
+        self._metrics.prompt_tokens.inc(sum(step.count for step in done))
+        if done:
+            self._publish(done, started, None)
+        for step, error in failed:
+            self._publish([step], started, error)
         return True
 
-    def _compute(self, planned: list[Planned]) -> Exception | None:
-        """One forward without logits; what went wrong, if anything."""
+    def _compute(self, planned: list[Planned]) -> list[Exception | None]:
+        """One forward without logits: for each planned slice what went wrong, if anything.
+
+        When the forward fails, each slice is computed alone, so that only those die that cannot be computed.
+        """
+        try:
+            self._forward(planned)
+        except Exception as error:
+            log.exception("engine step failed", request_ids=[step.run.request_id for step in planned])
+            if len(planned) == 1:
+                return [error]
+            return [result for step in planned for result in self._compute([step])]
+        return [None] * len(planned)
+
+    def _forward(self, planned: list[Planned]) -> None:
         slices = []
         for step in planned:
             run = step.run
             chunk = run.prompt_ids[run.computed : run.computed + step.count]
             slices.append(SequenceSlice(chunk, run.computed, run.pages, wants_logits=False))
-        try:
-            with self._metrics.step_seconds.time():
-                self._runner.run(slices, [])
-        except Exception as error:  # whatever the step's cause of death, only its own prompts die with it
-            log.exception("engine step failed", request_ids=[step.run.request_id for step in planned])
-            return error
-        return None
+        with self._metrics.step_seconds.time():
+            self._runner.run(slices, [])

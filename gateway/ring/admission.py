@@ -45,6 +45,7 @@ class Places:
 class _Waiter:
     num_missing: int
     avoid: frozenset[str]
+    is_retry: bool
     patience: float  # until when it waits although nobody can serve
     decided: asyncio.Future[None]
     places: Places | None = None
@@ -76,11 +77,8 @@ class Admission:
         if not is_retry and len(self._waiting) >= self._max_queue:
             raise overloaded(f"{len(self._waiting)} requests are waiting, the most allowed by --max-queue; try again")
         patience = time.monotonic() + patience_s if is_retry else 0.0
-        waiter = _Waiter(num_missing, avoid, patience, asyncio.get_running_loop().create_future())
-        if is_retry:
-            self._waiting.appendleft(waiter)
-        else:
-            self._waiting.append(waiter)
+        waiter = _Waiter(num_missing, avoid, is_retry, patience, asyncio.get_running_loop().create_future())
+        self._enqueue(waiter)
         self._pump()
         try:
             try:
@@ -96,6 +94,11 @@ class Admission:
                 self._waiting.remove(waiter)
             if waiter.places is not None:
                 waiter.places.release_all()
+
+    def _enqueue(self, waiter: _Waiter) -> None:
+        """Retries in the order they come, then new requests."""
+        num_retries = sum(other.is_retry for other in self._waiting)
+        self._waiting.insert(num_retries if waiter.is_retry else len(self._waiting), waiter)
 
     def _pump(self) -> None:
         """Decide on as many waiting requests as possible, in order."""

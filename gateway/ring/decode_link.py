@@ -61,6 +61,7 @@ class DecodeLink(WorkerLink):
         self._incarnation = ""  # of the worker behind it
         self._unwanted: list[int] = []  # handles to abort
         self._has_unwanted = asyncio.Event()
+        self._aborting = asyncio.Lock()  # held while the worker is told
 
     def start(self) -> None:
         super().start()
@@ -128,7 +129,11 @@ class DecodeLink(WorkerLink):
                 self._abort(session.handle)
 
     async def reserve(self, request: decode_pb2.ReserveRequest, timeout_s: float) -> decode_pb2.ReserveResponse:
-        """Raises grpc.aio.AioRpcError. A worker that is alive answers within a heartbeat."""
+        """Raises grpc.aio.AioRpcError. A worker that is alive answers within a heartbeat.
+
+        The worker first hears of the sessions that made room for this one.
+        """
+        await self._send_aborts()
         timeout_s = min(timeout_s, self._heartbeat_s)
         response: decode_pb2.ReserveResponse = await self._stub.Reserve(request, timeout=timeout_s)
         return response
@@ -138,13 +143,23 @@ class DecodeLink(WorkerLink):
         self._has_unwanted.set()
 
     async def _abort_unwanted(self) -> None:
-        """Tell the worker, many handles at a time. Should that fail, the end of the stream frees them."""
         while True:
             await self._has_unwanted.wait()
+            await self._send_aborts()
+
+    async def _send_aborts(self) -> None:
+        """Tell the worker, many handles at a time. Should that fail, the end of the stream or their next news does."""
+        async with self._aborting:
             self._has_unwanted.clear()
             handles, self._unwanted = self._unwanted, []
+            if not handles:
+                return
             request = decode_pb2.AbortRequest(gateway=self._stream, handles=handles)
             try:
                 await self._stub.Abort(request, timeout=self._heartbeat_s)
+            except asyncio.CancelledError:  # of a request that waited for this; the others' sessions must still end
+                self._unwanted += handles
+                self._has_unwanted.set()
+                raise
             except grpc.aio.AioRpcError as error:
                 log.warning("abort failed", address=self.address, code=error.code().name)

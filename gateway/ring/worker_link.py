@@ -18,7 +18,8 @@ from runtime.rpc import OpenChannel
 
 log = structlog.get_logger()
 
-POLL_S = 1.0  # between two questions for a worker's status
+POLL_S = 1.0  # between two questions for a worker's status, at most
+HURRY = 0.2  # part of that time after which a worker is asked that just refused a request
 RETRY_S = 0.2  # before a worker that does not answer is asked again
 
 
@@ -49,6 +50,7 @@ class WorkerLink:
         self._channel = open_channel(address)
         self._heard = -float("inf")  # when it last answered
         self._trouble = "has not answered yet"
+        self._has_refused = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -71,11 +73,21 @@ class WorkerLink:
                 pause = RETRY_S
             else:
                 self._learn(status)
-                pause = POLL_S
+                pause = min(POLL_S, self._heartbeat_s / 3)  # so that one late answer is no silence
             self._judge()
             self.is_full = False  # ask again at the latest now
             self._on_change()
-            await asyncio.sleep(pause)
+            await self._rest(pause)
+
+    async def _rest(self, pause: float) -> None:
+        """Before the next question: the whole pause, or little of it once a request was refused."""
+        self._has_refused.clear()
+        try:
+            async with asyncio.timeout(pause):
+                await self._has_refused.wait()
+                await asyncio.sleep(HURRY * pause)
+        except TimeoutError:
+            pass
 
     def _doubt(self, error: grpc.aio.AioRpcError) -> None:
         """No answer: remember why, and say so once when it is a matter of trust, which time does not heal."""
@@ -131,6 +143,8 @@ class WorkerLink:
         """It had no room for a request of ours: nothing more goes there until a place gets free or it is polled."""
         self.num_mine -= 1
         self.is_full = True
+        self._has_refused.set()
+        self._on_change()
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -1,0 +1,87 @@
+"""One streamed request over the public gRPC API, on a thread of its own, watched token by token."""
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from protos import inference_pb2, inference_pb2_grpc
+
+CLIENT_S = 120.0  # a client's own deadline: reaching it means that the service let the request hang
+
+
+class Asking:
+    """A greedy request under way. `tokens` grows; `code` and `detail` say how it ended, None and "" when well."""
+
+    def __init__(
+        self, address: str, prompt: Sequence[int], num_tokens: int, timeout_s: float = CLIENT_S, model: str = ""
+    ) -> None:
+        self.prompt = prompt
+        self.num_tokens = num_tokens
+        self.tokens: list[int] = []
+        self.code: grpc.StatusCode | None = None
+        self.detail = ""
+        self.retry_after = ""
+        self.seconds = 0.0
+        self.longest_pause_s = 0.0  # between two messages, the first one's wait included
+        self._changed = threading.Condition()
+        self._is_over = False
+        request = inference_pb2.GenerateRequest(
+            model=model,
+            token_ids=inference_pb2.TokenIds(ids=prompt),
+            max_tokens=num_tokens,
+            temperature=0,
+            ignore_eos=True,
+        )
+        self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self._call = inference_pb2_grpc.InferenceStub(self._channel).Generate(request, timeout=timeout_s)
+        self._thread = threading.Thread(target=self._listen, name="asking", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        begun = last = time.monotonic()
+        try:
+            for message in self._call:
+                now = time.monotonic()
+                self.longest_pause_s, last = max(self.longest_pause_s, now - last), now
+                with self._changed:
+                    self.tokens.extend(message.token_ids)
+                    self._changed.notify_all()
+        except grpc.RpcError as error:
+            self.code, self.detail = error.code(), error.details() or ""
+            trailers: Any = error.trailing_metadata() or ()
+            self.retry_after = str(dict(trailers).get("retry-after", ""))
+        finally:
+            self.seconds = time.monotonic() - begun
+            self.longest_pause_s = max(self.longest_pause_s, time.monotonic() - last)
+            self._channel.close()
+            with self._changed:
+                self._is_over = True
+                self._changed.notify_all()
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
+
+    @property
+    def has_hung(self) -> bool:
+        """It ended by the client's own deadline."""
+        return self.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def wait_for_tokens(self, count: int) -> None:
+        """Until that many tokens are here; AssertionError when it ends before."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.tokens) >= count or self._is_over, CLIENT_S)
+        assert len(self.tokens) >= count, f"only {len(self.tokens)} tokens came: {self.code} {self.detail}"
+
+    def cancel(self) -> None:
+        """Leave, as a client does that closes its connection."""
+        self._call.cancel()
+
+    def finish(self, timeout_s: float = CLIENT_S + 10) -> "Asking":
+        """Wait for its end."""
+        self._thread.join(timeout_s)
+        assert self._is_over, "the request hangs beyond the client's own deadline"
+        return self

@@ -1,0 +1,229 @@
+"""A fleet of single processes on fixed ports, for tests and benchmarks that kill, stop and restart them.
+
+Knows processes, ports and gauges; not what happens to them. For a service as users start it see live.py.
+"""
+
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from runtime.lifecycle import Ready, parse_event
+
+START_S = 120.0  # a loaded machine imports torch slowly
+POLL_S = 0.01
+HOST = "127.0.0.1"
+
+
+@dataclass
+class Process:
+    """One process of the fleet; after a kill it can be started again on the same ports."""
+
+    name: str
+    role: str  # "prefill", "decode" or "gateway"
+    port: int
+    metrics_port: int  # of a gateway, its gRPC port; its /metrics is on `port`
+    flags: tuple[str, ...]
+    log: Path
+    popen: subprocess.Popen[bytes] | None = None
+    num_starts: int = 0
+    _events: int = -1  # reading end of the pipe it reports on
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self.popen is not None
+        return self.popen.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self.popen is not None and self.popen.poll() is None
+
+    def start(self) -> None:
+        """Begin; `wait_ready` tells when it serves. To be called on the main thread: it dies with its starter."""
+        assert not self.is_running
+        self._events, reported = os.pipe()
+        with self.log.open("ab") as out:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", "cli.main", self.role, *self.flags, f"--ready-fd={reported}"],
+                stdout=out, stderr=out, pass_fds=(reported,),
+            )  # fmt: skip
+        os.close(reported)
+        self.num_starts += 1
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        text = b""
+        while time.monotonic() < deadline:
+            if not select.select([self._events], [], [], 1.0)[0]:
+                continue
+            data = os.read(self._events, 1 << 16)
+            assert data, f"{self.name} ended at its start:\n{self.read_log()[-3000:]}"
+            *lines, text = (text + data).split(b"\n")
+            if any(isinstance(parse_event(line.decode()), Ready) for line in lines):
+                return
+        raise AssertionError(f"{self.name} did not start:\n{self.read_log()[-3000:]}")
+
+    def signal(self, number: int) -> None:
+        assert self.popen is not None
+        self.popen.send_signal(number)
+
+    def stop(self) -> None:
+        """SIGSTOP: it is there, and does nothing."""
+        self.signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL. Idempotent."""
+        if self.popen is not None:
+            self.popen.kill()
+            self.popen.wait(timeout=30)
+        if self._events >= 0:
+            os.close(self._events)
+            self._events = -1
+
+    def restart(self) -> None:
+        """Kill it if need be, start it again and wait until it serves."""
+        self.kill()
+        self.start()
+        self.wait_ready()
+
+    def metric(self, sample: str, labels: Mapping[str, str] | None = None) -> float:
+        """The sum of all samples called `baton:SAMPLE` that carry `labels`."""
+        port = self.port if self.role == "gateway" else self.metrics_port
+        text = httpx.get(f"http://{HOST}:{port}/metrics", timeout=10).text
+        return sum(
+            found.value
+            for family in text_string_to_metric_families(text)
+            for found in family.samples
+            if found.name == f"baton:{sample}" and (labels or {}).items() <= found.labels.items()
+        )
+
+    def read_log(self) -> str:
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+
+@dataclass
+class ProcessFleet:
+    """A gateway and its workers, by name: "gateway", "prefill-0", "decode-0" and so on."""
+
+    processes: dict[str, Process] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Process:
+        return self.processes[name]
+
+    @property
+    def gateway(self) -> Process:
+        return self.processes["gateway"]
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.gateway.address}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{HOST}:{self.gateway.metrics_port}"
+
+    def workers(self) -> list[Process]:
+        return [process for process in self.processes.values() if process.role != "gateway"]
+
+    def status(self) -> list[dict[str, Any]]:
+        """The gateway's /status."""
+        workers: list[dict[str, Any]] = httpx.get(f"{self.url}/status", timeout=10).json()["workers"]
+        return workers
+
+    def used_pages(self) -> dict[str, float]:
+        """name |-> its own gauge, of every living worker."""
+        return {worker.name: worker.metric("kv_cache_used_pages") for worker in self.workers() if worker.is_running}
+
+    def wait_until_unused(self, timeout_s: float = 30.0) -> float:
+        """Seconds until no living worker has a used page."""
+        return wait_until(lambda: not any(self.used_pages().values()), timeout_s, self.used_pages)
+
+    def wait_until_whole(self, timeout_s: float = 60.0) -> float:
+        """Seconds until the gateway takes every worker for alive."""
+        return wait_until(lambda: all(worker["alive"] for worker in self.status()), timeout_s, self.status)
+
+
+def wait_until(
+    is_true: Callable[[], bool], timeout_s: float, explain: Callable[[], object] = lambda: "not yet true"
+) -> float:
+    """Seconds until `is_true`; AssertionError with `explain()` after `timeout_s`."""
+    started = time.monotonic()
+    while not is_true():
+        assert time.monotonic() - started < timeout_s, f"still after {timeout_s:g} s: {explain()}"
+        time.sleep(POLL_S)
+    return time.monotonic() - started
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now, below those that systems give to outgoing connections, so they stay free."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        port = random.randrange(15000, 32000)
+        with suppress(OSError), socket.create_server((HOST, port)):
+            ports.add(port)
+    return list(ports)
+
+
+@contextmanager
+def run_fleet(
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    flags: Mapping[str, Sequence[str]] | None = None,
+    links: Mapping[str, str] | None = None,
+    ports: Sequence[int] | None = None,
+    lease_s: float = 4.0,
+    heartbeat_s: float = 1.0,
+) -> Iterator[ProcessFleet]:
+    """Processes that serve the demo model in float32; all of them are killed at the end.
+
+    `flags`: further ones by role or name. `links`: worker name |-> the address by which the gateway shall reach it.
+    `ports`: two for each process, in the order gateway, prefill, decode.
+    """
+    flags, links = flags or {}, links or {}
+    names = ["gateway", *(f"prefill-{i}" for i in range(num_prefill)), *(f"decode-{i}" for i in range(num_decode))]
+    ports = ports or free_ports(2 * len(names))
+    fleet = ProcessFleet()
+    with tempfile.TemporaryDirectory() as folder:
+        for index, name in enumerate(names):
+            role = name.partition("-")[0]
+            common = (f"--port={ports[2 * index]}", f"--lease-s={lease_s:g}")
+            own = common if role == "decode" else (*common, f"--heartbeat-s={heartbeat_s:g}")
+            if role != "gateway":
+                own = (*own, "--dtype=float32", f"--metrics-port={ports[2 * index + 1]}", "--kv-memory-mib=64")
+            extra = (*flags.get(role, ()), *(flags.get(name, ()) if name != role else ()))
+            fleet.processes[name] = Process(
+                name, role, ports[2 * index], ports[2 * index + 1], (*own, *extra), Path(folder) / f"{name}.log"
+            )
+        peers = [f"--{worker.role}={links.get(worker.name, worker.address)}" for worker in fleet.workers()]
+        gateway = fleet.gateway
+        gateway.flags = (*gateway.flags, f"--grpc-port={gateway.metrics_port}", *peers)
+        try:
+            for process in fleet.processes.values():
+                process.start()
+            for process in fleet.processes.values():
+                process.wait_ready()
+            fleet.wait_until_whole()
+            yield fleet
+        finally:
+            for process in fleet.processes.values():
+                process.kill()

@@ -1,0 +1,109 @@
+"""The fleets that fault tests share, whole again and without a used page before and after each test."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import pytest
+
+from bench.fleet import HOST, ProcessFleet, free_ports, run_fleet
+from demo.paths import TARGET_DIR
+from tests.faults.answers import Truth
+from tests.faults.proxy import FaultProxy
+from tests.oracle import Oracle
+
+GATEWAY_SIDE, WORKER_SIDE = "127.0.0.2", "127.0.0.3"  # all of 127/8 is this machine; the ports stay the workers' own
+
+
+@dataclass(frozen=True)
+class Linked:
+    """One prefill and one decode worker; each of the four ways between processes leads through a proxy."""
+
+    fleet: ProcessFleet
+    links: dict[str, FaultProxy]
+
+
+@pytest.fixture(scope="session")
+def truth() -> Truth:
+    return Truth(Oracle(TARGET_DIR))
+
+
+@pytest.fixture(scope="session")
+def running_quad() -> Iterator[ProcessFleet]:
+    with run_fleet(2, 2) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def quad(running_quad: ProcessFleet) -> Iterator[ProcessFleet]:
+    """Two prefill and two decode workers."""
+    _check_calm(running_quad)
+    yield running_quad
+    for process in running_quad.processes.values():
+        if process.is_running:
+            process.resume()
+        else:
+            process.restart()
+    _check_calm(running_quad)
+
+
+@pytest.fixture(scope="session")
+def running_linked() -> Iterator[Linked]:
+    ports = free_ports(6)
+    prefill, decode = ports[2], ports[4]
+    with ExitStack() as stack:
+        links = {
+            name: stack.enter_context(FaultProxy(side, port, HOST, port, seed))
+            for seed, (name, side, port) in enumerate(
+                [
+                    ("gateway-prefill", GATEWAY_SIDE, prefill),
+                    ("gateway-decode", GATEWAY_SIDE, decode),
+                    ("prefill-decode", WORKER_SIDE, decode),
+                    ("decode-prefill", WORKER_SIDE, prefill),
+                ]
+            )
+        }
+        advertised = f"--advertise-host={WORKER_SIDE}"
+        fleet = stack.enter_context(
+            run_fleet(
+                flags={"prefill": [advertised], "decode": [advertised, "--transport=grpc"]},
+                links={"prefill-0": f"{GATEWAY_SIDE}:{prefill}", "decode-0": f"{GATEWAY_SIDE}:{decode}"},
+                ports=ports,
+            )
+        )
+        yield Linked(fleet, links)
+
+
+@pytest.fixture
+def linked(running_linked: Linked) -> Iterator[Linked]:
+    _check_calm(running_linked.fleet)
+    yield running_linked
+    for proxy in running_linked.links.values():
+        proxy.heal()
+    for process in running_linked.fleet.processes.values():
+        process.resume()
+    _check_calm(running_linked.fleet)
+
+
+@pytest.fixture(scope="session")
+def running_small() -> Iterator[ProcessFleet]:
+    flags = {
+        "gateway": ["--max-queue=4"],
+        "prefill": ["--max-context-tokens=1024"],
+        "decode": ["--max-running=2"],
+    }
+    with run_fleet(flags=flags) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def small(running_small: ProcessFleet) -> Iterator[ProcessFleet]:
+    """A pair with little room: 2 sessions, 4 in the queue, and prefill takes at most 1024 tokens."""
+    _check_calm(running_small)
+    yield running_small
+    _check_calm(running_small)
+
+
+def _check_calm(fleet: ProcessFleet) -> None:
+    fleet.wait_until_whole()
+    fleet.wait_until_unused(timeout_s=60)

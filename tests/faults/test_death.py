@@ -1,0 +1,90 @@
+"""Workers and gateways that are killed, and come back. Rows 3, 4, 5 and 12 of the list of faults."""
+
+import json
+
+import grpc
+import httpx
+import pytest
+
+from bench.fleet import ProcessFleet, wait_until
+from tests.faults.answers import Truth, ask, find_busy, is_alive, prompt_of
+
+LEASE_S = 4.0
+SLACK_S = 20.0  # for a loaded machine
+
+
+@pytest.mark.parametrize("after", [1, 40, 120])
+def test_row_03_killed_decode_worker_is_replaced_in_mid_stream(quad: ProcessFleet, truth: Truth, after: int) -> None:
+    streams = [ask(quad, seed=seed) for seed in (1, 2)]
+    for stream in streams:
+        stream.wait_for_tokens(after)
+    find_busy(quad, "decode").kill()
+    for stream in streams:
+        truth.check(stream)
+
+
+def test_row_03_with_no_decode_worker_left_the_stream_ends_with_an_error(quad: ProcessFleet, truth: Truth) -> None:
+    stream = ask(quad, num_tokens=3000)
+    body = {"prompt": prompt_of(50), "max_tokens": 3000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{quad.url}/v1/completions", json={**body, "model": _model(quad)}, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        stream.wait_for_tokens(5)
+        quad["decode-0"].kill()
+        quad["decode-1"].kill()
+        events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    stream.finish()
+    assert stream.code is grpc.StatusCode.UNAVAILABLE and "no decode worker is alive" in stream.detail
+    whole = truth.oracle.answer(stream.prompt, 250)
+    assert stream.tokens[:250] == whole[: len(stream.tokens)]
+    errors = [json.loads(event)["error"] for event in events if event.startswith('{"error"')]
+    assert len(errors) == 1 and "no decode worker is alive" in errors[0]["message"]
+
+
+def _model(fleet: ProcessFleet) -> str:
+    return str(httpx.get(f"{fleet.url}/v1/models", timeout=10).json()["data"][0]["id"])
+
+
+@pytest.mark.parametrize("num_left", [1, 0])
+def test_row_04_killed_prefill_worker_is_replaced(quad: ProcessFleet, truth: Truth, num_left: int) -> None:
+    """By another one, or by the decode worker itself."""
+    stream = ask(quad, num_prompt=3500, num_tokens=20)
+    busy = find_busy(quad, "prefill")
+    busy.kill()
+    if not num_left:
+        for worker in ("prefill-0", "prefill-1"):
+            quad[worker].kill()
+    truth.check(stream)
+    if not num_left:
+        truth.check_canary(quad)
+
+
+@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+def test_row_05_restarted_worker_is_another_incarnation(quad: ProcessFleet, truth: Truth, name: str) -> None:
+    before = _incarnation(quad, name)
+    streams = [ask(quad, seed=seed) for seed in (1, 2, 3)]
+    streams[0].wait_for_tokens(3)
+    quad[name].restart()
+    wait_until(lambda: _incarnation(quad, name) != before and is_alive(quad, quad[name]), 30)
+    for stream in streams:
+        truth.check(stream)
+    for _ in range(4):  # every pair of workers meets again
+        truth.check_canary(quad)
+
+
+def _incarnation(fleet: ProcessFleet, name: str) -> str:
+    return next(str(worker["incarnation"]) for worker in fleet.status() if worker["address"] == fleet[name].address)
+
+
+def test_row_12_killed_gateway_leaves_nothing_behind(quad: ProcessFleet, truth: Truth) -> None:
+    streams = [ask(quad, num_tokens=3000, seed=1), ask(quad, num_prompt=3500, num_tokens=100, seed=2)]
+    streams[0].wait_for_tokens(3)
+    find_busy(quad, "decode")
+    quad.gateway.kill()
+    freed_s = quad.wait_until_unused(LEASE_S + SLACK_S)
+    print(f"row 12: pages free {freed_s:.2f} s after the gateway was killed")
+    for stream in streams:
+        assert stream.finish().code is grpc.StatusCode.UNAVAILABLE
+    quad.gateway.restart()
+    quad.wait_until_whole()
+    truth.check_canary(quad)
