@@ -165,6 +165,11 @@ class Request:
         return len(self.generation.prompt_ids) + len(self.emitted) - 1
 
     @property
+    def num_left(self) -> int:
+        """The most tokens that are still to come."""
+        return self.generation.max_tokens - len(self.emitted)
+
+    @property
     def is_retry(self) -> bool:
         return self.attempt > 1
 
@@ -192,9 +197,8 @@ class Request:
     def _reserve(self, places: Placed) -> list[Action]:
         self.phase = Phase.RESERVING
         self.places = places
-        left = self.generation.max_tokens - len(self.emitted)
         local = self.local_prefill_max_tokens if places.prefill is not None else NO_LIMIT
-        return [Reserve(self.attempt, self.prompt_ids, left, local)]
+        return [Reserve(self.attempt, self.prompt_ids, self.num_left, local)]
 
     def _run(self, needs_prefill: bool) -> list[Action]:
         self.phase = Phase.RUNNING

@@ -1,0 +1,56 @@
+"""python -m tests.simulator --seeds 0:20000 · --seed 17 --trace · --mutation NAME"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from contextlib import nullcontext
+
+from tests.simulator.mutations import MUTATIONS
+from tests.simulator.schedule import Outcome, run_schedule
+
+
+def main() -> int:
+    options = _parse()
+    first, last = (options.seed, options.seed + 1) if options.seed is not None else map(int, options.seeds.split(":"))
+    started = time.perf_counter()
+    ends: Counter[str] = Counter()
+    num_events = num_failed = 0
+    with MUTATIONS[options.mutation]() if options.mutation else nullcontext():
+        for seed in range(first, last):
+            outcome = run_schedule(seed)
+            ends.update(end[:24] for end in outcome.ends)
+            num_events += outcome.num_events
+            if options.trace:
+                show(outcome)
+            if outcome.error:
+                num_failed += 1
+                print(f"seed {seed}: {outcome.error}", flush=True)
+                if num_failed == options.stop_after:
+                    break
+    seconds = time.perf_counter() - started
+    count = seed + 1 - first
+    print(f"{count} schedules, {num_events} events, {num_failed} failed, {seconds:.1f} s, {count / seconds:.0f}/s")
+    print("ends of requests:", dict(ends.most_common(12)))
+    return 1 if num_failed else 0
+
+
+def show(outcome: Outcome) -> None:
+    for now, what, details in outcome.trace:
+        print(f"{now:9.4f}  {what:8} " + "  ".join(str(detail) for detail in details))
+    for number, end in enumerate(outcome.ends):
+        print(f"r{number}: {end}")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulator")
+    parser.add_argument("--seeds", default="0:20000", help="first:last, last not included")
+    parser.add_argument("--seed", type=int, help="one schedule alone")
+    parser.add_argument("--trace", action="store_true", help="print what happened")
+    parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="break this rule")
+    parser.add_argument("--stop-after", type=int, default=5, help="failures until it gives up")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Virtual time, processes that crash and pause at any step, and the network between them. Knows no protocol.
+
+The network is harsher than gRPC: a call's messages may be late, lost, doubled or overtake each other, and reach whatever
+incarnation lives at the address by then. Only a stream keeps its order; a message lost on it breaks it.
+"""
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Action = Callable[[], None]
+
+KEEPALIVE_S = 1.5  # until a connection that lost a message counts as broken
+MAX_EVENTS = 20_000  # more than any schedule takes; one that needs more never comes to rest
+
+
+class ViolationError(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A call's answer when there is none from the callee, or a refusal."""
+
+    why: str
+
+
+@dataclass(slots=True)
+class Faults:
+    """How bad the network is; `cut` changes over time."""
+
+    loss: float = 0.0
+    doubled: float = 0.0
+    late: float = 0.0  # share of messages and steps that take seconds
+    cut: set[frozenset[str]] = field(default_factory=set)  # pairs of names that cannot talk now
+
+
+class World:
+    """One schedule: everything that happens follows from the seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.faults = Faults()
+        self.trace: list[tuple[float, str, tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, Process, int, Action]] = []
+        self.num_events = 0
+
+    def note(self, what: str, *details: Any) -> None:
+        """Remember for the trace; formatted only when somebody looks."""
+        self.trace.append((self.now, what, details))
+
+    def at(self, delay: float, process: "Process", epoch: int, action: Action) -> None:
+        """Have `process` act after `delay`, if it still is in `epoch` (-1: in any)."""
+        self.num_events += 1
+        heapq.heappush(self._heap, (self.now + delay, self.num_events, process, epoch, action))
+
+    def run(self) -> None:
+        """Until nothing is left to happen."""
+        while self._heap:
+            self.now, _, process, epoch, action = heapq.heappop(self._heap)
+            process.do(epoch, action)
+            if self.num_events > MAX_EVENTS:
+                raise ViolationError(f"no rest after {MAX_EVENTS} events")
+
+    def delay(self) -> float:
+        """How long a message or a copy takes."""
+        rng = self.rng
+        return rng.random() * 3.0 if rng.random() < self.faults.late else 0.001 + rng.random() * 0.02
+
+    def is_lost(self, one: str, other: str) -> bool:
+        faults = self.faults
+        return bool(faults.cut and frozenset((one, other)) in faults.cut) or self.rng.random() < faults.loss
+
+    def send(self, source: "Process", target: "Process", action: Action, if_down: Action = lambda: None) -> bool:
+        """One message, perhaps twice. False when it is lost, which the sender cannot know."""
+        if self.is_lost(source.name, target.name):
+            return False
+
+        def arrive() -> None:
+            (action if target.is_up else if_down)()
+
+        self.at(self.delay(), target, -1, arrive)
+        if self.rng.random() < self.faults.doubled:
+            self.at(self.delay(), target, -1, arrive)
+        return True
+
+    def call(
+        self,
+        source: "Process",
+        target: "Process",
+        serve: Callable[[Callable[[Any], None]], None],
+        then: Callable[[Any], None],
+        timeout_s: float,
+    ) -> "Call":
+        """`serve(answer)` at the target; `then` gets what it answers, or a Failure, exactly once if the caller lives."""
+        call = Call(self, source, target, source.epoch, then)
+        target.incoming.append(call)
+        if not self.send(source, target, lambda: serve(call.answer), lambda: call.fail("no connection")):
+            source.later(min(timeout_s, KEEPALIVE_S), lambda: call.fail("connection lost"))
+        source.later(timeout_s, lambda: call.fail("deadline"))
+        return call
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call under way."""
+
+    world: World
+    source: "Process"
+    target: "Process"
+    epoch: int  # of the caller
+    then: Callable[[Any], None]
+    is_over: bool = False
+
+    def answer(self, value: Any) -> None:
+        """Sent by the target."""
+        if self.world.is_lost(self.target.name, self.source.name):
+            self.world.at(KEEPALIVE_S, self.source, self.epoch, lambda: self._finish(Failure("connection lost")))
+        else:
+            self.world.at(self.world.delay(), self.source, self.epoch, lambda: self._finish(value))
+
+    def fail(self, why: str) -> None:
+        self.world.at(0.001, self.source, self.epoch, lambda: self._finish(Failure(why)))
+
+    def _finish(self, value: Any) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self.target.incoming.remove(self)
+            self.then(value)
+
+
+class Process:
+    """Whatever lives at one address: at most one incarnation at a time."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.epoch = 0
+        self.is_up = True
+        self.is_paused = False
+        self.incoming: list[Call] = []  # calls that wait for an answer from here
+        self._backlog: list[tuple[int, Action]] = []  # what happened to it while paused
+        self.boot()
+
+    @property
+    def incarnation(self) -> str:
+        return f"{self.name}#{self.epoch}"
+
+    def boot(self) -> None:
+        """Begin with empty hands."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise when an invariant of this process does not hold. Called after each of its events."""
+
+    def lose_peer(self, name: str, epoch: int) -> None:
+        """The connections to an incarnation of a peer are closed."""
+
+    def later(self, delay: float, action: Action) -> None:
+        self.world.at(delay, self, self.epoch, action)
+
+    def do(self, epoch: int, action: Action) -> None:
+        if epoch not in (-1, self.epoch):
+            return
+        if self.is_paused:
+            self._backlog.append((epoch, action))
+            return
+        action()
+        if self.is_up:
+            self.check()
+
+    def crash(self) -> None:
+        self.is_up, self.is_paused = False, False
+        self.epoch += 1
+        self._backlog.clear()
+        for call in self.incoming:
+            call.fail("connection reset")
+
+    def restart(self) -> None:
+        if not self.is_up:
+            self.is_up = True
+            self.boot()
+
+    def pause(self) -> None:
+        self.is_paused = self.is_up
+
+    def resume(self) -> None:
+        self.is_paused = False
+        backlog, self._backlog = self._backlog, []
+        for epoch, action in backlog:
+            self.do(epoch, action)
