@@ -1,6 +1,5 @@
 """The public surface on real sockets, for tests: uvicorn and grpc.aio in a thread of their own."""
 
-import asyncio
 import socket
 import threading
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 import httpx
 import structlog
 import uvicorn
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from gateway.app import FrontOptions, add_inference_services, build_app, build_front, build_interceptors
@@ -71,7 +71,7 @@ def run_front(folder: Path, options: FrontOptions) -> Iterator[Served]:
 
     front = build_front(ring, tokenizer, SERVED, options, registry)
     http = uvicorn.Server(uvicorn.Config(build_app(front), log_level="warning"))
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread = threading.Thread(target=lambda: uvloop.run(serve()), daemon=True)
     thread.start()
     assert ready.wait(10)
     host, port = listener.getsockname()

@@ -1,4 +1,4 @@
-"""hypothesis strategies for protobuf messages: any message of a type, from its descriptor, edges more often than not."""
+"""hypothesis strategies for protobuf messages: any message of a type, from its descriptor, with many edge values."""
 
 from typing import Any
 
