@@ -30,6 +30,7 @@ class Live:
     addresses: dict[str, str] = field(default_factory=dict)  # process name |-> host:port
     metrics_urls: dict[str, str] = field(default_factory=dict)  # process name |-> its /metrics
     grpc_address: str = ""
+    shown: list[str] = field(default_factory=list)  # what `baton serve` tells people, line by line
 
     @property
     def url(self) -> str:
@@ -100,6 +101,7 @@ def _read_start(live: Live) -> None:
     """Note where each process is reached, until all of them are."""
     assert live.process.stdout is not None
     for line in live.process.stdout:
+        live.shown.append(line.strip())
         found = READY.match(line.strip())
         if found is None:
             continue
@@ -112,8 +114,13 @@ def _read_start(live: Live) -> None:
             grpc = re.search(r"grpc ([^\s,]+)", facts)
             assert grpc is not None
             live.grpc_address = grpc[1]
-            threading.Thread(target=live.process.stdout.read, daemon=True).start()  # keeps the pipe from filling up
+            threading.Thread(target=_read_on, args=(live,), daemon=True).start()
             return
+
+
+def _read_on(live: Live) -> None:
+    assert live.process.stdout is not None
+    live.shown.extend(line.strip() for line in live.process.stdout)
 
 
 def _stop(process: subprocess.Popen[str], log: Path) -> None:

@@ -34,6 +34,7 @@ class Child:
         self._pipes: list[asyncio.ReadTransport] = []
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._exited = asyncio.Event()
+        self._ready_at = self._exited_at = 0.0  # loop time
 
     async def start(self) -> None:
         """Start the process in a group of its own, so that a terminal's Ctrl-C reaches only the supervisor."""
@@ -80,6 +81,11 @@ class Child:
         """True once the process has reported that it takes requests."""
         return self._ready.done()
 
+    @property
+    def served_s(self) -> float:
+        """How long a process that has ended took requests; 0 when it never did."""
+        return self._exited_at - self._ready_at if self.is_ready else 0.0
+
     def terminate(self) -> None:
         """Ask the process to end."""
         if self._process is not None and self.is_running:
@@ -110,6 +116,7 @@ class Child:
     async def _reap(self, process: asyncio.subprocess.Process) -> None:
         await process.wait()
         _kill_group(process.pid)  # what it may have started; the group's id is free for others only when it is empty
+        self._exited_at = asyncio.get_running_loop().time()
         await asyncio.wait(self._tasks[:2], timeout=1.0)  # its last words
         self._exited.set()
 
@@ -123,6 +130,7 @@ class Child:
             if isinstance(event, Loading):
                 self._on_loading(self.spec.name, event)
             elif not self._ready.done():
+                self._ready_at = asyncio.get_running_loop().time()
                 self._ready.set_result(event)
 
     async def _read_log(self, reader: asyncio.StreamReader) -> None:

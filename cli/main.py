@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 from cli.certs import certs
 from cli.chat import chat
 from cli.decode import decode
+from cli.drain import drain
 from cli.gateway import gateway
 from cli.prefill import prefill
 from cli.serve import serve
@@ -34,6 +35,7 @@ app.command(decode)
 app.command(chat, config=())
 app.command(status, config=())
 app.command(certs, config=())
+app.command(drain, config=())
 
 
 @app.meta.default

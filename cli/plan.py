@@ -2,10 +2,11 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig, Settings, field_names, flag
+from runtime.lifecycle import Ready
 
 LOOPBACK = "127.0.0.1"
 GPU_SHARE = 0.8  # of the memory left over by weights, for the KV pools of all workers together
@@ -63,6 +64,13 @@ def plan_gateway(
 def secret_environment(config: ServeConfig) -> dict[str, str]:
     """The fleet's secret, for every process of it."""
     return {"BATON_FLEET_SECRET": config.fleet_secret} if config.fleet_secret else {}
+
+
+def pin_ports(spec: ChildSpec, ready: Ready) -> ChildSpec:
+    """The same worker again, on the ports that it had: gateways and scrapers know it by them."""
+    ports = {"port": ready.address, "metrics_port": ready.metrics_address}
+    pinned = [f"{flag(name)}={address.rpartition(':')[2]}" for name, address in ports.items() if address]
+    return replace(spec, command=(*spec.command, *pinned))
 
 
 def derive(target: type[SettingsType], config: ServeConfig, **given: Any) -> SettingsType:

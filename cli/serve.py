@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from cli.models import choose_served_name, locate_model
 from cli.plan import PROGRAM, ChildSpec, plan_gateway, plan_workers
 from cli.screen import Screen
-from cli.supervisor import STOP_S, Supervisor
+from cli.supervisor import STOP_MARGIN_S, Supervisor
 from runtime.config import ConfigError, ServeConfig, flag
 from runtime.lifecycle import Ready
 from runtime.trust import load_trust
@@ -40,10 +40,10 @@ def check_ports(config: ServeConfig) -> None:
             raise ConfigError(f"{name}={port} on host {config.host} cannot be used ({reason}): {advice}") from error
 
 
-async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, stop_s: float = STOP_S) -> int:
+async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, stop_s: float | None = None) -> int:
     """Run the service of `config` until it is stopped; returns the exit code.
 
-    `program` is what runs a role, `stop_s` the time that processes have to end by themselves.
+    `program` is what runs a role, `stop_s` the time that processes have to end by themselves: the drain and a margin.
     """
     served_name = config.served_name or choose_served_name(config.model)
     if not config.tls_dir and not config.fleet_secret:
@@ -55,4 +55,6 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
         return plan_gateway(config, served_name, prefill, decode, program)
 
     screen = Screen(served_name, needs_key=bool(config.api_key))
+    if stop_s is None:
+        stop_s = config.drain_s + STOP_MARGIN_S
     return await Supervisor(screen, config.start_timeout_s, stop_s).run(plan_workers(config, program), plan)

@@ -1,6 +1,7 @@
-"""Starts the processes of a service in order, watches them, and leaves none behind.
+"""Starts the processes of a service in order, starts workers that die again, and leaves none behind.
 
-Knows order, deadlines and signals; what is shown is `cli/screen.py`, what is started `cli/plan.py`.
+Knows order, deadlines and signals; what is shown is `cli/screen.py`, what is started `cli/plan.py`, and again when
+`cli/restart.py`.
 
     workers (at once) -> all ready -> gateway -> ready -> serving -> gateway ends first, then workers
 """
@@ -11,11 +12,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from cli.child import Child
-from cli.plan import ChildSpec
+from cli.plan import ChildSpec, pin_ports
+from cli.restart import MOST_DELAY_S, Restart, plan_restart
 from cli.screen import Screen, render_log_line
 from runtime.lifecycle import Ready
 
-STOP_S = 10.0  # for a gateway to finish answers, and again for workers to let go
+STOP_MARGIN_S = 10.0  # beyond its drain, for a process to let go
 KILL_S = 5.0  # for the kernel to end what was killed
 
 PlanGateway = Callable[[list[Ready]], ChildSpec]
@@ -28,13 +30,13 @@ class StartError(Exception):
 class Supervisor:
     """Owns every process of one service."""
 
-    def __init__(self, screen: Screen, start_timeout_s: float, stop_s: float = STOP_S) -> None:
+    def __init__(self, screen: Screen, start_timeout_s: float, stop_s: float) -> None:
         self._screen = screen
         self._start_timeout_s = start_timeout_s
         self._stop_s = stop_s
         self._workers: list[Child] = []
         self._gateway: list[Child] = []
-        self._watchers: list[asyncio.Task[None]] = []
+        self._keepers: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -78,14 +80,14 @@ class Supervisor:
         except TimeoutError as error:
             raise StartError(self._describe_timeout()) from error
         self._screen.serving(gateway[0])
-        self._watchers = [asyncio.create_task(self._watch(worker)) for worker in self._workers]
+        self._keepers = [asyncio.create_task(self._keep(rank, event)) for rank, event in enumerate(ready)]
         code = await self._gateway[0].wait_exited()
         self._screen.fail(f"the gateway ended with {describe_exit(code)}; its last lines are above")
         return 1
 
     async def _start(self, specs: list[ChildSpec], owned: list[Child]) -> list[Ready]:
         """Start processes at once and wait until all are ready; the first that fails ends the wait."""
-        owned += [Child(spec, self._screen.loading, self._screen.log) for spec in specs]
+        owned += map(self._new_child, specs)
         for child in owned:
             try:
                 await child.start()
@@ -99,6 +101,9 @@ class Supervisor:
             for wait in waits:
                 wait.cancel()
 
+    def _new_child(self, spec: ChildSpec) -> Child:
+        return Child(spec, self._screen.loading, self._screen.log)
+
     async def _wait_ready(self, child: Child) -> Ready:
         event = await child.wait_ready()
         if event is None:
@@ -107,10 +112,45 @@ class Supervisor:
         self._screen.ready(child.spec.name, event)
         return event
 
-    async def _watch(self, worker: Child) -> None:
-        code = await worker.wait_exited()
+    async def _keep(self, rank: int, ready: Ready) -> None:
+        """Start a worker again where it was, as often as it dies; a start that fails counts as one more death."""
+        spec, streak = pin_ports(self._workers[rank].spec, ready), 0
+        while True:
+            worker = self._workers[rank]
+            code = await worker.wait_exited()
+            restart = plan_restart(code, worker.served_s, streak)
+            self._tell_end(spec.name, code, restart)
+            if restart is None:
+                return
+            streak = restart.streak
+            await asyncio.sleep(restart.delay_s)
+            await worker.close()
+            await self._start_again(rank, spec)
+
+    async def _start_again(self, rank: int, spec: ChildSpec) -> None:
+        """Returns when it is ready, or has ended."""
+        while True:
+            worker = self._workers[rank] = self._new_child(spec)
+            try:
+                await worker.start()
+                break
+            except OSError as error:
+                self._screen.tell(f"{spec.name} cannot be started: {error}; tried again in {MOST_DELAY_S:g} s")
+                await asyncio.sleep(MOST_DELAY_S)
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                event = await worker.wait_ready()
+        except TimeoutError:
+            self._screen.tell(f"{spec.name} did not become ready within {self._start_timeout_s:g} s and is killed")
+            worker.kill()
+        else:
+            if event is not None:
+                self._screen.ready(spec.name, event)
+
+    def _tell_end(self, name: str, code: int, restart: Restart | None) -> None:
         alive = sum(other.is_running for other in self._workers)
-        self._screen.tell(f"{worker.spec.name} ended with {describe_exit(code)}; {alive} workers are left")
+        plan = "stays ended, as it was asked to" if restart is None else f"starts again in {restart.delay_s:g} s"
+        self._screen.tell(f"{name} ended with {describe_exit(code)}; {alive} workers are left; it {plan}")
 
     def _describe_timeout(self) -> str:
         waiting = [child.spec.name for child in (*self._workers, *self._gateway) if not child.is_ready]
@@ -121,8 +161,9 @@ class Supervisor:
 
     async def _shut_down(self) -> None:
         """End the gateway, then the workers: each is asked, given time, and killed. A second signal kills at once."""
-        for watcher in self._watchers:
-            watcher.cancel()
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
         for group in (self._gateway, self._workers):
             for child in group:
                 child.terminate()

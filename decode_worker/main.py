@@ -17,7 +17,7 @@ from protos import decode_pb2_grpc
 from runtime import rpc
 from runtime.config import DecodeConfig
 from runtime.hardware import num_cores, resolve_context, resolve_threads, size_pool
-from runtime.lifecycle import ReadyReporter, announce, run_worker
+from runtime.lifecycle import ReadyReporter, Shutdown, announce, run_worker
 from runtime.trust import load_trust
 
 
@@ -50,6 +50,8 @@ async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) 
     )  # fmt: skip
     me = build_peer("decode", address, incarnation, os.getpid(), rpc.host_identity(), facts)
     table = SessionTable(engine.allocator, config.page_tokens, config.max_running, config.lease_s)
+    shutdown = Shutdown(config.drain_s, lambda: len(table))
+    table.on_empty = shutdown.look_soon
     metrics = DecodeMetrics(table)
     streams = GatewayStreams(incarnation)
     asyncio_loop = asyncio.get_running_loop()
@@ -63,16 +65,16 @@ async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) 
         trust.open_channel,
     )  # fmt: skip
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_length)
-    service = DecodeService(me, table, loop.thread, intake, streams, metrics, context_tokens)
+    service = DecodeService(me, table, loop.thread, intake, streams, metrics, context_tokens, shutdown)
     decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
     metrics_port = metrics.serve(config.host, config.metrics_port)
     loop.thread.start()
     await rpc.start(server)
     metrics_address = f"{config.reachable_host}:{metrics_port}"
+    shutdown.listen()
     announce(reporter, address, metrics_address, incarnation, engine.describe(), engine.attention.is_fallback)
-    await rpc.wait_for_stop()
-    service.is_draining = True
+    await shutdown.wait()
+    await asyncio.to_thread(loop.thread.stop, rpc.STOP_GRACE_S)  # what it has published is in the streams then
     streams.close()
     await server.stop(rpc.STOP_GRACE_S)
     await intake.close()
-    loop.thread.stop(rpc.STOP_GRACE_S)

@@ -20,6 +20,7 @@ from engine.kvcache.allocator import NeverFitsError, NoRoomError
 from engine.sampling import SamplingParams
 from engine.thread import EngineThread
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
+from runtime.lifecycle import Shutdown
 
 Context = grpc.aio.ServicerContext[Any, Any]
 log = structlog.get_logger()
@@ -37,6 +38,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         streams: GatewayStreams,
         metrics: DecodeMetrics,
         context_tokens: int,
+        shutdown: Shutdown,
     ) -> None:
         self._me = me
         self._table = table
@@ -45,14 +47,14 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._streams = streams
         self._metrics = metrics
         self._context_tokens = context_tokens
-        self.is_draining = False
+        self._shutdown = shutdown
 
     async def Reserve(  # noqa: N802
         self,
         request: decode_pb2.ReserveRequest,
         context: Context,
     ) -> decode_pb2.ReserveResponse:
-        if self.is_draining:
+        if self._shutdown.is_draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this worker is draining")
         if not self._streams.is_open(request.gateway):
             await context.abort(
@@ -144,6 +146,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     ) -> kv_pb2.OfferResponse:
         return await self._intake.take(request)
 
+    async def Drain(  # noqa: N802
+        self, request: decode_pb2.DrainRequest, context: Context
+    ) -> decode_pb2.DrainResponse:
+        self._shutdown.begin(f"Drain from {context.peer()}")
+        return decode_pb2.DrainResponse(num_left=self._shutdown.num_left, drain_s=self._shutdown.drain_s)
+
     async def Status(  # noqa: N802
         self, request: decode_pb2.StatusRequest, context: Context
     ) -> decode_pb2.WorkerStatus:
@@ -159,7 +167,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             max_running=self._table.max_running,
             steps=progress.steps,
             step_age_s=progress.step_age_s,
-            draining=self.is_draining,
+            draining=self._shutdown.is_draining,
             transports=self._intake.transports(),
         )
 

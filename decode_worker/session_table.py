@@ -19,12 +19,16 @@ class SessionTable:
     max_running: int
     lease_s: float
     num_preemptions: int = 0
+    on_empty: Callable[[], None] = lambda: None  # called when the last session is gone
     _sessions: dict[int, Session] = field(default_factory=dict)  # id |-> session, oldest first
     _by_handle: dict[tuple[str, int], int] = field(default_factory=dict)  # (gateway, handle) |-> id
     _next_id: int = 1
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))  # a copy: metrics read from another thread, loops end sessions
+
+    def __len__(self) -> int:
+        return len(self._sessions)
 
     def in_phase(self, phase: Phase) -> list[Session]:
         """Sessions in `phase`, oldest first."""
@@ -235,6 +239,8 @@ class SessionTable:
             self.allocator.free(session.pages)
             del self._sessions[session.id]
             del self._by_handle[session.gateway, session.handle]
+            if not self._sessions:
+                self.on_empty()
 
     def check(self) -> None:
         """No page has two holders, none is held by nobody, and KV counts fit the pages."""

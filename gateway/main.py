@@ -11,19 +11,20 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from gateway.app import FrontOptions, add_inference_services, build_app, build_front, build_interceptors
+from gateway.draining import DrainingRing
 from gateway.rest.fleet_routes import build_fleet_router
 from gateway.ring.dispatcher import Dispatcher
 from gateway.ring.fleet import Fleet
 from gateway.text.tokenizer import Tokenizer
 from runtime import rpc
 from runtime.config import GatewayConfig
-from runtime.lifecycle import ReadyReporter
+from runtime.lifecycle import ReadyReporter, Shutdown
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
 
 log = structlog.get_logger()
 
-STOP_S = 2  # for answers under way when the gateway stops
+STOP_S = 2  # for clients to take the last of their answers
 START_PATIENCE_S = 10.0
 
 
@@ -42,9 +43,7 @@ def run(config: GatewayConfig) -> int:
 async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyReporter) -> None:
     registry = CollectorRegistry()
     trust = load_trust(config)
-    fleet = Fleet(
-        config.prefill, config.decode, config.heartbeat_s, stall_s=config.lease_s, open_channel=trust.open_channel
-    )
+    fleet = Fleet(config.prefill, config.decode, config.heartbeat_s, config.stall_s, trust.open_channel)
     dispatcher = Dispatcher(
         fleet,
         config.max_queue,
@@ -56,7 +55,10 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
     options = FrontOptions(
         api_keys=config.api_key, cors_origins=config.cors_origins, max_body_bytes=config.body_limit_bytes
     )
-    front = build_front(dispatcher, tokenizer, config.served_name, options, registry)
+    ring = DrainingRing(dispatcher)
+    shutdown = Shutdown(config.drain_s, lambda: len(ring))
+    ring.is_draining, ring.on_empty = lambda: shutdown.is_draining, shutdown.look_soon
+    front = build_front(ring, tokenizer, config.served_name, options, registry)
     app = build_app(front)
     app.include_router(build_fleet_router(fleet))
 
@@ -74,8 +76,10 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
     log.info("listening", address=address, grpc=grpc_address, model=config.served_name)
     if (reason := dispatcher.check_ready()) is not None:
         log.warning("not ready yet", reason=reason)
+    shutdown.listen()
     reporter.ready(address, address, "", {"grpc": grpc_address})
-    await rpc.wait_for_stop()
+    await shutdown.wait()
+    ring.cut_off()
     rest.should_exit = True
     await serving
     await grpc_server.stop(rpc.STOP_GRACE_S)

@@ -17,7 +17,7 @@ from protos import prefill_pb2_grpc
 from runtime import rpc
 from runtime.config import PrefillConfig
 from runtime.hardware import num_cores, resolve_context, resolve_threads, size_pool
-from runtime.lifecycle import ReadyReporter, announce, run_worker
+from runtime.lifecycle import ReadyReporter, Shutdown, announce, run_worker
 from runtime.trust import load_trust
 
 
@@ -50,6 +50,8 @@ async def _serve(config: PrefillConfig, engine: Engine, reporter: ReadyReporter)
     )  # fmt: skip
     me = build_peer("prefill", address, incarnation, os.getpid(), rpc.host_identity(), facts)
     table = RunTable(engine.allocator, config.page_tokens, config.max_running)
+    shutdown = Shutdown(config.drain_s, lambda: len(table))
+    table.on_empty = shutdown.look_soon
     metrics = PrefillMetrics(table)
     offers = Offers(me, engine.pool, metrics, config.lease_s, trust.open_channel)
     asyncio_loop = asyncio.get_running_loop()
@@ -60,7 +62,7 @@ async def _serve(config: PrefillConfig, engine: Engine, reporter: ReadyReporter)
     loop = PrefillLoop(table, engine.runner, config.chunk_tokens, publish, metrics)
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_length)
     service = PrefillService(
-        me, table, loop.thread, offers, metrics, context_tokens, config.heartbeat_s, config.lease_s
+        me, table, loop.thread, offers, metrics, context_tokens, config.heartbeat_s, config.stall_s, shutdown
     )
     prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
     PageServer(engine.pool, incarnation).add_to(server)
@@ -68,9 +70,9 @@ async def _serve(config: PrefillConfig, engine: Engine, reporter: ReadyReporter)
     loop.thread.start()
     await rpc.start(server)
     metrics_address = f"{config.reachable_host}:{metrics_port}"
+    shutdown.listen()
     announce(reporter, address, metrics_address, incarnation, engine.describe(), engine.attention.is_fallback)
-    await rpc.wait_for_stop()
-    service.is_draining = True
+    await shutdown.wait()
     await server.stop(rpc.STOP_GRACE_S)
     await offers.close()
     loop.thread.stop(rpc.STOP_GRACE_S)

@@ -6,7 +6,7 @@ One run's life, and what frees its pages:
                   └─ cancelled, refused, failed: ended; gone when no engine step touches its pages
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.kvcache.allocator import NeverFitsError, NoRoomError, PageAllocator, num_pages_for
@@ -38,6 +38,7 @@ class RunTable:
     allocator: PageAllocator
     page_tokens: int
     max_running: int
+    on_empty: Callable[[], None] = lambda: None  # called when the last run is gone
     _runs: dict[int, PrefillRun] = field(default_factory=dict)  # id |-> run, oldest first
     _next_id: int = 1
 
@@ -86,6 +87,8 @@ class RunTable:
     def _remove_if_over(self, run: PrefillRun) -> None:
         if run.is_ended and not run.is_stepped and self._runs.pop(run.id, None) is not None:
             self.allocator.free(run.pages)
+            if not self._runs:
+                self.on_empty()
 
     def next_offer(self, run: PrefillRun, begin: int) -> range | None:
         """Positions from `begin` on that can be offered now: whole pages, and the last part once all is computed."""

@@ -18,6 +18,7 @@ from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.offers import OfferFailedError, Offers
 from prefill_worker.run_table import PrefillRun, RunTable
 from protos import decode_pb2, kv_pb2, prefill_pb2, prefill_pb2_grpc
+from runtime.lifecycle import Shutdown
 
 Context = grpc.aio.ServicerContext[Any, Any]
 log = structlog.get_logger()
@@ -46,9 +47,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         metrics: PrefillMetrics,
         context_tokens: int,
         heartbeat_s: float,
-        lease_s: float,
+        stall_s: float,
+        shutdown: Shutdown,
     ) -> None:
-        """`heartbeat_s`: how often a decode worker hears that its session is still worked for."""
+        """`heartbeat_s`: how often a decode worker hears that its session is still worked for;
+        `stall_s`: an engine step that takes longer is stuck, and the session's lease may end.
+        """
         self._me = me
         self._table = table
         self._thread = thread
@@ -56,9 +60,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._metrics = metrics
         self._context_tokens = context_tokens
         self._heartbeat_s = heartbeat_s
-        self._lease_s = lease_s
+        self._stall_s = stall_s
         self._watches: dict[int, _Watch] = {}  # run id |-> its watch
-        self.is_draining = False
+        self._shutdown = shutdown
 
     def on_step(self, planned: list[Planned], started: float, error: Exception | None) -> None:
         """A step that began at `started` is over. Called on the asyncio thread."""
@@ -77,7 +81,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         problem = self._find_problem(request)
         if problem is not None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
-        if self.is_draining:
+        if self._shutdown.is_draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this worker is draining")
         try:
             with self._thread.lock:
@@ -120,7 +124,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         result = prefill_pb2.RunResponse()
         while offered < run.end:
             if not await self._wait_for_step(watch):
-                if self._thread.progress().step_age_s < self._lease_s:  # a stuck engine lets the session's lease end
+                if self._thread.progress().step_age_s < self._stall_s:  # a stuck engine lets the session's lease end
                     await self._offers.renew(request.ticket)
                 continue
             if watch.error is not None:
@@ -153,6 +157,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         watch.has_news.clear()
         return True
 
+    async def Drain(  # noqa: N802
+        self, request: decode_pb2.DrainRequest, context: Context
+    ) -> decode_pb2.DrainResponse:
+        self._shutdown.begin(f"Drain from {context.peer()}")
+        return decode_pb2.DrainResponse(num_left=self._shutdown.num_left, drain_s=self._shutdown.drain_s)
+
     async def Status(  # noqa: N802
         self, request: decode_pb2.StatusRequest, context: Context
     ) -> decode_pb2.WorkerStatus:
@@ -168,6 +178,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             max_running=self._table.max_running,
             steps=progress.steps,
             step_age_s=progress.step_age_s,
-            draining=self.is_draining,
+            draining=self._shutdown.is_draining,
             transports=self._offers.transports(),
         )

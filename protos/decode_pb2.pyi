@@ -121,6 +121,18 @@ class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class DrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("num_left", "drain_s")
+    NUM_LEFT_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    num_left: int
+    drain_s: float
+    def __init__(self, num_left: _Optional[int] = ..., drain_s: _Optional[float] = ...) -> None: ...
+
 class WorkerStatus(_message.Message):
     __slots__ = ("peer", "context_tokens", "free_pages", "used_pages", "num_running", "num_waiting", "max_running", "steps", "step_age_s", "draining", "transports")
     class TransportsEntry(_message.Message):

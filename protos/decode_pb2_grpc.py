@@ -71,6 +71,11 @@ class DecodeStub:
                 request_serializer=protos_dot_decode__pb2.StatusRequest.SerializeToString,
                 response_deserializer=protos_dot_decode__pb2.WorkerStatus.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/baton.v1.Decode/Drain',
+                request_serializer=protos_dot_decode__pb2.DrainRequest.SerializeToString,
+                response_deserializer=protos_dot_decode__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer:
@@ -131,6 +136,13 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Stops the worker as SIGTERM does: it takes nothing new, finishes what it has, and exits. Answers at once. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -168,6 +180,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=protos_dot_decode__pb2.StatusRequest.FromString,
                     response_serializer=protos_dot_decode__pb2.WorkerStatus.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=protos_dot_decode__pb2.DrainRequest.FromString,
+                    response_serializer=protos_dot_decode__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -360,6 +377,33 @@ class Decode:
             '/baton.v1.Decode/Status',
             protos_dot_decode__pb2.StatusRequest.SerializeToString,
             protos_dot_decode__pb2.WorkerStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Decode/Drain',
+            protos_dot_decode__pb2.DrainRequest.SerializeToString,
+            protos_dot_decode__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,11 @@ class PrefillStub:
                 request_serializer=protos_dot_decode__pb2.StatusRequest.SerializeToString,
                 response_deserializer=protos_dot_decode__pb2.WorkerStatus.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/baton.v1.Prefill/Drain',
+                request_serializer=protos_dot_decode__pb2.DrainRequest.SerializeToString,
+                response_deserializer=protos_dot_decode__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServicer:
@@ -69,6 +74,13 @@ class PrefillServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Stops the worker as SIGTERM does: it takes nothing new, finishes what it has, and exits. Answers at once. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -81,6 +93,11 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=protos_dot_decode__pb2.StatusRequest.FromString,
                     response_serializer=protos_dot_decode__pb2.WorkerStatus.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=protos_dot_decode__pb2.DrainRequest.FromString,
+                    response_serializer=protos_dot_decode__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -138,6 +155,33 @@ class Prefill:
             '/baton.v1.Prefill/Status',
             protos_dot_decode__pb2.StatusRequest.SerializeToString,
             protos_dot_decode__pb2.WorkerStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Prefill/Drain',
+            protos_dot_decode__pb2.DrainRequest.SerializeToString,
+            protos_dot_decode__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -59,6 +59,9 @@ class ProcessConfig(Settings):
     """Least severe log line shown."""
     lease_s: float = 30.0
     """Seconds after which anything held for a silent peer is freed."""
+    drain_s: float = 30.0
+    """Seconds that a process which is told to stop has to finish the requests it has."""
+
     tls_dir: str = ""
     """Folder with ca.pem, cert.pem and key.pem: processes then accept only each other's certificates (mTLS)."""
     fleet_secret: str = field(default="", repr=False)
@@ -71,6 +74,7 @@ class ProcessConfig(Settings):
                 f"fleet_secret cannot be used: BATON_FLEET_SECRET needs {MIN_SECRET_CHARS} or more ASCII letters, "
                 "digits or signs without spaces, such as `openssl rand -hex 32` prints"
             )
+        self.require("drain_s", self.drain_s >= 0, "0 or more")
         self.require("model", bool(self.model), 'a folder, a hub id or "demo"')
         self.require("host", bool(self.host), "an address such as 127.0.0.1 or 0.0.0.0")
         self.require_positive("lease_s")
@@ -107,10 +111,13 @@ class HeartbeatConfig(ProcessConfig):
 
     heartbeat_s: float = 5.0
     """Seconds between signs of life, and of silence after which a worker counts as dead; shorter than a lease."""
+    stall_s: float = 30.0
+    """Seconds in one engine step after which a worker counts as stuck: more than the slowest step that is right."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("heartbeat_s")
+        self.require_positive("stall_s")
         is_shorter = self.heartbeat_s < self.lease_s
         self.require("heartbeat_s", is_shorter, f"a number below --lease-s, which is {self.lease_s:g}")
 

@@ -1,10 +1,13 @@
-"""The start of a process, and how it tells the one that started it: JSON lines on an inherited pipe.
+"""The start of a process, how it tells the one that started it, and its end.
 
-    loading* ready          then silence; the pipe closes when the process ends
+    loading* ready          JSON lines on an inherited pipe, then silence; it closes when the process ends
+    serving ─SIGTERM, SIGINT or Drain─► draining ─nothing left, or drain_s over─► exit 0
+                                            └─ another SIGTERM or SIGINT ─► ended by it, at once
 
-Knows exit codes, the two events and the pipe, nothing of what a process does. The other end is read by `cli/`.
+Knows exit codes, signals, the two events and the pipe, nothing of what a process does. The other end is read by `cli/`.
 """
 
+import asyncio
 import ctypes
 import json
 import os
@@ -107,6 +110,65 @@ def announce(
         log.warning("slow attention", reason=detail["attention_reason"])
     log.info("ready", address=address, metrics=metrics_address, incarnation=incarnation, **detail)
     reporter.ready(address, metrics_address, incarnation, detail)
+
+
+class Shutdown:
+    """The end of a process that serves: it takes nothing new and finishes what it has, within `drain_s`.
+
+    Lives on the asyncio thread, but for `look_soon`.
+    """
+
+    def __init__(self, drain_s: float, num_left: Callable[[], int]) -> None:
+        """`num_left`: how much work is under way; whoever ends some calls `look_soon`."""
+        self.drain_s = drain_s
+        self.is_draining = False
+        self._num_left = num_left
+        self._loop = asyncio.get_running_loop()
+        self._begun = asyncio.Event()
+        self._is_idle = asyncio.Event()
+
+    def listen(self) -> None:
+        """From now on the first SIGTERM or SIGINT begins the drain; a second one ends us at once, by the kernel."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        for each in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_DFL)
+        self.begin(number.name)
+
+    def begin(self, cause: str) -> None:
+        """Take nothing new. Idempotent."""
+        if self.is_draining:
+            return
+        self.is_draining = True
+        log.info("draining", cause=cause, left=self._num_left(), drain_s=self.drain_s)
+        self._begun.set()
+        self._look()
+
+    @property
+    def num_left(self) -> int:
+        return self._num_left()
+
+    def look_soon(self) -> None:
+        """Some work has ended. From any thread."""
+        self._loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        if self.is_draining and not self._num_left():
+            self._is_idle.set()
+
+    async def wait(self) -> None:
+        """Until the drain has begun, and then until nothing is left or `drain_s` is over."""
+        await self._begun.wait()
+        try:
+            async with asyncio.timeout(self.drain_s):
+                await self._is_idle.wait()
+        except TimeoutError:
+            log.warning("not all work could be finished", left=self._num_left(), drain_s=self.drain_s)
+        else:
+            log.info("drained")
 
 
 def parse_event(line: str) -> Loading | Ready:

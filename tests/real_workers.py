@@ -35,6 +35,7 @@ from prefill_worker.run_table import RunTable
 from prefill_worker.service import PrefillService
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2_grpc
 from runtime.config import Transport
+from runtime.lifecycle import Shutdown
 from runtime.rpc import bind, build_server, host_identity, new_incarnation, open_channel
 from tests.fake_workers import PATIENCE_S, Signal
 from tests.pool_process import build_pool
@@ -128,7 +129,7 @@ async def decode_worker(
     intake = Intake(
         peer, pool, table, loop.thread, metrics, transport, is_transport_required=True, read_timeout_s=lease_s
     )
-    service = DecodeService(peer, table, loop.thread, intake, streams, metrics, CONTEXT_TOKENS)
+    service = DecodeService(peer, table, loop.thread, intake, streams, metrics, CONTEXT_TOKENS, Shutdown(0, lambda: 0))
     decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
     loop.thread.start()
     await server.start()
@@ -171,7 +172,10 @@ async def prefill_worker(
         asyncio_loop.call_soon_threadsafe(service.on_step, planned, started, error)
 
     loop = PrefillLoop(table, runner, CHUNK_TOKENS, publish, metrics)
-    service = PrefillService(peer, table, loop.thread, offers, metrics, CONTEXT_TOKENS, heartbeat_s, PATIENCE_S)
+    shutdown = Shutdown(0, lambda: 0)
+    service = PrefillService(
+        peer, table, loop.thread, offers, metrics, CONTEXT_TOKENS, heartbeat_s, PATIENCE_S, shutdown
+    )
     prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
     PageServer(pool, peer.incarnation).add_to(server)
     loop.thread.start()

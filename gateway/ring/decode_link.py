@@ -79,9 +79,9 @@ class DecodeLink(WorkerLink):
         return trouble
 
     def _judge(self) -> None:
-        trouble = super().find_trouble()
-        if trouble is not None and not self.status.draining:
-            self._lose_all(f"{self.address} {trouble}")
+        stall = self.find_stall()  # one that drains finishes what it has
+        if stall is not None:
+            self._lose_all(f"{self.address} {stall}")
 
     async def _listen(self) -> None:
         """Keep one Steps stream open; each has a new name, so news of an old one cannot be taken for another's."""

@@ -109,10 +109,12 @@ class WorkerLink:
 
     def find_trouble(self) -> str | None:
         """Why this worker cannot take work; None when it can."""
+        return self.find_stall() or ("is draining" if self.status.draining else None)
+
+    def find_stall(self) -> str | None:
+        """Why the work that it has makes no progress; None when it does."""
         if time.monotonic() - self._heard > self._heartbeat_s:
             return self._trouble or f"has been silent for more than {self._heartbeat_s:g} s"
-        if self.status.draining:
-            return "is draining"
         if self.status.step_age_s > self._stall_s:
             return f"has been in one engine step for {self.status.step_age_s:.0f} s"
         return None

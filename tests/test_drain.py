@@ -1,0 +1,90 @@
+"""A process that is told to stop finishes what it has, takes nothing new and ends with 0: real processes."""
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import httpx
+import pytest
+
+from bench.live import Live, serve
+from protos import inference_pb2, inference_pb2_grpc
+from tests.under_load import WAIT_S, Asking, answers, ask, complete, find, send, wait_shown, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+NUM = 6
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    """Its processes are ended one after the other, in the order of the tests."""
+    with serve("demo", "--dtype=float32", "--prefill-workers=2", "--decode-workers=3", "--threads=1") as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def undisturbed(live: Live) -> list[list[int]]:
+    return answers(ask(live, NUM))
+
+
+def uses_pages(live: Live, name: str) -> bool:
+    return live.metric(name, "kv_cache_used_pages") > 0
+
+
+def test_a_prefill_worker_finishes_its_runs(live: Live) -> None:
+    expected = answers(ask(live, NUM, num_prompt=2500, num_tokens=4))
+    asking = [Asking(live.grpc_address, seed, num_prompt=2500, num_tokens=4) for seed in range(NUM)]
+    wait_until(lambda: uses_pages(live, "prefill-0"), "prefill-0 has work")
+    send(live, "prefill-0", signal.SIGTERM)
+    assert answers(asking) == expected
+    wait_shown(live, "prefill-0 ended with exit status 0; 4 workers are left; it stays ended, as it was asked to")
+    assert "not all work could be finished" not in live.read_log()
+    assert complete(live).status_code == 200
+
+
+def test_a_decode_worker_finishes_its_sessions(live: Live, undisturbed: list[list[int]]) -> None:
+    failed_before = live.metric("gateway", "attempts_failed_total")
+    asking = ask(live, NUM)
+    assert uses_pages(live, "decode-0")
+    send(live, "decode-0", signal.SIGTERM)
+    wait_until(lambda: find(live, "decode-0")["trouble"] != "", "the gateway notices")
+    assert live.metric("gateway", "attempts_failed_total") == failed_before, "sessions stay where they are"
+    assert complete(live).status_code == 200
+    assert answers(asking) == undisturbed
+    wait_shown(live, "decode-0 ended with exit status 0; 3 workers are left; it stays ended, as it was asked to")
+    assert "not all work could be finished" not in live.read_log()
+
+
+def test_a_second_signal_ends_at_once(live: Live, undisturbed: list[list[int]]) -> None:
+    """What the worker had moves to another one, token for token."""
+    asking = ask(live, NUM)
+    assert uses_pages(live, "decode-1")
+    send(live, "decode-1", signal.SIGTERM)
+    wait_until(lambda: live.read_log().count('"event": "draining"') == 3, "its drain has begun")
+    send(live, "decode-1", signal.SIGTERM)
+    wait_shown(live, "decode-1 ended with signal SIGTERM; 2 workers are left; it stays ended, as it was asked to")
+    assert answers(asking) == undisturbed
+    assert live.metric("gateway", "attempts_failed_total") > 0
+
+
+def test_the_gateway_finishes_answers_and_refuses_requests(live: Live, undisturbed: list[list[int]]) -> None:
+    """SIGTERM of `baton serve` stops the gateway first."""
+    body = {"model": "baton-demo", "prompt": [7] * 20, "max_tokens": 600, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as thread:
+        whole = thread.submit(httpx.post, f"{live.url}/v1/completions", json=body, timeout=2 * WAIT_S)
+        asking = ask(live, NUM)
+        live.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: httpx.get(f"{live.url}/ready", timeout=WAIT_S).status_code == 503, "the gateway drains")
+        refusal = complete(live)
+        assert refusal.status_code == 503 and "draining" in refusal.json()["error"]["message"]
+        assert int(refusal.headers["retry-after"]) > 0
+        with grpc.insecure_channel(live.grpc_address) as channel, pytest.raises(grpc.RpcError) as refused:
+            request = inference_pb2.GenerateRequest(text="x", max_tokens=1)
+            list(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=WAIT_S))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert answers(asking) == undisturbed
+        assert whole.result().json()["usage"]["completion_tokens"] == 600
+    assert live.process.wait(WAIT_S) == 0
+    assert "killed" not in "".join(live.shown)
