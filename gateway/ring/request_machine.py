@@ -209,7 +209,7 @@ class Request:
     def _take_refusal(self, refused: Refused, now: float) -> list[Action]:
         if refused.why == "no room":
             return [GiveBack(refused.role, is_refused=True), *self._again(Leave(refused.detail))]
-        if refused.why == "invalid":
+        if refused.why == "invalid" and not self.emitted:  # later it is no fault of the client's: another may do
             return self._end(bad_request(refused.detail, None), Leave(refused.detail))
         culprit = self.places.prefill if refused.role == "prefill" else None
         return self._fail(refused.detail, culprit or self.places.decode, now)

@@ -148,7 +148,8 @@ class SimDecode(Process):
     def _read(self, offer: Offer, memory: Memory, targets: Sequence[int], done: int, answer: Answer) -> None:
         if done < len(targets):
             self.memory.pages[targets[done]] = list(memory.pages[offer.pages[done]])
-            self.later(self.world.delay(), lambda: self._read(offer, memory, targets, done + 1, answer))
+            after = self.world.slow_delay(self.world.faults.slow_reads)
+            self.later(after, lambda: self._read(offer, memory, targets, done + 1, answer))
             return
         sources = [reader.PageRef(*promised) for promised in zip(offer.pages, offer.generations, strict=True)]
         try:
@@ -159,8 +160,16 @@ class SimDecode(Process):
             answer(Failure(error.reason))
         else:
             self.table.finish_read(offer.ticket.session, offer.positions.stop, self.world.now)
+            self._check_believed(offer.ticket.session)
             answer(None)
         self._wake()
+
+    def _check_believed(self, session_id: int) -> None:
+        """What a session takes for its KV is its own."""
+        for session in self.table:
+            if session.id == session_id and session.phase is not Phase.ENDED:
+                owner = (session.request_id, session.attempt)
+                self.memory.check_owned(owner, session.pages, session.computed)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ def _end_freeing(is_in_use: Callable[[Session], bool]) -> Callable[[SessionTable
         session.phase = Phase.ENDED
         if is_in_use(session):
             self.allocator.free(session.pages)
-            session.pages = []
+            session.pages, session.computed = [], 0
         self._remove_if_over(session)
 
     return end

@@ -44,6 +44,7 @@ class SimPrefill(Process):
         self._works: dict[int, HandOver] = {}  # run id |-> its call
         self._greeted: dict[str, str] = {}  # address |-> incarnation that we shook hands with
         self._is_stepping = False
+        self._stepped: list[PrefillRun] = []
 
     def check(self) -> None:
         self.table.check()
@@ -51,6 +52,9 @@ class SimPrefill(Process):
         for work in self._works.values():
             if work.run.id not in kept:
                 raise ViolationError(f"{work.ticket}: pages are free before the last acknowledgement")
+
+        if any(run.id not in kept for run in self._stepped):
+            raise ViolationError("pages are free under a step")
 
     def lose_peer(self, name: str, epoch: int) -> None:
         self._cancel_where(lambda work: work.caller == (name, epoch))
@@ -159,8 +163,10 @@ class SimPrefill(Process):
     def _begin_step(self) -> None:
         planned = plan_step(self.table, CHUNK_TOKENS)
         self._is_stepping = bool(planned)
+        self._stepped = [step.run for step in planned]
         if planned:
-            self.later(self.world.delay(), lambda: self._finish_step(planned))
+            after = self.world.slow_delay(self.world.faults.slow_steps)
+            self.later(after, lambda: self._finish_step(planned))
 
     def _finish_step(self, planned: list[Planned]) -> None:
         is_failed = self.world.rng.random() < self.world.faults.loss / 4

@@ -10,9 +10,9 @@ from tests.simulator.decode import SimDecode
 from tests.simulator.gateway import TIMEOUT_S, Client, SimGateway
 from tests.simulator.model import answer
 from tests.simulator.prefill import SimPrefill
-from tests.simulator.world import Faults, Process, ViolationError, World
+from tests.simulator.world import KEEPALIVE_S, Faults, Process, ViolationError, World
 
-FAULTS_BEGIN_S, FAULTS_END_S = 0.1, 4.0
+FAULTS_END_S = 2.0
 MAX_PAUSE_S = 8.0
 SLACK_S = 0.1  # a message within a process
 
@@ -38,28 +38,30 @@ class Schedule:
         self.is_calm = rng.random() < 0.1
         if not self.is_calm:
             kinds = rng.choice([(0.0, 0.0, 0.0), (0.03, 0.03, 0.03), (0.0, 0.05, 0.0), (0.0, 0.0, 0.08)])
-            self.world.faults = Faults(*kinds)
+            self.world.faults = Faults(*kinds, rng.choice([0.0, 0.3]), rng.choice([0.0, 0.3]))
         num_pages, max_running = rng.randint(8, 12), rng.randint(2, 4)
         decodes = [SimDecode(self.world, f"D{n}", num_pages, max_running) for n in range(rng.randint(1, 2))]
         by_name = {decode.name: decode for decode in decodes}
         prefills = [
-            SimPrefill(self.world, f"P{n}", num_pages, max_running, by_name) for n in range(rng.randint(1, 2))
+            SimPrefill(self.world, f"P{n}", num_pages // 2, max_running, by_name) for n in range(rng.randint(1, 2))
         ]
-        self.gateways = [SimGateway(self.world, f"G{n}", prefills, decodes) for n in range(rng.choice([1, 1, 1, 2]))]
+        self.gateways = [SimGateway(self.world, f"G{n}", prefills, decodes) for n in range(rng.choice([1, 1, 2]))]
         self.workers: list[SimPrefill | SimDecode] = [*prefills, *decodes]
         self.processes: list[Process] = [*self.gateways, *self.workers]
         self.clients: list[tuple[Client, float]] = []  # and when it asked
+        lengths = rng.choice([range(1, 10), [rng.randint(4, 9)]])  # offers of equal prompts are easily mistaken
         for number in range(rng.randint(2, 5)):
-            self._plan_request(number, rng)
+            self._plan_request(number, rng.choice(lengths), rng)
         if not self.is_calm:
-            for _ in range(rng.randint(1, 3)):
-                self._plan_fault(rng)
+            center = rng.random() * FAULTS_END_S  # faults that come together are the hard ones
+            for _ in range(rng.randint(1, 4)):
+                self._plan_fault(rng, center + rng.random() * rng.choice([0.3, FAULTS_END_S]))
         for gateway in self.gateways:
             gateway.local_prefill_max_tokens = rng.choice([0, 0, 2])
             gateway.boot()
 
-    def _plan_request(self, number: int, rng: random.Random) -> None:
-        prompt = tuple(rng.randrange(100) for _ in range(rng.randint(1, 9)))
+    def _plan_request(self, number: int, num_prompt: int, rng: random.Random) -> None:
+        prompt = tuple(rng.randrange(100) for _ in range(num_prompt))
         expected = answer(prompt, rng.randint(1, 6))
         max_tokens = len(expected)
         stop = frozenset[int]()
@@ -81,25 +83,33 @@ class Schedule:
             return Request(generation, self.world.now + TIMEOUT_S, gateway.local_prefill_max_tokens)
 
         self.world.at(asked, self.nobody, -1, connect)
-        if not self.is_calm and rng.random() < 0.15:
+        if not self.is_calm and rng.random() < 0.2:
             self.world.at(asked + rng.random(), gateway, -1, lambda: gateway.leave(client))
 
-    def _plan_fault(self, rng: random.Random) -> None:
+    def _plan_fault(self, rng: random.Random, after: float) -> None:
         """A crash and restart, a pause, or a cut between two processes."""
-        after = FAULTS_BEGIN_S + rng.random() * rng.choice([0.6, FAULTS_END_S])
-        length = 0.2 + rng.random() * rng.choice([1.0, MAX_PAUSE_S])
-        kind = rng.choice(["crash", "pause", "cut"])
+        length = 0.01 + rng.random() * rng.choice([0.2, 2.0, MAX_PAUSE_S])
         one, other = rng.sample(self.processes, 2)
-        if kind == "cut":
-            pair = frozenset((one.name, other.name))
-            self.world.at(after, self.nobody, -1, lambda: self._cut(pair))
-            self.world.at(after + length, self.nobody, -1, lambda: self._heal(pair))
-        elif kind == "pause":
-            self.world.at(after, self.nobody, -1, lambda: self._note("pause", one, one.pause))
-            self.world.at(after + length, self.nobody, -1, lambda: self._note("resume", one, one.resume))
-        else:
-            self.world.at(after, self.nobody, -1, lambda: self._crash(one))
-            self.world.at(after + length, self.nobody, -1, lambda: self._note("restart", one, one.restart))
+        match rng.choice(["crash", "pause", "cut", "blackout"]):
+            case "crash":
+                self._plan_crash(one, after, length)
+            case "pause":
+                self._plan_pause(one, after, length)
+            case "cut":
+                pair = frozenset((one.name, other.name))
+                self.world.at(after, self.nobody, -1, lambda: self._cut(pair))
+                self.world.at(after + length, self.nobody, -1, lambda: self._heal(pair))
+            case "blackout":  # a worker restarts while one of its gateways does not look
+                self._plan_pause(rng.choice(self.gateways), after, 0.5 + length)
+                self._plan_crash(self.workers[-1], after + 0.05, 0.01)
+
+    def _plan_crash(self, process: Process, after: float, length: float) -> None:
+        self.world.at(after, self.nobody, -1, lambda: self._crash(process))
+        self.world.at(after + length, self.nobody, -1, lambda: self._note("restart", process, process.restart))
+
+    def _plan_pause(self, process: Process, after: float, length: float) -> None:
+        self.world.at(after, self.nobody, -1, lambda: self._note("pause", process, process.pause))
+        self.world.at(after + length, self.nobody, -1, lambda: self._note("resume", process, process.resume))
 
     def _note(self, what: str, process: Process, act: Any) -> None:
         self.world.note(what, process.incarnation)
@@ -108,6 +118,10 @@ class Schedule:
     def _cut(self, pair: frozenset[str]) -> None:
         self.world.note("cut", *sorted(pair))
         self.world.faults.cut.add(pair)
+        for process in self.processes:
+            for call in process.incoming:
+                if frozenset((call.source.name, call.target.name)) == pair:
+                    self.world.at(KEEPALIVE_S, call.source, call.epoch, call.lose_connection)
 
     def _heal(self, pair: frozenset[str]) -> None:
         self.world.note("heal", *sorted(pair))

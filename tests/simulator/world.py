@@ -34,6 +34,8 @@ class Faults:
     loss: float = 0.0
     doubled: float = 0.0
     late: float = 0.0  # share of messages and steps that take seconds
+    slow_reads: float = 0.0  # the same of reads, page by page
+    slow_steps: float = 0.0  # the same of prefill steps
     cut: set[frozenset[str]] = field(default_factory=set)  # pairs of names that cannot talk now
 
 
@@ -71,9 +73,15 @@ class World:
         rng = self.rng
         return rng.random() * 3.0 if rng.random() < self.faults.late else 0.001 + rng.random() * 0.02
 
+    def slow_delay(self, share: float) -> float:
+        """How long something takes of which `share` takes seconds."""
+        return self.rng.random() * 3.0 if self.rng.random() < share else self.delay()
+
+    def is_cut(self, one: str, other: str) -> bool:
+        return bool(self.faults.cut) and frozenset((one, other)) in self.faults.cut
+
     def is_lost(self, one: str, other: str) -> bool:
-        faults = self.faults
-        return bool(faults.cut and frozenset((one, other)) in faults.cut) or self.rng.random() < faults.loss
+        return self.is_cut(one, other) or self.rng.random() < self.faults.loss
 
     def send(self, source: "Process", target: "Process", action: Action, if_down: Action = lambda: None) -> bool:
         """One message, perhaps twice. False when it is lost, which the sender cannot know."""
@@ -122,6 +130,11 @@ class Call:
             self.world.at(KEEPALIVE_S, self.source, self.epoch, lambda: self._finish(Failure("connection lost")))
         else:
             self.world.at(self.world.delay(), self.source, self.epoch, lambda: self._finish(value))
+
+    def lose_connection(self) -> None:
+        """What a cut does to a call under way, unless it heals soon."""
+        if self.world.is_cut(self.source.name, self.target.name):
+            self._finish(Failure("connection lost"))
 
     def fail(self, why: str) -> None:
         self.world.at(0.001, self.source, self.epoch, lambda: self._finish(Failure(why)))
