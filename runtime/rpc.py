@@ -3,10 +3,8 @@
 Knows sockets and limits, nothing of what is said.
 """
 
-import asyncio
 import os
 import secrets
-import signal
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -117,11 +115,3 @@ async def start(server: grpc.aio.Server) -> None:
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     await server.start()
     await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-
-
-async def wait_for_stop() -> None:
-    """Until SIGTERM or SIGINT."""
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    await stopping.wait()

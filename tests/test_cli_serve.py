@@ -227,12 +227,44 @@ def test_a_start_that_takes_too_long_is_given_up(services: list[Service], tmp_pa
     assert service.survivors() == []
 
 
-def test_a_worker_that_dies_is_named_and_the_service_goes_on(services: list[Service], tmp_path: Path) -> None:
+def decode_worker(service: Service) -> list[str]:
+    """What the decode worker started last noted: its pid and command line."""
+    return [words for words in service.noted("pid") if words[2] == "decode"][-1]
+
+
+def test_a_worker_that_dies_starts_again_where_it_was(services: list[Service], tmp_path: Path) -> None:
     service = start(services, tmp_path)
     service.read_until("Ctrl-C stops")
-    worker = next(int(words[1]) for words in service.noted("pid") if words[2] == "decode")
-    os.kill(worker, signal.SIGUSR1)
-    service.read_until("decode-0 ended with exit status 3; 2 workers are left")
+    first = decode_worker(service)
+    port = f"--port=90{first[1][-2:].zfill(2)}"
+    assert port not in first
+    for delay in ("0.5", "1"):
+        os.kill(int(decode_worker(service)[1]), signal.SIGUSR1)
+        service.read_until(f"decode-0 ended with exit status 3; 2 workers are left; it starts again in {delay} s")
+        service.read_until("decode-0 is ready at")
+        assert port in decode_worker(service), "whatever a later one says of its port"
+    assert service.process.poll() is None
+    service.process.send_signal(signal.SIGTERM)
+    assert service.finish() == 0
+    assert len(service.pids()) == 6
+    assert service.survivors() == []
+
+
+def test_a_signal_before_a_worker_starts_again_leaves_nothing(services: list[Service], tmp_path: Path) -> None:
+    service = start(services, tmp_path)
+    service.read_until("Ctrl-C stops")
+    os.kill(int(decode_worker(service)[1]), signal.SIGUSR1)
+    service.read_until("it starts again in")
+    service.process.send_signal(signal.SIGTERM)
+    assert service.finish() == 0
+    assert service.survivors() == []
+
+
+def test_a_worker_that_was_told_to_end_stays_ended(services: list[Service], tmp_path: Path) -> None:
+    service = start(services, tmp_path)
+    service.read_until("Ctrl-C stops")
+    os.kill(int(decode_worker(service)[1]), signal.SIGTERM)
+    service.read_until("decode-0 ended with exit status 0; 2 workers are left; it stays ended, as it was asked to")
     assert service.process.poll() is None
 
 

@@ -20,6 +20,8 @@ from runtime.hardware import (
         (ServeConfig, "port", 70000, "--port needs 0 to 65535"),
         (ServeConfig, "decode_workers", 0, "--decode-workers needs 1 or more"),
         (ServeConfig, "heartbeat_s", 60.0, "--heartbeat-s needs a number below --lease-s, which is 30"),
+        (ServeConfig, "drain_s", -1.0, "--drain-s needs 0 or more"),
+        (ServeConfig, "stall_s", 0.0, "--stall-s needs a number above 0"),
         (ServeConfig, "lease_s", 0.0, "--lease-s needs a number above 0"),
         (ServeConfig, "api_key", ("",), "--api-key needs keys"),
         (ServeConfig, "api_key", ("a b",), "--api-key needs keys"),
