@@ -8,6 +8,7 @@ DECODE ?= 1
 DTYPE ?= auto
 TRANSPORT ?= auto
 DEVICE ?= auto
+MINUTES ?=
 ARGS ?=
 # On Linux without a GPU, --extra-index-url with PyTorch's CPU wheel index saves gigabytes of CUDA libraries.
 PIP_ARGS ?=
@@ -21,7 +22,7 @@ FRESH := build/fresh
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protos gpu-check clean
+.PHONY: help serve test check protos gpu-check chaos soak clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +49,12 @@ protos: $(DEV_STAMP) ## Generate code from protos/*.proto
 
 gpu-check: $(DEV_STAMP) ## Run the checks that need a GPU and print a table
 	$(BIN)/python -m bench.gpu_check $(ARGS)
+
+chaos: $(DEV_STAMP) ## Kill workers under load and compare every answer; takes MINUTES
+	$(BIN)/python -m bench.chaos --minutes $(or $(MINUTES),5) $(ARGS)
+
+soak: $(DEV_STAMP) ## Load with cancels and bad input; memory, files and pages must stay flat; takes MINUTES
+	$(BIN)/python -m bench.soak --minutes $(or $(MINUTES),15) $(ARGS)
 
 clean: ## Remove what was built
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -3,9 +3,10 @@
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import grpc
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
 
 from protos import inference_pb2, inference_pb2_grpc
 
@@ -23,7 +24,7 @@ class Asking:
         self.tokens: list[int] = []
         self.code: grpc.StatusCode | None = None
         self.detail = ""
-        self.retry_after = ""
+        self.retry_after_s = 0  # how long to wait before the next try, as the error told
         self.seconds = 0.0
         self.longest_pause_s = 0.0  # between two messages, the first one's wait included
         self._changed = threading.Condition()
@@ -51,8 +52,7 @@ class Asking:
                     self._changed.notify_all()
         except grpc.RpcError as error:
             self.code, self.detail = error.code(), error.details() or ""
-            trailers: Any = error.trailing_metadata() or ()
-            self.retry_after = str(dict(trailers).get("retry-after", ""))
+            self.retry_after_s = _read_retry_delay(error)
         finally:
             self.seconds = time.monotonic() - begun
             self.longest_pause_s = max(self.longest_pause_s, time.monotonic() - last)
@@ -85,3 +85,11 @@ class Asking:
         self._thread.join(timeout_s)
         assert self._is_over, "the request hangs beyond the client's own deadline"
         return self
+
+
+def _read_retry_delay(error: grpc.RpcError) -> int:
+    retry = error_details_pb2.RetryInfo()
+    status = rpc_status.from_call(error)
+    for detail in status.details if status is not None else ():
+        detail.Unpack(retry)
+    return int(retry.retry_delay.seconds)

@@ -89,14 +89,22 @@ class Intake:
         except (ReadError, ValueError) as error:
             raise HandshakeRefusedError(str(error)) from error
         rate = await self._measure(reader, peer)
+        await self._forget(lambda other: other is known or other.reader.is_gone())
         self._peers[peer.address] = KnownPeer(peer, reader)
-        if known is not None:
-            await known.reader.close()
         log.info(
             "peer accepted", peer=peer.address, incarnation=peer.incarnation, transport=reader.transport, why=why,
             gigabytes_per_s=round(rate / 1e9, 2),
         )  # fmt: skip
         return reader.transport
+
+    async def _forget(self, is_meant: Callable[[KnownPeer], bool]) -> None:
+        """Let go of dead peers' memory: a worker that restarts on another address never takes its old place."""
+        for address, known in list(self._peers.items()):
+            if is_meant(known):
+                del self._peers[address]
+                if not self._greeting[address].locked():
+                    del self._greeting[address]
+                await known.reader.close()
 
     def _open_reader(self, peer: kv_pb2.Peer) -> tuple[Reader, str]:
         transport, why = choose_transport(self._me, peer, self._transport, self._is_transport_required)
@@ -120,6 +128,9 @@ class Intake:
         except ReadError as error:
             await reader.close()
             raise HandshakeRefusedError(f"cannot read from {peer.address}: {error}") from error
+        except BaseException:  # the peer gave up waiting
+            await reader.close()
+            raise
         return count * self._store.page_bytes / (time.perf_counter() - started)
 
     async def take(self, offer: kv_pb2.OfferRequest) -> kv_pb2.OfferResponse:

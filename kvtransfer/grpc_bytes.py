@@ -157,5 +157,9 @@ class GrpcReader:
                     filled, done = 0, done + 1
         raise ReadError("transport", f"the stream ended after {done} of {wanted} pages")
 
+    def is_gone(self) -> bool:
+        """Nobody answers at its address; a peer that is back there shakes hands again."""
+        return self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
     async def close(self) -> None:
         await self._channel.close()

@@ -24,5 +24,8 @@ class InProcessReader:
     async def probe(self, num_pages: int) -> None:
         self._peer_store.load(range(num_pages))
 
+    def is_gone(self) -> bool:
+        return False
+
     async def close(self) -> None:
         pass

@@ -65,6 +65,10 @@ class Reader(Protocol):
         """Read the peer's first pages into nowhere, to measure the way. Raises ReadError("transport")."""
         ...
 
+    def is_gone(self) -> bool:
+        """True once the peer's process is known to be dead."""
+        ...
+
     async def close(self) -> None:
         """Let go of the peer's memory or connection."""
         ...

@@ -32,6 +32,7 @@ class ShmReader:
         self._store = store
         self._executor = executor
         self._num_pages = peer.num_pages
+        self._process = Path(f"/proc/{peer.pid}")
         if not peer.num_pages:
             raise ReadError("layout", "a pool without pages")
         offset = peer.pages_offset
@@ -66,6 +67,9 @@ class ShmReader:
                 np.copyto(scratch, page)
 
         await asyncio.get_running_loop().run_in_executor(self._executor, copy)
+
+    def is_gone(self) -> bool:
+        return not self._process.exists()
 
     async def close(self) -> None:
         del self._pages, self._generations

@@ -1,0 +1,158 @@
+"""Kills a random worker every few seconds under load, and checks that no client sees more of it than a pause.
+
+    python -m bench.chaos --minutes 5
+
+Exit code 1 when an answer differs from the undisturbed one, a request hangs or fails, or pages stay used.
+"""
+
+import argparse
+import queue
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from bench.asking import Asking
+from bench.fleet import ProcessFleet, run_fleet
+
+VOCAB = 300  # prompts of token ids below this
+HANG_S = 60.0  # longest pause that a client may see
+KILL_EVERY_S = 5.0
+UNUSED_S = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request and its undisturbed answer."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass
+class Tally:
+    """What came back. Written by many threads, under `lock`."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    num_tokens: int = 0
+    pauses: list[float] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+
+    def add(self, case: Case, asking: Asking) -> None:
+        outcome = judge(case, asking)
+        with self.lock:
+            self.outcomes[outcome] += 1
+            self.num_tokens += len(asking.tokens)
+            self.pauses.append(asking.longest_pause_s)
+            if outcome != "right":
+                self.complaints.append(f"{outcome}: {asking.code} {asking.detail[:300]}")
+
+
+def judge(case: Case, asking: Asking) -> str:
+    """One word for an answer."""
+    if asking.has_hung or asking.longest_pause_s > HANG_S:
+        return "hung"
+    if tuple(asking.tokens) != case.answer[: len(asking.tokens)]:
+        return "wrong"
+    if asking.code is not None:
+        return "failed"
+    return "right" if len(asking.tokens) == len(case.answer) else "short"
+
+
+def build_cases(fleet: ProcessFleet, count: int, seed: int) -> list[Case]:
+    """Requests of mixed lengths, answered before anything is disturbed."""
+    dice = random.Random(seed)
+    sizes = [(dice.choice((20, 100, 400, 1500)), dice.choice((40, 150, 400))) for _ in range(count)]
+    prompts = [tuple(dice.randrange(6, VOCAB) for _ in range(num_prompt)) for num_prompt, _ in sizes]
+    cases = []
+    for prompt, (_, num_tokens) in zip(prompts, sizes, strict=True):
+        asking = Asking(fleet.grpc_address, prompt, num_tokens).finish()
+        assert asking.code is None, asking.detail
+        cases.append(Case(prompt, tuple(asking.tokens)))
+    return cases
+
+
+def keep_asking(fleet: ProcessFleet, cases: "queue.SimpleQueue[Case]", tally: Tally, until: float) -> None:
+    """One client: a request after the other."""
+    while time.monotonic() < until:
+        case = cases.get()
+        cases.put(case)
+        asking = Asking(fleet.grpc_address, case.prompt, len(case.answer), timeout_s=2 * HANG_S)
+        tally.add(case, asking.finish())
+
+
+def disturb(fleet: ProcessFleet, until: float, every_s: float, seed: int) -> Counter[str]:
+    """Kill and restart a random worker every so often. Returns how often each was. Runs on the main thread."""
+    dice = random.Random(seed)
+    kills: Counter[str] = Counter()
+    next_kill = time.monotonic() + every_s
+    while next_kill < until:
+        time.sleep(max(0.0, next_kill - time.monotonic()))
+        next_kill += every_s
+        victim = dice.choice(fleet.workers())
+        victim.restart()
+        kills[victim.name] += 1
+    return kills
+
+
+def run(minutes: float, num_clients: int, every_s: float, seed: int) -> int:
+    tally = Tally()
+    with run_fleet(2, 2, lease_s=10, heartbeat_s=2) as fleet:
+        cases: queue.SimpleQueue[Case] = queue.SimpleQueue()
+        for case in build_cases(fleet, 2 * num_clients, seed):
+            cases.put(case)
+        until = time.monotonic() + 60 * minutes
+        clients = [
+            threading.Thread(target=keep_asking, args=(fleet, cases, tally, until), daemon=True)
+            for _ in range(num_clients)
+        ]
+        for client in clients:
+            client.start()
+        kills = disturb(fleet, until, every_s, seed)
+        for client in clients:
+            client.join(5 * HANG_S)
+            if client.is_alive():
+                tally.outcomes["hung"] += 1
+        try:
+            unused = f"0 after {fleet.wait_until_unused(UNUSED_S):.2f} s"
+        except AssertionError as error:
+            unused = str(error)
+            tally.outcomes["leaked"] += 1
+        failed_attempts = fleet.gateway.metric("attempts_failed_total")
+    report(tally, kills, unused, failed_attempts, minutes)
+    return 0 if set(tally.outcomes) == {"right"} else 1
+
+
+def report(tally: Tally, kills: Counter[str], unused: str, failed_attempts: float, minutes: float) -> None:
+    for complaint in tally.complaints[:10]:
+        print(complaint)
+    pauses = sorted(tally.pauses) or [0.0]
+    rows = [
+        ("minutes under load", f"{minutes:g}"),
+        ("workers killed and restarted", f"{sum(kills.values())} ({', '.join(f'{n} {c}' for n, c in kills.items())})"),
+        ("requests by outcome", ", ".join(f"{name} {count}" for name, count in tally.outcomes.items())),
+        ("tokens", str(tally.num_tokens)),
+        ("attempts that failed and were tried again", f"{failed_attempts:.0f}"),
+        ("longest pause of a request, median", f"{pauses[len(pauses) // 2]:.2f} s"),
+        ("longest pause of a request, worst", f"{pauses[-1]:.2f} s (bound {HANG_S:g} s)"),
+        ("used pages at the end", unused),
+    ]
+    for name, value in rows:
+        print(f"| {name:<42} | {value} |")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--every-s", type=float, default=KILL_EVERY_S, help="seconds between two kills")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    return run(options.minutes, options.streams, options.every_s, options.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

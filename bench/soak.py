@@ -1,0 +1,164 @@
+"""Hours of ordinary trouble: clients that leave, bad input; memory, files and pages must stay as they were.
+
+    python -m bench.soak --minutes 15
+
+Exit code 1 when memory grows, files stay open, pages stay used, an answer is wrong or a request hangs.
+"""
+
+import argparse
+import queue
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from bench.asking import Asking
+from bench.chaos import HANG_S, UNUSED_S, Case, build_cases, judge
+from bench.fleet import Process, ProcessFleet, run_fleet
+
+CANCELLED, BAD = 0.20, 0.05  # shares of all requests
+SAMPLE_S = 5.0
+GROWTH = 0.02  # most growth of memory between the second and the last quarter, as a share
+SLACK_BYTES = 8 << 20  # growth that allocators may show without a leak
+SLACK_FILES = 16  # connections come and go
+
+
+@dataclass
+class Sample:
+    """One process at one moment."""
+
+    rss_bytes: int
+    num_files: int
+
+
+@dataclass
+class Soak:
+    """What is known so far. `outcomes` is written by many threads, under `lock`."""
+
+    fleet: ProcessFleet
+    cases: "queue.SimpleQueue[Case]" = field(default_factory=queue.SimpleQueue)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    samples: dict[str, list[Sample]] = field(default_factory=dict)  # process name |-> over time
+
+    def count(self, outcome: str) -> None:
+        with self.lock:
+            self.outcomes[outcome] += 1
+
+    def keep_asking(self, until: float, seed: int) -> None:
+        """One client: a request after the other."""
+        dice = random.Random(seed)
+        while time.monotonic() < until:
+            kind = dice.random()
+            if kind < BAD:
+                self.count(ask_badly(self.fleet, dice))
+            elif kind < BAD + CANCELLED:
+                self.count(self._leave(dice))
+            else:
+                case = self._take()
+                asking = Asking(self.fleet.grpc_address, case.prompt, len(case.answer), timeout_s=2 * HANG_S)
+                self.count(judge(case, asking.finish()))
+
+    def _take(self) -> Case:
+        case = self.cases.get()
+        self.cases.put(case)
+        return case
+
+    def _leave(self, dice: random.Random) -> str:
+        """A request that is cancelled at any point of its life."""
+        case = self._take()
+        asking = Asking(self.fleet.grpc_address, case.prompt, len(case.answer), timeout_s=2 * HANG_S)
+        time.sleep(dice.random() * dice.choice((0.02, 0.5)))
+        asking.cancel()
+        asking.finish()
+        is_right = tuple(asking.tokens) == case.answer[: len(asking.tokens)]
+        return "cancelled" if is_right and not asking.has_hung else "wrong"
+
+    def sample(self) -> None:
+        for process in self.fleet.processes.values():
+            self.samples.setdefault(process.name, []).append(look_at(process))
+
+
+def ask_badly(fleet: ProcessFleet, dice: random.Random) -> str:
+    """A request that must be refused at once."""
+    prompts: Sequence[Sequence[int]] = ([], [10**9], [-1], [7] * 5000)
+    asking = Asking(fleet.grpc_address, dice.choice(prompts), dice.choice((5, 10**9))).finish()
+    return "refused" if asking.code is grpc.StatusCode.INVALID_ARGUMENT else "not refused"
+
+
+def look_at(process: Process) -> Sample:
+    folder = Path(f"/proc/{process.pid}")
+    line = next(line for line in (folder / "status").read_text().splitlines() if line.startswith("VmRSS"))
+    return Sample(int(line.split()[1]) * 1024, len(list((folder / "fd").iterdir())))
+
+
+def find_growth(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Bytes and files between the mean of the second quarter, when all is warm, and that of the last."""
+    quarter = max(1, len(samples) // 4)
+    early, late = samples[quarter : 2 * quarter] or samples[:1], samples[-quarter:]
+    rss = sum(one.rss_bytes for one in late) / len(late) - sum(one.rss_bytes for one in early) / len(early)
+    files = sum(one.num_files for one in late) / len(late) - sum(one.num_files for one in early) / len(early)
+    return rss, files
+
+
+def run(minutes: float, num_clients: int, seed: int) -> int:
+    with run_fleet(2, 2, lease_s=10, heartbeat_s=2) as fleet:
+        soak = Soak(fleet)
+        for case in build_cases(fleet, 2 * num_clients, seed):
+            soak.cases.put(case)
+        until = time.monotonic() + 60 * minutes
+        clients = [
+            threading.Thread(target=soak.keep_asking, args=(until, seed + index), daemon=True)
+            for index in range(num_clients)
+        ]
+        for client in clients:
+            client.start()
+        while time.monotonic() < until:
+            soak.sample()
+            time.sleep(SAMPLE_S)
+        for client in clients:
+            client.join(5 * HANG_S)
+            if client.is_alive():
+                soak.count("hung")
+        try:
+            unused = f"0 after {fleet.wait_until_unused(UNUSED_S):.2f} s"
+        except AssertionError as error:
+            unused = str(error)
+            soak.count("leaked")
+    return report(soak, unused, minutes)
+
+
+def report(soak: Soak, unused: str, minutes: float) -> int:
+    """Print a table; the exit code."""
+    print(f"{minutes:g} minutes; requests: {dict(soak.outcomes)}; used pages at the end: {unused}")
+    print("| process | RSS at first | at the end | growth | MiB/h | files at first | growth |")
+    is_flat = True
+    for name, samples in soak.samples.items():
+        rss, files = find_growth(samples)
+        hours = minutes / 60 * 0.625  # between the middles of the second and the last quarter
+        first, last = samples[len(samples) // 4], samples[-1]
+        is_flat &= rss <= max(GROWTH * first.rss_bytes, SLACK_BYTES) and files <= SLACK_FILES
+        print(
+            f"| {name} | {first.rss_bytes / 2**20:.1f} MiB | {last.rss_bytes / 2**20:.1f} MiB | {rss / 2**20:+.2f} MiB "
+            f"| {rss / 2**20 / hours:+.1f} | {first.num_files} | {files:+.1f} |"
+        )
+    return 0 if is_flat and set(soak.outcomes) <= {"right", "cancelled", "refused"} else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    return run(options.minutes, options.streams, options.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

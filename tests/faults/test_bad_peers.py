@@ -1,0 +1,207 @@
+"""Prefill workers that do not match, or hand over pages that are not what they say. Rows 8 and 9.
+
+The decode worker is a real process; the prefill worker is played here, down to the bytes of its pages.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+
+from bench.fleet import HOST, ProcessFleet
+from kvtransfer.grpc_bytes import METHOD, encode_data
+from protos import decode_pb2, decode_pb2_grpc, kv_pb2
+from runtime.rpc import new_incarnation
+from tests.faults.answers import Truth, prompt_of
+
+GATEWAY, HANDLE, NUM_PAGES, GENERATION = "played", 1, 4, 7
+PAGE_BYTES = 6 * 2 * 2 * 16 * 64 * 4  # layers, K and V, heads, tokens, dimensions, float32
+CALL_S = 60.0
+
+Serve = Callable[[kv_pb2.ReadPagesRequest], Iterator[bytes]]
+
+
+def whole(request: kv_pb2.ReadPagesRequest) -> Iterator[bytes]:
+    for _ in request.pages:
+        yield encode_data(memoryview(bytes(PAGE_BYTES)))
+    yield generations(*[GENERATION for _ in request.pages])
+
+
+def generations(*numbers: int) -> bytes:
+    return kv_pb2.ReadPagesResponse(generations=numbers).SerializeToString()
+
+
+def truncated(request: kv_pb2.ReadPagesRequest) -> Iterator[bytes]:
+    yield encode_data(memoryview(bytes(PAGE_BYTES // 2)))
+    yield generations(*[GENERATION for _ in request.pages])
+
+
+def too_much(request: kv_pb2.ReadPagesRequest) -> Iterator[bytes]:
+    for _ in range(len(request.pages) + 1):
+        yield encode_data(memoryview(bytes(PAGE_BYTES)))
+    yield generations(*[GENERATION for _ in request.pages])
+
+
+def recycled(request: kv_pb2.ReadPagesRequest) -> Iterator[bytes]:
+    *pages, _last = whole(request)
+    yield from pages
+    yield generations(*[GENERATION + index // 2 for index in range(len(request.pages))])
+
+
+def without_end(request: kv_pb2.ReadPagesRequest) -> Iterator[bytes]:
+    *pages, _last = whole(request)
+    yield from pages
+
+
+def garbage(request: kv_pb2.ReadPagesRequest) -> Iterator[bytes]:
+    yield b"\xff" * 1000
+
+
+@dataclass
+class Played:
+    """A gateway and a prefill worker in one, talking to a decode worker by hand."""
+
+    decode: decode_pb2_grpc.DecodeStub
+    address: str  # where pages are served
+    serve: Serve = whole
+    incarnation: str = field(default_factory=new_incarnation)
+
+    def peer(self, **layout: Any) -> kv_pb2.Peer:
+        real = self.decode.Status(decode_pb2.StatusRequest(), timeout=CALL_S).peer
+        peer = kv_pb2.Peer(
+            role="prefill", address=self.address, incarnation=self.incarnation, pid=1, host="elsewhere", num_pages=64
+        )
+        peer.layout.CopyFrom(real.layout)
+        for name, value in layout.items():
+            setattr(peer.layout, name, value)
+        return peer
+
+    def offer(self, ticket: kv_pb2.Ticket, serve: Serve) -> kv_pb2.OfferResponse:
+        self.serve = serve
+        refs = [kv_pb2.PageRef(page=page, generation=GENERATION) for page in range(NUM_PAGES)]
+        offer = kv_pb2.OfferRequest(
+            ticket=ticket, incarnation=self.incarnation, begin=0, end=16 * NUM_PAGES, pages=refs
+        )
+        response: kv_pb2.OfferResponse = self.decode.Offer(offer, timeout=CALL_S)
+        return response
+
+
+@pytest.fixture
+def played(quad: ProcessFleet) -> Iterator[Played]:
+    with ExitStack() as stack:
+        channel = stack.enter_context(grpc.insecure_channel(quad["decode-0"].address))
+        result = Played(decode_pb2_grpc.DecodeStub(channel), "")
+        result.address = stack.enter_context(_page_server(result))
+        yield result
+
+
+@contextmanager
+def _page_server(played: Played) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(2))
+    handler: Any = grpc.unary_stream_rpc_method_handler(
+        lambda request, context: played.serve(request) if len(request.pages) == NUM_PAGES else _probe(request),
+        request_deserializer=kv_pb2.ReadPagesRequest.FromString,
+        response_serializer=None,
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(METHOD.split("/")[1], {"Read": handler}),))
+    port = server.add_insecure_port(f"{HOST}:0")
+    server.start()
+    try:
+        yield f"{HOST}:{port}"
+    finally:
+        server.stop(None).wait(10)
+
+
+def _probe(request: kv_pb2.ReadPagesRequest) -> Iterator[bytes]:
+    return whole(request)
+
+
+@contextmanager
+def _session(played: Played) -> Iterator[kv_pb2.Ticket]:
+    """A session of a gateway that listens."""
+    steps = played.decode.Steps(decode_pb2.StepsRequest(gateway=GATEWAY))
+    next(steps)
+    sampling = decode_pb2.SamplingParams(top_p=1.0)
+    request = decode_pb2.ReserveRequest(
+        request_id="played", attempt=2, gateway=GATEWAY, handle=HANDLE, max_tokens=5, sampling=sampling,
+        prompt_ids=prompt_of(16 * NUM_PAGES + 1),
+    )  # fmt: skip
+    try:
+        yield played.decode.Reserve(request, timeout=CALL_S).ticket
+    finally:
+        steps.cancel()
+
+
+@pytest.mark.parametrize(
+    ("serve", "reason"),
+    [
+        (truncated, "transport"),
+        (too_much, "transport"),
+        (recycled, "generation"),
+        (without_end, "transport"),
+        (garbage, "transport"),
+    ],
+)
+def test_row_08_pages_that_are_not_what_was_offered(
+    quad: ProcessFleet, played: Played, truth: Truth, serve: Serve, reason: str
+) -> None:
+    """Refused and counted; the session waits for better ones, and then works."""
+    decode = quad["decode-0"]
+    played.decode.Handshake(decode_pb2.HandshakeRequest(peer=played.peer()), timeout=CALL_S)
+    before = decode.metric("offers_refused_total", {"reason": reason})
+    generated = decode.metric("generation_tokens_total")
+    with _session(played) as ticket:
+        answer = played.offer(ticket, serve)
+        assert not answer.accepted and answer.reason == reason, answer
+        assert decode.metric("offers_refused_total", {"reason": reason}) == before + 1
+        assert decode.metric("generation_tokens_total") == generated, "decode ran on pages that it had refused"
+        assert played.offer(ticket, whole).accepted
+    quad.wait_until_unused()
+    truth.check_canary(quad)
+
+
+def test_row_08_offers_of_another_attempt_session_or_incarnation(quad: ProcessFleet, played: Played) -> None:
+    played.decode.Handshake(decode_pb2.HandshakeRequest(peer=played.peer()), timeout=CALL_S)
+    with _session(played) as ticket:
+        for name, value, reason in (("attempt", 1, "attempt"), ("session", 10**6, "session")):
+            wrong = kv_pb2.Ticket()
+            wrong.CopyFrom(ticket)
+            setattr(wrong, name, value)
+            assert played.offer(wrong, whole).reason == reason
+        wrong.CopyFrom(ticket)
+        wrong.incarnation = "long dead"
+        answer = played.offer(wrong, whole)
+        assert answer.reason == "incarnation" and "long dead" in answer.detail and ticket.incarnation in answer.detail
+        assert played.offer(ticket, whole).accepted
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dtype", "bfloat16"),
+        ("page_tokens", 32),
+        ("weights", "another model"),
+        ("num_layers", 7),
+        ("tp_size", 2),
+        ("draft_weights", "a draft"),
+    ],
+)
+def test_row_09_mismatched_pair_is_refused_naming_both_values(played: Played, name: str, value: Any) -> None:
+    real = getattr(played.peer().layout, name)
+    with pytest.raises(grpc.RpcError) as refused:
+        played.decode.Handshake(decode_pb2.HandshakeRequest(peer=played.peer(**{name: value})), timeout=CALL_S)
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    detail = refused.value.details() or ""
+    assert all(part in detail for part in (name, repr(real), repr(value))), detail
+
+
+def test_row_09_versions_that_do_not_overlap(played: Played) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        peer = played.peer(protocol_min=8, protocol_max=9)
+        played.decode.Handshake(decode_pb2.HandshakeRequest(peer=peer), timeout=CALL_S)
+    detail = refused.value.details() or ""
+    assert "8-9" in detail and "1-1" in detail

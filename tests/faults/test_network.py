@@ -1,0 +1,101 @@
+"""Ways between processes that are slow, cut, lossy or dead. Rows 2, 6 and 11 of the list of faults."""
+
+import pytest
+
+from bench.fleet import wait_until
+from tests.faults.answers import Truth, ask, find_busy, is_alive
+from tests.faults.conftest import Linked
+
+LEASE_S = 4.0
+SLACK_S = 20.0  # for a loaded machine
+LINKS = ["gateway-prefill", "gateway-decode", "prefill-decode", "decode-prefill"]
+
+
+def test_row_01_client_that_leaves_during_a_transfer(linked: Linked, truth: Truth) -> None:
+    """Pages come over a way that takes seconds for them."""
+    truth.check_canary(linked.fleet)  # so that the workers have shaken hands
+    linked.links["decode-prefill"].set_delay(1.0)
+    prefill = linked.fleet["prefill-0"]
+    offered, cancelled = prefill.metric("offers_sent_total"), prefill.metric("cancelled_total")
+    stream = ask(linked.fleet, num_prompt=1000)
+    wait_until(lambda: prefill.metric("offers_sent_total") > offered, 30)
+    stream.cancel()
+    seconds = linked.fleet.wait_until_unused(SLACK_S)
+    print(f"row 1, transfer: pages free after {seconds:.2f} s, at 1 s a piece on the way")
+    wait_until(lambda: prefill.metric("cancelled_total") > cancelled, 10)
+
+
+def test_row_02_client_that_leaves_before_decode_knows_of_its_pages(linked: Linked, truth: Truth) -> None:
+    """Neither the offer nor the cancellation arrives: prefill frees its pages at the lease's end."""
+    truth.check_canary(linked.fleet)  # so that the workers have shaken hands
+    prefill = linked.fleet["prefill-0"]
+    offered = prefill.metric("offers_sent_total")
+    linked.links["prefill-decode"].hold()
+    stream = ask(linked.fleet, num_prompt=1000)
+    find_busy(linked.fleet, "prefill")
+    linked.links["gateway-prefill"].hold()
+    stream.cancel()
+    seconds = wait_until(lambda: not prefill.metric("kv_cache_used_pages"), LEASE_S + SLACK_S)
+    print(
+        f"row 2: prefill's pages free after {seconds:.2f} s; {prefill.metric('offers_sent_total') - offered:.0f} offers"
+    )
+
+
+def test_row_06_prefill_that_sleeps_through_its_lease_is_not_believed(linked: Linked, truth: Truth) -> None:
+    prefill, decode = linked.fleet["prefill-0"], linked.fleet["decode-0"]
+    refused = decode.metric("offers_refused_total")
+    late = prefill.metric("offers_refused_total")
+    stream = ask(linked.fleet, num_prompt=3500, num_tokens=20)
+    find_busy(linked.fleet, "prefill")
+    prefill.stop()
+    linked.links["gateway-prefill"].hold()  # it will not hear that nobody wants this any more
+    truth.check(stream)  # by another way than this worker
+    canaries = [ask(linked.fleet, num_prompt=300, num_tokens=200, seed=seed) for seed in (5, 6)]
+    canaries[0].wait_for_tokens(1)
+    prefill.resume()
+    wait_until(lambda: not prefill.metric("kv_cache_used_pages"), LEASE_S + SLACK_S)
+    for canary in canaries:
+        truth.check(canary)
+    refusals = decode.metric("offers_refused_total") - refused, prefill.metric("offers_refused_total") - late
+    print(f"row 6: late offers refused by decode and heard of by prefill: {refusals}")
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_row_11_slow_ways_only_take_longer(linked: Linked, truth: Truth, link: str) -> None:
+    linked.links[link].set_delay(0.2)
+    stream = ask(linked.fleet, num_prompt=600, num_tokens=30)
+    truth.check(stream)
+    print(f"row 11, 200 ms on {link}: {stream.seconds:.2f} s")
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_row_11_lossy_ways_lose_no_tokens(linked: Linked, truth: Truth, link: str) -> None:
+    """Lost connections, which is what TCP makes of too much loss: every answer is right or ends with a clear error."""
+    linked.links[link].set_loss(0.01)
+    streams = [ask(linked.fleet, num_prompt=600, num_tokens=60, seed=seed) for seed in (1, 2, 3)]
+    for stream in streams:
+        truth.check_clean(stream)
+    print(f"row 11, loss on {link}: {sum(stream.code is None for stream in streams)} of 3 answered")
+    linked.links[link].heal()
+    linked.fleet.wait_until_whole()
+    truth.check_canary(linked.fleet)
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_row_11_partitions_are_noticed_and_end(linked: Linked, truth: Truth, link: str) -> None:
+    decode = linked.fleet["decode-0"]
+    stream = ask(linked.fleet, num_prompt=1500, num_tokens=250)
+    if link == "gateway-decode":
+        stream.wait_for_tokens(20)
+        linked.links[link].hold()
+        wait_until(lambda: not is_alive(linked.fleet, decode), 30)
+        linked.links[link].release()
+    else:
+        find_busy(linked.fleet, "prefill")
+        linked.links[link].hold()
+    truth.check_clean(stream)
+    assert stream.code is None or link == "gateway-decode", stream.detail
+    print(f"row 11, partition of {link}: {stream.seconds:.2f} s, {stream.code or 'answered'}")
+    linked.links[link].release()
+    linked.fleet.wait_until_whole()
+    truth.check_canary(linked.fleet)

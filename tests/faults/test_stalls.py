@@ -1,0 +1,112 @@
+"""Clients that leave, workers that stop, and readers that are rude. Rows 1, 10, 15 and 22 of the list of faults."""
+
+import os
+import socket
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+from bench.fleet import HOST, ProcessFleet, wait_until
+from tests.faults.answers import Truth, ask, find_busy, is_alive
+
+FREED_S = 10.0  # the promise is 1 s, which a loaded machine may not keep
+NUM_IDLE = 1000
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_row_01_pages_of_a_client_that_leaves_are_free_at_once(quad: ProcessFleet, phase: str) -> None:
+    before = _cancelled(quad)
+    stream = ask(quad, num_prompt=3500 if phase == "prefill" else 200, num_tokens=500)
+    if phase == "decode":
+        stream.wait_for_tokens(10)
+    else:
+        find_busy(quad, "prefill")
+    stream.cancel()
+    seconds = quad.wait_until_unused(FREED_S)
+    print(f"row 1, {phase}: pages free after {seconds * 1e3:.0f} ms")
+    wait_until(lambda: _cancelled(quad) > before, FREED_S)
+
+
+def _cancelled(fleet: ProcessFleet) -> float:
+    return sum(worker.metric("cancelled_total") for worker in fleet.workers())
+
+
+def test_row_10_stopped_decode_worker_is_noticed_and_left(quad: ProcessFleet, truth: Truth) -> None:
+    stream = ask(quad)
+    stream.wait_for_tokens(5)
+    stopped = find_busy(quad, "decode")
+    stopped.stop()
+    truth.check(stream)
+    assert not is_alive(quad, stopped)
+    print(f"row 10, decode: the client's longest pause was {stream.longest_pause_s:.2f} s")
+    stopped.resume()
+    quad.wait_until_whole()
+    truth.check_canary(quad)
+
+
+def test_row_10_stopped_prefill_worker_is_noticed_and_left(quad: ProcessFleet, truth: Truth) -> None:
+    stream = ask(quad, num_prompt=3500, num_tokens=20)
+    stopped = find_busy(quad, "prefill")
+    stopped.stop()
+    truth.check(stream)
+    wait_until(lambda: not is_alive(quad, stopped), 30)
+    print(f"row 10, prefill: answered after {stream.seconds:.2f} s")
+    truth.check_canary(quad)
+
+
+def test_row_10_ready_names_who_stopped(quad: ProcessFleet, truth: Truth) -> None:
+    workers = [quad["decode-0"], quad["decode-1"]]
+    for worker in workers:
+        worker.stop()
+    wait_until(lambda: httpx.get(f"{quad.url}/ready", timeout=10).status_code == 503, 30)
+    answer = httpx.get(f"{quad.url}/ready", timeout=10).text
+    assert all(worker.address in answer for worker in workers), answer
+    for worker in workers:
+        worker.resume()
+    wait_until(lambda: httpx.get(f"{quad.url}/ready", timeout=10).status_code == 200, 30)
+    truth.check_canary(quad)
+
+
+def test_row_15_rude_clients_do_not_disturb_others(quad: ProcessFleet, truth: Truth) -> None:
+    """A stream that nobody reads, a request that never ends, and a thousand sockets that say nothing."""
+    body = b'{"prompt": [7, 8, 9], "max_tokens": 3900, "stream": true, "ignore_eos": true, "model": "%s"}'
+    model = httpx.get(f"{quad.url}/v1/models", timeout=10).json()["data"][0]["id"].encode()
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(_connect(quad)) for _ in range(NUM_IDLE)]
+        sockets[0].sendall(_head(len(body % model)) + body % model)
+        sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        assert sockets[0].recv(1)
+        sockets[1].sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+        sockets[2].sendall(_head(1000) + b"{")
+        stream = ask(quad)
+        truth.check(stream)
+        print(f"row 15: 250 tokens beside {NUM_IDLE} rude sockets took {stream.seconds:.2f} s")
+    quad.wait_until_unused()
+
+
+def _connect(fleet: ProcessFleet) -> socket.socket:
+    return socket.create_connection((HOST, fleet.gateway.port), timeout=30)
+
+
+def _head(length: int) -> bytes:
+    lines = ["POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {length}"]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def test_row_22_random_bytes_at_every_port(quad: ProcessFleet, truth: Truth) -> None:
+    starts = [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00"]
+    for process in quad.processes.values():
+        for port in (process.port, process.metrics_port):
+            for start in starts:
+                with socket.create_connection((HOST, port), timeout=30) as peer:
+                    try:
+                        peer.sendall(start + os.urandom(10_000))
+                        peer.shutdown(socket.SHUT_WR)
+                        while peer.recv(1 << 16):
+                            pass
+                    except OSError:
+                        continue  # closed in our face, which is as good
+    assert all(process.is_running for process in quad.processes.values())
+    for _ in range(4):
+        truth.check_canary(quad)
