@@ -78,6 +78,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--config {path} is not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"--config {path} is nested too deeply") from error
 
 
 def refuse_unknown(name: str, known: Iterable[str], kind: str) -> None:

@@ -1,7 +1,9 @@
 """Exit status 0 when a process in this container serves: `http PORT` asks /live, `grpc PORT` the health service."""
 
+import os
 import sys
 import urllib.request
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,9 +19,18 @@ def is_live(port: str) -> bool:
 
 def is_serving(port: str) -> bool:
     """What a worker's health service says."""
-    with grpc.insecure_channel(f"127.0.0.1:{port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
+    with open_channel(f"127.0.0.1:{port}", os.environ.get("BATON_TLS_DIR")) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def open_channel(address: str, tls_dir: str | None) -> grpc.Channel:
+    """With the fleet's own certificate when there is one, which must name 127.0.0.1."""
+    options = (("grpc.enable_http_proxy", 0),)
+    if not tls_dir:
+        return grpc.insecure_channel(address, options)
+    ca, key, cert = ((Path(tls_dir) / name).read_bytes() for name in ("ca.pem", "key.pem", "cert.pem"))
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options)
 
 
 def main(kind: str, port: str) -> int:

@@ -1,0 +1,131 @@
+"""Worker processes among strangers: rubbish, silent sockets and calls by nobody they know; and a service with mTLS."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from bench.live import serve
+from cli.certs import certs
+from protos import decode_pb2
+from runtime.config import ProcessConfig
+from runtime.lifecycle import Ready, parse_event
+from runtime.trust import Trust, load_trust
+from tests.fake_workers import PATIENCE_S
+
+SECRET = Trust(secret="0123456789abcdef")
+
+
+@contextmanager
+def worker(role: str, log: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Ready]:
+    """A worker process with the demo model; it must end by SIGTERM with exit status 0."""
+    reading, writing = os.pipe()
+    command = [sys.executable, "-m", "cli.main", role, "--kv-memory-mib=32", "--threads=1", f"--ready-fd={writing}"]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*command, *flags], stdout=out, stderr=out, pass_fds=(writing,), env={**os.environ, **(env or {})}
+        )
+    os.close(writing)
+    try:
+        with os.fdopen(reading) as events:
+            ready = None
+            for line in events:
+                event = parse_event(line)
+                if isinstance(event, Ready):
+                    ready = event
+                    break
+            assert ready is not None, log.read_text()
+            yield ready
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+
+
+RUBBISH = [
+    b"\x00" * 100,
+    bytes(range(256)) * 40,
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"POST /baton.v1.Decode/Status HTTP/1.1\r\nContent-Length: 99999999\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 64,
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+    + b"\x00\xff\xff\x01\x05\x00\x00\x00\x01" * 9,
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"A" * 60,
+    b"SSH-2.0-OpenSSH_9.0\r\n",
+    b"\x80",
+]
+
+
+def test_rubbish_and_silent_sockets_disturb_nobody(tmp_path: Path) -> None:
+    """At the port of a worker with mTLS and of one with a secret, while others are served."""
+    folder = tmp_path / "certs"
+    certs(folder)
+    trusts = {"prefill": load_trust(ProcessConfig(tls_dir=str(folder))), "decode": SECRET}
+    env = {"BATON_FLEET_SECRET": SECRET.secret}
+    log = {role: tmp_path / role for role in trusts}
+    with (
+        worker("prefill", log["prefill"], f"--tls-dir={folder}") as prefill,
+        worker("decode", log["decode"], env=env) as decode,
+    ):
+        for ready in (prefill, decode):
+            trust = trusts[ready.role]
+            asyncio.run(disturb(ready, trust))
+            with pytest.raises(grpc.aio.AioRpcError):
+                asyncio.run(ask_status(Trust(), ready))
+    assert "call without the fleet secret refused" in log["decode"].read_text()
+    for path in log.values():
+        assert "Traceback" not in path.read_text()
+
+
+async def disturb(ready: Ready, trust: Trust) -> None:
+    host, _, port = ready.address.rpartition(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(50)]
+    for number, rubbish in enumerate(RUBBISH * 3):
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as raw:
+            raw.sendall(rubbish)
+            if number % 2:
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # end by a reset
+        status = await ask_status(trust, ready)
+        assert status.peer.incarnation == ready.incarnation
+    for one in silent:
+        one.close()
+    assert (await ask_status(trust, ready)).used_pages == 0
+
+
+async def ask_status(trust: Trust, ready: Ready) -> decode_pb2.WorkerStatus:
+    async with trust.open_channel(ready.address) as channel:
+        ask: Any = channel.unary_unary(
+            f"/baton.v1.{ready.role.capitalize()}/Status",
+            request_serializer=decode_pb2.StatusRequest.SerializeToString,
+            response_deserializer=decode_pb2.WorkerStatus.FromString,
+        )
+        status: decode_pb2.WorkerStatus = await ask(decode_pb2.StatusRequest(), timeout=5)
+        return status
+
+
+def test_a_service_with_mtls_serves_and_lets_nobody_else_near_its_workers(tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    certs(folder)
+    flags = (f"--tls-dir={folder}", "--transport=grpc", "--require-transport", "--kv-memory-mib=64")
+    with serve("demo", *flags) as live:
+        body = {"prompt": "Once upon a time there was a fox", "max_tokens": 5, "temperature": 0, "model": "baton-demo"}
+        answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 5
+        assert live.metric("decode-0", "kv_transfer_bytes_total", {"transport": "grpc"}) > 0
+        for name in ("prefill-0", "decode-0"):
+            stranger = Ready(name[:-2], live.addresses[name], "", 0, "")
+            with pytest.raises(grpc.aio.AioRpcError):
+                asyncio.run(ask_status(Trust(), stranger))
+            asyncio.run(ask_status(load_trust(ProcessConfig(tls_dir=str(folder))), stranger))
