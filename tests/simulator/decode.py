@@ -54,13 +54,17 @@ class SimDecode(Process):
     def __init__(self, world: World, name: str, num_pages: int, max_running: int) -> None:
         self._num_pages = num_pages
         self.max_running = max_running
+        self._peers: dict[str, tuple[str, Memory]] = {}  # address |-> incarnation and its pool
         super().__init__(world, name)
 
+    def _forget_peers(self) -> None:
+        self._peers = {}
+
     def boot(self) -> None:
+        self._forget_peers()
         self.memory = Memory(self._num_pages)
         allocator = PageAllocator(self._num_pages, self.memory.generations)
         self.table = SessionTable(allocator, PAGE_TOKENS, self.max_running, LEASE_S)
-        self._peers: dict[str, tuple[str, Memory]] = {}  # address |-> incarnation and its pool
         self._streams: dict[str, Stream] = {}
         self._is_stepping = False
         self._alarm = float("inf")  # when it will next look at deadlines

@@ -16,7 +16,8 @@ from gateway.ring.request_machine import Action, Event, News, Request
 from kvtransfer import reader
 from prefill_worker.run_table import PrefillRun, RunTable
 from tests.simulator.decode import SimDecode
-from tests.simulator.gateway import SimGateway, Work
+from tests.simulator.gateway import SimGateway
+from tests.simulator.values import Work
 
 Mutation = Callable[[], AbstractContextManager[object]]
 
@@ -107,6 +108,14 @@ MUTATIONS: dict[str, Mutation] = {
         (SimGateway, "_new_handle", _handle_of_request), (Request, "step", _take_any_attempt)
     ),
     "decode ignores a ticket's incarnation": _patched((SimDecode, "_check_ticket", lambda self, ticket: None)),
+    "decode ignores a ticket's incarnation and attempt": _patched(
+        (SimDecode, "_check_ticket", lambda self, ticket: None), (SessionTable, "_find_receiving", _find_any_attempt)
+    ),
+    "decode ignores incarnation, attempt and handshake": _patched(
+        (SimDecode, "_check_ticket", lambda self, ticket: None),
+        (SessionTable, "_find_receiving", _find_any_attempt),
+        (SimDecode, "_forget_peers", lambda self: None),
+    ),
     "leases do not end": _patched(
         (SessionTable, "expire", lambda self, now: []), (SessionTable, "next_deadline", lambda self: None)
     ),

@@ -7,9 +7,10 @@ from typing import Any
 from gateway.generation import Generation, Sampling
 from gateway.ring.request_machine import Request
 from tests.simulator.decode import SimDecode
-from tests.simulator.gateway import TIMEOUT_S, Client, SimGateway
+from tests.simulator.gateway import TIMEOUT_S, SimGateway
 from tests.simulator.model import answer
 from tests.simulator.prefill import SimPrefill
+from tests.simulator.values import Client
 from tests.simulator.world import KEEPALIVE_S, Faults, Process, ViolationError, World
 
 FAULTS_END_S = 2.0
@@ -90,7 +91,7 @@ class Schedule:
         """A crash and restart, a pause, or a cut between two processes."""
         length = 0.01 + rng.random() * rng.choice([0.2, 2.0, MAX_PAUSE_S])
         one, other = rng.sample(self.processes, 2)
-        match rng.choice(["crash", "pause", "cut", "blackout"]):
+        match rng.choice(["crash", "pause", "cut", "blackout", "ambush"]):
             case "crash":
                 self._plan_crash(one, after, length)
             case "pause":
@@ -99,6 +100,9 @@ class Schedule:
                 pair = frozenset((one.name, other.name))
                 self.world.at(after, self.nobody, -1, lambda: self._cut(pair))
                 self.world.at(after + length, self.nobody, -1, lambda: self._heal(pair))
+            case "ambush":  # a message that was sent to one incarnation reaches the next
+                decode = self.workers[-1]
+                self.world.ambushes[decode.name] = (rng.randint(1, 40), lambda: self._plan_crash(decode, 0.0, 0.05))
             case "blackout":  # a worker restarts while one of its gateways does not look
                 self._plan_pause(rng.choice(self.gateways), after, 0.5 + length)
                 self._plan_crash(self.workers[-1], after + 0.05, 0.01)

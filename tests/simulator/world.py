@@ -1,7 +1,7 @@
 """Virtual time, processes that crash and pause at any step, and the network between them. Knows no protocol.
 
-The network is harsher than gRPC: a call's messages may be late, lost, doubled or overtake each other, and reach whatever
-incarnation lives at the address by then. Only a stream keeps its order; a message lost on it breaks it.
+The network is harsher than gRPC: a call's messages may be late, lost, doubled or overtake each other, and reach
+whatever incarnation lives at the address by then. Only a stream keeps its order; a message lost on it breaks it.
 """
 
 import heapq
@@ -48,6 +48,7 @@ class World:
         self.now = 0.0
         self.faults = Faults()
         self.trace: list[tuple[float, str, tuple[Any, ...]]] = []
+        self.ambushes: dict[str, tuple[int, Action]] = {}  # target |-> what happens before its nth next message arrives
         self._heap: list[tuple[float, int, Process, int, Action]] = []
         self.num_events = 0
 
@@ -91,10 +92,21 @@ class World:
         def arrive() -> None:
             (action if target.is_up else if_down)()
 
-        self.at(self.delay(), target, -1, arrive)
+        self.at(self._ambush(target) or self.delay(), target, -1, arrive)
         if self.rng.random() < self.faults.doubled:
             self.at(self.delay(), target, -1, arrive)
         return True
+
+    def _ambush(self, target: "Process") -> float:
+        """How long the message is held up by what happens before it; 0 when nothing does."""
+        count, action = self.ambushes.pop(target.name, (0, None))
+        if action is None:
+            return 0.0
+        if count > 1:
+            self.ambushes[target.name] = (count - 1, action)
+            return 0.0
+        action()
+        return 0.1 + self.rng.random() * 1.5
 
     def call(
         self,
@@ -104,7 +116,7 @@ class World:
         then: Callable[[Any], None],
         timeout_s: float,
     ) -> "Call":
-        """`serve(answer)` at the target; `then` gets what it answers, or a Failure, exactly once if the caller lives."""
+        """`serve(answer)` at the target; `then` gets its answer or a Failure, exactly once if the caller lives."""
         call = Call(self, source, target, source.epoch, then)
         target.incoming.append(call)
         if not self.send(source, target, lambda: serve(call.answer), lambda: call.fail("no connection")):
