@@ -17,7 +17,8 @@ from gateway.errors import ApiError, bad_request, took_too_long
 from gateway.generation import Generation, Tokens
 from gateway.ring.policy import NO_LIMIT
 
-MAX_ATTEMPTS = 3  # that failed
+MAX_ATTEMPTS = 3  # that failed in a row, none of them with a new token
+MAX_LOSSES = 5  # the same when the last one ended because its worker was gone: a fault of the worker rather
 
 Role = Literal["prefill", "decode"]
 
@@ -189,7 +190,7 @@ class Request:
             case Phase.RUNNING, News(attempt=self.attempt):
                 return self._take_news(event, now)
             case Phase.RESERVING | Phase.RUNNING, Lost(reason):
-                return self._fail(reason, self.places.decode, now)
+                return self._fail(reason, self.places.decode, now, MAX_LOSSES)
             case Phase.RUNNING, TimedOut():
                 return self._end(took_too_long(), Leave("out of time"))
         return []
@@ -211,26 +212,29 @@ class Request:
             return [GiveBack(refused.role, is_refused=True), *self._again(Leave(refused.detail))]
         if refused.why == "invalid" and not self.emitted:  # later it is no fault of the client's: another may do
             return self._end(bad_request(refused.detail, None), Leave(refused.detail))
-        culprit = self.places.prefill if refused.role == "prefill" else None
-        return self._fail(refused.detail, culprit or self.places.decode, now)
+        if refused.role == "prefill" and self.places.prefill is not None:  # in the end decode can do without
+            return self._fail(refused.detail, self.places.prefill, now, MAX_LOSSES)
+        return self._fail(refused.detail, self.places.decode, now)
 
     def _take_news(self, news: News, now: float) -> list[Action]:
         if news.finish_reason not in ("", "stop", "length"):
             late = self.places.prefill if news.finish_reason == "expired" else None
             return self._fail(news.error or news.finish_reason, late or self.places.decode, now)
         self.emitted.extend(news.token_ids)
+        if news.token_ids:
+            self.num_failures = 0  # workers that die one after the other are no fault of a request that gets on
         if not news.finish_reason:
             return [Emit(Tokens(tuple(news.token_ids), None))]
         reason: Literal["stop", "length"] = "stop" if news.finish_reason == "stop" else "length"
         return [Emit(Tokens(tuple(news.token_ids), reason)), *self._end(None, Leave())]
 
-    def _fail(self, reason: str, culprit: str, now: float) -> list[Action]:
+    def _fail(self, reason: str, culprit: str, now: float, limit: int = MAX_ATTEMPTS) -> list[Action]:
         self.num_failures += 1
         self.avoid.add(culprit)
         leave = Leave(reason, is_failure=True)
         if now >= self.deadline:
             return self._end(took_too_long(), leave)
-        if self.num_failures == MAX_ATTEMPTS:
+        if self.num_failures >= limit:
             message = f"gave up after {self.num_failures} attempts; the last: {reason}"
             return self._end(ApiError(503, message, code="failed", retry_after_s=1), leave)
         return self._again(leave)

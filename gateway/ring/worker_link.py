@@ -141,6 +141,12 @@ class WorkerLink:
         self.is_full = False
         self._on_change()
 
+    def doubt(self) -> None:
+        """A call found nobody there: it gets no more work until it answers a question, which comes soon."""
+        self._heard = -float("inf")
+        self._trouble = "does not answer (UNAVAILABLE)"
+        self._has_refused.set()
+
     def refuse(self) -> None:
         """It had no room for a request of ours: nothing more goes there until a place gets free or it is polled."""
         self.num_mine -= 1
@@ -186,5 +192,10 @@ class PrefillLink(WorkerLink):
     ) -> prefill_pb2.RunResponse:
         """Have a prompt prefilled and handed over. Raises grpc.aio.AioRpcError."""
         request = prefill_pb2.RunRequest(request_id=request_id, prompt_ids=prompt_ids, ticket=ticket)
-        response: prefill_pb2.RunResponse = await self._stub.Run(request, timeout=timeout_s)
+        try:
+            response: prefill_pb2.RunResponse = await self._stub.Run(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                self.doubt()
+            raise
         return response
