@@ -55,7 +55,10 @@ def _change_one(draw: st.DrawFn, message: Message) -> None:
     elif field.is_repeated:
         values = draw(st.lists(_KINDS[field.type], max_size=5))
         message.ClearField(field.name)
-        getattr(message, field.name).extend(values * draw(st.sampled_from([1, 1, 1, 2, 100, 10_000])))
+        is_long = field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+        getattr(message, field.name).extend(
+            values * draw(st.sampled_from([1, 1, 1, 2, 100, 100 if is_long else 10_000]))
+        )
     else:
         setattr(message, field.name, draw(_KINDS[field.type]))
 
