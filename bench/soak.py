@@ -103,9 +103,9 @@ def find_growth(samples: Sequence[Sample]) -> tuple[float, float]:
     """Bytes and files between the mean of the second quarter, when all is warm, and that of the last."""
     quarter = max(1, len(samples) // 4)
     early, late = samples[quarter : 2 * quarter] or samples[:1], samples[-quarter:]
-    rss = sum(one.private_bytes for one in late) / len(late) - sum(one.private_bytes for one in early) / len(early)
+    size = sum(one.private_bytes for one in late) / len(late) - sum(one.private_bytes for one in early) / len(early)
     files = sum(one.num_files for one in late) / len(late) - sum(one.num_files for one in early) / len(early)
-    return rss, files
+    return size, files
 
 
 def run(minutes: float, num_clients: int, seed: int) -> int:
@@ -141,13 +141,14 @@ def report(soak: Soak, unused: str, minutes: float) -> int:
     print("| process | private memory at first | at the end | growth | MiB/h | files at first | growth |")
     is_flat = True
     for name, samples in soak.samples.items():
-        rss, files = find_growth(samples)
+        growth, files = find_growth(samples)
         hours = minutes / 60 * 0.625  # between the middles of the second and the last quarter
         first, last = samples[len(samples) // 4], samples[-1]
-        is_flat &= rss <= max(GROWTH * first.private_bytes, SLACK_BYTES) and files <= SLACK_FILES
+        is_flat &= growth <= max(GROWTH * first.private_bytes, SLACK_BYTES) and files <= SLACK_FILES
+        begin_mib, end_mib, growth_mib = (size / 2**20 for size in (first.private_bytes, last.private_bytes, growth))
         print(
-            f"| {name} | {first.private_bytes / 2**20:.1f} MiB | {last.private_bytes / 2**20:.1f} MiB | {rss / 2**20:+.2f} MiB "
-            f"| {rss / 2**20 / hours:+.1f} | {first.num_files} | {files:+.1f} |"
+            f"| {name} | {begin_mib:.1f} MiB | {end_mib:.1f} MiB | {growth_mib:+.2f} MiB "
+            f"| {growth_mib / hours:+.1f} | {first.num_files} | {files:+.1f} |"
         )
     return 0 if is_flat and set(soak.outcomes) <= {"right", "cancelled", "refused"} else 1
 
