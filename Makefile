@@ -22,7 +22,7 @@ FRESH := build/fresh
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protos gpu-check chaos soak clean
+.PHONY: help serve test check protos gpu-check faults chaos soak clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ protos: $(DEV_STAMP) ## Generate code from protos/*.proto
 
 gpu-check: $(DEV_STAMP) ## Run the checks that need a GPU and print a table
 	$(BIN)/python -m bench.gpu_check $(ARGS)
+
+faults: $(DEV_STAMP) ## Test faults between real processes, one test or more for each row of the fault list
+	$(BIN)/python -m pytest -m faults tests/faults $(ARGS)
 
 chaos: $(DEV_STAMP) ## Kill workers under load and compare every answer; takes MINUTES
 	$(BIN)/python -m bench.chaos --minutes $(or $(MINUTES),5) $(ARGS)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,15 @@ from tests.faults.answers import Truth
 from tests.faults.proxy import FaultProxy
 from tests.oracle import Oracle
 
+HERE = Path(__file__).parent
 GATEWAY_SIDE, WORKER_SIDE = "127.0.0.2", "127.0.0.3"  # all of 127/8 is this machine; the ports stay the workers' own
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is in this folder; the hook is given the whole session's tests."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.faults)
 
 
 @dataclass(frozen=True)
