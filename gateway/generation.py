@@ -19,17 +19,68 @@ class Sampling:
     top_k: int  # 0 keeps all
     min_p: float  # in [0, 1]
     seed: int  # unsigned 64 bit
+    frequency_penalty: float = 0.0  # 0 is off
+    presence_penalty: float = 0.0  # 0 is off
+    repetition_penalty: float = 1.0  # 1 is off
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what to add), ids in the vocabulary, each once
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the whole answer must match. Compiled, and perhaps refused, by the decode worker."""
+
+    kind: Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
+    text: str  # empty for json_object
+    param: str  # the request's field it comes from, for errors
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How tokens are guessed ahead. Never changes them."""
+
+    drafter: Literal["auto", "off", "ngram", "draft"] = "auto"
+    max_draft_tokens: int = 0  # 0 leaves it to the worker
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What to generate. Set by the validator, read by the dispatcher."""
+    """What to generate: one answer. Set by the validator, read by the dispatcher."""
 
     request_id: str
     prompt_ids: tuple[int, ...]  # at least one
     max_tokens: int  # at least one; prompt and answer fit the context
     sampling: Sampling
     stop_token_ids: frozenset[int]  # the model's own (unless ignore_eos) and the request's
+    min_tokens: int = 0  # before a stop token may come; at most max_tokens
+    num_logprobs: int | None = None  # log-probabilities of the tokens, and of so many most likely ones; None: none
+    num_prompt_logprobs: int | None = None  # the same of the prompt's tokens
+    grammar: Grammar | None = None
+    speculation: Speculation = Speculation()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, of the model's own distribution: before penalties, filters, temperature."""
+
+    logprob: float  # of the token that stands there
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where one generation's time went. Seconds of the last attempt, except the queue's, which add up."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0  # the wait for its turn included
+    transfer_s: float = 0.0  # reads by the decode worker; overlaps with prefill
+    transfer_bytes: int = 0
+    transport: str = ""  # "shm" or "grpc"; empty when nothing was transferred
+    first_step_s: float = 0.0  # from complete KV to the first token
+    decode_s: float = 0.0  # from the first token to the last
+    cached_tokens: int = 0  # prompt tokens whose KV was there already
+    draft_tokens: int = 0  # guessed ahead
+    accepted_tokens: int = 0  # of those
+    attempts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +89,29 @@ class Tokens:
 
     token_ids: tuple[int, ...]  # new tokens in order, a final stop token included; may be empty at the end
     finish_reason: FinishReason | None  # set exactly once, on the last news
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token when asked for
+    # of prompt_ids[1:], once, with the first news, when asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    timing: Timing | None = None  # with the last news
+
+
+class SharedPrompt:
+    """Ties the generations of one prompt together: those placed beside the first take over its KV.
+
+    One object per prompt, handed to every `Ring.generate` of it. Opaque above the ring, which keeps its state in it.
+    """
+
+    def __init__(self) -> None:
+        self.leader: object | None = None  # set and read by the ring only
 
 
 class Ring(Protocol):
     """Everything below the text."""
 
-    def generate(self, generation: Generation) -> AsyncIterator[Tokens]:
+    def generate(self, generation: Generation, shared: SharedPrompt | None = None) -> AsyncIterator[Tokens]:
         """Stream one generation. Closing the iterator (aclose) ends the work everywhere and frees its pages.
 
+        `shared`: the same for all generations of one prompt; their prompt_ids are equal.
         Raises errors.ApiError: 429 when the queue is full, 503 when nobody can serve.
         """
         ...

@@ -24,27 +24,61 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\x08\x62\x61ton.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"\xf9\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x06 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\x03H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x03H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\x03\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\x07\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eos\"j\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"+\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r2\x99\x01\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\x08\x62\x61ton.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\"\xae\x07\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x06 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\x03H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x03H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\x03\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\x07\x88\x01\x01\x12\x17\n\nmin_tokens\x18\r \x01(\x03H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x01H\t\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0f \x01(\x01H\n\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x10 \x01(\x01H\x0b\x88\x01\x01\x12<\n\nlogit_bias\x18\x11 \x03(\x0b\x32(.baton.v1.GenerateRequest.LogitBiasEntry\x12\x0e\n\x01n\x18\x12 \x01(\x03H\x0c\x88\x01\x01\x12\x15\n\x08logprobs\x18\x13 \x01(\x03H\r\x88\x01\x01\x12\x31\n\x0fresponse_format\x18\x14 \x01(\x0b\x32\x18.baton.v1.ResponseFormat\x12\x1b\n\x0einclude_timing\x18\x15 \x01(\x08H\x0e\x88\x01\x01\x12\x18\n\x0bspeculation\x18\x16 \x01(\tH\x0f\x88\x01\x01\x12\x1d\n\x10max_draft_tokens\x18\x17 \x01(\x03H\x10\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokensB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\x04\n\x02_nB\x0b\n\t_logprobsB\x11\n\x0f_include_timingB\x0e\n\x0c_speculationB\x13\n\x11_max_draft_tokens\"\x8f\x01\n\x0eResponseFormat\x12\x15\n\x0bjson_object\x18\x01 \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12#\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x11.baton.v1.ChoicesH\x00\x42\x06\n\x04\x66orm\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\xc5\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\r\n\x05index\x18\x05 \x01(\r\x12(\n\x08logprobs\x18\x06 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12 \n\x06timing\x18\x07 \x01(\x0b\x32\x10.baton.v1.Timing\"V\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\"\x89\x02\n\x06Timing\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x18\n\x10transfer_seconds\x18\x03 \x01(\x01\x12\x16\n\x0etransfer_bytes\x18\x04 \x01(\x04\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x1a\n\x12\x66irst_step_seconds\x18\x06 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x07 \x01(\x01\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\t \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\n \x01(\r\x12\x10\n\x08\x61ttempts\x18\x0b \x01(\r\"\xfa\x07\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x08messages\x18\x02 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x17\n\nmax_tokens\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\x03H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x03H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\x03\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\r \x01(\x03H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0e \x01(\x01H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0f \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x10 \x01(\x01H\n\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x11 \x03(\x0b\x32$.baton.v1.ChatRequest.LogitBiasEntry\x12\x0e\n\x01n\x18\x12 \x01(\x03H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\x13 \x01(\x03H\x0c\x88\x01\x01\x12\x31\n\x0fresponse_format\x18\x14 \x01(\x0b\x32\x18.baton.v1.ResponseFormat\x12\x1b\n\x0einclude_timing\x18\x15 \x01(\x08H\r\x88\x01\x01\x12\x18\n\x0bspeculation\x18\x16 \x01(\tH\x0e\x88\x01\x01\x12\x1d\n\x10max_draft_tokens\x18\x17 \x01(\x03H\x0f\x88\x01\x01\x12\x1d\n\x05tools\x18\x18 \x03(\x0b\x32\x0e.baton.v1.Tool\x12\x13\n\x0btool_choice\x18\x19 \x01(\t\x12 \n\x13parallel_tool_calls\x18\x1a \x01(\x08H\x10\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\r\n\x0b_min_tokensB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\x04\n\x02_nB\x0b\n\t_logprobsB\x11\n\x0f_include_timingB\x0e\n\x0c_speculationB\x13\n\x11_max_draft_tokensB\x16\n\x14_parallel_tool_calls\"x\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12&\n\ntool_calls\x18\x05 \x03(\x0b\x32\x12.baton.v1.ToolCall\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xe9\x01\n\x0c\x43hatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x1e\n\x05usage\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\r\n\x05index\x18\x05 \x01(\r\x12(\n\x08logprobs\x18\x06 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12 \n\x06timing\x18\x07 \x01(\x0b\x32\x10.baton.v1.Timing\x12&\n\ntool_calls\x18\x08 \x03(\x0b\x32\x12.baton.v1.ToolCall\"\xae\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\'\n\x08messages\x18\x03 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x1d\n\x05tools\x18\x05 \x03(\x0b\x32\x0e.baton.v1.ToolB\x15\n\x13_add_special_tokens\"=\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"+\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r2\xde\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x37\n\x04\x43hat\x12\x15.baton.v1.ChatRequest\x1a\x16.baton.v1.ChatResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_CHATREQUEST_LOGITBIASENTRY']._loaded_options = None
+  _globals['_CHATREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_TOKENIDS']._serialized_start=36
   _globals['_TOKENIDS']._serialized_end=59
   _globals['_GENERATEREQUEST']._serialized_start=62
-  _globals['_GENERATEREQUEST']._serialized_end=439
-  _globals['_GENERATERESPONSE']._serialized_start=441
-  _globals['_GENERATERESPONSE']._serialized_end=547
-  _globals['_USAGE']._serialized_start=549
-  _globals['_USAGE']._serialized_end=606
-  _globals['_LISTMODELSREQUEST']._serialized_start=608
-  _globals['_LISTMODELSREQUEST']._serialized_end=627
-  _globals['_LISTMODELSRESPONSE']._serialized_start=629
-  _globals['_LISTMODELSRESPONSE']._serialized_end=682
-  _globals['_MODEL']._serialized_start=684
-  _globals['_MODEL']._serialized_end=727
-  _globals['_INFERENCE']._serialized_start=730
-  _globals['_INFERENCE']._serialized_end=883
+  _globals['_GENERATEREQUEST']._serialized_end=1004
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=705
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=753
+  _globals['_RESPONSEFORMAT']._serialized_start=1007
+  _globals['_RESPONSEFORMAT']._serialized_end=1150
+  _globals['_CHOICES']._serialized_start=1152
+  _globals['_CHOICES']._serialized_end=1176
+  _globals['_GENERATERESPONSE']._serialized_start=1179
+  _globals['_GENERATERESPONSE']._serialized_end=1376
+  _globals['_TOKENLOGPROB']._serialized_start=1378
+  _globals['_TOKENLOGPROB']._serialized_end=1464
+  _globals['_TIMING']._serialized_start=1467
+  _globals['_TIMING']._serialized_end=1732
+  _globals['_CHATREQUEST']._serialized_start=1735
+  _globals['_CHATREQUEST']._serialized_end=2753
+  _globals['_CHATREQUEST_LOGITBIASENTRY']._serialized_start=705
+  _globals['_CHATREQUEST_LOGITBIASENTRY']._serialized_end=753
+  _globals['_CHATMESSAGE']._serialized_start=2755
+  _globals['_CHATMESSAGE']._serialized_end=2875
+  _globals['_TOOL']._serialized_start=2877
+  _globals['_TOOL']._serialized_end=2938
+  _globals['_TOOLCALL']._serialized_start=2940
+  _globals['_TOOLCALL']._serialized_end=2995
+  _globals['_CHATRESPONSE']._serialized_start=2998
+  _globals['_CHATRESPONSE']._serialized_end=3231
+  _globals['_TOKENIZEREQUEST']._serialized_start=3234
+  _globals['_TOKENIZEREQUEST']._serialized_end=3408
+  _globals['_TOKENIZERESPONSE']._serialized_start=3410
+  _globals['_TOKENIZERESPONSE']._serialized_end=3471
+  _globals['_DETOKENIZEREQUEST']._serialized_start=3473
+  _globals['_DETOKENIZEREQUEST']._serialized_end=3526
+  _globals['_DETOKENIZERESPONSE']._serialized_start=3528
+  _globals['_DETOKENIZERESPONSE']._serialized_end=3562
+  _globals['_USAGE']._serialized_start=3564
+  _globals['_USAGE']._serialized_end=3621
+  _globals['_LISTMODELSREQUEST']._serialized_start=3623
+  _globals['_LISTMODELSREQUEST']._serialized_end=3642
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3644
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3697
+  _globals['_MODEL']._serialized_start=3699
+  _globals['_MODEL']._serialized_end=3742
+  _globals['_INFERENCE']._serialized_start=3745
+  _globals['_INFERENCE']._serialized_end=4095
 # @@protoc_insertion_point(module_scope)
