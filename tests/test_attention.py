@@ -262,6 +262,21 @@ def test_inconsistent_lengths_are_refused() -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pages_with_something_else_between_them(dtype: torch.dtype) -> None:
+    problem = Problem([(1, 40), (3, 17), (5, 5)], dtype=dtype)
+    expected = problem.truth(None)
+    num_pages, page_elements = problem.pool.shape[0], problem.pool[0].numel()
+    for backend in backends(problem.shape, dtype):
+        memory = torch.full((num_pages, page_elements + 256), 7.0, dtype=dtype)
+        pool = memory[:, :page_elements].view(problem.pool.shape)
+        pool.copy_(problem.pool)
+        out = backend.attend(1, problem.query, problem.key, problem.value, pool, problem.batch, None)
+        assert float((out.double() - expected).abs().max()) < tolerance(dtype), backend.name
+        check_writes(problem, pool)
+        assert bool((memory[:, page_elements:] == 7).all()), f"{backend.name} wrote between pages"
+
+
 def test_wrong_tensors_are_refused() -> None:
     problem = Problem([(2, 33)])
     backend = CpuPagedAttention(problem.shape, load_kernel())

@@ -24,7 +24,7 @@
 
 // Fixed for all layers of one batch; mirrored field by field in cpu_paged.py.
 struct BatonBatch {
-    void* pool;                    // [num_pages, num_layers, 2, num_kv_heads, page_tokens, head_dim]
+    void* pool;                    // [num_pages, num_layers, 2, num_kv_heads, page_tokens, head_dim], page by page
     const int32_t* query_starts;   // [B + 1]
     const int32_t* context_lens;   // [B]
     const int32_t* page_table;     // [B, page_table_width]
@@ -32,7 +32,8 @@ struct BatonBatch {
     const int64_t* write_offsets;  // [num_tokens]
     const int32_t* blocks;         // [num_blocks, 2]: sequence, its first row of query among the new tokens
     int64_t page_table_width, num_tokens, num_blocks, block_tokens;
-    int64_t num_layers, num_heads, num_kv_heads, page_tokens, head_dim;
+    int64_t page_elements;         // from one page to the next, which may be more than a page of this model has
+    int64_t num_heads, num_kv_heads, page_tokens, head_dim;
     float scale;
 };
 
@@ -301,12 +302,11 @@ template <class Page> struct TileRows {
     void find(const BatonBatch& batch, const Page* head_keys, const int32_t* pages, int64_t first, int64_t end,
               int64_t step, const Page* zeros) {
         int64_t head_elements = batch.page_tokens * batch.head_dim;
-        int64_t page_elements = batch.num_layers * 2 * batch.num_kv_heads * head_elements;
         int64_t page = first / batch.page_tokens, row = first % batch.page_tokens;
         num_keys = std::clamp<int64_t>(end - first, 0, kTile);
         padded_keys = round_up(num_keys, step);
         for (int64_t n = 0; n < num_keys; ++page, row = 0) {
-            const Page* at = head_keys + pages[page] * page_elements + row * batch.head_dim;
+            const Page* at = head_keys + pages[page] * batch.page_elements + row * batch.head_dim;
             for (; row < batch.page_tokens && n < num_keys; ++row, ++n, at += batch.head_dim) {
                 keys[n] = at;
                 values[n] = at + batch.num_kv_heads * head_elements;
@@ -436,8 +436,9 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
 
 template <class Page> void write_token(const BatonBatch& batch, const BatonLayer& layer, int64_t token) {
     int64_t dim = batch.head_dim, head_elements = batch.page_tokens * dim;
-    int64_t first_head = (batch.write_pages[token] * batch.num_layers + layer.layer) * 2 * batch.num_kv_heads;
-    Page* keys = (Page*)batch.pool + first_head * head_elements + batch.write_offsets[token] * dim;
+    int64_t first_head = layer.layer * 2 * batch.num_kv_heads;
+    Page* keys = (Page*)batch.pool + batch.write_pages[token] * batch.page_elements + first_head * head_elements +
+                 batch.write_offsets[token] * dim;
     Page* values = keys + batch.num_kv_heads * head_elements;
     const Page* key = (const Page*)layer.key + token * layer.key_token;
     const Page* value = (const Page*)layer.value + token * layer.value_token;

@@ -26,7 +26,7 @@ class _BatonBatch(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("pool", "query_starts", "context_lens", "page_table")),
         *((name, ctypes.c_void_p) for name in ("write_pages", "write_offsets", "blocks")),
         *((name, ctypes.c_int64) for name in ("page_table_width", "num_tokens", "num_blocks", "block_tokens")),
-        *((name, ctypes.c_int64) for name in ("num_layers", "num_heads", "num_kv_heads", "page_tokens", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("page_elements", "num_heads", "num_kv_heads", "page_tokens", "head_dim")),
         ("scale", ctypes.c_float),
     ]
 
@@ -87,8 +87,8 @@ class CpuPagedAttention:
         _check_heads("query", query, (num_tokens, shape.num_heads, shape.head_dim), dtype)
         _check_heads("key", key, (num_tokens, shape.num_kv_heads, shape.head_dim), dtype)
         _check_heads("value", value, (num_tokens, shape.num_kv_heads, shape.head_dim), dtype)
-        if not 0 <= layer < prepared.arguments.num_layers:
-            raise ValueError(f"layer {layer} is outside the pool's {prepared.arguments.num_layers} layers")
+        if not 0 <= layer < pool.shape[1]:
+            raise ValueError(f"layer {layer} is outside the pool's {pool.shape[1]} layers")
         if window is not None and window < 1:
             raise ValueError(f"window is {window}, expected at least 1")
         out = torch.empty((num_tokens, shape.num_heads, shape.head_dim), dtype=dtype)
@@ -126,7 +126,7 @@ class CpuPagedAttention:
             batch.token_ids.shape[0],
             blocks.shape[0],
             block_tokens,
-            pool.shape[1],
+            pool.stride(0),
             self._shape.num_heads,
             self._shape.num_kv_heads,
             pool.shape[4],
@@ -196,8 +196,9 @@ def _check_pool(pool: Tensor, shape: AttentionShape) -> None:
         )
     if pool.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"pool is {pool.dtype}, expected float32 or bfloat16")
-    if not pool.is_cpu or not pool.is_contiguous():
-        raise ValueError(f"pool on {pool.device} with strides {pool.stride()}, expected contiguous on cpu")
+    # from page to page there may be a gap: memory that belongs to a draft model's part of the page
+    if not pool.is_cpu or not pool[:1].is_contiguous() or pool.stride(0) < pool[0].numel():
+        raise ValueError(f"pool on {pool.device} with strides {pool.stride()}, expected contiguous pages on cpu")
 
 
 def _check_heads(name: str, tensor: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
