@@ -31,9 +31,12 @@ class PoolShape:
     dtype: torch.dtype
 
     @property
+    def page_elements(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.page_tokens * self.head_dim
+
+    @property
     def page_bytes(self) -> int:
-        elements = self.num_layers * 2 * self.num_kv_heads * self.page_tokens * self.head_dim
-        return elements * self.dtype.itemsize
+        return self.page_elements * self.dtype.itemsize
 
     def with_pages(self, num_pages: int) -> "PoolShape":
         return replace(self, num_pages=num_pages)
@@ -46,24 +49,40 @@ class PoolShape:
 class Pool:
     """Page memory, zeroed at birth. Satisfies kvtransfer's PageStore.
 
+    With a draft model a page has two parts, the model's KV and then the draft model's for the same positions: one page
+    id, one lease and one transfer for both.
+
+        page:  [ num_layers, 2, num_kv_heads, page_tokens, head_dim | the same of the draft model ]
+                 `tensor` is a view of all first parts                `draft_tensor` of all second parts
+
     On the CPU one memory file that peers on this host can map: generations (uint64 a page, padded to 4096 bytes), then
     pages. On another device, or without Linux's memory files, one plain allocation with generations on the host.
     """
 
-    def __init__(self, shape: PoolShape, device: torch.device) -> None:
+    def __init__(self, shape: PoolShape, device: torch.device, draft_shape: PoolShape | None = None) -> None:
+        """`draft_shape` has the page_tokens and dtype of `shape`; its num_pages does not matter."""
+        if draft_shape is not None and (draft_shape.page_tokens, draft_shape.dtype) != (shape.page_tokens, shape.dtype):
+            raise ValueError(f"draft pages {draft_shape} do not go with pages {shape}")
         self.shape = shape
         self.num_pages = shape.num_pages
-        self.page_bytes = shape.page_bytes
+        page_elements = shape.page_elements + (draft_shape.page_elements if draft_shape else 0)
+        self.page_bytes = page_elements * shape.dtype.itemsize
         self.fd: int | None = None  # the memory file, when there is one
-        self._bytes: NDArray[np.uint8] | None = None  # [num_pages, page_bytes], the same memory as the tensor's
+        self._bytes: NDArray[np.uint8] | None = None  # [num_pages, page_bytes], the same memory as the tensors'
         self.pages_offset = 0  # bytes before the first page in the memory file
         if device.type == "cpu" and hasattr(os, "memfd_create"):
-            self._allocate_shared()
+            self._pages = self._allocate_shared().view(shape.num_pages, page_elements)
         else:
             self.generations: NDArray[np.uint64] = np.zeros(shape.num_pages, np.uint64)
-            self.tensor: Tensor = torch.zeros(shape.sizes, dtype=shape.dtype, device=device)
+            self._pages = torch.zeros(shape.num_pages, page_elements, dtype=shape.dtype, device=device)
+        self.tensor: Tensor = self._pages[:, : shape.page_elements].view(shape.sizes)
+        self.draft_tensor: Tensor | None = None
+        if draft_shape is not None:
+            sizes = draft_shape.with_pages(shape.num_pages).sizes
+            self.draft_tensor = self._pages[:, shape.page_elements :].view(sizes)
 
-    def _allocate_shared(self) -> None:
+    def _allocate_shared(self) -> Tensor:
+        """The elements of all pages in a new memory file."""
         offset = self.pages_offset = num_pages_for(self.num_pages * 8, OS_PAGE_BYTES) * OS_PAGE_BYTES
         self.fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, offset + self.num_pages * self.page_bytes)
@@ -71,15 +90,14 @@ class Pool:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         memory = mmap.mmap(self.fd, 0)
         self.generations = np.frombuffer(memory, np.uint64, self.num_pages)
-        elements = torch.frombuffer(memory, dtype=self.shape.dtype, offset=offset)  # keeps the mapping alive
-        self.tensor = elements.view(self.shape.sizes)
         self._bytes = np.frombuffer(memory, np.uint8, offset=offset).reshape(self.num_pages, self.page_bytes)
+        return torch.frombuffer(memory, dtype=self.shape.dtype, offset=offset)  # keeps the mapping alive
 
     def load(self, pages: Sequence[int]) -> NDArray[np.uint8]:
         """A copy of `pages`: [len(pages), page_bytes] uint8."""
-        index = torch.tensor(pages, dtype=torch.int64, device=self.tensor.device)
-        rows = self.tensor.index_select(0, index).cpu().contiguous()
-        copied: NDArray[np.uint8] = rows.view(torch.uint8).numpy().reshape(len(pages), self.page_bytes)
+        index = torch.tensor(pages, dtype=torch.int64, device=self._pages.device)
+        rows = self._pages.index_select(0, index).cpu()
+        copied: NDArray[np.uint8] = rows.view(torch.uint8).numpy()
         return copied
 
     def store(self, page: int, data: NDArray[np.uint8]) -> None:
@@ -87,4 +105,8 @@ class Pool:
         if self._bytes is not None:
             np.copyto(self._bytes[page], data)
         else:
-            self.tensor[page].view(-1).copy_(torch.from_numpy(data.copy()).view(self.shape.dtype))
+            self._pages[page].copy_(torch.from_numpy(data.copy()).view(self.shape.dtype))
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Overwrite `target` with what `source` holds. The caller holds both."""
+        self._pages[target].copy_(self._pages[source])
