@@ -65,7 +65,9 @@ async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) 
         trust.open_channel,
     )  # fmt: skip
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_length)
-    service = DecodeService(me, table, loop.thread, intake, streams, metrics, context_tokens, shutdown)
+    service = DecodeService(
+        me, table, loop.thread, intake, streams, metrics, context_tokens, engine.config.vocab_size, shutdown
+    )
     decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
     metrics_port = metrics.serve(config.host, config.metrics_port)
     loop.thread.start()

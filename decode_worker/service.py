@@ -21,6 +21,7 @@ from engine.sampling import SamplingParams
 from engine.thread import EngineThread
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
 from runtime.lifecycle import Shutdown
+from runtime.peer_input import find_foreign_token
 
 Context = grpc.aio.ServicerContext[Any, Any]
 log = structlog.get_logger()
@@ -38,6 +39,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         streams: GatewayStreams,
         metrics: DecodeMetrics,
         context_tokens: int,
+        vocab_size: int,
         shutdown: Shutdown,
     ) -> None:
         self._me = me
@@ -47,6 +49,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._streams = streams
         self._metrics = metrics
         self._context_tokens = context_tokens
+        self._vocab_size = vocab_size
         self._shutdown = shutdown
 
     async def Reserve(  # noqa: N802
@@ -81,7 +84,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             return "prompt_ids and max_tokens must not be empty"
         if total > self._context_tokens:
             return f"prompt and answer of {total} tokens exceed the context of {self._context_tokens}"
-        return None
+        return find_foreign_token(request.prompt_ids, self._vocab_size)
 
     def _ticket(self, session: Session) -> kv_pb2.Ticket:
         return kv_pb2.Ticket(

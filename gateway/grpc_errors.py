@@ -13,6 +13,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 
 from gateway.access import check_key
 from gateway.errors import ApiError
+from runtime.peer_input import shorten
 
 _OPEN_METHOD = "/grpc.health.v1.Health/Check"  # liveness probes carry no key
 
@@ -31,21 +32,22 @@ _CODES = {  # HTTP status |-> gRPC code
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: ApiError) -> NoReturn:
     """Ends the call with the error, its field, its reason and when to try again."""
     code = _CODES.get(error.status, grpc.StatusCode.INTERNAL)
-    status = status_pb2.Status(code=code.value[0], message=error.message)
-    for detail in _details(error):
+    message = shorten(error.message)
+    status = status_pb2.Status(code=code.value[0], message=message)
+    for detail in _details(error, message):
         packed = AnyMessage()
         packed.Pack(detail)
         status.details.append(packed)
     trailer = (("grpc-status-details-bin", status.SerializeToString()),)
-    await context.abort(code, error.message, trailer)
+    await context.abort(code, message, trailer)
 
 
-def _details(error: ApiError) -> list[Message]:
+def _details(error: ApiError, message: str) -> list[Message]:
     details: list[Message] = []
     if error.code is not None:
         details.append(error_details_pb2.ErrorInfo(reason=error.code.upper(), domain="baton"))
     if error.param is not None:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.param, description=error.message)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.param, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()

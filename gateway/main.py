@@ -62,7 +62,7 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
     app = build_app(front)
     app.include_router(build_fleet_router(fleet))
 
-    grpc_server = rpc.build_server(build_interceptors(front))
+    grpc_server = rpc.build_server(build_interceptors(front), config.body_limit_bytes)
     grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port)
     add_inference_services(grpc_server, front)
     fleet.start()

@@ -62,8 +62,9 @@ async def _serve(config: PrefillConfig, engine: Engine, reporter: ReadyReporter)
     loop = PrefillLoop(table, engine.runner, config.chunk_tokens, publish, metrics)
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_length)
     service = PrefillService(
-        me, table, loop.thread, offers, metrics, context_tokens, config.heartbeat_s, config.stall_s, shutdown
-    )
+        me, table, loop.thread, offers, metrics, context_tokens, engine.config.vocab_size, config.heartbeat_s,
+        config.stall_s, shutdown,
+    )  # fmt: skip
     prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
     PageServer(engine.pool, incarnation).add_to(server)
     metrics_port = metrics.serve(config.host, config.metrics_port)

@@ -19,6 +19,7 @@ from prefill_worker.offers import OfferFailedError, Offers
 from prefill_worker.run_table import PrefillRun, RunTable
 from protos import decode_pb2, kv_pb2, prefill_pb2, prefill_pb2_grpc
 from runtime.lifecycle import Shutdown
+from runtime.peer_input import find_foreign_token
 
 Context = grpc.aio.ServicerContext[Any, Any]
 log = structlog.get_logger()
@@ -46,6 +47,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         offers: Offers,
         metrics: PrefillMetrics,
         context_tokens: int,
+        vocab_size: int,
         heartbeat_s: float,
         stall_s: float,
         shutdown: Shutdown,
@@ -59,6 +61,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._offers = offers
         self._metrics = metrics
         self._context_tokens = context_tokens
+        self._vocab_size = vocab_size
         self._heartbeat_s = heartbeat_s
         self._stall_s = stall_s
         self._watches: dict[int, _Watch] = {}  # run id |-> its watch
@@ -114,7 +117,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             )
         if ticket.begin % self._table.page_tokens:
             return f"begin {ticket.begin} is not on a page border ({self._table.page_tokens} tokens a page)"
-        return None
+        return find_foreign_token(request.prompt_ids, self._vocab_size)
 
     async def _hand_over(
         self, request: prefill_pb2.RunRequest, run: PrefillRun, watch: _Watch

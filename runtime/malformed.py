@@ -1,15 +1,19 @@
 """Bytes that are no protobuf message: answered INVALID_ARGUMENT, where gRPC itself logs a traceback and says UNKNOWN.
 
+And errors that repeat too much of what was sent: cut to what fits a header, where gRPC itself says INTERNAL or nothing.
+
 Knows handlers and how they take their request; nothing of what is asked.
 """
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import grpc
 from google.protobuf.message import DecodeError
+
+from runtime.peer_input import shorten
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -34,6 +38,19 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):
         return grpc.unary_stream_rpc_method_handler(guarded, parse, handler.response_serializer)
 
 
+class _Brief:
+    """A call's context whose errors fit a header, whatever a peer sent that they repeat."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> NoReturn:
+        await self._context.abort(code, shorten(details), trailing_metadata)
+
+
 def _forgive(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """bytes |-> message, None for bytes that are none."""
 
@@ -49,7 +66,7 @@ def _forgive(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 def _guard(inner: Any) -> Callable[[Any, Context], Awaitable[Any]]:
     async def answer(request: Any, context: Context) -> Any:
         await _refuse_none(request, context)
-        return await inner(request, context)
+        return await inner(request, cast(Context, _Brief(context)))
 
     return answer
 
@@ -57,7 +74,7 @@ def _guard(inner: Any) -> Callable[[Any, Context], Awaitable[Any]]:
 def _guard_generator(inner: Any) -> Callable[[Any, Context], AsyncIterator[Any]]:
     async def answer(request: Any, context: Context) -> AsyncIterator[Any]:
         await _refuse_none(request, context)
-        async with aclosing(inner(request, context)) as responses:
+        async with aclosing(inner(request, cast(Context, _Brief(context)))) as responses:
             async for response in responses:
                 yield response
 

@@ -40,7 +40,7 @@ from runtime.rpc import bind, build_server, host_identity, new_incarnation, open
 from tests.fake_workers import PATIENCE_S, Signal
 from tests.pool_process import build_pool
 
-PAGE_TOKENS, NUM_PAGES, CHUNK_TOKENS, CONTEXT_TOKENS = 4, 24, 6, 80
+PAGE_TOKENS, NUM_PAGES, CHUNK_TOKENS, CONTEXT_TOKENS, VOCAB = 4, 24, 6, 80, 1000
 
 
 def kv_value(token: int, position: int) -> int:
@@ -129,7 +129,8 @@ async def decode_worker(
     intake = Intake(
         peer, pool, table, loop.thread, metrics, transport, is_transport_required=True, read_timeout_s=lease_s
     )
-    service = DecodeService(peer, table, loop.thread, intake, streams, metrics, CONTEXT_TOKENS, Shutdown(0, lambda: 0))
+    shutdown = Shutdown(0, lambda: 0)
+    service = DecodeService(peer, table, loop.thread, intake, streams, metrics, CONTEXT_TOKENS, VOCAB, shutdown)
     decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
     loop.thread.start()
     await server.start()
@@ -174,7 +175,7 @@ async def prefill_worker(
     loop = PrefillLoop(table, runner, CHUNK_TOKENS, publish, metrics)
     shutdown = Shutdown(0, lambda: 0)
     service = PrefillService(
-        peer, table, loop.thread, offers, metrics, CONTEXT_TOKENS, heartbeat_s, PATIENCE_S, shutdown
+        peer, table, loop.thread, offers, metrics, CONTEXT_TOKENS, VOCAB, heartbeat_s, PATIENCE_S, shutdown
     )
     prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
     PageServer(pool, peer.incarnation).add_to(server)

@@ -1,4 +1,4 @@
-"""Prefill workers that do not match, or hand over pages that are not what they say. Rows 8 and 9.
+"""Prefill workers that do not match, or hand over pages that are not what they say. Rows 8, 9 and 22.
 
 The decode worker is a real process; the prefill worker is played here, down to the bytes of its pages.
 """
@@ -14,7 +14,7 @@ import pytest
 
 from bench.fleet import HOST, ProcessFleet
 from kvtransfer.grpc_bytes import METHOD, encode_data
-from protos import decode_pb2, decode_pb2_grpc, kv_pb2
+from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc
 from runtime.rpc import new_incarnation
 from tests.faults.answers import Truth, prompt_of
 
@@ -205,3 +205,46 @@ def test_row_09_versions_that_do_not_overlap(played: Played) -> None:
         played.decode.Handshake(decode_pb2.HandshakeRequest(peer=peer), timeout=CALL_S)
     detail = refused.value.details() or ""
     assert "8-9" in detail and "1-1" in detail
+
+
+def test_row_09_what_differs_may_be_long(played: Played) -> None:
+    """A detail travels as a header: one that does not fit would arrive as another error, or not at all."""
+    with pytest.raises(grpc.RpcError) as refused:
+        peer = played.peer(weights="\N{SNOWMAN}" * 50_000)
+        played.decode.Handshake(decode_pb2.HandshakeRequest(peer=peer), timeout=CALL_S)
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "weights differs" in (refused.value.details() or "")
+
+
+def test_row_22_long_names_come_back_shortened(quad: ProcessFleet, played: Played) -> None:
+    ticket = kv_pb2.Ticket(incarnation="x" * 100_000)
+    with pytest.raises(grpc.RpcError) as refused:
+        played.decode.Renew(decode_pb2.RenewRequest(ticket=ticket), timeout=CALL_S)
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND and "ticket of incarnation x" in (refused.value.details() or "")
+    with grpc.insecure_channel(quad["prefill-0"].address) as channel:
+        call: Any = channel.unary_unary(METHOD, kv_pb2.ReadPagesRequest.SerializeToString)
+        with pytest.raises(grpc.RpcError) as refused:
+            call(kv_pb2.ReadPagesRequest(incarnation="x" * 100_000), timeout=CALL_S)
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize("token", [10**5, 2**32 - 1])
+def test_row_22_tokens_that_the_model_does_not_have(
+    quad: ProcessFleet, played: Played, truth: Truth, token: int
+) -> None:
+    """Refused by both workers before a step meets them."""
+    prompt = [*prompt_of(40), token, 7]
+    with _session(played) as ticket, grpc.insecure_channel(quad["prefill-0"].address) as channel:
+        reserve = decode_pb2.ReserveRequest(gateway=GATEWAY, handle=2, attempt=1, max_tokens=5, prompt_ids=prompt)
+        run = prefill_pb2.RunRequest(ticket=ticket, prompt_ids=prompt)
+        run.ticket.end = len(prompt) - 1
+        for call, request in (
+            (played.decode.Reserve, reserve),
+            (prefill_pb2_grpc.PrefillStub(channel).Run, run),
+        ):
+            with pytest.raises(grpc.RpcError) as refused:
+                call(request, timeout=CALL_S)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert f"prompt_ids holds {token}" in (refused.value.details() or "")
+    quad.wait_until_unused()
+    truth.check_canary(quad)

@@ -1,0 +1,27 @@
+"""What others send, checked and shortened before it is used or repeated. Pure."""
+
+from collections.abc import Iterable
+
+MAX_DETAIL_BYTES = 1024  # gRPC sends a detail as a header, percent-encoded to at most 3 times that; 8 KiB are allowed
+_CUT = " [...]"
+
+
+def shorten(text: str, max_bytes: int = MAX_DETAIL_BYTES) -> str:
+    """`text`, or its beginning with a mark when it is longer than `max_bytes` in UTF-8."""
+    if len(text) * 4 <= max_bytes:
+        return text
+    encoded = text.encode(errors="replace")
+    if len(encoded) <= max_bytes:
+        return text
+    return encoded[: max_bytes - len(_CUT)].decode(errors="ignore") + _CUT
+
+
+def find_foreign_token(token_ids: Iterable[int], vocab_size: int) -> str | None:
+    """What is wrong with a prompt that no row of the embedding fits; None when all do."""
+    largest = max(token_ids, default=0)
+    if largest < vocab_size:
+        return None
+    return (
+        f"prompt_ids holds {largest}; the model of this worker has the tokens 0 to {vocab_size - 1}: "
+        "give the gateway and all workers the same --model"
+    )
