@@ -1,0 +1,1 @@
+"""Guessing tokens ahead, so that one engine step gives several."""

@@ -1,0 +1,104 @@
+"""How far to guess ahead: decided anew for every step from what guesses were worth and what a step costs. Pure.
+
+With acceptance a, the i-th guess of a sequence gives a**i tokens on average: it counts only when all before it were
+right. It costs a row of the step and, with a draft model, a share of one forward of that model. Guesses are added
+while they raise the expected tokens per second of the whole step. So long guesses are made for sequences that are easy
+to guess and in small batches; in large ones, whose rows are dear, none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+MOST_DRAFT_TOKENS = 16
+PRIOR_ACCEPTANCE = 0.6  # of a sequence that nothing is known of
+PRIOR_TRIALS = 2.0  # how many observed guesses that belief is worth
+DECAY = 0.95  # of what was observed, a guess: the last 20 count
+IDLE_DECAY = 0.98  # of what was observed, a step without a guess: after about 50 it is worth another try
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """How often the guesses for one sequence were right, the latest counting most."""
+
+    right: float = 0.0
+    tried: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Chance that the next guess is right, given that those before it were."""
+        return (self.right + PRIOR_ACCEPTANCE * PRIOR_TRIALS) / (self.tried + PRIOR_TRIALS)
+
+    def after(self, drafted: int, accepted: int) -> "Acceptance":
+        """After a step with `drafted` guesses, of which the first `accepted` were right. The others were not tried."""
+        if not drafted:
+            return replace(self, right=self.right * IDLE_DECAY, tried=self.tried * IDLE_DECAY)
+        tried = min(accepted + 1, drafted)
+        kept = DECAY**tried
+        return Acceptance(self.right * kept + accepted, self.tried * kept + tried)
+
+
+@dataclass(frozen=True, slots=True)
+class CostCurve:
+    """Seconds of one forward by its rows: straight lines between points that were measured."""
+
+    points: tuple[tuple[int, float], ...]  # (rows, seconds), rows ascending, at least one
+
+    def seconds(self, rows: int) -> float:
+        """Beyond the last point as steep as before it; below the first as at the first. 0 rows cost nothing."""
+        if not rows:
+            return 0.0
+        left = self.points[0]
+        if len(self.points) == 1 or rows <= left[0]:
+            return left[1]
+        for right in self.points[1:]:
+            if rows <= right[0] or right is self.points[-1]:
+                slope = (right[1] - left[1]) / (right[0] - left[0])
+                return left[1] + max(slope, 0.0) * (rows - left[0])
+            left = right
+        raise AssertionError("the last point ends the loop")
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a guess costs."""
+
+    step: CostCurve  # of the model
+    draft: CostCurve | None  # of the draft model; None when guesses cost nothing but their rows
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sequence of the step that may be guessed ahead."""
+
+    acceptance: float
+    most: int  # guesses allowed: the request's limit, and one less than the tokens it may still get
+
+
+def choose_lengths(candidates: Sequence[Candidate], other_rows: int, costs: Costs) -> list[int]:
+    """How many tokens to guess for each candidate, when the step has `other_rows` besides one row for each of them.
+
+    Sequences that may not be guessed ahead are candidates too, with `most` 0: their tokens count.
+    """
+    lengths = [0] * len(candidates)
+    if not candidates:
+        return lengths
+    rows = other_rows + len(candidates)
+    tokens, seconds = float(len(candidates)), costs.step.seconds(rows)
+    for depth in range(1, MOST_DRAFT_TOKENS + 1):
+        open_ = [i for i, one in enumerate(candidates) if lengths[i] == depth - 1 and one.most >= depth]
+        open_.sort(key=lambda i: -candidates[i].acceptance)
+        best, num_best, gained = tokens / seconds, 0, 0.0
+        best_tokens, best_seconds = tokens, seconds
+        for count, i in enumerate(open_, start=1):
+            gained += candidates[i].acceptance ** depth
+            spent = costs.step.seconds(rows + count) - costs.step.seconds(rows)
+            spent += costs.draft.seconds(count) if costs.draft else 0.0
+            if (tokens + gained) / (seconds + spent) > best:
+                best_tokens, best_seconds = tokens + gained, seconds + spent
+                best, num_best = best_tokens / best_seconds, count
+        if not num_best:
+            break
+        for i in open_[:num_best]:
+            lengths[i] = depth
+        tokens, seconds, rows = best_tokens, best_seconds, rows + num_best
+    return lengths

@@ -1,0 +1,98 @@
+"""Guessing ahead: repeats, and how far it is worth it."""
+
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode_worker.speculation.lengths import (
+    MOST_DRAFT_TOKENS,
+    Acceptance,
+    Candidate,
+    CostCurve,
+    Costs,
+    choose_lengths,
+)
+from decode_worker.speculation.ngram import LONGEST_MATCH, SHORTEST_MATCH, propose_repeat
+
+FLAT = CostCurve(((1, 1.0), (16, 1.0), (64, 4.0)))  # the first 16 rows cost what one costs
+STEEP = CostCurve(((1, 1.0), (64, 64.0)))  # every row costs the same: nothing to win by guessing
+CHEAP_DRAFT = CostCurve(((1, 0.05), (64, 0.1)))
+
+
+def propose_slowly(tokens: list[int], count: int) -> list[int]:
+    """What `propose_repeat` promises, by trying every place."""
+    for size in range(min(LONGEST_MATCH, len(tokens) - 1), SHORTEST_MATCH - 1, -1):
+        for begin in range(len(tokens) - size - 1, -1, -1):
+            if tokens[begin : begin + size] == tokens[-size:]:
+                read = list(tokens)
+                for i in range(count):
+                    read.append(read[begin + size + i])
+                return read[len(tokens) :]
+    return []
+
+
+@given(st.lists(st.sampled_from([0, 1, 2, 256, 65536, 1 << 24]), max_size=40), st.integers(1, 9))
+def test_a_repeat_is_found_where_a_search_of_all_places_finds_it(tokens: list[int], count: int) -> None:
+    assert propose_repeat(array("i", tokens), count) == propose_slowly(tokens, count)
+
+
+def test_a_period_is_read_on() -> None:
+    assert propose_repeat(array("i", [7, 8, 9, 7, 8, 9, 7, 8]), 7) == [9, 7, 8, 9, 7, 8, 9]
+
+
+def test_bytes_that_match_across_tokens_are_no_match() -> None:
+    assert propose_repeat(array("i", [0x01020304, 0x01020304, 0x02030401, 5, 0x03040102, 0x03040102]), 2) == []
+
+
+def test_guesses_of_one_sequence_go_far_when_they_are_right() -> None:
+    lengths = [choose_lengths([Candidate(rate, 16)], 0, Costs(FLAT, CHEAP_DRAFT))[0] for rate in (0.1, 0.5, 0.8, 0.95)]
+    assert lengths == sorted(lengths)
+    assert lengths[0] <= 1 and lengths[-1] >= 7
+
+
+def test_no_guesses_when_rows_cost_what_tokens_bring() -> None:
+    for count in (1, 4, 16):
+        assert choose_lengths([Candidate(0.9, 16)] * count, 0, Costs(STEEP, CHEAP_DRAFT)) == [0] * count
+
+
+def test_guesses_fade_as_the_batch_grows() -> None:
+    totals = [choose_lengths([Candidate(0.7, 16)] * count, 0, Costs(FLAT, CHEAP_DRAFT)) for count in (1, 4, 8, 16, 64)]
+    means = [sum(lengths) / len(lengths) for lengths in totals]
+    assert means == sorted(means, reverse=True) and means[0] >= 3 and means[-1] < 0.5
+
+
+def test_the_sequence_that_is_easier_to_guess_gets_more() -> None:
+    easy, hard = choose_lengths([Candidate(0.9, 16), Candidate(0.3, 16)], 10, Costs(FLAT, None))
+    assert easy > hard
+
+
+@given(
+    st.lists(st.builds(Candidate, st.floats(0, 1), st.integers(0, 20)), max_size=20),
+    st.integers(0, 100),
+    st.booleans(),
+)
+def test_limits_hold(candidates: list[Candidate], other_rows: int, has_draft: bool) -> None:
+    lengths = choose_lengths(candidates, other_rows, Costs(FLAT, CHEAP_DRAFT if has_draft else None))
+    assert all(0 <= length <= min(one.most, MOST_DRAFT_TOKENS) for length, one in zip(lengths, candidates, strict=True))
+
+
+def test_acceptance_follows_what_happens() -> None:
+    good = bad = Acceptance()
+    for _ in range(20):
+        good, bad = good.after(4, 4), bad.after(4, 0)
+    assert good.rate > 0.9 and bad.rate < 0.15
+    forgiven = bad
+    for _ in range(200):
+        forgiven = forgiven.after(0, 0)
+    assert forgiven.rate > 0.5
+    mixed = Acceptance()
+    for _ in range(100):
+        mixed = mixed.after(3, 1)  # one right, one wrong, the third not tried
+    assert abs(mixed.rate - 0.5) < 0.06
+
+
+def test_the_cost_curve_between_and_beyond_its_points() -> None:
+    curve = CostCurve(((1, 1.0), (4, 4.0), (8, 6.0)))
+    assert [curve.seconds(rows) for rows in (0, 1, 2, 4, 6, 8, 12)] == [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 8.0]
+    assert CostCurve(((1, 0.5),)).seconds(9) == 0.5
