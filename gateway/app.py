@@ -20,6 +20,7 @@ from gateway.rest.http_errors import add_error_handlers
 from gateway.rest.middleware import KeyCheck, RequestScope
 from gateway.rest.openai_routes import build_openai_router
 from gateway.rest.openai_types import ChatCompletionRequest, CompletionRequest
+from gateway.rest.page_routes import build_page_router
 from gateway.rest.status_routes import build_status_router
 from gateway.service import add_inference_services, build_interceptors
 from gateway.text.offload import Offload
@@ -43,6 +44,7 @@ def build_app(front: Front) -> FastAPI:
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.include_router(build_openai_router(front))
     app.include_router(build_status_router(front))
+    app.include_router(build_page_router())
     add_error_handlers(app)
     app.add_middleware(KeyCheck, api_keys=front.options.api_keys)  # innermost: preflights pass before it
     app.add_middleware(

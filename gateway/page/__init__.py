@@ -1,0 +1,1 @@
+"""The page at `/`: files that the gateway serves as they are."""

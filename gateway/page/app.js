@@ -1,0 +1,162 @@
+// The chat page: sends the conversation to /v1/chat/completions and shows tokens as they arrive.
+// Knows the public REST API only. All text from the service is put in as text, never as HTML.
+
+const PHASES = ["queue", "prefill", "transfer", "decode"];
+const at = (id) => document.getElementById(id);
+let messages = []; // the conversation, as the API takes it
+let model = "";
+let running = null; // AbortController of the answer under way
+
+at("key").value = sessionStorage.getItem("key") ?? "";
+at("key").addEventListener("change", () => { sessionStorage.setItem("key", at("key").value); findModel(); });
+at("form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
+at("stop").addEventListener("click", () => running?.abort());
+at("new").addEventListener("click", startAnew);
+at("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); at("form").requestSubmit(); }
+});
+findModel();
+
+async function findModel() {
+  try {
+    const answer = await call("v1/models");
+    model = (await answer.json()).data[0].id;
+    at("model").textContent = model;
+    tell("");
+  } catch (error) { tell(error.message); }
+}
+
+async function send() {
+  const text = at("prompt").value.trim();
+  if (!text || running) return;
+  if (!model) await findModel();
+  at("prompt").value = "";
+  at("hint").hidden = true;
+  show("user").textContent = text;
+  messages.push({ role: "user", content: text });
+  const article = show("assistant");
+  running = new AbortController();
+  at("send").hidden = true; at("stop").hidden = false;
+  const answer = { text: "", usage: null, timing: null, sent: performance.now(), first: null, last: null };
+  try {
+    const response = await call("v1/chat/completions", body(), running.signal);
+    for await (const chunk of events(response.body)) take(chunk, answer, article);
+  } catch (error) {
+    if (error.name !== "AbortError") fail(error.message);
+  } finally {
+    running = null;
+    at("send").hidden = false; at("stop").hidden = true;
+  }
+  if (answer.text) messages.push({ role: "assistant", content: answer.text });
+  else { article.remove(); messages.pop(); }
+  if (answer.first !== null) showTiming(answer);
+  at("prompt").focus();
+}
+
+function body() {
+  const system = at("system").value.trim();
+  const asked = { model, messages: system ? [{ role: "system", content: system }, ...messages] : messages,
+    stream: true, stream_options: { include_usage: true }, include_timing: true };
+  for (const [name, id] of [["temperature", "temperature"], ["max_tokens", "max-tokens"]])
+    if (at(id).value !== "") asked[name] = Number(at(id).value);
+  if (at("speculation").value) asked.speculation = at("speculation").value;
+  return asked;
+}
+
+async function call(path, body, signal) {
+  const headers = { "content-type": "application/json" };
+  if (at("key").value) headers.authorization = `Bearer ${at("key").value}`;
+  const options = body ? { method: "POST", body: JSON.stringify(body) } : {};
+  let response;
+  try { response = await fetch(path, { ...options, headers, signal }); }
+  catch (error) { throw error.name === "AbortError" ? error : new Error("The service cannot be reached."); }
+  if (response.ok) return response;
+  const told = await response.json().catch(() => null);
+  throw new Error(told?.error?.message ?? `The service answered ${response.status}.`);
+}
+
+// Server-sent events: yields each one's JSON; an error event is thrown.
+async function* events(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new Error("The connection ended before the answer did.");
+    rest += value;
+    const blocks = rest.split("\n\n");
+    rest = blocks.pop();
+    for (const block of blocks) {
+      const data = block.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim()).join("\n");
+      if (data === "[DONE]") return;
+      if (!data) continue;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new Error(chunk.error.message);
+      yield chunk;
+    }
+  }
+}
+
+function take(chunk, answer, article) {
+  answer.usage = chunk.usage ?? answer.usage;
+  const choice = chunk.choices?.[0];
+  answer.timing = choice?.timing ?? answer.timing;
+  const text = choice?.delta?.content;
+  if (!text) return;
+  answer.last = performance.now();
+  answer.first ??= answer.last;
+  answer.text += text;
+  const piece = document.createElement("span");
+  piece.className = "piece";
+  piece.textContent = text;
+  const chat = at("chat"), isAtEnd = chat.scrollHeight - chat.scrollTop - chat.clientHeight < 80;
+  article.append(piece);
+  if (isAtEnd) chat.scrollTop = chat.scrollHeight;
+}
+
+function showTiming({ usage, timing, sent, first, last }) {
+  const told = document.createElement("div");
+  told.className = "timing";
+  if (timing) {
+    const seconds = { queue: timing.queue_s, prefill: timing.prefill_s, transfer: timing.transfer_s,
+      decode: timing.first_step_s + timing.decode_s };
+    const bar = document.createElement("div"), key = document.createElement("div");
+    bar.className = "bar"; key.className = "key";
+    for (const phase of PHASES) {
+      const part = document.createElement("i"), name = document.createElement("span"), swatch = document.createElement("i");
+      part.className = swatch.className = phase;
+      part.style.flexGrow = Math.max(seconds[phase], 1e-6);
+      part.title = `${phase} ${spoken(seconds[phase])}`;
+      bar.append(part);
+      name.append(swatch, `${phase} ${spoken(seconds[phase])}`);
+      key.append(name);
+    }
+    if (timing.draft_tokens) key.append(remark(`guessed ${timing.draft_tokens}, right ${timing.accepted_tokens}`));
+    if (timing.transport) key.append(remark(`${timing.transfer_bytes.toLocaleString()} bytes by ${timing.transport}`));
+    told.append(bar, key);
+  }
+  const count = usage?.completion_tokens ?? 0, rate = count > 1 && last > first ? ((count - 1) * 1000) / (last - first) : 0;
+  told.append(remark(`${count} tokens, first after ${spoken((first - sent) / 1000)}${rate ? `, then ${rate.toFixed(0)} a second` : ""}`));
+  at("chat").append(told);
+  at("chat").scrollTop = at("chat").scrollHeight;
+}
+
+function remark(text) { const span = document.createElement("span"); span.textContent = text; return span; }
+function spoken(seconds) { return seconds < 1 ? `${(seconds * 1000).toFixed(seconds < 0.01 ? 1 : 0)} ms` : `${seconds.toFixed(2)} s`; }
+function tell(trouble) { at("state").textContent = trouble; at("state").classList.toggle("bad", Boolean(trouble)); }
+function fail(message) { show("error").textContent = message; }
+
+function show(kind) {
+  const article = document.createElement("article");
+  article.className = kind;
+  at("chat").append(article);
+  at("chat").scrollTop = at("chat").scrollHeight;
+  return article;
+}
+
+function startAnew() {
+  running?.abort();
+  messages = [];
+  for (const child of [...at("chat").children]) if (child.id !== "hint") child.remove();
+  at("hint").hidden = false;
+  at("prompt").focus();
+}
