@@ -10,6 +10,7 @@ from decode_worker.metrics import DecodeMetrics
 from decode_worker.session import Delta
 from decode_worker.session_table import SessionTable
 from engine.batch import SequenceSlice
+from engine.out_of_memory import StepFailedError, explain_failure, is_out_of_memory
 from engine.runner import Choice, Runner
 from engine.thread import EngineThread
 
@@ -26,6 +27,7 @@ class DecodeLoop:
         chunk_tokens: int,
         publish: Callable[[int, list[Delta]], None],
         metrics: DecodeMetrics,
+        pool_mib: int,
     ) -> None:
         """`publish(step, deltas)` is called on the engine thread and must not block."""
         self.thread = EngineThread(self._step, table.next_deadline)
@@ -34,6 +36,7 @@ class DecodeLoop:
         self._chunk_tokens = chunk_tokens
         self._publish = publish
         self._metrics = metrics
+        self._pool_mib = pool_mib
 
     def _step(self) -> bool:
         planned, expired = self._take_and_plan()
@@ -64,10 +67,24 @@ class DecodeLoop:
         try:
             return self._forward(planned)
         except Exception as error:
-            log.exception("engine step failed", request_ids=[step.session.request_id for step in planned])
-            if len(planned) == 1:
-                return [error]
+            failure = self._explain(error, planned)
+        if len(planned) == 1:
+            return [failure]
         return [result for step in planned for result in self._compute([step])]
+
+    def _explain(self, error: Exception, planned: list[Planned]) -> StepFailedError:
+        if any(step.count > 1 for step in planned):
+            culprit = ("--local-prefill-chunk-tokens", self._chunk_tokens)
+        elif len(planned) > 1:
+            culprit = ("--max-running", self._table.max_running)
+        else:
+            culprit = ("--kv-memory-mib", self._pool_mib)
+        failure = explain_failure(error, *culprit)
+        request_ids = [step.session.request_id for step in planned]
+        log.error(
+            "step not computed", reason=str(failure), request_ids=request_ids, exc_info=not is_out_of_memory(error)
+        )
+        return failure
 
     def _forward(self, planned: list[Planned]) -> list[int | Exception | None]:
         slices, choices = [], []
@@ -90,5 +107,5 @@ class DecodeLoop:
 
     def _finish_one(self, step: Planned, result: int | Exception | None) -> Delta | None:
         if isinstance(result, Exception):
-            return self._table.fail(step.session, f"the engine step failed: {result}")
+            return self._table.fail(step.session, str(result))
         return self._table.finish_step(step.session, step.count, result)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import structlog
 
 from engine.batch import SequenceSlice
+from engine.out_of_memory import StepFailedError, explain_failure, is_out_of_memory
 from engine.runner import Runner
 from engine.thread import EngineThread
 from prefill_worker.batching import Planned, plan_step
@@ -25,6 +26,7 @@ class PrefillLoop:
         chunk_tokens: int,
         publish: Callable[[list[Planned], float, Exception | None], None],
         metrics: PrefillMetrics,
+        pool_mib: int,
     ) -> None:
         """`publish(planned, started, error)` is called on the engine thread after each step and must not block.
 
@@ -36,6 +38,7 @@ class PrefillLoop:
         self._chunk_tokens = chunk_tokens
         self._publish = publish
         self._metrics = metrics
+        self._pool_mib = pool_mib
 
     def _step(self) -> bool:
         with self.thread.lock:
@@ -65,12 +68,22 @@ class PrefillLoop:
         """
         try:
             self._forward(planned)
+            return [None] * len(planned)
         except Exception as error:
-            log.exception("engine step failed", request_ids=[step.run.request_id for step in planned])
-            if len(planned) == 1:
-                return [error]
-            return [result for step in planned for result in self._compute([step])]
-        return [None] * len(planned)
+            failure = self._explain(error, planned)
+        if len(planned) == 1:
+            return [failure]
+        return [result for step in planned for result in self._compute([step])]
+
+    def _explain(self, error: Exception, planned: list[Planned]) -> StepFailedError:
+        is_small = sum(step.count for step in planned) <= self._table.page_tokens  # no chunk is smaller
+        culprit = ("--kv-memory-mib", self._pool_mib) if is_small else ("--chunk-tokens", self._chunk_tokens)
+        failure = explain_failure(error, *culprit)
+        request_ids = [step.run.request_id for step in planned]
+        log.error(
+            "step not computed", reason=str(failure), request_ids=request_ids, exc_info=not is_out_of_memory(error)
+        )
+        return failure
 
     def _forward(self, planned: list[Planned]) -> None:
         slices = []

@@ -131,7 +131,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                     await self._offers.renew(request.ticket)
                 continue
             if watch.error is not None:
-                raise OfferFailedError(grpc.StatusCode.INTERNAL, f"the prefill step failed: {watch.error}")
+                raise OfferFailedError(grpc.StatusCode.INTERNAL, str(watch.error))
             positions = self._table.next_offer(run, offered)
             if positions is not None:
                 pages = self._table.pages_of(run, positions)

@@ -125,7 +125,7 @@ async def decode_worker(
     def publish(step: int, deltas: list[Delta]) -> None:
         asyncio_loop.call_soon_threadsafe(streams.publish, step, deltas)
 
-    loop = DecodeLoop(table, runner, CHUNK_TOKENS, publish, metrics)
+    loop = DecodeLoop(table, runner, CHUNK_TOKENS, publish, metrics, pool_mib=1)
     intake = Intake(
         peer, pool, table, loop.thread, metrics, transport, is_transport_required=True, read_timeout_s=lease_s
     )
@@ -172,7 +172,7 @@ async def prefill_worker(
     def publish(planned: list[Planned], started: float, error: Exception | None) -> None:
         asyncio_loop.call_soon_threadsafe(service.on_step, planned, started, error)
 
-    loop = PrefillLoop(table, runner, CHUNK_TOKENS, publish, metrics)
+    loop = PrefillLoop(table, runner, CHUNK_TOKENS, publish, metrics, pool_mib=1)
     shutdown = Shutdown(0, lambda: 0)
     service = PrefillService(
         peer, table, loop.thread, offers, metrics, CONTEXT_TOKENS, VOCAB, heartbeat_s, PATIENCE_S, shutdown

@@ -37,7 +37,7 @@ def test_decode_fails_the_poisonous_session_alone() -> None:
     table = SessionTable(allocator(), page_tokens=16, max_running=8, lease_s=60)
     news: list[Delta] = []
     loop = DecodeLoop(
-        table, cast(Runner, PoisonedRunner()), 64, lambda _step, deltas: news.extend(deltas), DecodeMetrics(table)
+        table, cast(Runner, PoisonedRunner()), 64, lambda _step, deltas: news.extend(deltas), DecodeMetrics(table), 1
     )
     for handle, prompt in enumerate(([1, 2], [POISON], [3, 4])):
         table.reserve(_wanted(handle, prompt), now=0.0)
@@ -65,9 +65,9 @@ def test_prefill_fails_the_poisonous_prompt_alone() -> None:
     def publish(planned: list[Planned], _started: float, error: Exception | None) -> None:
         told.append(([step.run.request_id for step in planned], str(error or "")))
 
-    loop = PrefillLoop(table, cast(Runner, PoisonedRunner()), 64, publish, PrefillMetrics(table))
+    loop = PrefillLoop(table, cast(Runner, PoisonedRunner()), 64, publish, PrefillMetrics(table), 1)
     runs = [table.start(name, prompt, len(prompt)) for name, prompt in (("a", [1, 2]), ("b", [POISON]), ("c", [3]))]
     assert loop._step()
-    assert told == [(["a", "c"], ""), (["b"], "cannot compute 13")]
+    assert told == [(["a", "c"], ""), (["b"], "the engine step failed: cannot compute 13")]
     assert [run.computed for run in runs] == [2, 0, 1] and runs[1].is_failed
     table.check()

@@ -339,7 +339,10 @@ async def test_a_prefill_step_that_fails_ends_its_prompts_only() -> None:
     async with workers() as (opened, prefill, _decode):
         prefill.runner.failures.append(RuntimeError("out of memory"))
         code, detail = await refusal(run(prefill, await opened.reserve(1, PROMPT), PROMPT))
-        assert (code, detail) == (grpc.StatusCode.INTERNAL, "the prefill step failed: out of memory")
+        assert (code, detail) == (
+            grpc.StatusCode.INTERNAL,
+            "out of memory in an engine step: lower --chunk-tokens (now 6)",
+        )
         await opened.signal.until(lambda: used(prefill) == 0)  # just after the refusal is sent
         assert await answer(opened, prefill, 2) == expected_answer(PROMPT, 4)
 
@@ -349,7 +352,7 @@ def test_a_prompt_whose_step_failed_is_in_no_further_step() -> None:
     pool = build_pool(NUM_PAGES)
     table, runner = RunTable(PageAllocator(NUM_PAGES, pool.generations), PAGE_TOKENS, 8), KvRunner(pool)
     errors: list[Exception | None] = []
-    loop = PrefillLoop(table, runner, 6, lambda planned, started, error: errors.append(error), PrefillMetrics(table))
+    loop = PrefillLoop(table, runner, 6, lambda planned, started, error: errors.append(error), PrefillMetrics(table), 1)
     failed = table.start("r1", PROMPT, 22)
     runner.failures.append(RuntimeError("out of memory"))
     assert loop._step()
@@ -357,7 +360,7 @@ def test_a_prompt_whose_step_failed_is_in_no_further_step() -> None:
     other = table.start("r2", PROMPT, 6)
     assert loop._step()
     assert (failed.computed, other.computed) == (0, 6)
-    assert [str(error) for error in errors] == ["out of memory", "None"]
+    assert [str(error) for error in errors] == ["out of memory in an engine step: lower --chunk-tokens (now 6)", "None"]
     assert table.allocator.num_used == 8
     table.end(failed)
     table.end(other)
@@ -369,7 +372,7 @@ async def test_a_decode_step_that_fails_ends_its_sessions_only() -> None:
     async with workers() as (opened, prefill, decode):
         decode.runner.failures.append(RuntimeError("out of memory"))
         await run(prefill, await opened.reserve(1, PROMPT), PROMPT)
-        assert await opened.end_of(1) == ("error", "the engine step failed: out of memory")
+        assert await opened.end_of(1) == ("error", "out of memory in an engine step: lower --kv-memory-mib (now 1)")
         assert used(decode) == 0
         assert await answer(opened, prefill, 2) == expected_answer(PROMPT, 4)
 

@@ -81,6 +81,11 @@ class Pool:
             sizes = draft_shape.with_pages(shape.num_pages).sizes
             self.draft_tensor = self._pages[:, shape.page_elements :].view(sizes)
 
+    @property
+    def size_mib(self) -> int:
+        """What --kv-memory-mib asks for."""
+        return self.num_pages * self.page_bytes >> 20
+
     def _allocate_shared(self) -> Tensor:
         """The elements of all pages in a new memory file."""
         offset = self.pages_offset = num_pages_for(self.num_pages * 8, OS_PAGE_BYTES) * OS_PAGE_BYTES

@@ -220,7 +220,9 @@ def test_row_22_long_names_come_back_shortened(quad: ProcessFleet, played: Playe
     ticket = kv_pb2.Ticket(incarnation="x" * 100_000)
     with pytest.raises(grpc.RpcError) as refused:
         played.decode.Renew(decode_pb2.RenewRequest(ticket=ticket), timeout=CALL_S)
-    assert refused.value.code() is grpc.StatusCode.NOT_FOUND and "ticket of incarnation x" in (refused.value.details() or "")
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND and "ticket of incarnation x" in (
+        refused.value.details() or ""
+    )
     with grpc.insecure_channel(quad["prefill-0"].address) as channel:
         call: Any = channel.unary_unary(METHOD, kv_pb2.ReadPagesRequest.SerializeToString)
         with pytest.raises(grpc.RpcError) as refused:

@@ -1,0 +1,26 @@
+"""How a step that ran out of memory is recognised, and what people are told of a step that failed. Pure."""
+
+import torch
+
+_SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory")  # of torch's allocators and the system's
+
+
+class StepFailedError(Exception):
+    """Why a step could not be computed, in a line for people.
+
+    Made anew rather than kept: the original's traceback holds the memory of all that was half computed.
+    """
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the step would have worked with more memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def explain_failure(error: Exception, setting: str, value: int) -> StepFailedError:
+    """When memory ran out, it names the one `setting` to lower and its `value` now."""
+    if is_out_of_memory(error):
+        return StepFailedError(f"out of memory in an engine step: lower {setting} (now {value})")
+    return StepFailedError(f"the engine step failed: {error}")
