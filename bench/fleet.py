@@ -193,6 +193,7 @@ def run_fleet(
     ports: Sequence[int] | None = None,
     lease_s: float = 4.0,
     heartbeat_s: float = 1.0,
+    patience_s: float = 4.0,
 ) -> Iterator[ProcessFleet]:
     """Processes that serve the demo model in float32; all of them are killed at the end.
 
@@ -216,7 +217,8 @@ def run_fleet(
             )
         peers = [f"--{worker.role}={links.get(worker.name, worker.address)}" for worker in fleet.workers()]
         gateway = fleet.gateway
-        gateway.flags = (*gateway.flags, f"--grpc-port={gateway.metrics_port}", *peers)
+        waits = (f"--patience-s={patience_s:g}", f"--grpc-port={gateway.metrics_port}")
+        gateway.flags = (*gateway.flags, *waits, *peers)
         try:
             for process in fleet.processes.values():
                 process.start()

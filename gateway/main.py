@@ -49,7 +49,7 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
         config.max_queue,
         config.local_prefill_max_tokens,
         config.request_timeout_s,
-        patience_s=config.lease_s,
+        patience_s=config.patience_s,
         registry=registry,
     )
     options = FrontOptions(

@@ -159,6 +159,8 @@ class PublicConfig(Settings):
     """Largest request body."""
     request_timeout_s: float = 600.0
     """Longest life of a request, waiting included."""
+    patience_s: float = 30.0
+    """Seconds that requests wait for a worker to come back while none is alive: as long as one takes to start again."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,6 +173,7 @@ class PublicConfig(Settings):
         self.require_at_least("local_prefill_max_tokens", 0)
         self.require_at_least("body_limit_bytes", 1024)
         self.require_positive("request_timeout_s")
+        self.require("patience_s", self.patience_s >= 0, "0 or more")
 
     @property
     def grpc_listen_port(self) -> int:

@@ -102,7 +102,9 @@ async def pair(
     async with (
         serving(decode) as decode_address,
         serving(prefill) as prefill_address,
-        ring(signal, [decode_address], [prefill_address], max_queue, timeout_s=timeout_s) as built,
+        ring(
+            signal, [decode_address], [prefill_address], max_queue, timeout_s=timeout_s, patience_s=PATIENCE_S
+        ) as built,
     ):
         yield built, decode, prefill
 
@@ -310,11 +312,11 @@ async def test_a_request_cancelled_in_the_queue_leaves_it() -> None:
 @bounded
 async def test_a_request_cancelled_in_the_very_moment_it_is_placed_gives_its_places_back() -> None:
     async with pair(max_running=1) as (ring, _decode, _prefill):
-        admission = Admission(ring.fleet, 8, 0)
+        admission = Admission(ring.fleet, 8, 0, 0.0)
         may_leave, entered = asyncio.Event(), [0]
 
         async def hold() -> None:
-            async with admission.place(2, frozenset(), False, PATIENCE_S, 0.0):
+            async with admission.place(2, frozenset(), False, PATIENCE_S):
                 entered[0] += 1
                 await may_leave.wait()
 
@@ -399,6 +401,50 @@ async def test_nobody_alive_is_503_at_once() -> None:
         assert built.dispatcher.check_ready() == error.message
 
 
+@bounded
+async def test_a_service_that_nobody_ever_served_refuses_at_once() -> None:
+    fleet = Fleet([], ["127.0.0.1:1"], heartbeat_s=PATIENCE_S, stall_s=PATIENCE_S)
+    dispatcher = Dispatcher(fleet, 8, 0, PATIENCE_S, 10 * PATIENCE_S, CollectorRegistry())
+    with pytest.raises(ApiError) as error:
+        await anext(dispatcher.generate(generation()))
+    assert (error.value.status, error.value.code, error.value.retry_after_s) == (503, "not_ready", 1)
+    await fleet.close()
+
+
+@bounded
+async def test_new_requests_wait_for_the_only_worker_to_come_back() -> None:
+    """As many as the queue takes, in their order."""
+    signal = Signal()
+    async with AsyncExitStack() as stack:
+        async with AsyncExitStack() as life:
+            address = await life.enter_async_context(serving(FakeDecode("D1", signal)))
+            built = await stack.enter_async_context(ring(signal, [address], max_queue=3, patience_s=PATIENCE_S))
+        await signal.until(lambda: built.dispatcher.check_ready() is not None)
+        tasks = [built.start(generation(f"r{number}")) for number in range(3)]
+        await asyncio.sleep(0)
+        assert built.num_waiting == 3
+        assert (await failure(built.start(generation("one too many")))).status == 429
+        assert f"no decode worker is alive: {address}" in str(built.dispatcher.check_ready())
+        after = FakeDecode("D2", signal)
+        await stack.enter_async_context(serving(after, port=int(address.rsplit(":")[1])))
+        stack.push_async_callback(built.is_idle)
+        assert [await task for task in tasks] == [(answer(4), "length")] * 3
+        assert [session.request.request_id for session in after.sessions] == ["r0", "r1", "r2"]
+
+
+@bounded
+async def test_a_new_request_ends_with_503_when_nobody_comes_back() -> None:
+    signal = Signal()
+    async with AsyncExitStack() as life:
+        address = await life.enter_async_context(serving(FakeDecode("D1", signal)))
+        async with ring(signal, [address], patience_s=0.5) as built:
+            await life.aclose()
+            await signal.until(lambda: built.dispatcher.check_ready() is not None)
+            error = await failure(built.start(generation()))
+            assert (error.status, error.code, error.retry_after_s) == (503, "not_ready", 1)
+            assert f"no decode worker is alive: {address}" in error.message
+
+
 # -- more than one attempt -------------------------------------------------------------------------------------------
 
 
@@ -469,6 +515,63 @@ async def test_three_failures_are_503() -> None:
         assert (error.status, error.code, error.retry_after_s) == (503, "failed", 1)
         assert "gave up after 3 attempts" in error.message and "failure 3" in error.message
         assert len(decode.sessions) == 3
+
+
+@pytest.mark.usefixtures("fast_polls")
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION])
+def test_a_worker_that_was_not_there_is_no_failure(code: grpc.StatusCode) -> None:
+    @bounded
+    async def scenario() -> None:
+        async with pair() as (ring, decode, _prefill):
+            decode.refusals.extend([(code, "connection refused")] * 10)
+            assert await ring.collect(generation()) == (answer(4), "length")
+            assert decode.num_reserve_calls == 11
+
+    scenario()
+
+
+@pytest.mark.usefixtures("fast_polls")
+@bounded
+async def test_a_request_that_finds_nobody_for_too_long_ends_with_503() -> None:
+    """The worker says that it is alive, and takes no request."""
+    signal = Signal()
+    decode = FakeDecode("D1", signal)
+    decode.refusals.extend([(grpc.StatusCode.UNAVAILABLE, "connection refused")] * 10_000)
+    async with serving(decode) as address, ring(signal, [address], patience_s=0.2) as built:
+        error = await failure(built.start(generation()))
+        assert (error.status, error.code, error.retry_after_s) == (503, "not_ready", 1)
+        assert f"found no worker for 0.2 s; the last: {address}: connection refused" in error.message
+
+
+@bounded
+async def test_a_worker_that_did_not_take_a_call_is_asked_before_it_gets_another() -> None:
+    async with pair() as (ring, decode, _prefill):
+        (link,) = ring.fleet.decode.values()
+        asked = decode.num_status_calls
+        decode.refusals.append((grpc.StatusCode.UNAVAILABLE, "connection refused"))
+        decode.may_answer.clear()
+        task = ring.start(generation())
+        await ring.signal.until(lambda: decode.num_reserve_calls == 1)
+        decode.may_answer.set()
+        assert await task == (answer(4), "length")
+        assert decode.num_status_calls > asked and link.find_trouble() is None
+
+
+@bounded
+async def test_a_retry_that_prefill_refuses_as_too_long_goes_on_elsewhere() -> None:
+    """Tokens are with the client already, so it is no fault of the request's."""
+    async with pair(is_manual=True) as (ring, decode, prefill):
+        task = ring.start(generation())
+        await ring.signal.until(lambda: prefill.num_done == 1)
+        prefill.refusals.append((grpc.StatusCode.INVALID_ARGUMENT, "too long for my pool"))
+        decode.sessions[0].emit(2)
+        decode.sessions[0].say([], "error", "the engine step failed")
+        await decode.has_sessions(3)
+        assert len(prefill.runs) == 2
+        assert decode.sessions[2].request.local_prefill_max_tokens == NO_LIMIT
+        assert list(decode.sessions[2].request.prompt_ids) == [*PROMPT, *answer(2)]
+        decode.sessions[2].emit(2, "length")
+        assert await task == (answer(4), "length")
 
 
 @bounded

@@ -94,6 +94,8 @@ def test_short_prompts_are_prefilled_by_decode(missing: int, limit: int, expecte
         ({"P1"}, [PREFILL, replace(PREFILL_2, num_mine=3), DECODE], ("D1", "P2")),
         ({"P1"}, [PREFILL, DECODE], ("D1", None)),
         ({"D1", "D2"}, [PREFILL, DECODE, DECODE_2], ("D1", "P1")),
+        ({"D1", "P1"}, [PREFILL, DECODE], ("D1", None)),
+        ({"D1", "P1"}, [PREFILL, PREFILL_2, DECODE], ("D1", "P2")),
         ({"gone"}, [PREFILL, DECODE], ("D1", "P1")),
     ],
 )

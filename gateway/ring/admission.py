@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gateway.errors import not_ready, overloaded
 from gateway.ring.decode_link import DecodeLink
 from gateway.ring.fleet import Fleet
-from gateway.ring.policy import Placement, Unready, Wait, choose_placement
+from gateway.ring.policy import Placement, choose_placement, find_unready
 from gateway.ring.worker_link import PrefillLink, WorkerLink
 
 
@@ -46,7 +46,6 @@ class _Waiter:
     num_missing: int
     avoid: frozenset[str]
     is_retry: bool
-    patience: float  # until when it waits although nobody can serve
     decided: asyncio.Future[None]
     places: Places | None = None
 
@@ -54,10 +53,13 @@ class _Waiter:
 class Admission:
     """Places requests on workers as these get room."""
 
-    def __init__(self, fleet: Fleet, max_queue: int, local_prefill_max_tokens: int) -> None:
+    def __init__(self, fleet: Fleet, max_queue: int, local_prefill_max_tokens: int, patience_s: float) -> None:
+        """`patience_s`: how long requests wait while nobody can serve, counted from when somebody last could."""
         self._fleet = fleet
         self._max_queue = max_queue
         self._local_prefill_max_tokens = local_prefill_max_tokens
+        self._patience_s = patience_s
+        self._could_serve = -float("inf")  # when somebody last could
         self._waiting: deque[_Waiter] = deque()
         fleet.subscribe(self._pump)
 
@@ -67,17 +69,16 @@ class Admission:
 
     @asynccontextmanager
     async def place(
-        self, num_missing: int, avoid: frozenset[str], is_retry: bool, timeout_s: float, patience_s: float
+        self, num_missing: int, avoid: frozenset[str], is_retry: bool, timeout_s: float
     ) -> AsyncIterator[Places]:
         """Wait for places, and hold them until the end of the block.
 
-        A retry goes before new requests and, unlike them, waits `patience_s` for a worker to come back. Raises
-        ApiError: 429 when the queue is full, 503 when nobody can serve or no place got free within `timeout_s`.
+        A retry goes before new requests. Raises ApiError: 429 when the queue is full, 503 when nobody has been able
+        to serve for too long or no place got free within `timeout_s`.
         """
         if not is_retry and len(self._waiting) >= self._max_queue:
             raise overloaded(f"{len(self._waiting)} requests are waiting, the most allowed by --max-queue; try again")
-        patience = time.monotonic() + patience_s if is_retry else 0.0
-        waiter = _Waiter(num_missing, avoid, is_retry, patience, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(num_missing, avoid, is_retry, asyncio.get_running_loop().create_future())
         self._enqueue(waiter)
         self._pump()
         try:
@@ -101,26 +102,30 @@ class Admission:
         self._waiting.insert(num_retries if waiter.is_retry else len(self._waiting), waiter)
 
     def _pump(self) -> None:
-        """Decide on as many waiting requests as possible, in order."""
+        """Decide on what waits. Called at each change, and at each answer or silence of a worker: so time counts."""
+        now = time.monotonic()
+        reason = find_unready(self._fleet.views())
+        if reason is None:
+            self._could_serve = now
+            self._place_all()
+        elif now - self._could_serve >= self._patience_s:
+            self._refuse_all(reason)
+
+    def _place_all(self) -> None:
+        """As many as have room, in order."""
         while self._waiting:
             waiter = self._waiting[0]
             choice = choose_placement(
                 self._fleet.views(), waiter.num_missing, self._local_prefill_max_tokens, waiter.avoid
             )
-            if isinstance(choice, Unready):
-                self._refuse_impatient(choice.reason)
-                return
-            if isinstance(choice, Wait):
+            if not isinstance(choice, Placement):
                 return
             self._waiting.popleft()
             self._decide(waiter, choice)
 
-    def _refuse_impatient(self, reason: str) -> None:
-        """Nobody can serve: only retries wait for a worker to come back."""
-        now = time.monotonic()
-        impatient = [waiter for waiter in self._waiting if waiter.patience <= now]
-        for waiter in impatient:
-            self._waiting.remove(waiter)
+    def _refuse_all(self, reason: str) -> None:
+        while self._waiting:
+            waiter = self._waiting.popleft()
             if not waiter.decided.done():
                 waiter.decided.set_exception(not_ready(reason))
 

@@ -30,7 +30,7 @@ from gateway.ring.request_machine import (
     Role,
     TimedOut,
 )
-from gateway.ring.worker_link import PrefillLink
+from gateway.ring.worker_link import GONE, PrefillLink
 from protos import decode_pb2, kv_pb2
 
 
@@ -145,7 +145,8 @@ def _refusal(role: Role, address: str, error: grpc.aio.AioRpcError) -> Refused:
         if role == "decode":
             detail = error.details() or "the decode worker refused the request"
         return Refused(role, "invalid", detail)
-    return Refused(role, "failed", detail)
+    is_absent = error.code() in GONE or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    return Refused(role, "absent" if is_absent else "failed", detail)
 
 
 def _sampling_message(sampling: Sampling) -> decode_pb2.SamplingParams:

@@ -135,7 +135,11 @@ class DecodeLink(WorkerLink):
         """
         await self._send_aborts()
         timeout_s = min(timeout_s, self._heartbeat_s)
-        response: decode_pb2.ReserveResponse = await self._stub.Reserve(request, timeout=timeout_s)
+        try:
+            response: decode_pb2.ReserveResponse = await self._stub.Reserve(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            self.doubt(error)
+            raise
         return response
 
     def _abort(self, handle: int) -> None:

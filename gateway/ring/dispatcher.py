@@ -8,7 +8,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from gateway.errors import ApiError
-from gateway.generation import Generation, Tokens
+from gateway.generation import Generation, SharedPrompt, Tokens
 from gateway.ring.admission import Admission
 from gateway.ring.attempt import Attempt
 from gateway.ring.fleet import Fleet
@@ -31,9 +31,9 @@ class Dispatcher:
         patience_s: float,
         registry: CollectorRegistry,
     ) -> None:
-        """`patience_s`: how long a request that lost its worker waits for one to come back."""
+        """`patience_s`: how long requests wait for a worker to come back, while there is none."""
         self._fleet = fleet
-        self._admission = Admission(fleet, max_queue, local_prefill_max_tokens)
+        self._admission = Admission(fleet, max_queue, local_prefill_max_tokens, patience_s)
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._request_timeout_s = request_timeout_s
         self._patience_s = patience_s
@@ -55,8 +55,9 @@ class Dispatcher:
     def check_ready(self) -> str | None:
         return find_unready(self._fleet.views())
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
-        request = Request(generation, time.monotonic() + self._request_timeout_s, self._local_prefill_max_tokens)
+    async def generate(self, generation: Generation, shared: SharedPrompt | None = None) -> AsyncGenerator[Tokens, None]:
+        deadline = time.monotonic() + self._request_timeout_s
+        request = Request(generation, deadline, self._local_prefill_max_tokens, self._patience_s)
         while request.phase is Phase.WAITING:
             async with aclosing(self._try(request)) as news:
                 async for tokens in news:
@@ -69,9 +70,8 @@ class Dispatcher:
         async with AsyncExitStack() as held:
             started = time.monotonic()
             waiting = self._admission.place(
-                request.num_missing, frozenset(request.avoid), request.is_retry,
-                timeout_s=request.deadline - started, patience_s=self._patience_s,
-            )  # fmt: skip
+                request.num_missing, frozenset(request.avoid), request.is_retry, timeout_s=request.deadline - started
+            )
             try:
                 places = await held.enter_async_context(waiting)
             except ApiError as error:

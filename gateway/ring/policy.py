@@ -51,16 +51,15 @@ def choose_placement(
 ) -> Placement | Wait | Unready:
     """Place a request that lacks KV for `num_missing` positions.
 
-    Least loaded first. Incarnations in `avoid` failed this request before; they are asked again only when no other
-    worker can serve. A prompt within `local_prefill_max_tokens`, and every prompt while no compatible prefill worker
-    is alive, is prefilled by the decode worker itself.
+    Least loaded first. Incarnations in `avoid` failed this request before: such a decode worker is asked again only
+    when no other can serve, such a prefill worker never, as one can do without. A prompt within
+    `local_prefill_max_tokens`, and every prompt while no compatible prefill worker is alive, is prefilled by the
+    decode worker itself.
     """
     reason = find_unready(workers)
     if reason is not None:
         return Unready(reason)
-    preferred = [view for view in workers if view.incarnation not in avoid]
-    if find_unready(preferred) is None:
-        workers = preferred
+    workers = _leave_out(workers, avoid)
     with_room = [view for view in workers if view.is_alive and _has_room(view)]
     decodes = sorted((view for view in with_room if view.role == "decode"), key=_load)
     for decode in decodes:
@@ -70,6 +69,13 @@ def choose_placement(
         if partners:
             return Placement(decode, min(partners, key=_load))
     return Wait()
+
+
+def _leave_out(workers: Sequence[WorkerView], avoid: frozenset[str]) -> list[WorkerView]:
+    rest = [view for view in workers if view.incarnation not in avoid]
+    if find_unready(rest) is None:
+        return rest
+    return [view for view in workers if view.role == "decode" or view.incarnation not in avoid]
 
 
 def find_unready(workers: Sequence[WorkerView]) -> str | None:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from gateway.errors import ApiError, bad_request, took_too_long
+from gateway.errors import ApiError, bad_request, not_ready, took_too_long
 from gateway.generation import Generation, Tokens
 from gateway.ring.policy import NO_LIMIT
 
 MAX_ATTEMPTS = 3  # that failed in a row, none of them with a new token
-MAX_LOSSES = 5  # the same when the last one ended because its worker was gone: a fault of the worker rather
+MAX_LOSSES = 10  # the same when the last one ended because its worker was gone: mostly no fault of the request
 
 Role = Literal["prefill", "decode"]
 
@@ -57,10 +57,10 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A worker has no room for the attempt, cannot ever serve such a request, or failed."""
+    """A worker has no room for the attempt, cannot ever serve such a request, is not there to be asked, or failed."""
 
     role: Role
-    why: Literal["no room", "invalid", "failed"]
+    why: Literal["no room", "invalid", "absent", "failed"]
     detail: str
 
 
@@ -147,10 +147,12 @@ class Request:
     generation: Generation
     deadline: float  # when it has taken too long
     local_prefill_max_tokens: int
+    patience_s: float  # how long it looks for a worker that is there
     phase: Phase = Phase.WAITING
     error: ApiError | None = None  # how it ended, if not with its answer
     attempt: int = 1
     num_failures: int = 0
+    absent_since: float | None = None  # when it first found nobody, since a worker last took it
     emitted: list[int] = field(default_factory=list)  # with the client: never said again, never taken back
     avoid: set[str] = field(default_factory=set)  # incarnations to which failed attempts are blamed
     places: Placed = field(default=Placed("", None))  # of the present attempt
@@ -203,6 +205,7 @@ class Request:
 
     def _run(self, needs_prefill: bool) -> list[Action]:
         self.phase = Phase.RUNNING
+        self.absent_since = None
         if self.places.prefill is None:
             return []
         return [Prefill(self.prompt_ids) if needs_prefill else GiveBack("prefill", is_refused=False)]
@@ -214,7 +217,21 @@ class Request:
             return self._end(bad_request(refused.detail, None), Leave(refused.detail))
         if refused.role == "prefill" and self.places.prefill is not None:  # in the end decode can do without
             return self._fail(refused.detail, self.places.prefill, now, MAX_LOSSES)
+        if refused.why == "absent":
+            return self._look_on(refused.detail, now)
         return self._fail(refused.detail, self.places.decode, now)
+
+    def _look_on(self, reason: str, now: float) -> list[Action]:
+        """Nobody was there: nothing was tried, so that only time counts."""
+        self.avoid.add(self.places.decode)
+        if self.absent_since is None:
+            self.absent_since = now
+        leave = Leave(reason)
+        if now >= self.deadline:
+            return self._end(took_too_long(), leave)
+        if now - self.absent_since >= self.patience_s:
+            return self._end(not_ready(f"found no worker for {self.patience_s:g} s; the last: {reason}"), leave)
+        return self._again(leave)
 
     def _take_news(self, news: News, now: float) -> list[Action]:
         if news.finish_reason not in ("", "stop", "length"):

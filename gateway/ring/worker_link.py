@@ -21,6 +21,8 @@ log = structlog.get_logger()
 POLL_S = 1.0  # between two questions for a worker's status, at most
 HURRY = 0.2  # part of that time after which a worker is asked that just refused a request
 RETRY_S = 0.2  # before a worker that does not answer is asked again
+# How a call ends when nobody is there, or only an incarnation that drains or has not heard of us.
+GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION)
 
 
 class WorkerLink:
@@ -50,6 +52,7 @@ class WorkerLink:
         self._channel = open_channel(address)
         self._heard = -float("inf")  # when it last answered
         self._trouble = "has not answered yet"
+        self._is_doubted = False  # a call found nobody since it last answered
         self._has_refused = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -69,7 +72,7 @@ class WorkerLink:
             try:
                 status = await self._ask_status()
             except grpc.aio.AioRpcError as error:
-                self._doubt(error)
+                self._note_silence(error)
                 pause = RETRY_S
             else:
                 self._learn(status)
@@ -89,7 +92,7 @@ class WorkerLink:
         except TimeoutError:
             pass
 
-    def _doubt(self, error: grpc.aio.AioRpcError) -> None:
+    def _note_silence(self, error: grpc.aio.AioRpcError) -> None:
         """No answer: remember why, and say so once when it is a matter of trust, which time does not heal."""
         distrust = rpc.find_distrust(error)
         trouble = f"does not answer ({distrust or error.code().name})"
@@ -106,10 +109,15 @@ class WorkerLink:
         self.status = status
         self._heard = time.monotonic()
         self._trouble = ""
+        self._is_doubted = False
 
     def find_trouble(self) -> str | None:
         """Why this worker cannot take work; None when it can."""
-        return self.find_stall() or ("is draining" if self.status.draining else None)
+        if (stall := self.find_stall()) is not None:
+            return stall
+        if self.status.draining:
+            return "is draining"
+        return "did not take a call" if self._is_doubted else None
 
     def find_stall(self) -> str | None:
         """Why the work that it has makes no progress; None when it does."""
@@ -141,11 +149,11 @@ class WorkerLink:
         self.is_full = False
         self._on_change()
 
-    def doubt(self) -> None:
-        """A call found nobody there: it gets no more work until it answers a question, which comes soon."""
-        self._heard = -float("inf")
-        self._trouble = "does not answer (UNAVAILABLE)"
-        self._has_refused.set()
+    def doubt(self, error: grpc.aio.AioRpcError) -> None:
+        """After a call that found nobody there it gets no more work until it answers a question, which comes soon."""
+        if error.code() in GONE:
+            self._is_doubted = True
+            self._has_refused.set()
 
     def refuse(self) -> None:
         """It had no room for a request of ours: nothing more goes there until a place gets free or it is polled."""
@@ -195,7 +203,6 @@ class PrefillLink(WorkerLink):
         try:
             response: prefill_pb2.RunResponse = await self._stub.Run(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                self.doubt()
+            self.doubt(error)
             raise
         return response

@@ -99,7 +99,7 @@ class SimDecode(Process):
 
     def reserve(self, wanted: Reservation, answer: Answer) -> None:
         if wanted.gateway not in self._streams:
-            answer(Refused("decode", "failed", "no Steps stream"))
+            answer(Refused("decode", "absent", "no Steps stream"))
             return
         try:
             session = self.table.reserve(wanted, self.world.now)

@@ -10,7 +10,7 @@ from typing import Any
 from decode_worker.session import Delta, Reservation
 from engine.sampling import SamplingParams
 from gateway.errors import ApiError, not_ready
-from gateway.ring.policy import Placement, Unready, choose_placement
+from gateway.ring.policy import Placement, WorkerView, choose_placement, find_unready
 from gateway.ring.request_machine import (
     Emit,
     Event,
@@ -57,6 +57,7 @@ class SimGateway(Process):
         self._waiting: deque[Work] = deque()
         self._arriving: list[Client] = []  # connected, not heard yet
         self._names = 0
+        self._could_serve = -float("inf")  # when some worker last could
         for link in self.links:
             self._poll(link)
             if isinstance(link.worker, SimDecode):
@@ -92,7 +93,7 @@ class SimGateway(Process):
         def learn(status: Any) -> None:
             if not isinstance(status, Failure):
                 link.incarnation, link.free_pages = status
-                link.heard = self.world.now
+                link.heard, link.is_doubted = self.world.now, False
             elif self.world.now - link.heard > HEARTBEAT_S:
                 self._lose_all(link)
             link.is_full = False
@@ -184,22 +185,26 @@ class SimGateway(Process):
                 self._end(work, "left")
 
     def _pump(self) -> None:
-        now = self.world.now
+        reason = find_unready(self._views())
+        if reason is None:
+            self._could_serve = self.world.now
+            self._place_all()
+        elif self.world.now - self._could_serve >= PATIENCE_S:
+            for work in list(self._waiting):
+                self._unplace(work, not_ready(reason))
+
+    def _place_all(self) -> None:
         while self._waiting:
-            work = self._waiting[0]
-            views = [link.view(now) for link in self.links]
-            request = work.request
+            request = self._waiting[0].request
             choice = choose_placement(
-                views, request.num_missing, self.local_prefill_max_tokens, frozenset(request.avoid)
+                self._views(), request.num_missing, self.local_prefill_max_tokens, frozenset(request.avoid)
             )
-            if isinstance(choice, Placement):
-                self._waiting.popleft()
-                self._place(work, choice)
-                continue
-            if isinstance(choice, Unready):
-                for impatient in [work for work in self._waiting if work.patience <= now]:
-                    self._unplace(impatient, not_ready(choice.reason))
-            return
+            if not isinstance(choice, Placement):
+                return
+            self._place(self._waiting.popleft(), choice)
+
+    def _views(self) -> list[WorkerView]:
+        return [link.view(self.world.now) for link in self.links]
 
     def _place(self, work: Work, choice: Placement) -> None:
         by_name = {link.worker.name: link for link in self.links}
@@ -242,7 +247,6 @@ class SimGateway(Process):
         if request.phase is Phase.ENDED:
             self._end(work, f"error {request.error}" if request.error else "answer")
         elif request.phase is Phase.WAITING and work not in self._waiting:
-            work.patience = self.world.now + PATIENCE_S
             self._waiting.appendleft(work)
             self.later(0.0, self._pump)
 
@@ -255,7 +259,8 @@ class SimGateway(Process):
 
     def _reserve(self, work: Work, action: Reserve) -> None:
         assert work.decode is not None
-        worker, handle, attempt = work.decode.worker, work.handle, work.request.attempt
+        link, handle, attempt = work.decode, work.handle, work.request.attempt
+        worker = link.worker
         assert isinstance(worker, SimDecode)
         generation = work.request.generation
         wanted = Reservation(
@@ -267,7 +272,8 @@ class SimGateway(Process):
             if work.handle != handle or work.request.attempt != attempt:  # left meanwhile
                 return
             if isinstance(answer, Failure):
-                answer = Refused("decode", "failed", answer.why)
+                link.is_doubted = link.is_doubted or answer.why != "deadline"
+                answer = Refused("decode", "absent", answer.why)
             if isinstance(answer, Refused):
                 self._feed(work, answer)
             else:

@@ -7,7 +7,7 @@ from typing import Any
 from gateway.generation import Generation, Sampling
 from gateway.ring.request_machine import Request
 from tests.simulator.decode import SimDecode
-from tests.simulator.gateway import TIMEOUT_S, SimGateway
+from tests.simulator.gateway import PATIENCE_S, TIMEOUT_S, SimGateway
 from tests.simulator.model import answer
 from tests.simulator.prefill import SimPrefill
 from tests.simulator.values import Client
@@ -81,7 +81,7 @@ class Schedule:
             gateway.connect(client, lambda: gateway.submit(build(), client))
 
         def build() -> Request:
-            return Request(generation, self.world.now + TIMEOUT_S, gateway.local_prefill_max_tokens)
+            return Request(generation, self.world.now + TIMEOUT_S, gateway.local_prefill_max_tokens, PATIENCE_S)
 
         self.world.at(asked, self.nobody, -1, connect)
         if not self.is_calm and rng.random() < 0.2:

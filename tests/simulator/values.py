@@ -49,12 +49,13 @@ class Link:
     free_pages: int = 0
     num_mine: int = 0
     is_full: bool = False
+    is_doubted: bool = False  # a call found nobody since it was last heard
     stream: str = ""  # open Steps stream, and who is behind it
     stream_incarnation: str = ""
 
     def view(self, now: float) -> WorkerView:
         is_silent = now - self.heard > HEARTBEAT_S
-        is_alive = not is_silent and (self.role == "prefill" or bool(self.stream))
+        is_alive = not (is_silent or self.is_doubted) and (self.role == "prefill" or bool(self.stream))
         return WorkerView(
             self.role, self.worker.name, self.incarnation, b"", is_alive, "" if is_alive else "is silent",
             self.worker.max_running, self.num_mine, self.is_full, self.free_pages,
@@ -67,7 +68,6 @@ class Work:
 
     request: Request
     client: Client
-    patience: float = 0.0
     held: list[Link] = field(default_factory=list)
     decode: Link | None = None
     prefill: Link | None = None
