@@ -1,0 +1,71 @@
+"""How models write calls of functions: one entry per format, and which one a chat template teaches.
+
+Data only: `parse.py` reads what is described here, `grammar.py` enforces it. Must not know requests or tokens.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Form = Literal["object", "array", "named"]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One way to write calls.
+
+    object: `opener {"name": NAME, "arguments": {...}} closer`, each call with its own opener.
+    array: `opener [{"name": NAME, "arguments": {...}}, ...]`.
+    named: `opener NAME args_marker {...}`, each call with its own opener.
+    Readers allow whitespace wherever JSON does and around markers; writers write exactly what stands here.
+    """
+
+    name: str
+    form: Form
+    opener: str  # its first character occurs in it once
+    closer: str = ""  # first character as above; readers do without at the end of the text
+    arguments_key: str = "arguments"
+    layout: str = ""  # what the model was taught to write after the opener and before the closer
+    separator: str = ""  # what it was taught to write between calls
+    # A call may stand at the start of the answer without opener, others after it behind ";"; so the grammar writes it.
+    is_bare: bool = False
+    args_marker: str = ""
+    id_marker: str = ""  # what may stand before an id between name and args_marker
+    num_id_chars: int = 0  # of ids that the template accepts; 0: any
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Texts that may be control tokens, which a reader must see."""
+        return frozenset({self.opener, self.closer, self.args_marker, self.id_marker} - {""})
+
+
+_HERMES = Format("hermes", "object", "<tool_call>", "</tool_call>", layout="\n", separator="\n")
+_INLINE = Format("inline", "object", "<tool_call>", "</tool_call>")
+_LLAMA3 = Format("llama3", "object", "<|python_tag|>", arguments_key="parameters", separator="; ", is_bare=True)
+_MISTRAL = Format("mistral", "array", "[TOOL_CALLS]", separator=", ", num_id_chars=9)
+_MISTRAL_ARGS = Format(
+    "mistral-args", "named", "[TOOL_CALLS]", args_marker="[ARGS]", id_marker="[CALL_ID]", num_id_chars=9
+)
+
+FORMATS: Mapping[str, Format] = {
+    item.name: item
+    for item in (
+        _HERMES,  # Qwen 2.5 and 3, Hermes
+        _INLINE,  # the same in one line: the demo model
+        _LLAMA3,  # Llama 3.1 to 3.3
+        _MISTRAL,  # Mistral's tokenizers up to version 7
+        _MISTRAL_ARGS,  # from version 11 on
+    )
+}
+
+
+def choose_format(template: str) -> Format | None:
+    """The format that a chat template writes calls in; None when it knows no tools, or writes them in another way."""
+    if not re.search(r"\btools\b", template):
+        return None
+    if _MISTRAL.opener in template:
+        return _MISTRAL_ARGS if _MISTRAL_ARGS.args_marker in template else _MISTRAL
+    if _HERMES.opener in template and re.search(r'"arguments\\?"', template):  # others fill <tool_call> with XML
+        return _INLINE if f"{_INLINE.opener}{{" in template else _HERMES
+    return _LLAMA3 if "<|start_header_id|>" in template and '"parameters": ' in template else None

@@ -1,0 +1,258 @@
+"""Calls found in text: every format, any split, nothing lost, malformed calls become content."""
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from demo.tokens import CHAT_TEMPLATE_FILE
+from gateway.tools.formats import FORMATS, Format, choose_format
+from gateway.tools.parse import HELD_ARGUMENTS_CHARS, Arguments, CallBegin, CallEnd, CallParser, Content, Event
+
+NAMES = ("get_weather", "now", "send-mail")
+Call = tuple[str, str]  # name, arguments as written
+
+
+def parse(format: Format, pieces: Sequence[str], is_trusted: bool = False) -> list[Event]:
+    """Events, neighbouring texts joined."""
+    ids = (f"id{n}" for n in itertools.count())
+    parser = CallParser(format, NAMES, lambda: next(ids), is_trusted=is_trusted)
+    events = [event for piece in pieces for event in parser.push(piece)] + parser.flush()
+    return joined(events)
+
+
+def joined(events: Sequence[Event]) -> list[Event]:
+    out: list[Event] = []
+    for event in events:
+        last = out[-1] if out else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            out[-1] = Content(last.text + event.text)
+        elif isinstance(event, Arguments) and isinstance(last, Arguments):
+            assert last.index == event.index
+            out[-1] = Arguments(last.index, last.text + event.text)
+        else:
+            out.append(event)
+    return out
+
+
+def summary(events: Sequence[Event]) -> tuple[str, list[Call]]:
+    """Content and calls; checks the order of events on the way."""
+    content, calls, is_open = "", list[Call](), False
+    for event in events:
+        match event:
+            case Content(text):
+                assert text and not is_open
+                content += text
+            case CallBegin(index, call_id, name):
+                assert not is_open and index == len(calls) and call_id == f"id{index}"
+                calls.append((name, ""))
+                is_open = True
+            case Arguments(index, text):
+                assert text and is_open and index == len(calls) - 1
+                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+            case CallEnd(index):
+                assert is_open and index == len(calls) - 1
+                is_open = False
+    assert not is_open
+    return content, calls
+
+
+def write(format: Format, calls: Sequence[Call]) -> str:
+    """As a model writes them."""
+    if format.form == "named":
+        return "".join(f"{format.opener}{name}{format.args_marker}{arguments}" for name, arguments in calls)
+    objects = [f'{{"name": "{name}", "{format.arguments_key}": {arguments}}}' for name, arguments in calls]
+    if format.form == "array":
+        return f"{format.opener}[{format.separator.join(objects)}]"
+    if format.is_bare:
+        return format.separator.join(objects)
+    layout = format.layout
+    return format.separator.join(f"{format.opener}{layout}{item}{layout}{format.closer}" for item in objects)
+
+
+def split(text: str, cuts: Sequence[int]) -> list[str]:
+    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
+
+
+formats = st.sampled_from(list(FORMATS.values()))
+cut_lists = st.lists(st.integers(0, 400), max_size=12)
+json_values: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+arguments = st.builds(
+    lambda value, ascii, indent: json.dumps(value, ensure_ascii=ascii, indent=indent),
+    st.dictionaries(st.text(max_size=5), json_values, max_size=4),
+    st.booleans(),
+    st.sampled_from([None, 2]),
+)
+calls_strategy = st.lists(st.tuples(st.sampled_from(NAMES), arguments), min_size=1, max_size=4)
+
+
+@settings(max_examples=300, deadline=None)
+@given(format=formats, calls=calls_strategy, lead=st.sampled_from(["", "Let me look.\n", "a < b ["]), cuts=cut_lists)
+def test_what_a_model_writes_is_read_however_it_is_split(
+    format: Format, calls: list[Call], lead: str, cuts: list[int]
+) -> None:
+    lead = "" if format.is_bare else lead
+    text = lead + write(format, calls)
+    for is_trusted in (False, True):
+        content, found = summary(parse(format, split(text, cuts), is_trusted))
+        assert found == calls
+        assert content == lead.rstrip()
+
+
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|", "[TOOL"),
+    *('{"name": "now", "arguments": {}}', '{"name": "now", "parameters": {"a": [1, {"b": "}"}]}}', "now", "other"),
+    *('"name"', '"arguments"', '"parameters"', '"now"', "{", "}", "[", "]", ":", ",", ";", " ", "\n", '"', "\\"),
+    *("\\u00", "1", "-0.5e3", "tru", "true", "null", "hello", "é🙂", "\x00", '{"name": "now"}', "{}", "0"),
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(formats, st.lists(st.sampled_from(FRAGMENTS), max_size=14), cut_lists, st.booleans())
+@example(FORMATS["hermes"], ['<tool_call>{"name": "now"}', "</tool_call>", " ", "<tool"], [], False)
+def test_any_text_gives_the_same_events_however_it_is_split_and_none_is_lost(
+    format: Format, parts: list[str], cuts: list[int], is_trusted: bool
+) -> None:
+    text = "".join(parts)
+    events = parse(format, [text], is_trusted)
+    assert events == parse(format, split(text, cuts), is_trusted) == parse(format, list(text), is_trusted)
+    content, calls = summary(events)
+    if not calls:
+        assert content == text
+    rest = iter(text)
+    assert all(char in rest for char in content)  # a subsequence: no character is made up or moved
+    for name, arguments in calls:
+        assert name in NAMES
+        if not is_trusted:
+            assert isinstance(json.loads(arguments), dict)
+    assert len(text) - len(content) - sum(len(arguments) for _, arguments in calls) <= 80 * len(calls)
+
+
+MALFORMED = [
+    '<tool_call>\n{"name": "now", "arguments": {"a": }}\n</tool_call>',
+    '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "now", "arguments": "text"}</tool_call>',
+    '<tool_call>{"name": "now", "arguments": {"a": 1}',
+    '<tool_call>{"name": "now", "arguments": {"a": "x',
+    '<tool_call>{"name": "now", "arguments": {"a": "line\nbreak}}</tool_call>',
+    '<tool_call>{"name": "now", "name": "now", "arguments": {}}</tool_call>',
+    '<tool_call>{"arguments": {}}</tool_call>',
+    '<tool_call>{"name": "now", "arguments": {"a": 01}}</tool_call>',
+    '<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>',
+    "<tool_call>now()</tool_call>",
+    "<tool_call></tool_call>",
+    "<tool_call>",
+    "</tool_call>",
+    "a <tool_ b",
+]
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_a_malformed_call_is_content(text: str) -> None:
+    assert parse(FORMATS["hermes"], [text]) == [Content(text)]
+    good = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    if text.endswith("</tool_call>") and "line" not in text:  # a string that is not closed swallows what follows
+        assert summary(parse(FORMATS["hermes"], [text + good])) == (text, [("now", "{}")])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"),
+    [
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "now"}</tool_call>', "", [("now", '{"a": 1}')]),
+        ("hermes", '<tool_call> {"name":"now"}\n', "", [("now", "{}")]),
+        ("hermes", '<tool_call>{"name":"now","arguments":{"a":"\t\n"\n}}', "", [("now", '{"a":"\\u0009\\u000a"\n}')]),
+        ("hermes", '<tool_call>{"name":"now"}<tool_call>{"name":"now"}', "", [("now", "{}"), ("now", "{}")]),
+        ("hermes", '\n\n<tool_call>{"name":"now"}</tool_call> done ', " done ", [("now", "{}")]),
+        ("hermes", '<tool_call>{"id": 7, "name": "now", "type": "function"}</tool_call>', "", [("now", "{}")]),
+        ("hermes", '<tool_call>{"na\\u006de": "n\\u006fw"}</tool_call>', "", [("now", "{}")]),
+        ("llama3", '<|python_tag|>{"name": "now", "parameters": {}}', "", [("now", "{}")]),
+        ("llama3", 'Well: <|python_tag|>{"name": "now", "parameters": {}}', "Well:", [("now", "{}")]),
+        ("llama3", ' {"type": "function", "name": "now", "parameters": {}}', "", [("now", "{}")]),
+        ("llama3", '{"name": "now", "parameters": {}};x', ";x", [("now", "{}")]),
+        ("llama3", '{"now": 1} {"name": "now", "parameters": {}}', None, []),
+        ("llama3", "<|python_tag|>print(1)", None, []),
+        ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "abc123def"}]', "", [("now", "{}")]),
+        ("mistral", '[TOOL_CALLS][{"name": "now"}, {"name": "huh"}]', ', {"name": "huh"}]', [("now", "{}")]),
+        ("mistral", "see [1] and [TOOL]", None, []),
+        ("mistral-args", '[TOOL_CALLS]now[CALL_ID]abc123def[ARGS]{"a":1}', "", [("now", '{"a":1}')]),
+        ("mistral-args", "[TOOL_CALLS]huh[ARGS]{}", None, []),
+        ("mistral-args", "[TOOL_CALLS]now[CALL_ID]a{}", None, []),
+    ],
+)
+def test_what_models_also_write(name: str, text: str, content: str | None, calls: list[Call]) -> None:
+    assert summary(parse(FORMATS[name], list(text))) == (text if content is None else content, calls)
+
+
+def test_content_and_trusted_arguments_are_streamed_as_they_come() -> None:
+    parser = CallParser(FORMATS["hermes"], NAMES, lambda: "id", is_trusted=True)
+    assert parser.push("Well, ") == [Content("Well,")]
+    assert parser.push("a <tool") == [Content(" a")]
+    assert parser.push('box> <tool_call>{"name": "now", "arguments": ') == [Content(" <toolbox>")]
+    assert parser.push('{"a') == [CallBegin(0, "id", "now"), Arguments(0, '{"a')]
+    assert parser.push('": 1') == [Arguments(0, '": 1')]
+    assert parser.push("}") == [Arguments(0, "}")]
+    assert parser.push("}</tool_call>") == [CallEnd(0)]
+    assert parser.flush() == []
+
+
+def test_long_arguments_are_streamed_even_if_they_may_break() -> None:
+    body = '{"text": "' + "x" * HELD_ARGUMENTS_CHARS
+    parser = CallParser(FORMATS["hermes"], NAMES, lambda: "id")
+    assert parser.push('<tool_call>{"name": "now", "arguments": ' + body[:-20]) == []
+    assert parser.push(body[-20:]) == [CallBegin(0, "id", "now"), Arguments(0, body)]
+    assert parser.push('" and so on') == [Arguments(0, '" '), CallEnd(0), Content("and so on")]
+    assert parser.flush() == []
+
+
+def test_a_trusted_call_that_is_cut_off_keeps_what_came() -> None:
+    events = parse(FORMATS["inline"], ['<tool_call>{"name": "now", "arguments": {"a": "b'], is_trusted=True)
+    assert events == [CallBegin(0, "id0", "now"), Arguments(0, '{"a": "b'), CallEnd(0)]
+
+
+def test_deep_arguments_do_not_exhaust_the_stack() -> None:
+    depth = 5000
+    deep = '{"a":' + "[" * depth + "]" * depth + "}"
+    assert summary(parse(FORMATS["mistral-args"], [f"[TOOL_CALLS]now[ARGS]{deep}"])) == ("", [("now", deep)])
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)
+def test_a_formats_entry_is_consistent(format: Format) -> None:
+    assert FORMATS[format.name] is format
+    for marker in (format.opener, format.closer):
+        assert not marker or marker.count(marker[0]) == 1  # a reader starts anew without going back
+    assert not format.id_marker.startswith(format.args_marker or "-")
+
+
+QWEN = '{%- if tools %}<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}'
+LLAMA = """{{- '<|start_header_id|>' }}{% if tools %}{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (QWEN, "hermes"),
+        (LLAMA, "llama3"),
+        ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}{{ '[TOOL_CALLS] [' }}", "mistral"),
+        ("{% if tools %}{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral-args"),
+        ("{% if tools %}<tool_call>\n<function=example>", None),
+        ("{% if tools %}<tool_call>{name}<arg_key>", None),
+        ("{{ messages[0]['content'] }}", None),
+        ("<|start_header_id|> {{ messages }}", None),
+        ("", None),
+    ],
+)
+def test_the_format_is_told_by_the_template(template: str, name: str | None) -> None:
+    assert choose_format(template) == (FORMATS[name] if name else None)
+
+
+def test_the_demo_models_format() -> None:
+    assert choose_format(CHAT_TEMPLATE_FILE.read_text()) == FORMATS["inline"]
