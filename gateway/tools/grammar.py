@@ -1,0 +1,120 @@
+"""Text of the grammar that makes a model call functions as it was asked to, in the format that `parse.py` reads.
+
+Pure. Writes xgrammar's structural tags (0.2.8 or later); must not know who compiles them.
+"""
+
+from typing import Any
+
+import msgspec
+
+from gateway.generation import Grammar
+from gateway.tools.formats import Format
+from gateway.tools.request import Tool, ToolUse
+
+_Node = dict[str, Any]
+_ANY_OBJECT = {"type": "object", "additionalProperties": True}
+_MAX_WHITESPACE = 16  # in a row: without a limit, models that are lost write it for ever
+
+
+def call_grammar(use: ToolUse, answer: Grammar | None = None) -> Grammar | None:
+    """What the whole answer must match; None when it is free. `answer`: what it must match unless it calls.
+
+    Arguments fit a tool's schema when a call is required, or the tool is strict; otherwise they are any object.
+    """
+    if use.is_required:
+        return _grammar(_calls(use))
+    if answer is not None:
+        return _grammar({"type": "or", "elements": [_calls(use), _answer_node(answer)]})
+    if use.is_parallel and not any(tool.is_strict for tool in use.tools):
+        return None
+    return _grammar(_text_or_calls(use))
+
+
+def _grammar(node: _Node) -> Grammar:
+    text = msgspec.json.encode({"type": "structural_tag", "format": node}).decode()
+    return Grammar("structural_tag", text, "tools")
+
+
+def _calls(use: ToolUse) -> _Node:
+    """One call or more, and nothing else."""
+    if use.format.form == "array":
+        return _array(use)
+    return _one_or_more(use, _tags(use, use.format))
+
+
+def _text_or_calls(use: ToolUse) -> _Node:
+    """Any text, in which calls may stand."""
+    form = use.format
+    if form.is_bare:  # no opener tells a call from text: the first character must
+        text = {"type": "any_text", "excludes": [form.opener]}
+        prose = _sequence({"type": "regex", "pattern": r"[^{<\s]"}, text)
+        return {"type": "or", "elements": [_calls(use), {"type": "optional", "content": prose}]}
+    return {
+        "type": "triggered_tags",
+        "triggers": [form.opener],
+        "tags": [_array(use)] if form.form == "array" else _tags(use, form),
+        "stop_after_first": form.form == "array" or not use.is_parallel,
+    }
+
+
+def _array(use: ToolUse) -> _Node:
+    objects = _one_or_more(use, _tags(use, use.format))
+    space = {"type": "optional", "content": {"type": "const_string", "value": " "}}
+    return _tag(use.format.opener, _sequence(space, {"type": "const_string", "value": "["}, objects), "]")
+
+
+def _one_or_more(use: ToolUse, tags: list[_Node]) -> _Node:
+    return {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": use.format.separator,
+        "at_least_one": True,
+        "stop_after_first": not use.is_parallel,
+    }
+
+
+def _tags(use: ToolUse, format: Format) -> list[_Node]:
+    """One call of each tool that may be called."""
+    tags = []
+    for tool in use.callable_tools:
+        begin, end = _around(format, tool.name)
+        tags.append(_tag(begin, _arguments(tool, is_exact=use.is_required or tool.is_strict), end))
+    return tags
+
+
+def _around(format: Format, name: str) -> tuple[str, str]:
+    """What stands before and after the arguments."""
+    if format.form == "named":
+        return f"{format.opener}{name}{format.args_marker}", ""
+    begin, end = f'{{"name": "{name}", "{format.arguments_key}": ', "}"
+    if format.form == "array" or format.is_bare:
+        return begin, end
+    return f"{format.opener}{format.layout}{begin}", f"{end}{format.layout}{format.closer}"
+
+
+def _arguments(tool: Tool, *, is_exact: bool) -> _Node:
+    schema = tool.schema if is_exact else _ANY_OBJECT
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MAX_WHITESPACE}
+
+
+def _answer_node(answer: Grammar) -> _Node:
+    match answer.kind:
+        case "json_object":
+            return {"type": "json_schema", "json_schema": _ANY_OBJECT}
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": msgspec.json.decode(answer.text)}
+        case "regex":
+            return {"type": "regex", "pattern": answer.text}
+        case "ebnf":
+            return {"type": "grammar", "grammar": answer.text}
+        case "structural_tag":
+            node: _Node = msgspec.json.decode(answer.text)["format"]
+            return node
+
+
+def _sequence(*elements: _Node) -> _Node:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _tag(begin: str, content: _Node, end: str) -> _Node:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}

@@ -1,0 +1,113 @@
+"""What a chat may call: the rules for tools and the choice among them, the same for REST and gRPC.
+
+Pure. Must not know HTTP, gRPC, or how calls are written.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from gateway.errors import bad_request
+from gateway.tools.formats import Format
+
+MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 256 * 1024  # of all tools as JSON
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+Choice = Literal["none", "auto", "required"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that an answer may call."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None  # JSON schema of the arguments; None: it takes none
+    is_strict: bool = False  # arguments must fit `parameters` even where the model is free to call or not
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """Of the arguments."""
+        return {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+
+    def as_template_input(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        described = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **described, "parameters": dict(self.schema)}}
+
+
+@dataclass(frozen=True, slots=True)
+class NamedChoice:
+    """This tool must be called."""
+
+    name: str
+    param: str  # what the client calls it, for errors
+
+
+@dataclass(frozen=True, slots=True)
+class RawTools:
+    """What a client asked, types right and values unchecked. None: not given."""
+
+    tools: Sequence[Tool] = ()
+    tools_param: str = "tools[{}].function"  # what the client calls one tool, for errors
+    choice: Choice | NamedChoice | None = None
+    is_parallel: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Tools after validation, complete: what an answer may or must call."""
+
+    format: Format
+    tools: tuple[Tool, ...]  # at least one; names are unique
+    is_required: bool  # at least one call must come
+    named: str | None  # the only tool that may be called, if one was named; then is_required
+    is_parallel: bool  # several calls may come
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """Those that the answer may call."""
+        return tuple(tool for tool in self.tools if self.named in (None, tool.name))
+
+
+def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
+    """None when nothing may be called. `format`: how the model writes calls. Raises ApiError."""
+    _check_list(raw)
+    named = raw.choice if isinstance(raw.choice, NamedChoice) else None
+    is_required = named is not None or raw.choice == "required"
+    if not raw.tools and is_required:
+        raise bad_request("tool_choice asks for a call, but there are no tools; send some", "tool_choice")
+    if named and all(tool.name != named.name for tool in raw.tools):
+        raise bad_request(f"tool_choice names {named.name[:64]!r}, which is not among the tools", named.param)
+    if not raw.tools or raw.choice == "none":
+        return None
+    if format is None:
+        raise bad_request(
+            "the model's chat template knows no tools, or writes calls in a way not known here; send none", "tools"
+        )
+    is_parallel = raw.is_parallel is not False
+    return ToolUse(format, tuple(raw.tools), is_required, named.name if named else None, is_parallel)
+
+
+def _check_list(raw: RawTools) -> None:
+    if len(raw.tools) > MAX_TOOLS:
+        raise bad_request(f"tools has {len(raw.tools)} tools; at most {MAX_TOOLS} are allowed", "tools")
+    seen: set[str] = set()
+    for index, tool in enumerate(raw.tools):
+        param = raw.tools_param.format(index)
+        if not _NAME.fullmatch(tool.name):
+            raise bad_request(
+                f"{param}.name is {tool.name[:80]!r}; it must be 1 to 64 letters, digits, '_' or '-'", f"{param}.name"
+            )
+        if tool.name in seen:
+            raise bad_request(f"{param}.name is {tool.name!r}, as another tool's; rename one", f"{param}.name")
+        if tool.schema.get("type", "object") != "object":
+            raise bad_request(f"{param}.parameters must have the type 'object'", f"{param}.parameters")
+        seen.add(tool.name)
+    num_bytes = len(msgspec.json.encode([tool.as_template_input() for tool in raw.tools]))
+    if num_bytes > MAX_TOOLS_BYTES:
+        raise bad_request(f"tools has {num_bytes} bytes as JSON; at most {MAX_TOOLS_BYTES} are allowed", "tools")
