@@ -51,7 +51,7 @@ def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, Tensor, Tensor, T
             token_ids=[0] * case.query_len,
             begin=case.context_len - case.query_len,
             pages=order[index * pages_each : (index + 1) * pages_each],
-            wants_logits=True,
+            num_logits=1,
         )
         for index in range(case.num_sequences)
     ]

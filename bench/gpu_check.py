@@ -51,8 +51,8 @@ def check_attention(device: torch.device) -> str:
     """torch_sdpa gives on the device what it gives on the CPU, for a ragged batch on shuffled pages."""
     shape = AttentionShape(8, 2, 64, 0.125)
     slices = [
-        SequenceSlice(range(40), 0, [5, 1, 7], wants_logits=False),
-        SequenceSlice([3], 20, [2, 6], wants_logits=True),
+        SequenceSlice(range(40), 0, [5, 1, 7], num_logits=0),
+        SequenceSlice([3], 20, [2, 6], num_logits=1),
     ]
     outputs = []
     for where in (torch.device("cpu"), device):
@@ -93,9 +93,10 @@ def check_greedy(device: torch.device) -> str:
     runner = build_runner("float32", device, num_pages=16)
     tokens, computed = list(PROMPT), 0
     for _ in range(NUM_TOKENS):
-        part = SequenceSlice(tokens[computed:], computed, range(16), wants_logits=True)
+        part = SequenceSlice(tokens[computed:], computed, range(16), num_logits=1)
         computed = len(tokens)
-        tokens += runner.run([part], [Choice(SamplingParams(0.0, 1.0, 0, 0.0, 0), len(tokens))])
+        choice = Choice(SamplingParams(temperature=0.0), len(tokens), tokens, len(PROMPT))
+        tokens.append(runner.run([part], [choice])[0].token)
     assert tokens[len(PROMPT) :] == reference_tokens(), "tokens differ"
     return f"{NUM_TOKENS} tokens equal"
 
@@ -120,8 +121,8 @@ def time_steps(device: torch.device) -> str:
     runner = build_runner("bfloat16", device, num_pages=64)
     found = []
     for size in (1, 16):
-        slices = [SequenceSlice([9], 40, range(3 * index, 3 * index + 3), wants_logits=True) for index in range(size)]
-        choices = [Choice(SamplingParams(0.0, 1.0, 0, 0.0, 0), 41)] * size
+        slices = [SequenceSlice([9], 40, range(3 * index, 3 * index + 3), num_logits=1) for index in range(size)]
+        choices = [Choice(SamplingParams(temperature=0.0), 41, [9] * 41, 41)] * size
         times = []
         for _ in range(20):
             started = time.perf_counter()

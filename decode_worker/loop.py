@@ -91,12 +91,12 @@ class DecodeLoop:
         for step in planned:
             session = step.session
             chunk = session.tokens[session.computed : session.computed + step.count]
-            slices.append(SequenceSlice(chunk, session.computed, session.pages, step.wants_token))
+            slices.append(SequenceSlice(chunk, session.computed, session.pages, num_logits=int(step.wants_token)))
             if step.wants_token:
-                choices.append(Choice(session.sampling, position=len(session.tokens)))
+                choices.append(Choice(session.sampling, len(session.tokens), session.tokens, session.num_prompt))
         with self._metrics.step_seconds.time():
             chosen = iter(self._runner.run(slices, choices))
-        return [next(chosen) if step.wants_token else None for step in planned]
+        return [next(chosen).token if step.wants_token else None for step in planned]
 
     def _finish(self, planned: list[Planned], results: list[int | Exception | None]) -> list[Delta]:
         with self.thread.lock:

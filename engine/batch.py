@@ -21,7 +21,7 @@ class SequenceSlice:
     token_ids: Sequence[int]  # the new tokens
     begin: int  # position of token_ids[0]
     pages: Sequence[int]  # page ids of the sequence, covering at least [0, begin + len(token_ids))
-    wants_logits: bool  # whether logits after the last new token are wanted
+    num_logits: int  # logits after so many of the last new tokens are wanted; 0: none, 1: those of a plain step
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Batch:
     page_table: Tensor  # [B, P] int32, page ids, padded with 0
     write_pages: Tensor  # [T] int64, page that takes the KV of each new token
     write_offsets: Tensor  # [T] int64, row within that page
-    logits_rows: Tensor  # [S] int64, rows of T whose logits are wanted, ascending
+    logits_rows: Tensor  # [S] int64, rows of T whose logits are wanted, ascending: each slice's last num_logits
     query_lens_host: tuple[int, ...]  # B values, the same on the host
     context_lens_host: tuple[int, ...]  # B values, the same on the host
 
@@ -55,8 +55,7 @@ def build_batch(slices: Sequence[SequenceSlice], page_tokens: int, device: torch
         write_pages.extend(part.pages[position // page_tokens] for position in span)
         write_offsets.extend(position % page_tokens for position in span)
         query_starts.append(len(token_ids))
-        if part.wants_logits:
-            logits_rows.append(len(token_ids) - 1)
+        logits_rows.extend(range(len(token_ids) - part.num_logits, len(token_ids)))
     context_lens = tuple(part.begin + len(part.token_ids) for part in slices)
     widths = [-(-length // page_tokens) for length in context_lens]
     width = max(widths, default=0)

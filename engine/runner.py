@@ -1,23 +1,22 @@
-"""One forward and its sampled tokens: the engine as the worker loops see it."""
+"""One forward and its chosen tokens: the engine as the worker loops see it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import SequenceSlice, build_batch
+from engine.choice import Choice, Chosen, TokenLogprobs
 from engine.kvcache.pool import Pool
+from engine.logits import adjust_logits_
+from engine.logprobs import tell_logprobs
 from engine.model.decoder import Decoder
-from engine.sampling import SamplingParams, sample
+from engine.sampling import sample
 
+__all__ = ["Choice", "Chosen", "Runner", "TokenLogprobs", "choose_tokens"]
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """How to choose the token after a slice."""
-
-    sampling: SamplingParams
-    position: int  # index in its sequence of the token to choose
+PIECE_ROWS = 128  # rows of logits held at once: 64 MiB of float32 at V = 128k, however many a prompt wants
 
 
 class Runner:
@@ -30,14 +29,36 @@ class Runner:
         self._device = pool.tensor.device
 
     @torch.inference_mode()
-    def run(self, slices: Sequence[SequenceSlice], choices: Sequence[Choice]) -> list[int]:
-        """Compute the slices' KV; return a token for each slice that wants logits, by `choices`."""
+    def run(self, slices: Sequence[SequenceSlice], choices: Sequence[Choice]) -> list[Chosen]:
+        """Compute the slices' KV; answer `choices`: one for each row of logits that the slices want, in order.
+
+        No answer depends on other slices or choices. ValueError, as from `adjust_logits_`, is about some row; KV is
+        written then, and the step may be repeated without that row.
+        """
         batch = build_batch(slices, self._pool.shape.page_tokens, self._device)
-        logits = self._model.forward(batch, self._pool.tensor, self._attention)  # [S, V]
-        if not choices:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize()  # the caller offers these pages to another process next
-            return []
-        tokens = sample(logits, [choice.sampling for choice in choices], [choice.position for choice in choices])
-        ids: list[int] = tokens.tolist()
-        return ids
+        if len(choices) != batch.logits_rows.numel():
+            raise ValueError(f"{batch.logits_rows.numel()} rows of logits are wanted, {len(choices)} choices given")
+        hidden = self._model.forward(batch, self._pool.tensor, self._attention)  # [S, H]
+        if not choices and self._device.type == "cuda":
+            torch.cuda.synchronize()  # the caller offers these pages to another process next
+        pieces = [slice(begin, begin + PIECE_ROWS) for begin in range(0, len(choices), PIECE_ROWS)]
+        return [
+            chosen for piece in pieces for chosen in choose_tokens(self._model.logits(hidden[piece]), choices[piece])
+        ]
+
+
+def choose_tokens(logits: Tensor, choices: Sequence[Choice]) -> list[Chosen]:
+    """[S, V] float32, S choices -> S answers. Modifies `logits`."""
+    told = [row for row, choice in enumerate(choices) if choice.num_logprobs is not None]
+    raw = logits[told]
+    adjust_logits_(logits, choices)
+    tokens: list[int] = sample(
+        logits, [choice.sampling for choice in choices], [choice.position for choice in choices]
+    ).tolist()
+    tokens = [
+        choice.tokens[choice.position] if choice.is_given else token
+        for token, choice in zip(tokens, choices, strict=True)
+    ]
+    counts = [choices[row].num_logprobs or 0 for row in told]
+    logprobs = dict(zip(told, tell_logprobs(raw, [tokens[row] for row in told], counts), strict=True))
+    return [Chosen(token, logprobs.get(row)) for row, token in enumerate(tokens)]

@@ -21,11 +21,15 @@ BUCKETS_PER_NAT, NUM_BUCKETS = 32, 2048  # top_p's histogram spans e^-64 to 1; t
 class SamplingParams:
     """How to choose a token. ValueError at birth names a value out of range."""
 
-    temperature: float = 1.0  # 0: the likeliest token, the other fields do not matter
+    temperature: float = 1.0  # 0: the likeliest token, whatever the filters and the seed
     top_p: float = 1.0  # (0, 1]; 1: off
     top_k: int = 0  # 0: off
     min_p: float = 0.0  # [0, 1]; 0: off
     seed: int = 0  # unsigned, 64 bits
+    frequency_penalty: float = 0.0  # 0: off; this and what follows is `engine.logits`' business, greedy or not
+    presence_penalty: float = 0.0  # 0: off
+    repetition_penalty: float = 1.0  # more than 0; 1: off
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what to add to its logit)
 
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
@@ -38,6 +42,14 @@ class SamplingParams:
             raise ValueError(f"min_p is {self.min_p}, expected 0 to 1")
         if not 0 <= self.seed <= _U64:
             raise ValueError(f"seed is {self.seed}, expected an unsigned 64-bit integer")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)}, expected a finite number")
+        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}, expected a finite number > 0")
+        for token, bias in self.logit_bias:
+            if token < 0 or not math.isfinite(bias):
+                raise ValueError(f"logit_bias adds {bias} to token {token}, expected an id >= 0 and a finite number")
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:

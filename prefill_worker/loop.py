@@ -90,6 +90,6 @@ class PrefillLoop:
         for step in planned:
             run = step.run
             chunk = run.prompt_ids[run.computed : run.computed + step.count]
-            slices.append(SequenceSlice(chunk, run.computed, run.pages, wants_logits=False))
+            slices.append(SequenceSlice(chunk, run.computed, run.pages, num_logits=0))
         with self._metrics.step_seconds.time():
             self._runner.run(slices, [])

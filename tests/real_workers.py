@@ -24,7 +24,7 @@ from decode_worker.streams import GatewayStreams
 from engine.batch import SequenceSlice
 from engine.kvcache.allocator import PageAllocator
 from engine.kvcache.pool import Pool
-from engine.runner import Choice, Runner
+from engine.runner import Choice, Chosen, Runner
 from kvtransfer.grpc_bytes import PageServer
 from kvtransfer.identity import PoolFacts, build_peer
 from prefill_worker.batching import Planned
@@ -63,7 +63,7 @@ class KvRunner(Runner):
         self.may_run = threading.Event()
         self.may_run.set()
 
-    def run(self, slices: Sequence[SequenceSlice], choices: Sequence[Choice]) -> list[int]:
+    def run(self, slices: Sequence[SequenceSlice], choices: Sequence[Choice]) -> list[Chosen]:
         assert self.may_run.wait(PATIENCE_S)
         if self.failures:
             raise self.failures.popleft()
@@ -73,9 +73,9 @@ class KvRunner(Runner):
             for position, token in zip(range(part.begin, end), part.token_ids, strict=True):
                 row = kv[part.pages[position // PAGE_TOKENS], :, :, :, position % PAGE_TOKENS, :]
                 row.fill_(kv_value(token, position))
-            if part.wants_logits:
+            if part.num_logits:
                 rows = (kv[part.pages[at // PAGE_TOKENS], -1, -1, -1, at % PAGE_TOKENS, -1] for at in range(end))
-                tokens.append(sum(int(row) for row in rows) % 251)
+                tokens.append(Chosen(sum(int(row) for row in rows) % 251, None))
         assert len(tokens) == len(choices)
         return tokens
 

@@ -47,7 +47,7 @@ class Problem:
         order = iter(torch.randperm(sum(counts) + 3, generator=generator).tolist())
         self.pages = [[next(order) for _ in range(count)] for count in counts]
         slices = [
-            SequenceSlice([1] * query, context - query, pages, wants_logits=True)
+            SequenceSlice([1] * query, context - query, pages, num_logits=1)
             for (query, context), pages in zip(lens, self.pages, strict=True)
         ]
         self.batch = build_batch(slices, page_tokens, CPU)

@@ -15,7 +15,7 @@ def slices(draw: st.DrawFn, page_tokens: int) -> SequenceSlice:
     needed = -(-(begin + count) // page_tokens)
     pages = draw(st.lists(st.integers(0, 99), min_size=needed, max_size=needed + 2, unique=True))
     tokens = draw(st.lists(st.integers(0, 999), min_size=count, max_size=count))
-    return SequenceSlice(tokens, begin, pages, wants_logits=draw(st.booleans()))
+    return SequenceSlice(tokens, begin, pages, num_logits=draw(st.integers(0, count)))
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
@@ -39,8 +39,7 @@ def test_every_token_lies_where_its_slice_says(data: st.DataObject, page_tokens:
         used = -(-context // page_tokens)
         assert batch.page_table[index, :used].tolist() == list(part.pages[:used])
         assert not batch.page_table[index, used:].any(), "padding must be page 0, which always exists"
-        if part.wants_logits:
-            wanted_rows.append(row - 1)
+        wanted_rows += list(range(row - part.num_logits, row))
     assert batch.query_starts[-1] == row == batch.token_ids.shape[0]
     assert batch.logits_rows.tolist() == wanted_rows
     assert batch.query_lens_host == tuple(len(part.token_ids) for part in parts)
@@ -48,7 +47,7 @@ def test_every_token_lies_where_its_slice_says(data: st.DataObject, page_tokens:
 
 
 def test_types_are_those_that_kernels_expect() -> None:
-    batch = build_batch([SequenceSlice([7], 3, [5], wants_logits=True)], 4, CPU)
+    batch = build_batch([SequenceSlice([7], 3, [5], num_logits=1)], 4, CPU)
     for long in (batch.token_ids, batch.positions, batch.write_pages, batch.write_offsets, batch.logits_rows):
         assert long.dtype is torch.int64
     for short in (batch.query_starts, batch.context_lens, batch.page_table):

@@ -9,7 +9,7 @@ from decode_worker.session import Delta, Reservation
 from decode_worker.session_table import SessionTable
 from engine.batch import SequenceSlice
 from engine.kvcache.allocator import PageAllocator
-from engine.runner import Choice, Runner
+from engine.runner import Choice, Chosen, Runner
 from engine.sampling import SamplingParams
 from prefill_worker.batching import Planned
 from prefill_worker.loop import PrefillLoop
@@ -23,10 +23,10 @@ POISON = 13
 class PoisonedRunner:
     """Fails whenever the poisonous token is in the batch."""
 
-    def run(self, slices: Sequence[SequenceSlice], choices: Sequence[Choice]) -> list[int]:
+    def run(self, slices: Sequence[SequenceSlice], choices: Sequence[Choice]) -> list[Chosen]:
         if any(POISON in part.token_ids for part in slices):
             raise RuntimeError("cannot compute 13")
-        return [sum(part.token_ids) for part in slices if part.wants_logits]
+        return [Chosen(sum(part.token_ids), None) for part in slices if part.num_logits]
 
 
 def allocator() -> PageAllocator:

@@ -87,7 +87,8 @@ class Engine:
         return [self.free_pages.pop() for _ in range(-(-num_tokens // PAGE_TOKENS))]
 
     def step(self, *slices: SequenceSlice) -> Tensor:
-        return self.decoder.forward(build_batch(slices, PAGE_TOKENS, CPU), self.pool, self.attention)
+        batch = build_batch(slices, PAGE_TOKENS, CPU)
+        return self.decoder.logits(self.decoder.forward(batch, self.pool, self.attention))
 
 
 @dataclass
@@ -127,7 +128,7 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 
 def test_prefill_in_one_step(pair: Pair) -> None:
     engine = Engine(pair.decoder)
-    logits = engine.step(SequenceSlice(pair.ids, 0, engine.take_pages(75), True))
+    logits = engine.step(SequenceSlice(pair.ids, 0, engine.take_pages(75), 1))
     assert logits.dtype == torch.float32
     assert_close(logits, pair.logits[-1:])
 
@@ -136,16 +137,16 @@ def test_prefill_in_chunks_without_logits(pair: Pair) -> None:
     engine = Engine(pair.decoder)
     pages = engine.take_pages(75)
     for begin, end in ((0, 1), (1, 17), (17, 48), (48, 74)):
-        logits = engine.step(SequenceSlice(pair.ids[begin:end], begin, pages, False))
+        logits = engine.step(SequenceSlice(pair.ids[begin:end], begin, pages, 0))
         assert logits.shape == (0, VOCAB)
         assert logits.dtype == torch.float32
-    assert_close(engine.step(SequenceSlice(pair.ids[74:], 74, pages, True)), pair.logits[-1:])
+    assert_close(engine.step(SequenceSlice(pair.ids[74:], 74, pages, 1)), pair.logits[-1:])
 
 
 def test_decode_token_by_token(pair: Pair) -> None:
     engine = Engine(pair.decoder)
     pages = engine.take_pages(75)
-    steps = [engine.step(SequenceSlice([token], i, pages, True)) for i, token in enumerate(pair.ids)]
+    steps = [engine.step(SequenceSlice([token], i, pages, 1)) for i, token in enumerate(pair.ids)]
     assert_close(torch.cat(steps), pair.logits)
 
 
@@ -155,11 +156,11 @@ def test_mixed_batches(pair: Pair, backend: str) -> None:
     engine = Engine(pair.decoder, backend)
     pages = [engine.take_pages(75) for _ in range(4)]
 
-    def part(sequence: int, begin: int, end: int, wants_logits: bool = True) -> SequenceSlice:
-        return SequenceSlice(pair.ids[begin:end], begin, pages[sequence], wants_logits)
+    def part(sequence: int, begin: int, end: int, num_logits: int = 1) -> SequenceSlice:
+        return SequenceSlice(pair.ids[begin:end], begin, pages[sequence], num_logits)
 
-    assert_close(engine.step(part(0, 0, 15), part(1, 0, 16, False), part(2, 0, 33)), pair.logits[[14, 32]])
-    assert_close(engine.step(part(2, 33, 34), part(0, 15, 16), part(3, 0, 40, False)), pair.logits[[33, 15]])
+    assert_close(engine.step(part(0, 0, 15), part(1, 0, 16, 0), part(2, 0, 33)), pair.logits[[14, 32]])
+    assert_close(engine.step(part(2, 33, 34), part(0, 15, 16), part(3, 0, 40, 0)), pair.logits[[33, 15]])
     assert_close(engine.step(part(1, 16, 17), part(3, 40, 75), part(0, 16, 20)), pair.logits[[16, 74, 19]])
 
 
@@ -171,17 +172,17 @@ def test_greedy_equals_generate(pair: Pair, backend: str) -> None:
     )[0, len(prompt) :].tolist()
     engine = Engine(pair.decoder, backend)
     pages = engine.take_pages(len(prompt) + 24)
-    tokens = [int(engine.step(SequenceSlice(prompt, 0, pages, True)).argmax())]
+    tokens = [int(engine.step(SequenceSlice(prompt, 0, pages, 1)).argmax())]
     while len(tokens) < 24 and tokens[-1] != EOS_ID:
         begin = len(prompt) + len(tokens) - 1
-        tokens.append(int(engine.step(SequenceSlice(tokens[-1:], begin, pages, True)).argmax()))
+        tokens.append(int(engine.step(SequenceSlice(tokens[-1:], begin, pages, 1)).argmax()))
     assert tokens == expected
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_stays_near_float32(pair: Pair, dtype: str) -> None:
     engine = Engine(load_model(pair.folder, dtype, CPU))
-    logits = engine.step(SequenceSlice(pair.ids, 0, engine.take_pages(75), True))[0]
+    logits = engine.step(SequenceSlice(pair.ids, 0, engine.take_pages(75), 1))[0]
     reference = AutoModelForCausalLM.from_pretrained(pair.folder, dtype=engine.decoder.dtype)
     with torch.inference_mode():
         theirs = reference(torch.tensor([pair.ids])).logits[0, -1].float()

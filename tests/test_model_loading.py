@@ -208,8 +208,9 @@ class NoAttention:
 
 def logits_of(folder: Path) -> Tensor:
     """Logits of one token, [1, VOCAB]: linear in lm_head."""
-    batch = build_batch([SequenceSlice([5], 0, [0], True)], 16, CPU)
-    return load_model(folder, "auto", CPU).forward(batch, torch.empty(0), NoAttention())
+    batch = build_batch([SequenceSlice([5], 0, [0], 1)], 16, CPU)
+    decoder = load_model(folder, "auto", CPU)
+    return decoder.logits(decoder.forward(batch, torch.empty(0), NoAttention()))
 
 
 def test_tied_copies_are_shared_and_differing_ones_kept(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The decoder of the Llama, Mistral, Qwen2 and Qwen3 family: one ragged batch in, logits out.
+"""The decoder of the Llama, Mistral, Qwen2 and Qwen3 family: one ragged batch in, hidden rows and logits out.
 
 Knows tensors and the order of operations, which is transformers'; knows nothing of files, requests or sampling. How
 attention reaches the pages is the backend's business, how weights lie in memory is `Linear`'s.
@@ -59,10 +59,10 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: Tensor, attention: AttentionBackend) -> Tensor:
-        """Run one step: write the KV of all new tokens into `pool`, return the logits that the batch asks for.
+        """Run one step: write the KV of all new tokens into `pool`, return the rows that `logits` needs.
 
         pool: [num_pages, L, 2, Hkv, page_tokens, D] in the model's dtype; only rows that the batch names are modified.
-        Positions must be below the context length. Returns [S, V] float32 for `batch.logits_rows`; [0, V] when S is 0.
+        Positions must be below the context length. Returns [S, H], normed, for `batch.logits_rows`; [0, H] when S is 0.
         """
         cos, signed_sin = gather_rotation(self._rope_table, batch.positions)  # [T, 1, D] each
         hidden = functional.embedding(batch.token_ids, self._embedding)  # [T, H]
@@ -72,11 +72,16 @@ class Decoder:
             if index == last:
                 # Nobody reads the last layer's other rows: its KV is written, the rest is for the logits alone.
                 if not batch.logits_rows.numel():
-                    return torch.empty(0, self.config.vocab_size, device=self.device)
+                    return hidden[:0]
                 attended, hidden = _keep_rows(attended, batch), _keep_rows(hidden, batch)  # [S, ...]
             hidden.add_(layer.output(attended))
             hidden.add_(self._mlp(layer, hidden))
-        return self._lm_head(self._norm(hidden, self._final_norm)).float()  # [S, V]
+        return self._norm(hidden, self._final_norm)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, H] rows that `forward` returned, or some of them |-> [S, V] float32, the caller's own."""
+        return self._lm_head(hidden).float()
 
     def _attend(
         self,
