@@ -62,13 +62,19 @@ def test_guesses_fade_as_the_batch_grows() -> None:
     assert means == sorted(means, reverse=True) and means[0] >= 3 and means[-1] < 0.5
 
 
+def test_a_dear_draft_model_keeps_no_free_guess_back() -> None:
+    dear = Costs(FLAT, CostCurve(((1, 5.0),)))
+    drafted, free = choose_lengths([Candidate(0.9, 16), Candidate(0.9, 16, is_free=True)], 0, dear)
+    assert drafted == 0 and free > 2
+
+
 def test_the_sequence_that_is_easier_to_guess_gets_more() -> None:
     easy, hard = choose_lengths([Candidate(0.9, 16), Candidate(0.3, 16)], 10, Costs(FLAT, None))
     assert easy > hard
 
 
 @given(
-    st.lists(st.builds(Candidate, st.floats(0, 1), st.integers(0, 20)), max_size=20),
+    st.lists(st.builds(Candidate, st.floats(0, 1), st.integers(0, 20), st.booleans()), max_size=20),
     st.integers(0, 100),
     st.booleans(),
 )

@@ -60,10 +60,10 @@ class CostCurve:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a guess costs."""
+    """What guesses cost."""
 
     step: CostCurve  # of the model
-    draft: CostCurve | None  # of the draft model; None when guesses cost nothing but their rows
+    draft: CostCurve | None  # of the draft model; None without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,7 @@ class Candidate:
 
     acceptance: float
     most: int  # guesses allowed: the request's limit, and one less than the tokens it may still get
+    is_free: bool = False  # guessed without the draft model
 
 
 def choose_lengths(candidates: Sequence[Candidate], other_rows: int, costs: Costs) -> list[int]:
@@ -83,22 +84,39 @@ def choose_lengths(candidates: Sequence[Candidate], other_rows: int, costs: Cost
     if not candidates:
         return lengths
     rows = other_rows + len(candidates)
-    tokens, seconds = float(len(candidates)), costs.step.seconds(rows)
+    best = _Step(rows, float(len(candidates)), costs.step.seconds(rows))
     for depth in range(1, MOST_DRAFT_TOKENS + 1):
-        open_ = [i for i, one in enumerate(candidates) if lengths[i] == depth - 1 and one.most >= depth]
-        open_.sort(key=lambda i: -candidates[i].acceptance)
-        best, num_best, gained = tokens / seconds, 0, 0.0
-        best_tokens, best_seconds = tokens, seconds
-        for count, i in enumerate(open_, start=1):
-            gained += candidates[i].acceptance ** depth
-            spent = costs.step.seconds(rows + count) - costs.step.seconds(rows)
-            spent += costs.draft.seconds(count) if costs.draft else 0.0
-            if (tokens + gained) / (seconds + spent) > best:
-                best_tokens, best_seconds = tokens + gained, seconds + spent
-                best, num_best = best_tokens / best_seconds, count
-        if not num_best:
+        before = best
+        for is_free in (True, False):
+            group = [
+                i
+                for i, one in enumerate(candidates)
+                if one.is_free is is_free and lengths[i] == depth - 1 and one.most >= depth
+            ]
+            group.sort(key=lambda i: -candidates[i].acceptance)
+            gains = [candidates[i].acceptance ** depth for i in group]
+            count, best = _extend(best, gains, costs.step, None if is_free else costs.draft)
+            for i in group[:count]:
+                lengths[i] = depth
+        if best is before:
             break
-        for i in open_[:num_best]:
-            lengths[i] = depth
-        tokens, seconds, rows = best_tokens, best_seconds, rows + num_best
     return lengths
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    rows: int
+    tokens: float  # expected
+    seconds: float  # those of guessing included
+
+
+def _extend(base: _Step, gains: Sequence[float], step: CostCurve, draft: CostCurve | None) -> tuple[int, _Step]:
+    """How many of the guesses to add, greatest gain first, for the most tokens per second; and the step with them."""
+    num_best, best = 0, base
+    for count in range(1, len(gains) + 1):
+        rows = base.rows + count
+        seconds = base.seconds + step.seconds(rows) - step.seconds(base.rows) + (draft.seconds(count) if draft else 0.0)
+        longer = _Step(rows, base.tokens + sum(gains[:count]), seconds)
+        if longer.tokens * best.seconds > best.tokens * longer.seconds:
+            num_best, best = count, longer
+    return num_best, best

@@ -1,0 +1,32 @@
+"""What a forward takes by its rows: measured at start, then kept up to date by every step. Pure: seconds come in."""
+
+from dataclasses import dataclass, field
+
+from decode_worker.speculation.lengths import CostCurve
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a forward are counted as the next larger of these
+NEWEST_SHARE = 0.1  # of the newest measurement in the average; the last 20 or so decide
+
+
+@dataclass(slots=True)
+class CostMeter:
+    """Averages of measured forwards. Not thread-safe: the engine thread's."""
+
+    _seconds: dict[int, float] = field(default_factory=dict)  # size |-> average
+
+    def note(self, rows: int, seconds: float) -> None:
+        """A forward of `rows` rows took `seconds`. Larger ones than any size are prompts, which tell nothing here."""
+        size = next((size for size in SIZES if rows <= size), None)
+        if size is None:
+            return
+        before = self._seconds.get(size)
+        self._seconds[size] = seconds if before is None else before + NEWEST_SHARE * (seconds - before)
+
+    def curve(self) -> CostCurve | None:
+        """The averages as a curve that nowhere falls; None before anything was measured."""
+        points = []
+        highest = 0.0
+        for size in sorted(self._seconds):
+            highest = max(highest, self._seconds[size])
+            points.append((size, highest))
+        return CostCurve(tuple(points)) if points else None
