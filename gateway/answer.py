@@ -1,99 +1,123 @@
-"""From the ring's tokens to an answer's text, piece by piece.
+"""From the ring's tokens to the choices of a request, piece by piece.
 
-Knows text, stop strings and when an answer is over; must not know REST or gRPC.
+Knows when a choice and a request are over; must not know REST or gRPC.
 """
 
+import asyncio
 from asyncio import CancelledError
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import cast
 
 import structlog
 
 from gateway.errors import ApiError
-from gateway.front import Front, Order
-from gateway.generation import FinishReason, Tokens
-from gateway.metrics import RequestMeter
-from gateway.text.detokenize import IncrementalDetokenizer
+from gateway.front import Front
+from gateway.generation import TokenLogprobs, Tokens
+from gateway.merge import merge
+from gateway.metrics import ChoiceMeter, RequestMeter
+from gateway.order import Echo, Job, Order
+from gateway.pieces import Piece, PieceReader, ToldToken
 from gateway.text.stops import StopStrings
 
 _log = structlog.get_logger()
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One piece of an answer."""
-
-    text: str  # whole characters; lags behind the tokens while it may be the start of a stop string
-    token_ids: tuple[int, ...]  # up to and with the one that completed a stop string
-    finish_reason: FinishReason | None  # set on the last piece only
+_TOLD_AT_ONCE = 512  # prompt tokens; writing them holds the event loop, up to 30 us each
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A whole answer."""
+class Totals:
+    """Token counts of a request, as its pieces go by."""
 
-    text: str
-    num_tokens: int
-    finish_reason: FinishReason
+    def __init__(self, job: Job) -> None:
+        self.num_prompt = job.num_prompt_tokens
+        self.num_completion = 0
+        self.num_cached = 0  # prompt tokens whose KV was there already
+        self.num_open = len(job.orders)  # choices without an end yet
+        self._num_per_prompt = job.num_per_prompt
+
+    def add(self, index: int, piece: Piece) -> None:
+        """Counts a piece of a choice."""
+        self.num_completion += len(piece.token_ids)
+        self.num_open -= piece.finish_reason is not None
+        if piece.timing is not None and index % self._num_per_prompt == 0:
+            self.num_cached += piece.timing.cached_tokens
 
 
-async def stream_answer(front: Front, order: Order, meter: RequestMeter) -> AsyncGenerator[Piece, None]:
-    """The pieces of one answer. Closing this iterator closes the ring's. Raises ApiError as the ring does."""
-    reader = _TokenReader(front.tokenizer.detokenizer(), StopStrings(order.stop_strings))
-    num_prompt, num_tokens = len(order.generation.prompt_ids), 0
-    meter.start(num_prompt)
+async def stream_choices(front: Front, job: Job, meter: RequestMeter) -> AsyncGenerator[tuple[int, Piece], None]:
+    """Pieces of all choices as they come, each with its choice's index. Closing this iterator closes the ring's.
+
+    Raises ApiError as the ring does: the first choice that fails ends the others.
+    """
+    meter.start(job.num_prompt_tokens)
+    totals = Totals(job)
+    meters = [meter.choice() for _ in job.orders]
+    choices = [_stream_choice(front, order, meters[index]) for index, order in enumerate(job.orders)]
     try:
-        async with aclosing(cast(AsyncGenerator[Tokens, None], front.ring.generate(order.generation))) as news:
-            async for tokens in news:
-                piece = reader.read(tokens)
-                num_tokens += len(piece.token_ids)
-                meter.add_tokens(len(piece.token_ids))
-                if piece.finish_reason is not None:
-                    break  # closes the ring's iterator before the client hears of the end
-                yield piece
-            else:
-                raise ApiError(500, "the answer ended before it was complete; try again", None, "incomplete_answer")
+        async with aclosing(merge(choices)) as pieces:
+            async for index, piece in pieces:
+                totals.add(index, piece)
+                if not totals.num_open:
+                    _log.info("answered", **_counts(job, totals), reason=piece.finish_reason)
+                yield index, piece
     except (CancelledError, GeneratorExit):
-        meter.cancel()
-        _log.info("cancelled", prompt_tokens=num_prompt, tokens=num_tokens)
+        for choice in meters:
+            choice.cancel()
+        if totals.num_open:
+            _log.info("cancelled", **_counts(job, totals))
         raise
+
+
+def _counts(job: Job, totals: Totals) -> dict[str, int]:
+    return {"choices": len(job.orders), "prompt_tokens": totals.num_prompt, "tokens": totals.num_completion}
+
+
+async def _stream_choice(front: Front, order: Order, meter: ChoiceMeter) -> AsyncGenerator[Piece, None]:
+    reader = PieceReader(
+        front.tokenizer.detokenizer(),
+        StopStrings(order.stop_strings),
+        with_logprobs=order.generation.num_logprobs is not None,
+        text_offset=len(order.echo.text) if order.echo else 0,
+    )
+    is_begun = False
+    async with aclosing(_generate(front, order)) as news:
+        async for tokens in news:
+            if not is_begun and order.echo is not None:
+                async for piece in _echo(order, order.echo, tokens.prompt_logprobs):
+                    yield piece
+            is_begun = True
+            piece = _drop(tokens) if order.is_dropped else reader.read(tokens)
+            meter.add_tokens(len(piece.token_ids))
+            if piece.finish_reason is not None:
+                break  # closes the ring's iterator before the client hears of the end
+            yield piece
+        else:
+            raise ApiError(500, "the answer ended before it was complete; try again", None, "incomplete_answer")
     meter.finish(piece.finish_reason)
-    _log.info("answered", prompt_tokens=num_prompt, tokens=num_tokens, reason=piece.finish_reason)
     yield piece
 
 
-async def collect_answer(pieces: AsyncGenerator[Piece, None]) -> Answer:
-    """Waits for the whole answer."""
-    texts: list[str] = []
-    num_tokens = 0
-    async with aclosing(pieces):
-        async for piece in pieces:
-            texts.append(piece.text)
-            num_tokens += len(piece.token_ids)
-            if piece.finish_reason is not None:
-                return Answer("".join(texts), num_tokens, piece.finish_reason)
-    raise AssertionError("stream_answer raises rather than end without a finish reason")
+def _generate(front: Front, order: Order) -> AsyncGenerator[Tokens, None]:
+    return cast(AsyncGenerator[Tokens, None], front.ring.generate(order.generation, order.shared))
 
 
-class _TokenReader:
-    """Text of the tokens so far: stop tokens have none, and nothing follows a stop string."""
+def _drop(tokens: Tokens) -> Piece:
+    """What is left where only the prompt was asked for."""
+    return Piece("", finish_reason=None if tokens.finish_reason is None else "length", timing=tokens.timing)
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, stops: StopStrings) -> None:
-        self._detokenizer = detokenizer
-        self._stops = stops
 
-    def read(self, tokens: Tokens) -> Piece:
-        texts: list[str] = []
-        num_with_text = len(tokens.token_ids) - (tokens.finish_reason == "stop")
-        for count, token_id in enumerate(tokens.token_ids[:num_with_text], start=1):
-            text, is_stopped = self._stops.push(self._detokenizer.push([token_id]))
-            texts.append(text)
-            if is_stopped:
-                return Piece("".join(texts), tokens.token_ids[:count], "stop")
-        if tokens.finish_reason is None:
-            return Piece("".join(texts), tokens.token_ids, None)
-        text, is_stopped = self._stops.push(self._detokenizer.flush())
-        texts += [text] if is_stopped else [text, self._stops.flush()]
-        return Piece("".join(texts), tokens.token_ids, "stop" if is_stopped else tokens.finish_reason)
+async def _echo(order: Order, echo: Echo, logprobs: Sequence[TokenLogprobs] | None) -> AsyncGenerator[Piece, None]:
+    """The prompt before its answer. Others get their turn while a long one is told."""
+    if order.generation.num_prompt_logprobs is None:
+        yield Piece(echo.text)
+        return
+    ids = order.generation.prompt_ids
+    if logprobs is None or len(logprobs) != len(ids) - 1:
+        raise ValueError(f"the first tokens must come with log-probabilities of all {len(ids)} prompt tokens but one")
+    for start in range(0, len(ids), _TOLD_AT_ONCE):
+        end = min(start + _TOLD_AT_ONCE, len(ids))
+        told = tuple(
+            ToldToken(ids[at], logprobs[at - 1] if at else None, min(echo.offsets[at], len(echo.text)))
+            for at in range(start, end)
+        )
+        yield Piece("" if start else echo.text, told=told)
+        await asyncio.sleep(0)

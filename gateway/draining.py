@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from gateway.errors import not_ready
-from gateway.generation import Generation, Ring, Tokens
+from gateway.generation import Generation, Ring, SharedPrompt, Tokens
 
 DRAINING = "the gateway is draining: it is about to stop and takes no new requests"
 CUT_OFF = "the gateway stopped before the answer was complete; try again"
@@ -40,13 +40,15 @@ class DrainingRing:
     def check_ready(self) -> str | None:
         return DRAINING if self.is_draining() else self._ring.check_ready()
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Tokens, None]:
+    async def generate(
+        self, generation: Generation, shared: SharedPrompt | None = None
+    ) -> AsyncGenerator[Tokens, None]:
         if self.is_draining():
             raise not_ready(DRAINING)
         guest = _Guest(cast("asyncio.Task[None] | None", asyncio.current_task()))
         self._guests.add(guest)
         try:
-            async with aclosing(cast(AsyncGenerator[Tokens, None], self._ring.generate(generation))) as news:
+            async with aclosing(cast(AsyncGenerator[Tokens, None], self._ring.generate(generation, shared))) as news:
                 while (tokens := await _next(guest, news)) is not None:
                     yield tokens
         finally:

@@ -1,29 +1,31 @@
-"""What REST and gRPC share: the served model, its options, and the way from a raw request to a generation.
+"""What REST and gRPC share: the served model, its options, and the way from a raw request to its generations.
 
 Must not know HTTP or gRPC.
 """
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gateway.errors import bad_request
-from gateway.generation import Generation, Ring
+from gateway.answer_forms import check_form
+from gateway.generation import Generation, Ring, SharedPrompt
 from gateway.metrics import FrontMetrics
+from gateway.order import Echo, Job, Order
+from gateway.prompts import Prompts
+from gateway.raw_request import RawRequest
+from gateway.sampling_rules import check_sampling, check_speculation
 from gateway.text.offload import Offload
-from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from gateway.validate import (
-    Chat,
-    RawRequest,
+    check_choices,
+    check_logprobs,
     check_max_tokens,
     check_model,
-    check_prompt_tokens,
-    check_sampling,
+    check_num_told,
     check_stop_ids,
     check_stops,
-    check_text_bytes,
-    check_vocabulary,
     resolve_max_tokens,
+    resolve_min_tokens,
 )
 
 
@@ -42,14 +44,6 @@ class FrontOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """A request after validation: tokens to generate, and the text that ends them early."""
-
-    generation: Generation
-    stop_strings: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Front:
     """One served model before the ring."""
 
@@ -61,48 +55,78 @@ class Front:
     offload: Offload
     created_s: int  # Unix time at which the model came to be served
 
-    async def prepare(self, raw: RawRequest, request_id: str) -> Order:
-        """Checks a request, cheap rules before dear ones, and tokenises its prompt. Raises ApiError."""
-        model = self.tokenizer
+    @property
+    def prompts(self) -> Prompts:
+        """Prompts to token ids."""
+        return Prompts(self.tokenizer, self.offload)
+
+    async def prepare(self, raw: RawRequest, request_id: str) -> Job:
+        """Checks a request, cheap rules before dear ones, and tokenises its prompts. Raises ApiError."""
         check_model(raw.model, self.served_name)
+        n = check_choices(raw)
         check_max_tokens(raw)
-        sampling = check_sampling(raw, model.sampling_defaults, model.vocabulary_size, secrets.randbits(63))
+        check_logprobs(raw)
         stop_strings = check_stops(raw)
-        stop_ids = check_stop_ids(raw, model.eos_token_ids, model.vocabulary_size)
-        prompt_ids = await self._prompt_ids(raw)
-        check_prompt_tokens(len(prompt_ids), raw.prompt_param, model.context_tokens)
-        max_tokens = resolve_max_tokens(raw, len(prompt_ids), model.context_tokens)
-        return Order(Generation(request_id, prompt_ids, max_tokens, sampling, stop_ids), stop_strings)
+        common = self._without_prompt(raw, request_id)
+        encoded = await self.prompts.encode(raw.prompts)
+        generations = [self._with_prompt(common, raw, prompt_ids) for prompt_ids in encoded]
+        check_num_told(raw, n * len(encoded), n * sum(map(_num_told_places, generations)))
+        echoes: Sequence[Echo | None] = [None] * len(encoded)
+        if raw.is_echoed:
+            echoes = await self.prompts.echo(raw.prompts, encoded, raw.num_logprobs is not None)
+        firsts = [
+            Order(generation, stop_strings, _shared(generation, n), echo, raw.max_tokens == 0)
+            for generation, echo in zip(generations, echoes, strict=True)
+        ]
+        return Job(_numbered([choice for first in firsts for choice in _choices(first, n)]), n)
 
-    async def _prompt_ids(self, raw: RawRequest) -> tuple[int, ...]:
-        if isinstance(raw.prompt, Chat):
-            return await self._chat_ids(raw.prompt, raw.prompt_param)
-        if isinstance(raw.prompt, str):
-            return await self._text_ids(raw.prompt, raw.prompt_param)
-        check_prompt_tokens(len(raw.prompt), raw.prompt_param, self.tokenizer.context_tokens)
-        check_vocabulary(raw.prompt, raw.prompt_param, self.tokenizer.vocabulary_size)
-        return tuple(raw.prompt)
+    def _without_prompt(self, raw: RawRequest, request_id: str) -> Generation:
+        """What all generations have in common."""
+        model = self.tokenizer
+        return Generation(
+            request_id=request_id,
+            prompt_ids=(),
+            max_tokens=0,
+            sampling=check_sampling(raw, model.sampling_defaults, model.vocabulary_size),
+            stop_token_ids=check_stop_ids(raw, model.eos_token_ids, model.vocabulary_size),
+            num_logprobs=raw.num_logprobs,
+            num_prompt_logprobs=raw.num_logprobs if raw.is_echoed else None,
+            grammar=check_form(raw.form),
+            speculation=check_speculation(raw),
+        )
 
-    async def _text_ids(self, text: str, param: str) -> tuple[int, ...]:
-        check_text_bytes(_num_bytes([text]), param, self.tokenizer.context_tokens)
-        return await self.offload.run(len(text), lambda: tuple(self.tokenizer.encode(text, add_special_tokens=True)))
-
-    async def _chat_ids(self, chat: Chat, param: str) -> tuple[int, ...]:
-        if not chat.messages:
-            raise bad_request("messages is empty; send at least one message", param)
-        if not self.tokenizer.has_chat_template:
-            raise bad_request("the model has no chat template; send its prompt to /v1/completions instead", param)
-        check_text_bytes(_num_bytes([m["content"] for m in chat.messages]), param, self.tokenizer.context_tokens)
-        num_chars = sum(len(m["content"]) + 16 for m in chat.messages)  # 16: a role and its markers
-        return await self.offload.run(num_chars, lambda: self._render_and_encode(chat, param))
-
-    def _render_and_encode(self, chat: Chat, param: str) -> tuple[int, ...]:
-        try:
-            text = self.tokenizer.render_chat(chat.messages)
-        except TemplateRefusalError as error:
-            raise bad_request(f"the model's chat template refuses these messages: {str(error)[:300]}", param) from error
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+    def _with_prompt(self, common: Generation, raw: RawRequest, prompt_ids: tuple[int, ...]) -> Generation:
+        max_tokens = resolve_max_tokens(raw, len(prompt_ids), self.tokenizer.context_tokens)
+        min_tokens = resolve_min_tokens(raw, max_tokens)
+        # Equal prompts of one request shall get different answers, unless a seed was given.
+        sampling = replace(common.sampling, seed=secrets.randbits(63)) if raw.seed is None else common.sampling
+        return replace(
+            common, prompt_ids=prompt_ids, max_tokens=max(max_tokens, 1), min_tokens=min_tokens, sampling=sampling
+        )
 
 
-def _num_bytes(texts: Sequence[str]) -> int:
-    return sum(len(text.encode()) for text in texts)
+def _choices(first: Order, n: int) -> list[Order]:
+    """The n answers to one prompt, each with a seed of its own."""
+    generation, seed = first.generation, first.generation.sampling.seed
+    samplings = [replace(generation.sampling, seed=(seed + number) % 2**64) for number in range(n)]
+    return [replace(first, generation=replace(generation, sampling=sampling)) for sampling in samplings]
+
+
+def _numbered(orders: Sequence[Order]) -> tuple[Order, ...]:
+    """Several choices get an id each: the request's and their index."""
+    if len(orders) == 1:
+        return tuple(orders)
+    return tuple(
+        replace(order, generation=replace(order.generation, request_id=f"{order.generation.request_id}-{index}"))
+        for index, order in enumerate(orders)
+    )
+
+
+def _shared(generation: Generation, n: int) -> SharedPrompt | None:
+    """Log-probabilities of a prompt are told only where it is computed."""
+    return SharedPrompt() if n > 1 and generation.num_prompt_logprobs is None else None
+
+
+def _num_told_places(generation: Generation) -> int:
+    """Tokens whose log-probabilities may be told."""
+    return generation.max_tokens + (0 if generation.num_prompt_logprobs is None else len(generation.prompt_ids))

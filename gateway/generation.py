@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length"]
+Drafter = Literal["auto", "off", "ngram", "draft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Grammar:
 class Speculation:
     """How tokens are guessed ahead. Never changes them."""
 
-    drafter: Literal["auto", "off", "ngram", "draft"] = "auto"
+    drafter: Drafter = "auto"
     max_draft_tokens: int = 0  # 0 leaves it to the worker
 
 

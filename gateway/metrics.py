@@ -20,11 +20,13 @@ class FrontMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self.prompt_tokens = Counter("baton:prompt_tokens", "Prompt tokens of requests started.", registry=registry)
+        self.prompt_tokens = Counter(
+            "baton:prompt_tokens", "Prompt tokens of requests started; each prompt counts once.", registry=registry
+        )
         self.generation_tokens = Counter("baton:generation_tokens", "Tokens generated.", registry=registry)
         self.time_to_first_token = Histogram(
             "baton:time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
+            "From a request's arrival to each choice's first token.",
             buckets=_REQUEST_BUCKETS_S,
             registry=registry,
         )
@@ -36,34 +38,47 @@ class FrontMetrics:
         )
         self.e2e_request_latency = Histogram(
             "baton:e2e_request_latency_seconds",
-            "From a request's arrival to its last token.",
+            "From a request's arrival to each choice's last token.",
             buckets=_REQUEST_BUCKETS_S,
             registry=registry,
         )
         self.request_success = Counter(
-            "baton:request_success", "Requests answered in full.", ["finished_reason"], registry=registry
+            "baton:request_success", "Choices answered in full.", ["finished_reason"], registry=registry
         )
         self.cancelled = Counter(
             "baton:cancelled",
-            "Requests their client gave up, before the first token (waiting) or after it (decode).",
+            "Choices their client gave up, before the first token (waiting) or after it (decode).",
             ["phase"],
             registry=registry,
         )
 
 
 class RequestMeter:
-    """Times one request. Made at its arrival; `finish` or `cancel` ends it and what follows is not counted."""
+    """Times one request. Made at its arrival."""
 
     def __init__(self, metrics: FrontMetrics, clock: Callable[[], float] = time.perf_counter) -> None:
         self._metrics = metrics
         self._clock = clock
         self._arrived_s = clock()
-        self._last_token_s: float | None = None
-        self._is_over = False
 
     def start(self, num_prompt: int) -> None:
         """The request passed validation."""
         self._metrics.prompt_tokens.inc(num_prompt)
+
+    def choice(self) -> "ChoiceMeter":
+        """A meter for one of its choices."""
+        return ChoiceMeter(self._metrics, self._clock, self._arrived_s)
+
+
+class ChoiceMeter:
+    """Times one choice of a request. `finish` or `cancel` ends it and what follows is not counted."""
+
+    def __init__(self, metrics: FrontMetrics, clock: Callable[[], float], arrived_s: float) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._arrived_s = arrived_s
+        self._last_token_s: float | None = None
+        self._is_over = False
 
     def add_tokens(self, num_tokens: int) -> None:
         """Tokens arrived, together."""

@@ -14,17 +14,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from gateway.access import REQUEST_ID_HEADER, pick_request_id, unique_id
-from gateway.answer import stream_answer
-from gateway.errors import ApiError, bad_request
+from gateway.answer import Totals, stream_choices
+from gateway.errors import ApiError
 from gateway.front import Front
+from gateway.grpc_answers import logprob_messages, timing_message
 from gateway.grpc_errors import KeyInterceptor, abort_with
+from gateway.grpc_requests import generate_request
 from gateway.metrics import RequestMeter
-from gateway.validate import RawRequest
 from protos import inference_pb2, inference_pb2_grpc
 
 _log = structlog.get_logger()
-
-_SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
 
 
 def build_interceptors(front: Front) -> Sequence[grpc.aio.ServerInterceptor]:
@@ -55,9 +54,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse],
     ) -> None:
-        """Streams one continuation. A cancelled call closes the ring's iterator; so does a client that stops reading.
+        """Streams continuations of one prompt.
 
-        It writes rather than yields: a cancelled write is then seen here, where the iterator is closed.
+        A cancelled call closes the ring's iterators; so does a client that stops reading. It writes rather than yields:
+        a cancelled write is then seen here, where the iterator is closed.
         """
         request_id = pick_request_id(_metadata(context, REQUEST_ID_HEADER))
         with structlog.contextvars.bound_contextvars(request_id=request_id):
@@ -86,17 +86,22 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, request_id: str
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         meter = RequestMeter(self._front.metrics)
-        order = await self._front.prepare(raw_request(request), unique_id(request_id))
-        usage = inference_pb2.Usage(prompt_tokens=len(order.generation.prompt_ids))
-        async with aclosing(stream_answer(self._front, order, meter)) as pieces:
-            async for piece in pieces:
-                usage.completion_tokens += len(piece.token_ids)
-                is_last = piece.finish_reason is not None
+        raw = generate_request(request)
+        job = await self._front.prepare(raw, unique_id(request_id))
+        totals = Totals(job)
+        async with aclosing(stream_choices(self._front, job, meter)) as pieces:
+            async for index, piece in pieces:
+                totals.add(index, piece)
                 yield inference_pb2.GenerateResponse(
                     text=piece.text,
                     token_ids=piece.token_ids,
                     finish_reason=piece.finish_reason or "",
-                    usage=usage if is_last else None,
+                    usage=None
+                    if totals.num_open
+                    else inference_pb2.Usage(prompt_tokens=totals.num_prompt, completion_tokens=totals.num_completion),
+                    index=index,
+                    logprobs=logprob_messages(piece),
+                    timing=timing_message(piece.timing) if raw.with_timing and piece.timing else None,
                 )
 
 
@@ -117,23 +122,6 @@ class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         is_ready = self._front.ring.check_ready() is None
         status = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
         return health_pb2.HealthCheckResponse(status=status)
-
-
-def raw_request(request: inference_pb2.GenerateRequest) -> RawRequest:
-    """The request without its wire format. Raises ApiError when it has no prompt."""
-    kind = request.WhichOneof("prompt")
-    if kind is None:
-        raise bad_request("the request has no prompt; set text or token_ids", "prompt", "missing_field")
-    given = {name: getattr(request, name) for name in _SAMPLING_FIELDS if request.HasField(name)}
-    return RawRequest(
-        model=request.model or None,
-        prompt=request.text if kind == "text" else tuple(request.token_ids.ids),
-        prompt_param=kind,
-        stop=tuple(request.stop),
-        stop_token_ids=tuple(request.stop_token_ids),
-        ignore_eos=request.ignore_eos,
-        **given,
-    )
 
 
 def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> str | None:

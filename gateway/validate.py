@@ -1,51 +1,22 @@
-"""The one set of rules for what a generation may ask, the same for REST and gRPC.
+"""The one set of rules for what a generation may ask, the same for REST and gRPC: lengths, counts and ends.
 
 Pure: from a raw request and the model's limits to checked values or an ApiError naming the field. Must not know HTTP,
-gRPC, text encoding or who generates.
+gRPC, text encoding or who generates. Sampling's rules are in sampling_rules.py, those of forms in answer_forms.py.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Sequence
 
 from gateway.errors import ApiError, bad_request, model_not_found
-from gateway.generation import Sampling
-from gateway.text.checkpoint import SamplingDefaults
+from gateway.limits import check_range, pick, shown
+from gateway.raw_request import RawRequest
 
-Number = TypeVar("Number", int, float)
-
+MAX_CHOICES = 128  # of all prompts together: each takes a place in the queue
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024  # of one stop string
 MAX_STOP_TOKEN_IDS = 256
-MAX_TEMPERATURE = 2.0
+MAX_TOP_LOGPROBS = 20
+MAX_TOLD_LOGPROBS = 2**23  # of all choices together, where there are several; about 100 bytes each while they wait
 TEXT_BYTES_PER_TOKEN = 16  # four times what English needs; longer text cannot fit the context and is not tokenised
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation: the `role`, `content` and perhaps `name` and `tool_call_id` of each message."""
-
-    messages: Sequence[Mapping[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class RawRequest:
-    """What a client asked, types right and values unchecked. None: not given."""
-
-    model: str | None
-    prompt: str | Sequence[int] | Chat
-    prompt_param: str  # what the client calls its prompt, for errors
-    max_tokens: int | None = None
-    max_tokens_param: str = "max_tokens"
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
 
 
 def check_model(model: str | None, served: str) -> None:
@@ -54,18 +25,18 @@ def check_model(model: str | None, served: str) -> None:
         raise model_not_found(model[:200], served)
 
 
-def check_sampling(raw: RawRequest, defaults: SamplingDefaults, vocabulary_size: int, random_seed: int) -> Sampling:
-    """Sampling parameters with the defaults filled in; `random_seed` serves requests without a seed."""
-    top_k = _pick(raw.top_k, defaults.top_k)
-    if top_k < 0:
-        raise bad_request(f"top_k is {top_k}; it must be at least 0, which keeps all tokens", "top_k")
-    return Sampling(
-        temperature=_in_range("temperature", _pick(raw.temperature, defaults.temperature), MAX_TEMPERATURE),
-        top_p=_positive("top_p", _in_range("top_p", _pick(raw.top_p, defaults.top_p), 1.0)),
-        top_k=top_k if top_k < vocabulary_size else 0,
-        min_p=_in_range("min_p", _pick(raw.min_p, defaults.min_p), 1.0),
-        seed=random_seed if raw.seed is None else _unsigned(raw.seed),
-    )
+def check_choices(raw: RawRequest) -> int:
+    """How many answers each prompt gets."""
+    n = pick(raw.n, 1)
+    if not raw.prompts:
+        raise bad_request(f"{raw.prompts_param} is empty; send at least one prompt", raw.prompts_param)
+    check_range("n", n, 1, MAX_CHOICES)
+    if n * len(raw.prompts) > MAX_CHOICES:
+        raise bad_request(
+            f"{len(raw.prompts)} prompts with {n} answers each are more than {MAX_CHOICES}; send several requests",
+            "n" if n > 1 else raw.prompts_param,
+        )
+    return n
 
 
 def check_stops(raw: RawRequest) -> tuple[str, ...]:
@@ -99,7 +70,7 @@ def check_vocabulary(ids: Sequence[int], param: str, vocabulary_size: int) -> No
     for worst in (min(ids), max(ids)):
         if not 0 <= worst < vocabulary_size:
             raise bad_request(
-                f"{param} holds token id {_shown(worst)}; the model's ids go from 0 to {vocabulary_size - 1}", param
+                f"{param} holds token id {shown(worst)}; the model's ids go from 0 to {vocabulary_size - 1}", param
             )
 
 
@@ -123,51 +94,59 @@ def check_prompt_tokens(num_prompt: int, param: str, context_tokens: int) -> Non
 
 
 def check_max_tokens(raw: RawRequest) -> None:
-    """What can be said of max_tokens before the prompt is counted."""
-    if raw.max_tokens is not None and raw.max_tokens < 1:
+    """What can be said of max_tokens and min_tokens before the prompt is counted."""
+    lowest = 0 if raw.is_echoed else 1
+    if raw.max_tokens is not None and raw.max_tokens < lowest:
         raise bad_request(
-            f"{raw.max_tokens_param} is {_shown(raw.max_tokens)}; it must be at least 1", raw.max_tokens_param
+            f"{raw.max_tokens_param} is {shown(raw.max_tokens)}; it must be at least {lowest}", raw.max_tokens_param
         )
+    if raw.min_tokens is not None and raw.min_tokens < 0:
+        raise bad_request(f"min_tokens is {shown(raw.min_tokens)}; it must be at least 0", "min_tokens")
+    if raw.form is not None and (raw.min_tokens or raw.ignore_eos):
+        name = "min_tokens" if raw.min_tokens else "ignore_eos"
+        raise bad_request(f"{name} cannot be combined with {raw.form.param}, which says where the answer ends", name)
 
 
 def resolve_max_tokens(raw: RawRequest, num_prompt: int, context_tokens: int) -> int:
-    """Most tokens to generate: as asked, or the rest of the context."""
+    """Most tokens to generate: as asked, or the rest of the context. 0 only for a prompt that is echoed."""
     rest = context_tokens - num_prompt
     if raw.max_tokens is not None and raw.max_tokens > rest:
         raise _too_long(
-            f"{raw.max_tokens_param} is {_shown(raw.max_tokens)}, but the prompt's {num_prompt} tokens leave {rest} of "
+            f"{raw.max_tokens_param} is {shown(raw.max_tokens)}, but the prompt's {num_prompt} tokens leave {rest} of "
             f"the model's context of {context_tokens}; ask for {rest} or fewer",
             raw.max_tokens_param,
         )
-    return rest if raw.max_tokens is None else raw.max_tokens
+    return pick(raw.max_tokens, rest)
 
 
-def _pick(given: Number | None, default: Number) -> Number:
-    return default if given is None else given
+def resolve_min_tokens(raw: RawRequest, max_tokens: int) -> int:
+    """Fewest tokens before the answer may end."""
+    min_tokens = pick(raw.min_tokens, 0)
+    if min_tokens > max_tokens:
+        raise bad_request(
+            f"min_tokens is {shown(min_tokens)}; it must not exceed the {max_tokens} tokens that the answer may have",
+            "min_tokens",
+        )
+    return min_tokens
 
 
-def _in_range(name: str, value: float, highest: float) -> float:
-    if not math.isfinite(value) or not 0 <= value <= highest:
-        raise bad_request(f"{name} is {_shown(value)}; it must be a number from 0 to {highest:g}", name)
-    return float(value)
+def check_logprobs(raw: RawRequest) -> None:
+    """How many likely tokens are told at each place."""
+    if raw.num_logprobs is not None:
+        check_range(raw.logprobs_param, raw.num_logprobs, 0, MAX_TOP_LOGPROBS)
 
 
-def _positive(name: str, value: float) -> float:
-    if value <= 0:
-        raise bad_request(f"{name} is {value:g}; it must be above 0", name)
-    return value
-
-
-def _unsigned(seed: int) -> int:
-    if not -(2**63) <= seed < 2**64:
-        raise bad_request(f"seed is {_shown(seed)}; it must fit 64 bits", "seed")
-    return seed % 2**64
-
-
-def _shown(number: float) -> str:
-    """A number as the client wrote it, unless it is long."""
-    text = f"{number:g}" if isinstance(number, float) else str(number)
-    return text if len(text) <= 40 else f"a number of {len(text)} digits"
+def check_num_told(raw: RawRequest, num_choices: int, num_places: int) -> None:
+    """Bounds what several choices hold in memory; one is bounded by the context. `num_places`: of all tokens told."""
+    if raw.num_logprobs is None or num_choices == 1:
+        return
+    num_told = num_places * (raw.num_logprobs + 1)
+    if num_told > MAX_TOLD_LOGPROBS:
+        raise bad_request(
+            f"{num_choices} answers could tell {num_told} log-probabilities; at most {MAX_TOLD_LOGPROBS} are allowed, "
+            f"so lower {raw.max_tokens_param} or the number of answers",
+            raw.logprobs_param,
+        )
 
 
 def _too_long(message: str, param: str) -> ApiError:

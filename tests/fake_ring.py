@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import cast
 
 from gateway.errors import ApiError
-from gateway.generation import FinishReason, Generation, Tokens
+from gateway.generation import FinishReason, Generation, SharedPrompt, Timing, TokenLogprobs, Tokens
+
+TIMING = Timing(queue_s=0.25, transfer_bytes=4096, transport="shm", cached_tokens=2)
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,10 @@ class FakeRing:
 
     def __init__(self) -> None:
         self.script = Script()
+        self.scripts: list[Script] = []  # of the next generations, one each; then `script`
         self.unready: str | None = None
         self.generations: list[Generation] = []
+        self.shared: list[SharedPrompt | None] = []  # one a generation
         self.starts: queue.Queue[str] = queue.Queue()  # request ids
         self.endings: queue.Queue[str] = queue.Queue()  # "complete", "failed" or "closed", one a generation
 
@@ -36,10 +40,11 @@ class FakeRing:
         """As scripted."""
         return self.unready
 
-    async def generate(self, generation: Generation) -> AsyncIterator[Tokens]:
+    async def generate(self, generation: Generation, shared: SharedPrompt | None = None) -> AsyncIterator[Tokens]:
         """As scripted."""
-        script, ending = self.script, "closed"
+        script, ending = self.scripts.pop(0) if self.scripts else self.script, "closed"
         self.generations.append(generation)
+        self.shared.append(shared)
         self.starts.put(generation.request_id)
         try:
             for news in _news(script, generation):
@@ -65,7 +70,9 @@ class FakeRing:
     def reset(self, script: Script) -> None:
         """Forgets what was recorded."""
         self.script, self.unready = script, None
+        self.scripts.clear()
         self.generations.clear()
+        self.shared.clear()
         self.starts, self.endings = queue.Queue(), queue.Queue()
 
 
@@ -79,4 +86,25 @@ def _news(script: Script, generation: Generation) -> Iterator[Tokens]:
             break
     for start in range(0, len(ids), script.group):
         group = tuple(ids[start : start + script.group])
-        yield Tokens(group, finish if start + script.group >= len(ids) else None)
+        is_last = start + script.group >= len(ids)
+        yield Tokens(
+            group,
+            finish if is_last else None,
+            likely(group, generation.num_logprobs),
+            None if start or generation.num_prompt_logprobs is None
+            else likely(generation.prompt_ids[1:], generation.num_prompt_logprobs),
+            TIMING if is_last and finish else None,
+        )  # fmt: skip
+
+
+def likely(ids: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs, ...]:
+    """Made-up log-probabilities: a token's own depends on its id, and an odd one is the likeliest at its place."""
+    if num_top is None:
+        return ()
+    return tuple(TokenLogprobs(-token_id / 64, _top(token_id, num_top)) for token_id in ids)
+
+
+def _top(token_id: int, num_top: int) -> tuple[tuple[int, float], ...]:
+    others = [(other, -token_id / 64 - 0.5 * rank) for rank, other in enumerate(range(40, 40 + num_top), start=1)]
+    own = (token_id, -token_id / 64)
+    return tuple([own, *others][:num_top]) if token_id % 2 else tuple((other, 0.5 + at) for other, at in others)

@@ -3,13 +3,22 @@
 Knows chunks and whole answers, encoded by msgspec; must not know HTTP or who generates.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from gateway.answer import Totals
 from gateway.errors import ApiError
-from gateway.generation import FinishReason
+from gateway.generation import FinishReason, Timing
+from gateway.rest.openai_logprobs import ChatLogprobs, TextLogprobs
+
+
+class PromptDetails(msgspec.Struct):
+    """What is known of a request's prompt tokens."""
+
+    cached_tokens: int
 
 
 class Usage(msgspec.Struct):
@@ -18,6 +27,23 @@ class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class TimingBody(msgspec.Struct):
+    """Where one choice's time went, in seconds; see generation.Timing."""
+
+    queue_seconds: float
+    prefill_seconds: float
+    transfer_seconds: float
+    transfer_bytes: int
+    transport: str
+    first_step_seconds: float
+    decode_seconds: float
+    cached_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+    attempts: int
 
 
 class Delta(msgspec.Struct):
@@ -36,33 +62,36 @@ class AssistantMessage(msgspec.Struct):
 
 
 class ChunkChoice(msgspec.Struct):
-    """A chat chunk's only choice."""
+    """What a chunk adds to one choice of a chat."""
 
+    index: int
     delta: Delta
     finish_reason: FinishReason | None = None
-    index: int = 0
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
+    timing: TimingBody | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
-    """A chat's only choice."""
+    """One whole choice of a chat."""
 
+    index: int
     message: AssistantMessage
-    finish_reason: FinishReason
-    index: int = 0
-    logprobs: None = None
+    finish_reason: FinishReason | None
+    logprobs: ChatLogprobs | None = None
+    timing: TimingBody | UnsetType = UNSET
 
 
 class TextChoice(msgspec.Struct):
-    """A completion's or its chunk's only choice."""
+    """One choice of a completion, or what a chunk adds to it."""
 
+    index: int
     text: str
     finish_reason: FinishReason | None = None
-    index: int = 0
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
+    timing: TimingBody | UnsetType = UNSET
 
 
-Choices = list[ChunkChoice] | list[ChatChoice] | list[TextChoice]
+Choice = ChunkChoice | ChatChoice | TextChoice
 ObjectKind = Literal["chat.completion", "chat.completion.chunk", "text_completion"]
 
 
@@ -73,7 +102,7 @@ class Envelope(msgspec.Struct):
     object: ObjectKind
     created: int
     model: str
-    choices: Choices
+    choices: Sequence[Choice]
     usage: Usage | UnsetType | None = UNSET  # null in the chunks of a stream that will end with one
 
 
@@ -125,9 +154,27 @@ def encode(answer: Envelope | ErrorEnvelope | ModelCard | ModelList) -> bytes:
     return _encoder.encode(answer)
 
 
-def count_usage(num_prompt: int, num_tokens: int) -> Usage:
+def usage_of(totals: Totals) -> Usage:
     """Token counts of one request."""
-    return Usage(num_prompt, num_tokens, num_prompt + num_tokens)
+    num_prompt, num_completion = totals.num_prompt, totals.num_completion
+    return Usage(num_prompt, num_completion, num_prompt + num_completion, PromptDetails(totals.num_cached))
+
+
+def timing_of(timing: Timing) -> TimingBody:
+    """Where one choice's time went."""
+    return TimingBody(
+        queue_seconds=timing.queue_s,
+        prefill_seconds=timing.prefill_s,
+        transfer_seconds=timing.transfer_s,
+        transfer_bytes=timing.transfer_bytes,
+        transport=timing.transport,
+        first_step_seconds=timing.first_step_s,
+        decode_seconds=timing.decode_s,
+        cached_tokens=timing.cached_tokens,
+        draft_tokens=timing.draft_tokens,
+        accepted_tokens=timing.accepted_tokens,
+        attempts=timing.attempts,
+    )
 
 
 def build_error(error: ApiError) -> ErrorEnvelope:

@@ -11,6 +11,8 @@ from gateway.errors import ApiError, bad_request
 from gateway.rest.openai_types import ChatCompletionRequest, CompletionRequest, Message, StreamOptions, TextPart
 from gateway.rest.unsupported import CHAT, COMPLETION, MESSAGE, NOTHING, STREAM_OPTIONS, Harmless, supported_fields
 
+_CODES = {"missing": "missing_field", "extra_forbidden": "unknown_field", "value_error": "invalid_value"}
+
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -64,9 +66,7 @@ def _validated(model: type[Body], fields: dict[str, Any]) -> Body:
 def _named(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     param = _path(first["loc"])
-    return bad_request(
-        f"{param}: {first['msg']}", param, "missing_field" if first["type"] == "missing" else "invalid_type"
-    )
+    return bad_request(f"{param}: {first['msg']}", param, _CODES.get(first["type"], "invalid_type"))
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
@@ -74,6 +74,6 @@ def _path(loc: tuple[int | str, ...]) -> str:
     for step in loc:
         if isinstance(step, int):
             path += f"[{step}]"
-        elif not step.startswith("~"):
-            path += f".{step}" if path else step
+        elif step != "[key]" and not step.startswith("~"):  # pydantic's word for a dict's key
+            path += f".{step[:100]}" if path else step[:100]
     return path

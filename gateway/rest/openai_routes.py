@@ -10,16 +10,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.access import unique_id
-from gateway.answer import collect_answer, stream_answer
+from gateway.answer import stream_choices
 from gateway.errors import model_not_found
 from gateway.front import Front
 from gateway.metrics import RequestMeter
 from gateway.rest.disconnect import until_disconnect
 from gateway.rest.json_body import read_object
 from gateway.rest.openai_answers import ModelCard, ModelList, encode
+from gateway.rest.openai_choices import ChatEndpoint, Endpoint, Extras, TextEndpoint
 from gateway.rest.openai_parse import parse_chat, parse_completion
 from gateway.rest.openai_types import ChatCompletionRequest, CompletionRequest
-from gateway.rest.openai_wire import AnswerWriter, ChatForms, ChoiceForms, TextForms
+from gateway.rest.openai_wire import AnswerWriter
 from gateway.rest.sse import EventStream
 
 
@@ -32,14 +33,14 @@ def build_openai_router(front: Front) -> APIRouter:
         """Answers a conversation."""
         meter = RequestMeter(front.metrics)
         body = parse_chat(await read_object(request, front.options, front.tokenizer.context_tokens))
-        return await _respond(front, request, body, ChatForms(), meter)
+        return await _respond(front, request, body, ChatEndpoint(), meter)
 
     @router.post("/completions", openapi_extra=_body_doc(CompletionRequest))
     async def create_completion(request: Request) -> Response:
-        """Continues a prompt."""
+        """Continues prompts."""
         meter = RequestMeter(front.metrics)
         body = parse_completion(await read_object(request, front.options, front.tokenizer.context_tokens))
-        return await _respond(front, request, body, TextForms(), meter)
+        return await _respond(front, request, body, TextEndpoint(), meter)
 
     @router.get("/models")
     async def list_models() -> Response:
@@ -60,16 +61,17 @@ async def _respond(
     front: Front,
     request: Request,
     body: ChatCompletionRequest | CompletionRequest,
-    forms: ChoiceForms,
+    endpoint: Endpoint,
     meter: RequestMeter,
 ) -> Response:
-    order = await front.prepare(body.raw(), unique_id(request.state.request_id))
-    num_prompt = len(order.generation.prompt_ids)
-    writer = AnswerWriter(forms, front.served_name, num_prompt, is_usage_streamed=body.is_usage_streamed)
-    pieces = stream_answer(front, order, meter)
+    raw = body.raw()
+    job = await front.prepare(raw, unique_id(request.state.request_id))
+    extras = Extras(front.tokenizer.token_bytes, raw.num_logprobs is not None, raw.with_timing)
+    writer = AnswerWriter(endpoint, front.served_name, job, extras, is_usage_streamed=body.is_usage_streamed)
+    pieces = stream_choices(front, job, meter)
     if body.stream:
         return EventStream(writer.stream(pieces), front.options.stalled_client_s)
-    return _json(writer.whole(await until_disconnect(request.receive, collect_answer(pieces))))
+    return _json(await until_disconnect(request.receive, writer.whole(pieces)))
 
 
 def _card(front: Front) -> ModelCard:

@@ -3,12 +3,24 @@
 Values and limits are checked in validate.py. Must not know HTTP, answers or who generates.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from gateway.errors import bad_request
-from gateway.validate import MAX_STOP_STRINGS, MAX_TEMPERATURE, Chat, RawRequest
+from gateway.raw_request import Chat, Prompt, RawRequest
+from gateway.rest.openai_base import Body, FirstErrorOnly, Ids, Texts
+from gateway.rest.openai_forms import ResponseFormat, StructuredOutputs, pick_form
+from gateway.sampling_rules import (
+    MAX_BIAS,
+    MAX_BIASED_TOKENS,
+    MAX_DRAFT_TOKENS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+)
+from gateway.validate import MAX_CHOICES, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 
 MAX_MESSAGES = 4096
 
@@ -25,33 +37,34 @@ def _one_or_list(value: object) -> str:
     return "~list" if isinstance(value, list) else "~one"
 
 
-class _FirstErrorOnly(FailFast):
-    """A list of a million wrong elements makes one error. Hashable, which members of unions must be."""
-
-    def __hash__(self) -> int:
-        return hash(self.fail_fast)
-
-
-_Ids = Annotated[list[int], _FirstErrorOnly()]
-_Texts = Annotated[list[str], _FirstErrorOnly()]
-_TextOrTexts = Annotated[Annotated[str, Tag("~one")] | Annotated[_Texts, Tag("~list")], Discriminator(_one_or_list)]
+def _few_biases(value: object) -> object:
+    """A dict makes one error for each entry: so that many are not even looked at."""
+    if isinstance(value, dict) and len(value) > MAX_BIASED_TOKENS:
+        raise ValueError(f"{len(value)} entries; at most {MAX_BIASED_TOKENS} are allowed")
+    return value
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+def _token_id(key: str) -> str:
+    if not re.fullmatch(r"0|-?[1-9][0-9]{0,18}", key):
+        raise ValueError("keys must be token ids in decimal digits")
+    return key
 
 
-class TextPart(_Body):
+_Biases = Annotated[dict[Annotated[str, AfterValidator(_token_id)], float], BeforeValidator(_few_biases)]
+_TextOrTexts = Annotated[Annotated[str, Tag("~one")] | Annotated[Texts, Tag("~list")], Discriminator(_one_or_list)]
+
+
+class TextPart(Body):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-_Parts = Annotated[list[TextPart], _FirstErrorOnly()]
+_Parts = Annotated[list[TextPart], FirstErrorOnly()]
 
 
-class Message(_Body):
+class Message(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -71,27 +84,42 @@ class Message(_Body):
         }
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """How an answer is streamed."""
 
     include_usage: bool | None = Field(None, description="Send a last chunk with token counts and no choices.")
 
 
-class _GenerationBody(_Body):
+class _GenerationBody(Body):
     """What chat and plain completions have in common; null means not given."""
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    n: int | None = Field(None, json_schema_extra={"minimum": 1, "maximum": MAX_CHOICES})
     max_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
+    min_tokens: int | None = Field(None, json_schema_extra={"minimum": 0})
     temperature: float | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_TEMPERATURE})
     top_p: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
     top_k: int | None = Field(None, description="0 keeps all tokens.", json_schema_extra={"minimum": 0})
     min_p: float | None = Field(None, json_schema_extra={"minimum": 0, "maximum": 1})
+    frequency_penalty: float | None = Field(None, json_schema_extra={"minimum": -MAX_PENALTY, "maximum": MAX_PENALTY})
+    presence_penalty: float | None = Field(None, json_schema_extra={"minimum": -MAX_PENALTY, "maximum": MAX_PENALTY})
+    repetition_penalty: float | None = Field(
+        None, json_schema_extra={"exclusiveMinimum": 0, "maximum": MAX_REPETITION_PENALTY}
+    )
+    logit_bias: _Biases | None = Field(
+        None, description=f"Token id to what is added to its logit, from {-MAX_BIAS:g} to {MAX_BIAS:g}."
+    )
     seed: int | None = Field(None, json_schema_extra={"minimum": -(2**63), "maximum": 2**64 - 1})
     stop: _TextOrTexts | None = Field(None, json_schema_extra={"maxItems": MAX_STOP_STRINGS, "minLength": 1})
-    stop_token_ids: _Ids | None = None
+    stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    speculation: Literal["auto", "off", "ngram", "draft"] | None = None
+    max_draft_tokens: int | None = Field(None, json_schema_extra={"minimum": 1, "maximum": MAX_DRAFT_TOKENS})
+    include_timing: bool | None = Field(None, description="Tell where each choice's time went.")
 
     def check_stream_options(self) -> None:
         """`stream_options` makes sense with `stream` only."""
@@ -104,20 +132,30 @@ class _GenerationBody(_Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def _common(self) -> dict[str, Any]:
-        names = ("model", "temperature", "top_p", "top_k", "min_p", "seed")
         stop = self.stop if self.stop is not None else []
-        return {name: getattr(self, name) for name in names} | {
+        return {name: getattr(self, name) for name in _AS_GIVEN} | {
             "stop": [stop] if isinstance(stop, str) else stop,
             "stop_token_ids": self.stop_token_ids or [],
             "ignore_eos": bool(self.ignore_eos),
+            "logit_bias": {int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()},
+            "form": pick_form(self.response_format, self.structured_outputs),
+            "with_timing": bool(self.include_timing),
         }
+
+
+_AS_GIVEN = (
+    "model", "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+    "repetition_penalty", "seed", "speculation", "max_draft_tokens",
+)  # fmt: skip
 
 
 class ChatCompletionRequest(_GenerationBody):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], _FirstErrorOnly()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[Message], FirstErrorOnly()] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_TOP_LOGPROBS})
 
     def raw(self) -> RawRequest:
         """The request without its wire format."""
@@ -126,9 +164,16 @@ class ChatCompletionRequest(_GenerationBody):
             max_tokens, param = self.max_tokens, "max_tokens"
         elif self.max_tokens not in (None, max_tokens):
             raise bad_request("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
-        prompt = Chat([message.plain() for message in self.messages])
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
         return RawRequest(
-            prompt=prompt, prompt_param="messages", max_tokens=max_tokens, max_tokens_param=param, **self._common()
+            prompts=[Prompt(Chat([message.plain() for message in self.messages]), "messages")],
+            prompts_param="messages",
+            max_tokens=max_tokens,
+            max_tokens_param=param,
+            num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            logprobs_param="top_logprobs",
+            **self._common(),
         )
 
 
@@ -137,24 +182,28 @@ class CompletionRequest(_GenerationBody):
 
     prompt: Annotated[
         Annotated[str, Tag("~one")]
-        | Annotated[_Ids, Tag("~list")]
-        | Annotated[_Texts, Tag("~texts")]
-        | Annotated[list[_Ids], _FirstErrorOnly(), Tag("~id_lists")],
+        | Annotated[Ids, Tag("~list")]
+        | Annotated[Texts, Tag("~texts")]
+        | Annotated[list[Ids], FirstErrorOnly(), Tag("~id_lists")],
         Discriminator(_kind),
-    ] = Field(description="A text or its token ids, or a list that holds exactly one such.")
+    ] = Field(description="A text or its token ids, or a list of such.")
+    echo: bool | None = Field(None, description="Begin each answer with its prompt; max_tokens may then be 0.")
+    logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_TOP_LOGPROBS})
 
     def raw(self) -> RawRequest:
         """The request without its wire format."""
-        prompt = self._one_prompt()
-        return RawRequest(prompt=prompt, prompt_param="prompt", max_tokens=self.max_tokens, **self._common())
+        return RawRequest(
+            prompts=self._prompts(),
+            max_tokens=self.max_tokens,
+            num_logprobs=self.logprobs,
+            is_echoed=bool(self.echo),
+            **self._common(),
+        )
 
-    def _one_prompt(self) -> str | list[int]:
+    def _prompts(self) -> list[Prompt]:
         if isinstance(self.prompt, str):
-            return self.prompt
+            return [Prompt(self.prompt, "prompt")]
         ids_or_prompts: list[Any] = list(self.prompt)
-        if not ids_or_prompts or isinstance(ids_or_prompts[0], int):
-            return ids_or_prompts
-        if len(ids_or_prompts) > 1:
-            raise bad_request(f"prompt holds {len(ids_or_prompts)} prompts; send one request for each", "prompt")
-        first: str | list[int] = ids_or_prompts[0]
-        return first
+        if ids_or_prompts and isinstance(ids_or_prompts[0], int):
+            return [Prompt(ids_or_prompts, "prompt")]
+        return [Prompt(prompt, f"prompt[{index}]") for index, prompt in enumerate(ids_or_prompts)]

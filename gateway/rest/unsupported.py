@@ -1,7 +1,7 @@
 """Fields of the public APIs that this service does not act on, and the values with which they change nothing.
 
-Clients send such values without being asked (`n=1`, `tools=null`). Anything else that is not supported is refused by
-name, never silently ignored.
+Clients send such values without being asked (`best_of=1`, `tools=null`). Anything else that is not supported is refused
+by name, never silently ignored.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,18 +13,9 @@ _ANY = object()  # a hint that may be ignored whatever it says
 Harmless = Mapping[str, tuple[object, ...]]  # field |-> values, besides null, that ask for nothing
 
 _BOTH: Harmless = {
-    "n": (1,),
     "best_of": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
     "priority": (0,),
-    "echo": (False,),
     "suffix": ("",),
-    "structured_outputs": (),
-    "include_timing": (False,),
     "user": (_ANY,),
     "metadata": (_ANY,),
     "safety_identifier": (_ANY,),
@@ -33,17 +24,15 @@ _BOTH: Harmless = {
     "service_tier": ("auto", "default"),
     "store": (False,),
 }
-COMPLETION: Harmless = {**_BOTH, "logprobs": ()}
+COMPLETION: Harmless = _BOTH
 CHAT: Harmless = {
     **_BOTH,
-    "logprobs": (False,),
-    "top_logprobs": (0,),
+    "echo": (False,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (False, True),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),

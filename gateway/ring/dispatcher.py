@@ -55,7 +55,9 @@ class Dispatcher:
     def check_ready(self) -> str | None:
         return find_unready(self._fleet.views())
 
-    async def generate(self, generation: Generation, shared: SharedPrompt | None = None) -> AsyncGenerator[Tokens, None]:
+    async def generate(
+        self, generation: Generation, shared: SharedPrompt | None = None
+    ) -> AsyncGenerator[Tokens, None]:
         deadline = time.monotonic() + self._request_timeout_s
         request = Request(generation, deadline, self._local_prefill_max_tokens, self._patience_s)
         while request.phase is Phase.WAITING:

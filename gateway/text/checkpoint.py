@@ -18,6 +18,7 @@ class SamplingDefaults:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,5 +69,5 @@ def _id_set(eos: int | list[int] | None) -> frozenset[int]:
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
-    names = ("temperature", "top_p", "top_k", "min_p")
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return SamplingDefaults(**{name: generation[name] for name in names if generation.get(name) is not None})

@@ -18,6 +18,8 @@ from gateway.text.detokenize import IncrementalDetokenizer
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>\Z")  # how sentencepiece writes a byte without a piece of its own
 
+_WORD_MARK = "\u2581"  # how sentencepiece writes a space
+
 
 class TemplateRefusalError(Exception):
     """The chat template cannot render these messages; the text says why."""
@@ -87,6 +89,15 @@ class Tokenizer:
     def raw_bytes(self, token_id: int) -> bytes | None:
         """The bytes a token stands for wherever it stands; None when its text depends on the token before."""
         return self._raw_bytes(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token as a vocabulary lists it: control tokens as they are written, b"" where none is."""
+        if token_id in self._silent_ids:
+            return str(self._backend.id_to_token(token_id)).encode()
+        if self.is_silent(token_id):
+            return b""
+        raw = self.raw_bytes(token_id)
+        return str(self._backend.id_to_token(token_id)).replace(_WORD_MARK, " ").encode() if raw is None else raw
 
     def _known_role(self, message: Mapping[str, str]) -> dict[str, str]:
         """Most templates know the newer name of the system role not at all."""

@@ -1,0 +1,92 @@
+"""Prompts to token ids, and back where they are echoed.
+
+Cheap checks come first, long work goes to a thread. Must not know HTTP, gRPC or what is generated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.errors import bad_request
+from gateway.order import Echo
+from gateway.raw_request import Chat, Prompt
+from gateway.text.offload import Offload
+from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
+from gateway.validate import check_prompt_tokens, check_text_bytes, check_vocabulary
+
+_MARKER_CHARS = 16  # a role and its markers
+_ECHO_COST = 4  # detokenising a token costs as much as tokenising so many characters
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Encodes the prompts of one model."""
+
+    tokenizer: Tokenizer
+    offload: Offload
+
+    async def encode(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+        """Token ids of each prompt, which fit the context. Raises ApiError naming the prompt."""
+        cost = sum([self._check_size(prompt) for prompt in prompts])
+        encoded = await self.offload.run(cost, lambda: [self._encode(prompt) for prompt in prompts])
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            check_prompt_tokens(len(ids), prompt.param, self.tokenizer.context_tokens)
+        return encoded
+
+    async def echo(
+        self, prompts: Sequence[Prompt], encoded: Sequence[tuple[int, ...]], with_offsets: bool
+    ) -> list[Echo]:
+        """What comes before the answers: texts as they were given, token ids as the text they stand for."""
+        cost = _ECHO_COST * sum(
+            len(ids)
+            for prompt, ids in zip(prompts, encoded, strict=True)
+            if with_offsets or not isinstance(prompt.content, str)
+        )
+        pairs = list(zip(prompts, encoded, strict=True))
+        return await self.offload.run(cost, lambda: [self._echo(prompt, ids, with_offsets) for prompt, ids in pairs])
+
+    def _check_size(self, prompt: Prompt) -> int:
+        """Refuses what cannot fit; returns how many characters are to be tokenised."""
+        content, context = prompt.content, self.tokenizer.context_tokens
+        if isinstance(content, str):
+            check_text_bytes(len(content.encode()), prompt.param, context)
+            return len(content)
+        if isinstance(content, Chat):
+            return self._check_chat(content, prompt.param)
+        check_prompt_tokens(len(content), prompt.param, context)
+        check_vocabulary(content, prompt.param, self.tokenizer.vocabulary_size)
+        return 0
+
+    def _check_chat(self, chat: Chat, param: str) -> int:
+        if not chat.messages:
+            raise bad_request("messages is empty; send at least one message", param)
+        if not self.tokenizer.has_chat_template:
+            raise bad_request("the model has no chat template; send its prompt to /v1/completions instead", param)
+        texts = [message["content"] for message in chat.messages]
+        check_text_bytes(sum([len(text.encode()) for text in texts]), param, self.tokenizer.context_tokens)
+        return sum([len(text) + _MARKER_CHARS for text in texts])
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        content = prompt.content
+        if isinstance(content, str):
+            return tuple(self.tokenizer.encode(content, add_special_tokens=True))
+        if isinstance(content, Chat):
+            return tuple(self.tokenizer.encode(self._render(content, prompt.param), add_special_tokens=False))
+        return tuple(content)
+
+    def _render(self, chat: Chat, param: str) -> str:
+        try:
+            return self.tokenizer.render_chat(chat.messages)
+        except TemplateRefusalError as error:
+            raise bad_request(f"the model's chat template refuses these messages: {str(error)[:300]}", param) from error
+
+    def _echo(self, prompt: Prompt, ids: tuple[int, ...], with_offsets: bool) -> Echo:
+        given = prompt.content if isinstance(prompt.content, str) else None
+        if given is not None and not with_offsets:
+            return Echo(given, ())
+        detokenizer, texts, offsets, num_chars = self.tokenizer.detokenizer(), list[str](), list[int](), 0
+        for token_id in ids:
+            offsets.append(num_chars)
+            texts.append(detokenizer.push([token_id]))
+            num_chars += len(texts[-1])
+        decoded = "".join(texts) + detokenizer.flush()
+        return Echo(decoded if given is None else given, offsets if with_offsets else ())

@@ -1,0 +1,64 @@
+"""What a client asked, free of any wire format: types are right, values unchecked.
+
+Set by REST and gRPC, read by the rules (validate.py, sampling_rules.py, answer_forms.py). Must not know either wire.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation: the `role`, `content` and perhaps `name` and `tool_call_id` of each message."""
+
+    messages: Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt and what the client calls it, for errors."""
+
+    content: str | Sequence[int] | Chat
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What answers must match, as the client wrote it."""
+
+    kind: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
+    value: Any  # a schema as an object or as JSON text; an expression; a grammar; a list of texts
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
+class RawRequest:
+    """One request. None: not given."""
+
+    model: str | None
+    prompts: Sequence[Prompt]
+    prompts_param: str = "prompt"  # what the client calls all of them
+    n: int | None = None  # answers for each prompt
+    max_tokens: int | None = None
+    max_tokens_param: str = "max_tokens"
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+    logprobs_param: str = "logprobs"
+    is_echoed: bool = False  # the prompt comes before the answer; max_tokens may then be 0
+    form: AnswerForm | None = None
+    speculation: str | None = None
+    max_draft_tokens: int | None = None
+    with_timing: bool = False

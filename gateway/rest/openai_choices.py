@@ -1,0 +1,162 @@
+"""How one choice is written: what chats and plain completions write differently.
+
+A writer belongs to one choice of one request. Must not know envelopes, HTTP or where pieces come from.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from msgspec import UNSET, UnsetType
+
+from gateway.pieces import Piece, ToldToken
+from gateway.rest.openai_answers import (
+    AssistantMessage,
+    ChatChoice,
+    Choice,
+    ChunkChoice,
+    Delta,
+    ObjectKind,
+    TextChoice,
+    TimingBody,
+    timing_of,
+)
+from gateway.rest.openai_logprobs import ChatLogprobs, TextLogprobs, TokenBytes
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a client wants to see besides text."""
+
+    token_bytes: TokenBytes
+    with_logprobs: bool = False
+    with_timing: bool = False
+
+    def timing(self, piece: Piece) -> TimingBody | UnsetType:
+        """The `timing` field of a choice whose last piece this is."""
+        return timing_of(piece.timing) if self.with_timing and piece.timing is not None else UNSET
+
+
+class ChoiceWriter(Protocol):
+    """Writes one choice, either as chunks or as a whole."""
+
+    def chunks(self, piece: Piece) -> Sequence[Choice]:
+        """What a piece adds to the stream. The last chunk has the finish reason, and no text."""
+        ...
+
+    def add(self, piece: Piece) -> None:
+        """Takes in a piece of a choice that is not streamed."""
+        ...
+
+    def whole(self) -> Choice:
+        """The choice that is not streamed, after its last piece."""
+        ...
+
+
+class Endpoint(Protocol):
+    """What an endpoint calls its answers, and how it writes their choices."""
+
+    id_prefix: str
+    chunk_kind: ObjectKind
+    whole_kind: ObjectKind
+
+    def writer(self, index: int, extras: Extras) -> ChoiceWriter:
+        """A writer for one choice."""
+        ...
+
+
+class ChatEndpoint:
+    """/v1/chat/completions."""
+
+    id_prefix = "chatcmpl"
+    chunk_kind: ObjectKind = "chat.completion.chunk"
+    whole_kind: ObjectKind = "chat.completion"
+
+    def writer(self, index: int, extras: Extras) -> ChoiceWriter:
+        return _ChatWriter(index, extras)
+
+
+class TextEndpoint:
+    """/v1/completions."""
+
+    id_prefix = "cmpl"
+    chunk_kind: ObjectKind = "text_completion"
+    whole_kind: ObjectKind = "text_completion"
+
+    def writer(self, index: int, extras: Extras) -> ChoiceWriter:
+        return _TextWriter(index, extras)
+
+
+class _ChatWriter:
+    def __init__(self, index: int, extras: Extras) -> None:
+        self._index = index
+        self._extras = extras
+        self._has_role = False
+        self._texts: list[str] = []
+        self._logprobs = self._new_logprobs(())
+        self._last = Piece("")
+
+    def chunks(self, piece: Piece) -> list[Choice]:
+        chunks: list[Choice] = []
+        if not self._has_role:
+            self._has_role = True
+            chunks.append(ChunkChoice(self._index, Delta(role="assistant", content="")))
+        if piece.text or piece.told:
+            logprobs = self._new_logprobs(piece.told)
+            chunks.append(ChunkChoice(self._index, Delta(content=piece.text), logprobs=logprobs))
+        if piece.finish_reason is not None:
+            timing = self._extras.timing(piece)
+            chunks.append(ChunkChoice(self._index, Delta(), piece.finish_reason, timing=timing))
+        return chunks
+
+    def add(self, piece: Piece) -> None:
+        self._texts.append(piece.text)
+        self._last = piece
+        if self._logprobs is not None:
+            self._logprobs.extend(piece.told, self._extras.token_bytes)
+
+    def whole(self) -> ChatChoice:
+        message, timing = AssistantMessage("".join(self._texts)), self._extras.timing(self._last)
+        return ChatChoice(self._index, message, self._last.finish_reason, self._logprobs, timing)
+
+    def _new_logprobs(self, told: Sequence[ToldToken]) -> ChatLogprobs | None:
+        if not self._extras.with_logprobs:
+            return None
+        logprobs = ChatLogprobs()
+        logprobs.extend(told, self._extras.token_bytes)
+        return logprobs
+
+
+class _TextWriter:
+    def __init__(self, index: int, extras: Extras) -> None:
+        self._index = index
+        self._extras = extras
+        self._texts: list[str] = []
+        self._logprobs = self._new_logprobs(())
+        self._last = Piece("")
+
+    def chunks(self, piece: Piece) -> list[Choice]:
+        chunks: list[Choice] = []
+        if piece.text or piece.told:
+            chunks.append(TextChoice(self._index, piece.text, logprobs=self._new_logprobs(piece.told)))
+        if piece.finish_reason is not None:
+            timing = self._extras.timing(piece)
+            chunks.append(TextChoice(self._index, "", piece.finish_reason, timing=timing))
+        return chunks
+
+    def add(self, piece: Piece) -> None:
+        self._texts.append(piece.text)
+        self._last = piece
+        if self._logprobs is not None:
+            self._logprobs.extend(piece.told, self._extras.token_bytes)
+
+    def whole(self) -> TextChoice:
+        text, timing = "".join(self._texts), self._extras.timing(self._last)
+        return TextChoice(self._index, text, self._last.finish_reason, self._logprobs, timing)
+
+    def _new_logprobs(self, told: Sequence[ToldToken]) -> TextLogprobs | None:
+        if not self._extras.with_logprobs:
+            return None
+        logprobs = TextLogprobs()
+        logprobs.extend(told, self._extras.token_bytes)
+        return logprobs
