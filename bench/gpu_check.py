@@ -137,7 +137,7 @@ def build_runner(dtype: str, device: torch.device, num_pages: int) -> Runner:
     model = load_model(TARGET_DIR, dtype, device)
     config = model.config
     shape = PoolShape(num_pages, config.num_layers, config.num_kv_heads, PAGE_TOKENS, config.head_dim, model.dtype)
-    return Runner(model, TorchSdpaAttention(config.attention_shape), Pool(shape, device))
+    return Runner(model, TorchSdpaAttention(config.attention_shape), Pool(shape, device).tensor)
 
 
 def reference_tokens() -> list[int]:

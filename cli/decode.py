@@ -5,8 +5,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from cli.models import locate_model
-from runtime.config import DecodeConfig
+from cli.models import locate_draft, locate_model
+from runtime.config import NO_DRAFT, DecodeConfig
 from runtime.hardware import wait_without_spinning
 from runtime.lifecycle import follow_supervisor
 
@@ -17,4 +17,5 @@ def decode(config: Annotated[DecodeConfig, Parameter(name="*")] = DecodeConfig()
     wait_without_spinning()
     from decode_worker.main import run  # here, so that other commands and --help do not wait for torch
 
-    return run(replace(config, model=locate_model(config.model)))
+    folder, draft = locate_model(config.model), locate_draft(config.model, config.draft_model)
+    return run(replace(config, model=folder, draft_model=draft or NO_DRAFT))

@@ -6,16 +6,25 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from runtime.config import DEMO_MODEL, ConfigError
+from runtime.config import DEMO_MODEL, NO_DRAFT, ConfigError
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model"]
 
 
 def locate_model(model: str) -> str:
     """The folder of the demo model for "demo"; anything else as it is, a folder or a hub id."""
-    if model != DEMO_MODEL:
-        return model
-    folder = Path(str(resources.files("demo"))) / "target"
+    return _demo_folder("target") if model == DEMO_MODEL else model
+
+
+def locate_draft(model: str, draft_model: str) -> str:
+    """The folder or hub id of the draft model that goes with `model`; empty for none."""
+    if draft_model == "auto":
+        return _demo_folder("draft") if model == DEMO_MODEL else ""
+    return "" if draft_model == NO_DRAFT else draft_model
+
+
+def _demo_folder(part: str) -> str:
+    folder = Path(str(resources.files("demo"))) / part
     if not (folder / "config.json").is_file():
         raise ConfigError(f"the demo model is not in {folder}: install from a complete checkout, or set --model")
     return str(folder)

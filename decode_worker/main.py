@@ -15,7 +15,7 @@ from engine.engine import Engine, build_engine
 from kvtransfer.identity import PoolFacts, build_peer
 from protos import decode_pb2_grpc
 from runtime import rpc
-from runtime.config import DecodeConfig
+from runtime.config import NO_DRAFT, DecodeConfig
 from runtime.hardware import num_cores, resolve_context, resolve_threads, size_pool
 from runtime.lifecycle import ReadyReporter, Shutdown, announce, run_worker
 from runtime.trust import load_trust
@@ -30,6 +30,7 @@ def _build(config: DecodeConfig, reporter: ReadyReporter) -> Engine:
     load_trust(config)  # a bad --tls-dir is told now rather than after loading
     return build_engine(
         config.model,
+        "" if config.draft_model == NO_DRAFT else config.draft_model,
         config.dtype,
         config.device,
         resolve_threads(config.threads, num_cores()),
@@ -46,7 +47,7 @@ async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) 
     incarnation = rpc.new_incarnation()
     facts = PoolFacts(
         engine.weights, engine.dtype, engine.config.num_layers, engine.config.num_kv_heads, config.page_tokens,
-        engine.config.head_dim, engine.pool.num_pages, engine.pool.fd, engine.pool.pages_offset,
+        engine.config.head_dim, engine.pool.num_pages, engine.pool.fd, engine.pool.pages_offset, engine.draft_weights,
     )  # fmt: skip
     me = build_peer("decode", address, incarnation, os.getpid(), rpc.host_identity(), facts)
     table = SessionTable(engine.allocator, config.page_tokens, config.max_running, config.lease_s)

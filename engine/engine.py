@@ -10,6 +10,7 @@ from engine.kvcache.allocator import PageAllocator
 from engine.kvcache.pool import Pool, PoolShape
 from engine.model.assemble import OnProgress
 from engine.model.config import ModelConfig
+from engine.model.decoder import Decoder
 from engine.model.weights import load_model, resolve_model_folder, weight_fingerprint
 from engine.runner import Runner
 
@@ -26,6 +27,8 @@ class Engine:
     pool: Pool
     allocator: PageAllocator
     runner: Runner
+    draft_weights: str  # fingerprint of the draft model; empty without one
+    draft_runner: Runner | None  # the draft model over the second part of the same pages
 
     def describe(self) -> dict[str, str]:
         """What people want to know at start."""
@@ -35,7 +38,8 @@ class Engine:
             "dtype": self.dtype,
             "attention": self.attention.backend.name,
             "attention_reason": self.attention.reason,
-            "pool": f"{shape.num_pages} pages of {shape.page_tokens} tokens, {shape.page_bytes} bytes each",
+            "pool": f"{shape.num_pages} pages of {shape.page_tokens} tokens, {self.pool.page_bytes} bytes each",
+            "draft_model": self.draft_weights[:12] or "none",
         }
 
 
@@ -45,6 +49,7 @@ SizePool = Callable[[int, int, int | None], int]
 
 def build_engine(
     model: str,
+    draft_model: str,
     dtype: str,
     device_name: str,
     threads: int,
@@ -52,7 +57,7 @@ def build_engine(
     size_pool: SizePool,
     on_progress: OnProgress,
 ) -> Engine:
-    """Load a model by folder or hub id and allocate its pool.
+    """Load a model by folder or hub id, a draft model too unless `draft_model` is empty, and allocate their pool.
 
     Raises FileNotFoundError or ValueError that say what is wrong with the checkpoint or the device.
     """
@@ -61,11 +66,14 @@ def build_engine(
     folder = resolve_model_folder(model)
     weights = weight_fingerprint(folder)
     decoder = load_model(folder, dtype, device, on_progress)
+    draft = _load_draft(draft_model, decoder) if draft_model else None
     config = decoder.config
     attention = choose_attention(config.attention_shape, device, decoder.dtype)
-    shape = PoolShape(1, config.num_layers, config.num_kv_heads, page_tokens, config.head_dim, decoder.dtype)
+    shape = _pool_shape(decoder, page_tokens)
+    draft_shape = _pool_shape(draft.decoder, page_tokens) if draft else None
+    page_bytes = shape.page_bytes + (draft_shape.page_bytes if draft_shape else 0)
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    pool = Pool(shape.with_pages(size_pool(config.context_length, shape.page_bytes, free_bytes)), device)
+    pool = Pool(shape.with_pages(size_pool(config.context_length, page_bytes, free_bytes)), device, draft_shape)
     return Engine(
         config=config,
         weights=weights,
@@ -74,8 +82,42 @@ def build_engine(
         attention=attention,
         pool=pool,
         allocator=PageAllocator(pool.num_pages, pool.generations),
-        runner=Runner(decoder, attention.backend, pool),
+        runner=Runner(decoder, attention.backend, pool.tensor),
+        draft_weights=draft.weights if draft else "",
+        draft_runner=_build_draft_runner(draft, pool) if draft else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    weights: str  # fingerprint
+    decoder: Decoder
+
+
+def _load_draft(draft_model: str, target: Decoder) -> _Draft:
+    """The draft model in the dtype and on the device of `target`. ValueError when it does not go with it."""
+    folder = resolve_model_folder(draft_model)
+    decoder = load_model(folder, str(target.dtype).removeprefix("torch."), target.device)
+    for what in ("vocab_size", "context_length"):
+        here, there = getattr(target.config, what), getattr(decoder.config, what)
+        if here > there if what == "context_length" else here != there:
+            raise ValueError(
+                f"draft model {draft_model} does not go with the model: its {what} is {there}, the model's {here}; "
+                "choose another --draft-model, or none"
+            )
+    return _Draft(weight_fingerprint(folder), decoder)
+
+
+def _build_draft_runner(draft: _Draft, pool: Pool) -> Runner:
+    assert pool.draft_tensor is not None
+    decoder = draft.decoder
+    attention = choose_attention(decoder.config.attention_shape, decoder.device, decoder.dtype)
+    return Runner(decoder, attention.backend, pool.draft_tensor)
+
+
+def _pool_shape(decoder: Decoder, page_tokens: int) -> PoolShape:
+    config = decoder.config
+    return PoolShape(1, config.num_layers, config.num_kv_heads, page_tokens, config.head_dim, decoder.dtype)
 
 
 def choose_device(wanted: str) -> torch.device:

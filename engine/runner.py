@@ -8,7 +8,6 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.batch import SequenceSlice, build_batch
 from engine.choice import Choice, Chosen, TokenLogprobs
-from engine.kvcache.pool import Pool
 from engine.logits import adjust_logits_
 from engine.logprobs import tell_logprobs
 from engine.model.decoder import Decoder
@@ -20,13 +19,13 @@ PIECE_ROWS = 128  # rows of logits held at once: 64 MiB of float32 at V = 128k, 
 
 
 class Runner:
-    """Owns the model and the attention backend; writes KV into the pool's pages that slices name."""
+    """Owns a model and the attention backend; writes KV into the pages that slices name."""
 
-    def __init__(self, model: Decoder, attention: AttentionBackend, pool: Pool) -> None:
+    def __init__(self, model: Decoder, attention: AttentionBackend, pages: Tensor) -> None:
+        """pages: [num_pages, L, 2, Hkv, page_tokens, D], a pool's part for this model."""
         self._model = model
         self._attention = attention
-        self._pool = pool
-        self._device = pool.tensor.device
+        self._pages = pages
 
     @torch.inference_mode()
     def run(self, slices: Sequence[SequenceSlice], choices: Sequence[Choice]) -> list[Chosen]:
@@ -35,11 +34,11 @@ class Runner:
         No answer depends on other slices or choices. ValueError, as from `adjust_logits_`, is about some row; KV is
         written then, and the step may be repeated without that row.
         """
-        batch = build_batch(slices, self._pool.shape.page_tokens, self._device)
+        batch = build_batch(slices, self._pages.shape[4], self._pages.device)
         if len(choices) != batch.logits_rows.numel():
             raise ValueError(f"{batch.logits_rows.numel()} rows of logits are wanted, {len(choices)} choices given")
-        hidden = self._model.forward(batch, self._pool.tensor, self._attention)  # [S, H]
-        if not choices and self._device.type == "cuda":
+        hidden = self._model.forward(batch, self._pages, self._attention)  # [S, H]
+        if not choices and self._pages.is_cuda:
             torch.cuda.synchronize()  # the caller offers these pages to another process next
         pieces = [slice(begin, begin + PIECE_ROWS) for begin in range(0, len(choices), PIECE_ROWS)]
         return [

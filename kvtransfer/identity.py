@@ -19,6 +19,7 @@ class PoolFacts:
     num_pages: int
     fd: int | None  # of its memory file, when it is shared memory
     pages_offset: int  # bytes before the first page in that file
+    draft_weights: str = ""  # fingerprint of the draft model whose KV is in the pages too
 
 
 def build_peer(
@@ -44,5 +45,6 @@ def build_peer(
             page_tokens=facts.page_tokens,
             head_dim=facts.head_dim,
             tp_size=1,
+            draft_weights=facts.draft_weights,
         ),
     )

@@ -11,8 +11,14 @@ from typing import Literal
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Transport = Literal["auto", "shm", "grpc"]
+ToolFormat = Literal[
+    "auto", "none", "hermes", "inline", "llama3", "mistral", "mistral-args"
+]  # gateway/tools/formats.py
 LogLevel = Literal["debug", "info", "warning", "error"]
+Speculate = Literal["auto", "off", "ngram", "draft"]
 DEMO_MODEL = "demo"
+NO_DRAFT = "none"
+MOST_DRAFT_TOKENS = 16
 MAX_PORT = 65535
 MIN_SECRET_CHARS = 16
 
@@ -86,6 +92,8 @@ class EngineConfig(Settings):
 
     dtype: DType = "auto"
     """Number type of weights and KV; auto is the checkpoint's."""
+    draft_model: str = "auto"
+    """Small model that guesses ahead: a folder, a hub id, "none", or auto: the demo's own beside the demo model."""
     device: Device = "auto"
     """Where to compute; auto is cuda when there is a GPU."""
     page_tokens: int = 16
@@ -103,6 +111,7 @@ class EngineConfig(Settings):
         self.require("page_tokens", is_power, "a power of two such as 16")
         for name in ("kv_memory_mib", "max_context_tokens", "threads"):
             self.require_at_least(name, 0)
+        self.require("draft_model", bool(self.draft_model), 'a folder, a hub id, "auto" or "none"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +147,21 @@ class TransferConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculationConfig(Settings):
+    """How a decode worker guesses ahead for requests that do not say it themselves."""
+
+    speculate: Speculate = "auto"
+    """Who guesses tokens ahead: draft (the draft model), ngram (repeats), off, or auto for the best there is."""
+    max_draft_tokens: int = 8
+    """Most tokens guessed in one step of a sequence; fewer are when that is faster."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_possible = 1 <= self.max_draft_tokens <= MOST_DRAFT_TOKENS
+        self.require("max_draft_tokens", is_possible, f"1 to {MOST_DRAFT_TOKENS}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PublicConfig(Settings):
     """What clients of the service meet."""
 
@@ -155,6 +179,8 @@ class PublicConfig(Settings):
     """Most requests that wait for a worker; more are refused with 429."""
     local_prefill_max_tokens: int = 0
     """Decode prefills by itself when at most this many tokens of a prompt are missing."""
+    tool_format: ToolFormat = "auto"
+    """How the model writes calls of tools; auto is what its chat template shows, none refuses tools."""
     body_limit_bytes: int = 8 << 20
     """Largest request body."""
     request_timeout_s: float = 600.0
@@ -238,7 +264,7 @@ class PrefillConfig(HeartbeatConfig, WorkerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig(TransferConfig, WorkerConfig):
+class DecodeConfig(SpeculationConfig, TransferConfig, WorkerConfig):
     """One decode worker."""
 
     max_running: int = 64
@@ -275,7 +301,7 @@ class GatewayConfig(PublicConfig, HeartbeatConfig, ProcessConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(PublicConfig, TransferConfig, HeartbeatConfig, EngineConfig, ProcessConfig):
+class ServeConfig(PublicConfig, SpeculationConfig, TransferConfig, HeartbeatConfig, EngineConfig, ProcessConfig):
     """A whole service on one machine."""
 
     prefill_workers: int = 1

@@ -9,7 +9,8 @@ to guess and in small batches; in large ones, whose rows are dear, none.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-MOST_DRAFT_TOKENS = 16
+from runtime.config import MOST_DRAFT_TOKENS
+
 PRIOR_ACCEPTANCE = 0.6  # of a sequence that nothing is known of
 PRIOR_TRIALS = 2.0  # how many observed guesses that belief is worth
 DECAY = 0.95  # of what was observed, a guess: the last 20 count
