@@ -20,7 +20,6 @@ STOP_GRACE_S = 2.0  # for calls under way when a server stops
 
 _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -53,6 +52,7 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None = Non
     target = f"dns:///{address}"  # what a peer calls its address must not name a file or another scheme
     options = (
         *_OPTIONS,
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 250),
         ("grpc.use_local_subchannel_pool", 1),
@@ -84,7 +84,7 @@ def build_server(
     """A server with matching limits; `bind`, add services, `start`. Larger requests: RESOURCE_EXHAUSTED, unread."""
     options = (
         *_OPTIONS,
-        ("grpc.max_receive_message_length", max_request_bytes),  # of two with this name the last one counts
+        ("grpc.max_receive_message_length", max_request_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
