@@ -42,6 +42,7 @@ def _build(config: DecodeConfig, reporter: ReadyReporter) -> Engine:
 
 async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) -> None:
     trust = load_trust(config)
+    trust.watch_handshakes()
     server = trust.build_server()
     address = f"{config.reachable_host}:{trust.bind(server, config.host, config.port)}"
     incarnation = rpc.new_incarnation()
@@ -54,6 +55,7 @@ async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) 
     shutdown = Shutdown(config.drain_s, lambda: len(table))
     table.on_empty = shutdown.look_soon
     metrics = DecodeMetrics(table)
+    metrics.registry.register(trust.refusals.metric)
     streams = GatewayStreams(incarnation)
     asyncio_loop = asyncio.get_running_loop()
 
@@ -75,7 +77,7 @@ async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) 
     await rpc.start(server)
     metrics_address = f"{config.reachable_host}:{metrics_port}"
     shutdown.listen()
-    announce(reporter, address, metrics_address, incarnation, engine.describe(), engine.attention.is_fallback)
+    announce(reporter, address, metrics_address, incarnation, engine.describe(), engine.find_weaknesses())
     await shutdown.wait()
     await asyncio.to_thread(loop.thread.stop, rpc.STOP_GRACE_S)  # what it has published is in the streams then
     streams.close()

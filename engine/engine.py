@@ -42,6 +42,15 @@ class Engine:
             "draft_model": self.draft_weights[:12] or "none",
         }
 
+    def find_weaknesses(self) -> dict[str, str]:
+        """What works worse than it could on this machine |-> why, and what to change."""
+        found = {}
+        if self.attention.is_fallback:
+            found["slow attention"] = self.attention.reason
+        if self.pool.why_private is not None:
+            found["pages go over gRPC even on this host"] = f"{self.pool.why_private}; allow memfd_create of that size"
+        return found
+
 
 SizePool = Callable[[int, int, int | None], int]
 """(model's context in tokens, bytes of a page, free bytes of the GPU or None) |-> pages"""

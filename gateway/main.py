@@ -18,7 +18,7 @@ from gateway.ring.fleet import Fleet
 from gateway.text.tokenizer import Tokenizer
 from runtime import rpc
 from runtime.config import GatewayConfig
-from runtime.lifecycle import ReadyReporter, Shutdown
+from runtime.lifecycle import ReadyReporter, Shutdown, take_open_files
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
 
@@ -31,6 +31,7 @@ START_PATIENCE_S = 10.0
 def run(config: GatewayConfig) -> int:
     """Serve until a signal. Returns the exit code: 1 when the gateway could not start."""
     setup_logging("gateway", config.log_level)
+    take_open_files()
     try:
         tokenizer = Tokenizer(Path(config.model), config.max_context_tokens or None)
         uvloop.run(_serve(config, tokenizer, ReadyReporter(config.ready_fd, "gateway")))
@@ -43,6 +44,8 @@ def run(config: GatewayConfig) -> int:
 async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyReporter) -> None:
     registry = CollectorRegistry()
     trust = load_trust(config)
+    trust.watch_handshakes()
+    registry.register(trust.refusals.metric)
     fleet = Fleet(config.prefill, config.decode, config.heartbeat_s, config.stall_s, trust.open_channel)
     dispatcher = Dispatcher(
         fleet,

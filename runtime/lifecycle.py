@@ -11,6 +11,7 @@ import asyncio
 import ctypes
 import json
 import os
+import resource
 import select
 import signal
 import sys
@@ -31,6 +32,8 @@ EngineT = TypeVar("EngineT")
 ConfigT = TypeVar("ConfigT", PrefillConfig, DecodeConfig)
 
 PR_SET_PDEATHSIG = 1
+FEW_OPEN_FILES = 1024  # a worker takes about 50 for itself, and then one a connection
+MAX_OPEN_FILES = 1 << 20  # of no use beyond; systems may grant billions
 LOADING_STEPS = 200  # at most this many loading events, however finely progress is told
 
 
@@ -92,6 +95,7 @@ def run_worker(
 ) -> int:
     """Build the engine, then serve until stopped. Returns 0 after a signal, 1 when it could not start."""
     setup_logging(role, config.log_level)
+    take_open_files()
     reporter = ReadyReporter(config.ready_fd, role)
     try:
         engine = build(config, reporter)
@@ -102,12 +106,30 @@ def run_worker(
     return 0
 
 
+def take_open_files() -> None:
+    """Allow this process all the files and connections that the system grants it, and say so when these are few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    if 0 <= soft < FEW_OPEN_FILES:
+        log.warning(
+            "few open files allowed", limit=soft, reason=f"each connection takes one; allow more: ulimit -n {1 << 16}"
+        )
+
+
 def announce(
-    reporter: ReadyReporter, address: str, metrics_address: str, incarnation: str, detail: Mapping[str, str], slow: bool
+    reporter: ReadyReporter,
+    address: str,
+    metrics_address: str,
+    incarnation: str,
+    detail: Mapping[str, str],
+    weaknesses: Mapping[str, str],
 ) -> None:
-    """Tell the log and the supervisor that this worker serves; `slow`: its attention is a fallback."""
-    if slow:
-        log.warning("slow attention", reason=detail["attention_reason"])
+    """Tell the log and the supervisor that this worker serves; `weaknesses`: what is not as it could be |-> why."""
+    for weakness, reason in weaknesses.items():
+        log.warning(weakness, reason=reason)
     log.info("ready", address=address, metrics=metrics_address, incarnation=incarnation, **detail)
     reporter.ready(address, metrics_address, incarnation, detail)
 

@@ -1,7 +1,12 @@
 """Structured logs: one line an event, JSON when nobody watches. Knows formats, nothing of what is logged."""
 
+import atexit
+import faulthandler
 import logging
+import os
 import sys
+import threading
+from collections.abc import Callable
 
 import structlog
 
@@ -28,5 +33,34 @@ def setup_logging(role: str, level: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # as it is then: see tap_native_stderr
     )
+
+
+def tap_native_stderr(take: Callable[[str], bool]) -> None:
+    """Show `take` every line that native libraries write to stderr, on a thread; what it takes is not passed on.
+
+    For libraries whose only word is their log. Python's own stderr goes past the tap. The price: an abort() may lose
+    its last line, so faulthandler tells of crashes from now on. Once per process; the end of the process undoes it.
+    """
+    shown = os.dup(2)
+    reading, writing = os.pipe()
+    os.dup2(writing, 2)
+    os.close(writing)
+    sys.stderr = os.fdopen(os.dup(shown), "w", buffering=1, errors="backslashreplace")
+    faulthandler.enable(sys.stderr)
+
+    def read() -> None:
+        with os.fdopen(reading, "rb") as lines:
+            for line in lines:
+                if not take(line.decode(errors="replace").rstrip()):
+                    os.write(shown, line)
+
+    thread = threading.Thread(target=read, name="native-stderr", daemon=True)
+    thread.start()
+
+    def undo() -> None:
+        os.dup2(shown, 2)
+        thread.join(1.0)  # it ends with the pipe, of which nobody holds the other end now
+
+    atexit.register(undo)

@@ -4,6 +4,7 @@ Knows files, credentials and one metadata key; nothing of what is said, and nobo
 """
 
 import hmac
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import prometheus_client
 import structlog
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -19,12 +21,14 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from runtime import rpc
 from runtime.config import ConfigError, ProcessConfig
+from runtime.logs import tap_native_stderr
 
 log = structlog.get_logger()
 
 SECRET_KEY = "baton-fleet-secret"  # metadata of every call between processes
 OPEN_SERVICE = "/grpc.health.v1.Health/"  # probes know no secret
 TLS_FILES = ("ca.pem", "cert.pem", "key.pem")
+_HANDSHAKE_FAILED = "Handshake failed with error "  # in gRPC's log
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +40,44 @@ class TlsFiles:
     key: bytes = field(repr=False)
 
 
+class Refusals:
+    """Peers that were not let in: all counted, each reason said the 1st, 2nd, 4th, 8th … time, which is no flood."""
+
+    def __init__(self) -> None:
+        text = "Calls without the fleet secret, and failed TLS handshakes: with peers that call us or that we call"
+        self.metric = prometheus_client.Counter("baton:peers_refused", text, ["by"], registry=None)
+        for by in ("secret", "tls"):
+            self.metric.labels(by)
+        self._seen: Counter[str] = Counter()  # reason |-> times
+
+    def count(self, by: str, event: str, **facts: str) -> None:
+        """One more, refused `by` "secret" or "tls"."""
+        self.metric.labels(by).inc()
+        reason = event + facts.get("reason", "")
+        self._seen[reason] += 1
+        if self._seen[reason].bit_count() == 1:
+            log.warning(event, **facts, refused=self._seen[reason])
+
+    def take_line(self, line: str) -> bool:
+        """Whether it is gRPC's, of a failed handshake: it then has been counted."""
+        _, sign, error = line.partition(_HANDSHAKE_FAILED)
+        if sign:
+            self.count("tls", "TLS handshake failed", reason=error.rpartition("OPENSSL_internal:")[2][:200])
+        return bool(sign)
+
+
 @dataclass(frozen=True, slots=True)
 class Trust:
     """How this process proves itself to the others of its fleet, and what it asks of them. The default asks nothing."""
 
     tls: TlsFiles | None = None
     secret: str = field(default="", repr=False)
+    refusals: Refusals = field(default_factory=Refusals, repr=False, compare=False)
+
+    def watch_handshakes(self) -> None:
+        """Count failed TLS handshakes from now on, and say why. gRPC tells of them in its log alone, each time."""
+        if self.tls is not None:
+            tap_native_stderr(self.refusals.take_line)
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
         """A channel whose calls carry the secret, to a server whose certificate is checked against `address`."""
@@ -53,7 +89,7 @@ class Trust:
 
     def build_server(self) -> grpc.aio.Server:
         """A server that refuses calls without the secret."""
-        return rpc.build_server([SecretInterceptor(self.secret)] if self.secret else [])
+        return rpc.build_server([SecretInterceptor(self.secret, self.refusals)] if self.secret else [])
 
     def bind(self, server: grpc.aio.Server, host: str, port: int) -> int:
         """Take a port on which only certificates of our authority are accepted. Returns it. Raises OSError."""
@@ -101,9 +137,9 @@ def find_problem(files: TlsFiles, now: datetime) -> str | None:
 class SecretInterceptor(grpc.aio.ServerInterceptor):
     """Lets calls with the secret pass, and health probes. Its time does not tell how near a wrong one was."""
 
-    def __init__(self, secret: str) -> None:
+    def __init__(self, secret: str, refusals: Refusals) -> None:
         self._secret = secret.encode()
-        self._num_refused = 0
+        self._refusals = refusals
 
     async def intercept_service(
         self,
@@ -120,9 +156,7 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
         return hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._secret)
 
     async def _refuse(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        self._num_refused += 1
-        if self._num_refused.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …: said, but no flood
-            log.warning("call without the fleet secret refused", peer=context.peer(), refused=self._num_refused)
+        self._refusals.count("secret", "call without the fleet secret refused", peer=context.peer())
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the fleet secret is missing or another one")
 
 

@@ -34,7 +34,7 @@ def load_kernel() -> ctypes.CDLL:
             _build(command, link, path)
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise BuildError(f"cannot build or load the attention kernel: {error}") from error
+        raise BuildError(f"cannot build or load the attention kernel: {error}{_advice(str(error))}") from error
 
 
 def find_compiler() -> list[str]:
@@ -81,8 +81,16 @@ def _build(command: list[str], link: list[str], path: Path) -> None:
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
             first = next((line for line in lines if "error" in line), lines[0])
-            raise BuildError(f"{command[0]} cannot build {SOURCE.name}: {first}")
+            raise BuildError(f"{command[0]} cannot build {SOURCE.name} in {path.parent}: {first}{_advice(done.stderr)}")
         built.replace(path)
+
+
+def _advice(complaint: str) -> str:
+    """What to do about a place that cannot be written, if that is the complaint."""
+    signs = ("No space left", "Disk quota", "Read-only", "No usable temporary directory", "File too large")
+    if not any(sign in complaint for sign in signs):
+        return ""
+    return "; set XDG_CACHE_HOME, and TMPDIR for the compiler, to folders that can be written and have 10 MiB free"
 
 
 def _openmp_library() -> list[str]:

@@ -56,11 +56,15 @@ class Pool:
                  `tensor` is a view of all first parts                `draft_tensor` of all second parts
 
     On the CPU one memory file that peers on this host can map: generations (uint64 a page, padded to 4096 bytes), then
-    pages. On another device, or without Linux's memory files, one plain allocation with generations on the host.
+    pages. On another device, or where the system gives no memory file, one plain allocation with generations on the
+    host, which peers then read over the network.
     """
 
     def __init__(self, shape: PoolShape, device: torch.device, draft_shape: PoolShape | None = None) -> None:
-        """`draft_shape` has the page_tokens and dtype of `shape`; its num_pages does not matter."""
+        """`draft_shape` has the page_tokens and dtype of `shape`; its num_pages does not matter.
+
+        Raises ValueError when there is not that much memory.
+        """
         if draft_shape is not None and (draft_shape.page_tokens, draft_shape.dtype) != (shape.page_tokens, shape.dtype):
             raise ValueError(f"draft pages {draft_shape} do not go with pages {shape}")
         self.shape = shape
@@ -70,11 +74,12 @@ class Pool:
         self.fd: int | None = None  # the memory file, when there is one
         self._bytes: NDArray[np.uint8] | None = None  # [num_pages, page_bytes], the same memory as the tensors'
         self.pages_offset = 0  # bytes before the first page in the memory file
-        if device.type == "cpu" and hasattr(os, "memfd_create"):
-            self._pages = self._allocate_shared().view(shape.num_pages, page_elements)
-        else:
-            self.generations: NDArray[np.uint64] = np.zeros(shape.num_pages, np.uint64)
-            self._pages = torch.zeros(shape.num_pages, page_elements, dtype=shape.dtype, device=device)
+        self.why_private: str | None = None  # why it is no memory file although it is a CPU's
+        self.generations: NDArray[np.uint64] = np.zeros(shape.num_pages, np.uint64)
+        elements = self._allocate_shared() if device.type == "cpu" else None
+        if elements is None:
+            elements = self._allocate_private(page_elements, device)
+        self._pages = elements.view(shape.num_pages, page_elements)
         self.tensor: Tensor = self._pages[:, : shape.page_elements].view(shape.sizes)
         self.draft_tensor: Tensor | None = None
         if draft_shape is not None:
@@ -86,14 +91,23 @@ class Pool:
         """What --kv-memory-mib asks for."""
         return self.num_pages * self.page_bytes >> 20
 
-    def _allocate_shared(self) -> Tensor:
-        """The elements of all pages in a new memory file."""
-        offset = self.pages_offset = num_pages_for(self.num_pages * 8, OS_PAGE_BYTES) * OS_PAGE_BYTES
-        self.fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, offset + self.num_pages * self.page_bytes)
-        # readers map it: were it to shrink, they would die of SIGBUS
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        memory = mmap.mmap(self.fd, 0)
+    def _allocate_private(self, page_elements: int, device: torch.device) -> Tensor:
+        try:
+            return torch.zeros(self.num_pages, page_elements, dtype=self.shape.dtype, device=device)
+        except RuntimeError as error:  # torch's word for too little memory
+            raise ValueError(
+                f"no memory for a KV pool of {self.size_mib} MiB: lower --kv-memory-mib (now {self.size_mib})"
+            ) from error
+
+    def _allocate_shared(self) -> Tensor | None:
+        """The elements of all pages in a new memory file; None, and `why_private`, when the system gives none."""
+        offset = num_pages_for(self.num_pages * 8, OS_PAGE_BYTES) * OS_PAGE_BYTES
+        try:
+            self.fd, memory = _map_new_file(offset + self.num_pages * self.page_bytes)
+        except (OSError, AttributeError) as error:  # a sandbox or limit forbids it, or this is no Linux
+            self.why_private = f"no memory file of {self.size_mib} MiB for the KV pool: {error}"
+            return None
+        self.pages_offset = offset
         self.generations = np.frombuffer(memory, np.uint64, self.num_pages)
         self._bytes = np.frombuffer(memory, np.uint8, offset=offset).reshape(self.num_pages, self.page_bytes)
         return torch.frombuffer(memory, dtype=self.shape.dtype, offset=offset)  # keeps the mapping alive
@@ -115,3 +129,15 @@ class Pool:
     def copy_page(self, source: int, target: int) -> None:
         """Overwrite `target` with what `source` holds. The caller holds both."""
         self._pages[target].copy_(self._pages[source])
+
+
+def _map_new_file(num_bytes: int) -> tuple[int, mmap.mmap]:
+    """A memory file that readers may map: were it to shrink, they would die of SIGBUS. Raises OSError."""
+    fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return fd, mmap.mmap(fd, 0)
+    except OSError:
+        os.close(fd)
+        raise

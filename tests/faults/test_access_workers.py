@@ -1,0 +1,150 @@
+"""Strangers at the workers' ports: closed, counted, said without a flood. Row 22 of the list of faults.
+
+What gRPC closes for not being HTTP/2, on a port without TLS, is closed and not counted: gRPC tells nobody of it.
+"""
+
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+
+from bench.fleet import HOST, Process, ProcessFleet, free_ports, run_fleet, wait_until
+from runtime.trust import TlsFiles
+from tests.faults.answers import Truth
+from tests.faults.strangers import ask_status, issue, knock, open_channel, write_tls_dir
+
+SECRET = "row-22-fleet-secret"
+TIMES = 40
+COUNTED_S = 30.0
+OWN = issue()
+RUBBISH = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"\x16\x03\x01\x02\x00",
+    b"\x80",
+    b"SSH-2.0-x\r\n",
+]
+EVENT = '"event": "TLS handshake failed"'
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessFleet]:
+    """A pair with certificates and a secret."""
+    flag = f"--tls-dir={write_tls_dir(tmp_path_factory.mktemp('tls'), OWN)}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BATON_FLEET_SECRET", SECRET)
+        with run_fleet(flags={role: [flag] for role in ("gateway", "prefill", "decode")}) as fleet:
+            yield fleet
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_row_22_wrong_or_missing_certificates(guarded: ProcessFleet, truth: Truth, name: str) -> None:
+    worker = guarded[name]
+    expired = issue(datetime.now(UTC) - timedelta(days=3))
+    strangers = [None, issue(), expired]
+    before, lines = worker.metric("peers_refused_total", {"by": "tls"}), worker.read_log().count(EVENT)
+    for _ in range(TIMES):
+        for files in strangers:
+            assert knock(worker.address, files and TlsFiles(OWN.ca, files.cert, files.key)) is not grpc.StatusCode.OK
+    _check_said(worker, before, lines, TIMES * len(strangers))
+    assert knock(worker.address, OWN, SECRET, worker.role.capitalize()) is grpc.StatusCode.OK
+    truth.check_canary(guarded)
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_row_22_random_bytes(guarded: ProcessFleet, truth: Truth, name: str) -> None:
+    worker = guarded[name]
+    before, lines = worker.metric("peers_refused_total", {"by": "tls"}), worker.read_log().count(EVENT)
+    for _ in range(TIMES):
+        for start in RUBBISH:
+            _throw(worker.port, start + os.urandom(2000))
+    _check_said(worker, before, lines, TIMES * len(RUBBISH))
+    truth.check_canary(guarded)
+
+
+def _throw(port: int, data: bytes) -> None:
+    """Until the other side has closed."""
+    with socket.create_connection((HOST, port), timeout=30) as raw:
+        try:
+            raw.sendall(data)
+            raw.shutdown(socket.SHUT_WR)
+            while raw.recv(1 << 16):
+                pass
+        except ConnectionError:
+            pass  # closed in our face
+
+
+def _check_said(worker: Process, before: float, lines: int, expected: int) -> None:
+    """All were counted, and the log has at most a line for each doubling of each reason."""
+    wait_until(
+        lambda: (
+            worker.metric("peers_refused_total", {"by": "tls"}) >= before + expected * 0.95
+        ),  # few are cut too early
+        COUNTED_S,
+        lambda: (before, expected, worker.metric("peers_refused_total", {"by": "tls"})),
+    )
+    log = worker.read_log()
+    said = log.count(EVENT) - lines
+    print(f"row 22, {worker.name}: {expected} refused, {said} lines")
+    num_reasons = 12  # of OpenSSL, for what random bytes look like
+    assert said <= num_reasons * (2 + math.log2(expected))
+    assert "ssl_transport_security" not in log and "Traceback" not in log
+    assert worker.is_running
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_row_22_wrong_or_missing_secrets(guarded: ProcessFleet, truth: Truth, name: str) -> None:
+    worker, role = guarded[name], guarded[name].role.capitalize()
+    before = worker.metric("peers_refused_total", {"by": "secret"})
+    event = "call without the fleet secret refused"
+    lines = worker.read_log().count(event)
+    with open_channel(worker.address, OWN) as channel:
+        for _ in range(TIMES):
+            for secret in ("", SECRET[:-1], SECRET + "x", "another-fleet-secret"):
+                assert ask_status(channel, secret, role) is grpc.StatusCode.UNAUTHENTICATED
+        assert ask_status(channel, SECRET, role) is grpc.StatusCode.OK
+    assert worker.metric("peers_refused_total", {"by": "secret"}) == before + 4 * TIMES
+    assert worker.read_log().count(event) - lines <= 1 + math.log2(4 * TIMES)
+    truth.check_canary(guarded)
+
+
+@pytest.mark.timeout(500)
+def test_row_22_certificate_that_expires_while_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that are open go on; new ones are refused and counted, with the reason."""
+    monkeypatch.delenv("BATON_FLEET_SECRET", raising=False)
+    files, ends, worker = _start_with_short_certificate(tmp_path)
+    try:
+        with open_channel(worker.address, files) as early:
+            assert ask_status(early) is grpc.StatusCode.OK
+            time.sleep(max(0.0, (ends - datetime.now(UTC)).total_seconds()) + 2)
+            for _ in range(TIMES):  # they believe anybody's certificate, and show the one that is expired
+                assert knock(worker.address, files) is grpc.StatusCode.UNAVAILABLE
+            assert ask_status(early) is grpc.StatusCode.OK
+        _throw(worker.port, RUBBISH[0])
+        _check_said(worker, 0, 0, 1)
+    finally:
+        worker.kill()
+
+
+def _start_with_short_certificate(folder: Path) -> tuple[TlsFiles, datetime, Process]:
+    """A worker, what it believes in, and when that ends: soon, but later than its start."""
+    for lifetime_s in (40, 200):  # the longer for a machine that needs more than half a minute for a start
+        ends = datetime.now(UTC) + timedelta(seconds=lifetime_s)
+        files = issue(lifetime=timedelta(seconds=lifetime_s))
+        port, metrics_port = free_ports(2)
+        flags = (f"--port={port}", f"--metrics-port={metrics_port}", f"--tls-dir={write_tls_dir(folder, files)}")
+        worker = Process("decode-0", "decode", port, metrics_port, (*flags, "--kv-memory-mib=64"), folder / "log")
+        worker.start()
+        with suppress(AssertionError):  # too late already
+            worker.wait_ready()
+            if datetime.now(UTC) < ends - timedelta(seconds=10):
+                return files, ends, worker
+        worker.kill()
+    raise AssertionError("the worker takes minutes to start")
