@@ -1,7 +1,8 @@
 """The engine loop of a decode worker: plan, compute, publish. Knows the session table and the runner, no gRPC."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 import structlog
 
@@ -10,8 +11,10 @@ from decode_worker.metrics import DecodeMetrics
 from decode_worker.session import Delta
 from decode_worker.session_table import SessionTable
 from engine.batch import SequenceSlice
+from engine.choice import Choice, Chosen
+from engine.kvcache.pool import Pool
 from engine.out_of_memory import StepFailedError, explain_failure, is_out_of_memory
-from engine.runner import Choice, Runner
+from engine.runner import Runner
 from engine.thread import EngineThread
 
 log = structlog.get_logger()
@@ -24,19 +27,19 @@ class DecodeLoop:
         self,
         table: SessionTable,
         runner: Runner,
+        pool: Pool,
         chunk_tokens: int,
         publish: Callable[[int, list[Delta]], None],
         metrics: DecodeMetrics,
-        pool_mib: int,
     ) -> None:
         """`publish(step, deltas)` is called on the engine thread and must not block."""
         self.thread = EngineThread(self._step, table.next_deadline)
         self._table = table
         self._runner = runner
+        self._pool = pool
         self._chunk_tokens = chunk_tokens
         self._publish = publish
         self._metrics = metrics
-        self._pool_mib = pool_mib
 
     def _step(self) -> bool:
         planned, expired = self._take_and_plan()
@@ -49,7 +52,7 @@ class DecodeLoop:
         return True
 
     def _take_and_plan(self) -> tuple[list[Planned], list[Delta]]:
-        """What to compute now, and the ends of sessions whose KV came too late."""
+        """What to compute now, and the ends of sessions whose KV came too late or never will."""
         with self.thread.lock:
             preempted_before = self._table.num_preemptions
             expired = self._table.expire(time.monotonic())
@@ -59,8 +62,8 @@ class DecodeLoop:
         self._metrics.preemptions.inc(preempted)
         return planned, expired
 
-    def _compute(self, planned: list[Planned]) -> list[int | Exception | None]:
-        """One forward: for each planned slice its token, None when it wants none, or what went wrong.
+    def _compute(self, planned: list[Planned]) -> list[list[Chosen] | StepFailedError]:
+        """One forward: for each planned slice the answers to its choices, or what went wrong.
 
         When the forward fails, each slice is computed alone, so that only those die that cannot be computed.
         """
@@ -78,7 +81,7 @@ class DecodeLoop:
         elif len(planned) > 1:
             culprit = ("--max-running", self._table.max_running)
         else:
-            culprit = ("--kv-memory-mib", self._pool_mib)
+            culprit = ("--kv-memory-mib", self._pool.size_mib)
         failure = explain_failure(error, *culprit)
         request_ids = [step.session.request_id for step in planned]
         log.error(
@@ -86,26 +89,54 @@ class DecodeLoop:
         )
         return failure
 
-    def _forward(self, planned: list[Planned]) -> list[int | Exception | None]:
-        slices, choices = [], []
+    def _forward(self, planned: list[Planned]) -> list[list[Chosen] | StepFailedError]:
         for step in planned:
-            session = step.session
-            chunk = session.tokens[session.computed : session.computed + step.count]
-            slices.append(SequenceSlice(chunk, session.computed, session.pages, num_logits=int(step.wants_token)))
-            if step.wants_token:
-                choices.append(Choice(session.sampling, len(session.tokens), session.tokens, session.num_prompt))
+            if step.session.copy is not None:
+                self._pool.copy_page(*step.session.copy)
+        choices = [build_choices(step) for step in planned]
+        slices = [build_slice(step, len(wanted)) for step, wanted in zip(planned, choices, strict=True)]
         with self._metrics.step_seconds.time():
-            chosen = iter(self._runner.run(slices, choices))
-        return [next(chosen).token if step.wants_token else None for step in planned]
+            chosen = iter(self._runner.run(slices, [choice for wanted in choices for choice in wanted]))
+        return [list(islice(chosen, len(wanted))) for wanted in choices]
 
-    def _finish(self, planned: list[Planned], results: list[int | Exception | None]) -> list[Delta]:
+    def _finish(self, planned: list[Planned], results: Sequence[list[Chosen] | StepFailedError]) -> list[Delta]:
         with self.thread.lock:
-            news = [self._finish_one(step, result) for step, result in zip(planned, results, strict=True)]
+            now = time.monotonic()
+            news = [self._finish_one(step, result, now) for step, result in zip(planned, results, strict=True)]
         done = [step for step, result in zip(planned, results, strict=True) if not isinstance(result, Exception)]
         self._metrics.count_step(done)
         return [delta for delta in news if delta is not None]
 
-    def _finish_one(self, step: Planned, result: int | Exception | None) -> Delta | None:
-        if isinstance(result, Exception):
-            return self._table.fail(step.session, str(result))
-        return self._table.finish_step(step.session, step.count, result)
+    def _finish_one(self, step: Planned, result: list[Chosen] | StepFailedError, now: float) -> Delta | None:
+        if isinstance(result, StepFailedError):
+            return self._table.fail(step.session, str(result), now)
+        scored, chosen = result[: step.num_scored], result[step.num_scored :]
+        return self._table.finish_step(
+            step.session,
+            step.count,
+            [one.token for one in chosen],
+            now,
+            [one.logprobs for one in chosen if one.logprobs is not None],
+            [one.logprobs for one in scored if one.logprobs is not None],
+        )
+
+
+def build_slice(step: Planned, num_logits: int) -> SequenceSlice:
+    """The positions that a step computes of a session."""
+    session, begin = step.session, step.session.computed
+    return SequenceSlice(session.tokens[begin : begin + step.count], begin, session.pages, num_logits)
+
+
+def build_choices(step: Planned) -> list[Choice]:
+    """What to ask about the slice's last rows: the log-probabilities of prompt tokens, then the next token."""
+    session, wanted = step.session, step.session.wanted
+    tokens, sampling, answer_begin = session.tokens, wanted.sampling, session.answer_begin
+    choices = [
+        Choice(sampling, position, tokens, answer_begin, num_logprobs=wanted.num_prompt_logprobs, is_given=True)
+        for position in range(session.scored, session.scored + step.num_scored)
+    ]
+    if step.wants_token:
+        end = len(tokens)
+        forbidden = session.forbidden_at(end)
+        choices.append(Choice(sampling, end, tokens, answer_begin, forbidden, num_logprobs=wanted.num_logprobs))
+    return choices

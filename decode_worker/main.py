@@ -62,7 +62,7 @@ async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) 
     def publish(step: int, deltas: list[Delta]) -> None:
         asyncio_loop.call_soon_threadsafe(streams.publish, step, deltas)
 
-    loop = DecodeLoop(table, engine.runner, config.local_prefill_chunk_tokens, publish, metrics, engine.pool.size_mib)
+    loop = DecodeLoop(table, engine.runner, engine.pool, config.local_prefill_chunk_tokens, publish, metrics)
     intake = Intake(
         me, engine.pool, table, loop.thread, metrics, config.transport, config.require_transport, config.lease_s,
         trust.open_channel,

@@ -23,7 +23,11 @@ class DecodeMetrics(WorkerMetrics):
         self.cancelled = self.counter("cancelled", "Sessions ended by their gateway", ("phase",))
         self.add_pool_gauges(lambda: table.allocator.num_used, table.allocator.num_pages)
         self.gauge("num_requests_running", "Sequences decoding", lambda: len(table.in_phase(Phase.ACTIVE)))
-        self.gauge("num_requests_waiting", "Sequences preempted", lambda: len(table.in_phase(Phase.PREEMPTED)))
+        self.gauge(
+            "num_requests_waiting",
+            "Sequences preempted, or whose prompt another one computes",
+            lambda: len(table.in_phase(Phase.PREEMPTED, Phase.SHARING)),
+        )
         self.gauge("leases_open", "Sessions whose KV is arriving", lambda: len(table.in_phase(Phase.RECEIVING)))
 
     def count_step(self, planned: Sequence[Planned]) -> None:

@@ -13,7 +13,7 @@ import structlog
 
 from decode_worker.intake import HandshakeRefusedError, Intake
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.session import OfferRefusedError, Phase, Reservation, Session
+from decode_worker.session import NothingToShareError, OfferRefusedError, Phase, Reservation, Session
 from decode_worker.session_table import SessionTable
 from decode_worker.streams import GatewayStreams
 from engine.kvcache.allocator import NeverFitsError, NoRoomError
@@ -24,6 +24,7 @@ from runtime.lifecycle import Shutdown
 from runtime.peer_input import find_foreign_token
 
 Context = grpc.aio.ServicerContext[Any, Any]
+MAX_LOGPROBS = 20  # likeliest tokens told beside one, as OpenAI's API has it
 log = structlog.get_logger()
 
 
@@ -71,9 +72,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             with self._thread.lock:
                 session = self._table.reserve(wanted, time.monotonic())
                 self._thread.wake()
+        except NothingToShareError as error:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         except NoRoomError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        except (NeverFitsError, ValueError) as error:  # ValueError: a sampling parameter out of range
+        except (NeverFitsError, ValueError) as error:  # ValueError: a parameter out of range, or two that do not agree
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         log.info("session reserved", request_id=request.request_id, session=session.id, attempt=session.attempt)
         return decode_pb2.ReserveResponse(ticket=self._ticket(session), needs_prefill=session.phase is Phase.RECEIVING)
@@ -84,6 +87,13 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             return "prompt_ids and max_tokens must not be empty"
         if total > self._context_tokens:
             return f"prompt and answer of {total} tokens exceed the context of {self._context_tokens}"
+        for name in ("num_logprobs", "num_prompt_logprobs"):
+            if getattr(request, name) > MAX_LOGPROBS:
+                return f"{name} is {getattr(request, name)}, expected at most {MAX_LOGPROBS}"
+        biased = [bias.token_id for bias in request.sampling.logit_bias]
+        for name, token_ids in (("stop_token_ids", request.stop_token_ids), ("logit_bias", biased)):
+            if max(token_ids, default=0) >= self._vocab_size:
+                return f"{name} names token {max(token_ids)}; the model has the tokens 0 to {self._vocab_size - 1}"
         return find_foreign_token(request.prompt_ids, self._vocab_size)
 
     def _ticket(self, session: Session) -> kv_pb2.Ticket:
@@ -166,7 +176,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             free_pages=allocator.num_free,
             used_pages=allocator.num_used,
             num_running=sum(session.phase is not Phase.ENDED for session in self._table),
-            num_waiting=len(self._table.in_phase(Phase.PREEMPTED)),
+            num_waiting=len(self._table.in_phase(Phase.PREEMPTED, Phase.SHARING)),
             max_running=self._table.max_running,
             steps=progress.steps,
             step_age_s=progress.step_age_s,
@@ -190,7 +200,16 @@ def _reservation(request: decode_pb2.ReserveRequest) -> Reservation:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             seed=sampling.seed,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=tuple((bias.token_id, bias.bias) for bias in sampling.logit_bias),
         ),
         stop_token_ids=frozenset(request.stop_token_ids),
         local_prefill_max_tokens=request.local_prefill_max_tokens,
+        num_emitted=request.num_emitted,
+        min_tokens=request.min_tokens,
+        num_logprobs=request.num_logprobs if request.HasField("num_logprobs") else None,
+        num_prompt_logprobs=request.num_prompt_logprobs if request.HasField("num_prompt_logprobs") else None,
+        share_with=request.share_with,
     )

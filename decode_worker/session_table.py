@@ -3,10 +3,12 @@
 The life of a session, and what frees its pages, is drawn in session.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from decode_worker.session import Delta, OfferRefusedError, Phase, Reservation, Session
+from decode_worker.session import Delta, NothingToShareError, OfferRefusedError, Phase, Reservation, Session
+from engine.choice import TokenLogprobs
 from engine.kvcache.allocator import NeverFitsError, NoRoomError, PageAllocator, num_pages_for
 
 
@@ -30,58 +32,112 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def in_phase(self, phase: Phase) -> list[Session]:
-        """Sessions in `phase`, oldest first."""
-        return [session for session in self if session.phase is phase]
+    def in_phase(self, *phases: Phase) -> list[Session]:
+        """Sessions in one of `phases`, oldest first."""
+        return [session for session in self if session.phase in phases]
 
     # -- reservation ---------------------------------------------------------------------------------------------
 
     def reserve(self, wanted: Reservation, now: float) -> Session:
-        """Lease pages for the prompt. The same reservation again returns the same session."""
+        """Lease pages for the prompt, or wait for those to share. The same reservation again returns the same session.
+
+        Raises NothingToShareError, NeverFitsError or NoRoomError.
+        """
         key = (wanted.gateway, wanted.handle)
         if key in self._by_handle:
             return self._sessions[self._by_handle[key]]
         num_prompt = len(wanted.prompt_ids)
-        pages = self.allocator.allocate(self._admit(num_prompt, wanted.max_tokens))
-        is_local = num_prompt - 1 <= wanted.local_prefill_max_tokens
+        leader = self._find_leader(wanted) if wanted.share_with else None
+        needed = 1 if leader else num_pages_for(num_prompt, self.page_tokens)  # the page of the first step at least
+        self._admit(num_prompt + wanted.max_tokens, needed)
+        is_here = num_prompt - 1 <= wanted.local_prefill_max_tokens
         session = Session(
             id=self._next_id,
-            request_id=wanted.request_id,
-            attempt=wanted.attempt,
-            gateway=wanted.gateway,
-            handle=wanted.handle,
+            wanted=wanted,
+            phase=Phase.SHARING if leader else Phase.ACTIVE if is_here else Phase.RECEIVING,
             tokens=list(wanted.prompt_ids),
-            num_prompt=num_prompt,
-            max_total=num_prompt + wanted.max_tokens,
-            sampling=wanted.sampling,
-            stop_token_ids=wanted.stop_token_ids,
-            pages=pages,
-            phase=Phase.ACTIVE if is_local or num_prompt == 1 else Phase.RECEIVING,
+            pages=[] if leader else self.allocator.allocate(needed),
+            reserved_at=now,
             deadline=now + self.lease_s,
+            scored=1 if is_here and wanted.num_prompt_logprobs is not None else num_prompt,
+            kv_at=now if num_prompt == 1 else None,
         )
         self._next_id += 1
         self._sessions[session.id] = session
         self._by_handle[key] = session.id
+        if leader:
+            session.leader_id = leader.id
+            if leader.computed >= session.limit:
+                self._take_over(session, leader, now)
         return session
 
-    def _admit(self, num_prompt: int, max_tokens: int) -> int:
-        """Pages to lease now. Raises NeverFitsError or NoRoomError."""
-        most = num_pages_for(num_prompt + max_tokens, self.page_tokens)
+    def _find_leader(self, wanted: Reservation) -> Session:
+        """Who has, or will have, the KV that `wanted` is to share. Raises NothingToShareError."""
+        leader = self._sessions.get(self._by_handle.get((wanted.gateway, wanted.share_with), 0))
+        if leader is not None and leader.phase is Phase.SHARING:
+            leader = self._sessions.get(leader.leader_id)
+        if leader is None or leader.phase is Phase.ENDED:
+            raise NothingToShareError(f"share_with is {wanted.share_with}, which is no open session of this gateway")
+        if list(leader.wanted.prompt_ids) != list(wanted.prompt_ids):
+            raise NothingToShareError(f"share_with is {wanted.share_with}, a session with another prompt")
+        return leader
+
+    def _admit(self, most_tokens: int, needed: int) -> None:
+        """Whether to take a session that needs so many pages now. Raises NeverFitsError or NoRoomError."""
+        most = num_pages_for(most_tokens, self.page_tokens)
         if most > self.allocator.num_pages:
             raise NeverFitsError(
-                f"prompt and answer of {num_prompt + max_tokens} tokens need {most} pages; "
+                f"prompt and answer of {most_tokens} tokens need {most} pages; "
                 f"this worker has {self.allocator.num_pages}: raise --kv-memory-mib or lower max_tokens"
             )
         running = sum(session.phase is not Phase.ENDED for session in self)
         if running >= self.max_running:
             raise NoRoomError(f"{running} sessions are running, the most allowed by --max-running")
-        pages = num_pages_for(num_prompt, self.page_tokens)
         spare = self.allocator.num_free - running  # each running session may soon need a page
-        if self.in_phase(Phase.PREEMPTED) or (running and pages > spare):
-            raise NoRoomError(f"{pages} pages are needed, {max(spare, 0)} are spare")
-        if pages > self.allocator.num_free:
-            raise NoRoomError(f"{pages} pages are needed, {self.allocator.num_free} are free")
-        return pages
+        if self.in_phase(Phase.PREEMPTED) or (running and needed > spare):
+            raise NoRoomError(f"{needed} pages are needed, {max(spare, 0)} are spare")
+        if needed > self.allocator.num_free:
+            raise NoRoomError(f"{needed} pages are needed, {self.allocator.num_free} are free")
+
+    # -- shared prompts ------------------------------------------------------------------------------------------
+
+    def _advance(self, session: Session, computed: int, now: float) -> None:
+        """KV of positions [0, computed) is in the session's pages; once that is the prompt's, others take it over."""
+        is_complete = session.computed < session.limit <= computed
+        session.computed = computed
+        if is_complete:
+            if session.kv_at is None:
+                session.kv_at = now
+            for sharer in self.in_phase(Phase.SHARING):
+                if sharer.leader_id == session.id:
+                    self._take_over(sharer, session, now)
+
+    def _take_over(self, session: Session, leader: Session, now: float) -> None:
+        """Share the leader's pages that the prompt fills, and have the rest copied into a page of the session's own.
+
+        Without a free page for that the session is computed by itself, when there is room.
+        """
+        if not self.allocator.num_free:
+            session.phase = Phase.PREEMPTED
+            return
+        whole = session.limit // self.page_tokens
+        session.pages = leader.pages[:whole]
+        if session.limit % self.page_tokens:
+            source = leader.copy[0] if leader.copy else leader.pages[whole]  # perhaps not copied there itself yet
+            self.allocator.share([*session.pages, source])
+            session.pages += self.allocator.allocate(1)
+            session.copy = (source, session.pages[whole])
+        else:
+            self.allocator.share(session.pages)
+            session.pages += self.allocator.allocate(1)
+        session.computed = session.limit
+        session.kv_at = now
+        session.phase = Phase.ACTIVE
+
+    def _release(self, session: Session) -> None:
+        """Hold no page any more."""
+        self.allocator.free(session.held_pages)
+        session.pages, session.copy = [], None
 
     # -- offers --------------------------------------------------------------------------------------------------
 
@@ -97,7 +153,7 @@ class SessionTable:
         session = self._find_receiving(session_id, attempt)
         if session.is_read:
             raise OfferRefusedError("session", f"session {session_id} is reading another offer")
-        limit = session.num_prompt - 1
+        limit = session.limit
         is_aligned = begin % self.page_tokens == 0 and (end % self.page_tokens == 0 or end == limit)
         if begin != session.computed or not begin < end <= limit or not is_aligned:
             raise OfferRefusedError(
@@ -125,10 +181,10 @@ class SessionTable:
         session = self._sessions[session_id]
         session.is_read = False
         if session.phase is Phase.RECEIVING:
-            session.computed = end
             session.deadline = now + self.lease_s
-            if end == session.num_prompt - 1:
+            if end == session.limit:
                 session.phase = Phase.ACTIVE
+            self._advance(session, end, now)
         self._remove_if_over(session)
 
     def fail_read(self, session_id: int) -> None:
@@ -166,10 +222,10 @@ class SessionTable:
         return True
 
     def _preempt(self, session: Session) -> None:
-        self.allocator.free(session.pages)
-        session.pages = []
+        self._release(session)
         session.computed = 0
         session.phase = Phase.PREEMPTED
+        session.num_preemptions += 1
         self.num_preemptions += 1
 
     def begin_step(self, sessions: Iterable[Session]) -> None:
@@ -177,33 +233,56 @@ class SessionTable:
         for session in sessions:
             session.is_stepped = True
 
-    def finish_step(self, session: Session, count: int, token: int | None) -> Delta | None:
-        """A step computed `count` more positions and perhaps chose the next token. Returns news, if any."""
+    def finish_step(
+        self,
+        session: Session,
+        count: int,
+        tokens: Sequence[int],
+        now: float,
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> Delta | None:
+        """A step computed `count` more positions and perhaps chose `tokens`, the next ones. Returns news, if any.
+
+        Of several tokens all but the last were computed in this step as well. Those beyond the answer's end are
+        dropped. `logprobs`: one a token, or none; `prompt_logprobs`: of the next prompt tokens not told yet.
+        """
         session.is_stepped = False
         if session.phase is Phase.ENDED:
             self._remove_if_over(session)
             return None
-        session.computed += count
-        if token is None:
+        if session.copy is not None:
+            self.allocator.free([session.copy[0]])
+            session.copy = None
+        kept, reason = session.keep(tokens)
+        session.tokens.extend(kept)
+        session.scored += len(prompt_logprobs)
+        self._advance(session, min(session.computed + count, len(session.tokens) - 1), now)
+        if kept:
+            session.num_steps += 1
+            session.last_token_at = now
+            if session.first_token_at is None:
+                session.first_token_at = now
+        elif not prompt_logprobs:
             return None
-        session.tokens.append(token)
-        reason = ""
-        if token in session.stop_token_ids:
-            reason = "stop"
-        elif len(session.tokens) == session.max_total:
-            reason = "length"
-        delta = Delta(session.gateway, session.handle, session.attempt, (token,), reason)
+        delta = Delta(
+            session.gateway, session.handle, session.attempt, tuple(kept), reason,
+            logprobs=tuple(logprobs[: len(kept)]), prompt_logprobs=tuple(prompt_logprobs),
+            timing=session.timing(now) if reason else None,
+        )  # fmt: skip
         if reason:
             self._end(session)
         return delta
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
-    def fail(self, session: Session, error: str, reason: str = "error") -> Delta:
+    def fail(self, session: Session, error: str, now: float, reason: str = "error") -> Delta:
         """End a session for `error`, after its step if it is in one."""
         session.is_stepped = False
         self._end(session)
-        return Delta(session.gateway, session.handle, session.attempt, (), reason, error)
+        return Delta(
+            session.gateway, session.handle, session.attempt, (), reason, error, timing=session.timing(now)
+        )  # fmt: skip
 
     def abort(self, gateway: str, handles: Iterable[int]) -> list[Session]:
         """End these sessions of `gateway`; unknown handles are left alone. Returns the sessions ended."""
@@ -221,14 +300,25 @@ class SessionTable:
         return ended
 
     def expire(self, now: float) -> list[Delta]:
-        """End sessions whose KV did not arrive within the lease."""
-        late = [session for session in self.in_phase(Phase.RECEIVING) if session.deadline <= now]
+        """End sessions whose KV did not arrive within the lease, and those that wait for KV of one that ended."""
         error = f"no KV arrived within the lease of {self.lease_s:g} s (--lease-s)"
-        return [self.fail(session, error, "expired") for session in late]
+        late = [session for session in self.in_phase(Phase.RECEIVING) if session.deadline <= now]
+        news = [self.fail(session, error, now, "expired") for session in late]
+        error = "the session whose prompt it shares ended before its KV was here"
+        return news + [self.fail(session, error, now, "expired") for session in self._orphans()]
 
     def next_deadline(self) -> float | None:
         """When `expire` will next have something to do."""
+        if self._orphans():
+            return float("-inf")
         return min((session.deadline for session in self.in_phase(Phase.RECEIVING)), default=None)
+
+    def _orphans(self) -> list[Session]:
+        """Sessions that wait for one that has ended. A sharer has no deadline of its own: its leader's is its."""
+        return [session for session in self.in_phase(Phase.SHARING) if not self._is_open(session.leader_id)]
+
+    def _is_open(self, session_id: int) -> bool:
+        return session_id in self._sessions and self._sessions[session_id].phase is not Phase.ENDED
 
     def _end(self, session: Session) -> None:
         session.phase = Phase.ENDED
@@ -236,22 +326,25 @@ class SessionTable:
 
     def _remove_if_over(self, session: Session) -> None:
         if session.phase is Phase.ENDED and not session.is_read and not session.is_stepped:
-            self.allocator.free(session.pages)
+            self._release(session)
             del self._sessions[session.id]
             del self._by_handle[session.gateway, session.handle]
             if not self._sessions:
                 self.on_empty()
 
     def check(self) -> None:
-        """No page has two holders, none is held by nobody, and KV counts fit the pages."""
-        self.allocator.check()
-        held = [page for session in self for page in session.pages]
-        if len(held) != len(set(held)):
-            raise AssertionError("a page belongs to two sessions")
-        if len(held) != self.allocator.num_used:
-            raise AssertionError(f"{self.allocator.num_used} pages are held, sessions know of {len(held)}")
+        """Each page counts as many holders as there are, what is written to has one, and KV counts fit the pages."""
+        self.allocator.check(page for session in self for page in session.held_pages)
+        users = Counter(page for session in self for page in session.pages)
         for session in self:
+            if any(users[page] > 1 for page in session.pages[session.computed // self.page_tokens :]):
+                raise AssertionError(f"session {session.id} may write to a page that another one uses")
             if session.computed > len(session.pages) * self.page_tokens:
                 raise AssertionError(f"session {session.id} has KV beyond its pages")
             if session.phase is Phase.ACTIVE and session.num_missing < 1:
                 raise AssertionError(f"active session {session.id} has no token left to step on")
+            if session.phase in (Phase.SHARING, Phase.PREEMPTED) and session.held_pages:
+                raise AssertionError(f"session {session.id} is {session.phase.value} and holds pages")
+            leader = self._sessions.get(session.leader_id)
+            if session.phase is Phase.SHARING and leader and leader.computed >= session.limit > 0:
+                raise AssertionError(f"session {session.id} waits for KV that session {leader.id} has")

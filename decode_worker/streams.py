@@ -5,8 +5,10 @@ Lives on the asyncio thread. What a slow gateway makes us hold is bounded by its
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from dataclasses import asdict
 
 from decode_worker.session import Delta
+from engine.choice import TokenLogprobs
 from protos import decode_pb2
 
 
@@ -50,7 +52,7 @@ class GatewayStreams:
 
 class _Stream:
     def __init__(self) -> None:
-        self._pending: dict[int, decode_pb2.SequenceDelta] = {}  # handle |-> news not yet sent, tokens joined
+        self._pending: dict[int, decode_pb2.SequenceDelta] = {}  # handle |-> news not yet sent, joined
         self._step = 0
         self._has_news = asyncio.Event()
         self._is_closed = False
@@ -60,8 +62,12 @@ class _Stream:
             delta.handle, decode_pb2.SequenceDelta(handle=delta.handle, attempt=delta.attempt)
         )
         message.token_ids.extend(delta.token_ids)
+        message.logprobs.extend(_told(one) for one in delta.logprobs)
+        message.prompt_logprobs.extend(_told(one) for one in delta.prompt_logprobs)
         message.finish_reason = delta.finish_reason
         message.error = delta.error
+        if delta.timing is not None:
+            message.timing.CopyFrom(decode_pb2.SessionTiming(**asdict(delta.timing)))
         self._step = step
         self._has_news.set()
 
@@ -78,3 +84,7 @@ class _Stream:
                 yield self._step, deltas
             if self._is_closed:
                 return
+
+
+def _told(one: TokenLogprobs) -> decode_pb2.TokenLogprobs:
+    return decode_pb2.TokenLogprobs(logprob=one.logprob, top_ids=one.top_ids, top_logprobs=one.top_logprobs)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import grpc
 
@@ -22,9 +23,10 @@ from decode_worker.session import Delta
 from decode_worker.session_table import SessionTable
 from decode_worker.streams import GatewayStreams
 from engine.batch import SequenceSlice
+from engine.choice import Choice, Chosen, TokenLogprobs
 from engine.kvcache.allocator import PageAllocator
 from engine.kvcache.pool import Pool
-from engine.runner import Choice, Chosen, Runner
+from engine.runner import Runner
 from kvtransfer.grpc_bytes import PageServer
 from kvtransfer.identity import PoolFacts, build_peer
 from prefill_worker.batching import Planned
@@ -41,6 +43,7 @@ from tests.fake_workers import PATIENCE_S, Signal
 from tests.pool_process import build_pool
 
 PAGE_TOKENS, NUM_PAGES, CHUNK_TOKENS, CONTEXT_TOKENS, VOCAB = 4, 24, 6, 80, 1000
+PLAIN = decode_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0)
 
 
 def kv_value(token: int, position: int) -> int:
@@ -67,17 +70,27 @@ class KvRunner(Runner):
         assert self.may_run.wait(PATIENCE_S)
         if self.failures:
             raise self.failures.popleft()
-        kv, tokens = self._pool.tensor, []
+        kv, answers, asked = self._pool.tensor, [], iter(choices)
         for part in slices:
             end = part.begin + len(part.token_ids)
             for position, token in zip(range(part.begin, end), part.token_ids, strict=True):
                 row = kv[part.pages[position // PAGE_TOKENS], :, :, :, position % PAGE_TOKENS, :]
                 row.fill_(kv_value(token, position))
-            if part.num_logits:
-                rows = (kv[part.pages[at // PAGE_TOKENS], -1, -1, -1, at % PAGE_TOKENS, -1] for at in range(end))
-                tokens.append(Chosen(sum(int(row) for row in rows) % 251, None))
-        assert len(tokens) == len(choices)
-        return tokens
+            for seen in range(end - part.num_logits + 1, end + 1):
+                rows = (kv[part.pages[at // PAGE_TOKENS], -1, -1, -1, at % PAGE_TOKENS, -1] for at in range(seen))
+                answers.append(answer_choice(next(asked), seen, sum(int(row) for row in rows) % 251))
+        assert next(asked, None) is None
+        return answers
+
+
+def answer_choice(choice: Choice, position: int, likeliest: int) -> Chosen:
+    """Gives a token the log-probability -(its own distance from the likeliest), so that it tells the KV seen."""
+    assert choice.position == position
+    token = choice.tokens[position] if choice.is_given else likeliest
+    if choice.num_logprobs is None:
+        return Chosen(token, None)
+    top = tuple(range(likeliest, likeliest + choice.num_logprobs))
+    return Chosen(token, TokenLogprobs(-abs(token - likeliest), top, tuple(-float(rank) for rank in range(len(top)))))
 
 
 class TellingAllocator(PageAllocator):
@@ -125,7 +138,7 @@ async def decode_worker(
     def publish(step: int, deltas: list[Delta]) -> None:
         asyncio_loop.call_soon_threadsafe(streams.publish, step, deltas)
 
-    loop = DecodeLoop(table, runner, CHUNK_TOKENS, publish, metrics, pool_mib=1)
+    loop = DecodeLoop(table, runner, pool, CHUNK_TOKENS, publish, metrics)
     intake = Intake(
         peer, pool, table, loop.thread, metrics, transport, is_transport_required=True, read_timeout_s=lease_s
     )
@@ -217,12 +230,12 @@ class Gateway:
         self.signal.fire()
 
     async def reserve(
-        self, handle: int, prompt: Sequence[int], count: int = 4, attempt: int = 1, local: int = 0
+        self, handle: int, prompt: Sequence[int], count: int = 4, attempt: int = 1, local: int = 0, **others: Any
     ) -> kv_pb2.Ticket:
         response: decode_pb2.ReserveResponse = await self.stub.Reserve(
             decode_pb2.ReserveRequest(
                 request_id=f"r{handle}", attempt=attempt, gateway=self.name, handle=handle, prompt_ids=prompt,
-                max_tokens=count, sampling=decode_pb2.SamplingParams(top_p=1.0), local_prefill_max_tokens=local,
+                max_tokens=count, sampling=PLAIN, local_prefill_max_tokens=local, **others,
             ),
             timeout=PATIENCE_S,
         )  # fmt: skip

@@ -106,7 +106,7 @@ def starting_points(ring: Ring) -> dict[str, tuple[str, Message]]:
     )
     reserve = decode_pb2.ReserveRequest(
         gateway=ring.gateway.name, handle=10**6, prompt_ids=PROMPT, max_tokens=4, attempt=1,
-        sampling=decode_pb2.SamplingParams(top_p=1.0),
+        sampling=decode_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0),
     )  # fmt: skip
     offer = kv_pb2.OfferRequest(
         ticket=ticket, incarnation=ring.prefill.peer.incarnation, begin=0, end=4, pages=[kv_pb2.PageRef(page=1)]

@@ -372,7 +372,7 @@ async def test_a_decode_step_that_fails_ends_its_sessions_only() -> None:
     async with workers() as (opened, prefill, decode):
         decode.runner.failures.append(RuntimeError("out of memory"))
         await run(prefill, await opened.reserve(1, PROMPT), PROMPT)
-        assert await opened.end_of(1) == ("error", "out of memory in an engine step: lower --kv-memory-mib (now 1)")
+        assert await opened.end_of(1) == ("error", "out of memory in an engine step: lower --kv-memory-mib (now 0)")
         assert used(decode) == 0
         assert await answer(opened, prefill, 2) == expected_answer(PROMPT, 4)
 
@@ -468,7 +468,7 @@ def test_a_bad_reservation_is_refused_by_name(change: dict[str, Any], detail: st
                 "handle": 1,
                 "prompt_ids": PROMPT,
                 "max_tokens": 4,
-                "sampling": decode_pb2.SamplingParams(top_p=1.0),
+                "sampling": decode_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0),
             }
             code, found = await refusal(opened.stub.Reserve(decode_pb2.ReserveRequest(**{**good, **change})))
             assert code is grpc.StatusCode.INVALID_ARGUMENT

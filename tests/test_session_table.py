@@ -5,7 +5,8 @@ copies, aborts and deadlines in between.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from decode_worker.batching import Planned, plan_step
-from decode_worker.session import Delta, OfferRefusedError, Phase, Reservation, Session
+from decode_worker.session import Delta, NothingToShareError, OfferRefusedError, Phase, Reservation, Session
 from decode_worker.session_table import SessionTable
 from engine.kvcache.allocator import NeverFitsError, NoRoomError, PageAllocator, num_pages_for
 from engine.sampling import SamplingParams
@@ -29,6 +30,7 @@ def reservation(
     gateway: str = "g",
     local: int = 0,
     stop_token_ids: frozenset[int] = frozenset(),
+    **others: Any,
 ) -> Reservation:
     return Reservation(
         request_id=f"r{handle}",
@@ -40,6 +42,7 @@ def reservation(
         sampling=SamplingParams(temperature=0.0),
         stop_token_ids=stop_token_ids,
         local_prefill_max_tokens=local,
+        **others,
     )
 
 
@@ -53,12 +56,47 @@ def build_table(num_pages: int, page_tokens: int, max_running: int = 8) -> tuple
     return SessionTable(PageAllocator(num_pages, generations), page_tokens, max_running, LEASE_S), generations
 
 
-def finish(table: SessionTable, step: Sequence[Planned]) -> list[Delta]:
+def finish(table: SessionTable, step: Sequence[Planned], now: float = 0.0) -> list[Delta]:
     news = [
-        table.finish_step(planned.session, planned.count, next_token(planned.session) if planned.wants_token else None)
+        table.finish_step(
+            planned.session, planned.count, [next_token(planned.session)] if planned.wants_token else [], now
+        )
         for planned in step
     ]
     return [delta for delta in news if delta is not None]
+
+
+@dataclass
+class Memory:
+    """What lies in the pages: at each place the tokens up to that position, as KV depends on all of them."""
+
+    page_tokens: int
+    places: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)  # (page, row) |-> tokens up to it
+
+    def write(self, pages: Sequence[int], begin: int, tokens: Sequence[int], end: int) -> None:
+        for position in range(begin, end):
+            place = (pages[position // self.page_tokens], position % self.page_tokens)
+            self.places[place] = tuple(tokens[: position + 1])
+
+    def copy(self, source: int, target: int) -> None:
+        for row in range(self.page_tokens):
+            self.places[target, row] = self.places.get((source, row), ())
+
+    def check(self, session: Session, end: int) -> None:
+        """KV of positions [0, end) of a session is its own."""
+        for position in range(end):
+            place = (session.pages[position // self.page_tokens], position % self.page_tokens)
+            assert self.places.get(place) == tuple(session.tokens[: position + 1]), (session, position)
+
+
+def compute(memory: Memory, step: Planned, chosen: Sequence[int], num_drafts: int = 0) -> None:
+    """What the engine does to the pages of a slice. Drafts that are not chosen are written as well."""
+    session, begin = step.session, step.session.computed
+    if session.copy is not None:
+        memory.copy(*session.copy)
+    memory.check(session, begin)
+    written = [*session.tokens, *chosen[:-1], *[-1] * num_drafts]
+    memory.write(session.pages, begin, written, begin + step.count + num_drafts)
 
 
 @dataclass
@@ -84,9 +122,10 @@ class Reading:
 class SessionTableMachine(RuleBasedStateMachine):
     """Everything that gateways, prefill workers, the clock and the engine do to the table."""
 
-    @initialize(num_pages=st.integers(2, 9), page_tokens=st.integers(1, 4), max_running=st.integers(1, 5))
+    @initialize(num_pages=st.integers(4, 12), page_tokens=st.integers(1, 4), max_running=st.integers(2, 6))
     def create(self, num_pages: int, page_tokens: int, max_running: int) -> None:
         self.table, self.generations = build_table(num_pages, page_tokens, max_running)
+        self.memory = Memory(page_tokens)
         self.now = 100.0
         self.stories: dict[int, Story] = {}  # handle |-> story
         self.readings: list[Reading] = []
@@ -98,7 +137,7 @@ class SessionTableMachine(RuleBasedStateMachine):
     @rule(
         num_prompt=st.integers(1, 14),
         max_tokens=st.integers(1, 10),
-        gateway=st.sampled_from(["g", "h"]),
+        gateway=st.sampled_from(["g", "g", "g", "h"]),
         local=st.sampled_from([0, 2, NO_LIMIT]),
         stop_after=st.none() | st.integers(1, 5),
     )
@@ -106,6 +145,7 @@ class SessionTableMachine(RuleBasedStateMachine):
         table, handle = self.table, len(self.stories) + 1
         stops = frozenset() if stop_after is None else frozenset({1000 + num_prompt + stop_after - 1})
         wanted = reservation(handle, num_prompt, max_tokens, gateway, local, stops)
+        wanted = replace(wanted, prompt_ids=[handle, *wanted.prompt_ids[1:]])
         is_idle = not list(table)
         try:
             session = table.reserve(wanted, self.now)
@@ -119,6 +159,36 @@ class SessionTableMachine(RuleBasedStateMachine):
         self.stories[handle] = Story(wanted, session, [])
 
     @precondition(lambda self: self.stories)
+    @rule(data=st.data(), max_tokens=st.integers(1, 6))
+    def reserve_shared(self, data: st.DataObject, max_tokens: int) -> None:
+        """Another answer to the same prompt."""
+        handle = len(self.stories) + 1
+        likely = [name for name, story in self.stories.items() if not story.ending] * 3
+        leader = self.stories[data.draw(st.sampled_from([*likely, *self.stories]))]
+        wanted = replace(
+            leader.wanted, handle=handle, attempt=1, request_id=f"r{handle}", max_tokens=max_tokens,
+            stop_token_ids=frozenset(), share_with=leader.wanted.handle,
+        )  # fmt: skip
+        num_held = self.table.allocator.num_used
+        is_there = leader.session.computed >= leader.session.limit
+        try:
+            session = self.table.reserve(wanted, self.now)
+        except NothingToShareError:
+            assert leader.ending or leader.session.phase is Phase.SHARING, "who shares with an orphan is refused"
+            return
+        except NeverFitsError:
+            return
+        except NoRoomError:
+            running = sum(session.phase is not Phase.ENDED for session in self.table)
+            is_tight = self.table.allocator.num_free <= running
+            assert running >= self.table.max_running or is_tight or self.table.in_phase(Phase.PREEMPTED)
+            return
+        assert not leader.ending
+        assert session.phase is (Phase.ACTIVE if is_there else Phase.SHARING)
+        assert self.table.allocator.num_used == num_held + is_there, "it takes the page of its first step and no other"
+        self.stories[handle] = Story(wanted, session, [])
+
+    @precondition(lambda self: self.stories)
     @rule(data=st.data())
     def reserve_again(self, data: st.DataObject) -> None:
         story = self.stories[data.draw(st.sampled_from(sorted(self.stories)))]
@@ -128,12 +198,13 @@ class SessionTableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stories)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        handles = data.draw(st.lists(st.sampled_from(sorted(self.stories)), unique=True))
+        handles = data.draw(st.lists(st.sampled_from(sorted(self.stories)), unique=True, max_size=2))
         self._note_aborted(self.table.abort("g", [*handles, 10_000]), {"g"}, set(handles))
 
-    @rule(gateway=st.sampled_from(["g", "h"]))
-    def lose_gateway(self, gateway: str) -> None:
-        self._note_aborted(self.table.abort_gateway(gateway), {gateway}, set(self.stories))
+    @precondition(lambda self: any(session.gateway == "h" for session in self.table))
+    @rule()
+    def lose_gateway(self) -> None:
+        self._note_aborted(self.table.abort_gateway("h"), {"h"}, set(self.stories))
 
     def _note_aborted(self, ended: list[Session], gateways: set[str], handles: set[int]) -> None:
         expected = [
@@ -159,6 +230,17 @@ class SessionTableMachine(RuleBasedStateMachine):
         targets = self.table.begin_read(session.id, session.attempt, begin, end, num_pages_for(end - begin, page))
         assert set(targets) <= set(session.pages)
         self.readings.append(Reading(session, end, targets, [self.generations[target] for target in targets]))
+
+    @precondition(lambda self: self.table.in_phase(Phase.RECEIVING))
+    @rule()
+    def hand_over(self) -> None:
+        """All KV of the oldest prompt that waits for some, in one offer."""
+        waiting = [session for session in self.table.in_phase(Phase.RECEIVING) if not session.is_read]
+        for session in waiting[:1]:
+            begin, end, page = session.computed, session.limit, self.table.page_tokens
+            self.table.begin_read(session.id, session.attempt, begin, end, num_pages_for(end - begin, page))
+            self.memory.write(session.pages, begin, session.tokens, end)
+            self.table.finish_read(session.id, end, self.now)
 
     @precondition(lambda self: self.stories)
     @rule(data=st.data())
@@ -202,13 +284,16 @@ class SessionTableMachine(RuleBasedStateMachine):
         reading = data.draw(st.sampled_from(self.readings))
         self.readings.remove(reading)
         if is_good:
+            begin = reading.session.computed
+            if reading.session.phase is Phase.RECEIVING:
+                self.memory.write(reading.session.pages, begin, reading.session.tokens, reading.end)
             self.table.finish_read(reading.session.id, reading.end, self.now)
         else:
             self.table.fail_read(reading.session.id)
 
     # -- the clock -----------------------------------------------------------------------------------------------
 
-    @rule(seconds=st.sampled_from([0.0, 1.0, 6.0, 20.0]))
+    @rule(seconds=st.sampled_from([0.0, 0.5, 1.0, 6.0, 20.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
         deadline = self.table.next_deadline()
@@ -228,25 +313,43 @@ class SessionTableMachine(RuleBasedStateMachine):
         assert sum(step.count for step in self.step if not (step.count == 1 and step.wants_token)) <= chunk
         active = self.table.in_phase(Phase.ACTIVE)
         others_hold_pages = any(session.phase in (Phase.RECEIVING, Phase.ENDED) for session in self.table)
+        orphans = [session for session in self.table.in_phase(Phase.SHARING) if self.table.next_deadline() is not None]
         if active and not others_hold_pages:
             assert self.step and self.step[0].session is active[0], "the oldest active session makes progress"
         if not active and not others_hold_pages:
-            assert not list(self.table), "a preempted session resumes once it is alone"
+            assert list(self.table) == orphans, "a preempted session resumes once it is alone"
         for step in self.step:
             session = step.session
             assert session.phase is Phase.ACTIVE and session.is_stepped
             assert len(session.pages) >= num_pages_for(session.computed + step.count, self.table.page_tokens)
 
     @precondition(lambda self: self.step)
-    @rule(is_failed=st.booleans())
-    def end_step(self, is_failed: bool) -> None:
-        if is_failed:
-            aborted = {step.session.handle for step in self.step if step.session.phase is Phase.ENDED}
-            news = [self.table.fail(step.session, "no luck") for step in self.step]
-            self._hear([delta for delta in news if delta.handle not in aborted])
-        else:
-            self._hear(finish(self.table, self.step))
+    @rule(is_failed=st.booleans(), num_drafts=st.integers(0, 3), num_right=st.integers(0, 3))
+    def end_step(self, is_failed: bool, num_drafts: int, num_right: int) -> None:
+        """Slices that choose also compute drafts, as far as their pages reach; some of those are right."""
+        aborted = {step.session.handle for step in self.step if step.session.phase is Phase.ENDED}
+        news: list[Delta | None] = []
+        for step in self.step:
+            session = step.session
+            room = len(session.pages) * self.table.page_tokens - session.computed - step.count
+            drafts = min(num_drafts, room) if step.wants_token else 0
+            chosen = [1000 + len(session.tokens) + at for at in range(min(num_right, drafts) + step.wants_token)]
+            compute(self.memory, step, chosen, drafts)
+            if is_failed:
+                news.append(self.table.fail(session, "no luck", self.now))
+            else:
+                news.append(self.table.finish_step(session, step.count + drafts, chosen, self.now))
+        self._hear([delta for delta in news if delta is not None and delta.handle not in aborted])
         self.step, self.stepped_generations = [], []
+
+    @precondition(lambda self: not self.step)
+    @rule(num_steps=st.integers(1, 8), chunk=st.integers(1, 6))
+    def run(self, num_steps: int, chunk: int) -> None:
+        """Some steps in peace: lives get long enough for pages to run out."""
+        for _ in range(num_steps):
+            self.plan(chunk)
+            self.end_step(is_failed=False, num_drafts=0, num_right=0)
+            self.is_sound()
 
     def _hear(self, news: list[Delta]) -> None:
         """Each token once, in order, nothing after the end, and the end where it belongs."""
@@ -261,6 +364,8 @@ class SessionTableMachine(RuleBasedStateMachine):
             assert story.heard == list(range(first, first + len(story.heard)))
             has_stopped = bool(story.heard) and story.heard[-1] in wanted.stop_token_ids
             is_full = len(story.heard) == wanted.max_tokens
+            assert len(story.heard) <= wanted.max_tokens
+            assert (delta.timing is not None) == bool(story.ending)
             if story.ending not in ("error", "expired"):
                 assert story.ending == ("stop" if has_stopped else "length" if is_full else "")
 
@@ -272,6 +377,9 @@ class SessionTableMachine(RuleBasedStateMachine):
             return
         table = self.table
         table.check()
+        for session in table:
+            if session.copy is None:
+                self.memory.check(session, session.computed)
         for reading in self.readings:
             assert reading.session in list(table), "a session went while its pages were written to"
             assert [self.generations[page] for page in reading.targets] == reading.generations
@@ -295,7 +403,7 @@ class SessionTableMachine(RuleBasedStateMachine):
 
 
 SessionTableMachine.TestCase.settings = settings(
-    derandomize=True, deadline=None, max_examples=150, stateful_step_count=50
+    derandomize=True, deadline=None, max_examples=300, stateful_step_count=50
 )
 TestSessionTableMachine = SessionTableMachine.TestCase
 
@@ -315,13 +423,18 @@ class Worker:
         """handle |-> tokens, and the rounds it took. Fails when `limit` rounds are not enough."""
         waiting, heard = list(queue), {wanted.handle: list[int]() for wanted in queue}
         arrived: dict[int, int] = {}  # session id |-> round of its reservation
+        memory = Memory(self.table.page_tokens)
         for round_number in range(limit):
             while waiting and self._try_reserve(waiting[0], round_number, arrived):
                 waiting.pop(0)
             for session in self.table.in_phase(Phase.RECEIVING):
                 if round_number >= arrived[session.id] + self.read_delay:
                     self._receive(session)
-            for delta in finish(self.table, plan_step(self.table, self.chunk)):
+                    memory.write(session.pages, 0, session.tokens, session.limit)
+            step = plan_step(self.table, self.chunk)
+            for planned in step:
+                compute(memory, planned, [])
+            for delta in finish(self.table, step):
                 heard[delta.handle].extend(delta.token_ids)
             self.table.check()
             if not waiting and not list(self.table):
@@ -331,6 +444,8 @@ class Worker:
     def _try_reserve(self, wanted: Reservation, round_number: int, arrived: dict[int, int]) -> bool:
         try:
             arrived[self.table.reserve(wanted, now=0.0).id] = round_number
+        except NothingToShareError:
+            return self._try_reserve(replace(wanted, share_with=0), round_number, arrived)
         except NoRoomError:
             return False
         return True
@@ -346,19 +461,24 @@ class Worker:
 def test_every_session_ends_in_any_pool_that_holds_the_largest(data: st.DataObject) -> None:
     """Neither deadlock nor livelock, nor a reservation refused forever, nor a token lost to preemption."""
     page_tokens = data.draw(st.integers(1, 4))
-    sizes = data.draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8))
-    queue = [
-        reservation(number, prompt, answer, local=data.draw(st.sampled_from([0, NO_LIMIT])))
-        for number, (prompt, answer) in enumerate(sizes)
-    ]
-    largest = max(num_pages_for(prompt + answer, page_tokens) for prompt, answer in sizes)
+    size = st.tuples(st.integers(1, 12), st.lists(st.integers(1, 12), min_size=1, max_size=3))
+    sizes = data.draw(st.lists(size, min_size=1, max_size=6))  # a prompt's length, and those of its answers
+    queue: list[Reservation] = []
+    for prompt, answers in sizes:
+        local, leader = data.draw(st.sampled_from([0, NO_LIMIT])), len(queue) + 1
+        for answer in answers:
+            handle = len(queue) + 1
+            wanted = reservation(handle, prompt, answer, local=local, share_with=leader if handle != leader else 0)
+            queue.append(replace(wanted, prompt_ids=[leader, *wanted.prompt_ids[1:]]))
+    largest = max(num_pages_for(len(each.prompt_ids) + each.max_tokens, page_tokens) for each in queue)
     table, _ = build_table(largest + data.draw(st.integers(0, 4)), page_tokens, data.draw(st.integers(1, 8)))
     worker = Worker(table, data.draw(st.integers(1, 5)), data.draw(st.integers(0, 3)))
     # At worst one position a round, and each session computes its positions again for each page of an older one.
-    limit = (4 + sum(prompt + answer for prompt, answer in sizes)) * (1 + len(sizes))
+    limit = (4 + sum(len(each.prompt_ids) + each.max_tokens for each in queue)) * (1 + len(queue))
     heard, _rounds = worker.run(queue, limit)
-    for number, (prompt, answer) in enumerate(sizes):
-        assert heard[number] == list(range(1000 + prompt, 1000 + prompt + answer))
+    for each in queue:
+        first = 1000 + len(each.prompt_ids)
+        assert heard[each.handle] == list(range(first, first + each.max_tokens))
     assert table.allocator.num_used == 0
 
 

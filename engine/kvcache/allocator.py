@@ -70,7 +70,7 @@ class PageAllocator:
             self._num_holders[page] += 1
 
     def free(self, pages: Iterable[int]) -> None:
-        """One holder less for each page; without any it is free. ValueError, a bug of the caller, if nobody holds it."""
+        """One holder less for each page; without any it is free. ValueError for one that nobody holds: a bug."""
         for page in pages:
             if not self._num_holders[page]:
                 raise ValueError(f"page {page} is freed but nobody holds it")

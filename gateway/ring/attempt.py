@@ -156,4 +156,8 @@ def _sampling_message(sampling: Sampling) -> decode_pb2.SamplingParams:
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         seed=sampling.seed,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=[decode_pb2.TokenBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
     )

@@ -125,7 +125,7 @@ def _session(played: Played) -> Iterator[kv_pb2.Ticket]:
     """A session of a gateway that listens."""
     steps = played.decode.Steps(decode_pb2.StepsRequest(gateway=GATEWAY))
     next(steps)
-    sampling = decode_pb2.SamplingParams(top_p=1.0)
+    sampling = decode_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0)
     request = decode_pb2.ReserveRequest(
         request_id="played", attempt=2, gateway=GATEWAY, handle=HANDLE, max_tokens=5, sampling=sampling,
         prompt_ids=prompt_of(16 * NUM_PAGES + 1),

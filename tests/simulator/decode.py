@@ -203,10 +203,10 @@ class SimDecode(Process):
             self.memory.compute(owner, pages, begin, session.tokens[begin:end])
             self.memory.check_owned(owner, pages, end)
             if is_failed:
-                news.append(self.table.fail(session, "the engine step failed"))
+                news.append(self.table.fail(session, "the engine step failed", self.world.now))
             else:
-                token = self.memory.next_token(pages, end) if step.wants_token else None
-                news.append(self.table.finish_step(session, step.count, token))
+                tokens = [self.memory.next_token(pages, end)] if step.wants_token else []
+                news.append(self.table.finish_step(session, step.count, tokens, self.world.now))
         self._publish([delta for delta in news if delta is not None])
         self._begin_step()
 
