@@ -7,6 +7,7 @@ import asyncio
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import cast
 
 import structlog
@@ -93,6 +94,8 @@ async def _stream_choice(front: Front, order: Order, meter: ChoiceMeter) -> Asyn
         else:
             raise ApiError(500, "the answer ended before it was complete; try again", None, "incomplete_answer")
     meter.finish(piece.finish_reason)
+    if piece.timing is not None and tokens.finish_reason is None:  # a stop string: the ring tells no more
+        piece = replace(piece, timing=replace(piece.timing, decode_s=meter.decode_s))
     yield piece
 
 

@@ -35,7 +35,7 @@ def check_form(form: AnswerForm | None) -> Grammar | None:
 def _schema_text(schema: str | Mapping[str, Any], param: str) -> str:
     """The schema as JSON, whether it came as an object or as text."""
     try:
-        value = pydantic_core.from_json(schema) if isinstance(schema, str) else schema
+        value = pydantic_core.from_json(_checked(schema, param)) if isinstance(schema, str) else schema
         if not isinstance(value, Mapping):
             raise bad_request(f"{param} must be a JSON schema, which is an object", param, "invalid_type")
         return json.dumps(value, ensure_ascii=False, allow_nan=False)

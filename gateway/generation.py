@@ -93,7 +93,8 @@ class Tokens:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token when asked for
     # of prompt_ids[1:], once, with the first news, when asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    timing: Timing | None = None  # with the last news
+    # with the first news, as far as it is known (a stop string may end the rest unseen), and with the last, in full
+    timing: Timing | None = None
 
 
 class SharedPrompt:

@@ -35,9 +35,12 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
                 yield 0, sole
         return
     news: asyncio.Queue[tuple[_Source[T], T | _Ended]] = asyncio.Queue()  # bounded by each source's room
-    tasks = [asyncio.create_task(_pump(_Source(index, items), news)) for index, items in enumerate(sources)]
-    num_open = len(tasks)
+    tasks: list[asyncio.Task[None]] = []
+    num_open = len(sources)
     try:
+        for index, items in enumerate(sources):
+            tasks.append(asyncio.create_task(_pump(_Source(index, items), news)))
+            await asyncio.sleep(0)  # others get their turn while many begin
         while num_open:
             source, item = await news.get()
             if not isinstance(item, _Ended):

@@ -77,6 +77,7 @@ class ChoiceMeter:
         self._metrics = metrics
         self._clock = clock
         self._arrived_s = arrived_s
+        self._first_token_s: float | None = None
         self._last_token_s: float | None = None
         self._is_over = False
 
@@ -87,12 +88,18 @@ class ChoiceMeter:
         now = self._clock()
         self._metrics.generation_tokens.inc(num_tokens)
         if self._last_token_s is None:
+            self._first_token_s = now
             self._metrics.time_to_first_token.observe(now - self._arrived_s)
         else:
             each_s = (now - self._last_token_s) / num_tokens
             for _ in range(num_tokens):
                 self._metrics.inter_token_latency.observe(each_s)
         self._last_token_s = now
+
+    @property
+    def decode_s(self) -> float:
+        """From the first tokens to the last so far."""
+        return (self._last_token_s or 0.0) - (self._first_token_s or 0.0)
 
     def finish(self, reason: FinishReason) -> None:
         """The answer is complete."""

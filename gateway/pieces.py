@@ -29,7 +29,7 @@ class Piece:
     finish_reason: FinishReason | None = None  # set on the last piece only
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token of token_ids, when asked for
     told: tuple[ToldToken, ...] = ()  # tokens whose text begins in the text so far, each once, when asked for
-    timing: Timing | None = None  # on the last piece
+    timing: Timing | None = None  # on the last piece: the newest that came
 
 
 class PieceReader:
@@ -49,11 +49,13 @@ class PieceReader:
         self._num_decoded = text_offset
         self._num_shown = text_offset
         self._untold: deque[ToldToken] = deque()
+        self._timing: Timing | None = None
 
     def read(self, tokens: Tokens) -> Piece:
         """The next piece. Not to be called after one with a finish reason."""
         if self._with_logprobs and len(tokens.logprobs) != len(tokens.token_ids):
             raise ValueError(f"{len(tokens.token_ids)} tokens came with {len(tokens.logprobs)} log-probabilities")
+        self._timing = tokens.timing or self._timing
         texts: list[str] = []
         num_with_text = len(tokens.token_ids) - (tokens.finish_reason == "stop")
         for rank, token_id in enumerate(tokens.token_ids):
@@ -67,7 +69,7 @@ class PieceReader:
             return self._stopped(texts, tokens, len(tokens.token_ids))
         texts.append(self._stops.flush())
         told = tuple(self._untold)
-        return Piece("".join(texts), tokens.token_ids, tokens.finish_reason, tokens.logprobs, told, tokens.timing)
+        return Piece("".join(texts), tokens.token_ids, tokens.finish_reason, tokens.logprobs, told, self._timing)
 
     def _show(self, decoded: str, texts: list[str]) -> bool:
         """Adds what may be shown. True when a stop string was met."""
@@ -79,7 +81,7 @@ class PieceReader:
 
     def _stopped(self, texts: list[str], tokens: Tokens, count: int) -> Piece:
         ids, logprobs = tokens.token_ids[:count], tokens.logprobs[:count]
-        return Piece("".join(texts), ids, "stop", logprobs, self._tell(), tokens.timing)
+        return Piece("".join(texts), ids, "stop", logprobs, self._tell(), self._timing)
 
     def _tell(self) -> tuple[ToldToken, ...]:
         """The tokens that begin in the text shown so far."""

@@ -93,7 +93,7 @@ def _news(script: Script, generation: Generation) -> Iterator[Tokens]:
             likely(group, generation.num_logprobs),
             None if start or generation.num_prompt_logprobs is None
             else likely(generation.prompt_ids[1:], generation.num_prompt_logprobs),
-            TIMING if is_last and finish else None,
+            TIMING if not start or (is_last and finish) else None,
         )  # fmt: skip
 
 
@@ -101,10 +101,14 @@ def likely(ids: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs, ...]
     """Made-up log-probabilities: a token's own depends on its id, and an odd one is the likeliest at its place."""
     if num_top is None:
         return ()
-    return tuple(TokenLogprobs(-token_id / 64, _top(token_id, num_top)) for token_id in ids)
+    return tuple(TokenLogprobs(_likeliness(token_id), _top(token_id, num_top)) for token_id in ids)
+
+
+def _likeliness(token_id: int) -> float:
+    return -1 - token_id / 64
 
 
 def _top(token_id: int, num_top: int) -> tuple[tuple[int, float], ...]:
-    others = [(other, -token_id / 64 - 0.5 * rank) for rank, other in enumerate(range(40, 40 + num_top), start=1)]
-    own = (token_id, -token_id / 64)
-    return tuple([own, *others][:num_top]) if token_id % 2 else tuple((other, 0.5 + at) for other, at in others)
+    own = (token_id, _likeliness(token_id))
+    others = [(40 + rank, own[1] + 0.75 - rank / 2) for rank in range(num_top)]  # the first is likelier than the token
+    return (own, *others[1:])[:num_top] if token_id % 2 else tuple(others)

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,13 @@ class Served:
     def count(self, metric: str, **labels: str) -> float:
         """A metric's value now."""
         return self.registry.get_sample_value(f"baton:{metric}", labels) or 0.0
+
+    def wait_count(self, value: float, metric: str, **labels: str) -> None:
+        """Returns when a metric has a value; fails when it does not get it."""
+        deadline = time.monotonic() + 2
+        while (count := self.count(metric, **labels)) != value:
+            assert time.monotonic() < deadline, f"{metric} is {count}, not {value}"
+            time.sleep(0.005)
 
 
 @contextmanager

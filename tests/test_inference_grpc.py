@@ -13,7 +13,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from gateway.app import FrontOptions
 from gateway.errors import not_ready, overloaded
-from tests.fake_ring import Script
+from gateway.generation import Grammar, Speculation
+from tests.fake_ring import TIMING, Script, likely
 from tests.front_server import SERVED, Served, run_front
 from tests.tiny_tokenizer import CONTEXT
 
@@ -101,6 +102,65 @@ def test_generate(client: ReflectedClient, served: Served, prompt: dict[str, Any
     assert dict(call.initial_metadata())["x-request-id"] == "call-1"
 
 
+def test_several_answers_with_log_probabilities_and_timing(client: ReflectedClient, served: Served) -> None:
+    ids = list(served.ring.script.token_ids)
+    responses = list(client.generate(text="hello", n=3, logprobs=2, includeTiming=True, seed=7))
+    for index in range(3):
+        mine = [response for response in responses if response.index == index]
+        assert "".join(response.text for response in mine) == "hello 🙂 world"
+        told = [(each.token_id, each.logprob) for response in mine for each in response.logprobs]
+        truth = likely(ids, 2)
+        assert told == [(token_id, each.logprob) for token_id, each in zip(ids, truth, strict=True)]
+        tops = [[(top.token_id, top.logprob) for top in each.top] for response in mine for each in response.logprobs]
+        assert tops == [list(each.top) for each in truth]
+        assert all(len(response.logprobs) == len(response.token_ids) for response in mine)
+        assert [response.HasField("timing") for response in mine] == [False] * (len(mine) - 1) + [True]
+        assert mine[-1].timing.transfer_bytes == TIMING.transfer_bytes
+        assert mine[-1].finish_reason == "stop"
+    assert [response.HasField("usage") for response in responses] == [False] * (len(responses) - 1) + [True]
+    assert responses[-1].usage.completion_tokens == 3 * len(ids)
+    assert responses[-1].usage.prompt_tokens == len(served.ids("hello"))
+    assert [generation.sampling.seed for generation in served.ring.generations] == [7, 8, 9]
+    assert len({id(shared) for shared in served.ring.shared}) == 1
+
+
+def test_fields_reach_the_ring_as_those_of_rest_do(client: ReflectedClient, served: Served) -> None:
+    list(
+        client.generate(
+            text="x", minTokens=2, frequencyPenalty=0.5, presencePenalty=-0.5, repetitionPenalty=1.5,
+            logitBias={"5": -100}, speculation="draft", maxDraftTokens=3, responseFormat={"jsonObject": False},
+        )
+    )  # fmt: skip
+    (generation,) = served.ring.generations
+    assert (generation.min_tokens, generation.speculation, generation.grammar) == (2, Speculation("draft", 3), None)
+    sampling = generation.sampling
+    assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.5)
+    assert sampling.logit_bias == ((5, -100.0),)
+
+
+FORMS: list[tuple[dict[str, Any], Grammar]] = [
+    ({"jsonObject": True}, Grammar("json_object", "", "response_format.json_object")),
+    ({"jsonSchema": '{"type": "null"}'}, Grammar("json_schema", '{"type": "null"}', "response_format.json_schema")),
+    ({"regex": "a+"}, Grammar("regex", "a+", "response_format.regex")),
+    ({"grammar": 'root ::= "a"'}, Grammar("ebnf", 'root ::= "a"', "response_format.grammar")),
+    ({"choice": {"texts": ["a", "b"]}}, Grammar("ebnf", 'root ::= "a" | "b"', "response_format.choice")),
+]
+
+
+@pytest.mark.parametrize(("form", "grammar"), FORMS)
+def test_forms(client: ReflectedClient, served: Served, form: dict[str, Any], grammar: Grammar) -> None:
+    list(client.generate(text="x", responseFormat=form))
+    assert served.ring.generations[0].grammar == grammar
+
+
+def test_a_cancelled_call_ends_all_its_answers(client: ReflectedClient, served: Served) -> None:
+    served.ring.script = Script(served.ids("hello"), is_hanging=True)
+    call = client.generate(text="x", n=5)
+    next(call)
+    call.cancel()
+    assert [served.ring.wait_ending() for _ in range(5)] == ["closed"] * 5
+
+
 def test_models_and_health(client: ReflectedClient, served: Served) -> None:
     (model,) = client.call("baton.v1.Inference", "ListModels", {}).models
     assert (model.id, model.context_tokens) == (SERVED, CONTEXT)
@@ -128,6 +188,25 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"text": "x", "stop": [""]}, "stop"),
     ({"text": "x", "stop": ["x"] * 17}, "stop"),
     ({"text": "x", "stopTokenIds": [10**6]}, "stop_token_ids"),
+    ({"text": "x", "n": 0}, "n"),
+    ({"text": "x", "n": 10**9}, "n"),
+    ({"text": "x", "logprobs": 21}, "logprobs"),
+    ({"text": "x", "logprobs": -1}, "logprobs"),
+    ({"text": "x", "minTokens": 5, "maxTokens": 4}, "min_tokens"),
+    ({"text": "x", "frequencyPenalty": "NaN"}, "frequency_penalty"),
+    ({"text": "x", "presencePenalty": 2.5}, "presence_penalty"),
+    ({"text": "x", "repetitionPenalty": 0}, "repetition_penalty"),
+    ({"text": "x", "logitBias": {"5": 101}}, "logit_bias.5"),
+    ({"text": "x", "logitBias": {str(10**6): 1}}, "logit_bias"),
+    ({"text": "x", "logitBias": {str(key): 1 for key in range(1025)}}, "logit_bias"),
+    ({"text": "x", "speculation": "tree"}, "speculation"),
+    ({"text": "x", "maxDraftTokens": 0}, "max_draft_tokens"),
+    ({"text": "x", "responseFormat": {}}, "response_format"),
+    ({"text": "x", "responseFormat": {"jsonSchema": "{"}}, "response_format.json_schema"),
+    ({"text": "x", "responseFormat": {"jsonSchema": "[]"}}, "response_format.json_schema"),
+    ({"text": "x", "responseFormat": {"regex": ""}}, "response_format.regex"),
+    ({"text": "x", "responseFormat": {"choice": {}}}, "response_format.choice"),
+    ({"text": "x", "responseFormat": {"grammar": "a" * (2**16 + 1)}}, "response_format.grammar"),
 ]
 
 

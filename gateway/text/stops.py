@@ -4,6 +4,7 @@ Pure: knows text only, no tokens. Where the text is cut does not depend on how i
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class _Automaton:
@@ -12,19 +13,28 @@ class _Automaton:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.matched = 0
-        self._fallback = [0] * (len(stop) + 1)  # length matched |-> next shorter length that the same text matches
-        for length in range(1, len(stop)):
-            self._fallback[length + 1] = self._follow(self._fallback[length], stop[length])
+        self._fallback = _fallbacks(stop)
 
     def step(self, char: str) -> int:
         """Takes one character; returns the length of the stop string when it is now complete, else 0."""
-        self.matched = self._follow(self.matched, char)
+        self.matched = _follow(self.stop, self._fallback, self.matched, char)
         return self.matched if self.matched == len(self.stop) else 0
 
-    def _follow(self, length: int, char: str) -> int:
-        while length and self.stop[length] != char:
-            length = self._fallback[length]
-        return length + 1 if self.stop[length] == char else 0
+
+@lru_cache(256)  # the choices of a request share them
+def _fallbacks(stop: str) -> Sequence[int]:
+    """Length matched |-> next shorter length that the same text matches."""
+    fallbacks = [0] * (len(stop) + 1)
+    for length in range(1, len(stop)):
+        fallbacks[length + 1] = _follow(stop, fallbacks, fallbacks[length], stop[length])
+    return fallbacks
+
+
+def _follow(stop: str, fallbacks: Sequence[int], length: int, char: str) -> int:
+    """Length matched after one more character."""
+    while length and stop[length] != char:
+        length = fallbacks[length]
+    return length + 1 if stop[length] == char else 0
 
 
 class StopStrings:
