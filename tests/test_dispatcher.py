@@ -316,7 +316,7 @@ async def test_a_request_cancelled_in_the_very_moment_it_is_placed_gives_its_pla
         may_leave, entered = asyncio.Event(), [0]
 
         async def hold() -> None:
-            async with admission.place(2, frozenset(), False, PATIENCE_S):
+            async with admission.place(2, frozenset(), False, 0.0, PATIENCE_S):
                 entered[0] += 1
                 await may_leave.wait()
 
@@ -606,6 +606,36 @@ async def test_a_started_answer_waits_for_its_only_worker_to_come_back() -> None
         stack.push_async_callback(built.is_idle)
         assert await task == (answer(4), "length")
         assert not task.cancelled()
+
+
+@bounded
+async def test_after_a_loss_who_has_been_silent_for_longest_goes_first() -> None:
+    async with pair(is_manual=True) as (ring, decode, prefill):
+        tasks = []
+        for number in range(3):
+            tasks.append(ring.start(generation(f"r{number}")))
+            await decode.has_sessions(number + 1)
+        await ring.signal.until(lambda: prefill.num_done == 3)
+        for number in (1, 0):
+            task = asyncio.create_task(_next_news(ring, number))
+            await asyncio.sleep(0)
+            decode.sessions[number].emit(1)
+            await task
+        decode.break_streams()
+        await decode.has_sessions(6)
+        assert [session.request.request_id for session in decode.sessions[3:]] == ["r2", "r1", "r0"]
+        for session in decode.sessions[3:]:
+            session.emit(4 if session.request.request_id == "r2" else 3, "length")
+        assert [await task for task in tasks] == [(answer(4), "length")] * 3
+
+
+async def _next_news(ring: Ring, number: int) -> None:
+    """Until the session of that number has told something."""
+    (link,) = ring.fleet.decode.values()
+    session = list(link._sessions.values())[number]
+    before = session.silent_since
+    while session.silent_since == before:  # noqa: ASYNC110, a turn of the loop is all that it takes
+        await asyncio.sleep(0)
 
 
 @bounded

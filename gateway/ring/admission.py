@@ -1,7 +1,12 @@
-"""The one queue where requests wait: first come, first served, bounded. Lives on the asyncio thread."""
+"""The one queue where requests wait: first come, first served, bounded. Lives on the asyncio thread.
+
+Started answers go before new requests, and among them who has been silent for longest: else those that move from one
+dying worker to the next would always stand behind those that were already there.
+"""
 
 import asyncio
 import time
+from bisect import insort
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -46,6 +51,7 @@ class _Waiter:
     num_missing: int
     avoid: frozenset[str]
     is_retry: bool
+    silent_since: float
     decided: asyncio.Future[None]
     places: Places | None = None
 
@@ -69,17 +75,17 @@ class Admission:
 
     @asynccontextmanager
     async def place(
-        self, num_missing: int, avoid: frozenset[str], is_retry: bool, timeout_s: float
+        self, num_missing: int, avoid: frozenset[str], is_retry: bool, silent_since: float, timeout_s: float
     ) -> AsyncIterator[Places]:
         """Wait for places, and hold them until the end of the block.
 
-        A retry goes before new requests. Raises ApiError: 429 when the queue is full, 503 when nobody has been able
-        to serve for too long or no place got free within `timeout_s`.
+        A retry goes before new requests, and before retries whose clients got news later. Raises ApiError: 429 when
+        the queue is full, 503 when nobody has been able to serve for too long or no place got free within `timeout_s`.
         """
         if not is_retry and len(self._waiting) >= self._max_queue:
             raise overloaded(f"{len(self._waiting)} requests are waiting, the most allowed by --max-queue; try again")
-        waiter = _Waiter(num_missing, avoid, is_retry, asyncio.get_running_loop().create_future())
-        self._enqueue(waiter)
+        waiter = _Waiter(num_missing, avoid, is_retry, silent_since, asyncio.get_running_loop().create_future())
+        insort(self._waiting, waiter, key=lambda other: (not other.is_retry, other.silent_since))
         self._pump()
         try:
             try:
@@ -95,11 +101,6 @@ class Admission:
                 self._waiting.remove(waiter)
             if waiter.places is not None:
                 waiter.places.release_all()
-
-    def _enqueue(self, waiter: _Waiter) -> None:
-        """Retries in the order they come, then new requests."""
-        num_retries = sum(other.is_retry for other in self._waiting)
-        self._waiting.insert(num_retries if waiter.is_retry else len(self._waiting), waiter)
 
     def _pump(self) -> None:
         """Decide on what waits. Called at each change, and at each answer or silence of a worker: so time counts."""

@@ -54,7 +54,7 @@ class Attempt:
     async def run(self) -> AsyncGenerator[Tokens, None]:
         """New tokens; afterwards the request waits again or has ended."""
         decode, prefill = self.places.decode, self.places.prefill
-        with decode.open_session() as session:
+        with decode.open_session(self.request.silent_since) as session:
             placed = Placed(session.incarnation, prefill.status.peer.incarnation if prefill else None)
             (reserve,) = self.request.step(placed, time.monotonic())
             assert isinstance(reserve, Reserve)

@@ -5,6 +5,7 @@ Lives on the asyncio thread.
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ class RemoteSession:
     handle: int
     stream: str  # name of the Steps stream that tells its news
     incarnation: str  # of the worker behind that stream
+    silent_since: float  # when its client last got tokens
     inbox: asyncio.Queue[News] = field(default_factory=asyncio.Queue)  # as long as the answer, at most
     is_over: bool = False  # its last news has come: nothing is left to abort
 
@@ -109,17 +111,18 @@ class DecodeLink(WorkerLink):
                 self._abort(delta.handle)
             return
         session.is_over = bool(delta.finish_reason)
+        session.silent_since = time.monotonic()
         session.inbox.put_nowait(delta)
 
     def _lose_all(self, reason: str) -> None:
-        """Tell every open session that it will hear no more."""
-        for session in self._sessions.values():
+        """Tell every open session that it will hear no more; who has been silent for longest goes on first."""
+        for session in sorted(self._sessions.values(), key=lambda session: session.silent_since):
             session.inbox.put_nowait(Lost(reason))
 
     @contextmanager
-    def open_session(self) -> Iterator[RemoteSession]:
+    def open_session(self, silent_since: float) -> Iterator[RemoteSession]:
         """A handle for one session. At the end, whatever is left of it on the worker is aborted."""
-        session = RemoteSession(next(self._handles), self._stream, self._incarnation)
+        session = RemoteSession(next(self._handles), self._stream, self._incarnation, silent_since)
         self._sessions[session.handle] = session
         try:
             yield session

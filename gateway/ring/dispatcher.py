@@ -58,8 +58,9 @@ class Dispatcher:
     async def generate(
         self, generation: Generation, shared: SharedPrompt | None = None
     ) -> AsyncGenerator[Tokens, None]:
-        deadline = time.monotonic() + self._request_timeout_s
-        request = Request(generation, deadline, self._local_prefill_max_tokens, self._patience_s)
+        now = time.monotonic()
+        deadline = now + self._request_timeout_s
+        request = Request(generation, deadline, self._local_prefill_max_tokens, self._patience_s, now)
         while request.phase is Phase.WAITING:
             async with aclosing(self._try(request)) as news:
                 async for tokens in news:
@@ -72,8 +73,9 @@ class Dispatcher:
         async with AsyncExitStack() as held:
             started = time.monotonic()
             waiting = self._admission.place(
-                request.num_missing, frozenset(request.avoid), request.is_retry, timeout_s=request.deadline - started
-            )
+                request.num_missing, frozenset(request.avoid), request.is_retry, request.silent_since,
+                timeout_s=request.deadline - started,
+            )  # fmt: skip
             try:
                 places = await held.enter_async_context(waiting)
             except ApiError as error:

@@ -148,6 +148,7 @@ class Request:
     deadline: float  # when it has taken too long
     local_prefill_max_tokens: int
     patience_s: float  # how long it looks for a worker that is there
+    silent_since: float  # when its client last got tokens; at first, when it came
     phase: Phase = Phase.WAITING
     error: ApiError | None = None  # how it ended, if not with its answer
     attempt: int = 1
@@ -239,6 +240,7 @@ class Request:
             return self._fail(news.error or news.finish_reason, late or self.places.decode, now)
         self.emitted.extend(news.token_ids)
         if news.token_ids:
+            self.silent_since = now
             self.num_failures = 0  # workers that die one after the other are no fault of a request that gets on
         if not news.finish_reason:
             return [Emit(Tokens(tuple(news.token_ids), None))]

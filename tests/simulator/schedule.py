@@ -81,7 +81,8 @@ class Schedule:
             gateway.connect(client, lambda: gateway.submit(build(), client))
 
         def build() -> Request:
-            return Request(generation, self.world.now + TIMEOUT_S, gateway.local_prefill_max_tokens, PATIENCE_S)
+            now = self.world.now
+            return Request(generation, now + TIMEOUT_S, gateway.local_prefill_max_tokens, PATIENCE_S, now)
 
         self.world.at(asked, self.nobody, -1, connect)
         if not self.is_calm and rng.random() < 0.2:
