@@ -12,6 +12,7 @@ from typing import cast
 
 import structlog
 
+from gateway.call_pieces import CallReader
 from gateway.errors import ApiError
 from gateway.front import Front
 from gateway.generation import TokenLogprobs, Tokens
@@ -74,11 +75,12 @@ def _counts(job: Job, totals: Totals) -> dict[str, int]:
 
 async def _stream_choice(front: Front, order: Order, meter: ChoiceMeter) -> AsyncGenerator[Piece, None]:
     reader = PieceReader(
-        front.tokenizer.detokenizer(),
+        front.tokenizer.detokenizer(order.tools.format.markers if order.tools else ()),
         StopStrings(order.stop_strings),
         with_logprobs=order.generation.num_logprobs is not None,
         text_offset=len(order.echo.text) if order.echo else 0,
     )
+    calls = CallReader(order.tools, is_trusted=order.generation.grammar is not None) if order.tools else None
     is_begun = False
     async with aclosing(_generate(front, order)) as news:
         async for tokens in news:
@@ -90,13 +92,13 @@ async def _stream_choice(front: Front, order: Order, meter: ChoiceMeter) -> Asyn
             meter.add_tokens(len(piece.token_ids))
             if piece.finish_reason is not None:
                 break  # closes the ring's iterator before the client hears of the end
-            yield piece
+            yield calls.read(piece) if calls else piece
         else:
             raise ApiError(500, "the answer ended before it was complete; try again", None, "incomplete_answer")
     meter.finish(piece.finish_reason)
     if piece.timing is not None and tokens.finish_reason is None:  # a stop string: the ring tells no more
         piece = replace(piece, timing=replace(piece.timing, decode_s=meter.decode_s))
-    yield piece
+    yield calls.read(piece) if calls else piece
 
 
 def _generate(front: Front, order: Order) -> AsyncGenerator[Tokens, None]:

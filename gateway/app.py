@@ -25,6 +25,7 @@ from gateway.rest.status_routes import build_status_router
 from gateway.service import add_inference_services, build_interceptors
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import Tokenizer
+from gateway.tools.formats import resolve_format
 
 __all__ = ["Front", "FrontOptions", "add_inference_services", "build_app", "build_front", "build_interceptors"]
 
@@ -36,7 +37,8 @@ def build_front(
 ) -> Front:
     """What REST and gRPC share. Registers the front's metrics: once per registry. `front.offload.close()` ends it."""
     offload = Offload(_CHEAP_CHARS, options.tokenise_threads, options.max_waiting_tokenise, options.tokenise_timeout_s)
-    return Front(ring, tokenizer, served_name, options, FrontMetrics(registry), offload, int(time.time()))
+    tool_format = resolve_format(options.tool_format, tokenizer.tool_template)
+    return Front(ring, tokenizer, served_name, options, FrontMetrics(registry), offload, int(time.time()), tool_format)
 
 
 def build_app(front: Front) -> FastAPI:

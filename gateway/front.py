@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gateway.answer_forms import check_form
-from gateway.generation import Generation, Ring, SharedPrompt
+from gateway.errors import bad_request
+from gateway.generation import Generation, Grammar, Ring, SharedPrompt
 from gateway.metrics import FrontMetrics
 from gateway.order import Echo, Job, Order
 from gateway.prompts import Prompts
@@ -16,8 +17,12 @@ from gateway.raw_request import RawRequest
 from gateway.sampling_rules import check_sampling, check_speculation
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import Tokenizer
+from gateway.tools.formats import Format
+from gateway.tools.grammar import call_grammar
+from gateway.tools.request import ToolUse, check_tools
 from gateway.validate import (
     check_choices,
+    check_ends,
     check_logprobs,
     check_max_tokens,
     check_model,
@@ -41,6 +46,7 @@ class FrontOptions:
     tokenise_timeout_s: float = 30.0
     tokenise_threads: int = 2
     max_waiting_tokenise: int = 64  # long prompts; further ones are refused with 429
+    tool_format: str = "auto"  # how the model writes calls: a name of tools/formats.py, "auto" or "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +60,12 @@ class Front:
     metrics: FrontMetrics
     offload: Offload
     created_s: int  # Unix time at which the model came to be served
+    tool_format: Format | None  # how the model writes calls; None: it cannot be given tools
 
     @property
     def prompts(self) -> Prompts:
         """Prompts to token ids."""
-        return Prompts(self.tokenizer, self.offload)
+        return Prompts(self.tokenizer, self.offload, self.tool_format)
 
     async def prepare(self, raw: RawRequest, request_id: str) -> Job:
         """Checks a request, cheap rules before dear ones, and tokenises its prompts. Raises ApiError."""
@@ -67,20 +74,23 @@ class Front:
         check_max_tokens(raw)
         check_logprobs(raw)
         stop_strings = check_stops(raw)
-        common = self._without_prompt(raw, request_id)
-        encoded = await self.prompts.encode(raw.prompts)
+        tools = check_tools(raw.tools, self.tool_format)
+        grammar = _grammar(check_form(raw.form), tools)
+        check_ends(raw, grammar)
+        common = self._without_prompt(raw, request_id, grammar)
+        encoded = await self.prompts.encode(raw.prompts, tools)
         generations = [self._with_prompt(common, raw, prompt_ids) for prompt_ids in encoded]
         check_num_told(raw, n * len(encoded), n * sum(map(_num_told_places, generations)))
         echoes: Sequence[Echo | None] = [None] * len(encoded)
         if raw.is_echoed:
             echoes = await self.prompts.echo(raw.prompts, encoded, raw.num_logprobs is not None)
         firsts = [
-            Order(generation, stop_strings, _shared(generation, n), echo, raw.max_tokens == 0)
+            Order(generation, stop_strings, _shared(generation, n), echo, raw.max_tokens == 0, tools)
             for generation, echo in zip(generations, echoes, strict=True)
         ]
         return Job(_numbered([choice for first in firsts for choice in _choices(first, n)]), n)
 
-    def _without_prompt(self, raw: RawRequest, request_id: str) -> Generation:
+    def _without_prompt(self, raw: RawRequest, request_id: str, grammar: Grammar | None) -> Generation:
         """What all generations have in common."""
         model = self.tokenizer
         return Generation(
@@ -91,7 +101,7 @@ class Front:
             stop_token_ids=check_stop_ids(raw, model.eos_token_ids, model.vocabulary_size),
             num_logprobs=raw.num_logprobs,
             num_prompt_logprobs=raw.num_logprobs if raw.is_echoed else None,
-            grammar=check_form(raw.form),
+            grammar=grammar,
             speculation=check_speculation(raw),
         )
 
@@ -103,6 +113,16 @@ class Front:
         return replace(
             common, prompt_ids=prompt_ids, max_tokens=max(max_tokens, 1), min_tokens=min_tokens, sampling=sampling
         )
+
+
+def _grammar(answer: Grammar | None, tools: ToolUse | None) -> Grammar | None:
+    """What the whole text must match."""
+    if tools is None:
+        return answer
+    if answer is not None and tools.is_required:
+        message = f"{answer.param} and a tool_choice that requires a call are both given; drop one"
+        raise bad_request(message, answer.param)
+    return call_grammar(tools, answer)
 
 
 def _choices(first: Order, n: int) -> list[Order]:

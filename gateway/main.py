@@ -56,7 +56,10 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
         registry=registry,
     )
     options = FrontOptions(
-        api_keys=config.api_key, cors_origins=config.cors_origins, max_body_bytes=config.body_limit_bytes
+        api_keys=config.api_key,
+        cors_origins=config.cors_origins,
+        max_body_bytes=config.body_limit_bytes,
+        tool_format=config.tool_format,
     )
     ring = DrainingRing(dispatcher)
     shutdown = Shutdown(config.drain_s, lambda: len(ring))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.generation import Generation, SharedPrompt
+from gateway.tools.request import ToolUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Order:
     shared: SharedPrompt | None = None  # with the prompt's other choices
     echo: Echo | None = None
     is_dropped: bool = False  # only the prompt is asked for: the one token generated is not told
+    tools: ToolUse | None = None  # what the answer may call
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,14 @@ Pure: knows text and stop strings; must not know REST, gRPC or where tokens come
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Literal
 
 from gateway.generation import FinishReason, Timing, TokenLogprobs, Tokens
 from gateway.text.detokenize import IncrementalDetokenizer
 from gateway.text.stops import StopStrings
+from gateway.tools.parse import CallEvent
+
+Ending = FinishReason | Literal["tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,13 @@ class Piece:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token of token_ids, when asked for
     told: tuple[ToldToken, ...] = ()  # tokens whose text begins in the text so far, each once, when asked for
     timing: Timing | None = None  # on the last piece: the newest that came
+    calls: tuple[CallEvent, ...] = ()  # of functions, after the text
+    is_calling: bool = False  # on the last piece: the answer is to be continued when its calls are answered
+
+    @property
+    def ending(self) -> Ending | None:
+        """The finish reason as clients know it."""
+        return "tool_calls" if self.is_calling else self.finish_reason
 
 
 class PieceReader:

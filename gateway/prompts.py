@@ -3,15 +3,22 @@
 Cheap checks come first, long work goes to a thread. Must not know HTTP, gRPC or what is generated.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gateway.errors import bad_request
 from gateway.order import Echo
 from gateway.raw_request import Chat, Prompt
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
+from gateway.tools.formats import Format
+from gateway.tools.history import fit_ids
+from gateway.tools.request import ToolUse
 from gateway.validate import check_prompt_tokens, check_text_bytes, check_vocabulary
+
+TemplateInput = Mapping[str, Any]  # a tool as chat templates take it
 
 _MARKER_CHARS = 16  # a role and its markers
 _ECHO_COST = 4  # detokenising a token costs as much as tokenising so many characters
@@ -23,11 +30,13 @@ class Prompts:
 
     tokenizer: Tokenizer
     offload: Offload
+    tool_format: Format | None  # how the model writes calls; None: it knows no tools
 
-    async def encode(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
-        """Token ids of each prompt, which fit the context. Raises ApiError naming the prompt."""
-        cost = sum([self._check_size(prompt) for prompt in prompts])
-        encoded = await self.offload.run(cost, lambda: [self._encode(prompt) for prompt in prompts])
+    async def encode(self, prompts: Sequence[Prompt], tools: ToolUse | None = None) -> list[tuple[int, ...]]:
+        """Token ids of each prompt, which fit the context. `tools` go into chats. Raises ApiError naming the prompt."""
+        inputs = [tool.as_template_input() for tool in tools.tools] if tools else []
+        cost = sum([self._check_size(prompt, inputs) for prompt in prompts])
+        encoded = await self.offload.run(cost, lambda: [self._encode(prompt, inputs) for prompt in prompts])
         for prompt, ids in zip(prompts, encoded, strict=True):
             check_prompt_tokens(len(ids), prompt.param, self.tokenizer.context_tokens)
         return encoded
@@ -44,38 +53,50 @@ class Prompts:
         pairs = list(zip(prompts, encoded, strict=True))
         return await self.offload.run(cost, lambda: [self._echo(prompt, ids, with_offsets) for prompt, ids in pairs])
 
-    def _check_size(self, prompt: Prompt) -> int:
+    def _check_size(self, prompt: Prompt, tools: Sequence[TemplateInput]) -> int:
         """Refuses what cannot fit; returns how many characters are to be tokenised."""
         content, context = prompt.content, self.tokenizer.context_tokens
         if isinstance(content, str):
             check_text_bytes(len(content.encode()), prompt.param, context)
             return len(content)
         if isinstance(content, Chat):
-            return self._check_chat(content, prompt.param)
+            return self._check_chat(content, prompt.param, tools)
         check_prompt_tokens(len(content), prompt.param, context)
         check_vocabulary(content, prompt.param, self.tokenizer.vocabulary_size)
         return 0
 
-    def _check_chat(self, chat: Chat, param: str) -> int:
+    def _check_chat(self, chat: Chat, param: str, tools: Sequence[TemplateInput]) -> int:
         if not chat.messages:
             raise bad_request("messages is empty; send at least one message", param)
         if not self.tokenizer.has_chat_template:
             raise bad_request("the model has no chat template; send its prompt to /v1/completions instead", param)
         texts = [message["content"] for message in chat.messages]
+        texts += [_json(calls) for calls in self._calls(chat, param)] + [_json(tool) for tool in tools]
         check_text_bytes(sum([len(text.encode()) for text in texts]), param, self.tokenizer.context_tokens)
         return sum([len(text) + _MARKER_CHARS for text in texts])
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def _calls(self, chat: Chat, param: str) -> list[object]:
+        """The calls of all messages; refused where the template would not show them."""
+        with_calls = [index for index, message in enumerate(chat.messages) if "tool_calls" in message]
+        if with_calls and self.tool_format is None:
+            path = f"{param}[{with_calls[0]}].tool_calls"
+            raise bad_request(f"{path}: the model's chat template knows no calls; leave them out", path)
+        return [chat.messages[index]["tool_calls"] for index in with_calls]
+
+    def _encode(self, prompt: Prompt, tools: Sequence[TemplateInput]) -> tuple[int, ...]:
         content = prompt.content
         if isinstance(content, str):
             return tuple(self.tokenizer.encode(content, add_special_tokens=True))
         if isinstance(content, Chat):
-            return tuple(self.tokenizer.encode(self._render(content, prompt.param), add_special_tokens=False))
+            return tuple(self.tokenizer.encode(self._render(content, tools, prompt.param), add_special_tokens=False))
         return tuple(content)
 
-    def _render(self, chat: Chat, param: str) -> str:
+    def _render(self, chat: Chat, tools: Sequence[TemplateInput], param: str) -> str:
+        messages = chat.messages
+        if self.tool_format is not None:
+            messages = [fit_ids(message, self.tool_format) for message in messages]
         try:
-            return self.tokenizer.render_chat(chat.messages)
+            return self.tokenizer.render_chat(messages, tools)
         except TemplateRefusalError as error:
             raise bad_request(f"the model's chat template refuses these messages: {str(error)[:300]}", param) from error
 
@@ -90,3 +111,7 @@ class Prompts:
             num_chars += len(texts[-1])
         decoded = "".join(texts) + detokenizer.flush()
         return Echo(decoded if given is None else given, offsets if with_offsets else ())
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -7,12 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gateway.tools.request import RawTools
+
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation: the `role`, `content` and perhaps `name` and `tool_call_id` of each message."""
+    """A conversation: the `role`, `content` and perhaps `name`, `tool_call_id` and `tool_calls` of each message.
 
-    messages: Sequence[Mapping[str, str]]
+    All are texts but calls, which are as chat templates take them (tools/history.py).
+    """
+
+    messages: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +67,4 @@ class RawRequest:
     speculation: str | None = None
     max_draft_tokens: int | None = None
     with_timing: bool = False
+    tools: RawTools = field(default_factory=RawTools)

@@ -7,6 +7,7 @@ gRPC, text encoding or who generates. Sampling's rules are in sampling_rules.py,
 from collections.abc import Sequence
 
 from gateway.errors import ApiError, bad_request, model_not_found
+from gateway.generation import Grammar
 from gateway.limits import check_range, pick, shown
 from gateway.raw_request import RawRequest
 
@@ -102,9 +103,13 @@ def check_max_tokens(raw: RawRequest) -> None:
         )
     if raw.min_tokens is not None and raw.min_tokens < 0:
         raise bad_request(f"min_tokens is {shown(raw.min_tokens)}; it must be at least 0", "min_tokens")
-    if raw.form is not None and (raw.min_tokens or raw.ignore_eos):
+
+
+def check_ends(raw: RawRequest, grammar: Grammar | None) -> None:
+    """A grammar says where the answer ends, and nothing else may."""
+    if grammar is not None and (raw.min_tokens or raw.ignore_eos):
         name = "min_tokens" if raw.min_tokens else "ignore_eos"
-        raise bad_request(f"{name} cannot be combined with {raw.form.param}, which says where the answer ends", name)
+        raise bad_request(f"{name} cannot be combined with {grammar.param}, which says where the answer ends", name)
 
 
 def resolve_max_tokens(raw: RawRequest, num_prompt: int, context_tokens: int) -> int:

@@ -11,9 +11,7 @@ from typing import Literal
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Transport = Literal["auto", "shm", "grpc"]
-ToolFormat = Literal[
-    "auto", "none", "hermes", "inline", "llama3", "mistral", "mistral-args"
-]  # gateway/tools/formats.py
+ToolFormat = Literal["auto", "none", "hermes", "inline", "llama3", "mistral", "mistral-args"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Speculate = Literal["auto", "off", "ngram", "draft"]
 DEMO_MODEL = "demo"

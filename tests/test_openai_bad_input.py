@@ -65,7 +65,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     (_message(content=[{"type": "text", "text": 5}]), "messages[1].content[0].text"),
     (_message(content=[{"type": "image_url", "image_url": "x"}]), "messages[1].content[0].image_url"),
     (_message(content=[{"type": "audio", "text": "x"}]), "messages[1].content[0].type"),
-    (_message(tool_calls=[{"id": "x"}]), "messages[1].tool_calls"),
+    (_message(tool_calls=[{"id": "x"}]), "messages[1].tool_calls[0].function"),
     (_message(nonsense=1), "messages[1].nonsense"),
     (_chat(messages=[{"role": "tool", "content": "x", "tool_call_id": "y"}]), "messages"),  # the template refuses
     (_chat(messages=[{"role": "user", "content": "word " * CONTEXT}]), "messages"),
@@ -120,7 +120,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     (_chat(logprobs=True, top_logprobs=-1), "top_logprobs"),
     (_chat(logprobs=False, top_logprobs=3), "top_logprobs"),
     (_chat(echo=True), "echo"),
-    (_chat(tools=[{"type": "function"}]), "tools"),
+    (_chat(tools=[{"type": "function"}]), "tools[0].function"),
     (_chat(tool_choice="required"), "tool_choice"),
     (_chat(response_format="json_object"), "response_format"),
     (_chat(response_format={}), "response_format.type"),

@@ -11,8 +11,10 @@ from msgspec import UNSET, UnsetType
 
 from gateway.answer import Totals
 from gateway.errors import ApiError
-from gateway.generation import FinishReason, Timing
+from gateway.generation import Timing
+from gateway.pieces import Ending
 from gateway.rest.openai_logprobs import ChatLogprobs, TextLogprobs
+from gateway.rest.tool_answers import ToolCallBody, ToolCallDelta
 
 
 class PromptDetails(msgspec.Struct):
@@ -51,14 +53,16 @@ class Delta(msgspec.Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class AssistantMessage(msgspec.Struct):
     """The whole answer to a chat."""
 
-    content: str
+    content: str | None  # null when there are calls and no text
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCallBody] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct):
@@ -66,7 +70,7 @@ class ChunkChoice(msgspec.Struct):
 
     index: int
     delta: Delta
-    finish_reason: FinishReason | None = None
+    finish_reason: Ending | None = None
     logprobs: ChatLogprobs | None = None
     timing: TimingBody | UnsetType = UNSET
 
@@ -76,7 +80,7 @@ class ChatChoice(msgspec.Struct):
 
     index: int
     message: AssistantMessage
-    finish_reason: FinishReason | None
+    finish_reason: Ending | None
     logprobs: ChatLogprobs | None = None
     timing: TimingBody | UnsetType = UNSET
 
@@ -86,7 +90,7 @@ class TextChoice(msgspec.Struct):
 
     index: int
     text: str
-    finish_reason: FinishReason | None = None
+    finish_reason: Ending | None = None
     logprobs: TextLogprobs | None = None
     timing: TimingBody | UnsetType = UNSET
 

@@ -22,6 +22,8 @@ from gateway.rest.openai_answers import (
     timing_of,
 )
 from gateway.rest.openai_logprobs import ChatLogprobs, TextLogprobs, TokenBytes
+from gateway.rest.tool_answers import call_deltas, whole_calls
+from gateway.tools.parse import CallEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class _ChatWriter:
         self._extras = extras
         self._has_role = False
         self._texts: list[str] = []
+        self._calls: list[CallEvent] = []
         self._logprobs = self._new_logprobs(())
         self._last = Piece("")
 
@@ -104,20 +107,24 @@ class _ChatWriter:
         if piece.text or piece.told:
             logprobs = self._new_logprobs(piece.told)
             chunks.append(ChunkChoice(self._index, Delta(content=piece.text), logprobs=logprobs))
+        chunks += [ChunkChoice(self._index, Delta(tool_calls=[call])) for call in call_deltas(piece.calls)]
         if piece.finish_reason is not None:
             timing = self._extras.timing(piece)
-            chunks.append(ChunkChoice(self._index, Delta(), piece.finish_reason, timing=timing))
+            chunks.append(ChunkChoice(self._index, Delta(), piece.ending, timing=timing))
         return chunks
 
     def add(self, piece: Piece) -> None:
         self._texts.append(piece.text)
+        self._calls += piece.calls
         self._last = piece
         if self._logprobs is not None:
             self._logprobs.extend(piece.told, self._extras.token_bytes)
 
     def whole(self) -> ChatChoice:
-        message, timing = AssistantMessage("".join(self._texts)), self._extras.timing(self._last)
-        return ChatChoice(self._index, message, self._last.finish_reason, self._logprobs, timing)
+        text, calls = "".join(self._texts), whole_calls(self._calls)
+        message = AssistantMessage(text or None, tool_calls=calls) if calls else AssistantMessage(text)
+        timing = self._extras.timing(self._last)
+        return ChatChoice(self._index, message, self._last.ending, self._logprobs, timing)
 
     def _new_logprobs(self, told: Sequence[ToldToken]) -> ChatLogprobs | None:
         if not self._extras.with_logprobs:

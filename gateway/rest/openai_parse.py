@@ -41,6 +41,8 @@ def _message(given: object, path: str) -> object:
         fields["content"] = [
             _supported(part, TextPart, NOTHING, f"{path}.content[{index}]") for index, part in enumerate(parts)
         ]
+    if isinstance(fields, dict) and fields.get("content") is None and fields.get("tool_calls"):
+        fields["content"] = ""  # a message of calls needs no text
     return fields
 
 

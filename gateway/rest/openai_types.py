@@ -12,6 +12,7 @@ from gateway.errors import bad_request
 from gateway.raw_request import Chat, Prompt, RawRequest
 from gateway.rest.openai_base import Body, FirstErrorOnly, Ids, Texts
 from gateway.rest.openai_forms import ResponseFormat, StructuredOutputs, pick_form
+from gateway.rest.tool_types import TOOLS_FIELD, MessageToolCalls, ToolChoice, Tools, raw_tools
 from gateway.sampling_rules import (
     MAX_BIAS,
     MAX_BIASED_TOKENS,
@@ -74,11 +75,13 @@ class Message(Body):
     ]
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: MessageToolCalls | None = None
 
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, Any]:
         """As chat templates take it."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        given = {"name": self.name, "tool_call_id": self.tool_call_id}
+        calls = [call.plain() for call in self.tool_calls or ()]
+        given = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls or None}
         return {"role": self.role, "content": text} | {
             name: value for name, value in given.items() if value is not None
         }
@@ -156,6 +159,9 @@ class ChatCompletionRequest(_GenerationBody):
     max_completion_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_TOP_LOGPROBS})
+    tools: Tools | None = TOOLS_FIELD
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several functions.")
 
     def raw(self) -> RawRequest:
         """The request without its wire format."""
@@ -173,6 +179,7 @@ class ChatCompletionRequest(_GenerationBody):
             max_tokens_param=param,
             num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             logprobs_param="top_logprobs",
+            tools=raw_tools(self.tools, self.tool_choice, self.parallel_tool_calls),
             **self._common(),
         )
 

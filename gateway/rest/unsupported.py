@@ -28,9 +28,6 @@ COMPLETION: Harmless = _BOTH
 CHAT: Harmless = {
     **_BOTH,
     "echo": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (False, True),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -43,7 +40,6 @@ CHAT: Harmless = {
     "prompt_cache_options": (_ANY,),
 }
 MESSAGE: Harmless = {
-    "tool_calls": ([],),
     "function_call": (),
     "refusal": (),
     "annotations": ([],),

@@ -5,7 +5,7 @@ of a sentencepiece one) and those whose text depends on what stands before them.
 """
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 
@@ -23,6 +23,24 @@ class Pieces(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens taken as a whole answer."""
         ...
+
+
+class ShownTokens:
+    """A vocabulary in which some control tokens have text: that by which they are written."""
+
+    def __init__(self, pieces: Pieces, texts: Mapping[int, str]) -> None:
+        self._pieces = pieces
+        self._texts = {token_id: text.encode() for token_id, text in texts.items()}
+
+    def is_silent(self, token_id: int) -> bool:
+        return token_id not in self._texts and self._pieces.is_silent(token_id)
+
+    def raw_bytes(self, token_id: int) -> bytes | None:
+        return self._texts.get(token_id) or self._pieces.raw_bytes(token_id)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Without the shown tokens: they are bytes, and never the text after a context."""
+        return self._pieces.decode(token_ids)
 
 
 class IncrementalDetokenizer:

@@ -4,7 +4,7 @@ The only file that imports transformers. Must not know requests, REST or gRPC, n
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import msgspec
 from transformers import AutoTokenizer
 
 from gateway.text.checkpoint import ModelFacts, read_model_facts
-from gateway.text.detokenize import IncrementalDetokenizer
+from gateway.text.detokenize import IncrementalDetokenizer, ShownTokens
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>\Z")  # how sentencepiece writes a byte without a piece of its own
 
@@ -60,22 +60,35 @@ class Tokenizer:
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    @property
+    def tool_template(self) -> str:
+        """Source of the chat template that is used with tools; empty when there is none."""
+        try:
+            return str(self._hf.get_chat_template(tools=[{}]))
+        except ValueError:
+            return ""
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The prompt text of a conversation, up to where the assistant's answer begins; runs the template in a sandbox.
 
         Raises TemplateRefusalError.
         """
         try:
             rendered = self._hf.apply_chat_template(
-                [self._known_role(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [self._known_role(message) for message in messages],
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise TemplateRefusalError(str(error) or type(error).__name__) from error
         return str(rendered)
 
-    def detokenizer(self) -> IncrementalDetokenizer:
-        """A detokenizer for one answer."""
-        return IncrementalDetokenizer(self)
+    def detokenizer(self, shown: Collection[str] = ()) -> IncrementalDetokenizer:
+        """A detokenizer for one answer. `shown`: control tokens that have text for once, by how they are written."""
+        ids = {text: self._backend.token_to_id(text) for text in shown}
+        texts = {token_id: text for text, token_id in ids.items() if token_id in self._silent_ids}
+        return IncrementalDetokenizer(ShownTokens(self, texts) if texts else self)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens without control tokens."""
@@ -99,7 +112,7 @@ class Tokenizer:
         raw = self.raw_bytes(token_id)
         return str(self._backend.id_to_token(token_id)).replace(_WORD_MARK, " ").encode() if raw is None else raw
 
-    def _known_role(self, message: Mapping[str, str]) -> dict[str, str]:
+    def _known_role(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Most templates know the newer name of the system role not at all."""
         if message["role"] == "developer" and "developer" not in str(self._hf.chat_template):
             return {**message, "role": "system"}

@@ -60,6 +60,13 @@ FORMATS: Mapping[str, Format] = {
 }
 
 
+def resolve_format(setting: str, template: str) -> Format | None:
+    """The format that is set, or what the template shows where that is left to it ("auto")."""
+    if setting == "auto":
+        return choose_format(template)
+    return None if setting == "none" else FORMATS[setting]
+
+
 def choose_format(template: str) -> Format | None:
     """The format that a chat template writes calls in; None when it knows no tools, or writes them in another way."""
     if not re.search(r"\btools\b", template):

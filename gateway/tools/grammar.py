@@ -24,15 +24,15 @@ def call_grammar(use: ToolUse, answer: Grammar | None = None) -> Grammar | None:
     if use.is_required:
         return _grammar(_calls(use))
     if answer is not None:
-        return _grammar({"type": "or", "elements": [_calls(use), _answer_node(answer)]})
+        return _grammar({"type": "or", "elements": [_calls(use), _answer_node(answer)]}, answer.param)
     if use.is_parallel and not any(tool.is_strict for tool in use.tools):
         return None
     return _grammar(_text_or_calls(use))
 
 
-def _grammar(node: _Node) -> Grammar:
+def _grammar(node: _Node, param: str = "tools") -> Grammar:
     text = msgspec.json.encode({"type": "structural_tag", "format": node}).decode()
-    return Grammar("structural_tag", text, "tools")
+    return Grammar("structural_tag", text, param)
 
 
 def _calls(use: ToolUse) -> _Node:

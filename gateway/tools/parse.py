@@ -53,7 +53,8 @@ class CallEnd:
     index: int
 
 
-Event = Content | CallBegin | Arguments | CallEnd
+CallEvent = CallBegin | Arguments | CallEnd
+Event = Content | CallEvent
 
 T = TypeVar("T")
 _Reading = Generator[None, str, T]  # takes one character at each step; tells a T

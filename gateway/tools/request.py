@@ -3,12 +3,11 @@
 Pure. Must not know HTTP, gRPC, or how calls are written.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-
-import msgspec
 
 from gateway.errors import bad_request
 from gateway.tools.formats import Format
@@ -108,6 +107,9 @@ def _check_list(raw: RawTools) -> None:
         if tool.schema.get("type", "object") != "object":
             raise bad_request(f"{param}.parameters must have the type 'object'", f"{param}.parameters")
         seen.add(tool.name)
-    num_bytes = len(msgspec.json.encode([tool.as_template_input() for tool in raw.tools]))
+    try:
+        num_bytes = len(json.dumps([tool.as_template_input() for tool in raw.tools], allow_nan=False))
+    except ValueError as error:
+        raise bad_request(f"tools is not valid JSON: {error}", "tools") from error
     if num_bytes > MAX_TOOLS_BYTES:
         raise bad_request(f"tools has {num_bytes} bytes as JSON; at most {MAX_TOOLS_BYTES} are allowed", "tools")
