@@ -88,8 +88,8 @@ class Pool:
 
     @property
     def size_mib(self) -> int:
-        """What --kv-memory-mib asks for."""
-        return self.num_pages * self.page_bytes >> 20
+        """What --kv-memory-mib asks for: it is rounded down to whole pages."""
+        return -(-self.num_pages * self.page_bytes >> 20)
 
     def _allocate_private(self, page_elements: int, device: torch.device) -> Tensor:
         try:

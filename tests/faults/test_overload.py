@@ -1,0 +1,206 @@
+"""Ten times more than there is room for, in requests and in KV. Row 14 of the list of faults.
+
+Times are compared within one run, with generous factors: other programs may take the machine's cores at any time.
+"""
+
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from bench.fleet import ProcessFleet, run_fleet, wait_until
+from bench.soak import look_at
+from protos import inference_pb2, inference_pb2_grpc
+from tests.faults.answers import Truth, ask, prompt_of
+
+RUNNING, QUEUE = 2, 4
+CROWD_PAUSE_S = 0.01  # between two requests that are refused; an accepted one takes seconds
+NUM_TOKENS = 400
+ROUNDS = 3
+SLOWER = 8.0  # tokens of accepted requests beside the crowd, against the same without it
+SLOWER_THAN_LIVE = 40.0  # a refusal, against GET /live
+FLAT_BYTES = 48 << 20
+KV_STREAMS, KV_PROMPT, KV_TOKENS = 45, 2000, 400  # 108,000 tokens where 10,900 fit
+CALL_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[ProcessFleet]:
+    """A pair with room for few requests."""
+    with run_fleet(flags={"gateway": [f"--max-queue={QUEUE}"], "decode": [f"--max-running={RUNNING}"]}) as fleet:
+        yield fleet
+
+
+@dataclass
+class Crowd:
+    """Requests for which there is no room, one after the other and without end."""
+
+    fleet: ProcessFleet
+    refused_s: list[float] = field(default_factory=list)  # how long each refusal took
+    live_s: list[float] = field(default_factory=list)  # how long GET /live took beside it
+    retry_after_s: set[int] = field(default_factory=set)
+    answers: Counter[int] = field(default_factory=Counter)  # HTTP status |-> how often
+
+    @contextmanager
+    def press(self) -> Iterator[None]:
+        is_over = threading.Event()
+        thread = threading.Thread(target=self._run, args=(is_over,), name="crowd", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join(CALL_S)
+
+    def _run(self, is_over: threading.Event) -> None:
+        body = {"model": "baton-demo", "prompt": prompt_of(100), "max_tokens": 1}
+        with httpx.Client(base_url=self.fleet.url, timeout=CALL_S) as client:
+            while not is_over.wait(CROWD_PAUSE_S):
+                begun = time.perf_counter()
+                answer = client.post("/v1/completions", json=body)
+                seconds = time.perf_counter() - begun
+                self.answers[answer.status_code] += 1
+                if answer.status_code == 429:
+                    self.refused_s.append(seconds)
+                    self.retry_after_s.add(int(answer.headers["retry-after"]))
+                begun = time.perf_counter()
+                client.get("/live")
+                self.live_s.append(time.perf_counter() - begun)
+
+
+@dataclass
+class Timed:
+    """A stream whose pauses between tokens are written down, by a thread of its own."""
+
+    fleet: ProcessFleet
+    seed: int
+    pauses_s: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._has_begun = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="timed", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        token_ids = inference_pb2.TokenIds(ids=prompt_of(100, self.seed))
+        request = inference_pb2.GenerateRequest(
+            token_ids=token_ids, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True
+        )
+        with grpc.insecure_channel(self.fleet.grpc_address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            call: Any = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=CALL_S)
+            last = 0.0
+            for message in call:
+                now = time.perf_counter()
+                if last:
+                    count = len(message.token_ids)
+                    self.pauses_s += [(now - last) / count] * count
+                last = now
+                self.tokens += message.token_ids
+                self._has_begun.set()
+
+    def wait_begun(self) -> None:
+        assert self._has_begun.wait(CALL_S)
+
+    def finish(self, truth: Truth) -> list[float]:
+        """Its pauses, after the right answer."""
+        self._thread.join(CALL_S)
+        assert self.tokens == truth.oracle.answer(prompt_of(100, self.seed), NUM_TOKENS)
+        return self.pauses_s
+
+
+def _p99(pauses: list[float]) -> float:
+    return statistics.quantiles(pauses, n=100)[98]
+
+
+def _run_full(fleet: ProcessFleet, truth: Truth, crowd: Crowd | None) -> list[float]:
+    """Pauses between the tokens of as many streams as may run, while the queue is full and the crowd comes, or not."""
+    streams = [Timed(fleet, seed) for seed in range(1, RUNNING + 1)]
+    for stream in streams:
+        stream.wait_begun()
+    if crowd is None:
+        return [pause for stream in streams for pause in stream.finish(truth)]
+    waiting = [ask(fleet, 20, num_tokens=3000, seed=9) for _ in range(QUEUE)]
+    with crowd.press():
+        pauses = [pause for stream in streams for pause in stream.finish(truth)]
+        for one in waiting:  # with the crowd still there, which may wait behind them
+            one.cancel()
+            one.finish()
+    fleet.wait_until_unused(60)
+    return pauses
+
+
+@pytest.mark.timeout(900)
+def test_row_14_ten_times_the_requests(narrow: ProcessFleet, truth: Truth) -> None:
+    """They are refused soon, and those that were taken do not feel them."""
+    crowd = Crowd(narrow)
+    _run_full(narrow, truth, crowd)  # all is warm then
+    crowd = Crowd(narrow)
+    before = {name: look_at(process).private_bytes for name, process in narrow.processes.items()}
+    alone: list[float] = []
+    crowded: list[float] = []
+    for _ in range(ROUNDS):
+        alone.append(_p99(_run_full(narrow, truth, None)))
+        crowded.append(_p99(_run_full(narrow, truth, crowd)))
+    growth = {name: look_at(process).private_bytes - before[name] for name, process in narrow.processes.items()}
+    refused, live = statistics.median(crowd.refused_s), statistics.median(crowd.live_s)
+    print(
+        f"row 14: {dict(crowd.answers)}; a refusal takes {refused * 1e3:.1f} ms, GET /live {live * 1e3:.1f} ms (medians); "
+        f"p99 between tokens, ms: alone {[round(one * 1e3, 1) for one in alone]}, "
+        f"crowded {[round(one * 1e3, 1) for one in crowded]}; "
+        f"private memory, MiB: { {name: round(size / 2**20, 1) for name, size in growth.items()} }"
+    )
+    assert set(crowd.answers) <= {429, 200} and crowd.answers[429] >= 10 * (RUNNING + QUEUE)
+    assert min(crowd.retry_after_s) >= 1
+    assert refused < SLOWER_THAN_LIVE * live
+    assert min(crowded) < SLOWER * max(alone)
+    assert all(size < FLAT_BYTES for size in growth.values()), growth
+
+
+def test_row_14_refusals_over_grpc_say_when_to_try_again(narrow: ProcessFleet, truth: Truth) -> None:
+    running = [ask(narrow, num_tokens=3000, seed=seed) for seed in range(RUNNING)]
+    for stream in running:
+        stream.wait_for_tokens(1)
+    waiting = [ask(narrow, num_tokens=100) for _ in range(QUEUE)]
+    wait_until(lambda: narrow.gateway.metric("num_requests_waiting") == QUEUE, 60)
+    for _ in range(10):
+        refused = ask(narrow, num_tokens=10).finish()
+        assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED and refused.retry_after_s >= 1, refused.detail
+        assert "--max-queue" in refused.detail
+    for one in (*running, *waiting):
+        one.cancel()
+        one.finish()
+    narrow.wait_until_unused(60)
+    truth.check_canary(narrow)
+
+
+@pytest.mark.timeout(900)
+def test_row_14_ten_times_the_kv(truth: Truth) -> None:
+    """Those that were taken share the pages until each has its whole answer; the rest is refused; memory stays."""
+    with run_fleet(flags={"gateway": ["--max-queue=4"], "prefill": ["--max-running=4"]}) as fleet:
+        truth.check(ask(fleet, KV_PROMPT, KV_TOKENS))
+        growth: list[dict[str, int]] = []
+        for _ in range(2):  # the first time all buffers reach their size
+            before = {name: look_at(process).private_bytes for name, process in fleet.processes.items()}
+            streams = [ask(fleet, KV_PROMPT, KV_TOKENS, seed=1 + number % 2) for number in range(KV_STREAMS)]
+            for stream in streams:
+                truth.check_clean(stream)
+            answered = sum(stream.code is None for stream in streams)
+            refused = [stream for stream in streams if stream.code is grpc.StatusCode.RESOURCE_EXHAUSTED]
+            assert answered and len(refused) == len(streams) - answered
+            assert all(stream.retry_after_s >= 1 for stream in refused)
+            fleet.wait_until_unused(60)
+            sizes = {name: look_at(process).private_bytes for name, process in fleet.processes.items()}
+            growth.append({name: size - before[name] for name, size in sizes.items()})
+        preempted = fleet["decode-0"].metric("num_preemptions_total")
+        print(f"row 14, KV: {answered} of {len(streams)} answered, {preempted:.0f} preemptions, growth {growth}")
+        assert all(size < FLAT_BYTES for size in growth[-1].values()), growth
+        truth.check_canary(fleet)

@@ -1,0 +1,136 @@
+"""Machines that give little: files, disk, shared memory. Row 24 of the list of faults.
+
+All processes start through a wrapper that takes something away from them.
+"""
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from bench.fleet import HOST, ProcessFleet, run_fleet, wait_until
+from tests.faults.answers import Truth, ask
+
+IS_ROOT = os.geteuid() == 0
+UNSHARE = "unshare -m" if IS_ROOT else "unshare -rm"  # of users other than root each process gets a user namespace, too
+CAN_MOUNT = (
+    shutil.which("unshare")
+    and not subprocess.run([*UNSHARE.split(), "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode
+)
+needs_mounts = pytest.mark.skipif(not CAN_MOUNT, reason="this user may not mount, not even in a namespace of its own")
+NUM_IDLE = 200
+
+
+@contextmanager
+def _run_wrapped(folder: Path, setup: str, wrapper: Sequence[str] = ()) -> Iterator[ProcessFleet]:
+    """A pair whose processes run the shell commands `setup`, and then themselves under `wrapper`."""
+    script = folder / "python"
+    start = shlex.join([*wrapper, sys.executable])
+    script.write_text(f'#!/bin/sh\nset -e\n{setup}\nexec {start} "$@"\n')
+    script.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(script))
+        with run_fleet() as fleet:
+            yield fleet
+
+
+@contextmanager
+def _run_mounted(folder: Path, mounts: str) -> Iterator[ProcessFleet]:
+    """The same, where each process sees `mounts` of its own, and looks for its caches in `folder`."""
+    inner = folder / "mounted"
+    inner.write_text(f'#!/bin/sh\nset -e\n{mounts}\nexec {shlex.quote(sys.executable)} "$@"\n')
+    inner.chmod(0o755)
+    cache, temporary = folder / "cache", folder / "tmp"
+    cache.mkdir()
+    temporary.mkdir()
+    outer = f"export XDG_CACHE_HOME={cache} TMPDIR={temporary}"
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\n{outer}\nexec {UNSHARE} {inner} "$@"\n')
+    script.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(script))
+        with run_fleet() as fleet:
+            yield fleet
+
+
+def _warnings(fleet: ProcessFleet, event: str) -> dict[str, list[str]]:
+    """process |-> its log lines that say `event`."""
+    logs = {process.name: process.read_log().splitlines() for process in fleet.processes.values()}
+    return {name: [line for line in lines if f'"event": "{event}"' in line] for name, lines in logs.items()}
+
+
+def test_row_24_64_file_descriptors(tmp_path: Path, truth: Truth) -> None:
+    """Said once at start; connections beyond them wait or are closed, and when they are gone all is as before."""
+    with _run_wrapped(tmp_path, "", ["prlimit", "--nofile=64:64"]) as fleet:
+        for name, lines in _warnings(fleet, "few open files allowed").items():
+            assert len(lines) == 1 and '"limit": 64' in lines[0] and "ulimit -n" in lines[0], (name, lines)
+        truth.check_canary(fleet)
+        for process in fleet.processes.values():
+            with ExitStack() as stack:
+                for _ in range(NUM_IDLE):
+                    stack.enter_context(socket.create_connection((HOST, process.port), timeout=30))
+            assert process.is_running
+        fleet.wait_until_whole()
+        _check_canary_soon(fleet, truth)
+        for process in fleet.processes.values():
+            log = process.read_log()
+            assert len(log) < 1 << 20, f"{process.name} flooded its log with {len(log)} bytes"
+            print(f"row 24, {process.name}: {len(log)} bytes of log")
+
+
+def _check_canary_soon(fleet: ProcessFleet, truth: Truth) -> None:
+    """Once the gateway has noticed that connections are possible again."""
+    wait_until(lambda: ask(fleet, 20, num_tokens=2).finish().code is not grpc.StatusCode.UNAVAILABLE, 60)
+    truth.check_canary(fleet)
+
+
+def test_row_24_no_memory_for_a_shared_pool(tmp_path: Path, truth: Truth) -> None:
+    """Files may have 1 MiB, and the pool's memory file is one: it is then private, and read over gRPC."""
+    with _run_wrapped(tmp_path, "", ["prlimit", f"--fsize={1 << 20}"]) as fleet:
+        said = _warnings(fleet, "pages go over gRPC even on this host")
+        for name in ("prefill-0", "decode-0"):
+            assert len(said[name]) == 1 and "File too large" in said[name][0] and "64 MiB" in said[name][0], said
+        truth.check_canary(fleet)
+        assert fleet["decode-0"].metric("kv_transfer_bytes_total", {"transport": "grpc"}) > 0
+
+
+@needs_mounts
+def test_row_24_no_shared_memory_folder(tmp_path: Path, truth: Truth) -> None:
+    """Baton uses memory files, which need no /dev/shm."""
+    with _run_mounted(tmp_path, "mount -t tmpfs -o ro,size=4k tmpfs /dev/shm") as fleet:
+        truth.check_canary(fleet)
+        if IS_ROOT:  # else the workers may not look into each other
+            assert fleet["decode-0"].metric("kv_transfer_bytes_total", {"transport": "shm"}) > 0
+
+
+@needs_mounts
+@pytest.mark.parametrize(
+    ("options", "complaint"), [("size=16k", "No space left"), ("ro,size=4k", "No usable temporary directory")]
+)
+def test_row_24_nowhere_to_build_the_kernel(tmp_path: Path, truth: Truth, options: str, complaint: str) -> None:
+    """Disk full, or all folders read-only: the slow kernel serves, and one line says why and what to change."""
+    folders = " ".join(str(tmp_path / name) for name in ("cache", "tmp"))
+    everywhere = f"for it in {folders} /tmp /var/tmp; do mount -t tmpfs -o {options} tmpfs $it; done"
+    hidden = f"cd {Path.cwd()}\n{everywhere}"
+    with _run_mounted(tmp_path, hidden) as fleet:
+        said = _warnings(fleet, "slow attention")
+        for name in ("prefill-0", "decode-0"):
+            assert len(said[name]) == 1 and complaint in said[name][0] and "XDG_CACHE_HOME" in said[name][0], said
+        truth.check_canary(fleet)
+
+
+@needs_mounts
+def test_row_24_read_only_cache(tmp_path: Path, truth: Truth) -> None:
+    """Another folder is taken."""
+    with _run_mounted(tmp_path, f"mount -t tmpfs -o ro,size=4k tmpfs {tmp_path / 'cache'}") as fleet:
+        assert not any(_warnings(fleet, "slow attention").values())
+        assert list((tmp_path / "tmp").rglob("cpu_paged-*.so"))
+        truth.check_canary(fleet)
