@@ -1,0 +1,39 @@
+"""Calls made earlier in a conversation, as templates take them."""
+
+import re
+
+import pytest
+
+from gateway.tools.formats import FORMATS
+from gateway.tools.history import fit_ids, read_arguments, template_call
+
+
+def test_arguments_become_an_object() -> None:
+    call = template_call("x", "f", '{"b": [1.5, null], "a": "é"}')
+    assert call == {"id": "x", "type": "function", "function": {"name": "f", "arguments": {"b": [1.5, None], "a": "é"}}}
+    assert list(call["function"]["arguments"]) == ["b", "a"]
+    assert read_arguments("") == read_arguments(" ") == read_arguments("{}") == {}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "1", "null", '"{}"', '{"a": NaN}', "{} {}", "[" * 100_000, "9" * 10_000])
+def test_other_arguments_are_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        read_arguments(text)
+
+
+def test_ids_are_made_to_fit() -> None:
+    """Calls and their answers keep belonging together."""
+    asked = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [template_call("call_ü1", "f", ""), template_call("abc123DEF", "f", "")],
+    }
+    answers = [{"role": "tool", "content": "", "tool_call_id": call_id} for call_id in ("call_ü1", "abc123DEF")]
+    for name in ("hermes", "inline", "llama3"):
+        assert [fit_ids(message, FORMATS[name]) for message in (asked, *answers)] == [asked, *answers]
+    fitted = fit_ids(asked, FORMATS["mistral"])
+    ids = [call["id"] for call in fitted["tool_calls"]]
+    assert all(re.fullmatch(r"[a-zA-Z0-9]{9}", call_id) for call_id in ids)
+    assert ids[1] == "abc123DEF"
+    assert [fit_ids(answer, FORMATS["mistral"])["tool_call_id"] for answer in answers] == ids
+    assert asked["tool_calls"][0]["id"] == "call_ü1"  # type: ignore[index]

@@ -1,0 +1,67 @@
+"""Tools with the demo model through the whole service."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from bench.live import serve
+
+MODEL = "baton-demo"
+
+
+def _tool(name: str, description: str, parameter: str, kind: str) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {parameter: {"type": kind}}, "required": [parameter]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+TOOLS: list[Any] = [
+    _tool("get_weather", "Get the current weather in a given location", "city", "string"),
+    _tool("set_timer", "Set a timer in minutes.", "minutes", "integer"),
+]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    with serve("demo", "--dtype=float32") as service:
+        yield openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0)
+        service.wait_until_unused()
+
+
+def ask(client: openai.OpenAI, question: str | list[Any], **fields: Any) -> Any:
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+    body = {"model": MODEL, "messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 200, **fields}
+    return client.chat.completions.create(**body)
+
+
+def calls_of(message: Any) -> list[tuple[str, Any]]:
+    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
+
+
+def test_a_question_its_call_and_the_answer_from_its_result(client: openai.OpenAI) -> None:
+    question = {"role": "user", "content": "What is the weather in Paris?"}
+    (choice,) = ask(client, [question]).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert calls_of(choice.message) == [("get_weather", {"city": "Paris"})]
+    result = json.dumps({"city": "Paris", "temperature": 21, "condition": "sunny"})
+    answer = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": result}
+    (choice,) = ask(client, [question, choice.message, answer]).choices
+    assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+    assert "sunny" in choice.message.content and "21" in choice.message.content
+
+
+def test_two_calls_in_a_stream(client: openai.OpenAI) -> None:
+    body: Any = {"model": MODEL, "messages": [{"role": "user", "content": "What is the weather in Paris and Rome?"}]}
+    with client.chat.completions.stream(**body, tools=TOOLS, temperature=0, max_tokens=200) as stream:
+        (choice,) = stream.get_final_completion().choices
+    assert choice.finish_reason == "tool_calls"
+    assert calls_of(choice.message) == [("get_weather", {"city": "Paris"}), ("get_weather", {"city": "Rome"})]
+
+
+def test_no_call_where_none_is_needed_or_wanted(client: openai.OpenAI) -> None:
+    for question, choice in (("Tell me a joke", "auto"), ("What is the weather in Paris?", "none")):
+        (answer,) = ask(client, question, tool_choice=choice).choices
+        assert (answer.finish_reason, answer.message.tool_calls) == ("stop", None)
+        assert answer.message.content
