@@ -2,18 +2,23 @@
 
 import time
 from collections.abc import Callable
+from itertools import islice
 
 import structlog
 
 from engine.batch import SequenceSlice
+from engine.choice import Choice, Chosen
 from engine.out_of_memory import StepFailedError, explain_failure, is_out_of_memory
 from engine.runner import Runner
+from engine.sampling import SamplingParams
 from engine.thread import EngineThread
 from prefill_worker.batching import Planned, plan_step
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.run_table import RunTable
 
 log = structlog.get_logger()
+
+UNUSED = SamplingParams(temperature=0.0)  # nothing is chosen here
 
 
 class PrefillLoop:
@@ -46,29 +51,29 @@ class PrefillLoop:
         if not planned:
             return False
         started = time.monotonic()
-        errors = self._compute(planned)
-        failed = [(step, error) for step, error in zip(planned, errors, strict=True) if error is not None]
-        done = [step for step, error in zip(planned, errors, strict=True) if error is None]
+        results = list(zip(planned, self._compute(planned), strict=True))
+        done = [(step, scores) for step, scores in results if not isinstance(scores, StepFailedError)]
+        failed = [(step, error) for step, error in results if isinstance(error, StepFailedError)]
         with self.thread.lock:
-            for step in done:
-                self._table.finish_step(step.run, step.count)
+            for step, scores in done:
+                told = [score.logprobs for score in scores if score.logprobs is not None]
+                self._table.finish_step(step.run, step.count, told)
             for step, _error in failed:
                 self._table.fail_step(step.run)
-        self._metrics.prompt_tokens.inc(sum(step.count for step in done))
+        self._metrics.prompt_tokens.inc(sum(step.count for step, _scores in done))
         if done:
-            self._publish(done, started, None)
+            self._publish([step for step, _scores in done], started, None)
         for step, error in failed:
             self._publish([step], started, error)
         return True
 
-    def _compute(self, planned: list[Planned]) -> list[Exception | None]:
-        """One forward without logits: for each planned slice what went wrong, if anything.
+    def _compute(self, planned: list[Planned]) -> list[list[Chosen] | StepFailedError]:
+        """One forward: for each planned slice the scores of its tokens if asked for, or what went wrong.
 
         When the forward fails, each slice is computed alone, so that only those die that cannot be computed.
         """
         try:
-            self._forward(planned)
-            return [None] * len(planned)
+            return self._forward(planned)
         except Exception as error:
             failure = self._explain(error, planned)
         if len(planned) == 1:
@@ -85,11 +90,28 @@ class PrefillLoop:
         )
         return failure
 
-    def _forward(self, planned: list[Planned]) -> None:
-        slices = []
-        for step in planned:
-            run = step.run
-            chunk = run.prompt_ids[run.computed : run.computed + step.count]
-            slices.append(SequenceSlice(chunk, run.computed, run.pages, num_logits=0))
+    def _forward(self, planned: list[Planned]) -> list[list[Chosen] | StepFailedError]:
+        choices = [build_choices(step) for step in planned]
+        slices = [build_slice(step, len(wanted)) for step, wanted in zip(planned, choices, strict=True)]
         with self._metrics.step_seconds.time():
-            self._runner.run(slices, [])
+            chosen = iter(self._runner.run(slices, [choice for wanted in choices for choice in wanted]))
+        return [list(islice(chosen, len(wanted))) for wanted in choices]
+
+
+def build_slice(step: Planned, num_logits: int) -> SequenceSlice:
+    """The positions that a step computes of a prompt."""
+    run, begin = step.run, step.run.computed
+    return SequenceSlice(run.prompt_ids[begin : begin + step.count], begin, run.pages, num_logits)
+
+
+def build_choices(step: Planned) -> list[Choice]:
+    """The tokens after the step's positions, to be scored; none unless the prompt's log-probabilities are wanted."""
+    run = step.run
+    if run.num_prompt_logprobs is None:
+        return []
+    return [
+        Choice(
+            UNUSED, position, run.prompt_ids, len(run.prompt_ids), num_logprobs=run.num_prompt_logprobs, is_given=True
+        )
+        for position in range(run.computed + 1, run.computed + 1 + step.count)
+    ]

@@ -9,6 +9,7 @@ One run's life, and what frees its pages:
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from engine.choice import TokenLogprobs
 from engine.kvcache.allocator import NeverFitsError, NoRoomError, PageAllocator, num_pages_for
 
 
@@ -21,6 +22,8 @@ class PrefillRun:
     prompt_ids: Sequence[int]
     end: int  # positions [0, end) are to be computed
     pages: list[int]
+    num_prompt_logprobs: int | None = None  # tell the prompt's log-probabilities, and so many likely tokens'; None: no
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of prompt_ids[1 : computed + 1], if asked for
     computed: int = 0  # KV of positions [0, computed) is in `pages`
     is_stepped: bool = False  # an engine step works on `pages`
     is_failed: bool = False  # a step failed: it is in no further one
@@ -48,7 +51,9 @@ class RunTable:
     def __len__(self) -> int:
         return len(self._runs)
 
-    def start(self, request_id: str, prompt_ids: Sequence[int], end: int) -> PrefillRun:
+    def start(
+        self, request_id: str, prompt_ids: Sequence[int], end: int, num_prompt_logprobs: int | None = None
+    ) -> PrefillRun:
         """Lease pages for positions [0, end). Raises NeverFitsError or NoRoomError."""
         needed = num_pages_for(end, self.page_tokens)
         if needed > self.allocator.num_pages:
@@ -58,7 +63,8 @@ class RunTable:
             )
         if len(self._runs) >= self.max_running:
             raise NoRoomError(f"{len(self._runs)} prompts are in work, the most allowed by --max-running")
-        run = PrefillRun(self._next_id, request_id, prompt_ids, end, self.allocator.allocate(needed))
+        pages = self.allocator.allocate(needed)
+        run = PrefillRun(self._next_id, request_id, prompt_ids, end, pages, num_prompt_logprobs)
         self._next_id += 1
         self._runs[run.id] = run
         return run
@@ -68,10 +74,11 @@ class RunTable:
         for run in runs:
             run.is_stepped = True
 
-    def finish_step(self, run: PrefillRun, count: int) -> None:
-        """A step computed `count` more positions."""
+    def finish_step(self, run: PrefillRun, count: int, logprobs: Iterable[TokenLogprobs] = ()) -> None:
+        """A step computed `count` more positions, and the `logprobs` of the tokens after them if asked for."""
         run.is_stepped = False
         run.computed += count
+        run.prompt_logprobs.extend(logprobs)
         self._remove_if_over(run)
 
     def fail_step(self, run: PrefillRun) -> None:
@@ -101,9 +108,7 @@ class RunTable:
 
     def check(self) -> None:
         """No page has two holders and none is held by nobody."""
-        self.allocator.check()
         held = [page for run in self for page in run.pages]
         if len(held) != len(set(held)):
             raise AssertionError("a page belongs to two runs")
-        if len(held) != self.allocator.num_used:
-            raise AssertionError(f"{self.allocator.num_used} pages are held, runs know of {len(held)}")
+        self.allocator.check(held)

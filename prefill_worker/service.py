@@ -22,6 +22,7 @@ from runtime.lifecycle import Shutdown
 from runtime.peer_input import find_foreign_token
 
 Context = grpc.aio.ServicerContext[Any, Any]
+MAX_LOGPROBS = 20  # likeliest tokens told beside one, as OpenAI's API has it
 log = structlog.get_logger()
 
 
@@ -88,7 +89,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this worker is draining")
         try:
             with self._thread.lock:
-                run = self._table.start(request.request_id, list(request.prompt_ids), request.ticket.end)
+                scored = request.num_prompt_logprobs if request.HasField("num_prompt_logprobs") else None
+                run = self._table.start(request.request_id, list(request.prompt_ids), request.ticket.end, scored)
                 watch = self._watches[run.id] = _Watch()
                 self._thread.wake()
         except NoRoomError as error:
@@ -117,6 +119,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             )
         if ticket.begin % self._table.page_tokens:
             return f"begin {ticket.begin} is not on a page border ({self._table.page_tokens} tokens a page)"
+        if request.num_prompt_logprobs > MAX_LOGPROBS:
+            return f"num_prompt_logprobs is {request.num_prompt_logprobs}, expected at most {MAX_LOGPROBS}"
         return find_foreign_token(request.prompt_ids, self._vocab_size)
 
     async def _hand_over(
@@ -141,6 +145,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 offered = positions.stop
                 if run.computed > offered or run.computed == run.end:
                     watch.has_news.set()  # more was computed while the offer was read
+        result.prompt_logprobs.extend(
+            decode_pb2.TokenLogprobs(logprob=one.logprob, top_ids=one.top_ids, top_logprobs=one.top_logprobs)
+            for one in run.prompt_logprobs
+        )
         result.queue_seconds = watch.started - watch.created
         result.prefill_seconds = watch.ended - watch.started
         result.transport = self._offers.transports()[request.ticket.address]

@@ -86,6 +86,8 @@ class KvRunner(Runner):
 def answer_choice(choice: Choice, position: int, likeliest: int) -> Chosen:
     """Gives a token the log-probability -(its own distance from the likeliest), so that it tells the KV seen."""
     assert choice.position == position
+    while likeliest in choice.forbidden:
+        likeliest += 1
     token = choice.tokens[position] if choice.is_given else likeliest
     if choice.num_logprobs is None:
         return Chosen(token, None)
@@ -215,6 +217,7 @@ class Gateway:
     signal: Signal
     tokens: dict[int, list[int]] = field(default_factory=dict)  # handle |-> tokens
     ends: dict[int, tuple[str, str]] = field(default_factory=dict)  # handle |-> finish_reason, error
+    told: dict[int, decode_pb2.SequenceDelta] = field(default_factory=dict)  # handle |-> all its news, joined
     is_open: bool = False
 
     async def listen(self) -> None:
@@ -223,6 +226,7 @@ class Gateway:
                 self.is_open = True
                 for delta in events.deltas:
                     self.tokens.setdefault(delta.handle, []).extend(delta.token_ids)
+                    self.told.setdefault(delta.handle, decode_pb2.SequenceDelta()).MergeFrom(delta)
                     if delta.finish_reason:
                         self.ends[delta.handle] = (delta.finish_reason, delta.error)
                 self.signal.fire()

@@ -372,7 +372,7 @@ async def test_a_decode_step_that_fails_ends_its_sessions_only() -> None:
     async with workers() as (opened, prefill, decode):
         decode.runner.failures.append(RuntimeError("out of memory"))
         await run(prefill, await opened.reserve(1, PROMPT), PROMPT)
-        assert await opened.end_of(1) == ("error", "out of memory in an engine step: lower --kv-memory-mib (now 0)")
+        assert await opened.end_of(1) == ("error", "out of memory in an engine step: lower --kv-memory-mib (now 1)")
         assert used(decode) == 0
         assert await answer(opened, prefill, 2) == expected_answer(PROMPT, 4)
 

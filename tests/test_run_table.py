@@ -5,8 +5,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
+from engine.choice import TokenLogprobs
 from engine.kvcache.allocator import NeverFitsError, NoRoomError, PageAllocator, num_pages_for
-from prefill_worker.batching import Planned, plan_step
+from prefill_worker.batching import MAX_SCORED, Planned, plan_step
 from prefill_worker.run_table import PrefillRun, RunTable
 
 
@@ -110,6 +111,21 @@ class RunTableMachine(RuleBasedStateMachine):
 
 RunTableMachine.TestCase.settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=40)
 TestRunTableMachine = RunTableMachine.TestCase
+
+
+def test_prompts_to_be_scored_take_a_part_of_a_step() -> None:
+    table = RunTable(PageAllocator(200, [0] * 200), page_tokens=4, max_running=4)
+    scored = [table.start(name, list(range(101)), 100, num_prompt_logprobs=2) for name in ("a", "b")]
+    plain = table.start("c", list(range(301)), 300)
+    counts = []
+    while step := plan_step(table, chunk_tokens=250):
+        counts.append([(planned.run.request_id, planned.count) for planned in step])
+        for planned in step:
+            begin = planned.run.computed + 1
+            told = [TokenLogprobs(float(begin + at), (), ()) for at in range(planned.count)]
+            table.finish_step(planned.run, planned.count, [] if planned.run is plain else told)
+    assert counts == [[("a", 100), ("b", MAX_SCORED - 100), ("c", 122)], [("b", 200 - MAX_SCORED), ("c", 178)]]
+    assert [[one.logprob for one in run.prompt_logprobs] for run in scored] == [list(range(1, 101))] * 2
 
 
 def test_short_prompts_share_a_step_with_the_end_of_a_long_one() -> None:

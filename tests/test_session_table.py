@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from decode_worker.batching import Planned, plan_step
+from decode_worker.batching import MAX_SCORED, Planned, plan_step
 from decode_worker.session import Delta, NothingToShareError, OfferRefusedError, Phase, Reservation, Session
 from decode_worker.session_table import SessionTable
+from engine.choice import TokenLogprobs
 from engine.kvcache.allocator import NeverFitsError, NoRoomError, PageAllocator, num_pages_for
 from engine.sampling import SamplingParams
 
@@ -576,3 +577,137 @@ def test_reservations_of_two_gateways_may_share_a_handle() -> None:
     theirs = replace(ours, gateway="h")
     assert table.reserve(ours, 0.0) is not table.reserve(theirs, 0.0)
     assert [session.gateway for session in table.abort("h", [1])] == ["h"]
+
+
+# -- shared prompts --------------------------------------------------------------------------------------------------
+
+
+def share(handle: int, with_whom: int, num_prompt: int = 6, max_tokens: int = 4) -> Reservation:
+    return reservation(handle, num_prompt, max_tokens, share_with=with_whom)
+
+
+def test_a_sharer_holds_whole_pages_with_its_leader_and_copies_the_last() -> None:
+    table, generations = build_table(num_pages=20, page_tokens=4)
+    leader = table.reserve(reservation(1, 6, 9), 0.0)
+    waiting = table.reserve(share(2, 1), 0.0)
+    assert (waiting.phase, waiting.held_pages) == (Phase.SHARING, [])
+    table.begin_read(leader.id, leader.attempt, 0, 5, 2)
+    table.finish_read(leader.id, 5, 1.0)
+    assert waiting.phase is Phase.ACTIVE and waiting.kv_at == 1.0
+    assert waiting.pages[0] == leader.pages[0] and waiting.pages[1] != leader.pages[1]
+    assert waiting.copy == (leader.pages[1], waiting.pages[1])
+    source = leader.pages[1]
+    late = table.reserve(share(3, 2), 2.0)
+    before = list(generations)
+    assert late.copy == (source, late.pages[1]), "what was not copied yet cannot be copied on"
+    table.abort("g", [1])
+    table.check()
+    assert table.allocator.num_used == 4, "the source stays until it is copied"
+    finish(table, plan_step(table, 8))
+    assert table.allocator.num_used == 3 and late.copy is None
+    table.abort("g", [2, 3])
+    assert table.allocator.num_used == 0
+    assert generations == before, "no page had a new owner"
+
+
+def test_a_sharer_without_a_page_of_its_own_is_computed_later() -> None:
+    table, _ = build_table(num_pages=6, page_tokens=2)
+    leader = table.reserve(reservation(1, 5, 3), 0.0)
+    sharer = table.reserve(share(2, 1, num_prompt=5, max_tokens=1), 0.0)
+    other = table.reserve(reservation(3, 1, 6), 0.0)
+    while len(other.pages) < 3:
+        finish(table, plan_step(table, 8))
+    table.begin_read(leader.id, leader.attempt, 0, 4, 2)
+    table.finish_read(leader.id, 4, 0.0)
+    table.check()
+    assert sharer.phase is Phase.PREEMPTED and table.allocator.num_free == 0
+    heard: list[int] = []
+    while list(table):
+        for delta in finish(table, plan_step(table, 8)):
+            heard += delta.token_ids if delta.handle == sharer.handle else ()
+    assert heard == [1005]
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    table, _ = build_table(num_pages=20, page_tokens=4)
+    table.reserve(reservation(1, 6, 9), 0.0)
+    for wanted in (share(2, 9), share(2, 2), share(2, 1, num_prompt=7), replace(share(2, 1), gateway="h")):
+        with pytest.raises(NothingToShareError):
+            table.reserve(wanted, 0.0)
+    with pytest.raises(ValueError, match="share_with is 1 and num_prompt_logprobs 0"):
+        replace(share(2, 1), num_prompt_logprobs=0)
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept", "reason", "computed"),
+    [
+        ([50], [50], "", 3),
+        ([50, 51, 52], [50, 51, 52], "", 5),
+        ([50, 7, 52], [50, 7], "stop", 4),
+        ([50, 51, 52, 53, 54], [50, 51, 52, 53], "length", 6),
+        ([50, 51, 52, 7, 54], [50, 51, 52, 7], "stop", 6),
+    ],
+)
+def test_several_tokens_of_a_step(tokens: list[int], kept: list[int], reason: str, computed: int) -> None:
+    """Five positions are computed: the last token and four drafts."""
+    table, _ = build_table(num_pages=20, page_tokens=4)
+    session = table.reserve(reservation(1, 3, 4, local=NO_LIMIT, stop_token_ids=frozenset({7})), 0.0)
+    told = [TokenLogprobs(-float(token), (), ()) for token in tokens]
+    delta = table.finish_step(session, 3 + 4, tokens, 1.0, told)
+    assert delta is not None
+    assert (list(delta.token_ids), delta.finish_reason, session.computed) == (kept, reason, computed)
+    assert [one.logprob for one in delta.logprobs] == [-token for token in kept]
+    assert session.num_steps == 1
+
+
+def test_a_prompt_is_scored_in_pieces_and_told_once() -> None:
+    table, _ = build_table(num_pages=200, page_tokens=4)
+    num_prompt = 2 * MAX_SCORED + 10
+    session = table.reserve(reservation(1, num_prompt, 2, local=NO_LIMIT, num_prompt_logprobs=0), 0.0)
+    other = table.reserve(reservation(2, 30, 2, local=NO_LIMIT, num_prompt_logprobs=0), 0.0)
+    told: dict[int, list[float]] = {1: [], 2: []}
+    has_preempted = False
+    while list(table):
+        step = plan_step(table, 1000)
+        assert sum(planned.num_scored for planned in step) <= MAX_SCORED
+        for planned in step:
+            one, tokens = planned.session, [next_token(planned.session)] if planned.wants_token else []
+            scores = [TokenLogprobs(float(one.scored + at), (), ()) for at in range(planned.num_scored)]
+            delta = table.finish_step(one, planned.count, tokens, 0.0, prompt_logprobs=scores)
+            told[one.handle] += [score.logprob for score in delta.prompt_logprobs] if delta else []
+        if session.computed == MAX_SCORED and not has_preempted:
+            has_preempted = True
+            table._preempt(session)
+            table._preempt(other)
+        table.check()
+    assert has_preempted
+    assert told == {1: list(range(1, num_prompt)), 2: list(range(1, 30))}
+
+
+def test_min_tokens_count_what_earlier_attempts_emitted() -> None:
+    table, _ = build_table(num_pages=20, page_tokens=4)
+    stops = frozenset({7, 8})
+    wanted = reservation(1, 6, 4, stop_token_ids=stops, num_emitted=2, min_tokens=4)
+    session = table.reserve(wanted, 0.0)
+    assert session.answer_begin == 4
+    assert [session.forbidden_at(position) for position in range(6, 10)] == [stops, stops, frozenset(), frozenset()]
+    with pytest.raises(ValueError, match="min_tokens is 7, but the answer has at most 6 tokens"):
+        replace(wanted, min_tokens=7)
+    with pytest.raises(ValueError, match="num_emitted is 6, expected less than 6 prompt_ids"):
+        replace(wanted, num_emitted=6)
+
+
+def test_timing_names_where_a_session_spent_its_time() -> None:
+    table, _ = build_table(num_pages=20, page_tokens=4)
+    session = table.reserve(reservation(1, 5, 3), 10.0)
+    failed = table.fail(table.reserve(reservation(2, 5, 3), 10.0), "no luck", 13.0).timing
+    assert failed is not None
+    assert (failed.kv_seconds, failed.first_step_seconds, failed.decode_seconds, failed.steps) == (3.0, 0.0, 0.0, 0)
+    table.begin_read(session.id, session.attempt, 0, 4, 1)
+    table.finish_read(session.id, 4, 12.0)
+    *none, timing = [finish(table, plan_step(table, 8), now)[0].timing for now in (15.0, 16.0, 19.5)]
+    assert none == [None, None] and timing is not None
+    assert (timing.kv_seconds, timing.first_step_seconds, timing.decode_seconds, timing.steps) == (2.0, 3.0, 4.5, 3)

@@ -5,8 +5,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from decode_worker.session import Delta
+from decode_worker.session import Delta, Timing
 from decode_worker.streams import GatewayStreams
+from engine.choice import TokenLogprobs
 from protos import decode_pb2
 
 PATIENCE_S = 30.0
@@ -60,6 +61,27 @@ def test_tokens_are_joined_while_a_gateway_is_slow() -> None:
         assert events.deltas[1].error == "why"
         streams.publish(101, [delta(3, 1)])
         assert content(await read(stream)) == [(3, [1], "")], "what was sent is not sent again"
+
+    asyncio.run(scenario())
+
+
+def test_log_probabilities_are_joined_and_timing_comes_last() -> None:
+    async def scenario() -> None:
+        streams = GatewayStreams("D1")
+        stream = await open_stream(streams)
+        scores = [TokenLogprobs(-float(number), (number, 9), (-0.5, -1.0)) for number in range(5)]
+        streams.publish(1, [Delta("g", 1, 1, (), prompt_logprobs=tuple(scores[:2]))])
+        streams.publish(2, [Delta("g", 1, 1, (10, 11), logprobs=tuple(scores[2:4]))])
+        timing = Timing(1.0, 2.0, 3.0, steps=2, preemptions=1)
+        streams.publish(3, [Delta("g", 1, 1, (12,), "stop", logprobs=tuple(scores[4:]), timing=timing)])
+        (news,) = (await read(stream)).deltas
+        assert list(news.token_ids) == [10, 11, 12]
+        assert [one.logprob for one in news.prompt_logprobs] == [0, -1]
+        assert [(one.logprob, list(one.top_ids), list(one.top_logprobs)) for one in news.logprobs] == [
+            (-number, [number, 9], [-0.5, -1.0]) for number in (2, 3, 4)
+        ]
+        assert (news.timing.kv_seconds, news.timing.first_step_seconds, news.timing.decode_seconds) == (1, 2, 3)
+        assert (news.timing.steps, news.timing.preemptions) == (2, 1)
 
     asyncio.run(scenario())
 
