@@ -1,6 +1,7 @@
 """Calls made earlier in a conversation, as templates take them."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def test_other_arguments_are_refused(text: str) -> None:
 
 def test_ids_are_made_to_fit() -> None:
     """Calls and their answers keep belonging together."""
-    asked = {
+    asked: dict[str, Any] = {
         "role": "assistant",
         "content": "",
         "tool_calls": [template_call("call_ü1", "f", ""), template_call("abc123DEF", "f", "")],
@@ -36,4 +37,4 @@ def test_ids_are_made_to_fit() -> None:
     assert all(re.fullmatch(r"[a-zA-Z0-9]{9}", call_id) for call_id in ids)
     assert ids[1] == "abc123DEF"
     assert [fit_ids(answer, FORMATS["mistral"])["tool_call_id"] for answer in answers] == ids
-    assert asked["tool_calls"][0]["id"] == "call_ü1"  # type: ignore[index]
+    assert asked["tool_calls"][0]["id"] == "call_ü1"

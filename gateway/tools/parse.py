@@ -4,14 +4,11 @@ Pure. What comes out, once neighbouring texts are joined, does not depend on how
 what does not make a call is content, but for the layout around calls (markers, whitespace beside them).
 """
 
-import json
-import re
-import string
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TypeVar
 
 from gateway.tools.formats import Format
+from gateway.tools.scan import END, Reading, Scanner
 
 # A call that may turn out malformed is held back while its arguments are no longer than this: then it is content after
 # all. Beyond, they are streamed as they come and stay what they are.
@@ -56,23 +53,9 @@ class CallEnd:
 CallEvent = CallBegin | Arguments | CallEnd
 Event = Content | CallEvent
 
-T = TypeVar("T")
-_Reading = Generator[None, str, T]  # takes one character at each step; tells a T
-_SPACE = frozenset(" \t\r\n")
-_SCALAR_CHARS = frozenset(string.ascii_letters + string.digits + "+-.")
-_SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")
-_NAME_CHARS = frozenset(string.ascii_letters + string.digits + "_-")
-_ESCAPES = frozenset('"\\/bfnrt')
-_HEX = frozenset(string.hexdigits)
-_END = ""  # stands after the last character
 
-
-class CallParser:
-    """Reads one answer.
-
-    A recursive descent over single characters: the generators below share a lookahead, `_char`, and append what they
-    take to `_held`, which is at last given out as content, as arguments, or dropped as layout. `_json` is the same with
-    control characters in strings escaped.
+class CallParser(Scanner):
+    """Reads one answer. What it takes is held and at last given out as content or arguments, or dropped as layout.
 
     `is_trusted`: a grammar has made the text, so calls are well-formed and need not be held back.
     """
@@ -80,13 +63,11 @@ class CallParser:
     def __init__(
         self, format: Format, names: Collection[str], new_id: Callable[[], str], *, is_trusted: bool = False
     ) -> None:
+        super().__init__()
         self._format = format
         self._names = frozenset(names)
         self._new_id = new_id
         self._held_chars = 0 if is_trusted else HELD_ARGUMENTS_CHARS
-        self._char = _END
-        self._held: list[str] = []
-        self._json: list[str] = []
         self._events: list[Event] = []
         self._is_streaming = False  # what is taken are arguments of the call that began last
         self.num_calls = 0
@@ -104,7 +85,7 @@ class CallParser:
     def flush(self) -> list[Event]:
         """The rest, once it is known that nothing follows. The last call of all."""
         try:
-            self._reading.send(_END)
+            self._reading.send(END)
         except StopIteration:
             return self._take_events()
         raise AssertionError("the reading ends with the text")
@@ -114,10 +95,6 @@ class CallParser:
         return events
 
     # What is done with the text held.
-
-    def _drop(self, end: int | None = None) -> None:
-        """The text held, up to `end`, is layout, or was given out."""
-        del self._held[:end], self._json[:end]
 
     def _show(self) -> None:
         """The text held is content."""
@@ -138,43 +115,16 @@ class CallParser:
         self._events.append(CallBegin(self.num_calls, self._new_id(), name))
         self.num_calls += 1
 
-    # How text is taken.
-
-    def _take(self) -> _Reading[None]:
-        self._append(self._char)
-        self._char = yield
-
-    def _append(self, as_json: str) -> None:
-        self._held.append(self._char)
-        self._json.append(as_json)
-
-    def _space(self) -> _Reading[None]:
-        while self._char in _SPACE:
-            yield from self._take()
-
-    def _one_of(self, *texts: str) -> _Reading[str]:
-        """Takes one of the texts, none of which begins another, and tells which; else what is common, and tells ""."""
-        taken = ""
-        while self._char != _END and any(text.startswith(taken + self._char) for text in texts):
-            taken += self._char
-            yield from self._take()
-            if taken in texts:
-                return taken
-        return ""
-
-    def _literal(self, text: str) -> _Reading[bool]:
-        return bool((yield from self._one_of(text)))
-
     # Answers and calls. Those that tell false leave in `_held` what is content after all.
 
-    def _answer(self) -> _Reading[None]:
+    def _answer(self) -> Reading[None]:
         """Between its steps, `_held` is whitespace: content, unless it stands beside a call."""
         self._char = yield
         yield from self._space()
         is_behind_call = False
         if self._format.is_bare and self._char == "{":
             is_behind_call = yield from self._shown_unless(self._objects())
-        while self._char != _END:
+        while self._char != END:
             if self._char == self._format.opener[0]:
                 is_behind_call = yield from self._shown_unless(self._opened())
             else:
@@ -186,13 +136,13 @@ class CallParser:
         if not is_behind_call:
             self._show()
 
-    def _shown_unless(self, calls: _Reading[bool]) -> _Reading[bool]:
+    def _shown_unless(self, calls: Reading[bool]) -> Reading[bool]:
         is_whole = yield from calls
         if not is_whole:
             self._show()
         return is_whole
 
-    def _opened(self) -> _Reading[bool]:
+    def _opened(self) -> Reading[bool]:
         """An opener and the calls behind it."""
         if not (yield from self._literal(self._format.opener)):
             return False
@@ -203,7 +153,7 @@ class CallParser:
             return (yield from self._named())
         return (yield from self._objects())
 
-    def _objects(self) -> _Reading[bool]:
+    def _objects(self) -> Reading[bool]:
         """Calls one after the other, each with its closer, or else with ";" between them."""
         closer, opener = self._format.closer, self._format.opener
         while (yield from self._object()):
@@ -222,7 +172,7 @@ class CallParser:
                 yield from self._space()
         return False
 
-    def _array(self) -> _Reading[bool]:
+    def _array(self) -> Reading[bool]:
         if not (yield from self._literal("[")):
             return False
         while True:
@@ -236,7 +186,7 @@ class CallParser:
             if not (yield from self._literal(",")):
                 return False
 
-    def _named(self) -> _Reading[bool]:
+    def _named(self) -> Reading[bool]:
         id_marker, args_marker = self._format.id_marker, self._format.args_marker
         name = yield from self._word()
         marker = yield from self._one_of(id_marker, args_marker)
@@ -250,7 +200,7 @@ class CallParser:
         arguments = yield from self._arguments(name)
         return self._finish(name, arguments, arguments is not None, before)
 
-    def _object(self) -> _Reading[bool]:
+    def _object(self) -> Reading[bool]:
         """One call as an object with a name and arguments."""
         name, before = "", self.num_calls
         arguments: str | None = None
@@ -284,7 +234,7 @@ class CallParser:
             self._events.append(CallEnd(self.num_calls - 1))
         return is_whole
 
-    def _arguments(self, name: str) -> _Reading[str | None]:
+    def _arguments(self, name: str) -> Reading[str | None]:
         """An object; begins the call once it need no longer be held back. Tells what is held of it; None: malformed."""
         start, length = len(self._held), 0
         reading = self._value()
@@ -305,92 +255,3 @@ class CallParser:
             self._is_streaming = False
             return "" if is_whole else None
         return "".join(self._json[start:]) if is_whole else None
-
-    # JSON as of RFC 8259. Takes what is well-formed and stops at what is not.
-
-    def _value(self) -> _Reading[bool]:
-        closers: list[str] = []  # of what is open
-        while True:
-            if self._char in "{[" and self._char != _END:
-                closers.append("}" if self._char == "{" else "]")
-                yield from self._take()
-                yield from self._space()
-                if self._char != closers[-1]:
-                    if closers[-1] == "}" and not (yield from self._member()):
-                        return False
-                    continue
-            elif not (yield from (self._string() if self._char == '"' else self._scalar())):
-                return False
-            while closers:
-                yield from self._space()
-                if self._char == closers[-1]:
-                    yield from self._take()
-                    closers.pop()
-                    continue
-                if not (yield from self._literal(",")):
-                    return False
-                yield from self._space()
-                if closers[-1] == "}" and not (yield from self._member()):
-                    return False
-                break
-            else:
-                return True
-
-    def _member(self) -> _Reading[bool]:
-        """A key and its colon."""
-        if not (yield from self._string()):
-            return False
-        yield from self._space()
-        is_whole = yield from self._literal(":")
-        yield from self._space()
-        return is_whole
-
-    def _key(self) -> _Reading[str]:
-        """The same; tells the key."""
-        start = len(self._held)
-        if not (yield from self._member()):
-            return ""
-        return str(json.loads("".join(self._json[start:]).rstrip(" \t\r\n:")))
-
-    def _text(self) -> _Reading[str]:
-        """A string; tells what it says."""
-        start = len(self._held)
-        return str(json.loads("".join(self._json[start:]))) if (yield from self._string()) else ""
-
-    def _string(self) -> _Reading[bool]:
-        if not (yield from self._literal('"')):
-            return False
-        while self._char not in (_END, '"'):
-            char = self._char
-            self._append(char if char >= " " else f"\\u{ord(char):04x}")
-            self._char = yield
-            if char == "\\" and not (yield from self._escape()):
-                return False
-        return (yield from self._literal('"'))
-
-    def _escape(self) -> _Reading[bool]:
-        if self._char in _ESCAPES:
-            yield from self._take()
-            return True
-        is_whole = yield from self._literal("u")
-        for _ in range(4):
-            if not is_whole or self._char not in _HEX:
-                return False
-            yield from self._take()
-        return is_whole
-
-    def _scalar(self) -> _Reading[bool]:
-        """A number, true, false or null."""
-        scalar = ""
-        while self._char in _SCALAR_CHARS:
-            scalar += self._char
-            yield from self._take()
-        return bool(_SCALAR.fullmatch(scalar))
-
-    def _word(self) -> _Reading[str]:
-        """Letters that names and ids are made of."""
-        word = ""
-        while self._char in _NAME_CHARS:
-            word += self._char
-            yield from self._take()
-        return word
