@@ -204,6 +204,12 @@ def test_content_and_trusted_arguments_are_streamed_as_they_come() -> None:
     assert parser.flush() == []
 
 
+def test_an_answer_in_json_is_not_held_back() -> None:
+    parser = CallParser(FORMATS["llama3"], NAMES, lambda: "id")
+    assert parser.push('{"title": "A') == [Content('{"title": "A')]
+    assert parser.push(" story") == [Content(" story")]
+
+
 def test_long_arguments_are_streamed_even_if_they_may_break() -> None:
     body = '{"text": "' + "x" * HELD_ARGUMENTS_CHARS
     parser = CallParser(FORMATS["hermes"], NAMES, lambda: "id")

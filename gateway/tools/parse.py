@@ -13,6 +13,7 @@ from gateway.tools.scan import END, Reading, Scanner
 # A call that may turn out malformed is held back while its arguments are no longer than this: then it is content after
 # all. Beyond, they are streamed as they come and stay what they are.
 HELD_ARGUMENTS_CHARS = 2048
+_EXTRA_KEYS = ("id", "type")  # that models write beside name and arguments; JSON with others is an answer, not a call
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +216,7 @@ class CallParser(Scanner):
                 arguments = yield from self._arguments(name)
                 is_whole = arguments is not None
             else:
-                is_whole = key not in ("", "name", self._format.arguments_key) and (yield from self._value())
+                is_whole = key in _EXTRA_KEYS and (yield from self._value())
             yield from self._space()
             if is_whole and (yield from self._literal("}")):
                 break
