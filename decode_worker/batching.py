@@ -1,9 +1,11 @@
 """What the next engine step of a decode worker computes. Pure: a decision over sessions, no tensors."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from decode_worker.session import Phase, Session
+from decode_worker.session import NO_GUESSES, Guessed, Phase, Session
 from decode_worker.session_table import SessionTable
+from decode_worker.speculation.lengths import Candidate, Costs, choose_lengths
 
 MAX_SCORED = 128  # a step: a prompt token whose log-probabilities are told costs as much as one that is chosen
 
@@ -16,6 +18,9 @@ class Planned:
     count: int
     num_scored: int  # so many prompt tokens, from the session's `scored` on, get their log-probabilities
     wants_token: bool  # the slice reaches the last token, so the step chooses the next one
+    num_guesses: int = 0  # so many tokens may be guessed ahead
+    guesses: tuple[int, ...] = ()  # what was guessed; set by the speculator, as is `guessed`
+    guessed: Guessed = NO_GUESSES
 
 
 def plan_step(table: SessionTable, chunk_tokens: int) -> list[Planned]:
@@ -39,3 +44,18 @@ def plan_step(table: SessionTable, chunk_tokens: int) -> list[Planned]:
             score_budget -= num_scored
     table.begin_step(step.session for step in planned)
     return planned
+
+
+def plan_guesses(table: SessionTable, planned: Sequence[Planned], costs: Costs) -> list[Planned]:
+    """The same step with as many guesses ahead as are worth their cost, where pages are to spare for them."""
+    plain = [step for step in planned if step.wants_token and step.count == 1]
+    candidates = [
+        Candidate(step.session.acceptance.rate, step.session.most_guesses, step.session.wanted.drafter == "ngram")
+        for step in plain
+    ]
+    lengths = choose_lengths(candidates, sum(step.count for step in planned) - len(plain), costs)
+    counts = {
+        step.session.id: table.make_room_for_guesses(step.session, length)
+        for step, length in zip(plain, lengths, strict=True)
+    }
+    return [replace(step, num_guesses=counts.get(step.session.id, 0)) for step in planned]

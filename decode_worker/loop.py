@@ -6,15 +6,17 @@ from itertools import islice
 
 import structlog
 
-from decode_worker.batching import Planned, plan_step
+from decode_worker.batching import Planned, plan_guesses, plan_step
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.session import Delta
 from decode_worker.session_table import SessionTable
+from decode_worker.speculation.speculator import Speculator
 from engine.batch import SequenceSlice
 from engine.choice import Choice, Chosen
 from engine.kvcache.pool import Pool
 from engine.out_of_memory import StepFailedError, explain_failure, is_out_of_memory
 from engine.runner import Runner
+from engine.speculative import count_accepted
 from engine.thread import EngineThread
 
 log = structlog.get_logger()
@@ -28,6 +30,7 @@ class DecodeLoop:
         table: SessionTable,
         runner: Runner,
         pool: Pool,
+        speculator: Speculator,
         chunk_tokens: int,
         publish: Callable[[int, list[Delta]], None],
         metrics: DecodeMetrics,
@@ -37,6 +40,7 @@ class DecodeLoop:
         self._table = table
         self._runner = runner
         self._pool = pool
+        self._speculator = speculator
         self._chunk_tokens = chunk_tokens
         self._publish = publish
         self._metrics = metrics
@@ -47,7 +51,9 @@ class DecodeLoop:
             return False
         deltas = expired
         if planned:
-            deltas += self._finish(planned, self._compute(planned))
+            self._copy_shared_pages(planned)
+            guessed = self._speculator.guess(planned)
+            deltas += self._finish(guessed, self._compute(guessed))
         self._publish(self.thread.progress().steps, deltas)
         return True
 
@@ -57,10 +63,18 @@ class DecodeLoop:
             preempted_before = self._table.num_preemptions
             expired = self._table.expire(time.monotonic())
             planned = plan_step(self._table, self._chunk_tokens)
+            if (costs := self._speculator.costs()) is not None:
+                planned = plan_guesses(self._table, planned, costs)
             preempted = self._table.num_preemptions - preempted_before
         self._metrics.leases_expired.inc(len(expired))
         self._metrics.preemptions.inc(preempted)
         return planned, expired
+
+    def _copy_shared_pages(self, planned: list[Planned]) -> None:
+        """Give sessions that took over a prompt a last page of their own, before anything writes to it."""
+        for step in planned:
+            if step.session.copy is not None:
+                self._pool.copy_page(*step.session.copy)
 
     def _compute(self, planned: list[Planned]) -> list[list[Chosen] | StepFailedError]:
         """One forward: for each planned slice the answers to its choices, or what went wrong.
@@ -90,13 +104,13 @@ class DecodeLoop:
         return failure
 
     def _forward(self, planned: list[Planned]) -> list[list[Chosen] | StepFailedError]:
-        for step in planned:
-            if step.session.copy is not None:
-                self._pool.copy_page(*step.session.copy)
         choices = [build_choices(step) for step in planned]
         slices = [build_slice(step, len(wanted)) for step, wanted in zip(planned, choices, strict=True)]
-        with self._metrics.step_seconds.time():
-            chosen = iter(self._runner.run(slices, [choice for wanted in choices for choice in wanted]))
+        started = time.perf_counter()
+        chosen = iter(self._runner.run(slices, [choice for wanted in choices for choice in wanted]))
+        seconds = time.perf_counter() - started
+        self._metrics.step_seconds.observe(seconds)
+        self._speculator.note_step(sum(len(part.token_ids) for part in slices), seconds)
         return [list(islice(chosen, len(wanted))) for wanted in choices]
 
     def _finish(self, planned: list[Planned], results: Sequence[list[Chosen] | StepFailedError]) -> list[Delta]:
@@ -104,39 +118,48 @@ class DecodeLoop:
             now = time.monotonic()
             news = [self._finish_one(step, result, now) for step, result in zip(planned, results, strict=True)]
         done = [step for step, result in zip(planned, results, strict=True) if not isinstance(result, Exception)]
-        self._metrics.count_step(done)
-        return [delta for delta in news if delta is not None]
+        deltas = [delta for delta in news if delta is not None]
+        self._metrics.count_step(done, deltas)
+        return deltas
 
     def _finish_one(self, step: Planned, result: list[Chosen] | StepFailedError, now: float) -> Delta | None:
         if isinstance(result, StepFailedError):
             return self._table.fail(step.session, str(result), now)
         scored, chosen = result[: step.num_scored], result[step.num_scored :]
+        if step.guesses:
+            num_accepted = count_accepted(step.guesses, [one.token for one in chosen])
+            self._metrics.count_guesses(len(step.guesses), num_accepted)
+            chosen = chosen[: num_accepted + 1]
         return self._table.finish_step(
             step.session,
-            step.count,
+            step.count + len(step.guesses),
             [one.token for one in chosen],
             now,
             [one.logprobs for one in chosen if one.logprobs is not None],
             [one.logprobs for one in scored if one.logprobs is not None],
+            step.guessed,
         )
 
 
 def build_slice(step: Planned, num_logits: int) -> SequenceSlice:
-    """The positions that a step computes of a session."""
+    """The positions that a step computes of a session, guesses included."""
     session, begin = step.session, step.session.computed
-    return SequenceSlice(session.tokens[begin : begin + step.count], begin, session.pages, num_logits)
+    token_ids = [*session.tokens[begin : begin + step.count], *step.guesses]
+    return SequenceSlice(token_ids, begin, session.pages, num_logits)
 
 
 def build_choices(step: Planned) -> list[Choice]:
-    """What to ask about the slice's last rows: the log-probabilities of prompt tokens, then the next token."""
+    """What to ask about the slice's last rows: log-probabilities of prompt tokens, then a token after each guess."""
     session, wanted = step.session, step.session.wanted
-    tokens, sampling, answer_begin = session.tokens, wanted.sampling, session.answer_begin
+    tokens = [*session.tokens, *step.guesses] if step.guesses else session.tokens
+    sampling, answer_begin = wanted.sampling, session.answer_begin
     choices = [
         Choice(sampling, position, tokens, answer_begin, num_logprobs=wanted.num_prompt_logprobs, is_given=True)
         for position in range(session.scored, session.scored + step.num_scored)
     ]
     if step.wants_token:
-        end = len(tokens)
-        forbidden = session.forbidden_at(end)
-        choices.append(Choice(sampling, end, tokens, answer_begin, forbidden, num_logprobs=wanted.num_logprobs))
+        choices += [
+            Choice(sampling, end, tokens, answer_begin, session.forbidden_at(end), num_logprobs=wanted.num_logprobs)
+            for end in range(len(session.tokens), len(tokens) + 1)
+        ]
     return choices

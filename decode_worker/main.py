@@ -10,6 +10,7 @@ from decode_worker.metrics import DecodeMetrics
 from decode_worker.service import DecodeService
 from decode_worker.session import Delta
 from decode_worker.session_table import SessionTable
+from decode_worker.speculation.start import build_speculator
 from decode_worker.streams import GatewayStreams
 from engine.engine import Engine, build_engine
 from kvtransfer.identity import PoolFacts, build_peer
@@ -62,15 +63,19 @@ async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) 
     def publish(step: int, deltas: list[Delta]) -> None:
         asyncio_loop.call_soon_threadsafe(streams.publish, step, deltas)
 
-    loop = DecodeLoop(table, engine.runner, engine.pool, config.local_prefill_chunk_tokens, publish, metrics)
+    speculator = build_speculator(engine, config)
+    loop = DecodeLoop(
+        table, engine.runner, engine.pool, speculator, config.local_prefill_chunk_tokens, publish, metrics
+    )  # fmt: skip
     intake = Intake(
         me, engine.pool, table, loop.thread, metrics, config.transport, config.require_transport, config.lease_s,
         trust.open_channel,
     )  # fmt: skip
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_length)
     service = DecodeService(
-        me, table, loop.thread, intake, streams, metrics, context_tokens, engine.config.vocab_size, shutdown
-    )
+        me, table, loop.thread, intake, streams, metrics, context_tokens, engine.config.vocab_size, shutdown,
+        speculator,
+    )  # fmt: skip
     decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
     metrics_port = metrics.serve(config.host, config.metrics_port)
     loop.thread.start()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from decode_worker.batching import Planned
-from decode_worker.session import Phase
+from decode_worker.session import Delta, Phase
 from decode_worker.session_table import SessionTable
 from runtime.metrics import WorkerMetrics
 
@@ -21,6 +21,8 @@ class DecodeMetrics(WorkerMetrics):
         self.leases_expired = self.counter("leases_expired", "Sessions whose KV did not arrive in time")
         self.preemptions = self.counter("num_preemptions", "Sequences that lost their pages to older ones")
         self.cancelled = self.counter("cancelled", "Sessions ended by their gateway", ("phase",))
+        self.draft_tokens = self.counter("spec_draft_tokens", "Tokens guessed ahead")
+        self.accepted_tokens = self.counter("spec_accepted_tokens", "Tokens guessed ahead that were right")
         self.add_pool_gauges(lambda: table.allocator.num_used, table.allocator.num_pages)
         self.gauge("num_requests_running", "Sequences decoding", lambda: len(table.in_phase(Phase.ACTIVE)))
         self.gauge(
@@ -30,8 +32,12 @@ class DecodeMetrics(WorkerMetrics):
         )
         self.gauge("leases_open", "Sessions whose KV is arriving", lambda: len(table.in_phase(Phase.RECEIVING)))
 
-    def count_step(self, planned: Sequence[Planned]) -> None:
-        """Every chosen token is one position of decode; positions beyond that are local prefill."""
-        chosen = sum(step.wants_token for step in planned)
-        self.generation_tokens.inc(chosen)
-        self.prompt_tokens.inc(sum(step.count for step in planned) - chosen)
+    def count_step(self, planned: Sequence[Planned], deltas: Sequence[Delta]) -> None:
+        """The step that chooses a token computes one position of decode for it; those beyond are local prefill."""
+        self.generation_tokens.inc(sum(len(delta.token_ids) for delta in deltas))
+        self.prompt_tokens.inc(sum(step.count - step.wants_token for step in planned))
+
+    def count_guesses(self, drafted: int, accepted: int) -> None:
+        """Of so many tokens guessed ahead, so many were right."""
+        self.draft_tokens.inc(drafted)
+        self.accepted_tokens.inc(accepted)

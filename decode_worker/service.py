@@ -15,6 +15,7 @@ from decode_worker.intake import HandshakeRefusedError, Intake
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.session import NothingToShareError, OfferRefusedError, Phase, Reservation, Session
 from decode_worker.session_table import SessionTable
+from decode_worker.speculation.speculator import Speculator
 from decode_worker.streams import GatewayStreams
 from engine.kvcache.allocator import NeverFitsError, NoRoomError
 from engine.sampling import SamplingParams
@@ -42,6 +43,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         context_tokens: int,
         vocab_size: int,
         shutdown: Shutdown,
+        speculator: Speculator,
     ) -> None:
         self._me = me
         self._table = table
@@ -52,6 +54,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._context_tokens = context_tokens
         self._vocab_size = vocab_size
         self._shutdown = shutdown
+        self._speculator = speculator
 
     async def Reserve(  # noqa: N802
         self,
@@ -68,7 +71,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         if problem is not None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
         try:
-            wanted = _reservation(request)
+            drafter = self._speculator.resolve(request.speculation.drafter, request.speculation.max_draft_tokens)
+            wanted = _reservation(request, *drafter)
             with self._thread.lock:
                 session = self._table.reserve(wanted, time.monotonic())
                 self._thread.wake()
@@ -185,7 +189,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         )
 
 
-def _reservation(request: decode_pb2.ReserveRequest) -> Reservation:
+def _reservation(request: decode_pb2.ReserveRequest, drafter: str, max_draft_tokens: int) -> Reservation:
     sampling = request.sampling
     return Reservation(
         request_id=request.request_id,
@@ -212,4 +216,6 @@ def _reservation(request: decode_pb2.ReserveRequest) -> Reservation:
         num_logprobs=request.num_logprobs if request.HasField("num_logprobs") else None,
         num_prompt_logprobs=request.num_prompt_logprobs if request.HasField("num_prompt_logprobs") else None,
         share_with=request.share_with,
+        drafter=drafter,
+        max_draft_tokens=max_draft_tokens,
     )

@@ -23,9 +23,10 @@ it have several holders, and the last one, if only partly filled, is copied: bot
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
+from decode_worker.speculation.lengths import Acceptance
 from engine.choice import TokenLogprobs
 from engine.sampling import SamplingParams
 
@@ -69,6 +70,8 @@ class Reservation:
     num_logprobs: int | None = None  # tell each token's log-probability and those of so many likely ones
     num_prompt_logprobs: int | None = None  # the same of the prompt's tokens
     share_with: int = 0  # handle of the session whose prompt's KV to take over; 0: none
+    drafter: str = "off"  # who guesses ahead
+    max_draft_tokens: int = 0  # in one step
 
     def __post_init__(self) -> None:
         if self.num_emitted >= len(self.prompt_ids):
@@ -92,6 +95,8 @@ class Timing:
     decode_seconds: float
     steps: int
     preemptions: int
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +121,10 @@ class Session:
     last_token_at: float | None = None
     num_steps: int = 0  # that gave tokens
     num_preemptions: int = 0
+    draft_computed: int = 0  # the draft model's KV of positions [0, draft_computed) is in `pages`; may lag behind
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     @property
     def request_id(self) -> str:
@@ -167,6 +176,11 @@ class Session:
         """All that it counts as a holder of."""
         return self.pages if self.copy is None else [*self.pages, self.copy[0]]
 
+    @property
+    def most_guesses(self) -> int:
+        """Tokens that may be guessed ahead in one step: the step itself gives one more."""
+        return max(min(self.wanted.max_draft_tokens, self.max_total - len(self.tokens) - 1), 0)
+
     def num_to_score(self, count: int) -> int:
         """How many prompt tokens, from tokens[scored] on, the next `count` positions tell the log-probabilities of."""
         return max(min(self.computed + count, self.limit) + 1 - self.scored, 0)
@@ -194,8 +208,21 @@ class Session:
         first_at = kv_at if self.first_token_at is None else self.first_token_at
         last_at = first_at if self.last_token_at is None else self.last_token_at
         return Timing(
-            kv_at - self.reserved_at, first_at - kv_at, last_at - first_at, self.num_steps, self.num_preemptions
-        )
+            kv_at - self.reserved_at, first_at - kv_at, last_at - first_at, self.num_steps, self.num_preemptions,
+            self.num_drafted, self.num_accepted,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Guessed:
+    """What a step guessed ahead for a session."""
+
+    drafted: int  # tokens
+    tried: int  # the same, or 1 when guesses were wanted and none came to mind
+    draft_computed: int | None  # how far the draft model's KV goes, guesses included; None: as before
+
+
+NO_GUESSES = Guessed(0, 0, None)
 
 
 @dataclass(frozen=True, slots=True)

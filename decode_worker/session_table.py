@@ -7,7 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from decode_worker.session import Delta, NothingToShareError, OfferRefusedError, Phase, Reservation, Session
+from decode_worker.session import (
+    NO_GUESSES,
+    Delta,
+    Guessed,
+    NothingToShareError,
+    OfferRefusedError,
+    Phase,
+    Reservation,
+    Session,
+)
 from engine.choice import TokenLogprobs
 from engine.kvcache.allocator import NeverFitsError, NoRoomError, PageAllocator, num_pages_for
 
@@ -131,6 +140,7 @@ class SessionTable:
             self.allocator.share(session.pages)
             session.pages += self.allocator.allocate(1)
         session.computed = session.limit
+        session.draft_computed = min(leader.draft_computed, session.limit)
         session.kv_at = now
         session.phase = Phase.ACTIVE
 
@@ -182,6 +192,7 @@ class SessionTable:
         session.is_read = False
         if session.phase is Phase.RECEIVING:
             session.deadline = now + self.lease_s
+            session.draft_computed = end  # pages hold both models' KV
             if end == session.limit:
                 session.phase = Phase.ACTIVE
             self._advance(session, end, now)
@@ -223,10 +234,21 @@ class SessionTable:
 
     def _preempt(self, session: Session) -> None:
         self._release(session)
-        session.computed = 0
+        session.computed = session.draft_computed = 0
         session.phase = Phase.PREEMPTED
         session.num_preemptions += 1
         self.num_preemptions += 1
+
+    def make_room_for_guesses(self, session: Session, count: int) -> int:
+        """Extend an active session's pages by `count` positions beyond its tokens, or by what is to spare.
+
+        Guesses take no page that another session may need in this step. Returns for how many there is room.
+        """
+        room = len(session.pages) * self.page_tokens - len(session.tokens)
+        while room < count and self.allocator.num_free > len(self._sessions):
+            session.pages += self.allocator.allocate(1)
+            room += self.page_tokens
+        return max(min(count, room), 0)
 
     def begin_step(self, sessions: Iterable[Session]) -> None:
         """An engine step will work on these sessions' pages: they stay leased until `finish_step` or `fail_step`."""
@@ -241,11 +263,13 @@ class SessionTable:
         now: float,
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[TokenLogprobs] = (),
+        guessed: Guessed = NO_GUESSES,
     ) -> Delta | None:
         """A step computed `count` more positions and perhaps chose `tokens`, the next ones. Returns news, if any.
 
         Of several tokens all but the last were computed in this step as well. Those beyond the answer's end are
-        dropped. `logprobs`: one a token, or none; `prompt_logprobs`: of the next prompt tokens not told yet.
+        dropped. `logprobs`: one a token, or none; `prompt_logprobs`: of the next prompt tokens not told yet;
+        `guessed`: how the guesses among the tokens came about, those that were wrong included.
         """
         session.is_stepped = False
         if session.phase is Phase.ENDED:
@@ -257,6 +281,12 @@ class SessionTable:
         kept, reason = session.keep(tokens)
         session.tokens.extend(kept)
         session.scored += len(prompt_logprobs)
+        if guessed.draft_computed is not None:
+            session.draft_computed = min(guessed.draft_computed, len(session.tokens) - 1)
+        if tokens:
+            session.acceptance = session.acceptance.after(guessed.tried, len(tokens) - 1)
+            session.num_drafted += guessed.drafted
+            session.num_accepted += len(tokens) - 1
         self._advance(session, min(session.computed + count, len(session.tokens) - 1), now)
         if kept:
             session.num_steps += 1
@@ -339,7 +369,7 @@ class SessionTable:
         for session in self:
             if any(users[page] > 1 for page in session.pages[session.computed // self.page_tokens :]):
                 raise AssertionError(f"session {session.id} may write to a page that another one uses")
-            if session.computed > len(session.pages) * self.page_tokens:
+            if max(session.computed, session.draft_computed) > len(session.pages) * self.page_tokens:
                 raise AssertionError(f"session {session.id} has KV beyond its pages")
             if session.phase is Phase.ACTIVE and session.num_missing < 1:
                 raise AssertionError(f"active session {session.id} has no token left to step on")

@@ -39,6 +39,7 @@ from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2_grpc
 from runtime.config import Transport
 from runtime.lifecycle import Shutdown
 from runtime.rpc import bind, build_server, host_identity, new_incarnation, open_channel
+from tests.decoding import NO_SPECULATION
 from tests.fake_workers import PATIENCE_S, Signal
 from tests.pool_process import build_pool
 
@@ -140,12 +141,12 @@ async def decode_worker(
     def publish(step: int, deltas: list[Delta]) -> None:
         asyncio_loop.call_soon_threadsafe(streams.publish, step, deltas)
 
-    loop = DecodeLoop(table, runner, pool, CHUNK_TOKENS, publish, metrics)
+    loop = DecodeLoop(table, runner, pool, NO_SPECULATION, CHUNK_TOKENS, publish, metrics)
     intake = Intake(
         peer, pool, table, loop.thread, metrics, transport, is_transport_required=True, read_timeout_s=lease_s
     )
     shutdown = Shutdown(0, lambda: 0)
-    service = DecodeService(peer, table, loop.thread, intake, streams, metrics, CONTEXT_TOKENS, VOCAB, shutdown)
+    service = DecodeService(peer, table, loop.thread, intake, streams, metrics, CONTEXT_TOKENS, VOCAB, shutdown, NO_SPECULATION)
     decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
     loop.thread.start()
     await server.start()

@@ -113,11 +113,11 @@ class _Step:
 
 def _extend(base: _Step, gains: Sequence[float], step: CostCurve, draft: CostCurve | None) -> tuple[int, _Step]:
     """How many of the guesses to add, greatest gain first, for the most tokens per second; and the step with them."""
-    num_best, best = 0, base
-    for count in range(1, len(gains) + 1):
-        rows = base.rows + count
+    num_best, best, tokens = 0, base, base.tokens
+    for count, gain in enumerate(gains, start=1):
+        rows, tokens = base.rows + count, tokens + gain
         seconds = base.seconds + step.seconds(rows) - step.seconds(base.rows) + (draft.seconds(count) if draft else 0.0)
-        longer = _Step(rows, base.tokens + sum(gains[:count]), seconds)
+        longer = _Step(rows, tokens, seconds)
         if longer.tokens * best.seconds > best.tokens * longer.seconds:
             num_best, best = count, longer
     return num_best, best

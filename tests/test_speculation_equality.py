@@ -1,0 +1,140 @@
+"""Guessing ahead changes no token: the whole grid of sampling, in float32, in mixed batches, with every drafter."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cli.models import locate_draft, locate_model
+from decode_worker.session import Reservation
+from decode_worker.speculation.costs import CostMeter
+from decode_worker.speculation.drafters import Drafter, Guess, ModelDrafter, NgramDrafter, Wanted
+from decode_worker.speculation.lengths import CostCurve
+from engine.engine import Engine, build_engine
+from engine.sampling import SamplingParams
+from gateway.text.tokenizer import Tokenizer
+from tests.decoding import NO_SPECULATION, build_eager_speculator, decode
+
+GREEDY = SamplingParams(temperature=0.0)
+PROMPTS = ("What is 12 plus 30?", "Tell me a story about a fox and a fox and a fox.", "abc abc abc abc", "1 2 3 4 5 6")
+GRID = {
+    "greedy": GREEDY,
+    "plain": SamplingParams(seed=1),
+    "hot": SamplingParams(temperature=1.7, seed=2),
+    "cool": SamplingParams(temperature=0.3, seed=3),
+    "top_p": SamplingParams(temperature=0.9, top_p=0.8, seed=4),
+    "top_k": SamplingParams(temperature=1.2, top_k=5, seed=5),
+    "min_p": SamplingParams(temperature=1.2, min_p=0.1, seed=6),
+    "all filters": SamplingParams(temperature=1.1, top_p=0.9, top_k=20, min_p=0.02, seed=7),
+    "frequency": SamplingParams(temperature=0.8, frequency_penalty=1.5, seed=8),
+    "presence": SamplingParams(temperature=0.8, presence_penalty=1.5, seed=9),
+    "repetition": SamplingParams(temperature=0.8, repetition_penalty=1.3, seed=10),
+    "greedy penalties": replace(GREEDY, frequency_penalty=0.7, presence_penalty=0.4, repetition_penalty=1.1),
+    "bias": SamplingParams(temperature=0.7, logit_bias=((30, 4.0), (31, -100.0), (40, 2.0)), seed=11),
+    "everything": SamplingParams(
+        temperature=1.0, top_p=0.95, top_k=50, min_p=0.01, seed=12, frequency_penalty=0.3, presence_penalty=0.2,
+        repetition_penalty=1.05, logit_bias=((50, 1.5),),
+    ),
+}  # fmt: skip
+
+
+class LyingDrafter:
+    """Guesses at random, now and then what the answer really is: rejections at every depth."""
+
+    def __init__(self, truth: dict[int, list[int]]) -> None:
+        self._truth = truth  # handle |-> answer
+        self._random = random.Random(0)
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[Guess]:
+        return [Guess(tuple(self._guess(one))) for one in wanted]
+
+    def _guess(self, one: Wanted) -> list[int]:
+        begin = len(one.session.tokens) - one.session.num_prompt
+        right = self._truth[one.session.handle][begin : begin + self._random.randint(0, one.count)]
+        return [token if self._random.random() < 0.8 else self._random.randrange(1024) for token in right]
+
+    def cost(self) -> CostCurve | None:
+        return None
+
+
+def build(draft_model: str, num_pages: int) -> Engine:
+    return build_engine(
+        locate_model("demo"), draft_model, "float32", "cpu", 1, 16, lambda _context, _bytes, _free: num_pages,
+        lambda _done, _total: None,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return build(locate_draft("demo", "auto"), 600)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(Path(locate_model("demo")))
+
+
+def reservations(tokenizer: Tokenizer, drafter: str) -> list[Reservation]:
+    """The grid over all prompts, with stop tokens, shortest answers and log-probabilities here and there."""
+    wanted = []
+    for number, sampling in enumerate(GRID.values()):
+        prompt = tokenizer.encode(PROMPTS[number % len(PROMPTS)], add_special_tokens=True)
+        wanted.append(
+            Reservation(
+                request_id=str(number), attempt=1, gateway="g", handle=number + 1, prompt_ids=prompt,
+                max_tokens=24 + number, sampling=sampling,
+                stop_token_ids=tokenizer.eos_token_ids if number % 2 else frozenset(),
+                local_prefill_max_tokens=1 << 20, min_tokens=12 if number % 3 == 0 else 0,
+                num_logprobs=3 if number % 4 == 0 else None, drafter=drafter, max_draft_tokens=1 + number % 8,
+            )
+        )  # fmt: skip
+    return wanted
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft", "lying"])
+def test_answers_with_guesses_are_those_without(engine: Engine, tokenizer: Tokenizer, name: str) -> None:
+    plain = decode(engine, NO_SPECULATION, reservations(tokenizer, "off"))
+    assert engine.draft_runner is not None
+    drafters: dict[str, Drafter] = {
+        "ngram": NgramDrafter(),
+        "draft": ModelDrafter(engine.draft_runner, CostMeter(), 64),
+        "lying": LyingDrafter(plain.tokens),
+    }
+    guessed = decode(engine, build_eager_speculator({name: drafters[name]}), reservations(tokenizer, name))
+    assert guessed.tokens == plain.tokens
+    for handle, end in plain.ends.items():
+        assert guessed.ends[handle].finish_reason == end.finish_reason
+        told, expected = guessed.logprobs[handle], plain.logprobs[handle]
+        assert [one.top_ids for one in told] == [one.top_ids for one in expected]
+        assert [one.logprob for one in told] == pytest.approx([one.logprob for one in expected], abs=1e-4)
+    timings = [end.timing for end in guessed.ends.values() if end.timing is not None]
+    assert len(timings) == len(GRID)
+    drafted, accepted = sum(one.draft_tokens for one in timings), sum(one.accepted_tokens for one in timings)
+    assert drafted > 50 and 0 < accepted < drafted, (drafted, accepted)
+    assert sum(one.steps for one in timings) < sum(len(tokens) for tokens in plain.tokens.values())
+
+
+@pytest.mark.parametrize("num_pages", [600, 32], ids=["long prompts", "preemption"])
+def test_a_draft_model_equal_to_the_model_is_always_right(tokenizer: Tokenizer, num_pages: int) -> None:
+    """Any KV that it lacked after chunks of prefill, shorter guesses or preemption would make it wrong."""
+    engine = build(locate_model("demo"), num_pages)
+    assert engine.draft_runner is not None
+    wanted = reservations(tokenizer, "draft")
+    is_tight = num_pages == 32
+    if is_tight:
+        wanted = [replace(one, max_tokens=60, stop_token_ids=frozenset()) for one in wanted]
+    else:
+        prompt = tokenizer.encode(" ".join(PROMPTS * 8), add_special_tokens=True)  # several chunks
+        wanted += [replace(wanted[0], handle=100 + i, prompt_ids=prompt[i:], max_draft_tokens=5) for i in range(3)]
+    drafter = ModelDrafter(engine.draft_runner, CostMeter(), 64)
+    answers = decode(engine, build_eager_speculator({"draft": drafter}), wanted)
+    assert answers.tokens == decode(engine, NO_SPECULATION, [replace(one, drafter="off") for one in wanted]).tokens
+    timings = [end.timing for end in answers.ends.values() if end.timing is not None]
+    assert sum(one.draft_tokens for one in timings) > 100
+    for handle, end in answers.ends.items():
+        assert end.timing is not None
+        if end.finish_reason == "length":  # guesses beyond a stop token are not kept
+            assert end.timing.accepted_tokens == end.timing.draft_tokens, handle
+    assert any(one.preemptions for one in timings) == is_tight
