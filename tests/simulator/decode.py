@@ -1,15 +1,16 @@
 """A decode worker: the real session table and step planning, with virtual steps, reads and streams."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from decode_worker.batching import Planned, plan_step
-from decode_worker.session import Delta, OfferRefusedError, Phase, Reservation
+from decode_worker.session import Delta, OfferRefusedError, Phase, Reservation, Session
 from decode_worker.session_table import SessionTable
 from engine.kvcache.allocator import NeverFitsError, NoRoomError, PageAllocator
 from gateway.ring.request_machine import Refused
 from kvtransfer import reader
-from tests.simulator.model import PAGE_TOKENS, Memory, Offer, Ticket
+from tests.simulator.model import PAGE_TOKENS, Memory, Offer, Owner, Ticket
 from tests.simulator.world import Failure, Process, World
 
 Answer = Callable[[Any], None]
@@ -68,6 +69,7 @@ class SimDecode(Process):
         self._streams: dict[str, Stream] = {}
         self._is_stepping = False
         self._alarm = float("inf")  # when it will next look at deadlines
+        self._owners: dict[tuple[int, ...], set[Owner]] = {}  # prompt |-> sessions that have, or had, it
 
     def crash(self) -> None:
         for stream in self._streams.values():
@@ -101,6 +103,7 @@ class SimDecode(Process):
         if wanted.gateway not in self._streams:
             answer(Refused("decode", "absent", "no Steps stream"))
             return
+        wanted = replace(wanted, share_with=self._find_twin(wanted))
         try:
             session = self.table.reserve(wanted, self.world.now)
         except NoRoomError as error:
@@ -109,9 +112,22 @@ class SimDecode(Process):
         except NeverFitsError as error:
             answer(Refused("decode", "invalid", str(error)))
             return
+        self._owners.setdefault(tuple(wanted.prompt_ids), set()).add((wanted.request_id, wanted.attempt))
         ticket = Ticket(self.name, self.incarnation, session.id, session.attempt, session.num_prompt - 1)
         answer((ticket, session.phase is Phase.RECEIVING))
         self._wake()
+
+    def _find_twin(self, wanted: Reservation) -> int:
+        """What a gateway that asks for several answers names: its oldest session with the same prompt."""
+        prompt = list(wanted.prompt_ids)
+        twins = (
+            session.handle
+            for session in self.table
+            if session.phase is not Phase.ENDED
+            and (session.gateway, list(session.wanted.prompt_ids)) == (wanted.gateway, prompt)
+            and session.handle != wanted.handle
+        )
+        return next(twins, 0)
 
     def abort(self, gateway: str, handle: int) -> None:
         self.table.abort(gateway, [handle])
@@ -172,8 +188,12 @@ class SimDecode(Process):
         """What a session takes for its KV is its own."""
         for session in self.table:
             if session.id == session_id and session.phase is not Phase.ENDED:
-                owner = (session.request_id, session.attempt)
-                self.memory.check_owned(owner, session.pages, session.computed)
+                self._check_owned(session, session.pages, session.computed)
+
+    def _check_owned(self, session: Session, pages: Sequence[int], num_tokens: int) -> None:
+        twins = self._owners[tuple(session.wanted.prompt_ids)]
+        owner = (session.request_id, session.attempt)
+        self.memory.check_owned(owner, pages, num_tokens, twins, session.limit)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -199,9 +219,10 @@ class SimDecode(Process):
         news: list[Delta | None] = []
         for step, (pages, begin) in zip(planned, places, strict=True):
             session, end = step.session, begin + step.count
-            owner = (session.request_id, session.attempt)
-            self.memory.compute(owner, pages, begin, session.tokens[begin:end])
-            self.memory.check_owned(owner, pages, end)
+            if session.copy is not None:
+                self.memory.copy(*session.copy)
+            self.memory.compute((session.request_id, session.attempt), pages, begin, session.tokens[begin:end])
+            self._check_owned(session, pages, end)
             if is_failed:
                 news.append(self.table.fail(session, "the engine step failed", self.world.now))
             else:

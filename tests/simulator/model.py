@@ -4,7 +4,7 @@ The content of a position is a number that follows from the one before it and fr
 stale or missing page changes every later token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from tests.simulator.world import ViolationError
@@ -34,11 +34,20 @@ class Memory:
     def next_token(self, pages: Sequence[int], num_tokens: int) -> int:
         return choose_token([self.content(pages, position) for position in range(num_tokens)])
 
-    def check_owned(self, owner: Owner, pages: Sequence[int], num_tokens: int) -> None:
-        """The first `num_tokens` positions of `pages` hold `owner`'s KV and nothing else."""
+    def copy(self, source: int, target: int) -> None:
+        self.pages[target] = list(self.pages[source])
+
+    def check_owned(
+        self, owner: Owner, pages: Sequence[int], num_tokens: int, twins: Container[Owner] = (), num_shared: int = 0
+    ) -> None:
+        """The first `num_tokens` positions of `pages` hold `owner`'s KV and nothing else.
+
+        The first `num_shared` may be KV of `twins`, who have the same prompt.
+        """
         for position in range(num_tokens):
             found = self.pages[pages[position // PAGE_TOKENS]][position % PAGE_TOKENS]
-            if found[0] != owner or found[1] != position:
+            is_own = found[0] == owner or (position < num_shared and found[0] in twins)
+            if not is_own or found[1] != position:
                 raise ViolationError(f"{owner} runs on {found} at position {position}")
 
 

@@ -3,7 +3,7 @@
 Each entry of MUTATIONS is a context within which one rule does not hold.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from kvtransfer import reader
 from prefill_worker.run_table import PrefillRun, RunTable
 from tests.simulator.decode import SimDecode
 from tests.simulator.gateway import SimGateway
+from tests.simulator.model import Memory
 from tests.simulator.values import Work
 
 Mutation = Callable[[], AbstractContextManager[object]]
@@ -47,6 +48,12 @@ def _allocate_silently(self: PageAllocator, count: int) -> list[int]:
     for page in pages:
         self._generations[page] -= 1
     return pages
+
+
+def _free_for_all(self: PageAllocator, pages: Iterable[int]) -> None:
+    for page in pages:
+        self._num_holders[page] = 0
+        self._free.append(page)
 
 
 def _finish_and_free(self: RunTable, run: PrefillRun, count: int) -> None:
@@ -97,6 +104,8 @@ def _check_nothing(sources: Sequence[reader.PageRef], found: Sequence[int]) -> N
 MUTATIONS: dict[str, Mutation] = {
     "generations are not compared after a read": _patched((reader, "check_generations", _check_nothing)),
     "a page's generation stays when its owner changes": _patched((PageAllocator, "allocate", _allocate_silently)),
+    "a shared page is free with its first holder": _patched((PageAllocator, "free", _free_for_all)),
+    "the page that a prompt fills in part is not copied": _patched((Memory, "copy", lambda self, source, target: None)),
     "prefill frees pages before they are acknowledged": _patched((RunTable, "finish_step", _finish_and_free)),
     "prefill frees pages under a step": _patched((RunTable, "end", _end_run_at_once)),
     "decode frees pages under a step": _patched((SessionTable, "_end", _end_freeing(lambda it: it.is_stepped))),

@@ -36,6 +36,7 @@ class Schedule:
         self.world = World(seed)
         rng = self.world.rng
         self.nobody = _Nobody(self.world, "world")
+        self.has_twins = seed % 4 == 0  # several requests for the same prompt, as for n > 1
         self.is_calm = rng.random() < 0.1
         if not self.is_calm:
             kinds = rng.choice([(0.0, 0.0, 0.0), (0.03, 0.03, 0.03), (0.0, 0.05, 0.0), (0.0, 0.0, 0.08)])
@@ -50,6 +51,7 @@ class Schedule:
         self.workers: list[SimPrefill | SimDecode] = [*prefills, *decodes]
         self.processes: list[Process] = [*self.gateways, *self.workers]
         self.clients: list[tuple[Client, float]] = []  # and when it asked
+        self.last: tuple[tuple[int, ...], float, SimGateway] | None = None  # the request before: prompt, time, gateway
         lengths = rng.choice([range(1, 10), [rng.randint(4, 9)]])  # offers of equal prompts are easily mistaken
         for number in range(rng.randint(2, 5)):
             self._plan_request(number, rng.choice(lengths), rng)
@@ -63,6 +65,9 @@ class Schedule:
 
     def _plan_request(self, number: int, num_prompt: int, rng: random.Random) -> None:
         prompt = tuple(rng.randrange(100) for _ in range(num_prompt))
+        twin = self.last if self.has_twins else None
+        if twin is not None:
+            prompt = twin[0]
         expected = answer(prompt, rng.randint(1, 6))
         max_tokens = len(expected)
         stop = frozenset[int]()
@@ -74,6 +79,9 @@ class Schedule:
         generation = Generation(name, prompt, max_tokens, Sampling(0.0, 1.0, 0, 0.0, 0), stop)
         asked = 0.1 + rng.random() * (0.5 if rng.random() < 0.7 else 4.0)
         gateway = rng.choice(self.gateways)
+        if twin is not None:
+            asked, gateway = twin[1] + rng.random() * 0.1, twin[2]
+        self.last = (prompt, asked, gateway)
         gateway.num_open += 1
         self.clients.append((client, asked))
 
