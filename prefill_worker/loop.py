@@ -32,10 +32,12 @@ class PrefillLoop:
         publish: Callable[[list[Planned], float, Exception | None], None],
         metrics: PrefillMetrics,
         pool_mib: int,
+        draft_runner: Runner | None = None,
     ) -> None:
         """`publish(planned, started, error)` is called on the engine thread after each step and must not block.
 
-        Once for what was computed, and once for each prompt that could not be.
+        Once for what was computed, and once for each prompt that could not be. `draft_runner`: computes the draft
+        model's KV, which goes with the model's in the same pages and offers.
         """
         self.thread = EngineThread(self._step)
         self._table = table
@@ -44,6 +46,7 @@ class PrefillLoop:
         self._publish = publish
         self._metrics = metrics
         self._pool_mib = pool_mib
+        self._draft_runner = draft_runner
 
     def _step(self) -> bool:
         with self.thread.lock:
@@ -95,6 +98,8 @@ class PrefillLoop:
         slices = [build_slice(step, len(wanted)) for step, wanted in zip(planned, choices, strict=True)]
         with self._metrics.step_seconds.time():
             chosen = iter(self._runner.run(slices, [choice for wanted in choices for choice in wanted]))
+            if self._draft_runner is not None:
+                self._draft_runner.run([build_slice(step, 0) for step in planned], [])
         return [list(islice(chosen, len(wanted))) for wanted in choices]
 
 

@@ -62,7 +62,9 @@ async def _serve(config: PrefillConfig, engine: Engine, reporter: ReadyReporter)
     def publish(planned: list[Planned], started: float, error: Exception | None) -> None:
         asyncio_loop.call_soon_threadsafe(service.on_step, planned, started, error)
 
-    loop = PrefillLoop(table, engine.runner, config.chunk_tokens, publish, metrics, engine.pool.size_mib)
+    loop = PrefillLoop(
+        table, engine.runner, config.chunk_tokens, publish, metrics, engine.pool.size_mib, engine.draft_runner
+    )  # fmt: skip
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_length)
     service = PrefillService(
         me, table, loop.thread, offers, metrics, context_tokens, engine.config.vocab_size, config.heartbeat_s,

@@ -4,8 +4,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
+import torch
 
 from cli.models import locate_draft, locate_model
 from decode_worker.session import Reservation
@@ -15,6 +17,9 @@ from decode_worker.speculation.lengths import CostCurve
 from engine.engine import Engine, build_engine
 from engine.sampling import SamplingParams
 from gateway.text.tokenizer import Tokenizer
+from prefill_worker.loop import PrefillLoop
+from prefill_worker.metrics import PrefillMetrics
+from prefill_worker.run_table import RunTable
 from tests.decoding import NO_SPECULATION, build_eager_speculator, decode
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -138,3 +143,24 @@ def test_a_draft_model_equal_to_the_model_is_always_right(tokenizer: Tokenizer, 
         if end.finish_reason == "length":  # guesses beyond a stop token are not kept
             assert end.timing.accepted_tokens == end.timing.draft_tokens, handle
     assert any(one.preemptions for one in timings) == is_tight
+
+
+def test_prefill_computes_the_draft_models_kv_too(tokenizer: Tokenizer) -> None:
+    engine = build(locate_model("demo"), 64)
+    table = RunTable(engine.allocator, 16, 8)
+    is_computed = Event()
+    loop = PrefillLoop(
+        table, engine.runner, 48, lambda _planned, _started, _error: is_computed.set(), PrefillMetrics(table), 1,
+        engine.draft_runner,
+    )  # fmt: skip
+    prompt = tokenizer.encode(" ".join(PROMPTS * 4), add_special_tokens=True)
+    with loop.thread.lock:
+        run = table.start("r", prompt, len(prompt) - 1)
+    loop.thread.start()
+    while run.num_missing:
+        assert is_computed.wait(60)
+        is_computed.clear()
+    loop.thread.stop(10)
+    pages, draft_pages = engine.pool.tensor[run.pages], engine.pool.draft_tensor
+    assert draft_pages is not None and bool(pages[0].any())
+    assert torch.equal(pages, draft_pages[run.pages])  # both models are the same one here
