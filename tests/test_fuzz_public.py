@@ -20,18 +20,25 @@ from tests.front_server import SERVED, Served, run_front
 from tests.messages import mutate
 from tests.tiny_tokenizer import CONTEXT
 
-TEXT = {"model": SERVED, "prompt": "hello", "max_tokens": 3}
+TEXT = {
+    "model": SERVED, "prompt": ["hello", "you"], "max_tokens": 3, "n": 2, "logprobs": 2, "echo": True,
+    "logit_bias": {"5": 1.5}, "structured_outputs": {"choice": ["a", "b"]}, "frequency_penalty": 0.5,
+}  # fmt: skip
 CHAT = {
     "model": SERVED,
     "messages": [{"role": "system", "content": "hm"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}],
     "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "stop": ["a", "b"],
-    "stream_options": None, "logit_bias": {}, "response_format": {"type": "text"}, "metadata": {"a": "b"},
+    "stream_options": None, "logit_bias": {}, "logprobs": True, "top_logprobs": 1, "include_timing": True,
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+    "metadata": {"a": "b"},
 }  # fmt: skip
 STARTS: dict[str, dict[str, Any]] = {"completions": TEXT, "chat/completions": CHAT}
 KEYS = [
     "stream", "stream_options", "n", "logprobs", "top_logprobs", "logit_bias", "tools", "tool_choice", "echo", "suffix",
     "best_of", "user", "chat_template", "kv_transfer_params", "__proto__", "stop_token_ids", "ignore_eos", "functions",
     "messages", "prompt", "max_completion_tokens", "include_usage", "role", "content", "name", "tool_calls", "é", "",
+    "response_format", "structured_outputs", "regex", "choice", "json", "json_schema", "schema", "type", "min_tokens",
+    "repetition_penalty", "presence_penalty", "speculation", "max_draft_tokens", "include_timing", "7",
 ]  # fmt: skip
 fuzz = settings(derandomize=True, deadline=None, max_examples=300, suppress_health_check=list(HealthCheck))
 
@@ -140,8 +147,10 @@ GRPC_BLAMES = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.Status
 
 def test_generate_calls(served: Served) -> None:
     start = inference_pb2.GenerateRequest(
-        model=SERVED, text="hello", max_tokens=3, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=7, stop=["a"]
-    )
+        model=SERVED, text="hello", max_tokens=3, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=7, stop=["a"],
+        n=2, logprobs=3, logit_bias={5: 1.5}, response_format=inference_pb2.ResponseFormat(json_schema="{}"),
+        min_tokens=0, include_timing=True, speculation="off", max_draft_tokens=2, presence_penalty=0.5,
+    )  # fmt: skip
     with grpc.insecure_channel(served.grpc_address) as channel:
         method: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/baton.v1.Inference/Generate")
 
