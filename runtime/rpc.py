@@ -22,6 +22,7 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # what keepalive's pings go by; a minute unless set
     ("grpc.keepalive_permit_without_calls", 1),
 )
 
