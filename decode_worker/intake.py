@@ -89,22 +89,23 @@ class Intake:
         except (ReadError, ValueError) as error:
             raise HandshakeRefusedError(str(error)) from error
         rate = await self._measure(reader, peer)
-        await self._forget(lambda other: other is known or other.reader.is_gone())
+        forgotten = self._forget(lambda other: other is known or other.reader.is_gone())
         self._peers[peer.address] = KnownPeer(peer, reader)
         log.info(
             "peer accepted", peer=peer.address, incarnation=peer.incarnation, transport=reader.transport, why=why,
             gigabytes_per_s=round(rate / 1e9, 2),
         )  # fmt: skip
+        for old in forgotten:
+            await old.close()
         return reader.transport
 
-    async def _forget(self, is_meant: Callable[[KnownPeer], bool]) -> None:
-        """Let go of dead peers' memory: a worker that restarts on another address never takes its old place."""
-        for address, known in list(self._peers.items()):
-            if is_meant(known):
-                del self._peers[address]
-                if not self._greeting[address].locked():
-                    del self._greeting[address]
-                await known.reader.close()
+    def _forget(self, is_meant: Callable[[KnownPeer], bool]) -> list[Reader]:
+        """Dead peers: a worker that restarts on another address never takes its old place. The caller closes these."""
+        forgotten = [address for address, known in self._peers.items() if is_meant(known)]
+        for address in forgotten:
+            if not self._greeting[address].locked():
+                del self._greeting[address]
+        return [self._peers.pop(address).reader for address in forgotten]
 
     def _open_reader(self, peer: kv_pb2.Peer) -> tuple[Reader, str]:
         transport, why = choose_transport(self._me, peer, self._transport, self._is_transport_required)

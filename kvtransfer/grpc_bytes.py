@@ -158,8 +158,11 @@ class GrpcReader:
         raise ReadError("transport", f"the stream ended after {done} of {wanted} pages")
 
     def is_gone(self) -> bool:
-        """Nobody answers at its address; a peer that is back there shakes hands again."""
-        return self._channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+        """Nobody answers at its address; a peer that is back there shakes hands again.
+
+        A channel that lost its peer rests until it is used: asking makes it look, and the next question is answered.
+        """
+        return self._channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
     async def close(self) -> None:
         await self._channel.close()

@@ -66,7 +66,7 @@ class Reader(Protocol):
         ...
 
     def is_gone(self) -> bool:
-        """True once the peer's process is known to be dead."""
+        """True once the peer's process is known to be dead, which asking may bring about."""
         ...
 
     async def close(self) -> None:

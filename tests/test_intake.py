@@ -1,0 +1,169 @@
+"""Which readers a decode worker keeps, and messages of gateways that overtake each other: real services, no model."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import wraps
+
+import grpc
+import pytest
+
+from kvtransfer.grpc_bytes import GrpcReader
+from kvtransfer.reader import Reader
+from protos import decode_pb2
+from tests.fake_workers import PATIENCE_S, Signal
+from tests.pool_process import build_pool
+from tests.real_workers import (
+    NUM_PAGES,
+    DecodeWorker,
+    Gateway,
+    build_identity,
+    decode_worker,
+    expected_answer,
+    gateway,
+    prefill_worker,
+)
+
+PROMPT = [(number * 7) % 50 + 1 for number in range(23)]
+
+
+def bounded(scenario: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    @wraps(scenario)
+    def test() -> None:
+        async def run() -> None:
+            async with asyncio.timeout(PATIENCE_S):
+                await scenario()
+
+        asyncio.run(run())
+
+    return test
+
+
+class Readers:
+    """Those that a decode worker opens, and which of them it has closed."""
+
+    def __init__(self, worker: DecodeWorker) -> None:
+        self.opened: list[Reader] = []
+        self.closed: list[Reader] = []
+        self._open = worker.intake._open_reader
+        worker.intake._open_reader = self._note  # type: ignore[method-assign]
+
+    def _note(self, peer: object) -> tuple[Reader, str]:
+        reader, why = self._open(peer)  # type: ignore[arg-type]
+        close = reader.close
+
+        async def close_noting() -> None:
+            self.closed.append(reader)
+            await close()
+
+        reader.close = close_noting  # type: ignore[method-assign]
+        self.opened.append(reader)
+        return reader, why
+
+
+@bounded
+async def test_a_dead_peer_on_another_address_is_forgotten_and_its_reader_closed() -> None:
+    """Over gRPC, where only the connection tells of its death, and with nobody who restarts at its address."""
+    signal = Signal()
+    async with decode_worker(signal, "grpc") as decode, gateway(decode, signal) as opened:
+        readers = Readers(decode)
+        async with prefill_worker(signal) as before:
+            await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=before.peer))
+            assert list(decode.intake.transports()) == [before.peer.address]
+        async with prefill_worker(signal) as after:
+            while before.peer.address in decode.intake.transports():  # its channel takes a moment to notice
+                await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=after.peer))
+                await asyncio.sleep(0.01)
+                decode.intake._peers[after.peer.address].peer.incarnation += "'"  # so that it is greeted anew
+            assert list(decode.intake.transports()) == [after.peer.address]
+            assert readers.closed == readers.opened[:-1], "all but the last one's are closed, the dead one's too"
+            assert list(decode.intake._greeting) == [after.peer.address]
+
+
+@bounded
+async def test_a_dead_process_is_forgotten_and_its_memory_let_go_of() -> None:
+    signal = Signal()
+    async with decode_worker(signal, "shm") as decode, gateway(decode, signal) as opened:
+        readers = Readers(decode)
+        ended = await asyncio.create_subprocess_exec("true")
+        await ended.wait()
+        async with prefill_worker(signal) as before, prefill_worker(signal) as after:
+            await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=before.peer))
+            readers.opened[0]._process = readers.opened[0]._process.with_name(str(ended.pid))  # type: ignore[attr-defined]
+            await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=after.peer))
+            assert list(decode.intake.transports()) == [after.peer.address]
+            assert readers.closed == readers.opened[:1]
+
+
+@bounded
+async def test_a_handshake_that_is_cancelled_closes_its_reader() -> None:
+    """The peer gave up waiting while its pages were being measured; the next handshake begins anew."""
+    signal = Signal()
+    is_probing = asyncio.Event()
+
+    async def slow_probe(reader: GrpcReader, num_pages: int) -> None:
+        is_probing.set()
+        await asyncio.Event().wait()
+
+    async with (
+        decode_worker(signal, "grpc") as decode,
+        prefill_worker(signal) as prefill,
+        gateway(decode, signal) as opened,
+    ):
+        readers = Readers(decode)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GrpcReader, "probe", slow_probe)
+            call = opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))
+            await is_probing.wait()
+            call.cancel()
+            while not readers.closed:  # noqa: ASYNC110, nothing tells of it
+                await asyncio.sleep(0)
+        assert readers.closed == readers.opened and not decode.intake.transports()
+        await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))
+        assert decode.intake.transports() == {prefill.peer.address: "grpc"}
+
+
+@bounded
+async def test_a_peer_that_cannot_be_read_leaves_no_reader_behind() -> None:
+    signal = Signal()
+    async with decode_worker(signal, "grpc", lease_s=0.5) as decode, gateway(decode, signal) as opened:
+        readers = Readers(decode)
+        nobody = build_identity("prefill", "127.0.0.1:1", build_pool(NUM_PAGES))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=nobody))
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert readers.closed == readers.opened and len(readers.opened) == 1 and not decode.intake.transports()
+
+
+# -- an Abort that overtakes its Reserve -----------------------------------------------------------------------------
+
+
+@bounded
+async def test_a_session_whose_abort_came_first_ends_with_its_lease() -> None:
+    """An abort of an unknown handle is nothing; nobody hands KV over to such a session, so its lease ends it."""
+    signal = Signal()
+    async with decode_worker(signal, lease_s=0.1) as decode, gateway(decode, signal) as opened:
+        await opened.abort(1)
+        await opened.reserve(1, PROMPT)
+        assert await opened.end_of(1) == ("expired", "no KV arrived within the lease of 0.1 s (--lease-s)")
+        assert decode.table.allocator.num_used == 0
+
+
+@bounded
+async def test_a_session_whose_abort_came_first_ends_at_its_first_token() -> None:
+    """When it needs no KV of others: its gateway hears of a handle that it does not know, and aborts it again."""
+    signal = Signal()
+    async with decode_worker(signal) as decode, gateway(decode, signal) as opened:
+        await opened.abort(1)
+        decode.runner.may_run.clear()
+        await opened.reserve(1, PROMPT, count=40, local=len(PROMPT))
+        decode.runner.may_run.set()
+        await signal.until(lambda: bool(opened.tokens.get(1)))
+        await abort_as_gateways_do(opened)
+        await signal.until(lambda: decode.table.allocator.num_used == 0)
+        told = opened.tokens[1]
+        assert told == expected_answer(PROMPT, 40)[: len(told)]
+
+
+async def abort_as_gateways_do(opened: Gateway) -> None:
+    """See test_tokens_of_a_forgotten_session_have_it_aborted for the gateway's side."""
+    await opened.abort(1)
