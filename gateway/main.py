@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.app import FrontOptions, add_inference_services, build_app, build_front, build_interceptors
 from gateway.draining import DrainingRing
+from gateway.rest.connection import ServerConfig
 from gateway.rest.fleet_routes import build_fleet_router
 from gateway.ring.dispatcher import Dispatcher
 from gateway.ring.fleet import Fleet
@@ -60,6 +61,8 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
         cors_origins=config.cors_origins,
         max_body_bytes=config.body_limit_bytes,
         tool_format=config.tool_format,
+        body_timeout_s=config.client_timeout_s,
+        stalled_client_s=config.client_timeout_s,
     )
     ring = DrainingRing(dispatcher)
     shutdown = Shutdown(config.drain_s, lambda: len(ring))
@@ -73,7 +76,7 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
     add_inference_services(grpc_server, front)
     fleet.start()
     await grpc_server.start()
-    rest = _RestServer(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=STOP_S))
+    rest = _RestServer(ServerConfig(app, config.client_timeout_s, STOP_S))
     listener = rpc.listen_tcp(config.host, config.port)
     serving = asyncio.create_task(rest.serve(sockets=[listener]))
     address = f"{config.host}:{listener.getsockname()[1]}"

@@ -3,7 +3,6 @@
 Knows protobuf messages and gRPC's calls; must not know text or who generates.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -21,6 +20,7 @@ from gateway.grpc_answers import logprob_messages, timing_message
 from gateway.grpc_errors import KeyInterceptor, abort_with
 from gateway.grpc_requests import generate_request
 from gateway.metrics import RequestMeter
+from gateway.patience import waking_timeout
 from protos import inference_pb2, inference_pb2_grpc
 
 _log = structlog.get_logger()
@@ -65,7 +65,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
                 async with aclosing(self._responses(request, request_id)) as responses:
                     async for response in responses:
-                        async with asyncio.timeout(self._front.options.stalled_client_s):
+                        async with waking_timeout(self._front.options.stalled_client_s):
                             await context.write(response)
             except ApiError as error:
                 await abort_with(context, error)

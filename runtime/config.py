@@ -183,6 +183,8 @@ class PublicConfig(Settings):
     """Largest request body."""
     request_timeout_s: float = 600.0
     """Longest life of a request, waiting included."""
+    client_timeout_s: float = 60.0
+    """Seconds that a client may take to send a request's head, its body, or to take one message of an answer."""
     patience_s: float = 30.0
     """Seconds that requests wait for a worker to come back while none is alive: as long as one takes to start again."""
 
@@ -197,6 +199,7 @@ class PublicConfig(Settings):
         self.require_at_least("local_prefill_max_tokens", 0)
         self.require_at_least("body_limit_bytes", 1024)
         self.require_positive("request_timeout_s")
+        self.require_positive("client_timeout_s")
         self.require("patience_s", self.patience_s >= 0, "0 or more")
 
     @property

@@ -3,13 +3,12 @@
 Knows ASGI messages and JSON; must not know what the fields mean.
 """
 
-import asyncio
-
 import pydantic_core
 from starlette.requests import Request
 
 from gateway.errors import ApiError, bad_request
 from gateway.front import FrontOptions
+from gateway.patience import waking_timeout
 
 # Parsing holds the event loop: up to 3 us per container, 0.5 us per string and 0.1 us per number, freeing them included
 # (measured on 8 MB bodies). Within these limits it takes less than 0.1 s; real requests stay far below them.
@@ -42,7 +41,7 @@ async def _read_body(request: Request, options: FrontOptions) -> bytes:
     chunks: list[bytes] = []
     num_bytes = 0
     try:
-        async with asyncio.timeout(options.body_timeout_s):
+        async with waking_timeout(options.body_timeout_s):
             async for chunk in request.stream():
                 num_bytes += len(chunk)
                 if num_bytes > options.max_body_bytes:

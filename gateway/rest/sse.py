@@ -3,7 +3,6 @@
 Knows how a stream starts, fails and ends on the wire; must not know what the messages say.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -13,6 +12,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ApiError
+from gateway.patience import waking_timeout
+from gateway.rest.connection import abort_connection
 from gateway.rest.disconnect import until_disconnect
 from gateway.rest.http_errors import error_response
 from gateway.rest.openai_answers import build_error, encode
@@ -45,6 +46,7 @@ class EventStream(Response):
             return
         except TimeoutError:
             _log.warning("client stopped reading; request cancelled", after_s=self._stalled_client_s)
+            abort_connection(scope)  # closing it would wait until the client takes what is left
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._batches):
@@ -74,7 +76,7 @@ class EventStream(Response):
 
     async def _send(self, send: Send, body: bytes, is_last: bool = False) -> None:
         """Waits for the client, but not for ever. Raises TimeoutError."""
-        async with asyncio.timeout(self._stalled_client_s):
+        async with waking_timeout(self._stalled_client_s):
             await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
 

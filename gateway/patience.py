@@ -1,0 +1,35 @@
+"""How long we wait for a client: the time in which it could have been served. Knows a clock, and nobody who waits."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+_SLICES = 10
+
+
+@asynccontextmanager
+async def waking_timeout(seconds: float) -> AsyncIterator[None]:
+    """Like asyncio.timeout, but a time for which this process was stopped counts as a tenth of the limit at most.
+
+    A deadline alone would blame whoever was to answer meanwhile. Raises TimeoutError at the end of the block.
+    """
+    loop = asyncio.get_running_loop()
+    slices = itertools.count(1)
+    timers: list[asyncio.TimerHandle] = []  # the one that runs
+
+    def begin_slice() -> None:
+        timers[:] = [loop.call_later(seconds / _SLICES, end_slice)]
+
+    def end_slice() -> None:
+        if next(slices) < _SLICES:
+            begin_slice()
+        else:
+            limit.reschedule(loop.time())
+
+    async with asyncio.timeout(None) as limit:
+        begin_slice()
+        try:
+            yield
+        finally:
+            timers[0].cancel()
