@@ -56,8 +56,8 @@ faults: $(DEV_STAMP) ## Test faults between real processes, one test or more for
 chaos: $(DEV_STAMP) ## Kill workers under load and compare every answer; takes MINUTES
 	$(BIN)/python -m bench.chaos --minutes $(or $(MINUTES),5) $(ARGS)
 
-soak: $(DEV_STAMP) ## Load with cancels and bad input; memory, files and pages must stay flat; takes MINUTES
-	$(BIN)/python -m bench.soak --minutes $(or $(MINUTES),15) $(ARGS)
+soak: $(DEV_STAMP) ## Load with cancels, bad input and restarts; memory, files and pages must stay flat; takes MINUTES
+	$(BIN)/python -m bench.soak --minutes $(or $(MINUTES),15) --restart-every-s 120 $(ARGS)
 
 clean: ## Remove what was built
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -91,6 +91,18 @@ class Process:
     def resume(self) -> None:
         self.signal(signal.SIGCONT)
 
+    def terminate(self) -> None:
+        """SIGTERM: it finishes what it has, and ends."""
+        self.signal(signal.SIGTERM)
+
+    def wait_exited(self, timeout_s: float) -> int:
+        """Its exit status, negative for a signal; AssertionError when it still runs after `timeout_s`."""
+        assert self.popen is not None
+        try:
+            return self.popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} still runs:\n{self.read_log()[-3000:]}") from None
+
     def kill(self) -> None:
         """SIGKILL. Idempotent."""
         if self.popen is not None:
@@ -194,11 +206,12 @@ def run_fleet(
     lease_s: float = 4.0,
     heartbeat_s: float = 1.0,
     patience_s: float = 4.0,
+    kv_memory_mib: Mapping[str, int] | None = None,
 ) -> Iterator[ProcessFleet]:
     """Processes that serve the demo model in float32; all of them are killed at the end.
 
     `flags`: further ones by role or name. `links`: worker name |-> the address by which the gateway shall reach it.
-    `ports`: two for each process, in the order gateway, prefill, decode.
+    `ports`: two for each process, in the order gateway, prefill, decode. `kv_memory_mib`: by role, 64 unless given.
     """
     flags, links = flags or {}, links or {}
     names = ["gateway", *(f"prefill-{i}" for i in range(num_prefill)), *(f"decode-{i}" for i in range(num_decode))]
@@ -210,7 +223,12 @@ def run_fleet(
             common = (f"--port={ports[2 * index]}", f"--lease-s={lease_s:g}")
             own = common if role == "decode" else (*common, f"--heartbeat-s={heartbeat_s:g}")
             if role != "gateway":
-                own = (*own, "--dtype=float32", f"--metrics-port={ports[2 * index + 1]}", "--kv-memory-mib=64")
+                own = (
+                    *own,
+                    "--dtype=float32",
+                    f"--metrics-port={ports[2 * index + 1]}",
+                    f"--kv-memory-mib={(kv_memory_mib or {}).get(role, 64)}",
+                )
             extra = (*flags.get(role, ()), *(flags.get(name, ()) if name != role else ()))
             fleet.processes[name] = Process(
                 name, role, ports[2 * index], ports[2 * index + 1], (*own, *extra), Path(folder) / f"{name}.log"

@@ -1,8 +1,9 @@
-"""Hours of ordinary trouble: clients that leave, bad input; memory, files and pages must stay as they were.
+"""Hours of ordinary trouble: clients that leave, bad input, restarts; memory, files and pages must stay as they were.
 
-    python -m bench.soak --minutes 15
+    python -m bench.soak --minutes 60 --restart-every-s 120
 
-Exit code 1 when memory grows, files stay open, pages stay used, an answer is wrong or a request hangs.
+Exit code 1 when memory grows, files stay open, pages stay used, an answer is wrong or a request hangs or fails. A
+worker that was restarted is measured anew; one that lived too short to be warm is not judged.
 """
 
 import argparse
@@ -27,6 +28,8 @@ SAMPLE_S = 5.0
 GROWTH = 0.02  # most growth of memory between the second and the last quarter, as a share
 SLACK_BYTES = 8 << 20  # growth that allocators may show without a leak
 SLACK_FILES = 16  # connections come and go
+LEAST_SAMPLES = 12  # of a process that is judged: one minute, of which the first quarter is for it to get warm
+DRAIN_S = 120.0  # generous, for a loaded machine
 
 
 @dataclass
@@ -45,7 +48,8 @@ class Soak:
     cases: "queue.SimpleQueue[Case]" = field(default_factory=queue.SimpleQueue)
     lock: threading.Lock = field(default_factory=threading.Lock)
     outcomes: Counter[str] = field(default_factory=Counter)
-    samples: dict[str, list[Sample]] = field(default_factory=dict)  # process name |-> over time
+    samples: dict[str, list[Sample]] = field(default_factory=dict)  # process and its incarnation |-> over time
+    num_restarts: int = 0
 
     def count(self, outcome: str) -> None:
         with self.lock:
@@ -82,7 +86,28 @@ class Soak:
 
     def sample(self) -> None:
         for process in self.fleet.processes.values():
-            self.samples.setdefault(process.name, []).append(look_at(process))
+            self.samples.setdefault(f"{process.name} #{process.num_starts}", []).append(look_at(process))
+
+    def watch(self, until: float, restart_every_s: float, seed: int) -> None:
+        """Sample, and restart a random worker every so often (0: never). Runs on the main thread."""
+        dice = random.Random(seed)
+        next_restart = time.monotonic() + restart_every_s if restart_every_s else until
+        while time.monotonic() < until:
+            self.sample()
+            time.sleep(SAMPLE_S)
+            if next_restart <= time.monotonic() < until:
+                roll(dice.choice(self.fleet.workers()), DRAIN_S + UNUSED_S)
+                self.fleet.wait_until_whole()  # one at a time
+                self.num_restarts += 1
+                next_restart += restart_every_s
+
+
+def roll(worker: Process, timeout_s: float) -> None:
+    """Have a worker finish what it has, and start it again on the same ports. To be called on the main thread."""
+    worker.terminate()
+    code = worker.wait_exited(timeout_s)
+    assert code == 0, f"{worker.name} ended with {code}:\n{worker.read_log()[-3000:]}"
+    worker.restart()
 
 
 def ask_badly(fleet: ProcessFleet, dice: random.Random) -> str:
@@ -108,8 +133,9 @@ def find_growth(samples: Sequence[Sample]) -> tuple[float, float]:
     return size, files
 
 
-def run(minutes: float, num_clients: int, seed: int) -> int:
-    with run_fleet(2, 2, lease_s=10, heartbeat_s=2) as fleet:
+def run(minutes: float, num_clients: int, restart_every_s: float, seed: int) -> int:
+    drain = [f"--drain-s={DRAIN_S:g}"]
+    with run_fleet(2, 2, {"prefill": drain, "decode": drain}, lease_s=10, heartbeat_s=2) as fleet:
         soak = Soak(fleet)
         for case in build_cases(fleet, 2 * num_clients, seed):
             soak.cases.put(case)
@@ -120,9 +146,7 @@ def run(minutes: float, num_clients: int, seed: int) -> int:
         ]
         for client in clients:
             client.start()
-        while time.monotonic() < until:
-            soak.sample()
-            time.sleep(SAMPLE_S)
+        soak.watch(until, restart_every_s, seed)
         for client in clients:
             client.join(5 * HANG_S)
             if client.is_alive():
@@ -137,12 +161,17 @@ def run(minutes: float, num_clients: int, seed: int) -> int:
 
 def report(soak: Soak, unused: str, minutes: float) -> int:
     """Print a table; the exit code."""
-    print(f"{minutes:g} minutes; requests: {dict(soak.outcomes)}; used pages at the end: {unused}")
+    print(
+        f"{minutes:g} minutes; {soak.num_restarts} restarts; requests: {dict(soak.outcomes)}; "
+        f"used pages at the end: {unused}"
+    )
     print("| process | private memory at first | at the end | growth | MiB/h | files at first | growth |")
     is_flat = True
     for name, samples in soak.samples.items():
+        if len(samples) < LEAST_SAMPLES:
+            continue
         growth, files = find_growth(samples)
-        hours = minutes / 60 * 0.625  # between the middles of the second and the last quarter
+        hours = len(samples) * SAMPLE_S / 3600 * 0.625  # between the middles of the second and the last quarter
         first, last = samples[len(samples) // 4], samples[-1]
         is_flat &= growth <= max(GROWTH * first.private_bytes, SLACK_BYTES) and files <= SLACK_FILES
         begin_mib, end_mib, growth_mib = (size / 2**20 for size in (first.private_bytes, last.private_bytes, growth))
@@ -157,9 +186,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument(
+        "--restart-every-s", type=float, default=0.0, help="drain and restart a random worker; 0: never"
+    )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    return run(options.minutes, options.streams, options.seed)
+    return run(options.minutes, options.streams, options.restart_every_s, options.seed)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ def truth() -> Truth:
 
 @pytest.fixture(scope="session")
 def running_quad() -> Iterator[ProcessFleet]:
-    with run_fleet(2, 2) as fleet:
+    drain = ["--drain-s=120"]  # for a loaded machine
+    with run_fleet(2, 2, {"gateway": drain, "prefill": drain, "decode": drain}) as fleet:
         yield fleet
 
 

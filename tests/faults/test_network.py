@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.fleet import wait_until
+from bench.fleet import Process, wait_until
 from tests.faults.answers import Truth, ask, find_busy, is_alive
 from tests.faults.conftest import Linked
 
@@ -42,22 +42,30 @@ def test_row_02_client_that_leaves_before_decode_knows_of_its_pages(linked: Link
 
 
 def test_row_06_prefill_that_sleeps_through_its_lease_is_not_believed(linked: Linked, truth: Truth) -> None:
+    """Stopped with an offer on the way, which arrives when its session is long over."""
+    truth.check_canary(linked.fleet)  # so that the workers have shaken hands
     prefill, decode = linked.fleet["prefill-0"], linked.fleet["decode-0"]
-    refused = decode.metric("offers_refused_total")
-    late = prefill.metric("offers_refused_total")
+    offered, refused = prefill.metric("offers_sent_total"), _refused(decode)
+    linked.links["prefill-decode"].hold()
     stream = ask(linked.fleet, num_prompt=3500, num_tokens=20)
-    find_busy(linked.fleet, "prefill")
+    wait_until(lambda: prefill.metric("offers_sent_total") > offered, 30)
     prefill.stop()
     linked.links["gateway-prefill"].hold()  # it will not hear that nobody wants this any more
     truth.check(stream)  # by another way than this worker
     canaries = [ask(linked.fleet, num_prompt=300, num_tokens=200, seed=seed) for seed in (5, 6)]
     canaries[0].wait_for_tokens(1)
+    linked.links["prefill-decode"].release()
+    wait_until(lambda: _refused(decode) > refused, SLACK_S)
     prefill.resume()
     wait_until(lambda: not prefill.metric("kv_cache_used_pages"), LEASE_S + SLACK_S)
     for canary in canaries:
         truth.check(canary)
-    refusals = decode.metric("offers_refused_total") - refused, prefill.metric("offers_refused_total") - late
-    print(f"row 6: late offers refused by decode and heard of by prefill: {refusals}")
+    print(f"row 6: {_refused(decode) - refused:.0f} late offers refused for their session or attempt")
+
+
+def _refused(decode: Process) -> float:
+    """Offers for a session that is over, or of an attempt that is."""
+    return sum(decode.metric("offers_refused_total", {"reason": reason}) for reason in ("session", "attempt"))
 
 
 @pytest.mark.parametrize("link", LINKS)

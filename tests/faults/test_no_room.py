@@ -1,0 +1,71 @@
+"""Workers without memory for what they are asked. Row 7 of the list of faults."""
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from bench.fleet import ProcessFleet, run_fleet
+from tests.faults.answers import Truth, ask
+
+pytestmark = pytest.mark.timeout(300)
+
+LITTLE_MIB = 4  # room for 576 tokens
+CONTEXT = 560  # a worker must have room for one context, or it does not start
+LITTLE = [f"--max-context-tokens={CONTEXT}"]
+
+
+@pytest.fixture(scope="module")
+def little_prefill() -> Iterator[ProcessFleet]:
+    with run_fleet(flags={"prefill": LITTLE}, kv_memory_mib={"prefill": LITTLE_MIB}) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def little_decode() -> Iterator[ProcessFleet]:
+    with run_fleet(flags={"decode": LITTLE}, kv_memory_mib={"decode": LITTLE_MIB}) as fleet:
+        yield fleet
+
+
+def refuse(fleet: ProcessFleet, num_prompt: int, num_tokens: int) -> None:
+    """A request that can never fit is refused by name, and nothing is generated for it."""
+    generated = fleet["decode-0"].metric("generation_tokens_total")
+    stream = ask(fleet, num_prompt, num_tokens).finish()
+    assert stream.code is grpc.StatusCode.INVALID_ARGUMENT, f"{stream.code}: {stream.detail}"
+    assert str(CONTEXT) in stream.detail and not stream.tokens
+    fleet.wait_until_unused()
+    assert fleet["decode-0"].metric("generation_tokens_total") == generated
+
+
+def num_second_attempts(fleet: ProcessFleet) -> int:
+    return fleet["decode-0"].read_log().count('"attempt": 2')
+
+
+def test_row_07_prefill_without_room_lets_prompts_wait(little_prefill: ProcessFleet, truth: Truth) -> None:
+    """One prompt fits; the others are refused, wait, and are answered whole: decode runs on no partial KV."""
+    before = num_second_attempts(little_prefill)
+    streams = [ask(little_prefill, num_prompt=500, num_tokens=20, seed=seed) for seed in range(6)]
+    for stream in streams:
+        truth.check(stream)
+    assert num_second_attempts(little_prefill) > before, "none was refused: the test is too kind"
+    little_prefill.wait_until_unused()
+
+
+def test_row_07_prompt_that_never_fits_prefill_is_refused(little_prefill: ProcessFleet, truth: Truth) -> None:
+    refuse(little_prefill, num_prompt=1000, num_tokens=5)
+    truth.check_canary(little_prefill)
+
+
+def test_row_07_decode_without_room_lets_requests_wait(little_decode: ProcessFleet, truth: Truth) -> None:
+    """Two prompts fit, none of the answers beside another: requests wait or are preempted, and are answered whole."""
+    streams = [ask(little_decode, num_prompt=250, num_tokens=200, seed=seed) for seed in range(6)]
+    for stream in streams:
+        truth.check(stream)
+    preempted = little_decode["decode-0"].metric("num_preemptions_total")
+    assert preempted + num_second_attempts(little_decode) > 0, "none had to wait: the test is too kind"
+    little_decode.wait_until_unused()
+
+
+def test_row_07_request_that_never_fits_decode_is_refused(little_decode: ProcessFleet, truth: Truth) -> None:
+    refuse(little_decode, num_prompt=300, num_tokens=600)
+    truth.check_canary(little_decode)

@@ -1,0 +1,166 @@
+"""Clients that take, send or say nothing, or only a byte now and then. Row 15 of the list of faults."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.fleet import HOST, ProcessFleet, run_fleet, wait_until
+from bench.soak import look_at
+from tests.faults.answers import Truth
+from tests.faults.load import Load
+
+pytestmark = pytest.mark.timeout(300)
+
+CLIENT_S = 3.0  # a client's time; the default is 60 s
+SLACK_S = 60.0  # for a loaded machine
+NUM_IDLE = 3000
+GROWTH_BYTES = NUM_IDLE * (16 << 10)  # most memory that idle connections may take
+SLACK_FILES = 16
+LONG = 3900  # tokens of an answer that is still generated when its client is given up
+REQUEST = "\r\n".join(("POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json", ""))
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[ProcessFleet]:
+    with run_fleet(flags={"gateway": [f"--client-timeout-s={CLIENT_S:g}"]}) as running:
+        yield running
+
+
+def connect(fleet: ProcessFleet, receive_bytes: int = 0) -> socket.socket:
+    """`receive_bytes`: how much the kernel may hold for a client that does not read."""
+    client = socket.socket()
+    if receive_bytes:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    client.settimeout(SLACK_S)
+    client.connect((HOST, fleet.gateway.port))
+    return client
+
+
+def ask_for_a_stream(fleet: ProcessFleet) -> socket.socket:
+    """A long answer has begun to come."""
+    model = httpx.get(f"{fleet.url}/v1/models", timeout=30).json()["data"][0]["id"]
+    fields = {"model": model, "prompt": [7, 8, 9], "max_tokens": LONG, "stream": True, "ignore_eos": True}
+    body = json.dumps(fields)
+    client = connect(fleet, receive_bytes=4096)
+    client.sendall(f"{REQUEST}content-length: {len(body)}\r\n\r\n{body}".encode())
+    assert client.recv(1)
+    return client
+
+
+def is_cut(client: socket.socket) -> bool:
+    """The other end is closed, once what it had sent is read."""
+    client.settimeout(SLACK_S)
+    with suppress(ConnectionError):
+        while client.recv(1 << 16):
+            pass
+    return True  # a client that is not cut runs into the socket's timeout
+
+
+def num_files(fleet: ProcessFleet) -> int:
+    return look_at(fleet.gateway).num_files
+
+
+def wait_until_closed(fleet: ProcessFleet, num_before: int) -> None:
+    """The gateway has no more open files than it had."""
+    wait_until(lambda: num_files(fleet) <= num_before + SLACK_FILES, SLACK_S, lambda: num_files(fleet))
+
+
+@pytest.mark.parametrize("bytes_per_s", [0, 1])
+def test_row_15_stream_that_is_not_read_is_cancelled_in_time(
+    fleet: ProcessFleet, truth: Truth, bytes_per_s: int
+) -> None:
+    """Its pages are freed and its connection is cut, while others get their answers."""
+    decode, before = fleet["decode-0"], fleet["decode-0"].metric("cancelled_total")
+    given_up = fleet.gateway.metric("cancelled_total", {"phase": "decode"})
+    clients = num_files(fleet)
+    with ExitStack() as stack:
+        load = stack.enter_context(Load(fleet, num_clients=3))
+        stalled = [stack.enter_context(ask_for_a_stream(fleet)) for _ in range(2)]
+        is_over = threading.Event()
+        stack.callback(is_over.set)
+        if bytes_per_s:
+            threading.Thread(target=read_slowly, args=(stalled, bytes_per_s, is_over), daemon=True).start()
+        wait_until(lambda: fleet.gateway.metric("cancelled_total", {"phase": "decode"}) >= given_up + 2, SLACK_S)
+        wait_until(lambda: decode.metric("cancelled_total") >= before + 2, SLACK_S)
+        assert fleet.gateway.read_log().count("client stopped reading") >= 2
+        is_over.set()
+        assert all(is_cut(client) for client in stalled)
+        num_before = len(load.ended)
+        wait_until(lambda: len(load.ended) >= num_before + 3, SLACK_S)
+    load.check(truth)
+    fleet.wait_until_unused()
+    wait_until_closed(fleet, clients)
+
+
+def read_slowly(clients: list[socket.socket], bytes_per_s: int, is_over: threading.Event) -> None:
+    while not is_over.wait(1.0):
+        for client in clients:
+            with suppress(OSError):
+                client.recv(bytes_per_s)
+
+
+def test_row_15_connection_of_a_stalled_client_is_cut_even_if_it_never_reads(fleet: ProcessFleet) -> None:
+    """Closing it would wait for the client to take what is left, which may be for ever."""
+    before = num_files(fleet)
+    with ask_for_a_stream(fleet) as stalled:
+        port = stalled.getsockname()[1]
+        wait_until(lambda: not is_open(port), SLACK_S, lambda: "the gateway still holds the connection")
+    fleet.wait_until_unused()
+    wait_until_closed(fleet, before)
+
+
+def is_open(port: int) -> bool:
+    """Whether the kernel knows a live connection from the gateway's port to this one of ours."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, _local, remote, state, *_ = line.split()
+        if int(remote.rpartition(":")[2], 16) == port and state == "01":  # ESTABLISHED
+            return True
+    return False
+
+
+def test_row_15_heads_and_bodies_that_never_end_are_cut_off(fleet: ProcessFleet, truth: Truth) -> None:
+    before = num_files(fleet)
+    with ExitStack() as stack:
+        head, body, second = (stack.enter_context(connect(fleet)) for _ in range(3))
+        head.sendall(b"GET /live HT")
+        body.sendall(f"{REQUEST}content-length: 1000\r\n\r\n{{".encode())
+        second.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\nGET /live HT")  # its first request is answered
+        is_over = threading.Event()
+        stack.callback(is_over.set)
+        threading.Thread(target=send_slowly, args=([head, body, second], is_over), daemon=True).start()
+        truth.check_canary(fleet)
+        assert b" 408 " in body.recv(1 << 16)
+        assert b" 200 " in second.recv(1 << 16)
+        assert is_cut(head) and is_cut(second)
+    wait_until_closed(fleet, before)
+
+
+def send_slowly(clients: list[socket.socket], is_over: threading.Event) -> None:
+    while not is_over.wait(0.5):
+        for client in clients:
+            with suppress(OSError):
+                client.send(b"x")
+
+
+def test_row_15_thousands_of_idle_sockets(fleet: ProcessFleet, truth: Truth) -> None:
+    """They cost little memory, disturb nobody, and are closed in time."""
+    files, memory = num_files(fleet), look_at(fleet.gateway).private_bytes
+    with ExitStack() as stack:
+        begun = time.monotonic()
+        idle = [stack.enter_context(connect(fleet)) for _ in range(NUM_IDLE)]
+        truth.check_canary(fleet)
+        assert httpx.get(f"{fleet.url}/ready", timeout=SLACK_S).status_code == 200
+        growth = look_at(fleet.gateway).private_bytes - memory
+        assert growth < GROWTH_BYTES, f"{growth} bytes more"
+        assert all(is_cut(client) for client in idle)
+        seconds = time.monotonic() - begun
+        wait_until_closed(fleet, files)
+    truth.check_canary(fleet)
+    print(f"row 15: {NUM_IDLE} idle sockets cost {growth / 2**20:.1f} MiB and were closed after {seconds:.1f} s")
