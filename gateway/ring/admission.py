@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gateway.errors import not_ready, overloaded
 from gateway.ring.decode_link import DecodeLink
 from gateway.ring.fleet import Fleet
-from gateway.ring.policy import Placement, choose_placement, find_unready
+from gateway.ring.policy import Placement, Unready, Wait, choose_beside, choose_placement, find_unready
 from gateway.ring.worker_link import PrefillLink, WorkerLink
 
 
@@ -52,6 +52,7 @@ class _Waiter:
     avoid: frozenset[str]
     is_retry: bool
     silent_since: float
+    beside: str | None  # incarnation of the decode worker on which it shares a session's prompt
     decided: asyncio.Future[None]
     places: Places | None = None
 
@@ -75,16 +76,24 @@ class Admission:
 
     @asynccontextmanager
     async def place(
-        self, num_missing: int, avoid: frozenset[str], is_retry: bool, silent_since: float, timeout_s: float
+        self,
+        num_missing: int,
+        avoid: frozenset[str],
+        is_retry: bool,
+        silent_since: float,
+        timeout_s: float,
+        beside: str | None = None,
     ) -> AsyncIterator[Places]:
         """Wait for places, and hold them until the end of the block.
 
+        `beside`: a decode worker's incarnation, to be placed there and nowhere else as long as it is alive.
         A retry goes before new requests, and before retries whose clients got news later. Raises ApiError: 429 when
         the queue is full, 503 when nobody has been able to serve for too long or no place got free within `timeout_s`.
         """
         if not is_retry and len(self._waiting) >= self._max_queue:
             raise overloaded(f"{len(self._waiting)} requests are waiting, the most allowed by --max-queue; try again")
-        waiter = _Waiter(num_missing, avoid, is_retry, silent_since, asyncio.get_running_loop().create_future())
+        decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(num_missing, avoid, is_retry, silent_since, beside, decided)
         insort(self._waiting, waiter, key=lambda other: (not other.is_retry, other.silent_since))
         self._pump()
         try:
@@ -116,13 +125,19 @@ class Admission:
         """As many as have room, in order."""
         while self._waiting:
             waiter = self._waiting[0]
-            choice = choose_placement(
-                self._fleet.views(), waiter.num_missing, self._local_prefill_max_tokens, waiter.avoid
-            )
+            choice = self._choose(waiter)
             if not isinstance(choice, Placement):
                 return
             self._waiting.popleft()
             self._decide(waiter, choice)
+
+    def _choose(self, waiter: _Waiter) -> Placement | Wait | Unready:
+        views = self._fleet.views()
+        if waiter.beside is not None:
+            choice = choose_beside(views, waiter.beside)
+            if not isinstance(choice, Unready):
+                return choice
+        return choose_placement(views, waiter.num_missing, self._local_prefill_max_tokens, waiter.avoid)
 
     def _refuse_all(self, reason: str) -> None:
         while self._waiting:

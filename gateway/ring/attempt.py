@@ -2,12 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 
 import grpc
 
-from gateway.generation import Sampling, Tokens
+from gateway.generation import Grammar, Sampling, TokenLogprobs, Tokens
 from gateway.ring.admission import Places
 from gateway.ring.decode_link import Lost as LinkLost
 from gateway.ring.decode_link import RemoteSession
@@ -28,10 +28,12 @@ from gateway.ring.request_machine import (
     Reserve,
     Reserved,
     Role,
+    SessionTiming,
     TimedOut,
 )
+from gateway.ring.sharing import Leader
 from gateway.ring.worker_link import GONE, PrefillLink
-from protos import decode_pb2, kv_pb2
+from protos import decode_pb2, kv_pb2, prefill_pb2
 
 
 class PrefillRefusedError(Exception):
@@ -48,6 +50,8 @@ class Attempt:
 
     request: Request
     places: Places
+    leader: Leader | None = None  # who is told the session, for others to share its prompt
+    partner: RemoteSession | None = None  # a session whose prompt to share
     left: Leave | None = None  # how it ended: the machine's word. Set by `run`
     _prefilling: asyncio.Task[None] | None = None
 
@@ -59,6 +63,8 @@ class Attempt:
             (reserve,) = self.request.step(placed, time.monotonic())
             assert isinstance(reserve, Reserve)
             event, ticket = await self._reserve(reserve, session)
+            if self.leader is not None:
+                self.leader.settle(session if isinstance(event, Reserved) else None)
             try:
                 while True:
                     for action in self.request.step(event, time.monotonic()):
@@ -69,6 +75,8 @@ class Attempt:
                         return
                     event = await self._next_event(session)
             finally:
+                if self.leader is not None:
+                    self.leader.settle(None)
                 if self._prefilling is not None:
                     self._prefilling.cancel()
 
@@ -95,6 +103,15 @@ class Attempt:
             sampling=_sampling_message(generation.sampling),
             stop_token_ids=sorted(generation.stop_token_ids),
             local_prefill_max_tokens=action.local_prefill_max_tokens,
+            num_emitted=action.num_emitted,
+            min_tokens=generation.min_tokens,
+            num_logprobs=generation.num_logprobs,
+            num_prompt_logprobs=action.num_prompt_logprobs,
+            grammar=_grammar_message(generation.grammar),
+            speculation=decode_pb2.Speculation(
+                drafter=generation.speculation.drafter, max_draft_tokens=generation.speculation.max_draft_tokens
+            ),
+            share_with=self._share_with(session),
         )
         try:
             answer = await decode.reserve(message, timeout_s=self._remaining_s())
@@ -102,20 +119,30 @@ class Attempt:
             return _refusal("decode", decode.address, error), kv_pb2.Ticket()
         return Reserved(answer.needs_prefill), answer.ticket
 
+    def _share_with(self, session: RemoteSession) -> int:
+        """Handle of the partner's session, if it is open on the same stream."""
+        return self.partner.handle if self.partner is not None and self.partner.stream == session.stream else 0
+
     async def _prefill(
         self, action: Prefill, prefill: PrefillLink, ticket: kv_pb2.Ticket, session: RemoteSession
     ) -> None:
         """Run the prompt on the prefill worker; trouble goes to the session's inbox, where the request listens."""
         request_id = self.request.generation.request_id
         try:
-            await prefill.run(request_id, action.prompt_ids, ticket, timeout_s=self._remaining_s())
+            run = prefill_pb2.RunRequest(
+                request_id=request_id,
+                prompt_ids=action.prompt_ids,
+                ticket=ticket,
+                num_prompt_logprobs=action.num_prompt_logprobs,
+            )
+            done = await prefill.run(run, timeout_s=self._remaining_s())
         except grpc.aio.AioRpcError as error:
             session.inbox.put_nowait(PrefillRefusedError(_refusal("prefill", prefill.address, error)))
         except Exception as error:  # a bug; the request must hear of it rather than wait
             session.inbox.put_nowait(error)
-        else:  # at once: a client that reads slowly must not keep the place
-            for done in self.request.step(Prefilled(), time.monotonic()):
-                self._act(done, session, ticket)
+        else:
+            self.places.release(prefill)  # at once: a client that reads slowly must not keep the place
+            session.inbox.put_nowait(done)
 
     async def _next_event(self, session: RemoteSession) -> Event:
         try:
@@ -130,8 +157,10 @@ class Attempt:
             raise news
         if isinstance(news, LinkLost):
             return Lost(news.reason)
+        if isinstance(news, prefill_pb2.RunResponse):
+            return _prefilled(news)
         error = f"{self.places.decode.address}: {news.error or news.finish_reason}"
-        return News(news.attempt, news.token_ids, news.finish_reason, error)
+        return _news(news, error)
 
     def _remaining_s(self) -> float:
         return max(self.request.deadline - time.monotonic(), 0.001)
@@ -145,6 +174,8 @@ def _refusal(role: Role, address: str, error: grpc.aio.AioRpcError) -> Refused:
         if role == "decode":
             detail = error.details() or "the decode worker refused the request"
         return Refused(role, "invalid", detail)
+    if error.code() is grpc.StatusCode.NOT_FOUND and role == "decode":
+        return Refused(role, "unshared", detail)
     is_absent = error.code() in GONE or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     return Refused(role, "absent" if is_absent else "failed", detail)
 
@@ -161,3 +192,40 @@ def _sampling_message(sampling: Sampling) -> decode_pb2.SamplingParams:
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=[decode_pb2.TokenBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
     )
+
+
+def _grammar_message(grammar: Grammar | None) -> decode_pb2.Grammar | None:
+    return None if grammar is None else decode_pb2.Grammar(kind=grammar.kind, text=grammar.text)
+
+
+def _prefilled(response: prefill_pb2.RunResponse) -> Prefilled:
+    return Prefilled(
+        prefill_s=response.queue_seconds + response.prefill_seconds,
+        transfer_s=response.transfer_seconds,
+        transfer_bytes=response.transfer_bytes,
+        transport=response.transport,
+        prompt_logprobs=_logprobs(response.prompt_logprobs),
+    )
+
+
+def _news(delta: decode_pb2.SequenceDelta, error: str) -> News:
+    timing = delta.timing
+    return News(
+        delta.attempt,
+        delta.token_ids,
+        delta.finish_reason,
+        error,
+        _logprobs(delta.logprobs),
+        _logprobs(delta.prompt_logprobs),
+        SessionTiming(
+            timing.kv_seconds,
+            timing.first_step_seconds,
+            timing.decode_seconds,
+            timing.draft_tokens,
+            timing.accepted_tokens,
+        ),
+    )
+
+
+def _logprobs(messages: Iterable[decode_pb2.TokenLogprobs]) -> list[TokenLogprobs]:
+    return [TokenLogprobs(one.logprob, tuple(zip(one.top_ids, one.top_logprobs, strict=True))) for one in messages]

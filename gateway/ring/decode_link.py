@@ -14,7 +14,7 @@ import grpc
 import structlog
 
 from gateway.ring.worker_link import RETRY_S, WorkerLink
-from protos import decode_pb2, decode_pb2_grpc
+from protos import decode_pb2, decode_pb2_grpc, prefill_pb2
 from runtime.rpc import OpenChannel, new_incarnation
 
 log = structlog.get_logger()
@@ -27,7 +27,7 @@ class Lost:
     reason: str
 
 
-News = decode_pb2.SequenceDelta | Lost | Exception  # an exception: what ended the prefill
+News = decode_pb2.SequenceDelta | prefill_pb2.RunResponse | Lost | Exception  # an exception: what ended the prefill
 
 
 @dataclass(slots=True, eq=False)

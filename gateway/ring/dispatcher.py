@@ -14,6 +14,7 @@ from gateway.ring.attempt import Attempt
 from gateway.ring.fleet import Fleet
 from gateway.ring.policy import find_unready
 from gateway.ring.request_machine import Leave, Phase, Request, Unplaced
+from gateway.ring.sharing import Leader, find_leader, lead
 from runtime.metrics import SECONDS_BUCKETS
 
 log = structlog.get_logger()
@@ -61,29 +62,37 @@ class Dispatcher:
         now = time.monotonic()
         deadline = now + self._request_timeout_s
         request = Request(generation, deadline, self._local_prefill_max_tokens, self._patience_s, now)
-        while request.phase is Phase.WAITING:
-            async with aclosing(self._try(request)) as news:
-                async for tokens in news:
-                    yield tokens
+        others = find_leader(shared)
+        with lead(shared) as leader:
+            while request.phase is Phase.WAITING:
+                async with aclosing(self._try(request, leader, others)) as news:
+                    async for tokens in news:
+                        yield tokens
+                others = None
         if request.error is not None:
             raise request.error
 
-    async def _try(self, request: Request) -> AsyncGenerator[Tokens, None]:
-        """One attempt, from the queue to its end."""
+    async def _try(
+        self, request: Request, leader: Leader | None, others: Leader | None
+    ) -> AsyncGenerator[Tokens, None]:
+        """One attempt, from the queue to its end. `leader`: to tell the session; `others`: to share theirs."""
         async with AsyncExitStack() as held:
             started = time.monotonic()
+            partner = await others.find_session(request.deadline - started) if others else None
             waiting = self._admission.place(
                 request.num_missing, frozenset(request.avoid), request.is_retry, request.silent_since,
-                timeout_s=request.deadline - started,
+                timeout_s=request.deadline - time.monotonic(), beside=partner.incarnation if partner else None,
             )  # fmt: skip
             try:
                 places = await held.enter_async_context(waiting)
             except ApiError as error:
                 request.step(Unplaced(error), time.monotonic())
                 return
-            self._queue_seconds.observe(time.monotonic() - started)
+            waited = time.monotonic() - started
+            request.queue_s += waited
+            self._queue_seconds.observe(waited)
             held.enter_context(self._counted_as_running())
-            attempt = Attempt(request, places)
+            attempt = Attempt(request, places, leader, partner)
             async with aclosing(attempt.run()) as news:
                 async for tokens in news:
                     yield tokens

@@ -46,6 +46,14 @@ class Unready:
     reason: str
 
 
+def choose_beside(workers: Sequence[WorkerView], incarnation: str) -> Placement | Wait | Unready:
+    """Place a request on the decode worker that holds a session whose prompt it shares: nothing is to be prefilled."""
+    decode = next((view for view in workers if view.role == "decode" and view.incarnation == incarnation), None)
+    if decode is None or not decode.is_alive:
+        return Unready(f"the decode worker to share with {decode.trouble if decode else 'is gone'}")
+    return Placement(decode, None) if _has_room(decode) else Wait()
+
+
 def choose_placement(
     workers: Sequence[WorkerView], num_missing: int, local_prefill_max_tokens: int, avoid: frozenset[str] = frozenset()
 ) -> Placement | Wait | Unready:

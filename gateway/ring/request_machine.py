@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Literal
 
 from gateway.errors import ApiError, bad_request, not_ready, took_too_long
-from gateway.generation import Generation, Tokens
+from gateway.generation import Generation, Timing, TokenLogprobs, Tokens
 from gateway.ring.policy import NO_LIMIT
 
 MAX_ATTEMPTS = 3  # that failed in a row, none of them with a new token
@@ -60,13 +60,30 @@ class Refused:
     """A worker has no room for the attempt, cannot ever serve such a request, is not there to be asked, or failed."""
 
     role: Role
-    why: Literal["no room", "invalid", "absent", "failed"]
+    why: Literal["no room", "unshared", "invalid", "absent", "failed"]  # unshared: nobody there to share with
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     """All KV was handed over: the prefill worker is done with the attempt."""
+
+    prefill_s: float = 0.0  # the wait for its turn included
+    transfer_s: float = 0.0
+    transfer_bytes: int = 0
+    transport: str = ""
+    prompt_logprobs: Sequence[TokenLogprobs] = ()  # of all prompt tokens but the first, when asked for
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTiming:
+    """What a decode worker tells with a session's last news."""
+
+    kv_s: float = 0.0
+    first_step_s: float = 0.0
+    decode_s: float = 0.0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +94,9 @@ class News:
     token_ids: Sequence[int]
     finish_reason: str = ""
     error: str = ""
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the next prompt tokens, where decode computes the prompt
+    timing: SessionTiming = field(default_factory=SessionTiming)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +125,8 @@ class Reserve:
     prompt_ids: list[int]
     max_tokens: int
     local_prefill_max_tokens: int
+    num_emitted: int  # the last so many of prompt_ids are answer
+    num_prompt_logprobs: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +134,7 @@ class Prefill:
     """Have the prompt prefilled for the session."""
 
     prompt_ids: list[int]
+    num_prompt_logprobs: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +180,11 @@ class Request:
     emitted: list[int] = field(default_factory=list)  # with the client: never said again, never taken back
     avoid: set[str] = field(default_factory=set)  # incarnations to which failed attempts are blamed
     places: Placed = field(default=Placed("", None))  # of the present attempt
+    prefilled: Prefilled | None = None  # in the present attempt
+    queue_s: float = 0.0  # spent waiting for places in all attempts; kept by whoever waits
+    is_prompt_told: bool = False  # the log-probabilities of the prompt are with the client
+    scored: list[TokenLogprobs] = field(default_factory=list)  # prompt tokens' that came so far in the present attempt
+    held: list[News] = field(default_factory=list)  # back until all those are there
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -177,6 +205,11 @@ class Request:
     def is_retry(self) -> bool:
         return self.attempt > 1
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """What the present attempt is to tell of the prompt: nothing twice."""
+        return None if self.is_prompt_told else self.generation.num_prompt_logprobs
+
     def step(self, event: Event, now: float) -> list[Action]:
         """What follows from `event`. Events of an earlier phase or attempt lead to nothing."""
         match self.phase, event:
@@ -189,7 +222,9 @@ class Request:
             case Phase.RESERVING | Phase.RUNNING, Refused():
                 return self._take_refusal(event, now)
             case Phase.RUNNING, Prefilled():
-                return [GiveBack("prefill", is_refused=False)]
+                self.prefilled = event
+                self.scored.extend(event.prompt_logprobs)
+                return [GiveBack("prefill", is_refused=False), *self._tell([], now)]
             case Phase.RUNNING, News(attempt=self.attempt):
                 return self._take_news(event, now)
             case Phase.RESERVING | Phase.RUNNING, Lost(reason):
@@ -201,19 +236,26 @@ class Request:
     def _reserve(self, places: Placed) -> list[Action]:
         self.phase = Phase.RESERVING
         self.places = places
+        self.prefilled = None
+        self.scored, self.held = [], []
         local = self.local_prefill_max_tokens if places.prefill is not None else NO_LIMIT
-        return [Reserve(self.attempt, self.prompt_ids, self.num_left, local)]
+        emitted, prompt = len(self.emitted), self.prompt_ids
+        return [Reserve(self.attempt, prompt, self.num_left, local, emitted, self.num_prompt_logprobs)]
 
     def _run(self, needs_prefill: bool) -> list[Action]:
         self.phase = Phase.RUNNING
         self.absent_since = None
         if self.places.prefill is None:
             return []
-        return [Prefill(self.prompt_ids) if needs_prefill else GiveBack("prefill", is_refused=False)]
+        if not needs_prefill:
+            return [GiveBack("prefill", is_refused=False)]
+        return [Prefill(self.prompt_ids, self.num_prompt_logprobs)]
 
     def _take_refusal(self, refused: Refused, now: float) -> list[Action]:
         if refused.why == "no room":
             return [GiveBack(refused.role, is_refused=True), *self._again(Leave(refused.detail))]
+        if refused.why == "unshared":
+            return self._again(Leave(refused.detail))
         if refused.why == "invalid" and not self.emitted:  # later it is no fault of the client's: another may do
             return self._end(bad_request(refused.detail, None), Leave(refused.detail))
         if refused.role == "prefill" and self.places.prefill is not None:  # in the end decode can do without
@@ -238,14 +280,44 @@ class Request:
         if news.finish_reason not in ("", "stop", "length"):
             late = self.places.prefill if news.finish_reason == "expired" else None
             return self._fail(news.error or news.finish_reason, late or self.places.decode, now)
-        self.emitted.extend(news.token_ids)
-        if news.token_ids:
+        self.scored.extend(news.prompt_logprobs)
+        return self._tell([news], now)
+
+    def _tell(self, latest: list[News], now: float) -> list[Action]:
+        """Tokens for the client; none before all that it asked to hear of the prompt is there."""
+        self.held += latest
+        wants_prompt = self.num_prompt_logprobs is not None
+        if not self.held or (wants_prompt and len(self.scored) < len(self.generation.prompt_ids) - 1):
+            return []
+        token_ids = tuple(token for news in self.held for token in news.token_ids)
+        logprobs = tuple(one for news in self.held for one in news.logprobs)
+        last, self.held = self.held[-1], []
+        prompt_logprobs = tuple(self.scored) if wants_prompt else None
+        self.is_prompt_told = self.is_prompt_told or wants_prompt
+        timing = self._timing(last.timing) if last.finish_reason or not self.emitted else None
+        self.emitted.extend(token_ids)
+        if token_ids:
             self.silent_since = now
             self.num_failures = 0  # workers that die one after the other are no fault of a request that gets on
-        if not news.finish_reason:
-            return [Emit(Tokens(tuple(news.token_ids), None))]
-        reason: Literal["stop", "length"] = "stop" if news.finish_reason == "stop" else "length"
-        return [Emit(Tokens(tuple(news.token_ids), reason)), *self._end(None, Leave())]
+        if not last.finish_reason:
+            return [Emit(Tokens(token_ids, None, logprobs, prompt_logprobs, timing))]
+        reason: Literal["stop", "length"] = "stop" if last.finish_reason == "stop" else "length"
+        return [Emit(Tokens(token_ids, reason, logprobs, prompt_logprobs, timing)), *self._end(None, Leave())]
+
+    def _timing(self, session: SessionTiming) -> Timing:
+        prefilled = self.prefilled or Prefilled(prefill_s=session.kv_s)  # decode prefilled by itself, or shared
+        return Timing(
+            queue_s=self.queue_s,
+            prefill_s=prefilled.prefill_s,
+            transfer_s=prefilled.transfer_s,
+            transfer_bytes=prefilled.transfer_bytes,
+            transport=prefilled.transport,
+            first_step_s=session.first_step_s,
+            decode_s=session.decode_s,
+            draft_tokens=session.draft_tokens,
+            accepted_tokens=session.accepted_tokens,
+            attempts=self.attempt,
+        )
 
     def _fail(self, reason: str, culprit: str, now: float, limit: int = MAX_ATTEMPTS) -> list[Action]:
         self.num_failures += 1

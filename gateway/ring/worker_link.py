@@ -5,14 +5,14 @@ Lives on the asyncio thread. Which worker serves what is policy.py's.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Literal
 
 import grpc
 import structlog
 
 from gateway.ring.policy import WorkerView
-from protos import decode_pb2, kv_pb2, prefill_pb2, prefill_pb2_grpc
+from protos import decode_pb2, prefill_pb2, prefill_pb2_grpc
 from runtime import rpc
 from runtime.rpc import OpenChannel
 
@@ -195,11 +195,8 @@ class PrefillLink(WorkerLink):
         status: decode_pb2.WorkerStatus = await self._stub.Status(decode_pb2.StatusRequest(), timeout=self._heartbeat_s)
         return status
 
-    async def run(
-        self, request_id: str, prompt_ids: Sequence[int], ticket: kv_pb2.Ticket, timeout_s: float
-    ) -> prefill_pb2.RunResponse:
+    async def run(self, request: prefill_pb2.RunRequest, timeout_s: float) -> prefill_pb2.RunResponse:
         """Have a prompt prefilled and handed over. Raises grpc.aio.AioRpcError."""
-        request = prefill_pb2.RunRequest(request_id=request_id, prompt_ids=prompt_ids, ticket=ticket)
         try:
             response: prefill_pb2.RunResponse = await self._stub.Run(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
