@@ -15,6 +15,8 @@ from gateway import access
 from gateway.errors import ApiError
 from protos import inference_pb2, inference_pb2_grpc
 
+pytestmark = pytest.mark.timeout(900)  # a loaded machine takes minutes to start three processes
+
 KEYS = ("row-21-first-key", "row-21-second-key")
 LIMIT_BYTES = 4096
 CALL_S = 60.0

@@ -19,7 +19,7 @@ from runtime.rpc import new_incarnation
 from tests.faults.answers import Truth, prompt_of
 
 GATEWAY, HANDLE, NUM_PAGES, GENERATION = "played", 1, 4, 7
-PAGE_BYTES = 6 * 2 * 2 * 16 * 64 * 4  # layers, K and V, heads, tokens, dimensions, float32
+PAGE_BYTES = (6 * 2 + 2 * 1) * 2 * 16 * 64 * 4  # layers x heads, the draft model's too, K and V, 16 x 64 float32
 CALL_S = 60.0
 
 Serve = Callable[[kv_pb2.ReadPagesRequest], Iterator[bytes]]

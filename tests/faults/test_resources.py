@@ -19,6 +19,8 @@ import pytest
 from bench.fleet import HOST, ProcessFleet, run_fleet, wait_until
 from tests.faults.answers import Truth, ask
 
+pytestmark = pytest.mark.timeout(900)  # a loaded machine takes minutes to start three processes
+
 IS_ROOT = os.geteuid() == 0
 UNSHARE = "unshare -m" if IS_ROOT else "unshare -rm"  # of users other than root each process gets a user namespace, too
 CAN_MOUNT = (
