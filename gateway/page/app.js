@@ -12,6 +12,7 @@ at("key").addEventListener("change", () => { sessionStorage.setItem("key", at("k
 at("form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
 at("stop").addEventListener("click", () => running?.abort());
 at("new").addEventListener("click", startAnew);
+document.querySelector("details").addEventListener("toggle", toEnd);
 at("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); at("form").requestSubmit(); }
 });
@@ -117,14 +118,14 @@ function showTiming({ usage, timing, sent, first, last }) {
   const told = document.createElement("div");
   told.className = "timing";
   if (timing) {
-    const seconds = { queue: timing.queue_s, prefill: timing.prefill_s, transfer: timing.transfer_s,
-      decode: timing.first_step_s + timing.decode_s };
+    const seconds = { queue: timing.queue_seconds, prefill: timing.prefill_seconds, transfer: timing.transfer_seconds,
+      decode: timing.first_step_seconds + timing.decode_seconds };
     const bar = document.createElement("div"), key = document.createElement("div");
     bar.className = "bar"; key.className = "key";
     for (const phase of PHASES) {
       const part = document.createElement("i"), name = document.createElement("span"), swatch = document.createElement("i");
       part.className = swatch.className = phase;
-      part.style.flexGrow = Math.max(seconds[phase], 1e-6);
+      part.style.flexGrow = Math.max(seconds[phase] * 1e6, 1); // sums below 1 would not fill the bar
       part.title = `${phase} ${spoken(seconds[phase])}`;
       bar.append(part);
       name.append(swatch, `${phase} ${spoken(seconds[phase])}`);
@@ -134,14 +135,16 @@ function showTiming({ usage, timing, sent, first, last }) {
     if (timing.transport) key.append(remark(`${timing.transfer_bytes.toLocaleString()} bytes by ${timing.transport}`));
     told.append(bar, key);
   }
-  const count = usage?.completion_tokens ?? 0, rate = count > 1 && last > first ? ((count - 1) * 1000) / (last - first) : 0;
+  const count = usage?.completion_tokens ?? 0, spent = timing?.decode_seconds || (last - first) / 1000;
+  const rate = count > 1 && spent > 0 ? (count - 1) / spent : 0;
   told.append(remark(`${count} tokens, first after ${spoken((first - sent) / 1000)}${rate ? `, then ${rate.toFixed(0)} a second` : ""}`));
   at("chat").append(told);
-  at("chat").scrollTop = at("chat").scrollHeight;
+  toEnd();
 }
 
 function remark(text) { const span = document.createElement("span"); span.textContent = text; return span; }
 function spoken(seconds) { return seconds < 1 ? `${(seconds * 1000).toFixed(seconds < 0.01 ? 1 : 0)} ms` : `${seconds.toFixed(2)} s`; }
+function toEnd() { at("chat").scrollTop = at("chat").scrollHeight; }
 function tell(trouble) { at("state").textContent = trouble; at("state").classList.toggle("bad", Boolean(trouble)); }
 function fail(message) { show("error").textContent = message; }
 
@@ -149,7 +152,7 @@ function show(kind) {
   const article = document.createElement("article");
   article.className = kind;
   at("chat").append(article);
-  at("chat").scrollTop = at("chat").scrollHeight;
+  toEnd();
   return article;
 }
 
