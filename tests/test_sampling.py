@@ -8,17 +8,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.sampling import (
-    SamplingParams,
-    gumbel_noise,
-    hash_ids,
-    keep_tokens,
-    keep_tokens_slowly,
-    pick,
-    pick_slowly,
-    sample,
-    scale_logits,
-)
+from engine.blocks import Blocks, build_blocks
+from engine.filters import Filter, find_floors, keep_tokens_slowly
+from engine.noise import CEILING_GAP, build_keys, gumbel_noise, hash_ids, noise_ceilings
+from engine.sampling import SamplingParams, pick, pick_slowly, sample, scale_logits
+
+CPU = torch.device("cpu")
+
+
+def hash_words(ids: Tensor, seed: int, position: int) -> Tensor:
+    """[n] -> [n] int64 in [0, 2^32)"""
+    return hash_ids(ids, build_keys([seed], [position], CPU)[0]).to(torch.int64) & (2**32 - 1)
+
+
+def scaled_blocks(logits: Tensor, temperatures: list[float]) -> Blocks:
+    return build_blocks(scale_logits(logits, torch.tensor(temperatures)))
+
+
+def kept_ids(blocks: Blocks, filters: list[Filter], vocabulary: int) -> list[list[int]]:
+    """The ids that the floors keep, by the words of `Floors`."""
+    floors = find_floors(blocks, filters)
+    if floors is None:
+        return [list(range(vocabulary))] * len(filters)
+    kept = []
+    for row, lowest, num_on in zip(blocks.values, floors.lowest, floors.num_on, strict=True):
+        values = row.flatten()[:vocabulary]
+        is_low = (values == lowest) & ((values == lowest).cumsum(0) <= num_on)
+        kept.append(((values > lowest) | is_low).nonzero().view(-1).tolist())
+    return kept
 
 
 def random_logits(seed: int, *shape: int, spread: float = 3.0) -> Tensor:
@@ -49,9 +66,9 @@ GOLDEN_TOKENS = [337, 388, 228, 876, 724, 625, 961, 608]
 
 def test_hash_never_changes() -> None:
     ids = torch.tensor([0, 1, 2, 128255])
-    assert hash_ids(ids, 0, 0).tolist() == GOLDEN_HASHES[0]
-    assert hash_ids(ids, 0, 1).tolist() == GOLDEN_HASHES[1]
-    assert hash_ids(ids, 2**64 - 1, 1000).tolist() == GOLDEN_HASHES[2]
+    assert hash_words(ids, 0, 0).tolist() == GOLDEN_HASHES[0]
+    assert hash_words(ids, 0, 1).tolist() == GOLDEN_HASHES[1]
+    assert hash_words(ids, 2**64 - 1, 1000).tolist() == GOLDEN_HASHES[2]
 
 
 def test_tokens_never_change() -> None:
@@ -82,13 +99,13 @@ def hash_in_plain_python(token: int, seed: int, position: int) -> int:
 @settings(max_examples=100, deadline=None)
 def test_hash_equals_unbounded_integers(ids: list[int], seed: int, position: int) -> None:
     expected = [hash_in_plain_python(token, seed, position) for token in ids]
-    assert hash_ids(torch.tensor(ids), seed, position).tolist() == expected
+    assert hash_words(torch.tensor(ids), seed, position).tolist() == expected
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63])
 @pytest.mark.parametrize("shift", [0, 12, 24])
 def test_hash_is_uniform_in_every_byte(seed: int, shift: int) -> None:
-    words = hash_ids(torch.arange(200_000), seed, 17)
+    words = hash_words(torch.arange(200_000), seed, 17)
     counts = torch.bincount((words >> shift) & 0xFF, minlength=256)
     assert abs(chi_square_sigmas(counts, torch.full((256,), 200_000 / 256))) < 5
 
@@ -96,20 +113,20 @@ def test_hash_is_uniform_in_every_byte(seed: int, shift: int) -> None:
 @pytest.mark.parametrize("other", [(0, 1), (1, 0), (2**32, 0), (2**63, 0), (0, 1 << 20)])
 def test_seeds_and_positions_are_independent(other: tuple[int, int]) -> None:
     ids = torch.arange(200_000)
-    pairs = (hash_ids(ids, 0, 0) >> 28) * 16 + (hash_ids(ids, *other) >> 28)
+    pairs = (hash_words(ids, 0, 0) >> 28) * 16 + (hash_words(ids, *other) >> 28)
     counts = torch.bincount(pairs, minlength=256)
     assert abs(chi_square_sigmas(counts, torch.full((256,), 200_000 / 256))) < 5
 
 
 def test_one_token_over_positions_is_uniform_and_uncorrelated() -> None:
-    words = torch.cat([hash_ids(torch.tensor([5]), 3, position) for position in range(4000)])
+    words = torch.cat([hash_words(torch.tensor([5]), 3, position) for position in range(4000)])
     uniform = words.double() / 2**32
     assert abs(chi_square_sigmas(torch.bincount(words >> 28, minlength=16), torch.full((16,), 250.0))) < 5
     assert abs(float(torch.corrcoef(torch.stack([uniform[1:], uniform[:-1]]))[0, 1])) < 5 / math.sqrt(4000)
 
 
 def test_noise_is_gumbel() -> None:
-    noise = gumbel_noise(torch.arange(400_000), 11, 3).double()
+    noise = gumbel_noise(torch.arange(400_000), build_keys([11], [3], CPU)).double()
     assert noise.isfinite().all()
     assert abs(float(noise.mean()) - 0.57722) < 0.01
     assert abs(float(noise.var()) - math.pi**2 / 6) < 0.03
@@ -117,6 +134,13 @@ def test_noise_is_gumbel() -> None:
     cells = torch.bucketize(torch.exp(-torch.exp(-noise)), edges)
     widths = torch.full((50,), 0.02)
     assert abs(chi_square_sigmas(torch.bincount(cells, minlength=50), widths * 400_000)) < 5
+
+
+def test_ceilings_are_above_the_noise_by_no_more_than_the_gap() -> None:
+    ids, keys = torch.arange(1 << 20), build_keys([11], [3], CPU)
+    gaps = noise_ceilings(ids, keys).double() - gumbel_noise(ids, keys)
+    assert gaps.min() > -1e-5
+    assert gaps.max() < CEILING_GAP - 0.005
 
 
 # --- the distribution
@@ -155,9 +179,7 @@ def filtered_softmax(logits: Tensor, params: SamplingParams) -> Tensor:
 def test_tokens_follow_the_filtered_softmax(params: SamplingParams) -> None:
     num_draws, vocabulary = 3000, 40
     logits = random_logits(1, vocabulary, spread=1.5)
-    scaled = scale_logits(logits[None], [params.temperature])[0]
-    kept = keep_tokens(scaled, params)
-    tokens = torch.stack([pick(scaled, kept, 123, position) for position in range(num_draws)])
+    tokens = sample(logits.expand(num_draws, -1), [params] * num_draws, range(num_draws))
     expected = filtered_softmax(logits, params) * num_draws
     counts = torch.bincount(tokens, minlength=vocabulary)
     assert not counts[expected == 0].any()
@@ -190,20 +212,60 @@ def test_fast_equals_slow(
         logits = logits.round()
         logits[::3] = -math.inf
         logits[0] = 0.0
-    params = SamplingParams(temperature, top_p, top_k, min_p, seed)
-    scaled = scale_logits(logits[None], [temperature])[0]
-    kept, expected = keep_tokens(scaled, params), keep_tokens_slowly(scaled, params)
-    assert torch.equal(torch.arange(vocabulary) if kept is None else kept, expected)
-    assert pick(scaled, kept, seed, 9) == pick_slowly(scaled, kept, seed, 9)
+    assert_fast_equals_slow(logits[None], [temperature], [Filter(top_k, top_p, min_p)], [seed])
+
+
+def assert_fast_equals_slow(
+    logits: Tensor, temperatures: list[float], filters: list[Filter], seeds: list[int], position: int = 9
+) -> None:
+    blocks = scaled_blocks(logits, temperatures)
+    keys = build_keys(seeds, [position] * len(seeds), CPU)
+    picked = pick(blocks, find_floors(blocks, filters), keys)
+    kept = kept_ids(blocks, filters, logits.shape[1])
+    for row, scaled in enumerate(scale_logits(logits, torch.tensor(temperatures))):
+        expected = keep_tokens_slowly(scaled, filters[row])
+        assert kept[row] == expected.tolist()
+        assert picked[row] == pick_slowly(scaled, expected, keys[row])
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    vocabulary=st.sampled_from([1, 3, 65, 700, 4095, 4096, 4100, 9000]),
+    spread=st.sampled_from([0.0, 0.3, 3.0, 10.0]),
+    filters=st.lists(
+        st.builds(
+            Filter,
+            st.sampled_from([0, 1, 20, 63, 64, 65, 4099, 20_000]),
+            st.sampled_from([1e-6, 0.5, 0.9, 0.999, 1.0]),
+            st.sampled_from([0.0, 0.05, 1.0]),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),  # bfloat16: ties, on floors too
+)
+@settings(max_examples=150, deadline=None)
+def test_fast_equals_slow_for_many_rows(
+    seed: int, vocabulary: int, spread: float, filters: list[Filter], dtype: torch.dtype
+) -> None:
+    logits = random_logits(seed, len(filters), vocabulary, spread=spread).to(dtype)
+    temperatures = [0.6 + 0.2 * row for row in range(len(filters))]
+    assert_fast_equals_slow(logits, temperatures, filters, [seed % 3 + row for row in range(len(filters))])
 
 
 def test_fast_equals_slow_on_a_large_vocabulary() -> None:
-    scaled = scale_logits(random_logits(5, 1, 128_256), [0.9])[0]
-    for params in (SamplingParams(top_p=0.9), SamplingParams(top_k=50, top_p=0.9), SamplingParams(top_p=0.9999)):
-        kept = keep_tokens(scaled, params)
-        assert kept is not None and torch.equal(kept, keep_tokens_slowly(scaled, params))
-        for position in range(5):
-            assert pick(scaled, kept, 1, position) == pick_slowly(scaled, kept, 1, position)
+    filters = [Filter(0, 0.9, 0), Filter(50, 0.9, 0), Filter(0, 0.9999, 0), Filter(0, 1, 0), Filter(3000, 0.99, 0.001)]
+    logits = random_logits(5, len(filters), 128_256)
+    for position in range(5):
+        assert_fast_equals_slow(logits, [0.9] * len(filters), filters, [1] * len(filters), position)
+
+
+def test_logits_of_a_broken_model_give_a_token_and_harm_no_other_row() -> None:
+    logits = random_logits(6, 3, 5000)
+    logits[1] = math.nan
+    tokens = sample(logits, [SamplingParams(top_p=0.9)] * 3, [0, 1, 2])
+    assert 0 <= int(tokens[1]) < 5000
+    assert torch.equal(tokens[[0, 2]], sample(logits[[0, 2]], [SamplingParams(top_p=0.9)] * 2, [0, 2]))
 
 
 # --- rows
@@ -265,10 +327,14 @@ def test_no_rows() -> None:
         *(("top_p", value) for value in (0.0, 1.1, math.nan)),
         *(("min_p", value) for value in (-0.1, 1.1)),
         ("top_k", -1),
+        *(("frequency_penalty", value) for value in (math.nan, math.inf)),
+        *(("presence_penalty", value) for value in (math.nan, -math.inf)),
+        *(("repetition_penalty", value) for value in (0.0, -1.0, math.nan, math.inf)),
+        *(("logit_bias", value) for value in (((-1, 0.0),), ((3, math.inf),), ((0, 1.0), (1, math.nan)))),
         *(("seed", value) for value in (-1, 2**64)),
     ],
 )
-def test_bad_parameters_are_named(field: str, value: float) -> None:
+def test_bad_parameters_are_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
 
