@@ -10,9 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from engine.choice import Choice, TokenMask
 from engine.sampling import SamplingParams
+
+# [256, 8] byte of a mask |-> what its 8 tokens' logits get added
+_ADDENDS = torch.where(torch.arange(256)[:, None] >> torch.arange(8) & 1 == 1, 0.0, -torch.inf)
 
 
 def adjust_logits_(logits: Tensor, choices: Sequence[Choice]) -> None:
@@ -24,31 +28,31 @@ def adjust_logits_(logits: Tensor, choices: Sequence[Choice]) -> None:
     - forbidden tokens, and those that the mask leaves out, become -inf. When that would leave no token, the forbidden
       ones may come after all: min_tokens gives way to a grammar that has to end.
 
-    ValueError names a bias beyond the vocabulary, or a mask of the wrong length or without any token. Nothing is
-    changed then.
+    ValueError names a bias beyond the vocabulary, or a mask of the wrong length or without any token (`can_choose`
+    tells beforehand). Nothing is changed then.
     """
     vocabulary = logits.shape[1]
-    adjusted = [(row, choice) for row, choice in enumerate(choices) if not choice.is_given]
-    allowed = [allowed_words(choice, vocabulary) for _row, choice in adjusted]
-    for _row, choice in adjusted:
+    choosing = [(row, choice) for row, choice in enumerate(choices) if not choice.is_given]
+    for _row, choice in choosing:
         _check_bias(choice.sampling, vocabulary)
-    for (row, choice), words in zip(adjusted, allowed, strict=True):
+    allowed = {row: words for row, choice in choosing if (words := allowed_words(choice, vocabulary)) is not None}
+    for row, choice in choosing:
         _penalise_(logits[row], choice)
         _add_bias_(logits[row], choice.sampling)
-        if words is not None:
-            logits[row].masked_fill_(~unpack_mask(words, vocabulary).to(logits.device), -torch.inf)
+    if allowed:
+        _apply_masks_(logits, list(allowed), torch.from_numpy(np.stack(list(allowed.values()))))
 
 
 def can_choose(mask: TokenMask, vocabulary: int) -> bool:
     """Whether the mask allows any token below `vocabulary`. Without one its sequence cannot go on."""
     words = _to_words(mask, vocabulary)
-    return bool(words[:-1].any()) or bool(words[-1] & _last_bits(vocabulary))
+    return bool(words[:-1].any()) or bool(int(words[-1]) & (1 << (vocabulary - 1) % 32 + 1) - 1)
 
 
 def allowed_words(choice: Choice, vocabulary: int) -> NDArray[np.int32] | None:
     """The tokens that a choice has, packed like a mask: [ceil(V / 32)]; None if all. Does not modify the mask.
 
-    ValueError as in `adjust_logits_`.
+    ValueError if its own mask has the wrong length or allows no token.
     """
     forbidden = [token for token in choice.forbidden if token < vocabulary]
     if choice.mask is None and not forbidden:
@@ -63,24 +67,20 @@ def allowed_words(choice: Choice, vocabulary: int) -> NDArray[np.int32] | None:
     return left if can_choose(left, vocabulary) else words
 
 
-def unpack_mask(words: NDArray[np.int32], vocabulary: int) -> Tensor:
-    """[ceil(V / 32)] int32 -> [V] bool on the CPU."""
-    bits = np.unpackbits(words.astype("<i4", copy=False).view(np.uint8), count=vocabulary, bitorder="little")
-    return torch.from_numpy(bits.view(np.bool_))
-
-
 def _to_words(mask: TokenMask, vocabulary: int) -> NDArray[np.int32]:
-    words = mask.numpy() if isinstance(mask, Tensor) else mask
-    if words.shape != (-(-vocabulary // 32),):
-        raise ValueError(
-            f"the mask has shape {words.shape}, expected {-(-vocabulary // 32)} words for {vocabulary} tokens"
-        )
+    words: NDArray[np.int32] = mask.numpy() if isinstance(mask, Tensor) else mask
+    if words.shape != (-(-vocabulary // 32),) or words.dtype != np.int32:
+        expected = f"{-(-vocabulary // 32)} of int32 for {vocabulary} tokens"
+        raise ValueError(f"the mask has shape {words.shape} of {words.dtype}, expected {expected}")
     return words
 
 
-def _last_bits(vocabulary: int) -> int:
-    """The bits of a mask's last word that are tokens, as an int32."""
-    return (1 << (vocabulary - 1) % 32 + 1) - 1 - (1 << 32 if vocabulary % 32 == 0 else 0)
+def _apply_masks_(logits: Tensor, rows: list[int], words: Tensor) -> None:
+    """[S, V], k of its rows, [k, ceil(V / 32)] int32 on the CPU"""
+    addends = _ADDENDS.to(logits.device)
+    masks = words.view(torch.uint8).to(logits.device)  # [k, 4 ceil(V / 32)], token t in byte t // 8: little-endian
+    for row, mask in zip(rows, masks, strict=True):
+        logits[row] += functional.embedding(mask.to(torch.int32), addends).flatten()[: logits.shape[1]]
 
 
 def _check_bias(sampling: SamplingParams, vocabulary: int) -> None:
@@ -93,15 +93,20 @@ def _penalise_(row: Tensor, choice: Choice) -> None:
     """[V] in place, for the tokens that the row has seen."""
     sampling = choice.sampling
     if sampling.repetition_penalty != 1:
-        seen = torch.tensor(choice.tokens[: choice.position], dtype=torch.int64, device=row.device)
+        seen = _to_ids(choice.tokens[: choice.position], row)
         values = row[seen]
         row[seen] = torch.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
     if sampling.frequency_penalty or sampling.presence_penalty:
-        answer = torch.tensor(choice.tokens[choice.num_prompt : choice.position], dtype=torch.int64, device=row.device)
-        ids, counts = answer.unique(return_counts=True)
+        answer = _to_ids(choice.tokens[choice.num_prompt : choice.position], row)
+        ids, counts = torch.unique(answer, return_counts=True)
         row[ids] -= sampling.frequency_penalty * counts + sampling.presence_penalty
 
 
 def _add_bias_(row: Tensor, sampling: SamplingParams) -> None:
-    for token, bias in sampling.logit_bias:
-        row[token] += bias
+    if sampling.logit_bias:
+        tokens, biases = zip(*sampling.logit_bias, strict=True)
+        row.index_add_(0, _to_ids(tokens, row), torch.tensor(biases, dtype=row.dtype, device=row.device))
+
+
+def _to_ids(tokens: Sequence[int], row: Tensor) -> Tensor:
+    return torch.tensor(tokens, dtype=torch.int64, device=row.device)

@@ -47,17 +47,26 @@ class Runner:
 
 
 def choose_tokens(logits: Tensor, choices: Sequence[Choice]) -> list[Chosen]:
-    """[S, V] float32, S choices -> S answers. Modifies `logits`."""
+    """[S, V] float32, S choices -> S answers. Modifies `logits`. ValueError as from `adjust_logits_`."""
     told = [row for row, choice in enumerate(choices) if choice.num_logprobs is not None]
-    raw = logits[told]
+    logprobs = torch.log_softmax(_take_rows(logits, told), -1)  # before the logits change
     adjust_logits_(logits, choices)
-    tokens: list[int] = sample(
-        logits, [choice.sampling for choice in choices], [choice.position for choice in choices]
-    ).tolist()
-    tokens = [
-        choice.tokens[choice.position] if choice.is_given else token
-        for token, choice in zip(tokens, choices, strict=True)
-    ]
+    tokens = [choice.tokens[choice.position] if choice.is_given else -1 for choice in choices]
+    open_rows = [row for row, choice in enumerate(choices) if not choice.is_given]
+    for row, token in zip(open_rows, _sample_rows(logits, choices, open_rows), strict=True):
+        tokens[row] = token
     counts = [choices[row].num_logprobs or 0 for row in told]
-    logprobs = dict(zip(told, tell_logprobs(raw, [tokens[row] for row in told], counts), strict=True))
-    return [Chosen(token, logprobs.get(row)) for row, token in enumerate(tokens)]
+    told_logprobs = dict(zip(told, tell_logprobs(logprobs, [tokens[row] for row in told], counts), strict=True))
+    return [Chosen(token, told_logprobs.get(row)) for row, token in enumerate(tokens)]
+
+
+def _sample_rows(logits: Tensor, choices: Sequence[Choice], rows: list[int]) -> list[int]:
+    """[S, V] -> a token for each of some rows."""
+    sampling = [choices[row].sampling for row in rows]
+    tokens: list[int] = sample(_take_rows(logits, rows), sampling, [choices[row].position for row in rows]).tolist()
+    return tokens
+
+
+def _take_rows(logits: Tensor, rows: list[int]) -> Tensor:
+    """[S, V] -> those rows; `logits` itself if all."""
+    return logits if len(rows) == len(logits) else logits[rows]
