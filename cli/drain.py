@@ -8,6 +8,7 @@ from typing import Annotated
 import grpc
 from cyclopts import Parameter
 
+from cli.left_secret import find_secret
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from runtime.config import ConfigError, ProcessConfig
 from runtime.trust import Trust, load_trust
@@ -42,10 +43,12 @@ def drain(
     tls_dir
         Folder with ca.pem, cert.pem and key.pem, where the fleet uses TLS.
     fleet_secret
-        Secret of the fleet; pass it by BATON_FLEET_SECRET, never by flag.
+        Secret of the fleet; pass it by BATON_FLEET_SECRET, never by flag. One that this user's `baton serve` drew is
+        found without.
     """
     try:
-        trust = load_trust(ProcessConfig(tls_dir=tls_dir, fleet_secret=fleet_secret))
+        secret = fleet_secret or ("" if tls_dir else find_secret(worker))
+        trust = load_trust(ProcessConfig(tls_dir=tls_dir, fleet_secret=secret))
         return asyncio.run(_drain(worker, trust, wait))
     except (ConfigError, DrainError) as error:
         print(f"baton drain: {error}", file=sys.stderr)
@@ -74,8 +77,9 @@ async def _begin(address: str, channel: grpc.aio.Channel) -> tuple[Stub, decode_
 def _explain(address: str, error: grpc.aio.AioRpcError) -> str:
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
         return (
-            f"{address} refuses us ({error.details()}): set BATON_FLEET_SECRET as its fleet has it (`baton serve` "
-            "draws its own unless it is set), or send SIGTERM to the worker's process, whose pid `baton status` shows"
+            f"{address} refuses us ({error.details()}): set BATON_FLEET_SECRET as its fleet has it, or leave it unset "
+            "for a `baton serve` of this user that was started without; or send SIGTERM to the worker's process, whose "
+            "pid `baton status` shows"
         )
     return (
         f"{address} does not answer ({error.code().name}: {error.details()}): give host:port of a worker, as "
@@ -87,20 +91,21 @@ async def _watch(address: str, stub: Stub, drain_s: float) -> int:
     """Tell what is left until the worker is gone."""
     deadline = time.monotonic() + drain_s + MARGIN_S
     told = -1
-    while True:
+    while time.monotonic() < deadline:
         try:
             status = await stub.Status(decode_pb2.StatusRequest(), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                print(f"{address} has ended")
+                return 0
+            if error.code() is not grpc.StatusCode.CANCELLED:  # which is its server's last word, a moment before
                 raise DrainError(f"{address} drains, but does not say how far it is ({error.code().name})") from error
-            print(f"{address} has ended")
-            return 0
-        if not status.draining:  # a supervisor may have put a new one in its place
-            print(f"{address} has ended; another process serves there now")
-            return 0
-        if status.num_running != told:
-            told = status.num_running
-            print(f"{address}: {told} in work")
-        if time.monotonic() > deadline:
-            raise DrainError(f"{address} still has {told} in work after {drain_s + MARGIN_S:g} s: kill its process")
+        else:
+            if not status.draining:  # a supervisor may have put a new one in its place
+                print(f"{address} has ended; another process serves there now")
+                return 0
+            if status.num_running != told:
+                told = status.num_running
+                print(f"{address}: {told} in work")
         await asyncio.sleep(POLL_S)
+    raise DrainError(f"{address} still has {told} in work after {drain_s + MARGIN_S:g} s: kill its process")

@@ -4,11 +4,13 @@ import asyncio
 import os
 import secrets
 import socket
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from cli.left_secret import left_secret
 from cli.models import choose_served_name, locate_model
 from cli.plan import PROGRAM, ChildSpec, plan_gateway, plan_workers
 from cli.screen import Screen
@@ -46,15 +48,19 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
     `program` is what runs a role, `stop_s` the time that processes have to end by themselves: the drain and a margin.
     """
     served_name = config.served_name or choose_served_name(config.model)
-    if not config.tls_dir and not config.fleet_secret:
-        config = replace(config, fleet_secret=secrets.token_hex(32))
-
-    def plan(ready: list[Ready]) -> ChildSpec:
-        prefill = tuple(event.address for event in ready if event.role == "prefill")
-        decode = tuple(event.address for event in ready if event.role == "decode")
-        return plan_gateway(config, served_name, prefill, decode, program)
-
     screen = Screen(served_name, needs_key=bool(config.api_key))
+    is_drawn = not config.tls_dir and not config.fleet_secret
+    if is_drawn:
+        config = replace(config, fleet_secret=secrets.token_hex(32))
     if stop_s is None:
         stop_s = config.drain_s + STOP_MARGIN_S
-    return await Supervisor(screen, config.start_timeout_s, stop_s).run(plan_workers(config, program), plan)
+    with ExitStack() as left:
+
+        def plan(ready: list[Ready]) -> ChildSpec:
+            prefill = tuple(event.address for event in ready if event.role == "prefill")
+            decode = tuple(event.address for event in ready if event.role == "decode")
+            if is_drawn:
+                left.enter_context(left_secret(config.fleet_secret, (*prefill, *decode), screen.tell))
+            return plan_gateway(config, served_name, prefill, decode, program)
+
+        return await Supervisor(screen, config.start_timeout_s, stop_s).run(plan_workers(config, program), plan)

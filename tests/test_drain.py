@@ -1,8 +1,12 @@
 """A process that is told to stop finishes what it has, takes nothing new and ends with 0: real processes."""
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import httpx
@@ -18,10 +22,18 @@ NUM = 6
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a user who sets no secret."""
+    return {"XDG_RUNTIME_DIR": str(tmp_path_factory.mktemp("runtime"))}
+
+
+@pytest.fixture(scope="module")
+def live(runtime: dict[str, str]) -> Iterator[Live]:
     """Its processes are ended one after the other, in the order of the tests."""
-    with serve("demo", "--dtype=float32", "--prefill-workers=2", "--decode-workers=3", "--threads=1") as service:
+    flags = ("--dtype=float32", "--prefill-workers=3", "--decode-workers=3", "--threads=1", "--drain-s=120")
+    with serve("demo", *flags, env=runtime) as service:
         yield service
+    assert not list(Path(runtime["XDG_RUNTIME_DIR"]).rglob("secret-*")), "none is left at the end"
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +51,29 @@ def test_a_prefill_worker_finishes_its_runs(live: Live) -> None:
     wait_until(lambda: uses_pages(live, "prefill-0"), "prefill-0 has work")
     send(live, "prefill-0", signal.SIGTERM)
     assert answers(asking) == expected
-    wait_shown(live, "prefill-0 ended with exit status 0; 4 workers are left; it stays ended, as it was asked to")
+    wait_shown(live, "prefill-0 ended with exit status 0; 5 workers are left; it stays ended, as it was asked to")
     assert "not all work could be finished" not in live.read_log()
     assert complete(live).status_code == 200
+
+
+def test_baton_drain_finds_the_secret_that_serve_drew(live: Live, runtime: dict[str, str]) -> None:
+    address = live.addresses["prefill-1"]
+    (folder,) = Path(runtime["XDG_RUNTIME_DIR"]).iterdir()
+    left = list(folder.iterdir())
+    assert len(left) == 6 and all(path.stat().st_mode & 0o777 == 0o600 for path in left)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    stranger = drain(address, {"XDG_RUNTIME_DIR": "/nowhere"})
+    assert stranger.returncode == 1 and "refuses us" in stranger.stderr
+    done = drain(address, runtime)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("has ended\n"), done
+    wait_shown(live, "prefill-1 ended with exit status 0; 4 workers are left; it stays ended, as it was asked to")
+    assert complete(live).status_code == 200
+
+
+def drain(address: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "cli.main", "drain", address]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env={**inherited, **environment})
 
 
 def test_a_decode_worker_finishes_its_sessions(live: Live, undisturbed: list[list[int]]) -> None:
@@ -62,7 +94,7 @@ def test_a_second_signal_ends_at_once(live: Live, undisturbed: list[list[int]]) 
     asking = ask(live, NUM)
     assert uses_pages(live, "decode-1")
     send(live, "decode-1", signal.SIGTERM)
-    wait_until(lambda: live.read_log().count('"event": "draining"') == 3, "its drain has begun")
+    wait_until(lambda: live.read_log().count('"event": "draining"') == 4, "its drain has begun")
     send(live, "decode-1", signal.SIGTERM)
     wait_shown(live, "decode-1 ended with signal SIGTERM; 2 workers are left; it stays ended, as it was asked to")
     assert answers(asking) == undisturbed
