@@ -1,8 +1,11 @@
 """From protobuf messages to raw requests, or a 400 that names the field. Must not know calls or what values mean."""
 
+from dataclasses import replace
 from typing import Any
 
+from gateway.counting import TextToCount
 from gateway.errors import bad_request
+from gateway.grpc_conversations import chat_prompt, raw_tools
 from gateway.raw_request import AnswerForm, Prompt, RawRequest
 from protos import inference_pb2
 
@@ -18,6 +21,25 @@ def generate_request(request: inference_pb2.GenerateRequest) -> RawRequest:
     if kind is None:
         raise bad_request("the request has no prompt; set text or token_ids", "prompt", "missing_field")
     return _raw_request(request, Prompt(request.text if kind == "text" else tuple(request.token_ids.ids), kind))
+
+
+def chat_request(request: inference_pb2.ChatRequest) -> RawRequest:
+    """Raises ApiError where a message or a tool is none."""
+    return replace(_raw_request(request, chat_prompt(request.messages)), tools=raw_tools(request))
+
+
+def tokenize_request(request: inference_pb2.TokenizeRequest) -> TextToCount:
+    """Raises ApiError when text and conversation are both given, or fields of the one with the other."""
+    if request.messages and request.text:
+        raise bad_request("text and messages are both given; drop one", "text")
+    if request.messages and request.add_special_tokens:
+        message = "add_special_tokens is for text; the chat template writes those of a conversation"
+        raise bad_request(message, "add_special_tokens")
+    if request.tools and not request.messages:
+        raise bad_request("tools go into a conversation; send messages, too", "tools")
+    prompt = chat_prompt(request.messages) if request.messages else Prompt(request.text, "text")
+    add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else None
+    return TextToCount(request.model or None, prompt, raw_tools(request), add_special_tokens)
 
 
 def _raw_request(request: "inference_pb2.GenerateRequest | inference_pb2.ChatRequest", prompt: Prompt) -> RawRequest:

@@ -41,6 +41,16 @@ class Prompts:
             check_prompt_tokens(len(ids), prompt.param, self.tokenizer.context_tokens)
         return encoded
 
+    async def tokenize(
+        self, prompt: Prompt, tools: ToolUse | None, *, add_special_tokens: bool | None, add_generation_prompt: bool
+    ) -> tuple[int, ...]:
+        """Token ids of one prompt, which need not fit the context. `add_special_tokens`: None as `encode` does."""
+        inputs = [tool.as_template_input() for tool in tools.tools] if tools else []
+        return await self.offload.run(
+            self._check_size(prompt, inputs),
+            lambda: self._encode(prompt, inputs, add_special_tokens, add_generation_prompt),
+        )
+
     async def echo(
         self, prompts: Sequence[Prompt], encoded: Sequence[tuple[int, ...]], with_offsets: bool
     ) -> list[Echo]:
@@ -83,20 +93,27 @@ class Prompts:
             raise bad_request(f"{path}: the model's chat template knows no calls; leave them out", path)
         return [chat.messages[index]["tool_calls"] for index in with_calls]
 
-    def _encode(self, prompt: Prompt, tools: Sequence[TemplateInput]) -> tuple[int, ...]:
+    def _encode(
+        self,
+        prompt: Prompt,
+        tools: Sequence[TemplateInput],
+        add_special_tokens: bool | None = None,
+        add_generation_prompt: bool = True,
+    ) -> tuple[int, ...]:
         content = prompt.content
         if isinstance(content, str):
-            return tuple(self.tokenizer.encode(content, add_special_tokens=True))
+            return tuple(self.tokenizer.encode(content, add_special_tokens=add_special_tokens is not False))
         if isinstance(content, Chat):
-            return tuple(self.tokenizer.encode(self._render(content, tools, prompt.param), add_special_tokens=False))
+            text = self._render(content, tools, prompt.param, add_generation_prompt)
+            return tuple(self.tokenizer.encode(text, add_special_tokens=bool(add_special_tokens)))
         return tuple(content)
 
-    def _render(self, chat: Chat, tools: Sequence[TemplateInput], param: str) -> str:
+    def _render(self, chat: Chat, tools: Sequence[TemplateInput], param: str, add_generation_prompt: bool) -> str:
         messages = chat.messages
         if self.tool_format is not None:
             messages = [fit_ids(message, self.tool_format) for message in messages]
         try:
-            return self.tokenizer.render_chat(messages, tools)
+            return self.tokenizer.render_chat(messages, tools, add_generation_prompt=add_generation_prompt)
         except TemplateRefusalError as error:
             raise bad_request(f"the model's chat template refuses these messages: {str(error)[:300]}", param) from error
 

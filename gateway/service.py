@@ -3,9 +3,10 @@
 Knows protobuf messages and gRPC's calls; must not know text or who generates.
 """
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from typing import Any
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
 
 import grpc
 import structlog
@@ -14,16 +15,20 @@ from grpc_reflection.v1alpha import reflection
 
 from gateway.access import REQUEST_ID_HEADER, pick_request_id, unique_id
 from gateway.answer import Totals, stream_choices
+from gateway.counting import detokenize, tokenize
 from gateway.errors import ApiError
 from gateway.front import Front
-from gateway.grpc_answers import logprob_messages, timing_message
+from gateway.grpc_answers import AnswerMessages
 from gateway.grpc_errors import KeyInterceptor, abort_with
-from gateway.grpc_requests import generate_request
+from gateway.grpc_requests import chat_request, generate_request, tokenize_request
 from gateway.metrics import RequestMeter
-from gateway.patience import waking_timeout
+from gateway.pieces import Piece
+from gateway.raw_request import RawRequest
 from protos import inference_pb2, inference_pb2_grpc
 
 _log = structlog.get_logger()
+
+Response = TypeVar("Response", inference_pb2.GenerateResponse, inference_pb2.ChatResponse)
 
 
 def build_interceptors(front: Front) -> Sequence[grpc.aio.ServerInterceptor]:
@@ -54,24 +59,37 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse],
     ) -> None:
-        """Streams continuations of one prompt.
+        """Streams continuations of one prompt."""
+        await self._stream(context, lambda: generate_request(request), AnswerMessages.generate)
 
-        A cancelled call closes the ring's iterators; so does a client that stops reading. It writes rather than yields:
-        a cancelled write is then seen here, where the iterator is closed.
-        """
-        request_id = pick_request_id(_metadata(context, REQUEST_ID_HEADER))
-        with structlog.contextvars.bound_contextvars(request_id=request_id):
-            try:
-                await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
-                async with aclosing(self._responses(request, request_id)) as responses:
-                    async for response in responses:
-                        async with waking_timeout(self._front.options.stalled_client_s):
-                            await context.write(response)
-            except ApiError as error:
-                await abort_with(context, error)
-            except TimeoutError:
-                _log.warning("client stopped reading; request cancelled")
-                await context.abort(grpc.StatusCode.CANCELLED, "the client stopped reading")
+    async def Chat(  # noqa: N802
+        self,
+        request: inference_pb2.ChatRequest,
+        context: grpc.aio.ServicerContext[inference_pb2.ChatRequest, inference_pb2.ChatResponse],
+    ) -> None:
+        """Streams answers to one conversation."""
+        await self._stream(context, lambda: chat_request(request), AnswerMessages.chat)
+
+    async def Tokenize(  # noqa: N802
+        self,
+        request: inference_pb2.TokenizeRequest,
+        context: grpc.aio.ServicerContext[inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse],
+    ) -> inference_pb2.TokenizeResponse:
+        """Text or a conversation as token ids."""
+        async with _serving(context):
+            token_ids = await tokenize(self._front, tokenize_request(request))
+        return inference_pb2.TokenizeResponse(token_ids=token_ids, context_tokens=self._front.tokenizer.context_tokens)
+
+    async def Detokenize(  # noqa: N802
+        self,
+        request: inference_pb2.DetokenizeRequest,
+        context: grpc.aio.ServicerContext[inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse],
+    ) -> inference_pb2.DetokenizeResponse:
+        """Token ids as text."""
+        model, token_ids = request.model or None, tuple(request.token_ids)
+        async with _serving(context):
+            text = await detokenize(self._front, model, token_ids, "token_ids", with_control_tokens=False)
+        return inference_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(  # noqa: N802
         self,
@@ -82,27 +100,38 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         model = inference_pb2.Model(id=self._front.served_name, context_tokens=self._front.tokenizer.context_tokens)
         return inference_pb2.ListModelsResponse(models=[model])
 
+    async def _stream(
+        self,
+        context: grpc.aio.ServicerContext[Any, Response],
+        read: Callable[[], RawRequest],
+        write: Callable[[AnswerMessages, int, Piece], Response],
+    ) -> None:
+        """Serves a streamed call.
+
+        A cancelled call closes the ring's iterators; so does a client that stops reading. It writes rather than yields:
+        a cancelled write is then seen here, where the iterator is closed.
+        """
+        try:
+            async with _serving(context) as request_id, aclosing(self._responses(request_id, read, write)) as responses:
+                async for response in responses:
+                    async with asyncio.timeout(self._front.options.stalled_client_s):
+                        await context.write(response)
+        except TimeoutError:
+            _log.warning("client stopped reading; request cancelled")
+            await context.abort(grpc.StatusCode.CANCELLED, "the client stopped reading")
+
     async def _responses(
-        self, request: inference_pb2.GenerateRequest, request_id: str
-    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        self, request_id: str, read: Callable[[], RawRequest], write: Callable[[AnswerMessages, int, Piece], Response]
+    ) -> AsyncGenerator[Response, None]:
         meter = RequestMeter(self._front.metrics)
-        raw = generate_request(request)
+        raw = read()
         job = await self._front.prepare(raw, unique_id(request_id))
         totals = Totals(job)
+        messages = AnswerMessages(totals, with_timing=raw.with_timing)
         async with aclosing(stream_choices(self._front, job, meter)) as pieces:
             async for index, piece in pieces:
                 totals.add(index, piece)
-                yield inference_pb2.GenerateResponse(
-                    text=piece.text,
-                    token_ids=piece.token_ids,
-                    finish_reason=piece.finish_reason or "",
-                    usage=None
-                    if totals.num_open
-                    else inference_pb2.Usage(prompt_tokens=totals.num_prompt, completion_tokens=totals.num_completion),
-                    index=index,
-                    logprobs=logprob_messages(piece),
-                    timing=timing_message(piece.timing) if raw.with_timing and piece.timing else None,
-                )
+                yield write(messages, index, piece)
 
 
 class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -122,6 +151,18 @@ class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         is_ready = self._front.ring.check_ready() is None
         status = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
         return health_pb2.HealthCheckResponse(status=status)
+
+
+@asynccontextmanager
+async def _serving(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[str]:
+    """Gives a call its request id, in its logs and its answer; an ApiError becomes its status."""
+    request_id = pick_request_id(_metadata(context, REQUEST_ID_HEADER))
+    with structlog.contextvars.bound_contextvars(request_id=request_id):
+        try:
+            await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
+            yield request_id
+        except ApiError as error:
+            await abort_with(context, error)
 
 
 def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> str | None:

@@ -11,6 +11,7 @@ from gateway.generation import Grammar
 from gateway.limits import check_range, pick, shown
 from gateway.raw_request import RawRequest
 
+MAX_MESSAGES = 4096  # of a conversation
 MAX_CHOICES = 128  # of all prompts together: each takes a place in the queue
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024  # of one stop string

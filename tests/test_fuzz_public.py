@@ -145,20 +145,44 @@ def test_bytes_that_are_no_http(served: Served) -> None:
 GRPC_BLAMES = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
 
 
-def test_generate_calls(served: Served) -> None:
-    start = inference_pb2.GenerateRequest(
-        model=SERVED, text="hello", max_tokens=3, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=7, stop=["a"],
-        n=2, logprobs=3, logit_bias={5: 1.5}, response_format=inference_pb2.ResponseFormat(json_schema="{}"),
-        min_tokens=0, include_timing=True, speculation="off", max_draft_tokens=2, presence_penalty=0.5,
-    )  # fmt: skip
+GENERATE = inference_pb2.GenerateRequest(
+    model=SERVED, text="hello", max_tokens=3, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=7, stop=["a"],
+    n=2, logprobs=3, logit_bias={5: 1.5}, response_format=inference_pb2.ResponseFormat(json_schema="{}"),
+    min_tokens=0, include_timing=True, speculation="off", max_draft_tokens=2, presence_penalty=0.5,
+)  # fmt: skip
+MESSAGES = [
+    inference_pb2.ChatMessage(role="system", content="hm"),
+    inference_pb2.ChatMessage(role="user", content="x", name="y", tool_call_id="z"),
+]
+GRPC_TOOLS = [inference_pb2.Tool(name="now", description="d", parameters='{"type": "object"}')]
+CALLS: list[tuple[str, Message, type[Message]]] = [
+    ("Generate", GENERATE, inference_pb2.GenerateResponse),
+    (
+        "Chat",
+        inference_pb2.ChatRequest(
+            model=SERVED, messages=MESSAGES, max_tokens=3, n=2, logprobs=3, stop=["a"], include_timing=True,
+            tools=GRPC_TOOLS, tool_choice="none", parallel_tool_calls=True,
+        ),
+        inference_pb2.ChatResponse,
+    ),
+    ("Tokenize", inference_pb2.TokenizeRequest(text="hello", add_special_tokens=True), inference_pb2.TokenizeResponse),
+    ("Tokenize", inference_pb2.TokenizeRequest(messages=MESSAGES), inference_pb2.TokenizeResponse),
+    ("Detokenize", inference_pb2.DetokenizeRequest(token_ids=[5, 6, 300]), inference_pb2.DetokenizeResponse),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "start", "response"), CALLS)
+def test_grpc_calls(served: Served, name: str, start: Message, response: type[Message]) -> None:
     with grpc.insecure_channel(served.grpc_address) as channel:
-        method: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/baton.v1.Inference/Generate")
+        method: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/baton.v1.Inference/{name}")
 
         def check(payload: bytes) -> None:
             call = method(payload, timeout=10)
             with suppress(grpc.RpcError):
-                assert all(inference_pb2.GenerateResponse.FromString(part) for part in call)
+                assert all(response.FromString(part) is not None for part in call)
             assert call.code() in GRPC_BLAMES, (call.code(), call.details())
+
+        check(start.SerializeToString())
 
         @fuzz
         @given(mutate(start))

@@ -69,7 +69,7 @@ def client(running: Served) -> Iterator[ReflectedClient]:
     client.channel.close()
 
 
-def _details(error: grpc.RpcError) -> dict[str, Any]:
+def details_of(error: grpc.RpcError) -> dict[str, Any]:
     """The rich status: detail type |-> detail."""
     assert isinstance(error, grpc.Call)
     trailer = dict(error.trailing_metadata() or ())
@@ -217,7 +217,7 @@ def test_a_bad_field_is_named(
     with pytest.raises(grpc.RpcError) as caught:
         list(client.generate(**request_fields))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    (violation,) = _details(caught.value)["BadRequest"].field_violations
+    (violation,) = details_of(caught.value)["BadRequest"].field_violations
     assert violation.field == param
     assert not served.ring.generations
 
@@ -226,7 +226,7 @@ def test_an_unknown_model(client: ReflectedClient) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         list(client.generate(model="other", text="x"))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    assert _details(caught.value)["ErrorInfo"].reason == "MODEL_NOT_FOUND"
+    assert details_of(caught.value)["ErrorInfo"].reason == "MODEL_NOT_FOUND"
 
 
 def test_overload_and_no_worker_name_when_to_come_back(client: ReflectedClient, served: Served) -> None:
@@ -239,7 +239,7 @@ def test_overload_and_no_worker_name_when_to_come_back(client: ReflectedClient, 
             list(client.generate(text="x"))
         assert caught.value.code() is code
         assert caught.value.details() == error.message
-        assert _details(caught.value)["RetryInfo"].retry_delay.seconds == 1
+        assert details_of(caught.value)["RetryInfo"].retry_delay.seconds == 1
 
 
 def test_a_fault_after_tokens_keeps_the_tokens(client: ReflectedClient, served: Served) -> None:

@@ -21,9 +21,7 @@ from gateway.sampling_rules import (
     MAX_REPETITION_PENALTY,
     MAX_TEMPERATURE,
 )
-from gateway.validate import MAX_CHOICES, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
-
-MAX_MESSAGES = 4096
+from gateway.validate import MAX_CHOICES, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 
 
 def _kind(value: object) -> str:

@@ -68,17 +68,23 @@ class Tokenizer:
         except ValueError:
             return ""
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The prompt text of a conversation, up to where the assistant's answer begins; runs the template in a sandbox.
 
-        Raises TemplateRefusalError.
+        Without `add_generation_prompt` it ends with the last message. Raises TemplateRefusalError.
         """
         try:
             rendered = self._hf.apply_chat_template(
                 [self._known_role(message) for message in messages],
                 tools=list(tools) or None,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise TemplateRefusalError(str(error) or type(error).__name__) from error
@@ -90,10 +96,14 @@ class Tokenizer:
         texts = {token_id: text for text, token_id in ids.items() if token_id in self._silent_ids}
         return IncrementalDetokenizer(ShownTokens(self, texts) if texts else self)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the tokens without control tokens."""
-        text: str = self._backend.decode(token_ids, skip_special_tokens=True)
-        return text
+    def decode(self, token_ids: Sequence[int], *, with_control_tokens: bool = False) -> str:
+        """Text of the tokens. Releases the interpreter lock (the backend's `decode` would not)."""
+        texts: list[str] = self._backend.decode_batch([list(token_ids)], skip_special_tokens=not with_control_tokens)
+        return texts[0]
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """How the vocabulary writes each token; empty for ids that no token has."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def is_silent(self, token_id: int) -> bool:
         """True for control tokens and for ids of the embedding that no token has."""
