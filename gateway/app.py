@@ -16,6 +16,8 @@ from gateway.access import REQUEST_ID_HEADER
 from gateway.front import Front, FrontOptions
 from gateway.generation import Ring
 from gateway.metrics import FrontMetrics
+from gateway.rest.count_routes import build_count_router
+from gateway.rest.count_types import DetokenizeRequest, TokenizeRequest
 from gateway.rest.http_errors import add_error_handlers
 from gateway.rest.middleware import KeyCheck, RequestScope
 from gateway.rest.openai_routes import build_openai_router
@@ -29,6 +31,7 @@ from gateway.tools.formats import resolve_format
 
 __all__ = ["Front", "FrontOptions", "add_inference_services", "build_app", "build_front", "build_interceptors"]
 
+_BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 _CHEAP_CHARS = 4096  # tokenised in 1-3 ms; longer text goes to a thread
 
 
@@ -45,6 +48,7 @@ def build_app(front: Front) -> FastAPI:
     """The REST API, to be served by uvicorn."""
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.include_router(build_openai_router(front))
+    app.include_router(build_count_router(front))
     app.include_router(build_status_router(front))
     app.include_router(build_page_router())
     add_error_handlers(app)
@@ -68,7 +72,7 @@ def _describe_bodies(app: FastAPI) -> None:
         if app.openapi_schema is None:
             document = get_openapi(title=app.title, version="1", routes=app.routes)
             _, schema = models_json_schema(
-                [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")],
+                [(model, "validation") for model in _BODIES],
                 ref_template="#/components/schemas/{model}",
             )
             document.setdefault("components", {}).setdefault("schemas", {}).update(schema["$defs"])

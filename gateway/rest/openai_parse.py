@@ -19,10 +19,7 @@ Body = TypeVar("Body", bound=BaseModel)
 def parse_chat(given: dict[str, Any]) -> ChatCompletionRequest:
     """Raises ApiError."""
     fields = supported_fields(given, ChatCompletionRequest.model_fields, CHAT, "")
-    messages = fields.get("messages")
-    if isinstance(messages, list):
-        fields["messages"] = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    request = _validated(ChatCompletionRequest, _with_stream_options(fields))
+    request = validated(ChatCompletionRequest, _with_stream_options(message_fields(fields)))
     request.check_stream_options()
     return request
 
@@ -30,9 +27,25 @@ def parse_chat(given: dict[str, Any]) -> ChatCompletionRequest:
 def parse_completion(given: dict[str, Any]) -> CompletionRequest:
     """Raises ApiError."""
     fields = supported_fields(given, CompletionRequest.model_fields, COMPLETION, "")
-    request = _validated(CompletionRequest, _with_stream_options(fields))
+    request = validated(CompletionRequest, _with_stream_options(fields))
     request.check_stream_options()
     return request
+
+
+def message_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a body, its messages without what changes nothing. Raises ApiError naming what is not supported."""
+    messages = fields.get("messages")
+    if not isinstance(messages, list):
+        return fields
+    return {**fields, "messages": [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]}
+
+
+def validated(model: type[Body], fields: dict[str, Any]) -> Body:
+    """The typed request. Raises ApiError naming the first field whose type is wrong."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise _named(error) from error
 
 
 def _message(given: object, path: str) -> object:
@@ -56,13 +69,6 @@ def _with_stream_options(fields: dict[str, Any]) -> dict[str, Any]:
 def _supported(given: object, model: type[BaseModel], harmless: Harmless, path: str) -> object:
     """What is no object is left to the type check."""
     return supported_fields(given, model.model_fields, harmless, f"{path}.") if isinstance(given, dict) else given
-
-
-def _validated(model: type[Body], fields: dict[str, Any]) -> Body:
-    try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        raise _named(error) from error
 
 
 def _named(error: ValidationError) -> ApiError:

@@ -3,8 +3,6 @@
 Must not know how requests are checked, text is made or chunks are written.
 """
 
-from typing import Any
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,6 +12,7 @@ from gateway.answer import stream_choices
 from gateway.errors import model_not_found
 from gateway.front import Front
 from gateway.metrics import RequestMeter
+from gateway.rest.bodies import body_doc, json_response
 from gateway.rest.disconnect import until_disconnect
 from gateway.rest.json_body import read_object
 from gateway.rest.openai_answers import ModelCard, ModelList, encode
@@ -28,14 +27,14 @@ def build_openai_router(front: Front) -> APIRouter:
     """Routes under /v1."""
     router = APIRouter(prefix="/v1")
 
-    @router.post("/chat/completions", openapi_extra=_body_doc(ChatCompletionRequest))
+    @router.post("/chat/completions", openapi_extra=body_doc(ChatCompletionRequest))
     async def create_chat_completion(request: Request) -> Response:
         """Answers a conversation."""
         meter = RequestMeter(front.metrics)
         body = parse_chat(await read_object(request, front.options, front.tokenizer.context_tokens))
         return await _respond(front, request, body, ChatEndpoint(), meter)
 
-    @router.post("/completions", openapi_extra=_body_doc(CompletionRequest))
+    @router.post("/completions", openapi_extra=body_doc(CompletionRequest))
     async def create_completion(request: Request) -> Response:
         """Continues prompts."""
         meter = RequestMeter(front.metrics)
@@ -45,14 +44,14 @@ def build_openai_router(front: Front) -> APIRouter:
     @router.get("/models")
     async def list_models() -> Response:
         """The models served."""
-        return _json(encode(ModelList([_card(front)])))
+        return json_response(encode(ModelList([_card(front)])))
 
     @router.get("/models/{model_id:path}")
     async def get_model(model_id: str) -> Response:
         """One model, if it is served."""
         if model_id != front.served_name:
             raise model_not_found(model_id[:200], front.served_name)
-        return _json(encode(_card(front)))
+        return json_response(encode(_card(front)))
 
     return router
 
@@ -71,18 +70,8 @@ async def _respond(
     pieces = stream_choices(front, job, meter)
     if body.stream:
         return EventStream(writer.stream(pieces), front.options.stalled_client_s)
-    return _json(await until_disconnect(request.receive, writer.whole(pieces)))
+    return json_response(await until_disconnect(request.receive, writer.whole(pieces)))
 
 
 def _card(front: Front) -> ModelCard:
     return ModelCard(front.served_name, front.created_s, front.tokenizer.context_tokens)
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")
-
-
-def _body_doc(model: type[ChatCompletionRequest] | type[CompletionRequest]) -> dict[str, Any]:
-    """The body for the OpenAPI document; the route reads it itself, within limits."""
-    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}

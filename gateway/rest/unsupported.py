@@ -48,6 +48,13 @@ MESSAGE: Harmless = {
 }
 STREAM_OPTIONS: Harmless = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 NOTHING: Harmless = {}
+TOKENIZE: Harmless = {
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+}
 
 
 def supported_fields(
