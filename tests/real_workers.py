@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 
+from bench.decoding import NO_SPECULATION
 from decode_worker.intake import Intake
 from decode_worker.loop import DecodeLoop
 from decode_worker.metrics import DecodeMetrics
@@ -39,7 +40,6 @@ from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2_grpc
 from runtime.config import Transport
 from runtime.lifecycle import Shutdown
 from runtime.rpc import bind, build_server, host_identity, new_incarnation, open_channel
-from tests.decoding import NO_SPECULATION
 from tests.fake_workers import PATIENCE_S, Signal
 from tests.pool_process import build_pool
 
@@ -146,7 +146,9 @@ async def decode_worker(
         peer, pool, table, loop.thread, metrics, transport, is_transport_required=True, read_timeout_s=lease_s
     )
     shutdown = Shutdown(0, lambda: 0)
-    service = DecodeService(peer, table, loop.thread, intake, streams, metrics, CONTEXT_TOKENS, VOCAB, shutdown, NO_SPECULATION)
+    service = DecodeService(
+        peer, table, loop.thread, intake, streams, metrics, CONTEXT_TOKENS, VOCAB, shutdown, NO_SPECULATION
+    )
     decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
     loop.thread.start()
     await server.start()

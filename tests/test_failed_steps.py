@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, cast
 
+from bench.decoding import NO_SPECULATION
 from decode_worker.loop import DecodeLoop
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.session import Delta, Reservation
@@ -16,7 +17,6 @@ from prefill_worker.loop import PrefillLoop
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.run_table import RunTable
 from runtime.rpc import new_incarnation
-from tests.decoding import NO_SPECULATION
 from tests.pool_process import build_pool
 
 POISON = 13
@@ -39,7 +39,9 @@ def test_decode_fails_the_poisonous_session_alone() -> None:
     table = SessionTable(allocator(), page_tokens=16, max_running=8, lease_s=60)
     news: list[Delta] = []
     runner, metrics = cast(Runner, PoisonedRunner()), DecodeMetrics(table)
-    loop = DecodeLoop(table, runner, build_pool(1), NO_SPECULATION, 64, lambda _step, deltas: news.extend(deltas), metrics)
+    loop = DecodeLoop(
+        table, runner, build_pool(1), NO_SPECULATION, 64, lambda _step, deltas: news.extend(deltas), metrics
+    )
     for handle, prompt in enumerate(([1, 2], [POISON], [3, 4])):
         table.reserve(_wanted(handle, prompt), now=0.0)
     assert loop._step()

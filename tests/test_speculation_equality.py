@@ -9,6 +9,7 @@ from threading import Event
 import pytest
 import torch
 
+from bench.decoding import NO_SPECULATION, build_eager_speculator, decode
 from cli.models import locate_draft, locate_model
 from decode_worker.session import Reservation
 from decode_worker.speculation.costs import CostMeter
@@ -20,7 +21,6 @@ from gateway.text.tokenizer import Tokenizer
 from prefill_worker.loop import PrefillLoop
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.run_table import RunTable
-from tests.decoding import NO_SPECULATION, build_eager_speculator, decode
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = ("What is 12 plus 30?", "Tell me a story about a fox and a fox and a fox.", "abc abc abc abc", "1 2 3 4 5 6")

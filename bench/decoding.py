@@ -15,6 +15,7 @@ from engine.choice import TokenLogprobs
 from engine.engine import Engine
 
 NO_SPECULATION = Speculator({}, CostMeter(), "off", 0)
+PATIENCE_S = 600.0
 NOT_SPARING = 1e-9  # seconds: forwards that seem to cost the same however many rows they have
 
 
@@ -42,7 +43,9 @@ def build_eager_speculator(drafters: Mapping[str, Drafter]) -> Speculator:
     return Speculator(drafters, meter, "off", 0)
 
 
-def decode(engine: Engine, speculator: Speculator, reservations: Sequence[Reservation]) -> Answers:
+def decode(
+    engine: Engine, speculator: Speculator, reservations: Sequence[Reservation], chunk_tokens: int = 64
+) -> Answers:
     """Run all reservations together, prefill included, until each has ended; no page is held afterwards."""
     table = SessionTable(engine.allocator, engine.pool.shape.page_tokens, max_running=64, lease_s=60.0)
     answers, is_done = Answers(), Event()
@@ -53,7 +56,7 @@ def decode(engine: Engine, speculator: Speculator, reservations: Sequence[Reserv
             is_done.set()
 
     metrics = DecodeMetrics(table)
-    loop = DecodeLoop(table, engine.runner, engine.pool, speculator, 64, publish, metrics)
+    loop = DecodeLoop(table, engine.runner, engine.pool, speculator, chunk_tokens, publish, metrics)
     with loop.thread.lock:
         for wanted in reservations:
             table.reserve(wanted, 0.0)
@@ -61,7 +64,7 @@ def decode(engine: Engine, speculator: Speculator, reservations: Sequence[Reserv
     try:
         with loop.thread.lock:
             loop.thread.wake()
-        assert is_done.wait(100), f"{len(answers.ends)} of {len(reservations)} ended"
+        assert is_done.wait(PATIENCE_S), f"{len(answers.ends)} of {len(reservations)} ended"
     finally:
         loop.thread.stop(10)
     table.check()

@@ -1,0 +1,175 @@
+"""What guessing ahead brings: TPOT with and without it, by drafter and number of streams, in one run.
+
+    python -m bench.spec                                             # the demo model and its draft model
+    python -m bench.spec --model FOLDER --draft-model FOLDER --acceptance 0.7   # random weights
+
+Random weights agree on nothing, so with --acceptance the draft model's forwards are computed, and cost what they cost,
+but its guesses are replaced: each is the token that greedy decoding gives with this probability, else a wrong one.
+Runs the engine loop of a decode worker in this process. Rounds alternate between the contenders, so that a noisy
+machine disturbs all alike; figures are medians. The number of guesses is chosen by the worker's own policy.
+"""
+
+import gc
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.table import Table
+
+from bench.decoding import NO_SPECULATION, Answers, decode
+from cli.models import locate_draft, locate_model
+from decode_worker.session import Reservation
+from decode_worker.speculation.drafters import Drafter, Guess, ModelDrafter, NgramDrafter, Wanted
+from decode_worker.speculation.lengths import CostCurve
+from decode_worker.speculation.speculator import Speculator
+from decode_worker.speculation.start import measure
+from engine.engine import Engine, build_engine
+from engine.sampling import SamplingParams
+from gateway.text.tokenizer import Tokenizer
+
+app = App(help=__doc__)
+GREEDY = SamplingParams(temperature=0.0)
+STREAMS = (1, 4, 8, 16)
+PAGE_TOKENS, CHUNK_TOKENS = 16, 256
+QUESTIONS = (
+    "Tell me a story about a fox.",
+    "Tell me a story about a king and a ring.",
+    "What is 120 plus 345?",
+    "Repeat after me: the red boat is on the blue river.",
+)
+
+
+class SyntheticDrafter:
+    """A draft model whose guesses are right with a stated probability, each for itself."""
+
+    def __init__(self, inner: Drafter, truth: Mapping[int, Sequence[int]], acceptance: float, vocab_size: int) -> None:
+        """`truth`: handle |-> the whole answer."""
+        self._inner = inner
+        self._truth = truth
+        self._acceptance = acceptance
+        self._vocab_size = vocab_size
+        self._random = random.Random(0)
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[Guess]:
+        guesses = self._inner.propose(wanted)
+        return [replace(guess, token_ids=self._swap(one, guess)) for one, guess in zip(wanted, guesses, strict=True)]
+
+    def _swap(self, one: Wanted, guess: Guess) -> tuple[int, ...]:
+        begin = len(one.session.tokens) - one.session.num_prompt
+        right = self._truth[one.session.handle][begin : begin + len(guess.token_ids)]
+        return tuple(
+            token if self._random.random() < self._acceptance else (token + 1) % self._vocab_size for token in right
+        )
+
+    def cost(self) -> CostCurve | None:
+        return self._inner.cost()
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One round of one contender."""
+
+    tpot_s: float  # median over the streams
+    tokens_per_step: float  # of one stream
+    accepted: float  # share of the guesses
+
+
+def measure_round(engine: Engine, speculator: Speculator, wanted: Sequence[Reservation]) -> tuple[Figures, Answers]:
+    """Decode all `wanted` together."""
+    gc.collect()
+    answers = decode(engine, speculator, wanted, CHUNK_TOKENS)
+    timings = [end.timing for end in answers.ends.values() if end.timing is not None]
+    counts = [len(tokens) for tokens in answers.tokens.values()]
+    drafted = sum(one.draft_tokens for one in timings)
+    figures = Figures(
+        statistics.median(one.decode_seconds / (count - 1) for one, count in zip(timings, counts, strict=True)),
+        sum(counts) / sum(one.steps for one in timings),
+        sum(one.accepted_tokens for one in timings) / drafted if drafted else 0.0,
+    )
+    return figures, answers
+
+
+def build_prompts(folder: str, is_demo: bool, vocab_size: int) -> list[list[int]]:
+    """Questions of the demo's kinds; for other models prompts of random tokens."""
+    if is_demo:
+        tokenizer = Tokenizer(Path(folder))
+        texts = [tokenizer.render_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+        return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    draw = random.Random(1)
+    return [[draw.randrange(vocab_size) for _ in range(64)] for _ in range(16)]
+
+
+def reserve(prompts: Sequence[Sequence[int]], streams: int, num_tokens: int, drafter: str) -> list[Reservation]:
+    """`streams` greedy requests of exactly `num_tokens` tokens."""
+    return [
+        Reservation(
+            str(number), 1, "bench", number + 1, prompts[number % len(prompts)], num_tokens, GREEDY, frozenset(),
+            1 << 30, drafter=drafter, max_draft_tokens=8,
+        )
+        for number in range(streams)
+    ]  # fmt: skip
+
+
+@app.default
+def main(
+    *,
+    model: str = "demo",
+    draft_model: str = "auto",
+    acceptance: Annotated[float | None, Parameter(help="share of guesses that are right, for random weights")] = None,
+    dtype: str = "auto",
+    threads: int = 2,
+    tokens: int = 64,
+    rounds: int = 3,
+) -> int:
+    """Print the table."""
+    folder, draft = locate_model(model), locate_draft(model, draft_model)
+    engine = build_engine(
+        folder, draft, dtype, "cpu", threads, PAGE_TOKENS, lambda _context, _bytes, _free: 512, lambda _done, _all: None
+    )
+    prompts = build_prompts(folder, model == "demo", engine.config.vocab_size)
+    meter = measure(engine.runner)
+    drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
+    if engine.draft_runner is not None:
+        drafters["draft"] = ModelDrafter(engine.draft_runner, measure(engine.draft_runner), CHUNK_TOKENS)
+    table = Table("streams", "drafter", "TPOT off, ms", "TPOT on, ms", "on / off", "tokens a step", "guesses right")
+    for streams in STREAMS:
+        truth = decode(engine, NO_SPECULATION, reserve(prompts, streams, tokens, "off"), CHUNK_TOKENS).tokens
+        contenders = dict(drafters)
+        if acceptance is not None and "draft" in drafters:
+            contenders["draft"] = SyntheticDrafter(drafters["draft"], truth, acceptance, engine.config.vocab_size)
+        on: dict[str, list[Figures]] = {name: [] for name in contenders}
+        off: dict[str, list[Figures]] = {name: [] for name in contenders}
+        for _ in range(rounds):
+            for name, drafter in contenders.items():
+                off[name].append(measure_round(engine, NO_SPECULATION, reserve(prompts, streams, tokens, "off"))[0])
+                speculator = Speculator({name: drafter}, meter, "off", 0)
+                figures, answers = measure_round(engine, speculator, reserve(prompts, streams, tokens, name))
+                on[name].append(figures)
+                if engine.dtype == "float32" and answers.tokens != truth:
+                    raise AssertionError(f"{name} at {streams} streams changed the answers")
+        for name in contenders:
+            _add_row(table, streams, name, off[name], on[name])
+    Console(width=120).print(table)
+    return 0
+
+
+def _add_row(table: Table, streams: int, name: str, off: Sequence[Figures], on: Sequence[Figures]) -> None:
+    ratio = statistics.median(one.tpot_s / other.tpot_s for one, other in zip(on, off, strict=True))
+    table.add_row(
+        str(streams),
+        name,
+        f"{statistics.median(one.tpot_s for one in off) * 1e3:.2f}",
+        f"{statistics.median(one.tpot_s for one in on) * 1e3:.2f}",
+        f"{ratio:.2f}",
+        f"{statistics.median(one.tokens_per_step for one in on):.2f}",
+        f"{statistics.median(one.accepted for one in on):.0%}",
+    )
+
+
+if __name__ == "__main__":
+    app()
