@@ -3,7 +3,7 @@
     python -m bench.soak --minutes 60 --restart-every-s 120
 
 Exit code 1 when memory grows, files stay open, pages stay used, an answer is wrong or a request hangs or fails. A
-worker that was restarted is measured anew; one that lived too short to be warm is not judged.
+worker that was restarted is measured anew; one that lived less than five minutes is shown, but not judged.
 """
 
 import argparse
@@ -28,7 +28,8 @@ SAMPLE_S = 5.0
 GROWTH = 0.02  # most growth of memory between the second and the last quarter, as a share
 SLACK_BYTES = 8 << 20  # growth that allocators may show without a leak
 SLACK_FILES = 16  # connections come and go
-LEAST_SAMPLES = 12  # of a process that is judged: one minute, of which the first quarter is for it to get warm
+SHOWN_SAMPLES = 12  # least of a process that is shown: a minute
+JUDGED_SAMPLES = 60  # least of one that is judged: five minutes, of which the first quarter is for it to get warm
 DRAIN_S = 120.0  # generous, for a loaded machine
 
 
@@ -168,12 +169,14 @@ def report(soak: Soak, unused: str, minutes: float) -> int:
     print("| process | private memory at first | at the end | growth | MiB/h | files at first | growth |")
     is_flat = True
     for name, samples in soak.samples.items():
-        if len(samples) < LEAST_SAMPLES:
+        if len(samples) < SHOWN_SAMPLES:
             continue
         growth, files = find_growth(samples)
         hours = len(samples) * SAMPLE_S / 3600 * 0.625  # between the middles of the second and the last quarter
         first, last = samples[len(samples) // 4], samples[-1]
-        is_flat &= growth <= max(GROWTH * first.private_bytes, SLACK_BYTES) and files <= SLACK_FILES
+        is_judged = len(samples) >= JUDGED_SAMPLES
+        is_grown = growth > max(GROWTH * first.private_bytes, SLACK_BYTES) or files > SLACK_FILES
+        is_flat &= not (is_judged and is_grown)
         begin_mib, end_mib, growth_mib = (size / 2**20 for size in (first.private_bytes, last.private_bytes, growth))
         print(
             f"| {name} | {begin_mib:.1f} MiB | {end_mib:.1f} MiB | {growth_mib:+.2f} MiB "
