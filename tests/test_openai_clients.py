@@ -138,6 +138,7 @@ def test_stop_tokens_have_no_text_and_eos_may_be_ignored(client: openai.OpenAI, 
 def test_content_parts_and_history(client: openai.OpenAI, served: Served) -> None:
     answer = client.chat.completions.create(model=SERVED, messages=HELLO)
     said = answer.choices[0].message.model_dump()  # with its nulls, as clients send it back
+    said["provider_specific_fields"] = {"refusal": None}  # litellm adds this
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages: Any = [{"role": "developer", "content": "d"}, said, {"role": "user", "content": parts}]
     client.chat.completions.create(model=SERVED, messages=messages)

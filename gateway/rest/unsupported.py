@@ -45,6 +45,7 @@ MESSAGE: Harmless = {
     "annotations": ([],),
     "audio": (),
     "reasoning_content": (),
+    "provider_specific_fields": (_ANY,),  # where litellm keeps what it does not know of an answer
 }
 STREAM_OPTIONS: Harmless = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 NOTHING: Harmless = {}
