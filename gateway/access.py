@@ -13,15 +13,19 @@ REQUEST_ID_HEADER = "x-request-id"
 _MAX_ID_CHARS = 128
 
 
-def check_key(authorization: bytes, api_keys: Sequence[str]) -> None:
-    """Raises ApiError 401 unless the header is `Bearer` and one of the keys. Its time does not tell which was near."""
+def check_key(authorization: bytes, api_keys: Sequence[str], api_key: bytes | None = None) -> None:
+    """Raises ApiError 401 unless a header has one of the keys. Its time does not tell which was near.
+
+    `authorization`: that header, `Bearer` and a key; `api_key`: the header x-api-key, which is a key.
+    """
     if not api_keys:
         return
     scheme, _, given = authorization.strip().partition(b" ")
     is_known = False
     for key in api_keys:
-        is_known |= hmac.compare_digest(given.strip(), key.encode())
-    if scheme.lower() != b"bearer" or not is_known:
+        is_bearer = hmac.compare_digest(given.strip(), key.encode()) and scheme.lower() == b"bearer"
+        is_known |= is_bearer or (api_key is not None and hmac.compare_digest(api_key.strip(), key.encode()))
+    if not is_known:
         raise ApiError(
             401, "a valid API key is needed; send it as 'Authorization: Bearer <key>'", None, "invalid_api_key"
         )

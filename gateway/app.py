@@ -19,6 +19,8 @@ from gateway.metrics import FrontMetrics
 from gateway.rest.count_routes import build_count_router
 from gateway.rest.count_types import DetokenizeRequest, TokenizeRequest
 from gateway.rest.http_errors import add_error_handlers
+from gateway.rest.messages_routes import build_messages_router
+from gateway.rest.messages_types import CountTokensRequest, MessagesRequest
 from gateway.rest.middleware import KeyCheck, RequestScope
 from gateway.rest.openai_routes import build_openai_router
 from gateway.rest.openai_types import ChatCompletionRequest, CompletionRequest
@@ -31,7 +33,14 @@ from gateway.tools.formats import resolve_format
 
 __all__ = ["Front", "FrontOptions", "add_inference_services", "build_app", "build_front", "build_interceptors"]
 
-_BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+_BODIES = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    CountTokensRequest,
+)
 _CHEAP_CHARS = 4096  # tokenised in 1-3 ms; longer text goes to a thread
 
 
@@ -48,6 +57,7 @@ def build_app(front: Front) -> FastAPI:
     """The REST API, to be served by uvicorn."""
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.include_router(build_openai_router(front))
+    app.include_router(build_messages_router(front))
     app.include_router(build_count_router(front))
     app.include_router(build_status_router(front))
     app.include_router(build_page_router())

@@ -30,7 +30,7 @@ def raw_tools(request: "inference_pb2.ChatRequest | inference_pb2.TokenizeReques
     if isinstance(request, inference_pb2.TokenizeRequest):
         return RawTools(tools, "tools[{}]")
     is_parallel = request.parallel_tool_calls if request.HasField("parallel_tool_calls") else None
-    return RawTools(tools, "tools[{}]", _choice(request.tool_choice), is_parallel)
+    return RawTools(tools, "tools[{}]", choice=_choice(request.tool_choice), is_parallel=is_parallel)
 
 
 def _choice(given: str) -> Choice | NamedChoice | None:

@@ -35,6 +35,7 @@ class Piece:
     told: tuple[ToldToken, ...] = ()  # tokens whose text begins in the text so far, each once, when asked for
     timing: Timing | None = None  # on the last piece: the newest that came
     calls: tuple[CallEvent, ...] = ()  # of functions, after the text
+    stop_string: str | None = None  # on the last piece: the one that ended the answer
     is_calling: bool = False  # on the last piece: the answer is to be continued when its calls are answered
 
     @property
@@ -92,7 +93,8 @@ class PieceReader:
 
     def _stopped(self, texts: list[str], tokens: Tokens, count: int) -> Piece:
         ids, logprobs = tokens.token_ids[:count], tokens.logprobs[:count]
-        return Piece("".join(texts), ids, "stop", logprobs, self._tell(), self._timing)
+        told, met = self._tell(), self._stops.met
+        return Piece("".join(texts), ids, "stop", logprobs, told, self._timing, stop_string=met)
 
     def _tell(self) -> tuple[ToldToken, ...]:
         """The tokens that begin in the text shown so far."""

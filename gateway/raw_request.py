@@ -58,6 +58,7 @@ class RawRequest:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     stop: Sequence[str] = ()
+    stop_param: str = "stop"
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     num_logprobs: int | None = None

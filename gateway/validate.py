@@ -43,12 +43,13 @@ def check_choices(raw: RawRequest) -> int:
 
 def check_stops(raw: RawRequest) -> tuple[str, ...]:
     """The stop strings."""
+    param = raw.stop_param
     if len(raw.stop) > MAX_STOP_STRINGS:
-        raise bad_request(f"stop has {len(raw.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", "stop")
+        raise bad_request(f"{param} has {len(raw.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", param)
     for stop in raw.stop:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
             raise bad_request(
-                f"a stop string has {len(stop)} characters; it must have between 1 and {MAX_STOP_CHARS}", "stop"
+                f"a string of {param} has {len(stop)} characters; it must have between 1 and {MAX_STOP_CHARS}", param
             )
     return tuple(raw.stop)
 

@@ -48,7 +48,7 @@ class RequestScope:
                 if is_started:
                     raise  # the server cuts the connection: the client must not take this for a whole answer
                 error = ApiError(500, f"request {request_id} failed inside the service; its log says why", None, "bug")
-                await error_response(error)(scope, receive, send_with_id)
+                await error_response(error, scope["path"])(scope, receive, send_with_id)
 
 
 class KeyCheck:
@@ -62,13 +62,13 @@ class KeyCheck:
         """Serves one request."""
         if scope["type"] == "http" and scope["path"] != _OPEN_PATH:
             try:
-                check_key(_authorization(scope), self._api_keys)
+                check_key(_header(scope, b"authorization") or b"", self._api_keys, _header(scope, b"x-api-key"))
             except ApiError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-def _authorization(scope: Scope) -> bytes:
-    value: bytes = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+def _header(scope: Scope, wanted: bytes) -> bytes | None:
+    value: bytes | None = next((value for name, value in scope["headers"] if name == wanted), None)
     return value

@@ -7,20 +7,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.access import unique_id
-from gateway.answer import stream_choices
 from gateway.errors import model_not_found
 from gateway.front import Front
 from gateway.metrics import RequestMeter
+from gateway.order import Job
 from gateway.rest.bodies import body_doc, json_response
-from gateway.rest.disconnect import until_disconnect
 from gateway.rest.json_body import read_object
 from gateway.rest.openai_answers import ModelCard, ModelList, encode
 from gateway.rest.openai_choices import ChatEndpoint, Endpoint, Extras, TextEndpoint
 from gateway.rest.openai_parse import parse_chat, parse_completion
 from gateway.rest.openai_types import ChatCompletionRequest, CompletionRequest
 from gateway.rest.openai_wire import AnswerWriter
-from gateway.rest.sse import EventStream
+from gateway.rest.respond import respond
 
 
 def build_openai_router(front: Front) -> APIRouter:
@@ -64,13 +62,12 @@ async def _respond(
     meter: RequestMeter,
 ) -> Response:
     raw = body.raw()
-    job = await front.prepare(raw, unique_id(request.state.request_id))
     extras = Extras(front.tokenizer.token_bytes, raw.num_logprobs is not None, raw.with_timing)
-    writer = AnswerWriter(endpoint, front.served_name, job, extras, is_usage_streamed=body.is_usage_streamed)
-    pieces = stream_choices(front, job, meter)
-    if body.stream:
-        return EventStream(writer.stream(pieces), front.options.stalled_client_s)
-    return json_response(await until_disconnect(request.receive, writer.whole(pieces)))
+
+    def new_writer(job: Job) -> AnswerWriter:
+        return AnswerWriter(endpoint, front.served_name, job, extras, is_usage_streamed=body.is_usage_streamed)
+
+    return await respond(front, request, raw, meter, new_writer, is_streamed=bool(body.stream))
 
 
 def _card(front: Front) -> ModelCard:

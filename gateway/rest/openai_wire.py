@@ -15,10 +15,13 @@ from gateway.order import Job
 from gateway.pieces import Piece
 from gateway.rest.openai_answers import Choice, Envelope, ObjectKind, Usage, encode, usage_of
 from gateway.rest.openai_choices import Endpoint, Extras
+from gateway.rest.sse import DataEnd, data_event
 
 
 class AnswerWriter:
     """Writes the answer to one request, as a stream of chunks or as a whole."""
+
+    end = DataEnd()
 
     def __init__(self, endpoint: Endpoint, model: str, job: Job, extras: Extras, *, is_usage_streamed: bool) -> None:
         self._endpoint = endpoint
@@ -30,7 +33,7 @@ class AnswerWriter:
         self._totals = Totals(job)
 
     async def stream(self, pieces: AsyncGenerator[tuple[int, Piece], None]) -> AsyncGenerator[list[bytes], None]:
-        """Chunks, in batches to send together. Closing this iterator closes `pieces`."""
+        """Events of chunks, in batches to send together. Closing this iterator closes `pieces`."""
         async with aclosing(pieces):
             async for index, piece in pieces:
                 self._totals.add(index, piece)
@@ -50,7 +53,8 @@ class AnswerWriter:
         return self._envelope(self._endpoint.whole_kind, choices, usage_of(self._totals))
 
     def _chunk(self, choices: Sequence[Choice], usage: Usage | None = None) -> bytes:
-        return self._envelope(self._endpoint.chunk_kind, choices, usage if self._is_usage_streamed else UNSET)
+        told = usage if self._is_usage_streamed else UNSET
+        return data_event(self._envelope(self._endpoint.chunk_kind, choices, told))
 
     def _envelope(self, kind: ObjectKind, choices: Sequence[Choice], usage: Usage | UnsetType | None) -> bytes:
         return encode(Envelope(self._id, kind, self._created_s, self._model, choices, usage))

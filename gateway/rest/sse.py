@@ -1,10 +1,11 @@
-"""Server-sent events: a stream of JSON messages as one HTTP response.
+"""Server-sent events: a stream of events as one HTTP response.
 
-Knows how a stream starts, fails and ends on the wire; must not know what the messages say.
+Knows how a stream starts, fails and ends on the wire; must not know what the events say.
 """
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Protocol
 
 import structlog
 from starlette.requests import ClientDisconnect
@@ -20,23 +21,57 @@ from gateway.rest.openai_answers import build_error, encode
 
 _log = structlog.get_logger()
 
-_DONE = b"data: [DONE]\n\n"
+
+class StreamEnd(Protocol):
+    """How an API ends its streams."""
+
+    @property
+    def done(self) -> bytes:
+        """After the last event of a stream that went well."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """Events instead of those that a stream still lacks."""
+        ...
+
+
+class DataEnd:
+    """How chat and plain completions end theirs."""
+
+    done = b"data: [DONE]\n\n"
+
+    def failure(self, error: ApiError) -> bytes:
+        return data_event(encode(build_error(error)))
+
+
+def data_event(message: bytes) -> bytes:
+    """An event without a name. `message`: JSON in one line."""
+    return b"data: " + message + b"\n\n"
+
+
+def named_event(name: str, message: bytes) -> bytes:
+    """An event with a name. `message`: JSON in one line."""
+    return b"event: " + name.encode() + b"\ndata: " + message + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends each batch of messages as it comes.
+    """Sends each batch of events as it comes.
 
-    A failure before the first batch is an ordinary error response; after it, an error message and the end of the stream
-    without `[DONE]`. The messages' iterator is closed in every case: also when the client leaves or stops reading.
+    A failure before the first batch is an ordinary error response; after it, `end` tells it. The events' iterator is
+    closed in every case: also when the client leaves or stops reading.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, batches: AsyncGenerator[list[bytes], None], stalled_client_s: float) -> None:
+    def __init__(
+        self, batches: AsyncGenerator[list[bytes], None], stalled_client_s: float, end: StreamEnd | None = None
+    ) -> None:
+        """`end`: by default that of OpenAI's completions."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._batches = batches
         self._stalled_client_s = stalled_client_s
+        self._end = end or DataEnd()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves the response."""
@@ -53,32 +88,28 @@ class EventStream(Response):
             try:
                 first = await anext(self._batches)
             except ApiError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._send(send, b"".join(map(_event, first)))
+            await self._send(send, b"".join(first))
             await self._send(send, await self._send_rest(send), is_last=True)
 
     async def _send_rest(self, send: Send) -> bytes:
         """Returns what ends the stream."""
         try:
             async for batch in self._batches:
-                await self._send(send, b"".join(map(_event, batch)))
+                await self._send(send, b"".join(batch))
         except ApiError as error:
-            return _event(encode(build_error(error)))
+            return self._end.failure(error)
         except (TimeoutError, OSError):
             raise
         except Exception:
             _log.exception("answer failed")
             bug = ApiError(500, "the answer failed inside the service; its log says why", None, "internal_error")
-            return _event(encode(build_error(bug)))
-        return _DONE
+            return self._end.failure(bug)
+        return self._end.done
 
     async def _send(self, send: Send, body: bytes, is_last: bool = False) -> None:
         """Waits for the client, but not for ever. Raises TimeoutError."""
         async with waking_timeout(self._stalled_client_s):
             await send({"type": "http.response.body", "body": body, "more_body": not is_last})
-
-
-def _event(message: bytes) -> bytes:
-    return b"data: " + message + b"\n\n"

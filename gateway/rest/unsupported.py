@@ -49,6 +49,31 @@ MESSAGE: Harmless = {
 }
 STREAM_OPTIONS: Harmless = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 NOTHING: Harmless = {}
+MESSAGES: Harmless = {
+    "cache_control": (_ANY,),
+    "container": (),
+    "context_management": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "metadata": (_ANY,),
+    "service_tier": ("auto", "standard_only"),
+    "thinking": ({"type": "disabled"},),
+    "user_profile_id": (),
+}
+MESSAGES_BLOCK: Harmless = {
+    "cache_control": (_ANY,),
+    "caller": ({"type": "direct"},),
+    "citations": ([],),
+    "toolset_name": (),
+}
+MESSAGES_TOOL: Harmless = {
+    "allowed_callers": (["direct"],),
+    "cache_control": (_ANY,),
+    "defer_loading": (False,),
+    "eager_input_streaming": (_ANY,),
+    "input_examples": ([],),
+}
+OUTPUT_CONFIG: Harmless = {"effort": ("high",)}
 TOKENIZE: Harmless = {
     "continue_final_message": (False,),
     "chat_template": (),

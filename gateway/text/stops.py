@@ -46,6 +46,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._automata = [_Automaton(stop) for stop in stops]
         self._first_chars = frozenset(stop[0] for stop in stops)
+        self.met: str | None = None  # the one that was met
         self._held = ""  # the longest end of the text so far that starts a stop string
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -55,7 +56,7 @@ class StopStrings:
         text = self._held + text
         for end in range(len(self._held) + 1, len(text) + 1):
             if length := max([automaton.step(text[end - 1]) for automaton in self._automata]):
-                self._held = ""
+                self._held, self.met = "", text[end - length : end]
                 return text[: end - length], True
         shown = len(text) - max(automaton.matched for automaton in self._automata)
         self._held = text[shown:]

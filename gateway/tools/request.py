@@ -53,6 +53,7 @@ class RawTools:
 
     tools: Sequence[Tool] = ()
     tools_param: str = "tools[{}].function"  # what the client calls one tool, for errors
+    parameters_param: str = "parameters"  # and that of a tool
     choice: Choice | NamedChoice | None = None
     is_parallel: bool | None = None
 
@@ -105,7 +106,8 @@ def _check_list(raw: RawTools) -> None:
         if tool.name in seen:
             raise bad_request(f"{param}.name is {tool.name!r}, as another tool's; rename one", f"{param}.name")
         if tool.schema.get("type", "object") != "object":
-            raise bad_request(f"{param}.parameters must have the type 'object'", f"{param}.parameters")
+            path = f"{param}.{raw.parameters_param}"
+            raise bad_request(f"{path} must have the type 'object'", path)
         seen.add(tool.name)
     try:
         num_bytes = len(json.dumps([tool.as_template_input() for tool in raw.tools], allow_nan=False))

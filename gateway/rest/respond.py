@@ -1,0 +1,58 @@
+"""From a raw request to its answer over HTTP, a stream or a whole, whatever the API.
+
+Must not know how requests are read or answers written.
+"""
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.access import unique_id
+from gateway.answer import stream_choices
+from gateway.front import Front
+from gateway.metrics import RequestMeter
+from gateway.order import Job
+from gateway.pieces import Piece
+from gateway.raw_request import RawRequest
+from gateway.rest.bodies import json_response
+from gateway.rest.disconnect import until_disconnect
+from gateway.rest.sse import EventStream, StreamEnd
+
+Pieces = AsyncGenerator[tuple[int, Piece], None]
+
+
+class Writer(Protocol):
+    """Writes the answer to one request, once: as a stream or as a whole. Either way it closes `pieces`."""
+
+    @property
+    def end(self) -> StreamEnd:
+        """How its stream ends."""
+        ...
+
+    def stream(self, pieces: Pieces) -> AsyncGenerator[list[bytes], None]:
+        """Events, in batches to send together."""
+        ...
+
+    async def whole(self, pieces: Pieces) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
+
+
+async def respond(
+    front: Front,
+    request: Request,
+    raw: RawRequest,
+    meter: RequestMeter,
+    new_writer: Callable[[Job], Writer],
+    *,
+    is_streamed: bool,
+) -> Response:
+    """The response. Raises ApiError, and ClientDisconnect when the client leaves before a whole answer."""
+    job = await front.prepare(raw, unique_id(request.state.request_id))
+    writer = new_writer(job)
+    pieces = stream_choices(front, job, meter)
+    if is_streamed:
+        return EventStream(writer.stream(pieces), front.options.stalled_client_s, writer.end)
+    return json_response(await until_disconnect(request.receive, writer.whole(pieces)))
