@@ -85,13 +85,15 @@ class FakeSession:
         self._position += count
         self.say(tokens, finish, error)
 
-    def say(self, tokens: list[int], finish: str = "", error: str = "") -> None:
+    def say(self, tokens: list[int], finish: str = "", error: str = "", **more: Any) -> None:
+        """`more`: further fields of the message."""
         delta = decode_pb2.SequenceDelta(
             handle=self.request.handle,
             attempt=self.request.attempt,
             token_ids=tokens,
             finish_reason=finish,
             error=error,
+            **more,
         )
         stream = self._worker.streams.get(self.request.gateway)
         if stream is not None:
@@ -131,8 +133,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         if not self.is_manual:
             session.emit(request.max_tokens, "length")
         ticket = kv_pb2.Ticket(session=len(self.sessions), attempt=request.attempt, end=len(request.prompt_ids) - 1)
-        is_local = len(request.prompt_ids) - 1 <= request.local_prefill_max_tokens
-        return decode_pb2.ReserveResponse(ticket=ticket, needs_prefill=self.needs_prefill and not is_local)
+        is_here = request.share_with or len(request.prompt_ids) - 1 <= request.local_prefill_max_tokens
+        return decode_pb2.ReserveResponse(ticket=ticket, needs_prefill=self.needs_prefill and not is_here)
 
     async def Steps(  # noqa: N802
         self, request: decode_pb2.StepsRequest, context: Context
@@ -166,6 +168,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         self.may_finish = asyncio.Event()
         self.may_finish.set()
         self.runs: list[prefill_pb2.RunRequest] = []
+        self.response = prefill_pb2.RunResponse()  # of every run that ends well
         self.num_done = 0
         self.num_cancelled = 0
 
@@ -185,7 +188,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             self.signal.fire()
             raise
         self.num_done += 1
-        return prefill_pb2.RunResponse()
+        return self.response
 
 
 @asynccontextmanager

@@ -4,122 +4,23 @@ Every test ends with all places given back: `ring` checks it.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.errors import ApiError
-from gateway.generation import Generation, Sampling, Tokens
+from gateway.generation import Tokens
 from gateway.ring import worker_link
 from gateway.ring.admission import Admission
 from gateway.ring.dispatcher import Dispatcher
 from gateway.ring.fleet import Fleet
 from gateway.ring.policy import NO_LIMIT
 from protos import decode_pb2
-from tests.fake_workers import PATIENCE_S, FakeDecode, FakePrefill, FakeWorker, Signal, serving, token_at
-
-PROMPT = (1, 2, 3)
-NO_ROOM = (grpc.StatusCode.RESOURCE_EXHAUSTED, "no pages")
-
-
-def generation(name: str = "r", max_tokens: int = 4, prompt: Sequence[int] = PROMPT) -> Generation:
-    return Generation(name, tuple(prompt), max_tokens, Sampling(0.0, 1.0, 0, 0.0, 0), frozenset())
-
-
-def answer(count: int) -> list[int]:
-    """The tokens that any worker gives after PROMPT."""
-    return [token_at(len(PROMPT) + offset) for offset in range(count)]
-
-
-class Ring:
-    """A fleet of fake workers and the dispatcher before it."""
-
-    def __init__(self, fleet: Fleet, dispatcher: Dispatcher, signal: Signal) -> None:
-        self.fleet = fleet
-        self.dispatcher = dispatcher
-        self.signal = signal
-        fleet.subscribe(signal.fire)
-
-    @property
-    def num_held(self) -> int:
-        return sum(link.num_mine for link in self.fleet.links())
-
-    @property
-    def num_waiting(self) -> int:
-        return self.dispatcher._admission.num_waiting
-
-    async def collect(self, wanted: Generation) -> tuple[list[int], str | None]:
-        """All tokens and the finish reason."""
-        tokens: list[int] = []
-        reason = None
-        async with aclosing(self.dispatcher.generate(wanted)) as news:
-            async for part in news:
-                assert reason is None, "news after the end"
-                tokens.extend(part.token_ids)
-                reason = part.finish_reason
-        return tokens, reason
-
-    def start(self, wanted: Generation) -> "asyncio.Task[tuple[list[int], str | None]]":
-        return asyncio.create_task(self.collect(wanted))
-
-    async def is_idle(self) -> None:
-        await self.signal.until(lambda: self.num_held == 0)
-        assert self.num_waiting == 0
-
-
-@asynccontextmanager
-async def ring(
-    signal: Signal,
-    decode: Sequence[str],
-    prefill: Sequence[str] = (),
-    max_queue: int = 8,
-    local: int = 0,
-    timeout_s: float = PATIENCE_S,
-    patience_s: float = 0.0,
-) -> AsyncIterator[Ring]:
-    """A gateway that has heard from all its workers."""
-    fleet = Fleet(prefill, decode, heartbeat_s=PATIENCE_S, stall_s=PATIENCE_S)
-    built = Ring(fleet, Dispatcher(fleet, max_queue, local, timeout_s, patience_s, CollectorRegistry()), signal)
-    fleet.start()
-    try:
-        await signal.until(lambda: all(view.is_alive for view in fleet.views()))
-        yield built
-        await built.is_idle()
-    finally:
-        await fleet.close()
-
-
-@asynccontextmanager
-async def pair(
-    is_manual: bool = False, max_running: int = 4, max_queue: int = 8, timeout_s: float = PATIENCE_S
-) -> AsyncIterator[tuple[Ring, FakeDecode, FakePrefill]]:
-    """A ring with one worker of each role."""
-    signal = Signal()
-    decode, prefill = FakeDecode("D1", signal, max_running, is_manual), FakePrefill("P1", signal)
-    async with (
-        serving(decode) as decode_address,
-        serving(prefill) as prefill_address,
-        ring(
-            signal, [decode_address], [prefill_address], max_queue, timeout_s=timeout_s, patience_s=PATIENCE_S
-        ) as built,
-    ):
-        yield built, decode, prefill
-
-
-def bounded(scenario: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    def test() -> None:
-        asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
-
-    return test
-
-
-async def failure(task: "asyncio.Task[tuple[list[int], str | None]]") -> ApiError:
-    with pytest.raises(ApiError) as error:
-        await task
-    return error.value
+from tests.dispatching import NO_ROOM, PROMPT, Ring, answer, bounded, failure, generation, pair, ring
+from tests.fake_workers import PATIENCE_S, FakeDecode, FakeWorker, Signal, serving, token_at
 
 
 @pytest.fixture

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.ring.policy import NO_LIMIT, Placement, Unready, Wait, WorkerView, choose_placement, find_unready
+from gateway.ring.policy import (
+    NO_LIMIT,
+    Placement,
+    Unready,
+    Wait,
+    WorkerView,
+    choose_beside,
+    choose_placement,
+    find_unready,
+)
 
 DECODE = WorkerView(
     role="decode",
@@ -68,6 +77,26 @@ def names(choice: Placement | Wait | Unready) -> object:
 )
 def test_placement(case: str, workers: Sequence[WorkerView], expected: object) -> None:
     assert names(choose_placement(workers, 100, 0)) == expected, case
+
+
+@pytest.mark.parametrize(
+    ("case", "workers", "expected"),
+    [
+        (
+            "the one with the session, though another is idler",
+            [PREFILL, replace(DECODE, num_mine=3), DECODE_2],
+            ("D1", None),
+        ),
+        ("a full one is waited for, though another has room", [PREFILL, replace(DECODE, **FULL), DECODE_2], Wait),
+        ("so is one that refused", [replace(DECODE, is_full=True), DECODE_2], Wait),
+        ("it is dead", [replace(DECODE, **DEAD), DECODE_2], Unready),
+        ("it came back without the session", [replace(DECODE, incarnation="D1 again"), DECODE_2], Unready),
+        ("it is gone", [PREFILL], Unready),
+        ("a prefill worker is no place for it", [replace(PREFILL, incarnation="D1")], Unready),
+    ],
+)
+def test_place_beside_a_session(case: str, workers: Sequence[WorkerView], expected: object) -> None:
+    assert names(choose_beside(workers, "D1")) == expected, case
 
 
 @pytest.mark.parametrize(
