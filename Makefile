@@ -22,7 +22,7 @@ FRESH := build/fresh
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protos gpu-check faults chaos soak clean
+.PHONY: help serve test check protos gpu-check bench-spec faults chaos soak clients clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ protos: $(DEV_STAMP) ## Generate code from protos/*.proto
 gpu-check: $(DEV_STAMP) ## Run the checks that need a GPU and print a table
 	$(BIN)/python -m bench.gpu_check $(ARGS)
 
+bench-spec: $(DEV_STAMP) ## Measure TPOT with and without guessing ahead; ARGS= goes to bench.spec
+	$(BIN)/python -m bench.spec $(ARGS)
+
 faults: $(DEV_STAMP) ## Test faults between real processes, one test or more for each row of the fault list
 	$(BIN)/python -m pytest -m faults tests/faults $(ARGS)
 
@@ -58,6 +61,9 @@ chaos: $(DEV_STAMP) ## Kill workers under load and compare every answer; takes M
 
 soak: $(DEV_STAMP) ## Load with cancels, bad input and restarts; memory, files and pages must stay flat; takes MINUTES
 	$(BIN)/python -m bench.soak --minutes $(or $(MINUTES),15) --restart-every-s 120 $(ARGS)
+
+clients: $(DEV_STAMP) ## Try client libraries, each installed from its registry, on the demo model; ARGS= names some
+	$(BIN)/python -m tests.clients.run $(ARGS)
 
 clean: ## Remove what was built
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,7 +1,8 @@
 """What guessing ahead brings: TPOT with and without it, by drafter and number of streams, in one run.
 
-    python -m bench.spec                                             # the demo model and its draft model
-    python -m bench.spec --model FOLDER --draft-model FOLDER --acceptance 0.7   # random weights
+    python -m bench.spec                                 # the demo model and its draft model
+    python -m bench.spec --acceptance 0.7                # random weights: 213 M parameters, a draft model of 10 M
+    python -m bench.spec --acceptance 0.7 --model FOLDER --draft-model FOLDER
 
 Random weights agree on nothing, so with --acceptance the draft model's forwards are computed, and cost what they cost,
 but its guesses are replaced: each is the token that greedy decoding gives with this probability, else a wrong one.
@@ -15,6 +16,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from cyclopts import App, Parameter
@@ -22,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.decoding import NO_SPECULATION, Answers, decode
+from bench.random_models import write_pair
 from cli.models import locate_draft, locate_model
 from decode_worker.session import Reservation
 from decode_worker.speculation.drafters import Drafter, Guess, ModelDrafter, NgramDrafter, Wanted
@@ -121,17 +124,21 @@ def main(
     model: str = "demo",
     draft_model: str = "auto",
     acceptance: Annotated[float | None, Parameter(help="share of guesses that are right, for random weights")] = None,
-    dtype: str = "auto",
+    dtype: str = "float32",  # whose near ties are too rare to change answers, which are compared
     threads: int = 2,
     tokens: int = 64,
     rounds: int = 3,
 ) -> int:
     """Print the table."""
-    folder, draft = locate_model(model), locate_draft(model, draft_model)
-    engine = build_engine(
-        folder, draft, dtype, "cpu", threads, PAGE_TOKENS, lambda _context, _bytes, _free: 512, lambda _done, _all: None
-    )
-    prompts = build_prompts(folder, model == "demo", engine.config.vocab_size)
+    is_demo = model == "demo" and acceptance is None
+    if model == "demo" and not is_demo:
+        with TemporaryDirectory() as made:
+            model, draft_model = map(str, write_pair(Path(made)))
+            engine, folder = _build(model, draft_model, dtype, threads), model
+    else:
+        folder = locate_model(model)
+        engine = _build(folder, locate_draft(model, draft_model), dtype, threads)
+    prompts = build_prompts(folder, is_demo, engine.config.vocab_size)
     meter = measure(engine.runner)
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
     if engine.draft_runner is not None:
@@ -156,6 +163,12 @@ def main(
             _add_row(table, streams, name, off[name], on[name])
     Console(width=120).print(table)
     return 0
+
+
+def _build(folder: str, draft: str, dtype: str, threads: int) -> Engine:
+    return build_engine(
+        folder, draft, dtype, "cpu", threads, PAGE_TOKENS, lambda _context, _bytes, _free: 512, lambda _done, _all: None
+    )
 
 
 def _add_row(table: Table, streams: int, name: str, off: Sequence[Figures], on: Sequence[Figures]) -> None:
