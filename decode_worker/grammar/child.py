@@ -1,0 +1,197 @@
+"""The compiler's own process: `python -m decode_worker.grammar.child FOLDER VOCABULARY_SIZE CPU_SECONDS WALL_SECONDS`.
+
+It loads libraries and vocabulary once, then forks for each grammar. The fork has limits of CPU time and memory, and
+ends with its grammar: what a hostile text makes of it is gone with it, and the next one need not load anything.
+
+    worker ◄── frames on stdin and stdout ──► this process ──fork──► one compilation
+
+Ends when its stdin does: so with the worker, however that ends; a compilation under way is killed.
+"""
+
+import math
+import os
+import random
+import re
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import xgrammar
+
+from decode_worker.grammar import frames
+from decode_worker.grammar.errors import GrammarMismatchError, GrammarRefusedError
+from decode_worker.grammar.frames import Frame
+from decode_worker.grammar.limits import (
+    MAX_COMPILED_BYTES,
+    MAX_JSON_DEPTH,
+    MAX_MEMORY_BYTES,
+    MAX_STEP_CPU_S,
+    TRIAL_TOKENS,
+)
+from decode_worker.grammar.matcher import Grammar
+from decode_worker.grammar.vocabulary import Vocabulary, read_vocabulary
+
+_CHUNK_BYTES = 1 << 20
+# Before xgrammar's messages: a place in its own code, and the condition that did not hold there.
+_NO_MESSAGE = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: \(.*?\) is false: )?")
+_MAX_MESSAGE_CHARS = 300
+_MAX_WHITESPACE = 16  # in a row, in JSON: without a limit, models that are lost write it for ever
+_ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
+
+_TOO_LARGE = f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory to compile; simplify it"
+
+
+def main(folder: Path, size: int, cpu_s: int, wall_s: float) -> None:
+    """Answer requests until stdin ends."""
+    requests, answers = os.dup(0), os.dup(1)
+    os.dup2(2, 1)  # what libraries print must not mix with answers
+    vocabulary = read_vocabulary(folder, size)
+    _write(answers, frames.pack(vocabulary.to_frame()))
+    while True:
+        try:
+            request = frames.read(lambda num_bytes: _read_exactly(requests, num_bytes))
+        except EOFError:
+            return
+        answer = _run_limited(
+            partial(_compile, vocabulary, request.head["kind"], request.body.decode()),
+            cpu_s, wall_s, (requests, answers),
+        )  # fmt: skip
+        _write(answers, answer)
+
+
+def _compile(vocabulary: Vocabulary, kind: str, text: str) -> Frame:
+    """The answer to one request. Runs in a process of its own, within limits."""
+    try:
+        xgrammar.set_max_recursion_depth(1000)
+        compiled = _COMPILERS[kind](xgrammar.GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False), text)
+        _try_out(Grammar(compiled, vocabulary, vocabulary.text_mask(kind, text)))
+        serialised = compiled.serialize_json().encode()
+    except GrammarRefusedError as error:
+        return _refusal(str(error))
+    except MemoryError:
+        return _refusal(_TOO_LARGE)
+    except RecursionError:
+        return _refusal(f"it nests deeper than {MAX_JSON_DEPTH} levels")
+    except (RuntimeError, ValueError, TypeError) as error:
+        message = _NO_MESSAGE.sub("", str(error)).strip() or type(error).__name__
+        return _refusal(_TOO_LARGE if "bad_alloc" in message else message[:_MAX_MESSAGE_CHARS])
+    if len(serialised) > MAX_COMPILED_BYTES:
+        return _refusal(f"it compiles to more than {MAX_COMPILED_BYTES >> 20} MiB; simplify it")
+    return Frame({"status": "compiled"}, serialised)
+
+
+_COMPILERS: dict[str, Callable[[xgrammar.GrammarCompiler, str], xgrammar.CompiledGrammar]] = {
+    "json_schema": lambda compiler, text: compiler.compile_json_schema(text, max_whitespace_cnt=_MAX_WHITESPACE),
+    "json_object": lambda compiler, _text: compiler.compile_json_schema(
+        _ANY_OBJECT, max_whitespace_cnt=_MAX_WHITESPACE
+    ),
+    "regex": lambda compiler, text: compiler.compile_regex(text),
+    "ebnf": lambda compiler, text: compiler.compile_grammar(text),
+    "structural_tag": lambda compiler, text: compiler.compile_structural_tag(text),
+}
+
+
+def _try_out(grammar: Grammar) -> None:
+    """Follow one random answer: grammars may be quick to compile and slow, or impossible, to follow."""
+    matcher = grammar.new_matcher(())
+    random_number = random.Random(0)
+    try:
+        for _count in range(TRIAL_TOKENS):
+            if matcher.is_over:
+                return
+            words = matcher.fill(())[0]
+            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+            if not allowed.size:
+                raise GrammarRefusedError("no text matches it, or only text without an end")
+            matcher.accept([int(allowed[random_number.randrange(allowed.size)])])
+    except GrammarMismatchError as error:
+        raise GrammarRefusedError(
+            f"one token of the answer takes longer than {MAX_STEP_CPU_S * 1000:.0f} ms to check; make it less ambiguous"
+        ) from error
+
+
+def _run_limited(work: Callable[[], Frame], cpu_s: int, wall_s: float, not_inherited: tuple[int, int]) -> bytes:
+    """The packed result of `work`, done by a fork with limits, or the packed reason why there is none."""
+    source, sink = os.pipe()
+    fork = os.fork()
+    if fork == 0:
+        try:
+            for fd in (source, *not_inherited):
+                os.close(fd)
+            _limit_myself(cpu_s)
+            _write(sink, frames.pack(work()))
+        finally:
+            os._exit(0)
+    os.close(sink)
+    try:
+        result, is_late = _collect(fork, source, not_inherited[0], time.monotonic() + wall_s)
+    finally:
+        os.close(source)
+        os.kill(fork, signal.SIGKILL)  # not reaped yet: the number is still its
+        _pid, status = os.waitpid(fork, 0)
+    if is_late:
+        return frames.pack(Frame({"status": "busy"}))
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+        return frames.pack(_refusal(f"took longer than {cpu_s} s to compile; simplify it"))
+    return result or frames.pack(_refusal("it cannot be compiled: the compiler crashed on it; simplify it"))
+
+
+def _collect(fork: int, source: int, requests: int, deadline: float) -> tuple[bytes, bool]:
+    """All that the fork writes, and whether it was too late. Ends this process when nobody waits for it any more."""
+    poll = select.poll()
+    poll.register(source, select.POLLIN)
+    poll.register(requests, 0)  # POLLHUP only
+    chunks: list[bytes] = []
+    while (left_s := deadline - time.monotonic()) > 0:
+        for fd, _events in poll.poll(math.ceil(left_s * 1000)):
+            if fd == requests:
+                os.kill(fork, signal.SIGKILL)
+                os._exit(0)
+            chunk = os.read(source, _CHUNK_BYTES)
+            if not chunk:
+                return b"".join(chunks), False
+            chunks.append(chunk)
+    return b"", True
+
+
+def _limit_myself(cpu_s: int) -> None:
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = num_pages * resource.getpagesize() + MAX_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)  # xgrammar's warnings quote the client's text
+    os.dup2(nowhere, 1)
+
+
+def _refusal(message: str) -> Frame:
+    return Frame({"status": "refused", "message": message})
+
+
+def _read_exactly(fd: int, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        chunk = os.read(fd, num_bytes - len(data))
+        if not chunk:
+            raise EOFError
+        data += chunk
+    return bytes(data)
+
+
+def _write(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+    os._exit(0)  # at once: torch takes its time to end, and nothing is left to do

@@ -1,0 +1,17 @@
+"""Why a grammar is not there."""
+
+
+class GrammarRefusedError(Exception):
+    """Nothing can be made of the text, or not within the limits. The message is for the client."""
+
+
+class GrammarBusyError(Exception):
+    """Not now: others are compiled first, or the compiler starts or had too little of the machine. Try again."""
+
+
+class GrammarBrokenError(Exception):
+    """This worker cannot compile grammars at all, whatever they are. The message is for its operator."""
+
+
+class GrammarMismatchError(Exception):
+    """Tokens that the grammar does not allow, or an answer that takes too long to follow with it."""

@@ -1,0 +1,74 @@
+"""What the worker's service asks for grammars: each is compiled once, kept while there is room, and shared.
+
+Lives on the asyncio thread. Knows neither sessions nor the wire.
+"""
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+
+from decode_worker.grammar.cache import ByteCache
+from decode_worker.grammar.compiler import GrammarCompiler
+from decode_worker.grammar.errors import GrammarBusyError, GrammarRefusedError
+from decode_worker.grammar.limits import find_problem
+from decode_worker.grammar.matcher import Grammar
+
+MAX_COMPILING = 16  # grammars that wait or are compiled at once
+MAX_REFUSALS = 1024  # remembered, so that one who asks again costs nothing
+
+_Key = bytes
+
+
+class Grammars:
+    """(kind, text) |-> grammar."""
+
+    def __init__(self, compiler: GrammarCompiler, max_bytes: int) -> None:
+        self._compiler = compiler
+        self.cache: ByteCache[_Key, Grammar] = ByteCache(max_bytes)
+        self._refusals: OrderedDict[_Key, str] = OrderedDict()  # key |-> message, oldest first
+        self._compiling: dict[_Key, asyncio.Task[Grammar]] = {}
+
+    async def get(self, kind: str, text: str, timeout_s: float) -> Grammar:
+        """The grammar of a text, within `timeout_s`. One that takes longer goes on: ask again.
+
+        Raises GrammarRefusedError, GrammarBusyError or GrammarBrokenError. Cancelling it cancels no compilation.
+        """
+        problem = find_problem(kind, text)
+        if problem is not None:
+            raise GrammarRefusedError(problem)
+        key = hashlib.sha256(f"{kind}\0{text}".encode()).digest()
+        grammar = self.cache.get(key)
+        if grammar is not None:
+            return grammar
+        if key in self._refusals:
+            raise GrammarRefusedError(self._refusals[key])
+        task = self._compiling.get(key) or self._begin(key, kind, text)
+        await asyncio.wait({task}, timeout=timeout_s)
+        if not task.done():
+            raise GrammarBusyError("the grammar is still being compiled")
+        return task.result()
+
+    def _begin(self, key: _Key, kind: str, text: str) -> asyncio.Task[Grammar]:
+        if len(self._compiling) >= MAX_COMPILING:
+            raise GrammarBusyError(f"{len(self._compiling)} other grammars are being compiled")
+        task = self._compiling[key] = asyncio.create_task(self._compiler.compile(kind, text))
+        task.add_done_callback(lambda done: self._keep(key, done))
+        return task
+
+    def _keep(self, key: _Key, task: asyncio.Task[Grammar]) -> None:
+        del self._compiling[key]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self.cache.put(key, task.result(), task.result().num_bytes)
+        elif isinstance(error, GrammarRefusedError):
+            self._refusals[key] = str(error)
+            if len(self._refusals) > MAX_REFUSALS:
+                self._refusals.popitem(last=False)
+
+    async def close(self) -> None:
+        """End the compiler and what waits for it."""
+        for task in self._compiling.values():
+            task.cancel()
+        await self._compiler.close()

@@ -1,0 +1,40 @@
+"""What a grammar may cost, and what can be said of its text before anything parses it. Pure."""
+
+import re
+
+KINDS = ("json_schema", "json_object", "regex", "ebnf", "structural_tag")
+MAX_TEXT_BYTES = 256 << 10  # of a grammar: a client's own 64 KiB, and what the gateway writes around its tools
+MAX_JSON_DEPTH = 64  # brackets in brackets
+MAX_MEMORY_BYTES = 1 << 30  # address space for one compilation, beyond what the compiler has before
+MAX_COMPILED_BYTES = 32 << 20  # serialised
+TRIAL_TOKENS = 64  # length of the answer on which a new grammar is tried
+MAX_STEP_CPU_S = 0.1  # the longest that one token's mask or state may take. It is time of the engine thread
+
+_JSON_KINDS = ("json_schema", "structural_tag")
+_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
+
+
+def find_problem(kind: str, text: str) -> str | None:
+    """What forbids to compile this at all, in words for the client; None if nothing does."""
+    if kind not in KINDS:
+        return f"{kind!r} is no kind of grammar; there are {', '.join(KINDS)}"
+    num_bytes = len(text.encode())
+    if num_bytes > MAX_TEXT_BYTES:
+        return f"it has {num_bytes} bytes; at most {MAX_TEXT_BYTES} are allowed"
+    if kind in _JSON_KINDS and json_depth(text) > MAX_JSON_DEPTH:
+        return f"it nests deeper than {MAX_JSON_DEPTH} levels"
+    if "\0" in text:
+        return "it holds a NUL character"
+    return None
+
+
+def json_depth(text: str) -> int:
+    """How deep brackets nest outside strings; text need not be JSON. Linear time."""
+    depth = deepest = 0
+    for match in _STRING_OR_BRACKET.finditer(text):
+        if match[0] in ("[", "{"):
+            depth += 1
+            deepest = max(deepest, depth)
+        elif match[0] in ("]", "}"):
+            depth -= 1
+    return deepest

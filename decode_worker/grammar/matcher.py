@@ -1,0 +1,159 @@
+"""A grammar that is ready for use, and how far one sequence has come in it.
+
+The only file that the engine thread meets. Knows nothing of how grammars are compiled, nor of sessions.
+"""
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decode_worker.grammar.errors import GrammarMismatchError
+from decode_worker.grammar.limits import MAX_STEP_CPU_S
+from decode_worker.grammar.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    import xgrammar
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A compiled grammar. Does not change; sequences share it."""
+
+    compiled: "xgrammar.CompiledGrammar"
+    vocabulary: Vocabulary
+    text_mask: NDArray[np.int32]  # [ceil(V / 32)], see Vocabulary.text_mask
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory."""
+        return int(self.compiled.memory_size_bytes) + self.text_mask.nbytes
+
+    def new_matcher(self, stop_token_ids: Collection[int]) -> "Matcher":
+        """At the beginning. `stop_token_ids` may follow a whole match; `is_over` ends the sequence anyway."""
+        return Matcher(self, stop_token_ids)
+
+
+def load_grammar(vocabulary: Vocabulary, serialised: str, kind: str, text: str) -> Grammar:
+    """The grammar of `text`, compiled for this vocabulary and serialised by xgrammar. Takes long for large ones."""
+    import xgrammar
+
+    compiled = xgrammar.CompiledGrammar.deserialize_json(serialised, vocabulary.info)
+    return Grammar(compiled, vocabulary, vocabulary.text_mask(kind, text))
+
+
+class Matcher:
+    """How far one sequence has come. Used by one thread at a time; stop tokens are never told to it.
+
+    Raises GrammarMismatchError when one token takes more than MAX_STEP_CPU_S, so that no grammar holds up other
+    sequences. It is of no use after an error.
+    """
+
+    def __init__(self, grammar: Grammar, stop_token_ids: Collection[int]) -> None:
+        import xgrammar
+
+        self._size = grammar.vocabulary.size
+        self._stops = frozenset(stop_token_ids)
+        # xgrammar wants a stop token. Without ours it gets one that is no text, and its bit is cleared again.
+        stand_in = next(iter(grammar.vocabulary.control), self._size - 1)
+        self._state = xgrammar.GrammarMatcher(grammar.compiled, override_stop_tokens=sorted(self._stops) or [stand_in])
+        self._text_mask = _without(grammar.text_mask, self._stops or {stand_in})
+        self._allowed_mask = _with(self._text_mask, self._stops)
+        self._rows = np.zeros((1, len(self._text_mask)), np.int32)
+        self._is_first_row_filled = False
+
+    def fill(self, drafts: Sequence[int]) -> NDArray[np.int32]:
+        """[n + 1, ceil(V / 32)]: row i is what may come after the first i drafts. n: drafts before the first bad one.
+
+        Bad is a draft that the grammar refuses, and one after which no text can come: `is_over` ends the sequence
+        there, before another token is chosen. The state is afterwards as before; rows are valid until the next call.
+        """
+        self._ensure_rows(len(drafts) + 1)
+        self._fill_first()
+        num_stepped = num_good = 0
+        for draft in drafts:
+            if not self._is_text(self._rows[num_good], draft):
+                break
+            self._step(draft)
+            num_stepped += 1
+            self._fill_row(num_stepped)
+            if not self._can_go_on(self._rows[num_stepped]):
+                break
+            num_good += 1
+        self._state.rollback(num_stepped)
+        return self._rows[: num_good + 1]
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """The sequence goes on with these, in order; none of them is a stop token. Also replays an answer.
+
+        Raises GrammarMismatchError at the first that the grammar refuses.
+        """
+        if tokens:
+            self._is_first_row_filled = False
+        for token in tokens:
+            self._step(token)
+
+    @property
+    def is_over(self) -> bool:
+        """The match is whole, and nothing but a stop token may follow."""
+        if not self._state.is_completed():
+            return False
+        self._fill_first()
+        return not self._can_go_on(self._rows[0])
+
+    def _is_text(self, row: NDArray[np.int32], token: int) -> bool:
+        """Whether a row allows this token, and it is no stop token."""
+        is_token = 0 <= token < self._size and token not in self._stops
+        return is_token and bool(row[token // 32] >> token % 32 & 1)
+
+    def _can_go_on(self, row: NDArray[np.int32]) -> bool:
+        return bool((row & self._text_mask).any())
+
+    def _step(self, token: int) -> None:
+        started = time.thread_time()
+        if token in self._stops or not self._state.accept_token(token):
+            raise GrammarMismatchError(f"token {token} does not fit the grammar")
+        _check_time(started)
+
+    def _fill_first(self) -> None:
+        if not self._is_first_row_filled:
+            self._fill_row(0)
+            self._is_first_row_filled = True
+
+    def _fill_row(self, row: int) -> None:
+        started = time.thread_time()
+        self._state.fill_next_token_bitmask(self._rows, row)
+        self._rows[row] &= self._allowed_mask
+        _check_time(started)
+
+    def _ensure_rows(self, num_rows: int) -> None:
+        if num_rows > len(self._rows):
+            self._rows = np.zeros((num_rows, len(self._text_mask)), np.int32)
+            self._is_first_row_filled = False
+
+
+def _check_time(started: float) -> None:
+    taken = time.thread_time() - started
+    if taken > MAX_STEP_CPU_S:
+        raise GrammarMismatchError(f"the grammar took {taken:.1f} s for one token: it is too ambiguous")
+
+
+def _with(mask: NDArray[np.int32], tokens: Collection[int]) -> NDArray[np.int32]:
+    """A copy with these tokens' bits set."""
+    words = mask.copy()
+    bits = words.view(np.uint32)
+    for token in tokens:
+        bits[token // 32] |= np.uint32(1 << token % 32)
+    return words
+
+
+def _without(mask: NDArray[np.int32], tokens: Collection[int]) -> NDArray[np.int32]:
+    """A copy with these tokens' bits cleared."""
+    words = mask.copy()
+    bits = words.view(np.uint32)
+    for token in tokens:
+        bits[token // 32] &= ~np.uint32(1 << token % 32)
+    return words
