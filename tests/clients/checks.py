@@ -1,0 +1,101 @@
+"""What is asked of every client, and how a script reports it. Runs in the clients' own environments: only the stdlib.
+
+A check's name says what the client must be able to do with the demo model:
+
+    chat       a whole answer, word for word
+    stream     a longer answer, in several pieces
+    tool       the model calls a tool of its own accord, and answers from the tool's result
+    required   a call that the model would not make by itself, with arguments that fit their schema
+    schema     an answer in JSON that fits its schema and says what was asked
+    enforced   an answer in JSON to a question that the model would answer in prose
+    error      a request with max_tokens -1 ends in the client's own exception, with the service's message
+"""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+CHECKS = ("chat", "stream", "tool", "required", "schema", "enforced", "error")
+MARK = "CHECK"  # begins a line of a report: MARK, check, "ok", "skip" or "fail", reason
+ASKED: dict[str, Any] = json.loads((Path(__file__).parent / "asked.json").read_text(encoding="utf-8"))
+
+
+def base_url() -> str:
+    """Where the service is, with /v1: the script's argument."""
+    return sys.argv[1]
+
+
+def run(checks: Mapping[str, Callable[[], object] | str]) -> None:
+    """Runs a client's checks, one line each, and ends the script: with 1 if any failed.
+
+    A text instead of a check says why this client cannot ask for it.
+    """
+    has_failed = False
+    for name in CHECKS:
+        outcome, reason = _try(checks[name])
+        has_failed |= outcome == "fail"
+        print(MARK, name, outcome, reason.replace("\n", " ")[:300], flush=True)
+    sys.exit(has_failed)
+
+
+def _try(check: Callable[[], object] | str) -> tuple[str, str]:
+    if isinstance(check, str):
+        return "skip", check
+    try:
+        check()
+    except Exception as error:
+        traceback.print_exc()
+        return "fail", f"{type(error).__name__}: {error}"
+    return "ok", ""
+
+
+def same(found: object, expected: object) -> None:
+    """Fails when they differ."""
+    assert found == expected, f"{found!r} instead of {expected!r}"
+
+
+def pieces_of(pieces: list[str]) -> None:
+    """Fails unless a stream's pieces are the poem, and several."""
+    same("".join(pieces), ASKED["poem"]["answer"])
+    assert len([piece for piece in pieces if piece]) > 1, f"not streamed: {pieces}"
+
+
+def light_call(name: str, arguments: object) -> None:
+    """Fails unless this is a call as the check `required` wants it."""
+    same(name, ASKED["light"]["name"])
+    assert arguments in ({"state": "on"}, {"state": "off"}), f"arguments that do not fit: {arguments!r}"
+
+
+def mood(answer: object) -> None:
+    """Fails unless this is an answer as the check `enforced` wants it."""
+    assert answer in ({"mood": "happy"}, {"mood": "sad"}), f"an answer that does not fit: {answer!r}"
+
+
+def refused(call: Callable[[], object], error: type[Exception], status: int | None = 400) -> None:
+    """Fails unless `call` raises an `error` that carries the service's message and, where not None, its status."""
+    try:
+        call()
+    except error as caught:
+        assert ASKED["refusal"]["message"] in str(caught), f"the message is lost: {caught}"
+        if status is not None:
+            same(getattr(caught, "status_code", None), status)
+        return
+    raise AssertionError("no error was raised")
+
+
+def tool(name: str) -> dict[str, Any]:
+    """A tool of ASKED as OpenAI's API takes it."""
+    return {"type": "function", "function": {key: ASKED[name][key] for key in ("name", "description", "parameters")}}
+
+
+def form(name: str) -> dict[str, Any]:
+    """A `response_format` for a schema of ASKED."""
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": ASKED[name]["schema"], "strict": True}}
+
+
+def user(name: str) -> dict[str, Any]:
+    """A question of ASKED as a message."""
+    return {"role": "user", "content": ASKED[name]["question"]}

@@ -1,0 +1,53 @@
+// What checks.py is for Python: what is asked of every client, and how a script reports it.
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+
+export const baseUrl = process.argv[2];
+export const ASKED = JSON.parse(readFileSync(process.argv[3], "utf8"));
+const CHECKS = ["chat", "stream", "tool", "required", "schema", "enforced", "error"];
+
+/** Runs a client's checks, one line each, and ends the script: with 1 if any failed. */
+export async function run(checks) {
+  let hasFailed = false;
+  for (const name of CHECKS) {
+    let outcome = "ok", reason = "";
+    try {
+      await checks[name]();
+    } catch (error) {
+      console.error(error);
+      outcome = "fail";
+      reason = `${error.name}: ${error.message}`;
+      hasFailed = true;
+    }
+    console.log(`CHECK ${name} ${outcome} ${reason.replaceAll("\n", " ").slice(0, 300)}`);
+  }
+  process.exit(hasFailed ? 1 : 0);
+}
+
+/** Fails unless a stream's pieces are the poem, and several. */
+export function piecesOf(pieces) {
+  assert.equal(pieces.join(""), ASKED.poem.answer);
+  assert.ok(pieces.filter(Boolean).length > 1, `not streamed: ${pieces}`);
+}
+
+/** Fails unless this is a call as the check `required` wants it. */
+export function lightCall(name, args) {
+  assert.equal(name, ASKED.light.name);
+  assert.ok(["on", "off"].includes(args.state), `arguments that do not fit: ${JSON.stringify(args)}`);
+}
+
+/** Fails unless this is an answer as the check `enforced` wants it. */
+export function mood(answer) {
+  assert.deepEqual(Object.keys(answer), ["mood"]);
+  assert.ok(["happy", "sad"].includes(answer.mood), `an answer that does not fit: ${JSON.stringify(answer)}`);
+}
+
+/** Fails unless `call` rejects with a `Kind` of error that carries the service's message and status. */
+export async function refused(call, Kind, message = ASKED.refusal.message, status = 400) {
+  await assert.rejects(call, (error) => {
+    assert.ok(error instanceof Kind, `another error: ${error}`);
+    assert.ok(error.message.includes(message), `the message is lost: ${error.message}`);
+    assert.equal(error.status ?? error.statusCode, status);
+    return true;
+  });
+}

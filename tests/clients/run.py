@@ -1,0 +1,213 @@
+"""Runs every client against `baton serve` of the demo model and prints a table: `make clients`.
+
+Each client gets an environment of its own under build/clients/, filled from its registry. A client that cannot be
+installed is skipped with the reason; one that fails a check makes the exit code 1.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.live import serve
+from tests.clients.checks import CHECKS, MARK
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+BUILD = ROOT / "build" / "clients"
+INSTALL_S, RUN_S = 900, 600
+
+
+class InstallError(Exception):
+    """The client could not be installed."""
+
+
+class Client(Protocol):
+    """A client library and the script that uses it."""
+
+    @property
+    def name(self) -> str:
+        """As users know it."""
+        ...
+
+    def install(self) -> str:
+        """Fills its environment, or brings it up to date; returns the client's version. Raises InstallError."""
+        ...
+
+    def command(self, url: str) -> tuple[list[str], Path]:
+        """What runs the script, and in which folder."""
+        ...
+
+
+@dataclass(frozen=True)
+class PythonClient:
+    """A package of PyPI with a script tests/clients/SCRIPT.py."""
+
+    name: str
+    requirement: str
+    script: str
+
+    @property
+    def _python(self) -> Path:
+        return BUILD / self.name / "bin" / "python"
+
+    def install(self) -> str:
+        if not self._python.exists():
+            _call([sys.executable, "-m", "venv", str(BUILD / self.name)], ROOT)
+        _call([str(self._python), "-m", "pip", "install", "--quiet", self.requirement], ROOT)
+        package = re.split(r"[\[>]", self.requirement)[0]
+        return _call(
+            [str(self._python), "-c", f"from importlib.metadata import version; print(version('{package}'))"], ROOT
+        )
+
+    def command(self, url: str) -> tuple[list[str], Path]:
+        return [str(self._python), "-m", f"tests.clients.{self.script}", url], ROOT
+
+
+@dataclass(frozen=True)
+class NodeClient:
+    """A package of npm with a project tests/clients/node/PROJECT."""
+
+    name: str
+    package: str
+    project: str
+
+    @property
+    def _folder(self) -> Path:
+        return BUILD / "node" / self.project
+
+    def install(self) -> str:
+        shutil.copytree(HERE / "node", BUILD / "node", dirs_exist_ok=True)
+        if shutil.which("npm") is None:
+            raise InstallError("npm is not installed")
+        _call(["npm", "install", "--no-audit", "--no-fund"], self._folder)
+        manifest = self._folder / "node_modules" / self.package / "package.json"
+        return str(json.loads(manifest.read_text(encoding="utf-8"))["version"])
+
+    def command(self, url: str) -> tuple[list[str], Path]:
+        return ["node", "main.mjs", url, str(HERE / "asked.json")], self._folder
+
+
+CLIENTS: Sequence[Client] = (
+    PythonClient("openai-python", "openai>=3,<4", "with_openai"),
+    NodeClient("openai-node", "openai", "openai_node"),
+    NodeClient("vercel-ai", "ai", "vercel_ai"),
+    PythonClient("langchain-openai", "langchain-openai>=1.7,<2", "with_langchain"),
+    PythonClient("litellm", "litellm[mcp]>=1.100,<2", "with_litellm"),  # it imports mcp for any tool call
+    PythonClient("instructor", "instructor>=1.17,<2", "with_instructor"),
+    PythonClient("llm", "llm>=0.36,<1", "with_llm"),
+)
+
+
+@dataclass
+class Report:
+    """What became of one client."""
+
+    name: str
+    version: str = ""
+    outcomes: dict[str, str] = field(default_factory=dict)  # check |-> "ok", "skip" or "fail"
+    reasons: dict[str, str] = field(
+        default_factory=dict
+    )  # check, or "" for the client |-> why it was skipped or failed
+    is_good: bool = True
+
+
+def run_client(client: Client, url: str) -> Report:
+    """Installs it and runs its script. A script that ends early, badly or without all its checks has failed."""
+    try:
+        report = Report(client.name, client.install())
+    except InstallError as error:
+        return Report(client.name, reasons={"": f"skipped: {error}"})
+    command, folder = client.command(url)
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=RUN_S)
+    except subprocess.TimeoutExpired:
+        report.reasons[""], report.is_good = f"did not end within {RUN_S} s", False
+        return report
+    for name, outcome, reason in _outcomes(done.stdout):
+        report.outcomes[name] = outcome
+        if reason:
+            report.reasons[name] = reason
+    report.is_good = (
+        done.returncode == 0 and set(report.outcomes) == set(CHECKS) and "fail" not in report.outcomes.values()
+    )
+    if set(report.outcomes) != set(CHECKS):
+        report.reasons[""] = f"ended early: {done.stderr.strip()[-400:]}"
+    return report
+
+
+def _outcomes(output: str) -> Iterator[tuple[str, str, str]]:
+    for line in output.splitlines():
+        mark, *rest = line.split(" ", 3)
+        if mark == MARK and len(rest) == 3:
+            yield rest[0], rest[1], rest[2]
+
+
+def _call(command: list[str], folder: Path) -> str:
+    """Its output. Raises InstallError."""
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=INSTALL_S)
+    except subprocess.TimeoutExpired as error:
+        raise InstallError(f"{command[0]} took longer than {INSTALL_S} s") from error
+    if done.returncode:
+        raise InstallError((done.stderr.strip().splitlines() or ["no reason given"])[-1][:200])
+    return done.stdout.strip()
+
+
+@contextmanager
+def _service(url: str) -> Iterator[str]:
+    if url:
+        yield url
+        return
+    with serve("demo", "--dtype=float32") as live:
+        yield f"{live.url}/v1"
+
+
+def show(reports: Sequence[Report], console: Console) -> None:
+    """The table, and below it why something was skipped or failed."""
+    table = Table("client", "version", *CHECKS)
+    for report in reports:
+        cells = [report.outcomes.get(name, "-") for name in CHECKS]
+        table.add_row(report.name, report.version, *cells)
+    console.print(table)
+    for report in reports:
+        for name, reason in report.reasons.items():
+            console.print(f"{report.name} {name}: {reason}", markup=False, highlight=False)
+
+
+def main() -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "clients", nargs="*", metavar="CLIENT", help="only these: " + ", ".join(c.name for c in CLIENTS)
+    )
+    parser.add_argument("--url", default="", help="a running service of the demo model, with /v1, instead of a new one")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.clients) - {client.name for client in CLIENTS}:
+        parser.error(f"unknown clients: {', '.join(sorted(unknown))}")
+    os.environ.pop("PYTHONPATH", None)  # or the clients' environments would not be their own
+    BUILD.mkdir(parents=True, exist_ok=True)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    with _service(arguments.url) as url:
+        reports = []
+        for client in CLIENTS:
+            if not arguments.clients or client.name in arguments.clients:
+                console.print(f"{client.name} ...")
+                reports.append(run_client(client, url))
+    show(reports, console)
+    return 0 if all(report.is_good for report in reports) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
