@@ -1,18 +1,15 @@
 """What Anthropic's Messages API sends: values, events and errors. Must not know HTTP or who generates."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from gateway.errors import ApiError
+from gateway.rest.tagged import Tagged
 
 MESSAGES_PATH = "/v1/messages"
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-
-
-class Tagged(msgspec.Struct, tag_field="type"):
-    """An object that tells its type."""
 
 
 class TextBody(Tagged, tag="text"):
@@ -134,9 +131,3 @@ def encode_messages_error(error: ApiError) -> bytes:
         message = f"{error.param}: {message}"
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return encode_message(ErrorEvent(ErrorDetail(kind, message)))
-
-
-def name_of(event: Tagged) -> str:
-    """The `type` it is sent with."""
-    tag: Any = event.__struct_config__.tag
-    return str(tag)

@@ -3,7 +3,7 @@
 Must not know HTTP or what the values mean.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -20,26 +20,27 @@ from gateway.rest.messages_types import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from gateway.rest.openai_parse import validated
+from gateway.rest.openai_parse import each, kept, validated
 from gateway.rest.unsupported import (
     MESSAGES,
     MESSAGES_BLOCK,
     MESSAGES_TOOL,
     NOTHING,
     OUTPUT_CONFIG,
-    Harmless,
     supported_fields,
 )
 
 
 def parse_messages(given: dict[str, Any]) -> MessagesRequest:
     """Raises ApiError."""
-    return validated(MessagesRequest, _supported_parts(supported_fields(given, _names(MessagesRequest), MESSAGES, "")))
+    return validated(
+        MessagesRequest, _supported_parts(supported_fields(given, MessagesRequest.model_fields, MESSAGES, ""))
+    )
 
 
 def parse_count_tokens(given: dict[str, Any]) -> CountTokensRequest:
     """Raises ApiError."""
-    fields = supported_fields(given, _names(CountTokensRequest), MESSAGES, "")
+    fields = supported_fields(given, CountTokensRequest.model_fields, MESSAGES, "")
     return validated(CountTokensRequest, _supported_parts(fields))
 
 
@@ -52,21 +53,17 @@ _BLOCKS: Mapping[str, type[BaseModel]] = {
 
 def _supported_parts(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields without parts that change nothing; what has a wrong type is left to the type check."""
-    kept = dict(fields)
-    kept["messages"] = _each(
-        kept.get("messages"),
+    parts = dict(fields)
+    parts["messages"] = each(
+        parts.get("messages"),
         "messages",
-        lambda message, path: _with_blocks(_kept(message, MessageParam, NOTHING, path), path),
+        lambda message, path: _with_blocks(kept(message, MessageParam, NOTHING, path), path),
     )
-    kept["system"] = _blocks(kept.get("system"), "system")
-    kept["tools"] = _each(kept.get("tools"), "tools", _tool)
-    kept["tool_choice"] = _kept(kept.get("tool_choice"), MessagesToolChoice, NOTHING, "tool_choice")
-    kept["output_config"] = _kept(kept.get("output_config"), OutputConfig, OUTPUT_CONFIG, "output_config")
-    return {name: value for name, value in kept.items() if name in fields}
-
-
-def _each(given: object, path: str, keep: Callable[[object, str], object]) -> object:
-    return [keep(item, f"{path}[{index}]") for index, item in enumerate(given)] if isinstance(given, list) else given
+    parts["system"] = _blocks(parts.get("system"), "system")
+    parts["tools"] = each(parts.get("tools"), "tools", _tool)
+    parts["tool_choice"] = kept(parts.get("tool_choice"), MessagesToolChoice, NOTHING, "tool_choice")
+    parts["output_config"] = kept(parts.get("output_config"), OutputConfig, OUTPUT_CONFIG, "output_config")
+    return {name: value for name, value in parts.items() if name in fields}
 
 
 def _with_blocks(fields: object, path: str) -> object:
@@ -77,7 +74,7 @@ def _with_blocks(fields: object, path: str) -> object:
 
 
 def _blocks(given: object, path: str) -> object:
-    return _each(given, path, _supported_block)
+    return each(given, path, _supported_block)
 
 
 def _supported_block(block: object, path: str) -> object:
@@ -88,7 +85,7 @@ def _supported_block(block: object, path: str) -> object:
     if model is None:
         message = f"{path}.type is {str(kind)[:40]!r}; it must be one of {', '.join(_BLOCKS)}"
         raise bad_request(message, f"{path}.type", "unsupported_field" if isinstance(kind, str) else "invalid_type")
-    return _with_blocks(_kept(block, model, MESSAGES_BLOCK, path), path)
+    return _with_blocks(kept(block, model, MESSAGES_BLOCK, path), path)
 
 
 def _tool(given: object, path: str) -> object:
@@ -96,12 +93,4 @@ def _tool(given: object, path: str) -> object:
     if isinstance(kind, str) and kind != "custom":
         message = f"{path}.type is {kind[:40]!r}; only tools of the type custom are supported, which the client runs"
         raise bad_request(message, f"{path}.type", "unsupported_field")
-    return _kept(given, MessagesTool, MESSAGES_TOOL, path)
-
-
-def _kept(given: object, model: type[BaseModel], harmless: Harmless, path: str) -> object:
-    return supported_fields(given, _names(model), harmless, f"{path}.") if isinstance(given, dict) else given
-
-
-def _names(model: type[BaseModel]) -> set[str]:
-    return {field.alias or name for name, field in model.model_fields.items()}
+    return kept(given, MessagesTool, MESSAGES_TOOL, path)

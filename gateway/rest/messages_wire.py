@@ -23,16 +23,15 @@ from gateway.rest.messages_answers import (
     MessageUsage,
     StopDelta,
     StopReason,
-    Tagged,
     TextBody,
     TextDelta,
     ToolUseBody,
     encode_message,
     encode_messages_error,
-    name_of,
 )
 from gateway.rest.respond import Pieces
 from gateway.rest.sse import named_event
+from gateway.rest.tagged import Tagged, name_of
 
 _NO_INPUT = msgspec.Raw(b"{}")
 

@@ -3,6 +3,7 @@
 Must not know HTTP or what the values mean.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -34,10 +35,7 @@ def parse_completion(given: dict[str, Any]) -> CompletionRequest:
 
 def message_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a body, its messages without what changes nothing. Raises ApiError naming what is not supported."""
-    messages = fields.get("messages")
-    if not isinstance(messages, list):
-        return fields
-    return {**fields, "messages": [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]}
+    return {**fields, "messages": each(fields["messages"], "messages", _message)} if "messages" in fields else fields
 
 
 def validated(model: type[Body], fields: dict[str, Any]) -> Body:
@@ -48,12 +46,21 @@ def validated(model: type[Body], fields: dict[str, Any]) -> Body:
         raise _named(error) from error
 
 
+def each(given: object, path: str, keep: Callable[[object, str], object]) -> object:
+    """What is kept of the elements of a list. What is no list is left to the type check."""
+    return [keep(item, f"{path}[{index}]") for index, item in enumerate(given)] if isinstance(given, list) else given
+
+
+def kept(given: object, model: type[BaseModel], harmless: Harmless, path: str) -> object:
+    """The object without what changes nothing. What is no object is left to the type check. Raises ApiError."""
+    names = {field.alias or name for name, field in model.model_fields.items()}
+    return supported_fields(given, names, harmless, f"{path}.") if isinstance(given, dict) else given
+
+
 def _message(given: object, path: str) -> object:
-    fields = _supported(given, Message, MESSAGE, path)
+    fields = kept(given, Message, MESSAGE, path)
     if isinstance(fields, dict) and isinstance(parts := fields.get("content"), list):
-        fields["content"] = [
-            _supported(part, TextPart, NOTHING, f"{path}.content[{index}]") for index, part in enumerate(parts)
-        ]
+        fields["content"] = each(parts, f"{path}.content", lambda part, at: kept(part, TextPart, NOTHING, at))
     if isinstance(fields, dict) and fields.get("content") is None and fields.get("tool_calls"):
         fields["content"] = ""  # a message of calls needs no text
     return fields
@@ -62,13 +69,8 @@ def _message(given: object, path: str) -> object:
 def _with_stream_options(fields: dict[str, Any]) -> dict[str, Any]:
     if "stream_options" not in fields:
         return fields
-    options = _supported(fields["stream_options"], StreamOptions, STREAM_OPTIONS, "stream_options")
+    options = kept(fields["stream_options"], StreamOptions, STREAM_OPTIONS, "stream_options")
     return {**fields, "stream_options": options}
-
-
-def _supported(given: object, model: type[BaseModel], harmless: Harmless, path: str) -> object:
-    """What is no object is left to the type check."""
-    return supported_fields(given, model.model_fields, harmless, f"{path}.") if isinstance(given, dict) else given
 
 
 def _named(error: ValidationError) -> ApiError:

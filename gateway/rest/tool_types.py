@@ -21,6 +21,9 @@ def _arguments(text: str) -> str:
     return text
 
 
+ArgumentsText = Annotated[str, AfterValidator(_arguments)]
+
+
 class FunctionDefinition(Body):
     """A function that an answer may call."""
 
@@ -66,7 +69,7 @@ class FunctionCall(Body):
     """What was called."""
 
     name: str
-    arguments: Annotated[str, AfterValidator(_arguments)] = Field(description="A JSON object as text.")
+    arguments: ArgumentsText = Field(description="A JSON object as text.")
 
 
 class MessageToolCall(Body):

@@ -74,6 +74,52 @@ MESSAGES_TOOL: Harmless = {
     "input_examples": ([],),
 }
 OUTPUT_CONFIG: Harmless = {"effort": ("high",)}
+RESPONSES: Harmless = {
+    "background": (False,),
+    "context_management": (),
+    "conversation": (),
+    "image": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "moderation": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "prompt_cache_key": (_ANY,),
+    "prompt_cache_options": (_ANY,),
+    "prompt_cache_retention": (_ANY,),
+    "safety_identifier": (_ANY,),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "user": (_ANY,),
+}
+RESPONSES_REASONING: Harmless = {
+    "effort": ("none",),
+    "generate_summary": (),
+    "summary": (),
+}
+RESPONSES_TEXT: Harmless = {"verbosity": ("medium",)}
+RESPONSES_TOOL: Harmless = {
+    "allowed_callers": (["direct"],),
+    "async": (False,),
+    "defer_loading": (False,),
+    "output_schema": (),
+}
+RESPONSES_ITEM: Harmless = {
+    "async": (False,),
+    "caller": ({"type": "direct"},),
+    "id": (_ANY,),
+    "namespace": (),
+    "phase": (_ANY,),
+    "status": (_ANY,),
+}
+RESPONSES_PART: Harmless = {
+    "annotations": ([],),
+    "logprobs": (_ANY,),
+    "prompt_cache_breakpoint": (_ANY,),
+}
 TOKENIZE: Harmless = {
     "continue_final_message": (False,),
     "chat_template": (),

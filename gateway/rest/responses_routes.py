@@ -1,0 +1,35 @@
+"""OpenAI's Responses endpoint. Must not know how requests are checked or answers written."""
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.front import Front
+from gateway.metrics import RequestMeter
+from gateway.rest.bodies import body_doc
+from gateway.rest.json_body import read_object
+from gateway.rest.respond import respond
+from gateway.rest.responses_parse import parse_responses
+from gateway.rest.responses_types import ResponsesRequest
+from gateway.rest.responses_wire import ResponseWriter, asked_of
+
+
+def build_responses_router(front: Front) -> APIRouter:
+    """The route under /v1."""
+    router = APIRouter(prefix="/v1")
+
+    @router.post("/responses", openapi_extra=body_doc(ResponsesRequest))
+    async def create_response(request: Request) -> Response:
+        """Answers a conversation; nothing is kept of it."""
+        meter = RequestMeter(front.metrics)
+        body = parse_responses(await read_object(request, front.options, front.tokenizer.context_tokens))
+        return await respond(
+            front,
+            request,
+            body.raw(),
+            meter,
+            lambda job: ResponseWriter(front.served_name, job, asked_of(body, job)),
+            is_streamed=bool(body.stream),
+        )
+
+    return router
