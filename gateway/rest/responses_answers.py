@@ -200,7 +200,7 @@ class ArgumentsDone(Event, tag="response.function_call_arguments.done", kw_only=
     arguments: str
 
 
-class ErrorEvent(Event, tag="error", kw_only=True):
+class ErrorNews(Event, tag="error", kw_only=True):
     """The stream's last event where the answer failed. `error` is what makes OpenAI's clients raise."""
 
     message: str

@@ -20,7 +20,7 @@ from gateway.rest.responses_answers import (
     Asked,
     Completed,
     Created,
-    ErrorEvent,
+    ErrorNews,
     Event,
     Failed,
     Failure,
@@ -124,7 +124,7 @@ class ResponseWriter:
         response = self._response("failed")
         response.error = Failure(error.code or told.type, error.message)
         failed = Failed(sequence_number=self._number(), response=response)
-        event = ErrorEvent(
+        event = ErrorNews(
             sequence_number=self._number(), message=told.message, code=told.code, param=told.param, error=told
         )
         return _framed(failed) + _framed(event)
