@@ -4,11 +4,14 @@ Random weights are scaled so that logits spread by several units: greedy tokens 
 biases are random too, so that leaving one out shows.
 """
 
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -142,4 +145,20 @@ def write_tokenizer(folder: Path, vocab: int) -> Path:
         chat_template=CHAT_TEMPLATE,
     )
     fast.save_pretrained(folder)
+    return folder
+
+
+def write_slow_twin(original: Path, folder: Path, num_layers: int) -> Path:
+    """The checkpoint `original` with layers on top that add nothing: the same logits for more time."""
+    shutil.copytree(original, folder, dirs_exist_ok=True)
+    config = json.loads((original / "config.json").read_text())
+    tensors = load_file(original / "model.safetensors")
+    first = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.0.")}
+    for layer in range(config["num_hidden_layers"], num_layers):
+        for name, tensor in first.items():
+            is_last = name.endswith(("o_proj.weight", "down_proj.weight"))
+            copied = torch.zeros_like(tensor) if is_last else tensor.clone()
+            tensors[name.replace(".0.", f".{layer}.", 1)] = copied
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers}))
     return folder

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LogitsProcessor
 
 
 class Oracle:
@@ -30,6 +30,22 @@ class Oracle:
             )
             self._answers[key] = generated[0, len(prompt_ids) :].tolist()
         return self._answers[key]
+
+    @torch.no_grad()
+    def answer_with(self, processor: LogitsProcessor, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+        """As `answer`, with logits changed before each token is chosen."""
+        ids = torch.tensor([list(prompt_ids)])
+        for _ in range(num_tokens):
+            logits = self._model(ids, use_cache=False).logits[:, -1]
+            ids = torch.cat([ids, processor(ids, logits).argmax(-1, keepdim=True)], dim=1)
+        tokens: list[int] = ids[0, len(prompt_ids) :].tolist()
+        return tokens
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[S] -> [S, V]: row i is of what follows token_ids[: i + 1]."""
+        logits: torch.Tensor = self._model(torch.tensor([list(token_ids)])).logits[0]
+        return logits.log_softmax(-1)
 
 
 def random_prompt(num_tokens: int, vocab: int, seed: int) -> list[int]:

@@ -1,0 +1,73 @@
+"""The public gRPC API as a function: a request's fields in, its choices out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from demo.paths import DRAFT_DIR, TARGET_DIR
+from engine.model.config import load_config
+from protos import inference_pb2, inference_pb2_grpc
+
+PAGE_TOKENS = 16
+CLIENT_S = 110.0
+
+
+@dataclass
+class Told:
+    """One choice, as far as it has come."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[inference_pb2.TokenLogprob] = field(default_factory=list)
+    finish_reason: str = ""
+    timing: inference_pb2.Timing = field(default_factory=inference_pb2.Timing)
+
+
+class Surface:
+    """Usable from any thread."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._stub = inference_pb2_grpc.InferenceStub(channel)
+
+    def start(self, prompt: Sequence[int], **fields: Any) -> Any:
+        """The call, greedy and past end tokens unless said otherwise."""
+        fields = {"temperature": 0, "ignore_eos": True, "include_timing": True, **fields}
+        request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=prompt), **fields)
+        return self._stub.Generate(request, timeout=CLIENT_S)
+
+    def ask(self, prompt: Sequence[int], **fields: Any) -> list[Told]:
+        """All choices, whole."""
+        choices = [Told() for _ in range(fields.get("n", 1))]
+        for response in self.start(prompt, **fields):
+            take(choices, response)
+        return choices
+
+    def answer(self, prompt: Sequence[int], **fields: Any) -> list[int]:
+        """The tokens of the only choice."""
+        (choice,) = self.ask(prompt, **fields)
+        return choice.tokens
+
+
+def take(choices: Sequence[Told], response: inference_pb2.GenerateResponse) -> None:
+    """Add one message to the choice that it is a piece of."""
+    told = choices[response.index]
+    assert not told.finish_reason, "news after the end"
+    told.tokens.extend(response.token_ids)
+    told.logprobs.extend(response.logprobs)
+    told.finish_reason = response.finish_reason
+    if response.HasField("timing"):
+        told.timing = response.timing
+
+
+def page_bytes(*folders: Path) -> int:
+    """Of a page of these models in float32: the model's KV and the draft model's."""
+    configs = [load_config(folder) for folder in folders or (TARGET_DIR, DRAFT_DIR)]
+    elements = sum(config.num_layers * 2 * config.num_kv_heads * config.head_dim for config in configs)
+    return elements * PAGE_TOKENS * 4
+
+
+def transferred_bytes(num_prompt: int) -> int:
+    """What a prompt's hand-off moves: whole pages of all positions but the last token's."""
+    return -(-(num_prompt - 1) // PAGE_TOKENS) * page_bytes()
