@@ -315,13 +315,32 @@ def test_bodies_that_are_no_json_object(served: Served, body: bytes) -> None:
     assert answer.json()["error"]["message"]
 
 
-def test_nul_and_duplicate_keys_are_served(served: Served) -> None:
-    body = json.dumps(_text(prompt="a\x00b"))
-    assert served.http.post("/v1/completions", content=body).status_code == 200
-    twice = '{"prompt": "first", ' + body[1:]
-    assert served.http.post("/v1/completions", content=twice).status_code == 200
-    first, second = (generation.prompt_ids for generation in served.ring.generations)
-    assert first == second  # the last one counts
+def test_nul_is_served(served: Served) -> None:
+    assert served.http.post("/v1/completions", json=_text(prompt="a\x00b")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ('{"model": "m", "prompt": "a", "prompt": "b"}', "prompt"),
+        ('{"model": "m", "prompt": {"a": [], "b": {}}, "prompt": "b"}', "prompt"),
+        ('{"model": "m", "pr\\u006fmpt": "a", "prompt": "b"}', "prompt"),
+        ('{"model": "m", "messages": [{}, {"role": "user", "role": "user"}]}', "messages[1].role"),
+        ('{"model": "m", "a": [[1, {"b\\":": {"c": 1, "c": 2}}]]}', 'a[0][1].b":.c'),
+        ('{"model": "m", "n": ' + "9" * 4300 + ', "n": 1}', "n"),
+    ],
+)
+def test_a_key_that_comes_twice_is_named(served: Served, body: str, path: str) -> None:
+    answer = served.http.post("/v1/chat/completions", content=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (path, "invalid_json") and path in error["message"]
+
+
+def test_keys_are_counted_as_they_are_parsed(served: Served) -> None:
+    """Colons, quotes and brackets in strings are no keys; equal keys of different objects are no repetition."""
+    body = _text(prompt='{"a": 1, "a": {}}\\', user='\\":"', metadata={"a:b": {"a": '{"'}, "b": [{"a": 1}, {"a": 2}]})
+    assert served.http.post("/v1/completions", json=body).status_code == 200
 
 
 def test_a_body_over_the_limit_is_refused_while_it_is_read(served: Served) -> None:
