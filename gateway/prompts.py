@@ -89,8 +89,8 @@ class Prompts:
         """The calls of all messages; refused where the template would not show them."""
         with_calls = [index for index, message in enumerate(chat.messages) if "tool_calls" in message]
         if with_calls and self.tool_format is None:
-            path = f"{param}[{with_calls[0]}].tool_calls"
-            raise bad_request(f"{path}: the model's chat template knows no calls; leave them out", path)
+            path = chat.calls_param or f"{param}[{with_calls[0]}].tool_calls"
+            raise bad_request(f"{path}: the model's chat template knows no calls of functions; leave them out", path)
         return [chat.messages[index]["tool_calls"] for index in with_calls]
 
     def _encode(

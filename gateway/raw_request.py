@@ -18,6 +18,7 @@ class Chat:
     """
 
     messages: Sequence[Mapping[str, Any]]
+    calls_param: str | None = None  # what the client calls the calls, where they are no field of messages, for errors
 
 
 @dataclass(frozen=True, slots=True)

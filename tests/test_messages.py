@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -242,8 +243,9 @@ def test_a_conversation_with_calls_reads_as_that_of_chat_completions(
     served.http.post("/v1/chat/completions", json=same).raise_for_status()
     assert served.ring.generations[1].prompt_ids == served.ring.generations[2].prompt_ids
     history[len(HELLO)]["content"] = [block.model_dump() for block in said.content]
-    read = parse_messages(body(system=system, messages=history)).raw().prompts[0].content
-    assert read == parse_chat({"model": SERVED, "messages": chat}).raw().prompts[0].content
+    read: Any = parse_messages(body(system=system, messages=history)).raw().prompts[0].content
+    chatted: Any = parse_chat({"model": SERVED, "messages": chat}).raw().prompts[0].content
+    assert read.messages == chatted.messages
 
 
 def test_json_by_a_schema(client: anthropic.Anthropic, served: Served) -> None:
@@ -416,6 +418,16 @@ def test_bad_requests_are_named(served: Served, sent: dict[str, Any], name: str)
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), answer.text
     assert name in answer.json()["error"]["message"]
     assert not served.ring.generations
+
+
+def test_a_model_without_tools(tmp_path: Path) -> None:
+    with run_front(tmp_path, FrontOptions()) as served:
+        asked = [*HELLO, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [RESULT]}]
+        for sent, name in ((body(tools=TOOLS), "tools"), (body(messages=asked), "messages: ")):
+            error = served.http.post("/v1/messages", json=sent).json()["error"]
+            assert error["type"] == "invalid_request_error"
+            assert name in error["message"]
+        assert not served.ring.generations
 
 
 def test_harmless_fields_pass(served: Served) -> None:

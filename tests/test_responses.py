@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -260,8 +261,9 @@ def test_a_conversation_with_calls_reads_as_that_of_chat_completions(client: ope
         {"role": "assistant", "content": "", "tool_calls": [{"id": "x", "function": {"name": "now", "arguments": ""}}]},
     ]
     plain = [item if isinstance(item, dict) else item.model_dump(by_alias=True) for item in items]
-    read = parse_responses(body(instructions="be short", input=plain)).raw().prompts[0].content
-    assert read == parse_chat({"model": SERVED, "messages": chat}).raw().prompts[0].content
+    read: Any = parse_responses(body(instructions="be short", input=plain)).raw().prompts[0].content
+    chatted: Any = parse_chat({"model": SERVED, "messages": chat}).raw().prompts[0].content
+    assert read.messages == chatted.messages
 
 
 def test_errors(client: openai.OpenAI, served: Served) -> None:
@@ -372,6 +374,14 @@ def test_bad_requests_are_named(served: Served, sent: dict[str, Any], param: str
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
     assert not served.ring.generations
+
+
+def test_a_model_without_tools(tmp_path: Path) -> None:
+    with run_front(tmp_path, FrontOptions()) as served:
+        for sent, param in ((body(tools=TOOLS), "tools"), (_items(USER, USE), "input")):
+            error = served.http.post("/v1/responses", json=sent).json()["error"]
+            assert error["param"] == param, error
+        assert not served.ring.generations
 
 
 def test_harmless_fields_pass(served: Served) -> None:

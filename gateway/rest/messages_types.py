@@ -186,7 +186,7 @@ class CountTokensRequest(Body):
             raise bad_request(f"{path}: the last message must be the user's; an answer cannot be begun for it", path)
         system = [] if self.system is None else [{"role": "system", "content": _joined(self.system)}]
         said = [plain for index, message in enumerate(self.messages) for plain in message.plain(f"messages[{index}]")]
-        return Prompt(Chat([*system, *said]), "messages")
+        return Prompt(Chat([*system, *said], "messages"), "messages")
 
     def _raw_tools(self) -> RawTools:
         choice = self.tool_choice

@@ -151,7 +151,7 @@ class ResponsesRequest(Body):
         choice = self.tool_choice
         return RawRequest(
             model=self.model,
-            prompts=[Prompt(Chat(self._messages()), "input")],
+            prompts=[Prompt(Chat(self._messages(), "input"), "input")],
             prompts_param="input",
             max_tokens=self.max_output_tokens,
             max_tokens_param="max_output_tokens",
