@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -65,3 +66,40 @@ def test_no_call_where_none_is_needed_or_wanted(client: openai.OpenAI) -> None:
         (answer,) = ask(client, question, tool_choice=choice).choices
         assert (answer.finish_reason, answer.message.tool_calls) == ("stop", None)
         assert answer.message.content
+
+
+def test_the_same_calls_in_the_words_of_messages_and_responses(client: openai.OpenAI) -> None:
+    """A call, its result and an answer to it, which must be the one that chat completions give."""
+    question = "What is the weather in Paris?"
+    result = json.dumps({"city": "Paris", "temperature": 21, "condition": "sunny"})
+    said = ask(client, question).choices[0].message
+    assert calls_of(said) == [("get_weather", {"city": "Paris"})]
+    told = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": result}
+    answer = ask(client, [{"role": "user", "content": question}, said, told]).choices[0].message.content
+    assert answer
+
+    functions = [tool["function"] for tool in TOOLS]
+    items: list[Any] = [{"role": "user", "content": question}]
+    same: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 200}
+    same["tools"] = [{"type": "function", **function, "strict": None} for function in functions]
+    called = client.responses.create(input=items, **same)
+    (call,) = called.output
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
+    items += [*called.output, {"type": "function_call_output", "call_id": call.call_id, "output": result}]
+    assert client.responses.create(input=items, **same).output_text == answer
+
+    messages: list[Any] = [{"role": "user", "content": question}]
+    same = {"model": MODEL, "temperature": 0, "max_tokens": 200}
+    same["tools"] = [
+        {"name": tool["name"], "description": tool["description"], "input_schema": tool["parameters"]}
+        for tool in functions
+    ]
+    base_url = str(client.base_url).removesuffix("/v1/")
+    with anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0) as other:
+        message: Any = other.messages.create(messages=messages, **same)
+        (block,) = message.content
+        assert (block.name, block.input, message.stop_reason) == ("get_weather", {"city": "Paris"}, "tool_use")
+        results = [{"type": "tool_result", "tool_use_id": block.id, "content": result}]
+        messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
+        with other.messages.stream(messages=messages, **same) as stream:
+            assert "".join(stream.text_stream) == answer
