@@ -4,12 +4,9 @@ Knows how the parts fit and nothing that they do.
 """
 
 import time
-from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from prometheus_client import CollectorRegistry
-from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 
 from gateway.access import REQUEST_ID_HEADER
@@ -24,6 +21,7 @@ from gateway.rest.messages_types import CountTokensRequest, MessagesRequest
 from gateway.rest.middleware import KeyCheck, RequestScope
 from gateway.rest.openai_routes import build_openai_router
 from gateway.rest.openai_types import ChatCompletionRequest, CompletionRequest
+from gateway.rest.openapi import add_document
 from gateway.rest.page_routes import build_page_router
 from gateway.rest.responses_routes import build_responses_router
 from gateway.rest.responses_types import ResponsesRequest
@@ -75,22 +73,5 @@ def build_app(front: Front) -> FastAPI:
         expose_headers=[REQUEST_ID_HEADER, "retry-after"],
     )
     app.add_middleware(RequestScope)
-    _describe_bodies(app)
+    add_document(app, _BODIES)
     return app
-
-
-def _describe_bodies(app: FastAPI) -> None:
-    """Adds the request models, which the routes parse themselves, to the OpenAPI document."""
-
-    def build_document() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = get_openapi(title=app.title, version="1", routes=app.routes)
-            _, schema = models_json_schema(
-                [(model, "validation") for model in _BODIES],
-                ref_template="#/components/schemas/{model}",
-            )
-            document.setdefault("components", {}).setdefault("schemas", {}).update(schema["$defs"])
-            app.openapi_schema = document
-        return app.openapi_schema
-
-    app.openapi = build_document  # type: ignore[method-assign]
