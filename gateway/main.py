@@ -19,6 +19,7 @@ from gateway.ring.fleet import Fleet
 from gateway.text.tokenizer import Tokenizer
 from runtime import rpc
 from runtime.config import GatewayConfig
+from runtime.garbage import spare_what_is_here
 from runtime.lifecycle import ReadyReporter, Shutdown, take_open_files
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
@@ -86,6 +87,7 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
     if (reason := dispatcher.check_ready()) is not None:
         log.warning("not ready yet", reason=reason)
     shutdown.listen()
+    spare_what_is_here()
     reporter.ready(address, address, "", {"grpc": grpc_address})
     await shutdown.wait()
     ring.cut_off()

@@ -46,6 +46,8 @@ async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
             if not isinstance(item, _Ended):
                 source.room.release()
                 yield source.index, item
+                if not news.empty():
+                    await asyncio.sleep(0)  # others get their turn while whoever reads works on many items
             elif item.error is not None:
                 raise item.error
             else:

@@ -24,6 +24,7 @@ import structlog
 import uvloop
 
 from runtime.config import DecodeConfig, PrefillConfig
+from runtime.garbage import spare_what_is_here
 from runtime.logs import setup_logging
 
 log = structlog.get_logger()
@@ -99,6 +100,7 @@ def run_worker(
     reporter = ReadyReporter(config.ready_fd, role)
     try:
         engine = build(config, reporter)
+        spare_what_is_here()
         uvloop.run(serve(config, engine, reporter))
     except (ValueError, OSError) as error:
         log.error("cannot start", reason=str(error))

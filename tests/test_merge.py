@@ -132,3 +132,24 @@ def test_many_that_begin_let_others_run() -> None:
         turning.cancel()
 
     run(test())
+
+
+def test_others_get_their_turn_while_many_items_wait_for_a_busy_reader() -> None:
+    async def test() -> None:
+        num_turns, seen = 0, list[int]()
+
+        async def count_turns() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count_turns())
+        async for _item in merge([Sources().count(1) for _ in range(40)]):
+            if not seen:
+                await asyncio.sleep(0.05)  # all others are ready by now
+            seen.append(num_turns)
+        counting.cancel()
+        assert len(set(seen)) == 40, "items were read without a turn of the loop between them"
+
+    run(test())

@@ -106,7 +106,7 @@ class Envelope(msgspec.Struct):
     object: ObjectKind
     created: int
     model: str
-    choices: Sequence[Choice]
+    choices: Sequence[Choice | msgspec.Raw]
     usage: Usage | UnsetType | None = UNSET  # null in the chunks of a stream that will end with one
 
 
@@ -156,6 +156,11 @@ _encoder = msgspec.json.Encoder()
 def encode(answer: Envelope | ErrorEnvelope | ModelCard | ModelList) -> bytes:
     """JSON."""
     return _encoder.encode(answer)
+
+
+def encode_choice(choice: Choice) -> msgspec.Raw:
+    """JSON of one choice, to be put into an envelope."""
+    return msgspec.Raw(_encoder.encode(choice))
 
 
 def usage_of(totals: Totals) -> Usage:

@@ -3,17 +3,18 @@
 Must not know HTTP or where the text comes from.
 """
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from gateway.answer import Totals
 from gateway.order import Job
 from gateway.pieces import Piece
-from gateway.rest.openai_answers import Choice, Envelope, ObjectKind, Usage, encode, usage_of
+from gateway.rest.openai_answers import Choice, Envelope, ObjectKind, Usage, encode, encode_choice, usage_of
 from gateway.rest.openai_choices import Endpoint, Extras
 from gateway.rest.sse import DataEnd, data_event
 
@@ -49,12 +50,15 @@ class AnswerWriter:
             async for index, piece in pieces:
                 self._totals.add(index, piece)
                 self._choices[index].add(piece)
-        choices = [choice.whole() for choice in self._choices]
+        choices = []
+        for choice in self._choices:
+            choices.append(encode_choice(choice.whole()))
+            await asyncio.sleep(0)  # others get their turn: log-probabilities make a choice many megabytes
         return self._envelope(self._endpoint.whole_kind, choices, usage_of(self._totals))
 
     def _chunk(self, choices: Sequence[Choice], usage: Usage | None = None) -> bytes:
         told = usage if self._is_usage_streamed else UNSET
         return data_event(self._envelope(self._endpoint.chunk_kind, choices, told))
 
-    def _envelope(self, kind: ObjectKind, choices: Sequence[Choice], usage: Usage | UnsetType | None) -> bytes:
+    def _envelope(self, kind: ObjectKind, choices: Sequence[Choice | Raw], usage: Usage | UnsetType | None) -> bytes:
         return encode(Envelope(self._id, kind, self._created_s, self._model, choices, usage))
