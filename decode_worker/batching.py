@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from decode_worker.session import NO_GUESSES, Guessed, Phase, Session
 from decode_worker.session_table import SessionTable
 from decode_worker.speculation.lengths import Candidate, Costs, choose_lengths
@@ -21,6 +24,7 @@ class Planned:
     num_guesses: int = 0  # so many tokens may be guessed ahead
     guesses: tuple[int, ...] = ()  # what was guessed; set by the speculator, as is `guessed`
     guessed: Guessed = NO_GUESSES
+    masks: NDArray[np.int32] | None = None  # [1 + guesses, ceil(V / 32)]: what each choice is from; set by grammar
 
 
 def plan_step(table: SessionTable, chunk_tokens: int) -> list[Planned]:

@@ -2,13 +2,16 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import structlog
 
 from decode_worker.batching import Planned, plan_guesses, plan_step
+from decode_worker.constraints import constrain, follow
+from decode_worker.grammar.errors import GrammarMismatchError
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.session import Delta
+from decode_worker.session import Delta, Session
 from decode_worker.session_table import SessionTable
 from decode_worker.speculation.speculator import Speculator
 from engine.batch import SequenceSlice
@@ -20,6 +23,15 @@ from engine.speculative import count_accepted
 from engine.thread import EngineThread
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a step gave one session."""
+
+    scored: list[Chosen]  # prompt tokens
+    chosen: list[Chosen]  # the next tokens
+    is_whole: bool  # by its grammar nothing may follow them
 
 
 class DecodeLoop:
@@ -52,8 +64,9 @@ class DecodeLoop:
         deltas = expired
         if planned:
             self._copy_shared_pages(planned)
-            guessed = self._speculator.guess(planned)
-            deltas += self._finish(guessed, self._compute(guessed))
+            constrained, ended = self._constrain(self._speculator.guess(planned))
+            deltas += ended
+            deltas += self._finish(constrained, self._compute(constrained))
         self._publish(self.thread.progress().steps, deltas)
         return True
 
@@ -76,11 +89,33 @@ class DecodeLoop:
             if step.session.copy is not None:
                 self._pool.copy_page(*step.session.copy)
 
+    def _constrain(self, planned: list[Planned]) -> tuple[list[Planned], list[Delta]]:
+        """The step with masks, and the ends of answers that are whole, or cannot go on, by their grammars."""
+        constrained: list[Planned] = []
+        ended: list[Delta] = []
+        for step in planned:
+            try:
+                left = constrain(step)
+            except GrammarMismatchError as error:
+                ended.append(self._end(step.session, "error", str(error)))
+                continue
+            if left is None:
+                ended.append(self._end(step.session, "stop"))
+            else:
+                constrained.append(left)
+        return constrained, ended
+
+    def _end(self, session: Session, reason: str, error: str = "") -> Delta:
+        with self.thread.lock:
+            return self._table.fail(session, error, time.monotonic(), reason)
+
     def _compute(self, planned: list[Planned]) -> list[list[Chosen] | StepFailedError]:
         """One forward: for each planned slice the answers to its choices, or what went wrong.
 
         When the forward fails, each slice is computed alone, so that only those die that cannot be computed.
         """
+        if not planned:
+            return []
         try:
             return self._forward(planned)
         except Exception as error:
@@ -114,30 +149,42 @@ class DecodeLoop:
         return [list(islice(chosen, len(wanted))) for wanted in choices]
 
     def _finish(self, planned: list[Planned], results: Sequence[list[Chosen] | StepFailedError]) -> list[Delta]:
+        outcomes = [self._settle(step, result) for step, result in zip(planned, results, strict=True)]
         with self.thread.lock:
             now = time.monotonic()
-            news = [self._finish_one(step, result, now) for step, result in zip(planned, results, strict=True)]
-        done = [step for step, result in zip(planned, results, strict=True) if not isinstance(result, Exception)]
+            news = [self._finish_one(step, outcome, now) for step, outcome in zip(planned, outcomes, strict=True)]
+        done = [step for step, outcome in zip(planned, outcomes, strict=True) if not isinstance(outcome, Exception)]
         deltas = [delta for delta in news if delta is not None]
         self._metrics.count_step(done, deltas)
         return deltas
 
-    def _finish_one(self, step: Planned, result: list[Chosen] | StepFailedError, now: float) -> Delta | None:
+    def _settle(self, step: Planned, result: list[Chosen] | StepFailedError) -> _Outcome | Exception:
+        """What the session gets of a step's answers: not those after a wrong guess."""
         if isinstance(result, StepFailedError):
-            return self._table.fail(step.session, str(result), now)
+            return result
         scored, chosen = result[: step.num_scored], result[step.num_scored :]
         if step.guesses:
             num_accepted = count_accepted(step.guesses, [one.token for one in chosen])
             self._metrics.count_guesses(len(step.guesses), num_accepted)
             chosen = chosen[: num_accepted + 1]
+        try:
+            is_whole = follow(step.session, [one.token for one in chosen])
+        except GrammarMismatchError as error:
+            return error
+        return _Outcome(scored, chosen, is_whole)
+
+    def _finish_one(self, step: Planned, outcome: _Outcome | Exception, now: float) -> Delta | None:
+        if isinstance(outcome, Exception):
+            return self._table.fail(step.session, str(outcome), now)
         return self._table.finish_step(
             step.session,
             step.count + len(step.guesses),
-            [one.token for one in chosen],
+            [one.token for one in outcome.chosen],
             now,
-            [one.logprobs for one in chosen if one.logprobs is not None],
-            [one.logprobs for one in scored if one.logprobs is not None],
+            [one.logprobs for one in outcome.chosen if one.logprobs is not None],
+            [one.logprobs for one in outcome.scored if one.logprobs is not None],
             step.guessed,
+            outcome.is_whole,
         )
 
 
@@ -159,7 +206,15 @@ def build_choices(step: Planned) -> list[Choice]:
     ]
     if step.wants_token:
         choices += [
-            Choice(sampling, end, tokens, answer_begin, session.forbidden_at(end), num_logprobs=wanted.num_logprobs)
+            Choice(
+                sampling,
+                end,
+                tokens,
+                answer_begin,
+                session.forbidden_at(end),
+                mask=None if step.masks is None else step.masks[end - len(session.tokens)],
+                num_logprobs=wanted.num_logprobs,
+            )
             for end in range(len(session.tokens), len(tokens) + 1)
         ]
     return choices

@@ -4,6 +4,8 @@ import asyncio
 import os
 from functools import partial
 
+from decode_worker.grammar.compiler import GrammarCompiler
+from decode_worker.grammar.grammars import Grammars
 from decode_worker.intake import Intake
 from decode_worker.loop import DecodeLoop
 from decode_worker.metrics import DecodeMetrics
@@ -72,9 +74,11 @@ async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) 
         trust.open_channel,
     )  # fmt: skip
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_length)
+    compiler = GrammarCompiler(engine.folder, engine.config.vocab_size, config.grammar_cpu_s)
+    grammars = Grammars(compiler, config.grammar_cache_mib << 20)
     service = DecodeService(
         me, table, loop.thread, intake, streams, metrics, context_tokens, engine.config.vocab_size, shutdown,
-        speculator,
+        speculator, grammars,
     )  # fmt: skip
     decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
     metrics_port = metrics.serve(config.host, config.metrics_port)
@@ -88,3 +92,4 @@ async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) 
     streams.close()
     await server.stop(rpc.STOP_GRACE_S)
     await intake.close()
+    await grammars.close()

@@ -11,6 +11,9 @@ from typing import Any
 import grpc
 import structlog
 
+from decode_worker.grammar.errors import GrammarBrokenError, GrammarBusyError, GrammarRefusedError
+from decode_worker.grammar.grammars import Grammars
+from decode_worker.grammar.matcher import Grammar
 from decode_worker.intake import HandshakeRefusedError, Intake
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.session import NothingToShareError, OfferRefusedError, Phase, Reservation, Session
@@ -26,6 +29,7 @@ from runtime.peer_input import find_foreign_token
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_LOGPROBS = 20  # likeliest tokens told beside one, as OpenAI's API has it
+GRAMMAR_WAIT_S, GRAMMAR_WAIT_SHARE = 4.0, 0.8  # a Reserve's longest wait for its grammar, and of what its caller waits
 log = structlog.get_logger()
 
 
@@ -44,6 +48,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         vocab_size: int,
         shutdown: Shutdown,
         speculator: Speculator,
+        grammars: Grammars,
     ) -> None:
         self._me = me
         self._table = table
@@ -55,24 +60,24 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._vocab_size = vocab_size
         self._shutdown = shutdown
         self._speculator = speculator
+        self._grammars = grammars
 
     async def Reserve(  # noqa: N802
         self,
         request: decode_pb2.ReserveRequest,
         context: Context,
     ) -> decode_pb2.ReserveResponse:
-        if self._shutdown.is_draining:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "this worker is draining")
-        if not self._streams.is_open(request.gateway):
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, f"gateway {request.gateway} has no Steps stream open here"
-            )
+        await self._check_open(request.gateway, context)
         problem = self._find_problem(request)
         if problem is not None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
+        grammar = None
+        if request.HasField("grammar"):
+            grammar = await self._find_grammar(request.grammar, context)
+            await self._check_open(request.gateway, context)  # that took a while
         try:
             drafter = self._speculator.resolve(request.speculation.drafter, request.speculation.max_draft_tokens)
-            wanted = _reservation(request, *drafter)
+            wanted = _reservation(request, *drafter, grammar)
             with self._thread.lock:
                 session = self._table.reserve(wanted, time.monotonic())
                 self._thread.wake()
@@ -84,6 +89,25 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         log.info("session reserved", request_id=request.request_id, session=session.id, attempt=session.attempt)
         return decode_pb2.ReserveResponse(ticket=self._ticket(session), needs_prefill=session.phase is Phase.RECEIVING)
+
+    async def _check_open(self, gateway: str, context: Context) -> None:
+        if self._shutdown.is_draining:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this worker is draining")
+        if not self._streams.is_open(gateway):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"gateway {gateway} has no Steps stream open here")
+
+    async def _find_grammar(self, wanted: decode_pb2.Grammar, context: Context) -> Grammar:
+        """Answers in time even if the grammar is not there yet: who is silent for too long counts as dead."""
+        left_s = context.time_remaining()
+        wait_s = GRAMMAR_WAIT_S if left_s is None else min(GRAMMAR_WAIT_S, GRAMMAR_WAIT_SHARE * left_s)
+        try:
+            return await self._grammars.get(wanted.kind, wanted.text, wait_s)
+        except GrammarRefusedError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the answer's {wanted.kind} cannot be used: {error}")
+        except GrammarBusyError as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except GrammarBrokenError as error:
+            await context.abort(grpc.StatusCode.INTERNAL, str(error))
 
     def _find_problem(self, request: decode_pb2.ReserveRequest) -> str | None:
         total = len(request.prompt_ids) + request.max_tokens
@@ -189,7 +213,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         )
 
 
-def _reservation(request: decode_pb2.ReserveRequest, drafter: str, max_draft_tokens: int) -> Reservation:
+def _reservation(
+    request: decode_pb2.ReserveRequest, drafter: str, max_draft_tokens: int, grammar: Grammar | None
+) -> Reservation:
     sampling = request.sampling
     return Reservation(
         request_id=request.request_id,
@@ -218,4 +244,5 @@ def _reservation(request: decode_pb2.ReserveRequest, drafter: str, max_draft_tok
         share_with=request.share_with,
         drafter=drafter,
         max_draft_tokens=max_draft_tokens,
+        grammar=grammar,
     )

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from decode_worker.grammar.matcher import Grammar, Matcher
 from decode_worker.speculation.lengths import Acceptance
 from engine.choice import TokenLogprobs
 from engine.sampling import SamplingParams
@@ -72,6 +73,7 @@ class Reservation:
     share_with: int = 0  # handle of the session whose prompt's KV to take over; 0: none
     drafter: str = "off"  # who guesses ahead
     max_draft_tokens: int = 0  # in one step
+    grammar: Grammar | None = None  # what the answer must match
 
     def __post_init__(self) -> None:
         if self.num_emitted >= len(self.prompt_ids):
@@ -125,6 +127,7 @@ class Session:
     acceptance: Acceptance = field(default_factory=Acceptance)
     num_drafted: int = 0
     num_accepted: int = 0
+    matcher: Matcher | None = None  # how far the answer has come in its grammar; the engine thread's alone
 
     @property
     def request_id(self) -> str:

@@ -264,12 +264,14 @@ class SessionTable:
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[TokenLogprobs] = (),
         guessed: Guessed = NO_GUESSES,
+        is_whole: bool = False,
     ) -> Delta | None:
         """A step computed `count` more positions and perhaps chose `tokens`, the next ones. Returns news, if any.
 
         Of several tokens all but the last were computed in this step as well. Those beyond the answer's end are
         dropped. `logprobs`: one a token, or none; `prompt_logprobs`: of the next prompt tokens not told yet;
-        `guessed`: how the guesses among the tokens came about, those that were wrong included.
+        `guessed`: how the guesses among the tokens came about, those that were wrong included; `is_whole`: with these
+        tokens nothing more may come.
         """
         session.is_stepped = False
         if session.phase is Phase.ENDED:
@@ -279,6 +281,7 @@ class SessionTable:
             self.allocator.free([session.copy[0]])
             session.copy = None
         kept, reason = session.keep(tokens)
+        reason = "stop" if is_whole else reason
         session.tokens.extend(kept)
         session.scored += len(prompt_logprobs)
         if guessed.draft_computed is not None:
@@ -307,7 +310,7 @@ class SessionTable:
     # -- ends ----------------------------------------------------------------------------------------------------
 
     def fail(self, session: Session, error: str, now: float, reason: str = "error") -> Delta:
-        """End a session for `error`, after its step if it is in one."""
+        """End a session for `error`, or by any other `reason`, after its step if it is in one."""
         session.is_stepped = False
         self._end(session)
         return Delta(

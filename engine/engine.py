@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -19,6 +20,7 @@ from engine.runner import Runner
 class Engine:
     """Owns everything large."""
 
+    folder: Path  # of the checkpoint
     config: ModelConfig
     weights: str  # fingerprint
     dtype: str  # "float32", "bfloat16" or "float16"
@@ -84,6 +86,7 @@ def build_engine(
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     pool = Pool(shape.with_pages(size_pool(config.context_length, page_bytes, free_bytes)), device, draft_shape)
     return Engine(
+        folder=folder,
         config=config,
         weights=weights,
         dtype=str(decoder.dtype).removeprefix("torch."),

@@ -77,6 +77,7 @@ async def _stream_choice(front: Front, order: Order, meter: ChoiceMeter) -> Asyn
     reader = PieceReader(
         front.tokenizer.detokenizer(order.tools.format.markers if order.tools else ()),
         StopStrings(order.stop_strings),
+        order.generation.stop_token_ids,
         with_logprobs=order.generation.num_logprobs is not None,
         text_offset=len(order.echo.text) if order.echo else 0,
     )

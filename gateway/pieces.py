@@ -45,18 +45,25 @@ class Piece:
 
 
 class PieceReader:
-    """Turns a choice's tokens into pieces: stop tokens have no text, and nothing follows a stop string.
+    """Turns a choice's tokens into pieces: the stop token that ends it has no text, and nothing follows a stop string.
 
     A token is told with the first character that it has a part in; those without text, with what follows them or at
     the end. A stop string takes the tokens with it that begin where it does or later.
     """
 
     def __init__(
-        self, detokenizer: IncrementalDetokenizer, stops: StopStrings, *, with_logprobs: bool, text_offset: int = 0
+        self,
+        detokenizer: IncrementalDetokenizer,
+        stops: StopStrings,
+        stop_token_ids: frozenset[int],
+        *,
+        with_logprobs: bool,
+        text_offset: int = 0,
     ) -> None:
         """`text_offset`: how many characters come before the answer."""
         self._detokenizer = detokenizer
         self._stops = stops
+        self._stop_token_ids = stop_token_ids
         self._with_logprobs = with_logprobs
         self._num_decoded = text_offset
         self._num_shown = text_offset
@@ -69,7 +76,8 @@ class PieceReader:
             raise ValueError(f"{len(tokens.token_ids)} tokens came with {len(tokens.logprobs)} log-probabilities")
         self._timing = tokens.timing or self._timing
         texts: list[str] = []
-        num_with_text = len(tokens.token_ids) - (tokens.finish_reason == "stop")
+        is_stopped = tokens.finish_reason == "stop" and self._stop_token_ids.issuperset(tokens.token_ids[-1:])
+        num_with_text = len(tokens.token_ids) - is_stopped  # what a grammar ends has no stop token
         for rank, token_id in enumerate(tokens.token_ids):
             if self._with_logprobs:
                 self._untold.append(ToldToken(token_id, tokens.logprobs[rank], self._num_decoded))

@@ -84,8 +84,8 @@ class DecodeServicer:
 
     def Reserve(self, request, context):
         """Reserves a session and the pages of its prompt. Idempotent per (gateway, handle).
-        RESOURCE_EXHAUSTED: no room now; INVALID_ARGUMENT: it can never fit; FAILED_PRECONDITION: the gateway has no
-        Steps stream open; UNAVAILABLE: draining.
+        RESOURCE_EXHAUSTED: no room now, or its grammar is not compiled yet; INVALID_ARGUMENT: it can never fit, or its
+        grammar cannot be used; FAILED_PRECONDITION: the gateway has no Steps stream open; UNAVAILABLE: draining.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

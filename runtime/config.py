@@ -160,6 +160,21 @@ class SpeculationConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GrammarConfig(Settings):
+    """What schemas, expressions and grammars for answers may cost a decode worker."""
+
+    grammar_cpu_s: int = 5
+    """Seconds of CPU time after which a schema, expression or grammar is refused: it takes too long to compile."""
+    grammar_cache_mib: int = 256
+    """Memory for compiled grammars that may be wanted again; those in use come on top."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_at_least("grammar_cpu_s", 1)
+        self.require_at_least("grammar_cache_mib", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PublicConfig(Settings):
     """What clients of the service meet."""
 
@@ -265,7 +280,7 @@ class PrefillConfig(HeartbeatConfig, WorkerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig(SpeculationConfig, TransferConfig, WorkerConfig):
+class DecodeConfig(GrammarConfig, SpeculationConfig, TransferConfig, WorkerConfig):
     """One decode worker."""
 
     max_running: int = 64
@@ -302,7 +317,9 @@ class GatewayConfig(PublicConfig, HeartbeatConfig, ProcessConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(PublicConfig, SpeculationConfig, TransferConfig, HeartbeatConfig, EngineConfig, ProcessConfig):
+class ServeConfig(
+    PublicConfig, GrammarConfig, SpeculationConfig, TransferConfig, HeartbeatConfig, EngineConfig, ProcessConfig
+):
     """A whole service on one machine."""
 
     prefill_workers: int = 1

@@ -16,6 +16,8 @@ from typing import Any
 import grpc
 
 from bench.decoding import NO_SPECULATION
+from decode_worker.grammar.compiler import GrammarCompiler
+from decode_worker.grammar.grammars import Grammars
 from decode_worker.intake import Intake
 from decode_worker.loop import DecodeLoop
 from decode_worker.metrics import DecodeMetrics
@@ -23,6 +25,7 @@ from decode_worker.service import DecodeService
 from decode_worker.session import Delta
 from decode_worker.session_table import SessionTable
 from decode_worker.streams import GatewayStreams
+from demo.paths import TARGET_DIR
 from engine.batch import SequenceSlice
 from engine.choice import Choice, Chosen, TokenLogprobs
 from engine.kvcache.allocator import PageAllocator
@@ -146,9 +149,11 @@ async def decode_worker(
         peer, pool, table, loop.thread, metrics, transport, is_transport_required=True, read_timeout_s=lease_s
     )
     shutdown = Shutdown(0, lambda: 0)
+    grammars = Grammars(GrammarCompiler(TARGET_DIR, VOCAB, cpu_s=1), max_bytes=1 << 20)
     service = DecodeService(
-        peer, table, loop.thread, intake, streams, metrics, CONTEXT_TOKENS, VOCAB, shutdown, NO_SPECULATION
-    )
+        peer, table, loop.thread, intake, streams, metrics, CONTEXT_TOKENS, VOCAB, shutdown, NO_SPECULATION,
+        grammars,
+    )  # fmt: skip
     decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
     loop.thread.start()
     await server.start()
@@ -159,6 +164,7 @@ async def decode_worker(
         streams.close()
         await server.stop(None)
         await intake.close()
+        await grammars.close()
         loop.thread.stop(PATIENCE_S)
         table.check()
 

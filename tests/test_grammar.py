@@ -17,7 +17,6 @@ import pytest
 import xgrammar
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from decode_worker.grammar import frames, matcher
 from decode_worker.grammar.cache import ByteCache
@@ -27,11 +26,11 @@ from decode_worker.grammar.frames import Frame
 from decode_worker.grammar.grammars import MAX_COMPILING, Grammars
 from decode_worker.grammar.limits import MAX_JSON_DEPTH, MAX_TEXT_BYTES, find_problem, json_depth
 from decode_worker.grammar.matcher import Grammar, Matcher
-from decode_worker.grammar.vocabulary import Vocabulary, read_vocabulary, vocabulary_from_frame
+from decode_worker.grammar.vocabulary import Vocabulary, vocabulary_from_frame
 from demo.paths import TARGET_DIR
 from gateway.text.tokenizer import Tokenizer
+from tests.grammars import DEMO_SIZE, allowed_in, compile_here, vocabulary
 
-DEMO_SIZE = 1024
 PADDED_SIZE = 1030  # not a multiple of 32
 LARGE = 32_768
 STOP = 2
@@ -58,11 +57,6 @@ ARITHMETIC = 'root ::= term ([+*] term)*\nterm ::= [0-9] | "(" root ")"'
 
 
 @cache
-def vocabulary(size: int = DEMO_SIZE) -> Vocabulary:
-    return read_vocabulary(TARGET_DIR, size)
-
-
-@cache
 def large_vocabulary() -> Vocabulary:
     """Bytes, then words of a fixed seed, the last ones control tokens."""
     draw = random.Random(5)
@@ -74,21 +68,6 @@ def large_vocabulary() -> Vocabulary:
     texts = [*words, *(text.encode() for text in control.values())]
     info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=len(texts), stop_token_ids=[LARGE - 1])
     return Vocabulary(info, control)
-
-
-def compile_here(kind: str, text: str, words: Vocabulary) -> Grammar:
-    """Without process and limits, and with another's options: only what a text matches is the same."""
-    compiler = xgrammar.GrammarCompiler(words.info, max_threads=1)
-    by_kind: dict[str, Callable[[str], xgrammar.CompiledGrammar]] = {
-        "json_schema": compiler.compile_json_schema,
-        "regex": compiler.compile_regex,
-        "ebnf": compiler.compile_grammar,
-    }
-    return Grammar(by_kind[kind](text), words, words.text_mask(kind, text))
-
-
-def allowed_in(row: NDArray[np.int32]) -> list[int]:
-    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
 
 
 def walk(grammar: Grammar, stops: tuple[int, ...], draw: random.Random, most: int) -> list[int] | None:

@@ -28,7 +28,9 @@ def _likely(ids: list[int]) -> tuple[TokenLogprobs, ...]:
 
 def _read(tokenizer: Tokenizer, ids: list[int], stops: list[str], cuts: list[int], ending: FinishReason) -> list[Piece]:
     """Pieces of an answer whose tokens come in groups that end at the cuts."""
-    reader = PieceReader(tokenizer.detokenizer(), StopStrings(stops), with_logprobs=True, text_offset=7)
+    reader = PieceReader(
+        tokenizer.detokenizer(), StopStrings(stops), frozenset(ids[-1:]), with_logprobs=True, text_offset=7
+    )
     pieces: list[Piece] = []
     for start, end in itertools.pairwise([0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]):
         reason = ending if end == len(ids) else None
@@ -82,7 +84,7 @@ def test_a_held_back_token_is_told_when_its_text_is_shown() -> None:
     tokenizer = _loaded["byte_level"]
     smile, end = tokenizer.encode("🙂", add_special_tokens=False), tokenizer.encode("EN", add_special_tokens=False)
     assert len(smile) == 4
-    reader = PieceReader(tokenizer.detokenizer(), StopStrings(["END"]), with_logprobs=True)
+    reader = PieceReader(tokenizer.detokenizer(), StopStrings(["END"]), frozenset(), with_logprobs=True)
     for token_id in smile[:3]:
         assert reader.read(Tokens((token_id,), None, _likely([token_id]))).told == ()
     assert [token.offset for token in reader.read(Tokens((smile[3],), None, _likely(smile[3:]))).told] == [0] * 4
@@ -94,7 +96,7 @@ def test_a_held_back_token_is_told_when_its_text_is_shown() -> None:
 def test_tokens_of_a_stop_string_are_not_told() -> None:
     tokenizer = _loaded["byte_level"]
     ids = tokenizer.encode("hello", add_special_tokens=False), tokenizer.encode("END", add_special_tokens=False)
-    reader = PieceReader(tokenizer.detokenizer(), StopStrings(["END"]), with_logprobs=True)
+    reader = PieceReader(tokenizer.detokenizer(), StopStrings(["END"]), frozenset(), with_logprobs=True)
     both = [*ids[0], *ids[1]]
     piece = reader.read(Tokens(tuple(both), None, _likely(both)))
     assert (piece.text, piece.finish_reason) == ("hello", "stop")
@@ -102,8 +104,19 @@ def test_tokens_of_a_stop_string_are_not_told() -> None:
     assert list(piece.token_ids) == both
 
 
+def test_only_a_stop_token_has_no_text_at_the_end() -> None:
+    """A grammar may end an answer without one."""
+    tokenizer = _loaded["byte_level"]
+    ids = tokenizer.encode("hello world", add_special_tokens=False)
+    for stop_token_ids, text in [(frozenset(ids[-1:]), "hello"), (frozenset({ids[-1] + 1}), "hello world")]:
+        reader = PieceReader(tokenizer.detokenizer(), StopStrings([]), stop_token_ids, with_logprobs=False)
+        assert reader.read(Tokens(tuple(ids), "stop")).text == text
+    reader = PieceReader(tokenizer.detokenizer(), StopStrings([]), frozenset(ids), with_logprobs=False)
+    assert reader.read(Tokens((), "stop")).text == ""
+
+
 def test_log_probabilities_that_are_missing_are_a_bug() -> None:
     tokenizer = _loaded["byte_level"]
-    reader = PieceReader(tokenizer.detokenizer(), StopStrings([]), with_logprobs=True)
+    reader = PieceReader(tokenizer.detokenizer(), StopStrings([]), frozenset(), with_logprobs=True)
     with pytest.raises(ValueError, match="2 tokens came with 0"):
         reader.read(Tokens((5, 6), None))

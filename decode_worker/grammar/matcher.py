@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import xgrammar
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
     """A compiled grammar. Does not change; sequences share it."""
 

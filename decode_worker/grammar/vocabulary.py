@@ -32,7 +32,7 @@ _NEVER = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Vocabulary:
     """A tokenizer as xgrammar wants it. Does not change."""
 

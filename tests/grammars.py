@@ -1,0 +1,36 @@
+"""Grammars for tests, compiled in the test's own process: no limits, and no wait for another to start."""
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import xgrammar
+from numpy.typing import NDArray
+
+from decode_worker.grammar.matcher import Grammar
+from decode_worker.grammar.vocabulary import Vocabulary, read_vocabulary
+from demo.paths import TARGET_DIR
+
+DEMO_SIZE = 1024
+
+
+@cache
+def vocabulary(size: int = DEMO_SIZE) -> Vocabulary:
+    """The demo model's, padded to `size` tokens."""
+    return read_vocabulary(TARGET_DIR, size)
+
+
+def compile_here(kind: str, text: str, words: Vocabulary) -> Grammar:
+    compiler = xgrammar.GrammarCompiler(words.info, max_threads=1)
+    by_kind: dict[str, Callable[[str], xgrammar.CompiledGrammar]] = {
+        "json_schema": lambda schema: compiler.compile_json_schema(schema, max_whitespace_cnt=4),
+        "regex": compiler.compile_regex,
+        "ebnf": compiler.compile_grammar,
+    }
+    return Grammar(by_kind[kind](text), words, words.text_mask(kind, text))
+
+
+def allowed_in(row: NDArray[np.int32]) -> list[int]:
+    """The tokens of a mask."""
+    allowed: list[int] = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+    return allowed
