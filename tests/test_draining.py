@@ -12,10 +12,10 @@ from gateway.errors import ApiError
 from gateway.generation import Generation, Sampling
 from protos import decode_pb2
 from runtime.lifecycle import Shutdown
+from tests.dispatching import PROMPT, answer, generation
+from tests.dispatching import ring as ring_of
 from tests.fake_ring import FakeRing, Script
 from tests.fake_workers import FakeDecode, Signal, serving
-from tests.test_dispatcher import PROMPT, answer, generation
-from tests.test_dispatcher import ring as ring_of
 
 ORDER = Generation("r", (1, 2), 8, Sampling(0.0, 1.0, 0, 0.0, 1), frozenset())
 WAIT_S = 30.0

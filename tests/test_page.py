@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from gateway.errors import ApiError
+from gateway.front import FrontOptions
 from tests.fake_ring import Script
-from tests.front_server import FrontOptions, Served, run_front
+from tests.front_server import Served, run_front
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")

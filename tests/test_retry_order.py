@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from tests.test_dispatcher import NO_ROOM, answer, bounded, generation, pair, slow_polls
+from tests.dispatching import NO_ROOM, answer, bounded, generation, pair
+from tests.test_dispatcher import slow_polls
 
 __all__ = ["slow_polls"]  # a fixture
 
