@@ -122,7 +122,7 @@ def _responses(path: str, method: str) -> dict[str, Any]:
     if answer is not None:
         content = {_JSON: {"schema": _reference(answer)}}
     if path in _STREAMED:
-        content[_EVENTS] = {"schema": {"type": "string"}}
+        content[_EVENTS] = {}  # OpenAPI 3.1 has no words for events
     error = ErrorEvent if path.startswith(MESSAGES_PATH) else ErrorEnvelope
     return {"200": {"description": "The answer.", "content": content}} | {
         str(status): {
