@@ -72,6 +72,9 @@ class SyntheticDrafter:
     def cost(self) -> CostCurve | None:
         return self._inner.cost()
 
+    def end_step(self) -> None:
+        self._inner.end_step()
+
 
 @dataclass(frozen=True, slots=True)
 class Figures:

@@ -24,6 +24,7 @@ from engine.kvcache.allocator import NeverFitsError, NoRoomError
 from engine.sampling import SamplingParams
 from engine.thread import EngineThread
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
+from runtime import rpc
 from runtime.lifecycle import Shutdown
 from runtime.peer_input import find_foreign_token
 
@@ -103,7 +104,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         try:
             return await self._grammars.get(wanted.kind, wanted.text, wait_s)
         except GrammarRefusedError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the answer's {wanted.kind} cannot be used: {error}")
+            problem = f"the answer's {wanted.kind} cannot be used: {error}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem, ((rpc.FIELD_AT_FAULT, "grammar"),))
         except GrammarBusyError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except GrammarBrokenError as error:

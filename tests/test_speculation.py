@@ -5,6 +5,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decode_worker.speculation.costs import FORGOTTEN_STEPS, CostMeter
 from decode_worker.speculation.lengths import (
     Acceptance,
     Candidate,
@@ -102,3 +103,20 @@ def test_the_cost_curve_between_and_beyond_its_points() -> None:
     curve = CostCurve(((1, 1.0), (4, 4.0), (8, 6.0)))
     assert [curve.seconds(rows) for rows in (0, 1, 2, 4, 6, 8, 12)] == [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 8.0]
     assert CostCurve(((1, 0.5),)).seconds(9) == 0.5
+
+
+def test_a_bad_measurement_is_forgotten_and_guessing_tried_again() -> None:
+    meter = CostMeter()
+    meter.note(1, 1.0)
+    meter.note(16, 100.0)  # the machine was busy
+
+    def lengths() -> list[int]:
+        curve = meter.curve()
+        assert curve is not None
+        return choose_lengths([Candidate(0.9, 16)], 0, Costs(curve, None))
+
+    assert lengths() == [0]
+    for _ in range(FORGOTTEN_STEPS + 1):
+        meter.note(1, 1.0)
+        meter.end_step()
+    assert lengths()[0] > 4

@@ -63,6 +63,9 @@ class LyingDrafter:
     def cost(self) -> CostCurve | None:
         return None
 
+    def end_step(self) -> None:
+        pass
+
 
 def build(draft_model: str, num_pages: int) -> Engine:
     return build_engine(

@@ -6,24 +6,38 @@ from decode_worker.speculation.lengths import CostCurve
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a forward are counted as the next larger of these
 NEWEST_SHARE = 0.1  # of the newest measurement in the average; the last 20 or so decide
+FORGOTTEN_STEPS = 1000  # steps after which a size that was not met again is forgotten
 
 
 @dataclass(slots=True)
 class CostMeter:
-    """Averages of measured forwards. Not thread-safe: the engine thread's."""
+    """Averages of measured forwards. Not thread-safe: the engine thread's.
+
+    What was not met for long is forgotten. Else one bad measurement could make guesses look too dear for ever: nobody
+    would guess, and so nobody would measure again.
+    """
 
     _seconds: dict[int, float] = field(default_factory=dict)  # size |-> average
+    _met: dict[int, int] = field(default_factory=dict)  # size |-> step in which it was measured last
+    _steps: int = 0
 
     def note(self, rows: int, seconds: float) -> None:
         """A forward of `rows` rows took `seconds`. Larger ones than any size are prompts, which tell nothing here."""
         size = next((size for size in SIZES if rows <= size), None)
         if size is None:
             return
+        self._met[size] = self._steps
         before = self._seconds.get(size)
         self._seconds[size] = seconds if before is None else before + NEWEST_SHARE * (seconds - before)
 
+    def end_step(self) -> None:
+        """An engine step is over, whatever it measured."""
+        self._steps += 1
+        for size in [size for size, step in self._met.items() if self._steps - step > FORGOTTEN_STEPS]:
+            del self._met[size], self._seconds[size]
+
     def curve(self) -> CostCurve | None:
-        """The averages as a curve that nowhere falls; None before anything was measured."""
+        """The averages as a curve that nowhere falls; None while nothing is known."""
         points = []
         highest = 0.0
         for size in sorted(self._seconds):

@@ -45,7 +45,11 @@ class Drafter(Protocol):
         ...
 
     def cost(self) -> CostCurve | None:
-        """Seconds of one more token for so many sequences at once; None when that is next to nothing."""
+        """Seconds of one more token for so many sequences at once; None when that is next to nothing, or not known."""
+        ...
+
+    def end_step(self) -> None:
+        """An engine step is over, whether it had guesses or not."""
         ...
 
 
@@ -57,6 +61,9 @@ class NgramDrafter:
 
     def cost(self) -> CostCurve | None:
         return None
+
+    def end_step(self) -> None:
+        pass
 
 
 def _repeat(one: Wanted) -> tuple[int, ...]:
@@ -114,6 +121,9 @@ class ModelDrafter:
 
     def cost(self) -> CostCurve | None:
         return self._meter.curve()
+
+    def end_step(self) -> None:
+        self._meter.end_step()
 
 
 def _next_slice(session: Session, guesses: Sequence[int]) -> SequenceSlice:

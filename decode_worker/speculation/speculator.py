@@ -53,8 +53,11 @@ class Speculator:
         return None if step is None else Costs(step, draft)
 
     def note_step(self, rows: int, seconds: float) -> None:
-        """A forward of the model with that many rows took that long."""
+        """A step is over: its forward of the model with that many rows took that long."""
         self._meter.note(rows, seconds)
+        self._meter.end_step()
+        for drafter in self._drafters.values():
+            drafter.end_step()
 
     def guess(self, planned: Sequence[Planned]) -> list[Planned]:
         """The step with its guesses. A drafter that fails costs its guesses, nothing else."""

@@ -34,6 +34,7 @@ from gateway.ring.request_machine import (
 from gateway.ring.sharing import Leader
 from gateway.ring.worker_link import GONE, PrefillLink
 from protos import decode_pb2, kv_pb2, prefill_pb2
+from runtime import rpc
 
 
 class PrefillRefusedError(Exception):
@@ -173,7 +174,8 @@ def _refusal(role: Role, address: str, error: grpc.aio.AioRpcError) -> Refused:
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         if role == "decode":
             detail = error.details() or "the decode worker refused the request"
-        return Refused(role, "invalid", detail)
+        is_grammar = (rpc.FIELD_AT_FAULT, "grammar") in tuple(error.trailing_metadata() or ())
+        return Refused(role, "invalid", detail, is_grammar)
     if error.code() is grpc.StatusCode.NOT_FOUND and role == "decode":
         return Refused(role, "unshared", detail)
     is_absent = error.code() in GONE or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -62,6 +62,7 @@ class Refused:
     role: Role
     why: Literal["no room", "unshared", "invalid", "absent", "failed"]  # unshared: nobody there to share with
     detail: str
+    is_grammar: bool = False  # with "invalid": the grammar is at fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +258,9 @@ class Request:
         if refused.why == "unshared":
             return self._again(Leave(refused.detail))
         if refused.why == "invalid" and not self.emitted:  # later it is no fault of the client's: another may do
-            return self._end(bad_request(refused.detail, None), Leave(refused.detail))
+            grammar = self.generation.grammar if refused.is_grammar else None
+            param = grammar.param if grammar else None
+            return self._end(bad_request(refused.detail, param), Leave(refused.detail))
         if refused.role == "prefill" and self.places.prefill is not None:  # in the end decode can do without
             return self._fail(refused.detail, self.places.prefill, now, MAX_LOSSES)
         if refused.why == "absent":

@@ -1,0 +1,124 @@
+"""Row 19: grammars made to hang, to explode or to fill memory, and forced tools, through a whole service."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+
+from bench.live import Live, serve
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+NUM_DISTINCT = int(os.environ.get("BATON_DISTINCT_SCHEMAS", "150"))  # the fault list's 5000 take minutes
+CACHE_MIB = 1
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with serve("demo", "--dtype=float32", f"--grammar-cache-mib={CACHE_MIB}", "--grammar-cpu-s=2") as service:
+        yield service
+        service.wait_until_unused()
+
+
+def ask(live: Live, **fields: Any) -> httpx.Response:
+    body = {"model": "baton-demo", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+    return send(live, json.dumps({**body, "max_tokens": 120, **fields}))
+
+
+def send(live: Live, body: str) -> httpx.Response:
+    headers = {"content-type": "application/json"}
+    return httpx.post(f"{live.url}/v1/chat/completions", content=body, headers=headers, timeout=120)
+
+
+def as_schema(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "nested repeats": {"structured_outputs": {"regex": "(a+)+$"}},
+    "counted repeats": {"structured_outputs": {"regex": "((a{1,1000}){1,1000}){1,100}"}},
+    "endless recursion": {"structured_outputs": {"grammar": "root ::= root"}},
+    "left recursion": {"structured_outputs": {"grammar": 'root ::= root "a" | "a"'}},
+    "schema of itself": as_schema({"$ref": "#"}),
+    "10k enum": as_schema({"enum": [f"value {number}" for number in range(10_000)]}),
+    "no such type": as_schema({"type": "nothing"}),
+    "broken regex": {"structured_outputs": {"regex": "(("}},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_is_refused_or_obeyed_and_others_are_served(live: Live, name: str) -> None:
+    response = ask(live, **HOSTILE[name])
+    assert response.status_code in (200, 400), response.text
+    if response.status_code == 400:
+        error = response.json()["error"]
+        assert error["message"] and error["param"].startswith(("response_format", "structured_outputs")), error
+    plain = ask(live, max_tokens=5)
+    assert plain.status_code == 200, plain.text
+
+
+def test_a_schema_500_deep_is_refused(live: Live) -> None:
+    schema = '{"type": "object", "properties": {"a": ' * 500 + '{"type": "string"}' + "}}" * 500
+    form = f'{{"type": "json_schema", "json_schema": {{"name": "s", "schema": {schema}}}}}'
+    message = '{"role": "user", "content": "Hello"}'
+    response = send(live, f'{{"model": "baton-demo", "messages": [{message}], "response_format": {form}}}')
+    assert response.status_code == 400, response.text
+
+
+def test_many_distinct_schemas_leave_memory_bounded(live: Live) -> None:
+    before = 0
+    for number in range(NUM_DISTINCT):
+        schema = {
+            "type": "object",
+            "properties": {f"field_{number}": {"type": "integer"}},
+            "required": [f"field_{number}"],
+        }
+        response = ask(live, **as_schema(schema), max_tokens=60)
+        assert response.status_code == 200, response.text
+        choice = response.json()["choices"][0]
+        if choice["finish_reason"] == "stop":
+            jsonschema.validate(json.loads(choice["message"]["content"]), schema)
+        if number == NUM_DISTINCT // 3:
+            before = decode_memory_mib()
+    assert decode_memory_mib() - before < 64  # the cache holds CACHE_MIB
+
+
+def decode_memory_mib() -> int:
+    """Private memory of the decode worker."""
+    for folder in Path("/proc").iterdir():
+        try:
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"decode" in command and f"--grammar-cache-mib={CACHE_MIB}".encode() in command:
+            lines = (folder / "smaps_rollup").read_text().splitlines()
+            return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) >> 10
+    raise AssertionError("no decode worker")
+
+
+@pytest.mark.parametrize("drafter", ["auto", "off"])
+def test_an_answer_fits_its_schema_whatever_was_asked(live: Live, drafter: str) -> None:
+    response = ask(live, **as_schema(PERSON), max_tokens=200, speculation=drafter)
+    choice = response.json()["choices"][0]
+    assert choice["finish_reason"] == "stop", response.text
+    jsonschema.validate(json.loads(choice["message"]["content"]), PERSON)
+
+
+def test_required_and_named_tools_are_called_whatever_was_asked(live: Live) -> None:
+    tool = {"type": "function", "function": {"name": "save", "description": "Saves.", "parameters": PERSON}}
+    for choice in ("required", {"type": "function", "function": {"name": "save"}}):
+        response = ask(live, tools=[tool], tool_choice=choice, parallel_tool_calls=False, max_tokens=200)
+        assert response.status_code == 200, response.text
+        (call,) = response.json()["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "save"
+        jsonschema.validate(json.loads(call["function"]["arguments"]), PERSON)
