@@ -17,7 +17,7 @@ from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
-HEAVY = {"torch", "safetensors"}
+HEAVY = {"torch", "safetensors", "xgrammar"}
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())["services"]
 STAGES = re.findall(r"^FROM \S+ AS (\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from decode_worker.batching import Planned, plan_step
-from decode_worker.session import Delta, OfferRefusedError, Phase, Reservation, Session
+from decode_worker.session import Delta, NothingToShareError, OfferRefusedError, Phase, Reservation, Session
 from decode_worker.session_table import SessionTable
 from engine.kvcache.allocator import NeverFitsError, NoRoomError, PageAllocator
 from gateway.ring.request_machine import Refused
@@ -106,6 +106,9 @@ class SimDecode(Process):
         wanted = replace(wanted, share_with=self._find_twin(wanted))
         try:
             session = self.table.reserve(wanted, self.world.now)
+        except NothingToShareError as error:
+            answer(Refused("decode", "unshared", str(error)))
+            return
         except NoRoomError as error:
             answer(Refused("decode", "no room", str(error)))
             return
