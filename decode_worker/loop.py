@@ -3,9 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
-
-import structlog
 
 from decode_worker.batching import Planned, plan_guesses, plan_step
 from decode_worker.constraints import constrain, follow
@@ -17,12 +14,11 @@ from decode_worker.speculation.speculator import Speculator
 from engine.batch import SequenceSlice
 from engine.choice import Choice, Chosen
 from engine.kvcache.pool import Pool
-from engine.out_of_memory import StepFailedError, explain_failure, is_out_of_memory
+from engine.out_of_memory import StepFailedError
 from engine.runner import Runner
 from engine.speculative import count_accepted
+from engine.steps import Answers, compute_each, report_failure, run_step
 from engine.thread import EngineThread
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +62,18 @@ class DecodeLoop:
             self._copy_shared_pages(planned)
             constrained, ended = self._constrain(self._speculator.guess(planned))
             deltas += ended
-            deltas += self._finish(constrained, self._compute(constrained))
+            deltas += self._finish(constrained, compute_each(constrained, self._forward, self._explain))
         self._publish(self.thread.progress().steps, deltas)
         return True
 
     def _take_and_plan(self) -> tuple[list[Planned], list[Delta]]:
         """What to compute now, and the ends of sessions whose KV came too late or never will."""
+        costs = self._speculator.costs()
         with self.thread.lock:
             preempted_before = self._table.num_preemptions
             expired = self._table.expire(time.monotonic())
             planned = plan_step(self._table, self._chunk_tokens)
-            if (costs := self._speculator.costs()) is not None:
+            if costs is not None:
                 planned = plan_guesses(self._table, planned, costs)
             preempted = self._table.num_preemptions - preempted_before
         self._metrics.leases_expired.inc(len(expired))
@@ -109,46 +106,26 @@ class DecodeLoop:
         with self.thread.lock:
             return self._table.fail(session, error, time.monotonic(), reason)
 
-    def _compute(self, planned: list[Planned]) -> list[list[Chosen] | StepFailedError]:
-        """One forward: for each planned slice the answers to its choices, or what went wrong.
-
-        When the forward fails, each slice is computed alone, so that only those die that cannot be computed.
-        """
-        if not planned:
-            return []
-        try:
-            return self._forward(planned)
-        except Exception as error:
-            failure = self._explain(error, planned)
-        if len(planned) == 1:
-            return [failure]
-        return [result for step in planned for result in self._compute([step])]
-
-    def _explain(self, error: Exception, planned: list[Planned]) -> StepFailedError:
+    def _explain(self, error: Exception, planned: Sequence[Planned]) -> StepFailedError:
         if any(step.count > 1 for step in planned):
             culprit = ("--local-prefill-chunk-tokens", self._chunk_tokens)
         elif len(planned) > 1:
             culprit = ("--max-running", self._table.max_running)
         else:
             culprit = ("--kv-memory-mib", self._pool.size_mib)
-        failure = explain_failure(error, *culprit)
-        request_ids = [step.session.request_id for step in planned]
-        log.error(
-            "step not computed", reason=str(failure), request_ids=request_ids, exc_info=not is_out_of_memory(error)
-        )
-        return failure
+        return report_failure(error, *culprit, [step.session.request_id for step in planned])
 
-    def _forward(self, planned: list[Planned]) -> list[list[Chosen] | StepFailedError]:
+    def _forward(self, planned: Sequence[Planned]) -> list[Answers]:
         choices = [build_choices(step) for step in planned]
         slices = [build_slice(step, len(wanted)) for step, wanted in zip(planned, choices, strict=True)]
         started = time.perf_counter()
-        chosen = iter(self._runner.run(slices, [choice for wanted in choices for choice in wanted]))
+        answers = run_step(self._runner, slices, choices)
         seconds = time.perf_counter() - started
         self._metrics.step_seconds.observe(seconds)
         self._speculator.note_step(sum(len(part.token_ids) for part in slices), seconds)
-        return [list(islice(chosen, len(wanted))) for wanted in choices]
+        return answers
 
-    def _finish(self, planned: list[Planned], results: Sequence[list[Chosen] | StepFailedError]) -> list[Delta]:
+    def _finish(self, planned: list[Planned], results: Sequence[Answers | StepFailedError]) -> list[Delta]:
         outcomes = [self._settle(step, result) for step, result in zip(planned, results, strict=True)]
         with self.thread.lock:
             now = time.monotonic()
@@ -158,7 +135,7 @@ class DecodeLoop:
         self._metrics.count_step(done, deltas)
         return deltas
 
-    def _settle(self, step: Planned, result: list[Chosen] | StepFailedError) -> _Outcome | Exception:
+    def _settle(self, step: Planned, result: Answers | StepFailedError) -> _Outcome | Exception:
         """What the session gets of a step's answers: not those after a wrong guess."""
         if isinstance(result, StepFailedError):
             return result

@@ -1,22 +1,18 @@
 """The engine loop of a prefill worker: plan, compute, publish. Knows the run table and the runner, no gRPC."""
 
 import time
-from collections.abc import Callable
-from itertools import islice
-
-import structlog
+from collections.abc import Callable, Sequence
 
 from engine.batch import SequenceSlice
-from engine.choice import Choice, Chosen
-from engine.out_of_memory import StepFailedError, explain_failure, is_out_of_memory
+from engine.choice import Choice
+from engine.out_of_memory import StepFailedError
 from engine.runner import Runner
 from engine.sampling import SamplingParams
+from engine.steps import Answers, compute_each, report_failure, run_step
 from engine.thread import EngineThread
 from prefill_worker.batching import Planned, plan_step
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.run_table import RunTable
-
-log = structlog.get_logger()
 
 UNUSED = SamplingParams(temperature=0.0)  # nothing is chosen here
 
@@ -54,7 +50,7 @@ class PrefillLoop:
         if not planned:
             return False
         started = time.monotonic()
-        results = list(zip(planned, self._compute(planned), strict=True))
+        results = list(zip(planned, compute_each(planned, self._forward, self._explain), strict=True))
         done = [(step, scores) for step, scores in results if not isinstance(scores, StepFailedError)]
         failed = [(step, error) for step, error in results if isinstance(error, StepFailedError)]
         with self.thread.lock:
@@ -70,37 +66,20 @@ class PrefillLoop:
             self._publish([step], started, error)
         return True
 
-    def _compute(self, planned: list[Planned]) -> list[list[Chosen] | StepFailedError]:
-        """One forward: for each planned slice the scores of its tokens if asked for, or what went wrong.
-
-        When the forward fails, each slice is computed alone, so that only those die that cannot be computed.
-        """
-        try:
-            return self._forward(planned)
-        except Exception as error:
-            failure = self._explain(error, planned)
-        if len(planned) == 1:
-            return [failure]
-        return [result for step in planned for result in self._compute([step])]
-
-    def _explain(self, error: Exception, planned: list[Planned]) -> StepFailedError:
+    def _explain(self, error: Exception, planned: Sequence[Planned]) -> StepFailedError:
         is_small = sum(step.count for step in planned) <= self._table.page_tokens  # no chunk is smaller
         culprit = ("--kv-memory-mib", self._pool_mib) if is_small else ("--chunk-tokens", self._chunk_tokens)
-        failure = explain_failure(error, *culprit)
-        request_ids = [step.run.request_id for step in planned]
-        log.error(
-            "step not computed", reason=str(failure), request_ids=request_ids, exc_info=not is_out_of_memory(error)
-        )
-        return failure
+        return report_failure(error, *culprit, [step.run.request_id for step in planned])
 
-    def _forward(self, planned: list[Planned]) -> list[list[Chosen] | StepFailedError]:
+    def _forward(self, planned: Sequence[Planned]) -> list[Answers]:
+        """The answers are the scores of a slice's tokens, if asked for."""
         choices = [build_choices(step) for step in planned]
         slices = [build_slice(step, len(wanted)) for step, wanted in zip(planned, choices, strict=True)]
         with self._metrics.step_seconds.time():
-            chosen = iter(self._runner.run(slices, [choice for wanted in choices for choice in wanted]))
+            answers = run_step(self._runner, slices, choices)
             if self._draft_runner is not None:
                 self._draft_runner.run([build_slice(step, 0) for step in planned], [])
-        return [list(islice(chosen, len(wanted))) for wanted in choices]
+        return answers
 
 
 def build_slice(step: Planned, num_logits: int) -> SequenceSlice:

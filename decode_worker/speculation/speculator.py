@@ -13,6 +13,7 @@ from decode_worker.session import Guessed
 from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, Wanted
 from decode_worker.speculation.lengths import Costs
+from engine.out_of_memory import is_out_of_memory
 from runtime.config import MOST_DRAFT_TOKENS
 
 log = structlog.get_logger()
@@ -68,8 +69,10 @@ class Speculator:
                 continue
             try:
                 answers = drafter.propose([_wanted(planned[i]) for i in mine])
-            except Exception:
-                log.exception("guessing ahead failed", drafter=name)
+            except Exception as error:
+                log.error(
+                    "guessing ahead failed", drafter=name, reason=str(error), exc_info=not is_out_of_memory(error)
+                )  # fmt: skip
                 continue
             for i, guess in zip(mine, answers, strict=True):
                 step = planned[i]
