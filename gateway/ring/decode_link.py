@@ -6,16 +6,16 @@ Lives on the asyncio thread.
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import grpc
 import structlog
 
-from gateway.ring.worker_link import RETRY_S, WorkerLink
+from gateway.ring.worker_link import RETRY_S, LinkOptions, WorkerLink
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2
-from runtime.rpc import OpenChannel, new_incarnation
+from runtime.rpc import new_incarnation
 
 log = structlog.get_logger()
 
@@ -46,17 +46,11 @@ class DecodeLink(WorkerLink):
     """A decode worker: sessions are opened here, and their news arrives on one stream."""
 
     role = "decode"
+    stub_type = decode_pb2_grpc.DecodeStub
+    _stub: decode_pb2_grpc.DecodeStub
 
-    def __init__(
-        self,
-        address: str,
-        heartbeat_s: float,
-        stall_s: float,
-        on_change: Callable[[], None],
-        open_channel: OpenChannel,
-    ) -> None:
-        super().__init__(address, heartbeat_s, stall_s, on_change, open_channel)
-        self._stub = decode_pb2_grpc.DecodeStub(self._channel)
+    def __init__(self, address: str, options: LinkOptions) -> None:
+        super().__init__(address, options)
         self._handles = itertools.count(1)
         self._sessions: dict[int, RemoteSession] = {}  # handle |-> session
         self._stream = ""  # name of the open Steps stream; empty while there is none
@@ -69,10 +63,6 @@ class DecodeLink(WorkerLink):
         super().start()
         self._spawn(self._listen())
         self._spawn(self._abort_unwanted())
-
-    async def _ask_status(self) -> decode_pb2.WorkerStatus:
-        status: decode_pb2.WorkerStatus = await self._stub.Status(decode_pb2.StatusRequest(), timeout=self._heartbeat_s)
-        return status
 
     def find_trouble(self) -> str | None:
         trouble = super().find_trouble()

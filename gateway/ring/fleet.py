@@ -6,7 +6,7 @@ import structlog
 
 from gateway.ring.decode_link import DecodeLink
 from gateway.ring.policy import WorkerView
-from gateway.ring.worker_link import PrefillLink, WorkerLink
+from gateway.ring.worker_link import LinkOptions, PrefillLink, WorkerLink
 from kvtransfer.layout import find_mismatch
 from runtime import rpc
 from runtime.rpc import OpenChannel
@@ -27,9 +27,9 @@ class Fleet:
     ) -> None:
         self._subscribers: list[Callable[[], None]] = [self._report_mismatches]
         self._compared: set[tuple[str, str]] = set()  # incarnations of pairs already compared
-        known = (heartbeat_s, stall_s, self._notify, open_channel)
-        self.prefill = {address: PrefillLink(address, *known) for address in prefill}
-        self.decode = {address: DecodeLink(address, *known) for address in decode}
+        options = LinkOptions(heartbeat_s, stall_s, self._notify, open_channel)
+        self.prefill = {address: PrefillLink(address, options) for address in prefill}
+        self.decode = {address: DecodeLink(address, options) for address in decode}
 
     def _report_mismatches(self) -> None:
         """Say once, naming both values, which alive workers cannot exchange pages."""

@@ -6,13 +6,14 @@ Lives on the asyncio thread. Which worker serves what is policy.py's.
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Literal
 
 import grpc
 import structlog
 
 from gateway.ring.policy import WorkerView
-from protos import decode_pb2, prefill_pb2, prefill_pb2_grpc
+from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from runtime import rpc
 from runtime.rpc import OpenChannel
 
@@ -25,31 +26,32 @@ RETRY_S = 0.2  # before a worker that does not answer is asked again
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION)
 
 
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """What a gateway's links have in common."""
+
+    heartbeat_s: float  # silence after which a worker counts as dead
+    stall_s: float  # the same for an engine step
+    on_change: Callable[[], None]  # called whenever a worker may have got room or died
+    open_channel: OpenChannel
+
+
 class WorkerLink:
     """One worker: asks for its status again and again, counts what we have there."""
 
     role: Literal["prefill", "decode"]
+    stub_type: type[prefill_pb2_grpc.PrefillStub] | type[decode_pb2_grpc.DecodeStub]
 
-    def __init__(
-        self,
-        address: str,
-        heartbeat_s: float,
-        stall_s: float,
-        on_change: Callable[[], None],
-        open_channel: OpenChannel,
-    ) -> None:
-        """`heartbeat_s`: silence after which it counts as dead; `stall_s`: the same for an engine step.
-
-        `on_change` is called whenever it may have got room or died.
-        """
+    def __init__(self, address: str, options: LinkOptions) -> None:
         self.address = address
         self.status = decode_pb2.WorkerStatus()
         self.num_mine = 0
         self.is_full = False
-        self._heartbeat_s = heartbeat_s
-        self._stall_s = stall_s
-        self._on_change = on_change
-        self._channel = open_channel(address)
+        self._heartbeat_s = options.heartbeat_s
+        self._stall_s = options.stall_s
+        self._on_change = options.on_change
+        self._channel = options.open_channel(address)
+        self._stub = self.stub_type(self._channel)
         self._heard = -float("inf")  # when it last answered
         self._trouble = "has not answered yet"
         self._is_doubted = False  # a call found nobody since it last answered
@@ -65,7 +67,8 @@ class WorkerLink:
         self._tasks.append(task)
 
     async def _ask_status(self) -> decode_pb2.WorkerStatus:
-        raise NotImplementedError
+        status: decode_pb2.WorkerStatus = await self._stub.Status(decode_pb2.StatusRequest(), timeout=self._heartbeat_s)
+        return status
 
     async def _poll(self) -> None:
         while True:
@@ -179,21 +182,8 @@ class PrefillLink(WorkerLink):
     """A prefill worker."""
 
     role = "prefill"
-
-    def __init__(
-        self,
-        address: str,
-        heartbeat_s: float,
-        stall_s: float,
-        on_change: Callable[[], None],
-        open_channel: OpenChannel,
-    ) -> None:
-        super().__init__(address, heartbeat_s, stall_s, on_change, open_channel)
-        self._stub = prefill_pb2_grpc.PrefillStub(self._channel)
-
-    async def _ask_status(self) -> decode_pb2.WorkerStatus:
-        status: decode_pb2.WorkerStatus = await self._stub.Status(decode_pb2.StatusRequest(), timeout=self._heartbeat_s)
-        return status
+    stub_type = prefill_pb2_grpc.PrefillStub
+    _stub: prefill_pb2_grpc.PrefillStub
 
     async def run(self, request: prefill_pb2.RunRequest, timeout_s: float) -> prefill_pb2.RunResponse:
         """Have a prompt prefilled and handed over. Raises grpc.aio.AioRpcError."""
