@@ -26,10 +26,9 @@ from engine.thread import EngineThread
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
 from runtime import rpc
 from runtime.lifecycle import Shutdown
-from runtime.peer_input import find_foreign_token
+from runtime.peer_input import find_foreign_token, find_too_many_logprobs
 
 Context = grpc.aio.ServicerContext[Any, Any]
-MAX_LOGPROBS = 20  # likeliest tokens told beside one, as OpenAI's API has it
 GRAMMAR_WAIT_S, GRAMMAR_WAIT_SHARE = 4.0, 0.8  # a Reserve's longest wait for its grammar, and of what its caller waits
 log = structlog.get_logger()
 
@@ -118,8 +117,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         if total > self._context_tokens:
             return f"prompt and answer of {total} tokens exceed the context of {self._context_tokens}"
         for name in ("num_logprobs", "num_prompt_logprobs"):
-            if getattr(request, name) > MAX_LOGPROBS:
-                return f"{name} is {getattr(request, name)}, expected at most {MAX_LOGPROBS}"
+            if (problem := find_too_many_logprobs(name, getattr(request, name))) is not None:
+                return problem
         biased = [bias.token_id for bias in request.sampling.logit_bias]
         for name, token_ids in (("stop_token_ids", request.stop_token_ids), ("logit_bias", biased)):
             if max(token_ids, default=0) >= self._vocab_size:

@@ -19,10 +19,9 @@ from prefill_worker.offers import OfferFailedError, Offers
 from prefill_worker.run_table import PrefillRun, RunTable
 from protos import decode_pb2, kv_pb2, prefill_pb2, prefill_pb2_grpc
 from runtime.lifecycle import Shutdown
-from runtime.peer_input import find_foreign_token
+from runtime.peer_input import find_foreign_token, find_too_many_logprobs
 
 Context = grpc.aio.ServicerContext[Any, Any]
-MAX_LOGPROBS = 20  # likeliest tokens told beside one, as OpenAI's API has it
 log = structlog.get_logger()
 
 
@@ -119,9 +118,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             )
         if ticket.begin % self._table.page_tokens:
             return f"begin {ticket.begin} is not on a page border ({self._table.page_tokens} tokens a page)"
-        if request.num_prompt_logprobs > MAX_LOGPROBS:
-            return f"num_prompt_logprobs is {request.num_prompt_logprobs}, expected at most {MAX_LOGPROBS}"
-        return find_foreign_token(request.prompt_ids, self._vocab_size)
+        return find_too_many_logprobs("num_prompt_logprobs", request.num_prompt_logprobs) or find_foreign_token(
+            request.prompt_ids, self._vocab_size
+        )
 
     async def _hand_over(
         self, request: prefill_pb2.RunRequest, run: PrefillRun, watch: _Watch

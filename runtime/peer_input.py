@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 MAX_DETAIL_BYTES = 1024  # gRPC sends a detail as a header, percent-encoded to at most 3 times that; 8 KiB are allowed
+MAX_LOGPROBS = 20  # likeliest tokens told beside one, as OpenAI's API has it
 _CUT = " [...]"
 
 
@@ -14,6 +15,11 @@ def shorten(text: str, max_bytes: int = MAX_DETAIL_BYTES) -> str:
     if len(encoded) <= max_bytes:
         return text
     return encoded[: max_bytes - len(_CUT)].decode(errors="ignore") + _CUT
+
+
+def find_too_many_logprobs(name: str, count: int) -> str | None:
+    """What is wrong with the field `name` that asks for so many; None when nothing is."""
+    return None if count <= MAX_LOGPROBS else f"{name} is {count}, expected at most {MAX_LOGPROBS}"
 
 
 def find_foreign_token(token_ids: Iterable[int], vocab_size: int) -> str | None:
