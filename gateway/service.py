@@ -3,7 +3,6 @@
 Knows protobuf messages and gRPC's calls; must not know text or who generates.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from gateway.grpc_answers import AnswerMessages
 from gateway.grpc_errors import KeyInterceptor, abort_with
 from gateway.grpc_requests import chat_request, generate_request, tokenize_request
 from gateway.metrics import RequestMeter
+from gateway.patience import waking_timeout
 from gateway.pieces import Piece
 from gateway.raw_request import RawRequest
 from protos import inference_pb2, inference_pb2_grpc
@@ -114,7 +114,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         try:
             async with _serving(context) as request_id, aclosing(self._responses(request_id, read, write)) as responses:
                 async for response in responses:
-                    async with asyncio.timeout(self._front.options.stalled_client_s):
+                    async with waking_timeout(self._front.options.stalled_client_s):
                         await context.write(response)
         except TimeoutError:
             _log.warning("client stopped reading; request cancelled")
