@@ -28,6 +28,7 @@ CAN_MOUNT = (
     and not subprocess.run([*UNSHARE.split(), "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode
 )
 needs_mounts = pytest.mark.skipif(not CAN_MOUNT, reason="this user may not mount, not even in a namespace of its own")
+HIDEABLE = ("/tmp", "/var/tmp")  # noqa: S108, the folders for temporary files that a test takes away
 NUM_IDLE = 200
 
 
@@ -114,13 +115,17 @@ def test_row_24_no_shared_memory_folder(tmp_path: Path, truth: Truth) -> None:
 
 
 @needs_mounts
+@pytest.mark.skipif(
+    any(Path(place).is_relative_to(folder) for place in (sys.prefix, Path.cwd()) for folder in HIDEABLE),
+    reason=f"Baton itself lies in one of {HIDEABLE}, which this test takes away",
+)
 @pytest.mark.parametrize(
     ("options", "complaint"), [("size=16k", "No space left"), ("ro,size=4k", "No usable temporary directory")]
 )
 def test_row_24_nowhere_to_build_the_kernel(tmp_path: Path, truth: Truth, options: str, complaint: str) -> None:
     """Disk full, or all folders read-only: the slow kernel serves, and one line says why and what to change."""
-    folders = " ".join(str(tmp_path / name) for name in ("cache", "tmp"))
-    everywhere = f"for it in {folders} /tmp /var/tmp; do mount -t tmpfs -o {options} tmpfs $it; done"
+    folders = " ".join([*(str(tmp_path / name) for name in ("cache", "tmp")), *HIDEABLE])
+    everywhere = f"for it in {folders}; do mount -t tmpfs -o {options} tmpfs $it; done"
     hidden = f"cd {Path.cwd()}\n{everywhere}"
     with _run_mounted(tmp_path, hidden) as fleet:
         said = _warnings(fleet, "slow attention")
