@@ -1,22 +1,13 @@
 """All sessions of a decode worker and the pages they hold. Pure: ints, `now` passed in; the caller serialises calls.
 
-The life of a session, and what frees its pages, is drawn in session.py.
+The life of a session, and what frees its pages, is drawn in session.py; who shares whose pages: prompt_sharing.py.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from decode_worker.session import (
-    NO_GUESSES,
-    Delta,
-    Guessed,
-    NothingToShareError,
-    OfferRefusedError,
-    Phase,
-    Reservation,
-    Session,
-)
+from decode_worker.prompt_sharing import check_sharing, find_leader, find_orphans, find_sharers, finish_copy, take_over
+from decode_worker.session import NO_GUESSES, Delta, Guessed, OfferRefusedError, Phase, Reservation, Session
 from engine.choice import TokenLogprobs
 from engine.kvcache.allocator import NeverFitsError, NoRoomError, PageAllocator, num_pages_for
 
@@ -77,19 +68,12 @@ class SessionTable:
         if leader:
             session.leader_id = leader.id
             if leader.computed >= session.limit:
-                self._take_over(session, leader, now)
+                take_over(session, leader, self.allocator, self.page_tokens, now)
         return session
 
     def _find_leader(self, wanted: Reservation) -> Session:
-        """Who has, or will have, the KV that `wanted` is to share. Raises NothingToShareError."""
-        leader = self._sessions.get(self._by_handle.get((wanted.gateway, wanted.share_with), 0))
-        if leader is not None and leader.phase is Phase.SHARING:
-            leader = self._sessions.get(leader.leader_id)
-        if leader is None or leader.phase is Phase.ENDED:
-            raise NothingToShareError(f"share_with is {wanted.share_with}, which is no open session of this gateway")
-        if list(leader.wanted.prompt_ids) != list(wanted.prompt_ids):
-            raise NothingToShareError(f"share_with is {wanted.share_with}, a session with another prompt")
-        return leader
+        named = self._sessions.get(self._by_handle.get((wanted.gateway, wanted.share_with), 0))
+        return find_leader(wanted, named, self._sessions)
 
     def _admit(self, most_tokens: int, needed: int) -> None:
         """Whether to take a session that needs so many pages now. Raises NeverFitsError or NoRoomError."""
@@ -107,47 +91,6 @@ class SessionTable:
             raise NoRoomError(f"{needed} pages are needed, {max(spare, 0)} are spare")
         if needed > self.allocator.num_free:
             raise NoRoomError(f"{needed} pages are needed, {self.allocator.num_free} are free")
-
-    # -- shared prompts ------------------------------------------------------------------------------------------
-
-    def _advance(self, session: Session, computed: int, now: float) -> None:
-        """KV of positions [0, computed) is in the session's pages; once that is the prompt's, others take it over."""
-        is_complete = session.computed < session.limit <= computed
-        session.computed = computed
-        if is_complete:
-            if session.kv_at is None:
-                session.kv_at = now
-            for sharer in self.in_phase(Phase.SHARING):
-                if sharer.leader_id == session.id:
-                    self._take_over(sharer, session, now)
-
-    def _take_over(self, session: Session, leader: Session, now: float) -> None:
-        """Share the leader's pages that the prompt fills, and have the rest copied into a page of the session's own.
-
-        Without a free page for that the session is computed by itself, when there is room.
-        """
-        if not self.allocator.num_free:
-            session.phase = Phase.PREEMPTED
-            return
-        whole = session.limit // self.page_tokens
-        session.pages = leader.pages[:whole]
-        if session.limit % self.page_tokens:
-            source = leader.copy[0] if leader.copy else leader.pages[whole]  # perhaps not copied there itself yet
-            self.allocator.share([*session.pages, source])
-            session.pages += self.allocator.allocate(1)
-            session.copy = (source, session.pages[whole])
-        else:
-            self.allocator.share(session.pages)
-            session.pages += self.allocator.allocate(1)
-        session.computed = session.limit
-        session.draft_computed = min(leader.draft_computed, session.limit)
-        session.kv_at = now
-        session.phase = Phase.ACTIVE
-
-    def _release(self, session: Session) -> None:
-        """Hold no page any more."""
-        self.allocator.free(session.held_pages)
-        session.pages, session.copy = [], None
 
     # -- offers --------------------------------------------------------------------------------------------------
 
@@ -277,9 +220,7 @@ class SessionTable:
         if session.phase is Phase.ENDED:
             self._remove_if_over(session)
             return None
-        if session.copy is not None:
-            self.allocator.free([session.copy[0]])
-            session.copy = None
+        finish_copy(session, self.allocator)
         kept, reason = session.keep(tokens)
         reason = "stop" if is_whole else reason
         session.tokens.extend(kept)
@@ -306,6 +247,16 @@ class SessionTable:
         if reason:
             self._end(session)
         return delta
+
+    def _advance(self, session: Session, computed: int, now: float) -> None:
+        """KV of positions [0, computed) is in the session's pages; once that is the prompt's, others take it over."""
+        is_complete = session.computed < session.limit <= computed
+        session.computed = computed
+        if is_complete:
+            if session.kv_at is None:
+                session.kv_at = now
+            for sharer in find_sharers(session, self):
+                take_over(sharer, session, self.allocator, self.page_tokens, now)
 
     # -- ends ----------------------------------------------------------------------------------------------------
 
@@ -338,20 +289,13 @@ class SessionTable:
         late = [session for session in self.in_phase(Phase.RECEIVING) if session.deadline <= now]
         news = [self.fail(session, error, now, "expired") for session in late]
         error = "the session whose prompt it shares ended before its KV was here"
-        return news + [self.fail(session, error, now, "expired") for session in self._orphans()]
+        return news + [self.fail(session, error, now, "expired") for session in find_orphans(self._sessions)]
 
     def next_deadline(self) -> float | None:
         """When `expire` will next have something to do."""
-        if self._orphans():
+        if find_orphans(self._sessions):
             return float("-inf")
         return min((session.deadline for session in self.in_phase(Phase.RECEIVING)), default=None)
-
-    def _orphans(self) -> list[Session]:
-        """Sessions that wait for one that has ended. A sharer has no deadline of its own: its leader's is its."""
-        return [session for session in self.in_phase(Phase.SHARING) if not self._is_open(session.leader_id)]
-
-    def _is_open(self, session_id: int) -> bool:
-        return session_id in self._sessions and self._sessions[session_id].phase is not Phase.ENDED
 
     def _end(self, session: Session) -> None:
         session.phase = Phase.ENDED
@@ -365,19 +309,19 @@ class SessionTable:
             if not self._sessions:
                 self.on_empty()
 
+    def _release(self, session: Session) -> None:
+        """Hold no page any more."""
+        self.allocator.free(session.held_pages)
+        session.pages, session.copy = [], None
+
     def check(self) -> None:
         """Each page counts as many holders as there are, what is written to has one, and KV counts fit the pages."""
         self.allocator.check(page for session in self for page in session.held_pages)
-        users = Counter(page for session in self for page in session.pages)
+        check_sharing(self._sessions, self.page_tokens)
         for session in self:
-            if any(users[page] > 1 for page in session.pages[session.computed // self.page_tokens :]):
-                raise AssertionError(f"session {session.id} may write to a page that another one uses")
             if max(session.computed, session.draft_computed) > len(session.pages) * self.page_tokens:
                 raise AssertionError(f"session {session.id} has KV beyond its pages")
             if session.phase is Phase.ACTIVE and session.num_missing < 1:
                 raise AssertionError(f"active session {session.id} has no token left to step on")
             if session.phase in (Phase.SHARING, Phase.PREEMPTED) and session.held_pages:
                 raise AssertionError(f"session {session.id} is {session.phase.value} and holds pages")
-            leader = self._sessions.get(session.leader_id)
-            if session.phase is Phase.SHARING and leader and leader.computed >= session.limit > 0:
-                raise AssertionError(f"session {session.id} waits for KV that session {leader.id} has")
