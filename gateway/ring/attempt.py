@@ -11,26 +11,20 @@ from gateway.generation import Grammar, Sampling, TokenLogprobs, Tokens
 from gateway.ring.admission import Places
 from gateway.ring.decode_link import Lost as LinkLost
 from gateway.ring.decode_link import RemoteSession
-from gateway.ring.request_machine import (
-    Action,
-    Emit,
+from gateway.ring.request_actions import Action, Emit, GiveBack, Leave, Prefill, Reserve
+from gateway.ring.request_events import (
     Event,
-    GiveBack,
-    Leave,
     Lost,
     News,
-    Phase,
     Placed,
-    Prefill,
     Prefilled,
     Refused,
-    Request,
-    Reserve,
     Reserved,
     Role,
     SessionTiming,
     TimedOut,
 )
+from gateway.ring.request_machine import Phase, Request
 from gateway.ring.sharing import Leader
 from gateway.ring.worker_link import GONE, PrefillLink
 from protos import decode_pb2, kv_pb2, prefill_pb2

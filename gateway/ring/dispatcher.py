@@ -13,7 +13,9 @@ from gateway.ring.admission import Admission
 from gateway.ring.attempt import Attempt
 from gateway.ring.fleet import Fleet
 from gateway.ring.policy import find_unready
-from gateway.ring.request_machine import Leave, Phase, Request, Unplaced
+from gateway.ring.request_actions import Leave
+from gateway.ring.request_events import Unplaced
+from gateway.ring.request_machine import Phase, Request
 from gateway.ring.sharing import Leader, find_leader, lead
 from runtime.metrics import SECONDS_BUCKETS
 

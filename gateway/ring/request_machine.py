@@ -8,7 +8,6 @@ Who leaves an attempt (`Leave`) lets go of all it holds: session, prefill, place
 decision: its attempt is left, and that is all.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -16,11 +15,22 @@ from typing import Literal
 from gateway.errors import ApiError, bad_request, not_ready, took_too_long
 from gateway.generation import Generation, Timing, TokenLogprobs, Tokens
 from gateway.ring.policy import NO_LIMIT
+from gateway.ring.request_actions import Action, Emit, GiveBack, Leave, Prefill, Reserve
+from gateway.ring.request_events import (
+    Event,
+    Lost,
+    News,
+    Placed,
+    Prefilled,
+    Refused,
+    Reserved,
+    SessionTiming,
+    TimedOut,
+    Unplaced,
+)
 
 MAX_ATTEMPTS = 3  # that failed in a row, none of them with a new token
 MAX_LOSSES = 10  # the same when the last one ended because its worker was gone: mostly no fault of the request
-
-Role = Literal["prefill", "decode"]
 
 
 class Phase(Enum):
@@ -28,140 +38,6 @@ class Phase(Enum):
     RESERVING = "reserving"
     RUNNING = "running"
     ENDED = "ended"
-
-
-# -- events ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """The request has places on workers of these incarnations; none for prefill when decode prefills by itself."""
-
-    decode: str
-    prefill: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Unplaced:
-    """The queue is full, nobody can serve, or no place got free in time."""
-
-    error: ApiError
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """The session is open."""
-
-    needs_prefill: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A worker has no room for the attempt, cannot ever serve such a request, is not there to be asked, or failed."""
-
-    role: Role
-    why: Literal["no room", "unshared", "invalid", "absent", "failed"]  # unshared: nobody there to share with
-    detail: str
-    is_grammar: bool = False  # with "invalid": the grammar is at fault
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """All KV was handed over: the prefill worker is done with the attempt."""
-
-    prefill_s: float = 0.0  # the wait for its turn included
-    transfer_s: float = 0.0
-    transfer_bytes: int = 0
-    transport: str = ""
-    prompt_logprobs: Sequence[TokenLogprobs] = ()  # of all prompt tokens but the first, when asked for
-
-
-@dataclass(frozen=True, slots=True)
-class SessionTiming:
-    """What a decode worker tells with a session's last news."""
-
-    kv_s: float = 0.0
-    first_step_s: float = 0.0
-    decode_s: float = 0.0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """What a session's worker says of it, as in SequenceDelta."""
-
-    attempt: int
-    token_ids: Sequence[int]
-    finish_reason: str = ""
-    error: str = ""
-    logprobs: Sequence[TokenLogprobs] = ()
-    prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the next prompt tokens, where decode computes the prompt
-    timing: SessionTiming = field(default_factory=SessionTiming)
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The session's worker, or the way to it, is gone."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class TimedOut:
-    """The request's time is over while it runs."""
-
-
-Event = Placed | Unplaced | Reserved | Refused | Prefilled | News | Lost | TimedOut
-
-
-# -- actions ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Reserve:
-    """Open a session."""
-
-    attempt: int
-    prompt_ids: list[int]
-    max_tokens: int
-    local_prefill_max_tokens: int
-    num_emitted: int  # the last so many of prompt_ids are answer
-    num_prompt_logprobs: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """Have the prompt prefilled for the session."""
-
-    prompt_ids: list[int]
-    num_prompt_logprobs: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class GiveBack:
-    """Give back one place before the others; a worker that refused is full."""
-
-    role: Role
-    is_refused: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """Tokens for the client."""
-
-    tokens: Tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """The attempt is over: abort what is left of its session and prefill, give back its places."""
-
-    reason: str = ""  # empty after a whole answer
-    is_failure: bool = False
-
-
-Action = Reserve | Prefill | GiveBack | Emit | Leave
 
 
 @dataclass(slots=True)

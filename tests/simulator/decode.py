@@ -8,7 +8,7 @@ from decode_worker.batching import Planned, plan_step
 from decode_worker.session import Delta, NothingToShareError, OfferRefusedError, Phase, Reservation, Session
 from decode_worker.session_table import SessionTable
 from engine.kvcache.allocator import NeverFitsError, NoRoomError, PageAllocator
-from gateway.ring.request_machine import Refused
+from gateway.ring.request_events import Refused
 from kvtransfer import reader
 from tests.simulator.model import PAGE_TOKENS, Memory, Offer, Owner, Ticket
 from tests.simulator.world import Failure, Process, World

@@ -11,23 +11,9 @@ from decode_worker.session import Delta, Reservation
 from engine.sampling import SamplingParams
 from gateway.errors import ApiError, not_ready
 from gateway.ring.policy import Placement, WorkerView, choose_placement, find_unready
-from gateway.ring.request_machine import (
-    Emit,
-    Event,
-    GiveBack,
-    Leave,
-    Lost,
-    News,
-    Phase,
-    Placed,
-    Prefill,
-    Refused,
-    Request,
-    Reserve,
-    Reserved,
-    TimedOut,
-    Unplaced,
-)
+from gateway.ring.request_actions import Emit, GiveBack, Leave, Prefill, Reserve
+from gateway.ring.request_events import Event, Lost, News, Placed, Refused, Reserved, TimedOut, Unplaced
+from gateway.ring.request_machine import Phase, Request
 from tests.simulator.decode import SimDecode, Stream
 from tests.simulator.prefill import HEARTBEAT_S, SimPrefill
 from tests.simulator.values import Client, Link, Work

@@ -12,7 +12,9 @@ from unittest.mock import patch
 from decode_worker.session import Phase, Reservation, Session
 from decode_worker.session_table import SessionTable
 from engine.kvcache.allocator import PageAllocator
-from gateway.ring.request_machine import Action, Event, News, Request
+from gateway.ring.request_actions import Action
+from gateway.ring.request_events import Event, News
+from gateway.ring.request_machine import Request
 from kvtransfer import reader
 from prefill_worker.run_table import PrefillRun, RunTable
 from tests.simulator.decode import SimDecode

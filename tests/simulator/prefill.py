@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.kvcache.allocator import NeverFitsError, NoRoomError, PageAllocator
-from gateway.ring.request_machine import Prefilled, Refused
+from gateway.ring.request_events import Prefilled, Refused
 from prefill_worker.batching import Planned, plan_step
 from prefill_worker.run_table import PrefillRun, RunTable
 from tests.simulator.decode import CHUNK_TOKENS, LEASE_S, Answer, SimDecode

@@ -6,7 +6,8 @@ from typing import Literal
 
 from gateway.generation import Tokens
 from gateway.ring.policy import WorkerView
-from gateway.ring.request_machine import Lost, News, Request
+from gateway.ring.request_events import Lost, News
+from gateway.ring.request_machine import Request
 from tests.simulator.decode import SimDecode
 from tests.simulator.model import Ticket
 from tests.simulator.prefill import HEARTBEAT_S, SimPrefill
