@@ -28,7 +28,7 @@ CAN_MOUNT = (
     and not subprocess.run([*UNSHARE.split(), "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode
 )
 needs_mounts = pytest.mark.skipif(not CAN_MOUNT, reason="this user may not mount, not even in a namespace of its own")
-HIDEABLE = ("/tmp", "/var/tmp")  # noqa: S108, the folders for temporary files that a test takes away
+HIDEABLE = ("/tmp", "/var/tmp")  # where temporary files go, unless a test takes it away
 NUM_IDLE = 200
 
 
