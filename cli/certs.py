@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from runtime.config import ConfigError
+from runtime.settings import ConfigError
 
 SECRET_MODE, PUBLIC_MODE = 0o600, 0o644
 CLOCK_SKEW = timedelta(minutes=5)  # of machines that will check

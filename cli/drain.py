@@ -10,7 +10,8 @@ from cyclopts import Parameter
 
 from cli.left_secret import find_secret
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
-from runtime.config import ConfigError, ProcessConfig
+from runtime.config_parts import ProcessConfig
+from runtime.settings import ConfigError
 from runtime.trust import Trust, load_trust
 
 TIMEOUT_S = 5.0  # for one answer

@@ -18,7 +18,7 @@ from cli.prefill import prefill
 from cli.serve import serve
 from cli.sources import build_sources, split_variable
 from cli.status import status
-from runtime.config import ConfigError
+from runtime.settings import ConfigError
 
 app = App(
     name="baton",

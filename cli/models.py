@@ -6,7 +6,8 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from runtime.config import DEMO_MODEL, NO_DRAFT, ConfigError
+from runtime.config_parts import DEMO_MODEL, NO_DRAFT
+from runtime.settings import ConfigError
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model"]
 

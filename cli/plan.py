@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig, Settings, field_names, flag
+from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
 from runtime.lifecycle import Ready
+from runtime.settings import Settings, field_names, flag
 
 LOOPBACK = "127.0.0.1"
 GPU_SHARE = 0.8  # of the memory left over by weights, for the KV pools of all workers together

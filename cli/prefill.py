@@ -6,7 +6,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from cli.models import locate_draft, locate_model
-from runtime.config import NO_DRAFT, PrefillConfig
+from runtime.config import PrefillConfig
+from runtime.config_parts import NO_DRAFT
 from runtime.hardware import wait_without_spinning
 from runtime.lifecycle import follow_supervisor
 

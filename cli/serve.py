@@ -15,8 +15,9 @@ from cli.models import choose_served_name, locate_model
 from cli.plan import PROGRAM, ChildSpec, plan_gateway, plan_workers
 from cli.screen import Screen
 from cli.supervisor import STOP_MARGIN_S, Supervisor
-from runtime.config import ConfigError, ServeConfig, flag
+from runtime.config import ServeConfig
 from runtime.lifecycle import Ready
+from runtime.settings import ConfigError, flag
 from runtime.trust import load_trust
 
 

@@ -15,15 +15,8 @@ from cyclopts import App
 from cyclopts.argument import ArgumentCollection
 from cyclopts.config import Dict, Env
 
-from runtime.config import (
-    ConfigError,
-    DecodeConfig,
-    GatewayConfig,
-    PrefillConfig,
-    ServeConfig,
-    Settings,
-    field_names,
-)
+from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
+from runtime.settings import ConfigError, Settings, field_names
 
 PREFIX = "BATON_"
 CONFIG_TYPES: Mapping[str, type[Settings]] = {  # command |-> its settings

@@ -19,7 +19,7 @@ from kvtransfer.reader import PageRef, PageStore, Reader, ReadError, choose_tran
 from kvtransfer.shm import ShmReader
 from protos import kv_pb2
 from runtime import rpc
-from runtime.config import Transport
+from runtime.config_parts import Transport
 from runtime.rpc import OpenChannel
 
 log = structlog.get_logger()

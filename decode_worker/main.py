@@ -18,7 +18,8 @@ from engine.engine import Engine, build_engine
 from kvtransfer.identity import PoolFacts, build_peer
 from protos import decode_pb2_grpc
 from runtime import rpc
-from runtime.config import NO_DRAFT, DecodeConfig
+from runtime.config import DecodeConfig
+from runtime.config_parts import NO_DRAFT
 from runtime.hardware import num_cores, resolve_context, resolve_threads, size_pool
 from runtime.lifecycle import ReadyReporter, Shutdown, announce, run_worker
 from runtime.trust import load_trust

@@ -15,7 +15,8 @@ from prefill_worker.run_table import RunTable
 from prefill_worker.service import PrefillService
 from protos import prefill_pb2_grpc
 from runtime import rpc
-from runtime.config import NO_DRAFT, PrefillConfig
+from runtime.config import PrefillConfig
+from runtime.config_parts import NO_DRAFT
 from runtime.hardware import num_cores, resolve_context, resolve_threads, size_pool
 from runtime.lifecycle import ReadyReporter, Shutdown, announce, run_worker
 from runtime.trust import load_trust

@@ -6,7 +6,8 @@ Knows cores and memory as containers limit them, nothing of torch: memory of a G
 import os
 from pathlib import Path
 
-from runtime.config import ConfigError, DecodeConfig, PrefillConfig
+from runtime.config import DecodeConfig, PrefillConfig
+from runtime.settings import ConfigError
 
 CGROUP = Path("/sys/fs/cgroup")
 

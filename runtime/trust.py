@@ -20,8 +20,9 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from runtime import rpc
-from runtime.config import ConfigError, ProcessConfig
+from runtime.config_parts import ProcessConfig
 from runtime.logs import tap_native_stderr
+from runtime.settings import ConfigError
 
 log = structlog.get_logger()
 

@@ -40,7 +40,7 @@ from prefill_worker.offers import Offers
 from prefill_worker.run_table import RunTable
 from prefill_worker.service import PrefillService
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2_grpc
-from runtime.config import Transport
+from runtime.config_parts import Transport
 from runtime.lifecycle import Shutdown
 from runtime.rpc import bind, build_server, host_identity, new_incarnation, open_channel
 from tests.fake_workers import PATIENCE_S, Signal

@@ -15,8 +15,9 @@ from cli.models import choose_served_name, fetch_tokenizer, locate_model
 from cli.plan import build_flags, plan_gateway, plan_workers
 from cli.screen import build_snippets, reachable, render_log_line
 from cli.sources import build_sources
-from runtime.config import ConfigError, DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig, field_names
+from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
 from runtime.lifecycle import Loading, Ready, parse_event
+from runtime.settings import ConfigError, field_names
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from runtime.config import ConfigError, DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig, Settings
+from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
 from runtime.hardware import (
     available_memory_bytes,
     num_cores,
@@ -12,6 +12,7 @@ from runtime.hardware import (
     resolve_num_pages,
     resolve_threads,
 )
+from runtime.settings import ConfigError, Settings
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from cli import main
 from cli.sources import CONFIG_TYPES, build_sources
 from kvtransfer.layout import find_mismatch
 from protos import kv_pb2
-from runtime.config import ConfigError, field_names
+from runtime.settings import ConfigError, field_names
 from tests.messages import mutate
 
 fuzz = settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))

@@ -14,7 +14,7 @@ from prefill_worker.loop import PrefillLoop
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.run_table import RunTable
 from protos import decode_pb2, kv_pb2, prefill_pb2
-from runtime.config import Transport
+from runtime.config_parts import Transport
 from tests.fake_workers import PATIENCE_S, Signal
 from tests.pool_process import build_pool
 from tests.real_workers import (

@@ -14,7 +14,7 @@ from decode_worker.speculation.lengths import (
     choose_lengths,
 )
 from decode_worker.speculation.ngram import LONGEST_MATCH, SHORTEST_MATCH, propose_repeat
-from runtime.config import MOST_DRAFT_TOKENS
+from runtime.config_parts import MOST_DRAFT_TOKENS
 
 FLAT = CostCurve(((1, 1.0), (16, 1.0), (64, 4.0)))  # the first 16 rows cost what one costs
 STEEP = CostCurve(((1, 1.0), (64, 64.0)))  # every row costs the same: nothing to win by guessing

@@ -12,7 +12,7 @@ import pytest
 from gateway.app import FrontOptions
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.formats import FORMATS
-from runtime.config import ToolFormat
+from runtime.config_parts import ToolFormat
 from tests.fake_ring import Script
 from tests.front_server import SERVED, Served, run_front
 from tests.tiny_tokenizer import write_byte_level, write_sentencepiece

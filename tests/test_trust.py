@@ -16,7 +16,9 @@ from cli.plan import plan_gateway, plan_workers
 from gateway.ring.fleet import Fleet
 from protos import decode_pb2, decode_pb2_grpc
 from runtime import rpc
-from runtime.config import ConfigError, DecodeConfig, GatewayConfig, PrefillConfig, ProcessConfig, ServeConfig
+from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
+from runtime.config_parts import ProcessConfig
+from runtime.settings import ConfigError
 from runtime.trust import TlsFiles, Trust, find_problem, load_trust
 from tests.fake_workers import PATIENCE_S, FakeDecode, Signal
 

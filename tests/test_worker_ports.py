@@ -18,7 +18,7 @@ import pytest
 from bench.live import serve
 from cli.certs import certs
 from protos import decode_pb2
-from runtime.config import ProcessConfig
+from runtime.config_parts import ProcessConfig
 from runtime.lifecycle import Ready, parse_event
 from runtime.trust import Trust, load_trust
 from tests.fake_workers import PATIENCE_S

@@ -14,7 +14,7 @@ from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, Wanted
 from decode_worker.speculation.lengths import Costs
 from engine.out_of_memory import is_out_of_memory
-from runtime.config import MOST_DRAFT_TOKENS
+from runtime.config_parts import MOST_DRAFT_TOKENS
 
 log = structlog.get_logger()
 

@@ -10,7 +10,8 @@ from engine.choice import Choice
 from engine.engine import Engine
 from engine.runner import Runner
 from engine.sampling import SamplingParams
-from runtime.config import ConfigError, DecodeConfig
+from runtime.config import DecodeConfig
+from runtime.settings import ConfigError
 
 MEASURED_ROWS = (1, 16, 4, 64, 8, 32, 2)  # in the order of what is missed most when time runs out
 BUDGET_S = 1.0  # for each model; its first two sizes are measured whatever they take

@@ -1,0 +1,246 @@
+"""Settings that several processes share, a class for each part of them: names, defaults and limits.
+
+config.py puts them together. They travel by name: what two processes both have is set once for a whole service.
+"""
+
+import ipaddress
+from dataclasses import dataclass, field
+from typing import Literal
+
+from runtime.settings import MAX_PORT, ConfigError, Settings
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+Transport = Literal["auto", "shm", "grpc"]
+ToolFormat = Literal["auto", "none", "hermes", "inline", "llama3", "mistral", "mistral-args"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+Speculate = Literal["auto", "off", "ngram", "draft"]
+DEMO_MODEL = "demo"
+NO_DRAFT = "none"
+MOST_DRAFT_TOKENS = 16
+MIN_SECRET_CHARS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessConfig(Settings):
+    """What every process has."""
+
+    model: str = DEMO_MODEL
+    """Folder of a checkpoint, a hub id such as "Qwen/Qwen3-0.6B", or "demo" for the one that comes with Baton."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all interfaces."""
+    log_level: LogLevel = "info"
+    """Least severe log line shown."""
+    lease_s: float = 30.0
+    """Seconds after which anything held for a silent peer is freed."""
+    drain_s: float = 30.0
+    """Seconds that a process which is told to stop has to finish the requests it has."""
+
+    tls_dir: str = ""
+    """Folder with ca.pem, cert.pem and key.pem: processes then accept only each other's certificates (mTLS)."""
+    fleet_secret: str = field(default="", repr=False)
+    """Secret that all processes of a fleet share; pass it by BATON_FLEET_SECRET, never by flag."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fleet_secret and not _is_secret(self.fleet_secret):  # its value is not shown
+            raise ConfigError(
+                f"fleet_secret cannot be used: BATON_FLEET_SECRET needs {MIN_SECRET_CHARS} or more ASCII letters, "
+                "digits or signs without spaces, such as `openssl rand -hex 32` prints"
+            )
+        self.require("drain_s", self.drain_s >= 0, "0 or more")
+        self.require("model", bool(self.model), 'a folder, a hub id or "demo"')
+        self.require("host", bool(self.host), "an address such as 127.0.0.1 or 0.0.0.0")
+        self.require_positive("lease_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(Settings):
+    """How a worker computes and how much memory it takes."""
+
+    dtype: DType = "auto"
+    """Number type of weights and KV; auto is the checkpoint's."""
+    draft_model: str = "auto"
+    """Small model that guesses ahead: a folder, a hub id, "none", or auto: the demo's own beside the demo model."""
+    device: Device = "auto"
+    """Where to compute; auto is cuda when there is a GPU."""
+    page_tokens: int = 16
+    """Tokens in a KV page; the same on all workers."""
+    kv_memory_mib: int = 0
+    """Memory of one worker's KV pool; 0 takes what its longest batch needs, within its share of what is free."""
+    max_context_tokens: int = 0
+    """Most tokens in prompt and answer together; 0 is the model's limit."""
+    threads: int = 0
+    """CPU threads of each worker; 0 is one per core, because prefill and decode are rarely busy at once."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_power = self.page_tokens > 0 and self.page_tokens & (self.page_tokens - 1) == 0
+        self.require("page_tokens", is_power, "a power of two such as 16")
+        for name in ("kv_memory_mib", "max_context_tokens", "threads"):
+            self.require_at_least(name, 0)
+        self.require("draft_model", bool(self.draft_model), 'a folder, a hub id, "auto" or "none"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeartbeatConfig(ProcessConfig):
+    """How processes notice each other's silence."""
+
+    heartbeat_s: float = 5.0
+    """Seconds between signs of life, and of silence after which a worker counts as dead; shorter than a lease."""
+    stall_s: float = 30.0
+    """Seconds in one engine step after which a worker counts as stuck: more than the slowest step that is right."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_positive("heartbeat_s")
+        self.require_positive("stall_s")
+        is_shorter = self.heartbeat_s < self.lease_s
+        self.require("heartbeat_s", is_shorter, f"a number below --lease-s, which is {self.lease_s:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig(Settings):
+    """How a decode worker reads pages."""
+
+    transport: Transport = "auto"
+    """How decode reads pages: shm (same host), grpc (anywhere), or auto for the fastest that works."""
+    require_transport: bool = False
+    """Refuse a prefill worker that cannot be read by --transport, instead of falling back."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_named = not self.require_transport or self.transport != "auto"
+        self.require("require_transport", is_named, "a --transport other than auto, or --no-require-transport")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig(Settings):
+    """How a decode worker guesses ahead for requests that do not say it themselves."""
+
+    speculate: Speculate = "auto"
+    """Who guesses tokens ahead: draft (the draft model), ngram (repeats), off, or auto for the best there is."""
+    max_draft_tokens: int = 8
+    """Most tokens guessed in one step of a sequence; fewer are when that is faster."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_possible = 1 <= self.max_draft_tokens <= MOST_DRAFT_TOKENS
+        self.require("max_draft_tokens", is_possible, f"1 to {MOST_DRAFT_TOKENS}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrammarConfig(Settings):
+    """What schemas, expressions and grammars for answers may cost a decode worker."""
+
+    grammar_cpu_s: int = 5
+    """Seconds of CPU time after which a schema, expression or grammar is refused: it takes too long to compile."""
+    grammar_cache_mib: int = 256
+    """Memory for compiled grammars that may be wanted again; those in use come on top."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_at_least("grammar_cpu_s", 1)
+        self.require_at_least("grammar_cache_mib", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicConfig(Settings):
+    """What clients of the service meet."""
+
+    port: int = 8000
+    """Port of the REST API; 0 takes any free one."""
+    grpc_port: int | None = None
+    """Port of the gRPC API; 0 takes any free one. Default: --port + 1."""
+    served_name: str = ""
+    """Name of the model in requests; empty is its folder's name or hub id."""
+    api_key: tuple[str, ...] = ()
+    """Key that clients must send as a bearer token; repeat for several. None: no key is asked for."""
+    cors_origins: tuple[str, ...] = ()
+    """Web origins that browsers may call from; repeat for several, "*" for all."""
+    max_queue: int = 1024
+    """Most requests that wait for a worker; more are refused with 429."""
+    local_prefill_max_tokens: int = 0
+    """Decode prefills by itself when at most this many tokens of a prompt are missing."""
+    tool_format: ToolFormat = "auto"
+    """How the model writes calls of tools; auto is what its chat template shows, none refuses tools."""
+    body_limit_bytes: int = 8 << 20
+    """Largest request body."""
+    request_timeout_s: float = 600.0
+    """Longest life of a request, waiting included."""
+    client_timeout_s: float = 60.0
+    """Seconds that a client may take to send a request's head, its body, or to take one message of an answer."""
+    patience_s: float = 30.0
+    """Seconds that requests wait for a worker to come back while none is alive: as long as one takes to start again."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_port("port")
+        self.require_port("grpc_port")
+        is_clean = all(key and not set(key) & set(", \t\n") for key in self.api_key)  # they travel in one variable
+        if not is_clean:
+            raise ConfigError("api_key cannot be used: --api-key needs keys without spaces and commas, none empty")
+        self.require_at_least("max_queue", 1)
+        self.require_at_least("local_prefill_max_tokens", 0)
+        self.require_at_least("body_limit_bytes", 1024)
+        self.require_positive("request_timeout_s")
+        self.require_positive("client_timeout_s")
+        self.require("patience_s", self.patience_s >= 0, "0 or more")
+
+    @property
+    def grpc_listen_port(self) -> int:
+        """`grpc_port`, or the port after `port`; 0 for any."""
+        if self.grpc_port is not None:
+            return self.grpc_port
+        return self.port + 1 if 0 < self.port < MAX_PORT else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenConfig(Settings):
+    """Where one worker is reached."""
+
+    port: int = 0
+    """Port of the worker's gRPC server; 0 takes any free one."""
+    advertise_host: str = ""
+    """Name by which other processes reach this worker; empty is --host."""
+    metrics_port: int = 0
+    """Port of /metrics; 0 takes any free one."""
+    kv_memory_share: float = 0.25
+    """Share of free memory that an automatic KV pool may take."""
+    ready_fd: int | None = None
+    """File descriptor on which to report progress, given by `baton serve`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_port("port")
+        self.require_port("metrics_port")
+        self.require("kv_memory_share", 0 < self.kv_memory_share <= 1, "a number above 0 and at most 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(ListenConfig, EngineConfig, ProcessConfig):
+    """What prefill and decode workers share."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_reachable = bool(self.advertise_host) or self.host not in ("0.0.0.0", "::")
+        self.require("advertise_host", is_reachable, f"the name by which others reach this --host {self.host}")
+        is_safe = bool(self.tls_dir or self.fleet_secret) or _is_loopback(self.host)
+        self.require("host", is_safe, "127.0.0.1, or else --tls-dir or BATON_FLEET_SECRET: anybody could send work")
+
+    @property
+    def reachable_host(self) -> str:
+        """The host that peers are told."""
+        return self.advertise_host or self.host
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_secret(text: str) -> bool:
+    """It travels as metadata of calls: printable ASCII."""
+    return len(text) >= MIN_SECRET_CHARS and all("!" <= char <= "~" for char in text)
