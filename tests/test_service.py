@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -89,6 +90,14 @@ def _counters(live: Live) -> dict[str, float]:
         "prompt tokens at decode": live.metric("decode-0", "prompt_tokens_total"),
         "generated": live.metric("decode-0", "generation_tokens_total"),
     }
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="there is no /proc to look into processes")
+def test_only_workers_hold_torch(live: Live) -> None:
+    supervisor = live.process.pid
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    holders = [int(pid) for pid in children if "libtorch" in Path(f"/proc/{pid}/maps").read_text()]
+    assert len(children) == 3 and sorted(holders) == sorted(worker["pid"] for worker in live.workers())
 
 
 @pytest.mark.parametrize("stage", ["first token", "middle"])
