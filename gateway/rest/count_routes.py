@@ -28,7 +28,7 @@ def build_count_router(front: Front) -> APIRouter:
     @router.post("/tokenize", openapi_extra=body_doc(TokenizeRequest))
     async def to_tokens(request: Request) -> Response:
         """Turns a prompt or a conversation into token ids."""
-        body = parse_tokenize(await read_object(request, front.options, tokenizer.context_tokens))
+        body = parse_tokenize(await read_object(request, front))
         ids = await tokenize(front, body.text_to_count())
         token_strs = tokenizer.pieces(ids) if body.return_token_strs else UNSET
         answer = TokenizeAnswer(len(ids), tokenizer.context_tokens, ids, token_strs)
@@ -37,7 +37,7 @@ def build_count_router(front: Front) -> APIRouter:
     @router.post("/detokenize", openapi_extra=body_doc(DetokenizeRequest))
     async def to_text(request: Request) -> Response:
         """Turns token ids into text, control tokens as they are written."""
-        body = parse_detokenize(await read_object(request, front.options, tokenizer.context_tokens))
+        body = parse_detokenize(await read_object(request, front))
         text = await detokenize(front, body.model, body.tokens, "tokens", with_control_tokens=True)
         return json_response(msgspec.json.encode(DetokenizeAnswer(text)))
 

@@ -7,7 +7,7 @@ import pydantic_core
 from starlette.requests import Request
 
 from gateway.errors import ApiError, bad_request
-from gateway.front import FrontOptions
+from gateway.front import Front, FrontOptions
 from gateway.patience import waking_timeout
 from gateway.rest.repeated_keys import count_keys, find_repeated_key
 
@@ -19,14 +19,14 @@ _MAX_ELEMENTS = 500_000  # besides a prompt of token ids that fills the context
 _MAX_PATH_CHARS = 200
 
 
-async def read_object(request: Request, options: FrontOptions, max_ids: int) -> dict[str, object]:
-    """The body as a JSON object, which may hold a list of `max_ids` numbers.
+async def read_object(request: Request, front: Front) -> dict[str, object]:
+    """The body as a JSON object, which may hold token ids that fill the context.
 
     Raises ApiError 400, 408 or 413, and ClientDisconnect.
     """
-    body = await _read_body(request, options)
+    body = await _read_body(request, front.options)
     marks = _outside_strings(body)
-    if marks is None or _is_too_complex(marks, max_ids):
+    if marks is None or _is_too_complex(marks, front.tokenizer.context_tokens):
         raise bad_request("the body has too many JSON elements to be a request", None, "body_too_complex")
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=True)  # NaN is refused later, by the field's name

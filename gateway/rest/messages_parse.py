@@ -8,7 +8,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from gateway.errors import bad_request
 from gateway.rest.messages_types import (
     CountTokensRequest,
     MessageParam,
@@ -20,7 +19,7 @@ from gateway.rest.messages_types import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from gateway.rest.openai_parse import each, kept, validated
+from gateway.rest.openai_parse import check_type, each, kept, kept_by_type, validated
 from gateway.rest.unsupported import (
     MESSAGES,
     MESSAGES_BLOCK,
@@ -74,23 +73,9 @@ def _with_blocks(fields: object, path: str) -> object:
 
 
 def _blocks(given: object, path: str) -> object:
-    return each(given, path, _supported_block)
-
-
-def _supported_block(block: object, path: str) -> object:
-    if not isinstance(block, dict):
-        raise bad_request(f"{path} must be an object", path, "invalid_type")
-    kind = block.get("type")
-    model = _BLOCKS.get(kind) if isinstance(kind, str) else None
-    if model is None:
-        message = f"{path}.type is {str(kind)[:40]!r}; it must be one of {', '.join(_BLOCKS)}"
-        raise bad_request(message, f"{path}.type", "unsupported_field" if isinstance(kind, str) else "invalid_type")
-    return _with_blocks(kept(block, model, MESSAGES_BLOCK, path), path)
+    return each(given, path, lambda block, at: _with_blocks(kept_by_type(block, _BLOCKS, MESSAGES_BLOCK, at), at))
 
 
 def _tool(given: object, path: str) -> object:
-    kind = given.get("type") if isinstance(given, dict) else None
-    if isinstance(kind, str) and kind != "custom":
-        message = f"{path}.type is {kind[:40]!r}; only tools of the type custom are supported, which the client runs"
-        raise bad_request(message, f"{path}.type", "unsupported_field")
+    check_type(given, ("custom",), path, "only tools of the type custom are supported, which the client runs")
     return kept(given, MessagesTool, MESSAGES_TOOL, path)

@@ -24,7 +24,7 @@ def build_messages_router(front: Front) -> APIRouter:
     async def create_message(request: Request) -> Response:
         """Answers a conversation."""
         meter = RequestMeter(front.metrics)
-        body = parse_messages(await read_object(request, front.options, front.tokenizer.context_tokens))
+        body = parse_messages(await read_object(request, front))
         return await respond(
             front,
             request,
@@ -37,7 +37,7 @@ def build_messages_router(front: Front) -> APIRouter:
     @router.post("/count_tokens", openapi_extra=body_doc(CountTokensRequest))
     async def count_tokens(request: Request) -> Response:
         """Counts a conversation's tokens."""
-        body = parse_count_tokens(await read_object(request, front.options, front.tokenizer.context_tokens))
+        body = parse_count_tokens(await read_object(request, front))
         return json_response(encode_message(CountAnswer(len(await tokenize(front, body.text_to_count())))))
 
     return router

@@ -12,15 +12,11 @@ from pydantic import Discriminator, Field, Tag
 from gateway.counting import TextToCount
 from gateway.errors import bad_request
 from gateway.raw_request import AnswerForm, Chat, Prompt, RawRequest
-from gateway.rest.openai_base import Body, FirstErrorOnly, Texts
+from gateway.rest.openai_base import Body, FirstErrorOnly, TextOr, Texts
 from gateway.sampling_rules import MAX_TEMPERATURE
 from gateway.tools.history import template_call
 from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools, Tool
 from gateway.validate import MAX_MESSAGES, MAX_STOP_STRINGS
-
-
-def _one_or_list(value: object) -> str:
-    return "~list" if isinstance(value, list) else "~one"
 
 
 def _block_tag(value: object) -> str:
@@ -35,10 +31,7 @@ class TextBlock(Body):
     text: str
 
 
-_TextBlocks = Annotated[list[TextBlock], FirstErrorOnly()]
-_TextOrBlocks = Annotated[
-    Annotated[str, Tag("~one")] | Annotated[_TextBlocks, Tag("~list")], Discriminator(_one_or_list)
-]
+_TextOrBlocks = TextOr[Annotated[list[TextBlock], FirstErrorOnly()]]
 
 
 class ToolUseBlock(Body):
@@ -88,7 +81,7 @@ class MessageParam(Body):
     """One message of a conversation."""
 
     role: Literal["user", "assistant"]
-    content: Annotated[Annotated[str, Tag("~one")] | Annotated[_Blocks, Tag("~list")], Discriminator(_one_or_list)]
+    content: TextOr[_Blocks]
 
     def plain(self, path: str) -> list[dict[str, Any]]:
         """As chat templates take it: each result of a call is a message of its own. Raises ApiError."""

@@ -1,8 +1,6 @@
 """How a choice becomes an answer for Anthropic's clients, streamed or whole. Must not know HTTP."""
 
 import secrets
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 import msgspec
 
@@ -29,7 +27,6 @@ from gateway.rest.messages_answers import (
     encode_message,
     encode_messages_error,
 )
-from gateway.rest.respond import Pieces
 from gateway.rest.sse import named_event
 from gateway.rest.tagged import Tagged, name_of
 
@@ -55,38 +52,33 @@ class MessageWriter:
         self._model = model
         self._totals = Totals(job)
         self._reader = ItemReader()
+        self._last = Piece("")
 
-    async def stream(self, pieces: Pieces) -> AsyncGenerator[list[bytes], None]:
-        """Events, in batches to send together. Closing this iterator closes `pieces`."""
-        events: list[Tagged] = [MessageStart(self._message(None))]
-        async with aclosing(pieces):
-            async for index, piece in pieces:
-                self._totals.add(index, piece)
-                events += map(_block_event, self._reader.read(piece))
-                if piece.finish_reason is not None:
-                    stop = StopDelta(self._stop_reason(piece), piece.stop_string)
-                    events += [MessageDelta(stop, self._usage()), MessageStop()]
-                if events:
-                    yield [named_event(name_of(event), encode_message(event)) for event in events]
-                events = []
+    def begin(self) -> list[bytes]:
+        return [_framed(MessageStart(self._message()))]
 
-    async def whole(self, pieces: Pieces) -> bytes:
-        """The answer to a request that does not stream."""
-        last = Piece("")
-        async with aclosing(pieces):
-            async for index, piece in pieces:
-                self._totals.add(index, piece)
-                self._reader.read(piece)
-                last = piece
-        return encode_message(self._message(last))
+    def events(self, index: int, piece: Piece) -> list[bytes]:
+        self._totals.add(index, piece)
+        events = [_block_event(event) for event in self._reader.read(piece)]
+        if piece.finish_reason is not None:
+            stop = StopDelta(self._stop_reason(piece), piece.stop_string)
+            events += [MessageDelta(stop, self._usage()), MessageStop()]
+        return [_framed(event) for event in events]
 
-    def _message(self, last: Piece | None) -> MessageBody:
-        """The answer whose last piece this is; None: at its start."""
+    def add(self, index: int, piece: Piece) -> None:
+        self._totals.add(index, piece)
+        self._reader.read(piece)
+        self._last = piece
+
+    async def whole(self) -> bytes:
+        message = self._message()
+        message.stop_reason, message.stop_sequence = self._stop_reason(self._last), self._last.stop_string
+        return encode_message(message)
+
+    def _message(self) -> MessageBody:
+        """The answer as far as it has come."""
         content = [_block(item) for item in self._reader.items]
-        message = MessageBody(self._id, self._model, content, self._usage())
-        if last is not None:
-            message.stop_reason, message.stop_sequence = self._stop_reason(last), last.stop_string
-        return message
+        return MessageBody(self._id, self._model, content, self._usage())
 
     def _usage(self) -> MessageUsage:
         totals = self._totals
@@ -98,6 +90,10 @@ class MessageWriter:
         if last.stop_string is not None:
             return "stop_sequence"
         return "tool_use" if self._reader.has_calls else "end_turn"
+
+
+def _framed(event: Tagged) -> bytes:
+    return named_event(name_of(event), encode_message(event))
 
 
 def _block_event(event: ItemEvent) -> Tagged:

@@ -1,8 +1,11 @@
-"""What all types of requests share: strictness, and lists whose errors stay few."""
+"""What all types of requests share: strictness, lists whose errors stay few, and texts that may be lists.
 
-from typing import Annotated
+Tags of unions start with "~", so that error paths can leave them out.
+"""
 
-from pydantic import BaseModel, ConfigDict, FailFast
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Tag
 
 
 class Body(BaseModel):
@@ -20,3 +23,12 @@ class FirstErrorOnly(FailFast):
 
 Ids = Annotated[list[int], FirstErrorOnly()]
 Texts = Annotated[list[str], FirstErrorOnly()]
+
+
+def _one_or_list(value: object) -> str:
+    return "~list" if isinstance(value, list) else "~one"
+
+
+SomeList = TypeVar("SomeList")
+# A text, or a list of this type.
+TextOr = Annotated[Annotated[str, Tag("~one")] | Annotated[SomeList, Tag("~list")], Discriminator(_one_or_list)]

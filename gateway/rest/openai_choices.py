@@ -3,9 +3,9 @@
 A writer belongs to one choice of one request. Must not know envelopes, HTTP or where pieces come from.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from msgspec import UNSET, UnsetType
 
@@ -25,6 +25,8 @@ from gateway.rest.openai_logprobs import ChatLogprobs, TextLogprobs, TokenBytes
 from gateway.rest.tool_answers import call_deltas, whole_calls
 from gateway.tools.parse import CallEvent
 
+Logprobs = TypeVar("Logprobs", ChatLogprobs, TextLogprobs)
+
 
 @dataclass(frozen=True, slots=True)
 class Extras:
@@ -37,6 +39,14 @@ class Extras:
     def timing(self, piece: Piece) -> TimingBody | UnsetType:
         """The `timing` field of a choice whose last piece this is."""
         return timing_of(piece.timing) if self.with_timing and piece.timing is not None else UNSET
+
+    def logprobs(self, kind: type[Logprobs], told: Sequence[ToldToken]) -> Logprobs | None:
+        """The `logprobs` field of a choice with these tokens."""
+        if not self.with_logprobs:
+            return None
+        logprobs = kind()
+        logprobs.extend(told, self.token_bytes)
+        return logprobs
 
 
 class ChoiceWriter(Protocol):
@@ -55,40 +65,6 @@ class ChoiceWriter(Protocol):
         ...
 
 
-class Endpoint(Protocol):
-    """What an endpoint calls its answers, and how it writes their choices."""
-
-    id_prefix: str
-    chunk_kind: ObjectKind
-    whole_kind: ObjectKind
-
-    def writer(self, index: int, extras: Extras) -> ChoiceWriter:
-        """A writer for one choice."""
-        ...
-
-
-class ChatEndpoint:
-    """/v1/chat/completions."""
-
-    id_prefix = "chatcmpl"
-    chunk_kind: ObjectKind = "chat.completion.chunk"
-    whole_kind: ObjectKind = "chat.completion"
-
-    def writer(self, index: int, extras: Extras) -> ChoiceWriter:
-        return _ChatWriter(index, extras)
-
-
-class TextEndpoint:
-    """/v1/completions."""
-
-    id_prefix = "cmpl"
-    chunk_kind: ObjectKind = "text_completion"
-    whole_kind: ObjectKind = "text_completion"
-
-    def writer(self, index: int, extras: Extras) -> ChoiceWriter:
-        return _TextWriter(index, extras)
-
-
 class _ChatWriter:
     def __init__(self, index: int, extras: Extras) -> None:
         self._index = index
@@ -96,7 +72,7 @@ class _ChatWriter:
         self._has_role = False
         self._texts: list[str] = []
         self._calls: list[CallEvent] = []
-        self._logprobs = self._new_logprobs(())
+        self._logprobs = extras.logprobs(ChatLogprobs, ())
         self._last = Piece("")
 
     def chunks(self, piece: Piece) -> list[Choice]:
@@ -105,7 +81,7 @@ class _ChatWriter:
             self._has_role = True
             chunks.append(ChunkChoice(self._index, Delta(role="assistant", content="")))
         if piece.text or piece.told:
-            logprobs = self._new_logprobs(piece.told)
+            logprobs = self._extras.logprobs(ChatLogprobs, piece.told)
             chunks.append(ChunkChoice(self._index, Delta(content=piece.text), logprobs=logprobs))
         chunks += [ChunkChoice(self._index, Delta(tool_calls=[call])) for call in call_deltas(piece.calls)]
         if piece.finish_reason is not None:
@@ -126,26 +102,19 @@ class _ChatWriter:
         timing = self._extras.timing(self._last)
         return ChatChoice(self._index, message, self._last.ending, self._logprobs, timing)
 
-    def _new_logprobs(self, told: Sequence[ToldToken]) -> ChatLogprobs | None:
-        if not self._extras.with_logprobs:
-            return None
-        logprobs = ChatLogprobs()
-        logprobs.extend(told, self._extras.token_bytes)
-        return logprobs
-
 
 class _TextWriter:
     def __init__(self, index: int, extras: Extras) -> None:
         self._index = index
         self._extras = extras
         self._texts: list[str] = []
-        self._logprobs = self._new_logprobs(())
+        self._logprobs = extras.logprobs(TextLogprobs, ())
         self._last = Piece("")
 
     def chunks(self, piece: Piece) -> list[Choice]:
         chunks: list[Choice] = []
         if piece.text or piece.told:
-            chunks.append(TextChoice(self._index, piece.text, logprobs=self._new_logprobs(piece.told)))
+            chunks.append(TextChoice(self._index, piece.text, logprobs=self._extras.logprobs(TextLogprobs, piece.told)))
         if piece.finish_reason is not None:
             timing = self._extras.timing(piece)
             chunks.append(TextChoice(self._index, "", piece.finish_reason, timing=timing))
@@ -161,9 +130,16 @@ class _TextWriter:
         text, timing = "".join(self._texts), self._extras.timing(self._last)
         return TextChoice(self._index, text, self._last.finish_reason, self._logprobs, timing)
 
-    def _new_logprobs(self, told: Sequence[ToldToken]) -> TextLogprobs | None:
-        if not self._extras.with_logprobs:
-            return None
-        logprobs = TextLogprobs()
-        logprobs.extend(told, self._extras.token_bytes)
-        return logprobs
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What an endpoint calls its answers, and how it writes their choices."""
+
+    id_prefix: str
+    chunk_kind: ObjectKind
+    whole_kind: ObjectKind
+    writer: Callable[[int, Extras], ChoiceWriter]  # of the choice with this index
+
+
+CHAT = Endpoint("chatcmpl", "chat.completion.chunk", "chat.completion", _ChatWriter)  # /v1/chat/completions
+TEXT = Endpoint("cmpl", "text_completion", "text_completion", _TextWriter)  # /v1/completions

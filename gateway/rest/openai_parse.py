@@ -3,7 +3,7 @@
 Must not know HTTP or what the values mean.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -53,8 +53,32 @@ def each(given: object, path: str, keep: Callable[[object, str], object]) -> obj
 
 def kept(given: object, model: type[BaseModel], harmless: Harmless, path: str) -> object:
     """The object without what changes nothing. What is no object is left to the type check. Raises ApiError."""
+    return _kept_fields(given, model, harmless, path) if isinstance(given, dict) else given
+
+
+def kept_by_type(
+    given: object, models: Mapping[str, type[BaseModel]], harmless: Harmless, path: str, default: str | None = None
+) -> dict[str, Any]:
+    """`kept` for an object whose `type` tells its model; without one it is of the default's. Raises ApiError."""
+    if not isinstance(given, dict):
+        raise bad_request(f"{path} must be an object", path, "invalid_type")
+    kind = default if given.get("type") is None else given["type"]
+    if not isinstance(kind, str) or kind not in models:
+        message = f"{path}.type is {str(kind)[:40]!r}; it must be one of {', '.join(models)}"
+        raise bad_request(message, f"{path}.type", "unsupported_field" if isinstance(kind, str) else "invalid_type")
+    return _kept_fields(given, models[kind], harmless, path)
+
+
+def check_type(given: object, supported: Collection[str], path: str, rule: str) -> None:
+    """Raises ApiError for an object of another type. What has none is left to the type check."""
+    kind = given.get("type") if isinstance(given, dict) else None
+    if isinstance(kind, str) and kind not in supported:
+        raise bad_request(f"{path}.type is {kind[:40]!r}; {rule}", f"{path}.type", "unsupported_field")
+
+
+def _kept_fields(given: dict[str, Any], model: type[BaseModel], harmless: Harmless, path: str) -> dict[str, Any]:
     names = {field.alias or name for name, field in model.model_fields.items()}
-    return supported_fields(given, names, harmless, f"{path}.") if isinstance(given, dict) else given
+    return supported_fields(given, names, harmless, f"{path}.")
 
 
 def _message(given: object, path: str) -> object:

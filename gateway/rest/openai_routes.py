@@ -14,7 +14,7 @@ from gateway.order import Job
 from gateway.rest.bodies import body_doc, json_response
 from gateway.rest.json_body import read_object
 from gateway.rest.openai_answers import ModelCard, ModelList, encode
-from gateway.rest.openai_choices import ChatEndpoint, Endpoint, Extras, TextEndpoint
+from gateway.rest.openai_choices import CHAT, TEXT, Endpoint, Extras
 from gateway.rest.openai_parse import parse_chat, parse_completion
 from gateway.rest.openai_types import ChatCompletionRequest, CompletionRequest
 from gateway.rest.openai_wire import AnswerWriter
@@ -29,15 +29,15 @@ def build_openai_router(front: Front) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         """Answers a conversation."""
         meter = RequestMeter(front.metrics)
-        body = parse_chat(await read_object(request, front.options, front.tokenizer.context_tokens))
-        return await _respond(front, request, body, ChatEndpoint(), meter)
+        body = parse_chat(await read_object(request, front))
+        return await _respond(front, request, body, CHAT, meter)
 
     @router.post("/completions", openapi_extra=body_doc(CompletionRequest))
     async def create_completion(request: Request) -> Response:
         """Continues prompts."""
         meter = RequestMeter(front.metrics)
-        body = parse_completion(await read_object(request, front.options, front.tokenizer.context_tokens))
-        return await _respond(front, request, body, TextEndpoint(), meter)
+        body = parse_completion(await read_object(request, front))
+        return await _respond(front, request, body, TEXT, meter)
 
     @router.get("/models")
     async def list_models() -> Response:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from gateway.errors import bad_request
 from gateway.raw_request import Chat, Prompt, RawRequest
-from gateway.rest.openai_base import Body, FirstErrorOnly, Ids, Texts
+from gateway.rest.openai_base import Body, FirstErrorOnly, Ids, TextOr, Texts
 from gateway.rest.openai_forms import ResponseFormat, StructuredOutputs, pick_form
 from gateway.rest.tool_types import TOOLS_FIELD, MessageToolCalls, ToolChoice, Tools, raw_tools
 from gateway.sampling_rules import (
@@ -25,15 +25,10 @@ from gateway.validate import MAX_CHOICES, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TO
 
 
 def _kind(value: object) -> str:
-    """Which member of a union a value is meant as. The tags start with "~" so that error paths can leave them out."""
     if not isinstance(value, list):
         return "~one"
     first = value[0] if value else None
     return "~texts" if isinstance(first, str) else "~id_lists" if isinstance(first, list) else "~list"
-
-
-def _one_or_list(value: object) -> str:
-    return "~list" if isinstance(value, list) else "~one"
 
 
 def _few_biases(value: object) -> object:
@@ -50,7 +45,6 @@ def _token_id(key: str) -> str:
 
 
 _Biases = Annotated[dict[Annotated[str, AfterValidator(_token_id)], float], BeforeValidator(_few_biases)]
-_TextOrTexts = Annotated[Annotated[str, Tag("~one")] | Annotated[Texts, Tag("~list")], Discriminator(_one_or_list)]
 
 
 class TextPart(Body):
@@ -60,17 +54,11 @@ class TextPart(Body):
     text: str
 
 
-_Parts = Annotated[list[TextPart], FirstErrorOnly()]
-
-
 class Message(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        Annotated[str, Tag("~one")] | Annotated[_Parts, Tag("~list")],
-        Discriminator(_one_or_list),
-    ]
+    content: TextOr[Annotated[list[TextPart], FirstErrorOnly()]]
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: MessageToolCalls | None = None
@@ -113,7 +101,7 @@ class _GenerationBody(Body):
         None, description=f"Token id to what is added to its logit, from {-MAX_BIAS:g} to {MAX_BIAS:g}."
     )
     seed: int | None = Field(None, json_schema_extra={"minimum": -(2**63), "maximum": 2**64 - 1})
-    stop: _TextOrTexts | None = Field(None, json_schema_extra={"maxItems": MAX_STOP_STRINGS, "minLength": 1})
+    stop: TextOr[Texts] | None = Field(None, json_schema_extra={"maxItems": MAX_STOP_STRINGS, "minLength": 1})
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None

@@ -6,8 +6,7 @@ Must not know HTTP or where the text comes from.
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 
 from msgspec import UNSET, Raw, UnsetType
 
@@ -33,23 +32,21 @@ class AnswerWriter:
         self._choices = [endpoint.writer(index, extras) for index in range(len(job.orders))]
         self._totals = Totals(job)
 
-    async def stream(self, pieces: AsyncGenerator[tuple[int, Piece], None]) -> AsyncGenerator[list[bytes], None]:
-        """Events of chunks, in batches to send together. Closing this iterator closes `pieces`."""
-        async with aclosing(pieces):
-            async for index, piece in pieces:
-                self._totals.add(index, piece)
-                batch = [self._chunk([choice]) for choice in self._choices[index].chunks(piece)]
-                if self._is_usage_streamed and not self._totals.num_open:
-                    batch.append(self._chunk([], usage_of(self._totals)))
-                if batch:
-                    yield batch
+    def begin(self) -> list[bytes]:
+        return []
 
-    async def whole(self, pieces: AsyncGenerator[tuple[int, Piece], None]) -> bytes:
-        """The answer to a request that does not stream."""
-        async with aclosing(pieces):
-            async for index, piece in pieces:
-                self._totals.add(index, piece)
-                self._choices[index].add(piece)
+    def events(self, index: int, piece: Piece) -> list[bytes]:
+        self._totals.add(index, piece)
+        chunks = [self._chunk([choice]) for choice in self._choices[index].chunks(piece)]
+        if self._is_usage_streamed and not self._totals.num_open:
+            chunks.append(self._chunk([], usage_of(self._totals)))
+        return chunks
+
+    def add(self, index: int, piece: Piece) -> None:
+        self._totals.add(index, piece)
+        self._choices[index].add(piece)
+
+    async def whole(self) -> bytes:
         choices = []
         for choice in self._choices:
             choices.append(encode_choice(choice.whole()))

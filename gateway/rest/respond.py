@@ -4,6 +4,7 @@ Must not know how requests are read or answers written.
 """
 
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Protocol
 
 from starlette.requests import Request
@@ -24,19 +25,27 @@ Pieces = AsyncGenerator[tuple[int, Piece], None]
 
 
 class Writer(Protocol):
-    """Writes the answer to one request, once: as a stream or as a whole. Either way it closes `pieces`."""
+    """Writes the answer to one request, once: as a stream or as a whole."""
 
     @property
     def end(self) -> StreamEnd:
         """How its stream ends."""
         ...
 
-    def stream(self, pieces: Pieces) -> AsyncGenerator[list[bytes], None]:
-        """Events, in batches to send together."""
+    def begin(self) -> list[bytes]:
+        """Events to send with those of the first piece."""
         ...
 
-    async def whole(self, pieces: Pieces) -> bytes:
-        """The body of an answer that is not streamed."""
+    def events(self, index: int, piece: Piece) -> list[bytes]:
+        """What a piece of a choice adds to the stream."""
+        ...
+
+    def add(self, index: int, piece: Piece) -> None:
+        """Takes in a piece of a choice of an answer that is not streamed."""
+        ...
+
+    async def whole(self) -> bytes:
+        """The body of an answer that is not streamed, after its last piece."""
         ...
 
 
@@ -54,5 +63,23 @@ async def respond(
     writer = new_writer(job)
     pieces = stream_choices(front, job, meter)
     if is_streamed:
-        return EventStream(writer.stream(pieces), front.options.stalled_client_s, writer.end)
-    return json_response(await until_disconnect(request.receive, writer.whole(pieces)))
+        return EventStream(_stream(writer, pieces), front.options.stalled_client_s, writer.end)
+    return json_response(await until_disconnect(request.receive, _whole(writer, pieces)))
+
+
+async def _stream(writer: Writer, pieces: Pieces) -> AsyncGenerator[list[bytes], None]:
+    """Events, in batches to send together. Closing this iterator closes `pieces`."""
+    batch = writer.begin()
+    async with aclosing(pieces):
+        async for index, piece in pieces:
+            batch += writer.events(index, piece)
+            if batch:
+                yield batch
+            batch = []
+
+
+async def _whole(writer: Writer, pieces: Pieces) -> bytes:
+    async with aclosing(pieces):
+        async for index, piece in pieces:
+            writer.add(index, piece)
+    return await writer.whole()

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from gateway.errors import bad_request
-from gateway.rest.openai_parse import each, kept, validated
+from gateway.rest.openai_parse import check_type, each, kept, kept_by_type, validated
 from gateway.rest.responses_types import (
     FunctionCallItem,
     FunctionCallOutput,
@@ -60,33 +60,17 @@ def parse_responses(given: dict[str, Any]) -> ResponsesRequest:
 
 
 def _item(given: object, path: str) -> object:
-    if not isinstance(given, dict):
-        raise bad_request(f"{path} must be an object", path, "invalid_type")
-    kind = given.get("type") or "message"
-    model = _ITEMS.get(kind) if isinstance(kind, str) else None
-    if model is None:
-        message = f"{path}.type is {str(kind)[:40]!r}; it must be one of {', '.join(_ITEMS)}"
-        raise bad_request(message, f"{path}.type", "unsupported_field" if isinstance(kind, str) else "invalid_type")
-    fields = kept(given, model, RESPONSES_ITEM, path)
-    if isinstance(fields, dict):
-        texts = {name: each(fields[name], f"{path}.{name}", _part) for name in _TEXTS if name in fields}
-        return fields | texts
-    return fields
+    fields = kept_by_type(given, _ITEMS, RESPONSES_ITEM, path, "message")
+    return fields | {name: each(fields[name], f"{path}.{name}", _part) for name in _TEXTS if name in fields}
 
 
 def _part(given: object, path: str) -> object:
-    kind = given.get("type") if isinstance(given, dict) else None
-    if isinstance(kind, str) and kind not in _PARTS:
-        message = f"{path}.type is {kind[:40]!r}; it must be {' or '.join(_PARTS)}"
-        raise bad_request(message, f"{path}.type", "unsupported_field")
+    check_type(given, _PARTS, path, f"it must be {' or '.join(_PARTS)}")
     return kept(given, ResponsesTextPart, RESPONSES_PART, path)
 
 
 def _tool(given: object, path: str) -> object:
-    kind = given.get("type") if isinstance(given, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        message = f"{path}.type is {kind[:40]!r}; only tools of the type function are supported, which the client runs"
-        raise bad_request(message, f"{path}.type", "unsupported_field")
+    check_type(given, ("function",), path, "only tools of the type function are supported, which the client runs")
     return kept(given, FunctionTool, RESPONSES_TOOL, path)
 
 

@@ -22,7 +22,7 @@ def build_responses_router(front: Front) -> APIRouter:
     async def create_response(request: Request) -> Response:
         """Answers a conversation; nothing is kept of it."""
         meter = RequestMeter(front.metrics)
-        body = parse_responses(await read_object(request, front.options, front.tokenizer.context_tokens))
+        body = parse_responses(await read_object(request, front))
         return await respond(
             front,
             request,

@@ -9,20 +9,12 @@ from pydantic import Discriminator, Field, Tag
 
 from gateway.errors import bad_request
 from gateway.raw_request import AnswerForm, Chat, Prompt, RawRequest
-from gateway.rest.openai_base import Body, FirstErrorOnly
-from gateway.rest.tool_types import ArgumentsText
+from gateway.rest.openai_base import Body, FirstErrorOnly, TextOr
+from gateway.rest.tool_types import ArgumentsText, ChoiceOr
 from gateway.sampling_rules import MAX_TEMPERATURE
 from gateway.tools.history import template_call
-from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools, Tool
+from gateway.tools.request import MAX_TOOLS, NamedChoice, RawTools, Tool
 from gateway.validate import MAX_MESSAGES
-
-
-def _one_or_list(value: object) -> str:
-    return "~list" if isinstance(value, list) else "~one"
-
-
-def _word_or_named(value: object) -> str:
-    return "~word" if isinstance(value, str) else "~named"
 
 
 def _item_tag(value: object) -> str:
@@ -37,8 +29,7 @@ class ResponsesTextPart(Body):
     text: str
 
 
-_Parts = Annotated[list[ResponsesTextPart], FirstErrorOnly()]
-_TextOrParts = Annotated[Annotated[str, Tag("~one")] | Annotated[_Parts, Tag("~list")], Discriminator(_one_or_list)]
+_TextOrParts = TextOr[Annotated[list[ResponsesTextPart], FirstErrorOnly()]]
 
 
 class InputMessage(Body):
@@ -129,7 +120,7 @@ class ResponsesRequest(Body):
     """Body of POST /v1/responses; null means not given."""
 
     model: str
-    input: Annotated[Annotated[str, Tag("~one")] | Annotated[_Items, Tag("~list")], Discriminator(_one_or_list)]
+    input: TextOr[_Items]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
     temperature: float | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_TEMPERATURE})
@@ -137,12 +128,7 @@ class ResponsesRequest(Body):
     stream: bool | None = None
     text: TextConfig | None = None
     tools: _Tools | None = Field(None, json_schema_extra={"maxItems": MAX_TOOLS})
-    tool_choice: (
-        Annotated[
-            Annotated[Choice, Tag("~word")] | Annotated[FunctionChoice, Tag("~named")], Discriminator(_word_or_named)
-        ]
-        | None
-    ) = None
+    tool_choice: ChoiceOr[FunctionChoice] | None = None
     parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several functions.")
     metadata: dict[str, str] | None = Field(None, description="Comes back with the answer.")
 

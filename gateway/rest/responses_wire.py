@@ -2,8 +2,6 @@
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 import msgspec
 
@@ -13,7 +11,6 @@ from gateway.order import Job
 from gateway.pieces import Piece
 from gateway.rest.items import Begun, Ended, Grown, Item, ItemEvent, ItemReader
 from gateway.rest.openai_answers import build_error
-from gateway.rest.respond import Pieces
 from gateway.rest.responses_answers import (
     ArgumentsDone,
     ArgumentsGrown,
@@ -82,6 +79,7 @@ class ResponseWriter:
         self._reader = ItemReader()
         self._item_ids: list[str] = []
         self._statuses: list[ItemStatus] = []  # of the items that are over
+        self._last = Piece("")
         self._num_events = 0
 
     @property
@@ -89,34 +87,25 @@ class ResponseWriter:
         """How its stream ends."""
         return self
 
-    async def stream(self, pieces: Pieces) -> AsyncGenerator[list[bytes], None]:
-        """Events, in batches to send together. Closing this iterator closes `pieces`."""
-        begin = self._response("in_progress")
-        events: list[Event] = [
-            Created(sequence_number=self._number(), response=begin),
-            InProgress(sequence_number=self._number(), response=begin),
-        ]
-        async with aclosing(pieces):
-            async for index, piece in pieces:
-                self._totals.add(index, piece)
-                for event in self._read(piece):
-                    events += self._item_events(event)
-                if piece.finish_reason is not None:
-                    kind = IncompleteEvent if piece.finish_reason == "length" else Completed
-                    events.append(kind(sequence_number=self._number(), response=self._finished(piece)))
-                if events:
-                    yield [_framed(event) for event in events]
-                events = []
+    def begin(self) -> list[bytes]:
+        begun = self._response("in_progress")
+        return [_framed(kind(sequence_number=self._number(), response=begun)) for kind in (Created, InProgress)]
 
-    async def whole(self, pieces: Pieces) -> bytes:
-        """The answer to a request that does not stream."""
-        last = Piece("")
-        async with aclosing(pieces):
-            async for index, piece in pieces:
-                self._totals.add(index, piece)
-                self._read(piece)
-                last = piece
-        return encode_response(self._finished(last))
+    def events(self, index: int, piece: Piece) -> list[bytes]:
+        self._totals.add(index, piece)
+        events = [news for event in self._read(piece) for news in self._item_events(event)]
+        if piece.finish_reason is not None:
+            kind = IncompleteEvent if piece.finish_reason == "length" else Completed
+            events.append(kind(sequence_number=self._number(), response=self._finished(piece)))
+        return [_framed(event) for event in events]
+
+    def add(self, index: int, piece: Piece) -> None:
+        self._totals.add(index, piece)
+        self._read(piece)
+        self._last = piece
+
+    async def whole(self) -> bytes:
+        return encode_response(self._finished(self._last))
 
     def failure(self, error: ApiError) -> bytes:
         """The events of an answer that fails in mid-stream."""

@@ -3,7 +3,7 @@
 Values and limits are checked in gateway/tools/request.py. Must not know HTTP, answers or how models write calls.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
@@ -14,6 +14,11 @@ from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools, Tool
 
 def _word_or_named(value: object) -> str:
     return "~word" if isinstance(value, str) else "~named"
+
+
+Named = TypeVar("Named")
+# A word, or an object of this type, which names a tool.
+ChoiceOr = Annotated[Annotated[Choice, Tag("~word")] | Annotated[Named, Tag("~named")], Discriminator(_word_or_named)]
 
 
 def _arguments(text: str) -> str:
@@ -59,9 +64,7 @@ class NamedToolChoice(Body):
 
 
 Tools = Annotated[list[ToolDefinition], FirstErrorOnly()]
-ToolChoice = Annotated[
-    Annotated[Choice, Tag("~word")] | Annotated[NamedToolChoice, Tag("~named")], Discriminator(_word_or_named)
-]
+ToolChoice = ChoiceOr[NamedToolChoice]
 TOOLS_FIELD = Field(None, description="Functions that the answer may call.", json_schema_extra={"maxItems": MAX_TOOLS})
 
 
