@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
+import pytest
 import structlog
 import uvicorn
 import uvloop
@@ -17,10 +20,14 @@ from prometheus_client import CollectorRegistry
 from gateway.app import FrontOptions, add_inference_services, build_app, build_front, build_interceptors
 from gateway.text.tokenizer import Tokenizer
 from runtime.rpc import build_server
-from tests.fake_ring import FakeRing
-from tests.tiny_tokenizer import write_byte_level
+from tests.fake_ring import FakeRing, Script
+from tests.tiny_tokenizer import END, write_byte_level
 
 SERVED = "tiny"
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln 🙂"}}\n</tool_call>'
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
 @dataclass(frozen=True)
@@ -90,3 +97,31 @@ def run_front(folder: Path, options: FrontOptions) -> Iterator[Served]:
         http.should_exit = True
         thread.join(10)
         structlog.reset_defaults()
+
+
+def running_front(options: FrontOptions) -> object:
+    """The fixture `running`: one front for all tests of a module."""
+
+    @pytest.fixture(scope="module")
+    def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+        with run_front(tmp_path_factory.mktemp("tiny"), options) as served:
+            yield served
+
+    return running
+
+
+def answering(text: str) -> object:
+    """The fixture `served`: `running`, whose ring knows of no other test and answers with `text`."""
+
+    @pytest.fixture
+    def served(running: Served) -> Served:
+        running.ring.reset(Script([*running.ids(text), END]))
+        return running
+
+    return served
+
+
+@pytest.fixture
+def openai_client(served: Served) -> openai.OpenAI:
+    """The official client; asks once."""
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0, timeout=10)

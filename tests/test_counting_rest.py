@@ -1,27 +1,16 @@
 """/tokenize and /detokenize as vLLM's clients use them."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from gateway.app import FrontOptions
-from tests.fake_ring import Script
-from tests.front_server import SERVED, Served, run_front
-from tests.test_tools_rest import HELLO, TOOLS
+from tests.front_server import HELLO, SERVED, Served, answering, running_front
+from tests.test_tools_rest import TOOLS
 from tests.tiny_tokenizer import CONTEXT
 
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with run_front(tmp_path_factory.mktemp("tiny"), FrontOptions(tool_format="hermes")) as served:
-        yield served
-
-
-@pytest.fixture
-def served(running: Served) -> Served:
-    running.ring.reset(Script([*running.ids("fine"), 1]))
-    return running
+running = running_front(FrontOptions(tool_format="hermes"))
+served = answering("fine")
 
 
 def _post(served: Served, path: str, **fields: Any) -> Any:

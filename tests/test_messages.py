@@ -16,19 +16,14 @@ from gateway.errors import ApiError, overloaded
 from gateway.rest.messages_parse import parse_messages
 from gateway.rest.openai_parse import parse_chat
 from tests.fake_ring import TIMING, Script
-from tests.front_server import SERVED, Served, run_front
-from tests.tiny_tokenizer import CONTEXT
+from tests.front_server import CALL, HELLO, NOW, PARAMETERS, SERVED, Served, answering, run_front
+from tests.tiny_tokenizer import CONTEXT, END
 
 KEY = "the-key"
-END = 1  # the tiny model's end token
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: list[Any] = [
     {"name": "weather", "description": "Get it.", "input_schema": PARAMETERS},
     {"name": "now", "input_schema": {"type": "object"}},
 ]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln 🙂"}}\n</tool_call>'
-NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +34,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture
-def served(running: Served) -> Served:
-    running.ring.reset(Script([*running.ids("hello 🙂 world"), END]))
-    return running
+served = answering("hello 🙂 world")
 
 
 @pytest.fixture
@@ -50,13 +42,12 @@ def client(served: Served) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=served.url, api_key=KEY, auth_token=None, max_retries=0, timeout=10)
 
 
-def ask(client: anthropic.Anthropic, **fields: Any) -> Any:
-    body: dict[str, Any] = {"model": SERVED, "max_tokens": 100, "messages": HELLO, **fields}
-    return client.messages.create(**body)
-
-
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": SERVED, "max_tokens": 100, "messages": HELLO, **fields}
+
+
+def ask(client: anthropic.Anthropic, **fields: Any) -> Any:
+    return client.messages.create(**body(**fields))
 
 
 def test_an_answer(client: anthropic.Anthropic, served: Served) -> None:

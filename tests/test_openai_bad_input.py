@@ -9,25 +9,13 @@ from typing import Any
 import pytest
 
 from gateway.app import FrontOptions
-from tests.fake_ring import Script
-from tests.front_server import SERVED, Served, run_front
+from tests.front_server import HELLO, SERVED, Served, answering, running_front
 from tests.tiny_tokenizer import CONTEXT
 
-HELLO = [{"role": "user", "content": "hello"}]
 MAX_BODY = 2**20
 
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    options = FrontOptions(max_body_bytes=MAX_BODY, body_timeout_s=0.5)
-    with run_front(tmp_path_factory.mktemp("tiny"), options) as served:
-        yield served
-
-
-@pytest.fixture
-def served(running: Served) -> Served:
-    running.ring.reset(Script([*running.ids("fine"), 1]))
-    return running
+running = running_front(FrontOptions(max_body_bytes=MAX_BODY, body_timeout_s=0.5))
+served = answering("fine")
 
 
 def _chat(**fields: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -19,29 +18,14 @@ from gateway.raw_request import AnswerForm, RawRequest
 from gateway.rest.openai_logprobs import ChatLogprobs, TextLogprobs
 from gateway.validate import check_num_told
 from tests.fake_ring import TIMING, Script, likely
-from tests.front_server import SERVED, Served, run_front
-from tests.tiny_tokenizer import CONTEXT
+from tests.front_server import HELLO, SERVED, Served, answering, openai_client, running_front
+from tests.tiny_tokenizer import CONTEXT, END
 
-END = 1
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 ANSWER = "hello 🙂 world"
 
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with run_front(tmp_path_factory.mktemp("tiny"), FrontOptions(stalled_client_s=1.0)) as served:
-        yield served
-
-
-@pytest.fixture
-def served(running: Served) -> Served:
-    running.ring.reset(Script([*running.ids(ANSWER), END]))
-    return running
-
-
-@pytest.fixture
-def client(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0, timeout=10)
+running = running_front(FrontOptions(stalled_client_s=1.0))
+served = answering(ANSWER)
+client = openai_client
 
 
 def _post(served: Served, path: str, **fields: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -14,27 +14,12 @@ from gateway.app import FrontOptions
 from gateway.errors import ApiError, overloaded
 from gateway.rest.sse import EventStream
 from tests.fake_ring import Script
-from tests.front_server import SERVED, Served, run_front
+from tests.front_server import HELLO, SERVED, Served, answering, openai_client, running_front
+from tests.tiny_tokenizer import END
 
-END = 1  # the tiny model's end-of-text token
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with run_front(tmp_path_factory.mktemp("tiny"), FrontOptions(stalled_client_s=1.0)) as served:
-        yield served
-
-
-@pytest.fixture
-def served(running: Served) -> Served:
-    running.ring.reset(Script([*running.ids("hello 🙂 world"), END]))
-    return running
-
-
-@pytest.fixture
-def client(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0, timeout=10)
+running = running_front(FrontOptions(stalled_client_s=1.0))
+served = answering("hello 🙂 world")
+client = openai_client
 
 
 def _events(response: httpx.Response) -> list[Any]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,47 +14,29 @@ from gateway.errors import ApiError, overloaded
 from gateway.rest.openai_parse import parse_chat
 from gateway.rest.responses_parse import parse_responses
 from tests.fake_ring import TIMING, Script
-from tests.front_server import SERVED, Served, run_front
-from tests.tiny_tokenizer import CONTEXT
+from tests.front_server import CALL, NOW, PARAMETERS, SERVED, Served, answering, openai_client, run_front, running_front
+from tests.tiny_tokenizer import CONTEXT, END
 
-END = 1  # the tiny model's end token
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: list[Any] = [
     {"type": "function", "name": "weather", "description": "Get it.", "parameters": PARAMETERS, "strict": False},
     {"type": "function", "name": "now", "parameters": None, "strict": None},
 ]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln 🙂"}}\n</tool_call>'
-NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 TEXT_EVENTS = ["response.output_item.added", "response.content_part.added", "response.output_text.delta"]
 TEXT_ENDS = ["response.output_text.done", "response.content_part.done", "response.output_item.done"]
 CALL_EVENTS = ["response.output_item.added", "response.function_call_arguments.delta"]
 CALL_ENDS = ["response.function_call_arguments.done", "response.output_item.done"]
 
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with run_front(tmp_path_factory.mktemp("tiny"), FrontOptions(tool_format="hermes")) as served:
-        yield served
-
-
-@pytest.fixture
-def served(running: Served) -> Served:
-    running.ring.reset(Script([*running.ids("hello 🙂 world"), END]))
-    return running
-
-
-@pytest.fixture
-def client(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0, timeout=10)
-
-
-def ask(client: openai.OpenAI, **fields: Any) -> Any:
-    body: dict[str, Any] = {"model": SERVED, "input": "hello", **fields}
-    return client.responses.create(**body)
+running = running_front(FrontOptions(tool_format="hermes"))
+served = answering("hello 🙂 world")
+client = openai_client
 
 
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": SERVED, "input": "hello", **fields}
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.responses.create(**body(**fields))
 
 
 def _kinds(events: list[Any]) -> list[str]:

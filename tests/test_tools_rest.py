@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,45 +13,37 @@ from gateway.text.tokenizer import Tokenizer
 from gateway.tools.formats import FORMATS
 from runtime.config_parts import ToolFormat
 from tests.fake_ring import Script
-from tests.front_server import SERVED, Served, run_front
-from tests.tiny_tokenizer import write_byte_level, write_sentencepiece
+from tests.front_server import (
+    CALL,
+    HELLO,
+    NOW,
+    PARAMETERS,
+    SERVED,
+    Served,
+    answering,
+    openai_client,
+    run_front,
+    running_front,
+)
+from tests.tiny_tokenizer import END, write_byte_level, write_sentencepiece
 
-END = 1  # the tiny model's end token
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "weather", "description": "Get it.", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "now"}},
 ]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln 🙂"}}\n</tool_call>'
-NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 NAMED: Any = {"type": "function", "function": {"name": "now"}}
 
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with run_front(tmp_path_factory.mktemp("tiny"), FrontOptions(tool_format="hermes")) as served:
-        yield served
-
-
-@pytest.fixture
-def served(running: Served) -> Served:
-    running.ring.reset(Script([*running.ids(CALL), END]))
-    return running
-
-
-@pytest.fixture
-def client(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0, timeout=10)
-
-
-def ask(client: openai.OpenAI, **fields: Any) -> Any:
-    body: dict[str, Any] = {"model": SERVED, "messages": HELLO, "tools": TOOLS, **fields}
-    return client.chat.completions.create(**body)
+running = running_front(FrontOptions(tool_format="hermes"))
+served = answering(CALL)
+client = openai_client
 
 
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": SERVED, "messages": HELLO, "tools": TOOLS, **fields}
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(**body(**fields))
 
 
 def test_a_call(client: openai.OpenAI, served: Served) -> None:

@@ -18,6 +18,7 @@ CORPUS = [
     "how are you today? I am fine",
     "stop here now END",
 ]
+END = SPECIAL.index("<|end|>")  # its id
 CONTEXT = 512
 
 
