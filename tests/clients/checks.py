@@ -91,11 +91,40 @@ def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {key: ASKED[name][key] for key in ("name", "description", "parameters")}}
 
 
-def form(name: str) -> dict[str, Any]:
-    """A `response_format` for a schema of ASKED."""
-    return {"type": "json_schema", "json_schema": {"name": name, "schema": ASKED[name]["schema"], "strict": True}}
-
-
 def user(name: str) -> dict[str, Any]:
     """A question of ASKED as a message."""
     return {"role": "user", "content": ASKED[name]["question"]}
+
+
+def openai_checks(ask: Callable[..., Any]) -> dict[str, Callable[[], object]]:
+    """The checks of tools and schemas for a client with OpenAI's names. `ask`: fields of a request |-> the answer."""
+    return dict(
+        tool=lambda: _call_tool(ask),
+        required=lambda: _call_required(ask),
+        schema=lambda: same(_in_form(ask, "person"), ASKED["person"]["answer"]),
+        enforced=lambda: mood(_in_form(ask, "mood")),
+    )
+
+
+def _call_tool(ask: Callable[..., Any]) -> None:
+    (choice,) = ask(messages=[user("weather")], tools=[tool("weather")]).choices
+    same(choice.finish_reason, "tool_calls")
+    (call,) = choice.message.tool_calls
+    same((call.function.name, json.loads(call.function.arguments)), ("get_weather", ASKED["weather"]["arguments"]))
+    result = {"role": "tool", "tool_call_id": call.id, "content": ASKED["weather"]["result"]}
+    (choice,) = ask(messages=[user("weather"), choice.message, result], tools=[tool("weather")]).choices
+    same(choice.message.content, ASKED["weather"]["answer"])
+
+
+def _call_required(ask: Callable[..., Any]) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": ASKED["light"]["name"]}}):
+        (answer,) = ask(messages=[user("light")], tools=[tool("light")], tool_choice=choice).choices
+        assert answer.message.tool_calls, f"no call but {answer.message.content!r}"
+        function = answer.message.tool_calls[0].function
+        light_call(function.name, json.loads(function.arguments))
+
+
+def _in_form(ask: Callable[..., Any], name: str) -> Any:
+    form = {"name": name, "schema": ASKED[name]["schema"], "strict": True}
+    answer = ask(messages=[user(name)], response_format={"type": "json_schema", "json_schema": form})
+    return json.loads(answer.choices[0].message.content)

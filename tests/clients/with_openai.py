@@ -1,11 +1,10 @@
 """openai-python."""
 
-import json
 from typing import Any
 
 import openai
 
-from tests.clients.checks import ASKED, base_url, form, light_call, mood, pieces_of, refused, run, same, tool, user
+from tests.clients.checks import ASKED, base_url, openai_checks, pieces_of, refused, run, same, user
 
 client = openai.OpenAI(base_url=base_url(), api_key="none", max_retries=0)
 
@@ -28,33 +27,6 @@ def stream() -> None:
     assert chunks[-1].usage.completion_tokens > 3
 
 
-def call_tool() -> None:
-    (choice,) = ask(messages=[user("weather")], tools=[tool("weather")]).choices
-    same(choice.finish_reason, "tool_calls")
-    (call,) = choice.message.tool_calls
-    same((call.function.name, json.loads(call.function.arguments)), ("get_weather", ASKED["weather"]["arguments"]))
-    result = {"role": "tool", "tool_call_id": call.id, "content": ASKED["weather"]["result"]}
-    (choice,) = ask(messages=[user("weather"), choice.message, result], tools=[tool("weather")]).choices
-    same(choice.message.content, ASKED["weather"]["answer"])
-
-
-def required() -> None:
-    for choice in ("required", {"type": "function", "function": {"name": ASKED["light"]["name"]}}):
-        (answer,) = ask(messages=[user("light")], tools=[tool("light")], tool_choice=choice).choices
-        assert answer.message.tool_calls, f"no call but {answer.message.content!r}"
-        function = answer.message.tool_calls[0].function
-        light_call(function.name, json.loads(function.arguments))
-
-
-def schema() -> None:
-    answer = ask(messages=[user("person")], response_format=form("person"))
-    same(json.loads(answer.choices[0].message.content), ASKED["person"]["answer"])
-
-
-def enforced() -> None:
-    mood(json.loads(ask(messages=[user("mood")], response_format=form("mood")).choices[0].message.content))
-
-
 def error() -> None:
     refused(lambda: ask(messages=[user("sum")], max_tokens=ASKED["refusal"]["max_tokens"]), openai.BadRequestError)
     try:
@@ -66,6 +38,4 @@ def error() -> None:
 
 
 if __name__ == "__main__":
-    run(
-        dict(chat=chat, stream=stream, tool=call_tool, required=required, schema=schema, enforced=enforced, error=error)
-    )
+    run(dict(chat=chat, stream=stream, error=error, **openai_checks(ask)))
