@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -9,20 +10,24 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from demo.tokens import CONTEXT_TOKENS, EOS_IDS, VOCAB_SIZE, save_tokenizer
 
+_VOCABULARY = dict(vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=EOS_IDS, pad_token_id=1)
+
 
 def target_config() -> LlamaConfig:
     """4 984 064 parameters: 6 layers of 786 944, embedding 262 144, final norm 256."""
-    return _config(width=256, inner=768, num_layers=6, num_heads=4, num_kv_heads=2)
+    return llama_config(width=256, inner=768, num_layers=6, num_heads=4, num_kv_heads=2, **_VOCABULARY)
 
 
 def draft_config() -> LlamaConfig:
     """492 160 parameters, under a tenth of the target: 2 layers of 180 480, embedding 131 072, final norm 128."""
-    return _config(width=128, inner=256, num_layers=2, num_heads=4, num_kv_heads=1)
+    return llama_config(width=128, inner=256, num_layers=2, num_heads=4, num_kv_heads=1, **_VOCABULARY)
 
 
-def _config(width: int, inner: int, num_layers: int, num_heads: int, num_kv_heads: int) -> LlamaConfig:
+def llama_config(
+    width: int, inner: int, num_layers: int, num_heads: int, num_kv_heads: int, **vocabulary: Any
+) -> LlamaConfig:
+    """Heads of 64, tied embeddings, the demo's context. `vocabulary`: its size, and which ids are special."""
     return LlamaConfig(
-        vocab_size=VOCAB_SIZE,
         hidden_size=width,
         intermediate_size=inner,
         num_hidden_layers=num_layers,
@@ -31,9 +36,7 @@ def _config(width: int, inner: int, num_layers: int, num_heads: int, num_kv_head
         head_dim=64,
         max_position_embeddings=CONTEXT_TOKENS,
         tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=EOS_IDS,
-        pad_token_id=1,
+        **vocabulary,
     )
 
 
