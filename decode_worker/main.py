@@ -8,7 +8,7 @@ from decode_worker.grammar.compiler import GrammarCompiler
 from decode_worker.grammar.grammars import Grammars
 from decode_worker.intake import Intake
 from decode_worker.loop import DecodeLoop
-from decode_worker.metrics import DecodeMetrics
+from decode_worker.metrics import DecodeMetrics, GrammarMetrics
 from decode_worker.service import DecodeService
 from decode_worker.session import Delta
 from decode_worker.session_table import SessionTable
@@ -76,7 +76,7 @@ async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) 
     )  # fmt: skip
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_length)
     compiler = GrammarCompiler(engine.folder, engine.config.vocab_size, config.grammar_cpu_s)
-    grammars = Grammars(compiler, config.grammar_cache_mib << 20)
+    grammars = Grammars(compiler, config.grammar_cache_mib << 20, GrammarMetrics(metrics))
     service = DecodeService(
         me, table, loop.thread, intake, streams, metrics, context_tokens, engine.config.vocab_size, shutdown,
         speculator, grammars,

@@ -41,3 +41,11 @@ class DecodeMetrics(WorkerMetrics):
         """Of so many tokens guessed ahead, so many were right."""
         self.draft_tokens.inc(drafted)
         self.accepted_tokens.inc(accepted)
+
+
+class GrammarMetrics:
+    """Grammars that answers had to match."""
+
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self.results = metrics.counter("grammars", "Found in the cache, compiled, refused or failed", ("result",))
+        self.compile_seconds = metrics.histogram("grammar_compile_seconds", "Time to compile one, waiting included")

@@ -73,5 +73,5 @@ def build_app(front: Front) -> FastAPI:
         expose_headers=[REQUEST_ID_HEADER, "retry-after"],
     )
     app.add_middleware(RequestScope)
-    add_document(app, _BODIES)
+    add_document(app, _BODIES, needs_key=bool(front.options.api_keys))
     return app

@@ -20,7 +20,7 @@ from decode_worker.grammar.compiler import GrammarCompiler
 from decode_worker.grammar.grammars import Grammars
 from decode_worker.intake import Intake
 from decode_worker.loop import DecodeLoop
-from decode_worker.metrics import DecodeMetrics
+from decode_worker.metrics import DecodeMetrics, GrammarMetrics
 from decode_worker.service import DecodeService
 from decode_worker.session import Delta
 from decode_worker.session_table import SessionTable
@@ -149,7 +149,7 @@ async def decode_worker(
         peer, pool, table, loop.thread, metrics, transport, is_transport_required=True, read_timeout_s=lease_s
     )
     shutdown = Shutdown(0, lambda: 0)
-    grammars = Grammars(GrammarCompiler(TARGET_DIR, VOCAB, cpu_s=1), max_bytes=1 << 20)
+    grammars = Grammars(GrammarCompiler(TARGET_DIR, VOCAB, cpu_s=1), 1 << 20, GrammarMetrics(metrics))
     service = DecodeService(
         peer, table, loop.thread, intake, streams, metrics, CONTEXT_TOKENS, VOCAB, shutdown, NO_SPECULATION,
         grammars,

@@ -7,8 +7,9 @@ import random
 import re
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -27,8 +28,10 @@ from decode_worker.grammar.grammars import MAX_COMPILING, Grammars
 from decode_worker.grammar.limits import MAX_JSON_DEPTH, MAX_TEXT_BYTES, find_problem, json_depth
 from decode_worker.grammar.matcher import Grammar, Matcher
 from decode_worker.grammar.vocabulary import Vocabulary, vocabulary_from_frame
+from decode_worker.metrics import GrammarMetrics
 from demo.paths import TARGET_DIR
 from gateway.text.tokenizer import Tokenizer
+from runtime.metrics import WorkerMetrics
 from tests.grammars import DEMO_SIZE, allowed_in, compile_here, vocabulary
 
 PADDED_SIZE = 1030  # not a multiple of 32
@@ -276,7 +279,7 @@ class Service:
 
     def grammars(self, max_bytes: int = 64 << 20) -> Grammars:
         """With a cache of their own."""
-        return Grammars(self.compiler, max_bytes)
+        return Grammars(self.compiler, max_bytes, GrammarMetrics(WorkerMetrics()))
 
 
 @pytest.fixture(scope="module")
@@ -388,6 +391,21 @@ def test_equal_texts_are_compiled_once_and_a_short_wait_ends_as_busy(service: Se
         assert one is other
 
     service.run(compile_both())
+
+
+def test_what_became_of_grammars_is_counted(service: Service) -> None:
+    worker = WorkerMetrics()
+
+    async def get_some() -> None:
+        here = Grammars(service.compiler, 1 << 20, GrammarMetrics(worker))
+        for kind, text in (("regex", "ab"), ("regex", "ab"), ("regex", "((("), ("regex", "((("), ("json_schema", "{")):
+            with suppress(GrammarRefusedError):
+                await here.get(kind, text, LONG_S)
+
+    service.run(get_some())
+    count = partial(worker.registry.get_sample_value, "baton:grammars_total")
+    assert [count({"result": result}) for result in ("compiled", "cached", "refused", "failed")] == [1, 1, 3, None]
+    assert worker.registry.get_sample_value("baton:grammar_compile_seconds_count") == 3
 
 
 def test_the_queue_is_bounded(service: Service) -> None:

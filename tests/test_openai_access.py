@@ -81,3 +81,14 @@ def test_preflights_pass_and_answers_name_the_origin(served: Served) -> None:
     other = served.http.get("/live", headers={"origin": "https://other.example"})
     assert "access-control-allow-origin" not in other.headers
     assert "access-control-allow-credentials" not in preflight.headers
+
+
+def test_the_document_tells_which_keys_are_needed_where(served: Served) -> None:
+    document = served.http.get(served.url + "/openapi.json", headers={"authorization": f"Bearer {KEYS[0]}"}).json()
+    assert document["security"] == [{name: []} for name in document["components"]["securitySchemes"]] != []
+    assert document["paths"]["/live"]["get"]["security"] == []
+    for scheme in document["components"]["securitySchemes"].values():
+        name, value = (
+            (scheme["name"], KEYS[0]) if "name" in scheme else ("authorization", f"{scheme['scheme']} {KEYS[0]}")
+        )
+        assert served.http.get(served.url + "/version", headers={name: value}).status_code == 200

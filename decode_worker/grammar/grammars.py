@@ -12,6 +12,7 @@ from decode_worker.grammar.compiler import GrammarCompiler
 from decode_worker.grammar.errors import GrammarBusyError, GrammarRefusedError
 from decode_worker.grammar.limits import find_problem
 from decode_worker.grammar.matcher import Grammar
+from decode_worker.metrics import GrammarMetrics
 
 MAX_COMPILING = 16  # grammars that wait or are compiled at once
 MAX_REFUSALS = 1024  # remembered, so that one who asks again costs nothing
@@ -22,8 +23,9 @@ _Key = bytes
 class Grammars:
     """(kind, text) |-> grammar."""
 
-    def __init__(self, compiler: GrammarCompiler, max_bytes: int) -> None:
+    def __init__(self, compiler: GrammarCompiler, max_bytes: int, metrics: GrammarMetrics) -> None:
         self._compiler = compiler
+        self._metrics = metrics
         self.cache: ByteCache[_Key, Grammar] = ByteCache(max_bytes)
         self._refusals: OrderedDict[_Key, str] = OrderedDict()  # key |-> message, oldest first
         self._compiling: dict[_Key, asyncio.Task[Grammar]] = {}
@@ -35,12 +37,15 @@ class Grammars:
         """
         problem = find_problem(kind, text)
         if problem is not None:
+            self._count("refused")
             raise GrammarRefusedError(problem)
         key = hashlib.sha256(f"{kind}\0{text}".encode()).digest()
         grammar = self.cache.get(key)
         if grammar is not None:
+            self._count("cached")
             return grammar
         if key in self._refusals:
+            self._count("refused")
             raise GrammarRefusedError(self._refusals[key])
         task = self._compiling.get(key) or self._begin(key, kind, text)
         await asyncio.wait({task}, timeout=timeout_s)
@@ -51,21 +56,31 @@ class Grammars:
     def _begin(self, key: _Key, kind: str, text: str) -> asyncio.Task[Grammar]:
         if len(self._compiling) >= MAX_COMPILING:
             raise GrammarBusyError(f"{len(self._compiling)} other grammars are being compiled")
-        task = self._compiling[key] = asyncio.create_task(self._compiler.compile(kind, text))
+        task = self._compiling[key] = asyncio.create_task(self._compile(kind, text))
         task.add_done_callback(lambda done: self._keep(key, done))
         return task
+
+    async def _compile(self, kind: str, text: str) -> Grammar:
+        with self._metrics.compile_seconds.time():
+            return await self._compiler.compile(kind, text)
 
     def _keep(self, key: _Key, task: asyncio.Task[Grammar]) -> None:
         del self._compiling[key]
         if task.cancelled():
             return
         error = task.exception()
+        self._count(
+            "compiled" if error is None else "refused" if isinstance(error, GrammarRefusedError) else "failed"
+        )  # fmt: skip
         if error is None:
             self.cache.put(key, task.result(), task.result().num_bytes)
         elif isinstance(error, GrammarRefusedError):
             self._refusals[key] = str(error)
             if len(self._refusals) > MAX_REFUSALS:
                 self._refusals.popitem(last=False)
+
+    def _count(self, result: str) -> None:
+        self._metrics.results.labels(result).inc()
 
     async def close(self) -> None:
         """End the compiler and what waits for it."""

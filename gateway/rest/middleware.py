@@ -15,7 +15,7 @@ from gateway.rest.http_errors import error_response
 
 _log = structlog.get_logger()
 
-_OPEN_PATH = "/live"
+OPEN_PATH = "/live"
 
 
 class RequestScope:
@@ -60,7 +60,7 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
-        if scope["type"] == "http" and scope["path"] != _OPEN_PATH:
+        if scope["type"] == "http" and scope["path"] != OPEN_PATH:
             try:
                 check_key(_header(scope, b"authorization") or b"", self._api_keys, _header(scope, b"x-api-key"))
             except ApiError as error:

@@ -16,6 +16,7 @@ from pydantic.json_schema import models_json_schema
 from gateway.rest.count_types import DetokenizeAnswer, TokenizeAnswer
 from gateway.rest.fleet_routes import WorkerStatus
 from gateway.rest.messages_answers import MESSAGES_PATH, CountAnswer, ErrorEvent, MessageBody
+from gateway.rest.middleware import OPEN_PATH
 from gateway.rest.openai_answers import ChatChoice, Envelope, ErrorEnvelope, ModelCard, ModelList, TextChoice
 from gateway.rest.openai_logprobs import TokenLogprob
 from gateway.rest.responses_answers import ResponseBody
@@ -77,8 +78,14 @@ _UNAVAILABLE = ("/ready", "/health")
 _BODY_ERRORS = (400, 404, 408, 413, 429, 500, 503, 504)
 
 
-def add_document(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
-    """Makes `app` serve the document, whose requests have these bodies."""
+_KEY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+
+
+def add_document(app: FastAPI, bodies: Sequence[type[BaseModel]], *, needs_key: bool) -> None:
+    """Makes `app` serve the document, whose requests have these bodies, and an API key if they need one."""
 
     def build() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -90,6 +97,10 @@ def add_document(app: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
             for path, methods in document["paths"].items():
                 for method, operation in methods.items():
                     operation["responses"] = _responses(path, method)
+            if needs_key:
+                document["components"]["securitySchemes"] = _KEY_SCHEMES
+                document["security"] = [{name: []} for name in _KEY_SCHEMES]  # either of them
+                document["paths"][OPEN_PATH]["get"]["security"] = []
             app.openapi_schema = document
         return app.openapi_schema
 
@@ -135,7 +146,7 @@ def _responses(path: str, method: str) -> dict[str, Any]:
 
 def _error_statuses(path: str, method: str) -> list[int]:
     """Statuses of refusals and failures, besides 405 for other methods."""
-    if path == "/live":
+    if path == OPEN_PATH:
         return []
     if method == "post":
         return sorted((401, *_BODY_ERRORS))
