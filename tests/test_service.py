@@ -15,6 +15,7 @@ import grpc
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from bench.live import Live, serve
 from demo.paths import TARGET_DIR
@@ -90,6 +91,15 @@ def _counters(live: Live) -> dict[str, float]:
         "prompt tokens at decode": live.metric("decode-0", "prompt_tokens_total"),
         "generated": live.metric("decode-0", "generation_tokens_total"),
     }
+
+
+@pytest.mark.parametrize("name", ["gateway", "prefill-0", "decode-0"])
+def test_every_metric_is_documented(live: Live, name: str) -> None:
+    documented = Path("docs/API.md").read_text(encoding="utf-8").partition("## Metrics")[2]
+    families = text_string_to_metric_families(httpx.get(live.metrics_urls[name], timeout=10).text)
+    names = {one.name.removeprefix("baton:") + ("_total" if one.type == "counter" else "") for one in families}
+    names = {name for name in names if not name.endswith("_created")}  # the library's: since when a counter counts
+    assert len(names) > 5 and not [name for name in names if f"`{name}" not in documented]
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="there is no /proc to look into processes")
