@@ -13,6 +13,7 @@ from gateway.ring.policy import (
     Placement,
     Unready,
     Wait,
+    WaitBeside,
     WorkerView,
     choose_beside,
     choose_placement,
@@ -39,8 +40,8 @@ FULL: dict[str, Any] = {"num_mine": 4}
 OTHER: dict[str, Any] = {"layout": b"other"}
 
 
-def names(choice: Placement | Wait | Unready) -> object:
-    """A choice in short: ("D1", "P1"), ("D1", None), Wait or Unready."""
+def names(choice: Placement | Wait | WaitBeside | Unready) -> object:
+    """A choice in short: ("D1", "P1"), ("D1", None), Wait, WaitBeside or Unready."""
     if isinstance(choice, Placement):
         return choice.decode.incarnation, choice.prefill.incarnation if choice.prefill else None
     return type(choice)
@@ -87,8 +88,8 @@ def test_placement(case: str, workers: Sequence[WorkerView], expected: object) -
             [PREFILL, replace(DECODE, num_mine=3), DECODE_2],
             ("D1", None),
         ),
-        ("a full one is waited for, though another has room", [PREFILL, replace(DECODE, **FULL), DECODE_2], Wait),
-        ("so is one that refused", [replace(DECODE, is_full=True), DECODE_2], Wait),
+        ("a full one is waited for, though another has room", [PREFILL, replace(DECODE, **FULL), DECODE_2], WaitBeside),
+        ("so is one that refused", [replace(DECODE, is_full=True), DECODE_2], WaitBeside),
         ("it is dead", [replace(DECODE, **DEAD), DECODE_2], Unready),
         ("it came back without the session", [replace(DECODE, incarnation="D1 again"), DECODE_2], Unready),
         ("it is gone", [PREFILL], Unready),

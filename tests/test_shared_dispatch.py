@@ -167,6 +167,28 @@ async def test_a_follower_waits_for_room_beside_its_leader() -> None:
         assert await tasks[1] == WHOLE and not other.sessions
 
 
+@bounded
+async def test_a_follower_that_waits_beside_its_leader_lets_others_pass_to_other_workers() -> None:
+    async with two_decodes(max_running=1) as (ring, workers, _prefill, _servers):
+        shared = SharedPrompt()
+        tasks = [ring.start(generation(f"r{number}"), shared) for number in range(3)]
+        await ring.signal.until(lambda: any(worker.sessions for worker in workers) and ring.num_waiting == 2)
+        beside, other = find_leader(workers)
+        passing, last = ring.start(generation("passes")), ring.start(generation("waits"))
+        await other.has_sessions(1)
+        assert ring.num_waiting == 3
+        other.sessions[0].emit(4, "length")
+        assert await passing == WHOLE
+        await other.has_sessions(2)
+        other.sessions[1].emit(4, "length")
+        assert await last == WHOLE
+        for number, task in enumerate(tasks):
+            await beside.has_sessions(number + 1)
+            beside.sessions[number].emit(4, "length")
+            assert await task == WHOLE
+        assert len(other.sessions) == 2
+
+
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_followers_and_leader_of_a_decode_worker_that_died_go_on_elsewhere_alone(is_begun: bool) -> None:
     @bounded

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gateway.errors import not_ready, overloaded
 from gateway.ring.decode_link import DecodeLink
 from gateway.ring.fleet import Fleet
-from gateway.ring.policy import Placement, Unready, Wait, choose_beside, choose_placement, find_unready
+from gateway.ring.policy import Placement, Unready, Wait, WaitBeside, choose_beside, choose_placement, find_unready
 from gateway.ring.worker_link import PrefillLink, WorkerLink
 
 
@@ -122,16 +122,24 @@ class Admission:
             self._refuse_all(reason)
 
     def _place_all(self) -> None:
-        """As many as have room, in order."""
-        while self._waiting:
-            waiter = self._waiting[0]
-            choice = self._choose(waiter)
-            if not isinstance(choice, Placement):
-                return
-            self._waiting.popleft()
-            self._decide(waiter, choice)
+        """As many as have room, in order.
 
-    def _choose(self, waiter: _Waiter) -> Placement | Wait | Unready:
+        Who waits for room on one certain worker lets the next pass: no place that they get could have been his.
+        """
+        full = set[str]()  # incarnations for whose room somebody waits already
+        for waiter in list(self._waiting):
+            if waiter.beside in full:
+                continue
+            choice = self._choose(waiter)
+            if isinstance(choice, Placement):
+                self._waiting.remove(waiter)
+                self._decide(waiter, choice)
+            elif isinstance(choice, WaitBeside):
+                full.add(choice.incarnation)
+            else:
+                return
+
+    def _choose(self, waiter: _Waiter) -> Placement | Wait | WaitBeside | Unready:
         views = self._fleet.views()
         if waiter.beside is not None:
             choice = choose_beside(views, waiter.beside)

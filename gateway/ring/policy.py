@@ -40,18 +40,25 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitBeside:
+    """The one worker that may serve has no room now."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
 class Unready:
     """Nobody can serve."""
 
     reason: str
 
 
-def choose_beside(workers: Sequence[WorkerView], incarnation: str) -> Placement | Wait | Unready:
+def choose_beside(workers: Sequence[WorkerView], incarnation: str) -> Placement | WaitBeside | Unready:
     """Place a request on the decode worker that holds a session whose prompt it shares: nothing is to be prefilled."""
     decode = next((view for view in workers if view.role == "decode" and view.incarnation == incarnation), None)
     if decode is None or not decode.is_alive:
         return Unready(f"the decode worker to share with {decode.trouble if decode else 'is gone'}")
-    return Placement(decode, None) if _has_room(decode) else Wait()
+    return Placement(decode, None) if _has_room(decode) else WaitBeside(incarnation)
 
 
 def choose_placement(
