@@ -79,6 +79,7 @@ def running_linked() -> Iterator[Linked]:
                 flags={"prefill": [advertised], "decode": [advertised, "--transport=grpc"]},
                 links={"prefill-0": f"{GATEWAY_SIDE}:{prefill}", "decode-0": f"{GATEWAY_SIDE}:{decode}"},
                 ports=ports,
+                patience_s=20.0,  # on a loaded machine the one decode worker is silent for longer than a heartbeat
             )
         )
         yield Linked(fleet, links)

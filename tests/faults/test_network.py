@@ -92,6 +92,9 @@ def test_row_11_lossy_ways_lose_no_tokens(linked: Linked, truth: Truth, link: st
 @pytest.mark.parametrize("link", LINKS)
 def test_row_11_partitions_are_noticed_and_end(linked: Linked, truth: Truth, link: str) -> None:
     decode = linked.fleet["decode-0"]
+    truth.check_canary(linked.fleet)  # so that the workers have shaken hands
+    if link != "gateway-decode":
+        linked.links["decode-prefill"].set_delay(0.5)  # so that prefill has the pages for a while
     stream = ask(linked.fleet, num_prompt=1500, num_tokens=250)
     if link == "gateway-decode":
         stream.wait_for_tokens(20)
@@ -101,6 +104,7 @@ def test_row_11_partitions_are_noticed_and_end(linked: Linked, truth: Truth, lin
     else:
         find_busy(linked.fleet, "prefill")
         linked.links[link].hold()
+        linked.links["decode-prefill"].set_delay(0.0)
     truth.check_clean(stream)
     assert stream.code is None or link == "gateway-decode", stream.detail
     print(f"row 11, partition of {link}: {stream.seconds:.2f} s, {stream.code or 'answered'}")

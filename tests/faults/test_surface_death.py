@@ -1,6 +1,7 @@
 """A decode worker that is killed while answers have every shape: they go on as if nothing had happened. Row 3."""
 
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ from tests.oracle import random_prompt
 from tests.surface import Surface, Told, take
 
 PROMPT = random_prompt(150, VOCAB, seed=3)
-NUM_TOKENS = 250
+NUM_TOKENS = 600
 SHAPES: dict[str, dict[str, Any]] = {
     "draft": {"speculation": "draft", "max_draft_tokens": 8},
     "repeats": {"speculation": "ngram"},
@@ -32,15 +33,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_row_03_answers_of_every_shape_go_on_elsewhere(quad: ProcessFleet, after: int) -> None:
     with grpc.insecure_channel(quad.grpc_address) as channel, ThreadPoolExecutor(len(SHAPES)) as threads:
         surface = Surface(channel)
-        undisturbed = {name: surface.ask(PROMPT, max_tokens=NUM_TOKENS, **fields) for name, fields in SHAPES.items()}
-        calls = {name: surface.start(PROMPT, max_tokens=NUM_TOKENS, **fields) for name, fields in SHAPES.items()}
-        told = {name: [Told() for _ in choices] for name, choices in undisturbed.items()}
+        undisturbed = {name: [Told() for _ in range(fields.get("n", 1))] for name, fields in SHAPES.items()}
+        told = deepcopy(undisturbed)
+        _listen_all(threads, undisturbed, _start_all(surface))
+        calls = _start_all(surface)
+        victim = find_busy(quad, "decode")
         for name, call in calls.items():
             while min(len(choice.tokens) for choice in told[name]) < after:
                 take(told[name], next(call))
-        find_busy(quad, "decode").kill()
-        for ended in [threads.submit(_listen, told[name], call) for name, call in calls.items()]:
-            ended.result()
+        victim.kill()
+        _listen_all(threads, told, calls)
     for name, choices in told.items():
         for choice, expected in zip(choices, undisturbed[name], strict=True):
             assert choice.tokens == expected.tokens, name
@@ -50,6 +52,15 @@ def test_row_03_answers_of_every_shape_go_on_elsewhere(quad: ProcessFleet, after
             assert given == pytest.approx([one.logprob for one in expected.logprobs], abs=1e-4), name
     attempts = [choice.timing.attempts for choices in told.values() for choice in choices]
     assert {1, 2} >= set(attempts) and 2 in attempts, attempts
+
+
+def _start_all(surface: Surface) -> dict[str, Any]:
+    return {name: surface.start(PROMPT, max_tokens=NUM_TOKENS, **fields) for name, fields in SHAPES.items()}
+
+
+def _listen_all(threads: ThreadPoolExecutor, told: dict[str, list[Told]], calls: dict[str, Any]) -> None:
+    for ended in [threads.submit(_listen, told[name], call) for name, call in calls.items()]:
+        ended.result()
 
 
 def _listen(choices: list[Told], call: Any) -> None:
