@@ -1,9 +1,15 @@
 """The thread that runs engine steps, and the lock under which its owner's state changes. Knows nothing of engines."""
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import structlog
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,18 +20,32 @@ class Progress:
     step_age_s: float  # since the step under way began; 0 when idle
 
 
+def end_process() -> None:
+    """At once: whoever watches over it starts it again, and what it had goes on elsewhere."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
 class EngineThread:
     """Calls `step` again and again while it finds work, and sleeps until `wake` or a deadline when it does not."""
 
-    def __init__(self, step: Callable[[], bool], next_deadline: Callable[[], float | None] = lambda: None) -> None:
-        """`step` takes `lock` itself and says whether there was work; it raises nothing.
+    def __init__(
+        self,
+        step: Callable[[], bool],
+        next_deadline: Callable[[], float | None] = lambda: None,
+        on_failure: Callable[[], None] = end_process,
+    ) -> None:
+        """`step` takes `lock` itself and says whether there was work.
 
         `next_deadline`: when (time.monotonic) `step` is wanted even without a wake; called with `lock` held.
+        `on_failure`: called on the thread, which then ends, when `step` raises: nobody knows what it left behind.
         """
         self.lock = threading.Lock()
         self._changed = threading.Condition(self.lock)
         self._step = step
         self._next_deadline = next_deadline
+        self._on_failure = on_failure
         self._has_news = False
         self._is_stopping = False
         self._steps = 0
@@ -52,6 +72,13 @@ class EngineThread:
         return Progress(self._steps, 0.0 if busy_since is None else time.monotonic() - busy_since)
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except Exception:
+            log.exception("the engine failed between two steps; this process ends")
+            self._on_failure()
+
+    def _work(self) -> None:
         while not self._is_stopping:
             self._has_news = False
             self._busy_since = time.monotonic()

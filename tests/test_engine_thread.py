@@ -1,5 +1,7 @@
 """The engine thread: woken, timed and stopped, and never asleep while there is work."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -176,6 +178,25 @@ def test_stop_comes_after_the_step_under_way() -> None:
     thread.stop(PATIENCE_S)
     assert not thread._thread.is_alive()
     assert thread.progress().steps == 1
+
+
+def test_a_step_that_raises_ends_the_thread_and_is_told() -> None:
+    told = threading.Event()
+
+    def step() -> bool:
+        raise MemoryError
+
+    thread = EngineThread(step, on_failure=told.set)
+    thread.start()
+    wait_until(told)
+    thread.stop(PATIENCE_S)
+
+
+def test_a_process_ends_with_its_engine() -> None:
+    """Rather than stay for the rest of its life as a worker that is stuck."""
+    script = "import time; from engine.thread import EngineThread; EngineThread(lambda: 1 / 0).start(); time.sleep(60)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 1 and "ZeroDivisionError" in ended.stdout, ended
 
 
 def test_progress_tells_how_long_a_step_takes_and_nothing_when_idle() -> None:
