@@ -230,7 +230,7 @@ class SessionTable:
         if tokens:
             session.acceptance = session.acceptance.after(guessed.tried, len(tokens) - 1)
             session.num_drafted += guessed.drafted
-            session.num_accepted += len(tokens) - 1
+            session.num_accepted += min(len(kept), len(tokens) - 1)
         self._advance(session, min(session.computed + count, len(session.tokens) - 1), now)
         if kept:
             session.num_steps += 1
@@ -286,7 +286,7 @@ class SessionTable:
     def expire(self, now: float) -> list[Delta]:
         """End sessions whose KV did not arrive within the lease, and those that wait for KV of one that ended."""
         error = f"no KV arrived within the lease of {self.lease_s:g} s (--lease-s)"
-        late = [session for session in self.in_phase(Phase.RECEIVING) if session.deadline <= now]
+        late = [session for session in self._find_leased() if session.deadline <= now]
         news = [self.fail(session, error, now, "expired") for session in late]
         error = "the session whose prompt it shares ended before its KV was here"
         return news + [self.fail(session, error, now, "expired") for session in find_orphans(self._sessions)]
@@ -295,7 +295,11 @@ class SessionTable:
         """When `expire` will next have something to do."""
         if find_orphans(self._sessions):
             return float("-inf")
-        return min((session.deadline for session in self.in_phase(Phase.RECEIVING)), default=None)
+        return min((session.deadline for session in self._find_leased()), default=None)
+
+    def _find_leased(self) -> list[Session]:
+        """Sessions that wait for the next offer; a read has a bound of its own."""
+        return [session for session in self.in_phase(Phase.RECEIVING) if not session.is_read]
 
     def _end(self, session: Session) -> None:
         session.phase = Phase.ENDED

@@ -21,6 +21,8 @@ from runtime.hardware import num_cores, resolve_context, resolve_threads, size_p
 from runtime.lifecycle import ReadyReporter, Shutdown, announce, run_worker
 from runtime.trust import load_trust
 
+MAX_OFFER_BYTES = 64 << 20  # half a second at 1 Gbit/s; the next part is offered when this one is read
+
 
 def run(config: PrefillConfig) -> int:
     """Serve until a signal. Returns the exit code."""
@@ -52,7 +54,8 @@ async def _serve(config: PrefillConfig, engine: Engine, reporter: ReadyReporter)
         engine.config.head_dim, engine.pool.num_pages, engine.pool.fd, engine.pool.pages_offset, engine.draft_weights,
     )  # fmt: skip
     me = build_peer("prefill", address, incarnation, os.getpid(), rpc.host_identity(), facts)
-    table = RunTable(engine.allocator, config.page_tokens, config.max_running)
+    max_offer_pages = max(MAX_OFFER_BYTES // engine.pool.page_bytes, 1)
+    table = RunTable(engine.allocator, config.page_tokens, config.max_running, max_offer_pages)
     shutdown = Shutdown(config.drain_s, lambda: len(table))
     table.on_empty = shutdown.look_soon
     metrics = PrefillMetrics(table)

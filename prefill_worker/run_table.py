@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from engine.choice import TokenLogprobs
 from engine.kvcache.allocator import NeverFitsError, NoRoomError, PageAllocator, num_pages_for
 
+NO_LIMIT = 2**32
+
 
 @dataclass(slots=True)
 class PrefillRun:
@@ -41,6 +43,7 @@ class RunTable:
     allocator: PageAllocator
     page_tokens: int
     max_running: int
+    max_offer_pages: int = NO_LIMIT  # so that none takes too long to read
     on_empty: Callable[[], None] = lambda: None  # called when the last run is gone
     _runs: dict[int, PrefillRun] = field(default_factory=dict)  # id |-> run, oldest first
     _next_id: int = 1
@@ -100,7 +103,8 @@ class RunTable:
     def next_offer(self, run: PrefillRun, begin: int) -> range | None:
         """Positions from `begin` on that can be offered now: whole pages, and the last part once all is computed."""
         whole = run.computed if run.computed == run.end else run.computed // self.page_tokens * self.page_tokens
-        return range(begin, whole) if whole > begin else None
+        end = min(whole, begin + self.max_offer_pages * self.page_tokens)
+        return range(begin, end) if end > begin else None
 
     def pages_of(self, run: PrefillRun, positions: range) -> list[int]:
         """The pages that hold `positions`, whose start lies on a page border."""

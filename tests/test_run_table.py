@@ -141,6 +141,15 @@ def test_short_prompts_share_a_step_with_the_end_of_a_long_one() -> None:
     assert [table.next_offer(run, 0) for run in runs] == [range(10), range(3), range(2)]
 
 
+def test_offers_are_of_so_many_pages_at_most() -> None:
+    table = RunTable(PageAllocator(20, [0] * 20), page_tokens=4, max_running=1, max_offer_pages=2)
+    run = table.start("r", list(range(23)), 22)
+    table.finish_step(run, 11)
+    assert [table.next_offer(run, begin) for begin in (0, 8)] == [range(8), None]
+    table.finish_step(run, 11)
+    assert [table.next_offer(run, begin) for begin in (8, 16, 22)] == [range(8, 16), range(16, 22), None]
+
+
 def test_refusals_name_numbers_and_settings() -> None:
     table = RunTable(PageAllocator(4, [0] * 4), page_tokens=4, max_running=1)
     with pytest.raises(NeverFitsError, match="17 tokens needs 5 pages; this worker has 4: raise --kv-memory-mib"):

@@ -571,6 +571,18 @@ def test_an_accepted_offer_renews_the_lease_and_a_failed_one_does_not() -> None:
     assert table.allocator.num_used == 0
 
 
+def test_a_lease_does_not_end_while_an_offer_is_read() -> None:
+    table, _ = build_table(num_pages=9, page_tokens=2)
+    session = table.reserve(reservation(1, 9, 1), now=0.0)
+    table.begin_read(session.id, session.attempt, 0, 4, 2)
+    assert table.next_deadline() is None and not table.expire(LEASE_S + 5)
+    table.finish_read(session.id, 4, now=LEASE_S + 6)
+    assert table.next_deadline() == 2 * LEASE_S + 6
+    table.begin_read(session.id, session.attempt, 4, 8, 2)
+    table.fail_read(session.id)
+    assert [delta.finish_reason for delta in table.expire(2 * LEASE_S + 6)] == ["expired"]
+
+
 def test_reservations_of_two_gateways_may_share_a_handle() -> None:
     table, _ = build_table(num_pages=9, page_tokens=2)
     ours = reservation(1, 2, 2)
