@@ -44,6 +44,10 @@ class Ring:
     def num_waiting(self) -> int:
         return self.dispatcher._admission.num_waiting
 
+    @property
+    def num_failed_attempts(self) -> float:
+        return self.dispatcher._failed_attempts._value.get()
+
     async def listen(self, wanted: Generation, shared: SharedPrompt | None = None) -> list[Tokens]:
         """All news."""
         parts: list[Tokens] = []

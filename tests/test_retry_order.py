@@ -1,13 +1,43 @@
 """The order of those that found no room: as they were refused, and before all that are new."""
 
 import asyncio
+from contextlib import AsyncExitStack
 
+import grpc
 import pytest
 
-from tests.dispatching import NO_ROOM, answer, bounded, generation, pair
+from tests.dispatching import NO_ROOM, answer, bounded, generation, pair, ring
+from tests.fake_workers import PATIENCE_S, FakeDecode, Signal, serving
 from tests.test_dispatcher import slow_polls
 
 __all__ = ["slow_polls"]  # a fixture
+
+
+@bounded
+async def test_who_avoids_a_worker_lets_others_pass_there_and_nowhere_else() -> None:
+    signal = Signal()
+    workers = [FakeDecode(name, signal, max_running=1, is_manual=True) for name in ("D1", "D2")]
+    async with AsyncExitStack() as stack:
+        addresses = [await stack.enter_async_context(serving(worker)) for worker in workers]
+        built = await stack.enter_async_context(ring(signal, addresses, patience_s=PATIENCE_S))
+        running = built.start(generation("running"))
+        await signal.until(lambda: any(worker.sessions for worker in workers))
+        busy, idle = sorted(workers, key=lambda worker: -len(worker.sessions))
+        idle.refusals.append((grpc.StatusCode.INTERNAL, "one bad moment"))
+        avoiding = built.start(generation("avoiding"))
+        await signal.until(lambda: idle.num_reserve_calls == 1 and built.num_held == 1 and built.num_waiting == 1)
+        passing = [built.start(generation(name)) for name in ("first", "second")]
+        await idle.has_sessions(1)
+        busy.sessions[0].emit(4, "length")
+        await busy.has_sessions(2)
+        idle.sessions[0].emit(4, "length")
+        await idle.has_sessions(2)
+        busy.sessions[1].emit(4, "length")
+        idle.sessions[1].emit(4, "length")
+        for task in (running, avoiding, *passing):
+            assert await task == (answer(4), "length")
+        names = [[session.request.request_id for session in worker.sessions] for worker in (busy, idle)]
+        assert names == [["running", "avoiding"], ["first", "second"]]
 
 
 @pytest.mark.usefixtures("slow_polls")

@@ -135,6 +135,7 @@ def test_a_follower_whose_leader_was_cancelled_afterwards_goes_alone(answered: s
             assert decode.sessions[-1].request.share_with == 0
             decode.sessions[-1].emit(4, "length")
             assert await follower == WHOLE
+            assert not ring.num_failed_attempts  # nobody is to blame
 
     scenario()
 
@@ -165,6 +166,22 @@ async def test_a_follower_waits_for_room_beside_its_leader() -> None:
         await beside.has_sessions(2)
         beside.sessions[1].emit(4, "length")
         assert await tasks[1] == WHOLE and not other.sessions
+
+
+@bounded
+async def test_a_follower_is_not_refused_by_a_full_queue() -> None:
+    """It came with its leader, which was admitted; refusing it would end a request that streams already."""
+    async with pair(is_manual=True, max_running=1, max_queue=1) as (ring, decode, _prefill):
+        shared = SharedPrompt()
+        leader = ring.start(generation("leader"), shared)
+        await decode.has_sessions(1)
+        other = ring.start(generation("other"))
+        await ring.signal.until(lambda: ring.num_waiting == 1)
+        follower = ring.start(generation("follower"), shared)
+        for number, task in enumerate((leader, other, follower)):
+            await decode.has_sessions(number + 1)
+            decode.sessions[number].emit(4, "length")
+            assert await task == WHOLE
 
 
 @bounded

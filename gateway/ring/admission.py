@@ -87,10 +87,11 @@ class Admission:
         """Wait for places, and hold them until the end of the block.
 
         `beside`: a decode worker's incarnation, to be placed there and nowhere else as long as it is alive.
+        It was admitted with the session that it shares: the queue's limit is not for it.
         A retry goes before new requests, and before retries whose clients got news later. Raises ApiError: 429 when
         the queue is full, 503 when nobody has been able to serve for too long or no place got free within `timeout_s`.
         """
-        if not is_retry and len(self._waiting) >= self._max_queue:
+        if not is_retry and beside is None and len(self._waiting) >= self._max_queue:
             raise overloaded(f"{len(self._waiting)} requests are waiting, the most allowed by --max-queue; try again")
         decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiter = _Waiter(num_missing, avoid, is_retry, silent_since, beside, decided)
@@ -122,29 +123,32 @@ class Admission:
             self._refuse_all(reason)
 
     def _place_all(self) -> None:
-        """As many as have room, in order.
-
-        Who waits for room on one certain worker lets the next pass: no place that they get could have been his.
-        """
-        full = set[str]()  # incarnations for whose room somebody waits already
+        """As many as have room, in order. Nobody who waits lets others pass, but to workers that he cannot use."""
+        full = set[str]()  # incarnations beside a session of which somebody waits
+        left: frozenset[str] | None = None  # incarnations that nobody who waits can use; None: nobody waits
         for waiter in list(self._waiting):
             if waiter.beside in full:
                 continue
-            choice = self._choose(waiter)
+            choice = self._choose(waiter, left)
             if isinstance(choice, Placement):
                 self._waiting.remove(waiter)
                 self._decide(waiter, choice)
             elif isinstance(choice, WaitBeside):
                 full.add(choice.incarnation)
             else:
-                return
+                left = waiter.avoid if left is None else left & waiter.avoid
+                if not left:
+                    return
 
-    def _choose(self, waiter: _Waiter) -> Placement | Wait | WaitBeside | Unready:
+    def _choose(self, waiter: _Waiter, left: frozenset[str] | None) -> Placement | Wait | WaitBeside | Unready:
+        """`left`: the decode workers among which to choose; None: all. They matter not to who has one certain place."""
         views = self._fleet.views()
         if waiter.beside is not None:
             choice = choose_beside(views, waiter.beside)
             if not isinstance(choice, Unready):
                 return choice
+        if left is not None:
+            views = [view for view in views if view.role == "prefill" or view.incarnation in left]
         return choose_placement(views, waiter.num_missing, self._local_prefill_max_tokens, waiter.avoid)
 
     def _refuse_all(self, reason: str) -> None:

@@ -157,8 +157,12 @@ class Request:
 
     def _take_news(self, news: News, now: float) -> list[Action]:
         if news.finish_reason not in ("", "stop", "length"):
-            late = self.places.prefill if news.finish_reason == "expired" else None
-            return self._fail(news.error or news.finish_reason, late or self.places.decode, now)
+            reason = news.error or news.finish_reason
+            if news.finish_reason != "expired":
+                return self._fail(reason, self.places.decode, now)
+            if self.places.prefill is None:  # it shared a prompt whose KV never came: no fault of decode's
+                return self._again(Leave(reason))
+            return self._fail(reason, self.places.prefill, now)
         self.scored.extend(news.prompt_logprobs)
         return self._tell([news], now)
 
