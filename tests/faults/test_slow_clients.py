@@ -46,7 +46,7 @@ def connect(fleet: ProcessFleet, receive_bytes: int = 0) -> socket.socket:
 def ask_for_a_stream(fleet: ProcessFleet) -> socket.socket:
     """A long answer has begun to come."""
     model = httpx.get(f"{fleet.url}/v1/models", timeout=30).json()["data"][0]["id"]
-    many_bytes = {"logprobs": 5}  # so that few tokens fill the buffers on the way, however slow the machine is
+    many_bytes = {"logprobs": 20}  # so that a part of the answer fills the buffers on the way, 4 MiB and more
     fields = {"model": model, "prompt": [7, 8, 9], "max_tokens": LONG, "stream": True, "ignore_eos": True}
     body = json.dumps(fields | many_bytes)
     client = connect(fleet, receive_bytes=4096)
