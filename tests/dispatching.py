@@ -46,7 +46,7 @@ class Ring:
 
     @property
     def num_failed_attempts(self) -> float:
-        return self.dispatcher._failed_attempts._value.get()
+        return float(self.dispatcher._failed_attempts._value.get())
 
     async def listen(self, wanted: Generation, shared: SharedPrompt | None = None) -> list[Tokens]:
         """All news."""

@@ -69,6 +69,7 @@ class KvRunner(Runner):
         self.failures: deque[Exception] = deque()  # of the next steps
         self.may_run = threading.Event()
         self.may_run.set()
+        self.pauses_after_token = False  # the step that chooses one clears `may_run`
 
     def run(self, slices: Sequence[SequenceSlice], choices: Sequence[Choice]) -> list[Chosen]:
         assert self.may_run.wait(PATIENCE_S)
@@ -84,6 +85,8 @@ class KvRunner(Runner):
                 rows = (kv[part.pages[at // PAGE_TOKENS], -1, -1, -1, at % PAGE_TOKENS, -1] for at in range(seen))
                 answers.append(answer_choice(next(asked), seen, sum(int(row) for row in rows) % 251))
         assert next(asked, None) is None
+        if answers and self.pauses_after_token:
+            self.may_run.clear()
         return answers
 
 

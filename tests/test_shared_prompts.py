@@ -54,9 +54,12 @@ def test_answers_to_one_prompt_share_its_pages(length: int) -> None:
 @bounded
 async def test_an_answer_joins_one_that_is_under_way() -> None:
     async with workers() as (opened, _prefill, decode):
+        decode.runner.pauses_after_token = True
         await opened.reserve(1, PROMPT, count=30, local=LOCALLY)
         await opened.signal.until(lambda: bool(opened.tokens.get(1)))
         await opened.reserve(2, PROMPT, count=12, share_with=1)
+        decode.runner.pauses_after_token = False
+        decode.runner.may_run.set()
         await hear(opened, 2, 12)
         await hear(opened, 1, 30)
         assert decode.metrics.prompt_tokens._value.get() == len(PROMPT) - 1, "the prompt was computed once"
