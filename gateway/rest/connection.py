@@ -37,7 +37,8 @@ class BoundedConnection(H11Protocol):
         super().__init__(*args, **options)
         self._served_app = self.app
         self.app = self._serve
-        self._cut: asyncio.TimerHandle | None = None  # runs while the head of a request is awaited
+        self._cut: asyncio.TimerHandle | None = None  # runs while a request's head is awaited
+        self._num_untaken = 0  # bytes of the last answer that were still in our buffer when it began to run
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["extensions"] = {_ABORT: self.transport.abort}
@@ -68,7 +69,14 @@ class BoundedConnection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _limit_wait(self) -> None:
-        self._cut = self.loop.call_later(self.config.client_timeout_s, self.transport.abort)
+        self._num_untaken = self.transport.get_write_buffer_size()
+        self._cut = self.loop.call_later(self.config.client_timeout_s, self._cut_off)
+
+    def _cut_off(self) -> None:
+        if 0 < self.transport.get_write_buffer_size() < self._num_untaken:
+            self._limit_wait()  # a slow reader, but it reads
+        else:
+            self.transport.abort()
 
     def _stop_limit(self) -> None:
         if self._cut is not None:
