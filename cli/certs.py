@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from runtime.addresses import bare
 from runtime.settings import ConfigError
 
 SECRET_MODE, PUBLIC_MODE = 0o600, 0o644
@@ -94,7 +95,7 @@ def build_files(hosts: tuple[str, ...], now: datetime, lifetime: timedelta) -> d
 
 def _alternative_name(host: str) -> x509.GeneralName:
     try:
-        return x509.IPAddress(ipaddress.ip_address(host))
+        return x509.IPAddress(ipaddress.ip_address(bare(host)))
     except ValueError:
         pass
     try:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
+from runtime.addresses import is_any
 from runtime.lifecycle import Loading, Ready
 
 CURL = """curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\
@@ -100,7 +101,7 @@ class Screen:
 def reachable(address: str) -> str:
     """An address to call from this machine, where a service listens on all interfaces."""
     host, _, port = address.rpartition(":")
-    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]", "::", "") else address
+    return f"127.0.0.1:{port}" if is_any(host) else address
 
 
 def build_snippets(url: str, model: str, needs_key: bool) -> tuple[str, str, str]:

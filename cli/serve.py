@@ -3,7 +3,6 @@
 import asyncio
 import os
 import secrets
-import socket
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Annotated
@@ -15,6 +14,7 @@ from cli.models import choose_served_name, locate_model
 from cli.plan import PROGRAM, ChildSpec, plan_gateway, plan_workers
 from cli.screen import Screen
 from cli.supervisor import STOP_MARGIN_S, Supervisor
+from runtime import rpc
 from runtime.config import ServeConfig
 from runtime.lifecycle import Ready
 from runtime.settings import ConfigError, flag
@@ -33,9 +33,7 @@ def check_ports(config: ServeConfig) -> None:
     """Raise ConfigError when somebody else listens where the gateway will."""
     for name, port in (("port", config.port), ("grpc_port", config.grpc_listen_port)):
         try:
-            socket.create_server(
-                (config.host, port), family=socket.AF_INET6 if ":" in config.host else socket.AF_INET
-            ).close()
+            rpc.open_listener(config.host, port).close()
         except OSError as error:
             number = error.errno or 0
             reason = os.strerror(number) if number > 0 else error.strerror  # negative: a name unknown

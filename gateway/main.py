@@ -18,6 +18,7 @@ from gateway.ring.dispatcher import Dispatcher
 from gateway.ring.fleet import Fleet
 from gateway.text.tokenizer import Tokenizer
 from runtime import rpc
+from runtime.addresses import bracketed
 from runtime.config import GatewayConfig
 from runtime.garbage import spare_what_is_here
 from runtime.lifecycle import ReadyReporter, Shutdown, take_open_files
@@ -80,8 +81,8 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
     rest = _RestServer(ServerConfig(app, config.client_timeout_s, STOP_S))
     listener = rpc.listen_tcp(config.host, config.port)
     serving = asyncio.create_task(rest.serve(sockets=[listener]))
-    address = f"{config.host}:{listener.getsockname()[1]}"
-    grpc_address = f"{config.host}:{grpc_port}"
+    host = bracketed(config.host)
+    address, grpc_address = f"{host}:{listener.getsockname()[1]}", f"{host}:{grpc_port}"
     await _wait_until_ready(fleet, dispatcher)
     log.info("listening", address=address, grpc=grpc_address, model=config.served_name)
     if (reason := dispatcher.check_ready()) is not None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from runtime.addresses import bracketed
 from runtime.config_parts import (
     EngineConfig,
     GrammarConfig,
@@ -97,5 +98,6 @@ class ServeConfig(
 
 def _require_address(name: str, address: str) -> None:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
-        raise ConfigError(f"{name}={address!r} cannot be used: {flag(name)} needs host:port, such as 127.0.0.1:9001")
+    if not host or host != bracketed(host) or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
+        examples = "127.0.0.1:9001 or [::1]:9001"
+        raise ConfigError(f"{name}={address!r} cannot be used: {flag(name)} needs host:port, such as {examples}")

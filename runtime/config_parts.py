@@ -3,10 +3,10 @@
 config.py puts them together. They travel by name: what two processes both have is set once for a whole service.
 """
 
-import ipaddress
 from dataclasses import dataclass, field
 from typing import Literal
 
+from runtime.addresses import bracketed, is_any, is_loopback
 from runtime.settings import MAX_PORT, ConfigError, Settings
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -28,7 +28,7 @@ class ProcessConfig(Settings):
     model: str = DEMO_MODEL
     """Folder of a checkpoint, a hub id such as "Qwen/Qwen3-0.6B", or "demo" for the one that comes with Baton."""
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for all interfaces."""
+    """Address to listen on; 0.0.0.0 for all interfaces, :: for those with IPv6 too."""
     log_level: LogLevel = "info"
     """Least severe log line shown."""
     lease_s: float = 30.0
@@ -223,22 +223,15 @@ class WorkerConfig(ListenConfig, EngineConfig, ProcessConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_reachable = bool(self.advertise_host) or self.host not in ("0.0.0.0", "::")
+        is_reachable = bool(self.advertise_host) or not is_any(self.host)
         self.require("advertise_host", is_reachable, f"the name by which others reach this --host {self.host}")
-        is_safe = bool(self.tls_dir or self.fleet_secret) or _is_loopback(self.host)
+        is_safe = bool(self.tls_dir or self.fleet_secret) or is_loopback(self.host)
         self.require("host", is_safe, "127.0.0.1, or else --tls-dir or BATON_FLEET_SECRET: anybody could send work")
 
     @property
     def reachable_host(self) -> str:
-        """The host that peers are told."""
-        return self.advertise_host or self.host
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
+        """The host that peers are told, as it stands before :port."""
+        return bracketed(self.advertise_host or self.host)
 
 
 def _is_secret(text: str) -> bool:

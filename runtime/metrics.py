@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from runtime.addresses import bare
+
 # From 1 ms; each bucket about twice the one before.
 SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
@@ -35,5 +37,5 @@ class WorkerMetrics:
 
     def serve(self, host: str, port: int) -> int:
         """Answer /metrics on its own thread; returns the port, which `port` 0 leaves to the system."""
-        server, _thread = start_http_server(port, host, self.registry)
+        server, _thread = start_http_server(port, bare(host), self.registry)
         return int(server.server_port)

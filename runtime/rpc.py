@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from runtime.addresses import bare, bracketed, is_any
 from runtime.malformed import MalformedInterceptor
 
 MAX_MESSAGE_BYTES = 64 << 20  # a million-token prompt in one message is 5 MB
@@ -96,22 +97,29 @@ def build_server(
 
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
     """Take a port, 0 for any free one, before anything is served. Returns it. Raises OSError."""
-    address = f"{host}:{port}"
+    address = f"{bracketed(host)}:{port}"
     try:
         if credentials is None:
             return int(server.add_insecure_port(address))
         return int(server.add_secure_port(address, credentials))
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {host}:{port}: is the port taken? Choose another --port") from error
+        raise OSError(f"cannot listen on {address}: is the port taken? Choose another --port") from error
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:
-    """A listening socket, for servers that are not gRPC's. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    """A listening socket, for servers that are not gRPC's. Raises OSError, which says what to do."""
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        return open_listener(host, port)
     except OSError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+        address = f"{bracketed(host)}:{port}"
+        raise OSError(f"cannot listen on {address}: {error.strerror}; choose another --port") from error
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """The same, with the system's own OSError. All interfaces of IPv6 are those of IPv4 too, as gRPC has it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    is_dual = family is socket.AF_INET6 and is_any(host) and socket.has_dualstack_ipv6()
+    return socket.create_server((bare(host), port), family=family, backlog=2048, dualstack_ipv6=is_dual)
 
 
 async def start(server: grpc.aio.Server) -> None:

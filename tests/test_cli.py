@@ -18,6 +18,7 @@ from cli.sources import build_sources
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
 from runtime.lifecycle import Loading, Ready, parse_event
 from runtime.settings import ConfigError, field_names
+from tests.test_addresses import needs_ipv6
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +137,14 @@ class TestProgram:
         assert f"port={port} on host 127.0.0.1 cannot be used (Address already in use)" in done.stderr
         assert done.stdout == ""
 
+    @needs_ipv6
+    def test_a_port_in_use_on_an_ipv6_address_too(self) -> None:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+            port = taken.getsockname()[1]
+            done = self.run("serve", "--host=[::1]", f"--port={port}", f"--model={Path(__file__).parent}")
+        assert done.returncode == 2
+        assert f"port={port} on host [::1] cannot be used (Address already in use)" in done.stderr
+
     def test_status_of_nobody_says_what_to_do(self) -> None:
         done = self.run("status", "--url=http://127.0.0.1:1", no_proxy="*")
         assert done.returncode == 1
@@ -240,4 +249,6 @@ class TestShown:
 
     def test_a_service_on_all_interfaces_is_called_by_loopback(self) -> None:
         assert reachable("0.0.0.0:80") == "127.0.0.1:80"
+        assert reachable("[::]:80") == reachable("[0::0]:80") == "127.0.0.1:80"  # it listens there, too
+        assert reachable("[::1]:80") == "[::1]:80"
         assert reachable("10.0.0.1:80") == "10.0.0.1:80"

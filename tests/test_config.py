@@ -1,6 +1,9 @@
 """Settings check themselves, and automatic choices follow from the machine."""
 
 import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +15,21 @@ from runtime.hardware import (
     resolve_num_pages,
     resolve_threads,
 )
-from runtime.settings import ConfigError, Settings
+from runtime.settings import ConfigError, Settings, field_names, flag
+
+DOCUMENT = (Path(__file__).parent.parent / "docs" / "CONFIGURATION.md").read_text()
+CONFIG_TYPES = (PrefillConfig, DecodeConfig, GatewayConfig, ServeConfig)
+IN_WORDS = {  # what the document says |-> the default that it means
+    "none": ("", ()),
+    "off": (False,),
+    "folder's name or hub id": ("",),
+    "the model's": (0,),
+    "none; `serve` draws one": ("",),
+}
+IN_OTHER_PLACES = {
+    "--port, --grpc-port": f"`{ServeConfig.port}`, the next",
+    "--max-running": f"prefill `{PrefillConfig.max_running}`, decode `{DecodeConfig.max_running}`",
+}
 
 
 @pytest.mark.parametrize(
@@ -31,9 +48,12 @@ from runtime.settings import ConfigError, Settings
         (PrefillConfig, "chunk_tokens", 8, "--chunk-tokens needs 16 or more"),
         (PrefillConfig, "kv_memory_share", 1.5, "--kv-memory-share needs a number above 0 and at most 1"),
         (DecodeConfig, "host", "0.0.0.0", "--advertise-host needs the name by which others reach this --host 0.0.0.0"),
+        (DecodeConfig, "host", "[::]", "--advertise-host needs the name by which others reach this --host [::]"),
+        (DecodeConfig, "host", "fe80::1", "--host needs 127.0.0.1, or else --tls-dir"),
         (DecodeConfig, "require_transport", True, "--require-transport needs a --transport other than auto"),
         (GatewayConfig, "decode", (), "--decode needs at least one host:port"),
         (GatewayConfig, "decode", ("localhost",), "--decode needs host:port"),
+        (GatewayConfig, "decode", ("::1:9001",), "--decode needs host:port, such as 127.0.0.1:9001 or [::1]:9001"),
         (GatewayConfig, "prefill", ("a:0",), "--prefill needs host:port"),
     ],
 )
@@ -44,6 +64,16 @@ def test_a_bad_value_is_refused_with_what_would_do(
     with pytest.raises(ConfigError) as refusal:
         config_type(**{**needed, field: value})
     assert wanted in str(refusal.value)
+
+
+@pytest.mark.parametrize("config_type", [PrefillConfig, DecodeConfig])
+def test_peers_are_told_an_ipv6_address_in_brackets(config_type: type[PrefillConfig | DecodeConfig]) -> None:
+    assert config_type(host="::1").reachable_host == config_type(host="[::1]").reachable_host == "[::1]"
+    secret = "0123456789abcdef"
+    anywhere = config_type(host="::", advertise_host="fd00::7", fleet_secret=secret)
+    assert anywhere.reachable_host == "[fd00::7]"
+    assert config_type(host="::", advertise_host="worker", fleet_secret=secret).reachable_host == "worker"
+    assert GatewayConfig(decode=("[::1]:9001",)).decode == ("[::1]:9001",)
 
 
 def test_settings_are_frozen() -> None:
@@ -96,3 +126,43 @@ class TestNumPages:
 
     def test_this_machine_has_memory(self) -> None:
         assert available_memory_bytes() > 0
+
+
+class TestDocument:
+    """docs/CONFIGURATION.md says what the classes do."""
+
+    @staticmethod
+    def rows() -> Iterator[tuple[str, str]]:
+        """Flags and what stands as their default, from all tables."""
+        for line in DOCUMENT.splitlines():
+            if line.startswith(("| `--", "| `BATON_")):
+                first, default = (cell.strip() for cell in line.split("|")[1:3])
+                yield ", ".join(re.findall(r"`([^`]+)`", first)), default
+
+    def test_defaults(self) -> None:
+        rows = dict(self.rows())
+        assert len(rows) > 30
+        for flags, default in rows.items():
+            if flags in IN_OTHER_PLACES:
+                assert default == IN_OTHER_PLACES[flags]
+                continue
+            name = flags.removeprefix("--").removeprefix("BATON_").replace("-", "_").lower()
+            types = [config_type for config_type in CONFIG_TYPES if name in field_names(config_type)]
+            assert types, flags
+            for config_type in types:
+                actual = getattr(config_type, name)
+                told = default.strip("`")
+                shown = f"{actual:.15g}" if isinstance(actual, int | float) else str(actual)
+                assert told == shown or actual in IN_WORDS.get(told, ()), (flags, told, actual)
+
+    def test_defaults_below_the_tables(self) -> None:
+        for name in ("prefill_workers", "decode_workers", "start_timeout_s"):
+            assert flag(name) in DOCUMENT
+        assert ServeConfig.prefill_workers == ServeConfig.decode_workers == 1 and "(`1` each;" in DOCUMENT
+        assert f"`--start-timeout-s` (`{ServeConfig.start_timeout_s:g}`)" in DOCUMENT
+        assert f"(of free memory, `{PrefillConfig.kv_memory_share:g}`;" in DOCUMENT
+
+    def test_every_setting_is_there(self) -> None:
+        for config_type in CONFIG_TYPES:
+            for name in set(field_names(config_type)) - {"ready_fd"}:
+                assert f"`{flag(name)}`" in DOCUMENT or f"`BATON_{name.upper()}`" in DOCUMENT, name

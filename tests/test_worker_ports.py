@@ -22,15 +22,17 @@ from runtime.config_parts import ProcessConfig
 from runtime.lifecycle import Ready, parse_event
 from runtime.trust import Trust, load_trust
 from tests.fake_workers import PATIENCE_S
+from tests.test_addresses import needs_ipv6
 
 SECRET = Trust(secret="0123456789abcdef")
 
 
 @contextmanager
 def worker(role: str, log: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Ready]:
-    """A worker process with the demo model; it must end by SIGTERM with exit status 0."""
+    """A worker process with the demo model, or a gateway; it must end by SIGTERM with exit status 0."""
     reading, writing = os.pipe()
-    command = [sys.executable, "-m", "cli.main", role, "--kv-memory-mib=32", "--threads=1", f"--ready-fd={writing}"]
+    sizes = () if role == "gateway" else ("--kv-memory-mib=32", "--threads=1")
+    command = [sys.executable, "-m", "cli.main", role, *sizes, f"--ready-fd={writing}"]
     with log.open("w") as out:
         process = subprocess.Popen(
             [*command, *flags], stdout=out, stderr=out, pass_fds=(writing,), env={**os.environ, **(env or {})}
@@ -129,3 +131,22 @@ def test_a_service_with_mtls_serves_and_lets_nobody_else_near_its_workers(tmp_pa
             with pytest.raises(grpc.aio.AioRpcError):
                 asyncio.run(ask_status(Trust(), stranger))
             asyncio.run(ask_status(load_trust(ProcessConfig(tls_dir=str(folder))), stranger))
+
+
+@needs_ipv6
+def test_a_gateway_and_a_worker_on_ipv6_addresses(tmp_path: Path) -> None:
+    with worker("decode", tmp_path / "decode", "--host=::1") as decode:
+        assert decode.address.startswith("[::1]:")
+        assert asyncio.run(ask_status(Trust(), decode)).peer.address == decode.address
+        metrics = httpx.get(f"http://{decode.metrics_address}/metrics", timeout=60, trust_env=False)
+        assert "baton:kv_cache_used_pages" in metrics.text
+        flags = ("--host=::", "--port=0", "--grpc-port=0", f"--decode={decode.address}")
+        with worker("gateway", tmp_path / "gateway", *flags) as gateway:
+            for address, grpc_address in (  # all interfaces of IPv6 are those of IPv4, too
+                (gateway.address, gateway.detail["grpc"]),
+                (gateway.address.replace("[::]", "127.0.0.1"), gateway.detail["grpc"].replace("[::]", "127.0.0.1")),
+            ):
+                assert httpx.get(f"http://{address}/ready", timeout=60, trust_env=False).status_code == 200
+                with grpc.insecure_channel(grpc_address) as channel:
+                    models: Any = channel.unary_unary("/baton.v1.Inference/ListModels")
+                    assert models(b"", timeout=60)

@@ -1,0 +1,30 @@
+"""Hosts as people write them, and as sockets and URLs want them: `::1` and `[::1]` are the same. Pure; asks no DNS."""
+
+import ipaddress
+
+
+def bare(host: str) -> str:
+    """As sockets want it: an IPv6 address without brackets."""
+    return host.removeprefix("[").removesuffix("]")
+
+
+def bracketed(host: str) -> str:
+    """As it stands before :port: an IPv6 address in brackets."""
+    host = bare(host)
+    return f"[{host}]" if ":" in host else host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether it is this machine alone."""
+    try:
+        return ipaddress.ip_address(bare(host)).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_any(host: str) -> bool:
+    """Whether it stands for all interfaces."""
+    try:
+        return ipaddress.ip_address(bare(host)).is_unspecified
+    except ValueError:
+        return False
