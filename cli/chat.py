@@ -40,13 +40,13 @@ def chat(
     """
     with suppress(ImportError):
         import readline  # noqa: F401  gives input() a history and editing
-    with closing(Conversation(url, model, api_key, system)) as conversation:
-        try:
+    try:
+        with closing(Conversation(url, model, api_key, system)) as conversation:
             print(f"{conversation.model()} at {conversation.url}; /help lists commands")
-        except ChatError as error:
-            print(f"baton chat: {error}", file=sys.stderr)
-            return 1
-        return talk(conversation)
+            return talk(conversation)
+    except ChatError as error:
+        print(f"baton chat: {error}", file=sys.stderr)
+        return 1
 
 
 def talk(conversation: Conversation) -> int:

@@ -49,9 +49,12 @@ class Conversation:
     """Owns the history and the connection."""
 
     def __init__(self, url: str, model: str, api_key: str, system: str, transport: httpx.BaseTransport | None = None):
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT, transport=transport)
+        try:
+            self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT, transport=transport)
+        except httpx.InvalidURL as error:
+            raise ChatError(f"{url!r} is no URL ({error}): set --url to one such as http://127.0.0.1:8000") from error
         self._model = model
         self._start = [{"role": "system", "content": system}] if system else []
         self.history: list[dict[str, str]] = list(self._start)
@@ -69,8 +72,11 @@ class Conversation:
     def model(self) -> str:
         """The model's name, asked from the service when none was given."""
         if not self._model:
-            models = self._get("/v1/models").json()["data"]
-            self._model = str(models[0]["id"])
+            answer = self._get("/v1/models")
+            try:
+                self._model = str(answer.json()["data"][0]["id"])
+            except (ValueError, LookupError, TypeError) as error:
+                raise ChatError(f"{answer.url} lists no model, but {answer.text[:100]!r}: set --url") from error
         return self._model
 
     def metrics(self) -> list[str]:
@@ -104,7 +110,7 @@ class Conversation:
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
                 _raise_refusal(response)
-                for chunk in iterate_events(response.iter_lines()):
+                for chunk in iterate_events(iterate_lines(response.iter_bytes())):
                     self.stats.usage = chunk.get("usage") or self.stats.usage
                     for choice in chunk.get("choices", ()):
                         if piece := choice.get("delta", {}).get("content"):
@@ -126,6 +132,15 @@ class Conversation:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return ChatError(f"nobody answers at {self.url}: start `baton serve`, or set --url ({error})")
         return ChatError(f"the connection to {self.url} broke: {error or type(error).__name__}")
+
+
+def iterate_lines(pieces: Iterator[bytes]) -> Iterator[str]:
+    """Lines of server-sent events, however they were cut. U+2028 and the like, where str.splitlines cuts, end none."""
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace")
 
 
 def iterate_events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:

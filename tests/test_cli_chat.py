@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
-from cli.chat import parse_value, printable, set_options
-from cli.chat_client import ChatError, Conversation, iterate_events
+from cli.chat import chat, parse_value, printable, set_options
+from cli.chat_client import ChatError, Conversation, iterate_events, iterate_lines
 from cli.status import status
 
 WAIT_S = 15.0
@@ -32,6 +33,8 @@ class FakeService(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.bodies: list[dict[str, Any]] = []
         self.hung_up = threading.Event()  # a client left in mid-answer
+        self.key = ""  # as the last GET had it
+        self.odd_answers: dict[str, str] = {}  # path |-> what is said there instead
 
 
 class FakeHandler(BaseHTTPRequestHandler):
@@ -48,6 +51,8 @@ class FakeHandler(BaseHTTPRequestHandler):
             "/metrics": '# HELP x\nbaton:requests 3\nbaton:seconds_bucket{le="1"} 2\npython_info 1\n',
             "/status": json.dumps(WORKERS),
         }
+        answers |= self.server.odd_answers
+        self.server.key = self.headers.get("authorization", "")
         self._answer(200, answers[self.path])
 
     def do_POST(self) -> None:
@@ -60,7 +65,7 @@ class FakeHandler(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.end_headers()
-        for word in text.split():
+        for word in text.split(" "):
             self._send({"choices": [{"delta": {"content": word + " "}}]})
         if text == "break":
             self._send({"error": {"message": "worker lost"}})
@@ -78,7 +83,7 @@ class FakeHandler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def _send(self, chunk: dict[str, Any]) -> None:
-        self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        self.wfile.write(f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode())
         self.wfile.flush()
 
     def _wait_for_hang_up(self) -> None:
@@ -163,6 +168,42 @@ def test_events_end_at_done_and_nonsense_is_an_error() -> None:
     assert list(iterate_events(iter([": ping", "data: {}", "", "data: [DONE]", "data: x"]))) == [{}]
     with pytest.raises(ChatError, match="no JSON"):
         list(iterate_events(iter(["data: x"])))
+
+
+def test_lines_end_at_line_feeds_only_however_they_are_cut() -> None:
+    text = "data: é\u2028\u2029\x85\v\x1cb\r\n\ndata: c\n".encode()
+    expected = ["data: é\u2028\u2029\x85\v\x1cb\r", "", "data: c"]
+    for size in (1, 2, 3, len(text)):
+        pieces = (text[begin : begin + size] for begin in range(0, len(text), size))
+        assert list(iterate_lines(pieces)) == expected
+
+
+def test_an_answer_may_have_line_ends_of_other_kinds(conversation: Conversation) -> None:
+    assert "".join(conversation.ask("a\u2028b\u2029c\x85d e")) == "a\u2028b\u2029c\x85d e "
+
+
+@pytest.mark.parametrize("answer", ["<html>", "", "[]", "3", "{}", '{"data": []}', '{"data": [{}]}', '{"data": 1}'])
+def test_a_service_of_another_kind_is_told_in_a_line(
+    service: FakeService, capsys: pytest.CaptureFixture[str], answer: str
+) -> None:
+    service.odd_answers["/v1/models"] = answer
+    assert chat(url=service.url) == 1
+    assert f"/v1/models lists no model, but {answer!r}: set --url" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("url", "said"), [("http://h:port", "is no URL"), ("http://a\x00b", "is no URL"), ("h", "missing an 'http://'")]
+)
+def test_an_address_that_is_no_url_is_told_in_a_line(url: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat(url=url) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("baton chat: ") and told.count("\n") == 1 and said in told
+
+
+def test_a_key_may_have_any_letters(service: FakeService) -> None:
+    with closing(Conversation(service.url, "", "schlüssel", "")) as conversation:
+        assert conversation.model() == "fake"
+    assert service.key.encode("latin-1").decode() == "Bearer schlüssel"
 
 
 def test_status_shows_the_workers(service: FakeService, capsys: pytest.CaptureFixture[str]) -> None:
