@@ -39,7 +39,7 @@ class FrontOptions:
     """How the public surface behaves; complete, with its defaults."""
 
     api_keys: tuple[str, ...] = ()  # any of them opens the service; none: no key needed
-    cors_origins: tuple[str, ...] = ()  # browsers' origins that may read answers, never with credentials
+    cors_origins: tuple[str, ...] = ()  # of web pages that may call and read answers, never with credentials
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 60.0  # for a request's whole body to arrive
     stalled_client_s: float = 60.0  # for a client to take one message before its request is cancelled
@@ -84,9 +84,10 @@ class Front:
         echoes: Sequence[Echo | None] = [None] * len(encoded)
         if raw.is_echoed:
             echoes = await self.prompts.echo(raw.prompts, encoded, raw.num_logprobs is not None)
+        befores = [self.prompts.before_answer(*pair) for pair in zip(raw.prompts, encoded, strict=True)]
         firsts = [
-            Order(generation, stop_strings, _shared(generation, n), echo, raw.max_tokens == 0, tools)
-            for generation, echo in zip(generations, echoes, strict=True)
+            Order(generation, stop_strings, _shared(generation, n), echo, raw.max_tokens == 0, tools, before)
+            for generation, echo, before in zip(generations, echoes, befores, strict=True)
         ]
         return Job(_numbered([choice for first in firsts for choice in _choices(first, n)]), n)
 

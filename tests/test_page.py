@@ -2,9 +2,11 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Page, sync_playwright
 
 from gateway.errors import ApiError
 from gateway.front import FrontOptions
@@ -13,6 +15,10 @@ from tests.front_server import Served, run_front
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
+HELD_MODELS = """
+const send = fetch, held = new Promise((release) => { window.release = release; });
+window.fetch = async (path, ...rest) => { if (path === "v1/models") await held; return send(path, ...rest); };
+"""
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 
 
@@ -38,17 +44,82 @@ def test_nothing_else_is_served_from_the_folder(served: Served) -> None:
         assert served.http.get(path).status_code == 404, path
 
 
-def test_the_page_asks_for_a_key_like_everything_else(tmp_path: Path) -> None:
+def test_the_page_needs_no_key_but_all_that_it_asks_does(tmp_path: Path) -> None:
     with run_front(tmp_path, FrontOptions(api_keys=("a-key",))) as served:
-        for path in ("/", "/page/app.js"):
+        for path in ("/", "/page/style.css", "/page/app.js"):
+            assert served.http.get(path).status_code == 200
+        for path in ("/v1/models", "/page/", "/page/nothing.js"):
             assert served.http.get(path).status_code == 401
-            assert served.http.get(path, headers={"authorization": "Bearer a-key"}).status_code == 200
+
+
+@contextmanager
+def opened(url: str) -> Iterator[Page]:
+    """The page in Chromium; its troubles come up at the end."""
+    troubles: list[str] = []
+    with sync_playwright() as player:
+        browser = player.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        page = browser.new_page()
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.goto(url)
+        yield page
+        browser.close()
+    assert troubles == []
+
+
+@needs_chromium
+def test_a_person_enters_the_key(tmp_path: Path) -> None:
+    with run_front(tmp_path, FrontOptions(api_keys=("a-key",))) as served:
+        served.ring.reset(Script([*served.ids("Hello."), min(served.tokenizer.eos_token_ids)]))
+        with opened(served.url) as page:
+            page.wait_for_selector("#state >> text=asks for an API key")
+            page.fill("#key", "a-key")
+            page.press("#key", "Tab")
+            page.wait_for_selector("#model >> text=tiny")
+            assert page.inner_text("#state") == ""
+            page.fill("#prompt", "Hi")
+            page.press("#prompt", "Enter")
+            page.wait_for_selector("article.assistant >> text=Hello.")
+
+
+@needs_chromium
+def test_a_new_chat_during_an_answer_has_nothing_of_it(served: Served) -> None:
+    end = min(served.tokenizer.eos_token_ids)
+    with opened(served.url) as page:
+        page.wait_for_selector("#model >> text=tiny")
+        served.ring.reset(Script(token_ids=served.ids("one two"), is_hanging=True))
+        page.fill("#prompt", "Old question")
+        page.click("#send")
+        page.wait_for_selector("article.assistant >> text=one two")
+        page.click("#new")
+        assert served.ring.wait_ending(10) == "closed"
+        page.wait_for_selector("#send", state="visible")
+        assert page.locator("#chat > :not(#hint)").count() == 0  # neither article nor bar
+        served.ring.reset(Script([*served.ids("three"), end]))
+        with page.expect_request("**/v1/chat/completions") as asked:
+            page.fill("#prompt", "New question")
+            page.click("#send")
+        body = asked.value.post_data_json
+        assert body is not None and body["messages"] == [{"role": "user", "content": "New question"}]
+        page.wait_for_selector("article.assistant >> text=three")
+
+
+@needs_chromium
+def test_a_second_enter_before_the_model_is_known_sends_nothing(served: Served) -> None:
+    served.ring.reset(Script([*served.ids("Hello."), min(served.tokenizer.eos_token_ids)]))
+    with opened("about:blank") as page:
+        page.add_init_script(HELD_MODELS)
+        page.goto(served.url)
+        for _ in range(2):
+            page.fill("#prompt", "Hi")
+            page.press("#prompt", "Enter")
+        page.evaluate("release()")
+        page.wait_for_selector(".timing")
+        assert page.locator("article.user").count() == 1
+    assert len(served.ring.generations) == 1
 
 
 @needs_chromium
 def test_a_person_chats(served: Served) -> None:
-    from playwright.sync_api import sync_playwright
-
     end = min(served.tokenizer.eos_token_ids)
     served.ring.reset(Script(token_ids=[*served.ids("Hello <b>there</b>, friend."), end], delay_s=0.02))
     troubles: list[str] = []
@@ -58,7 +129,7 @@ def test_a_person_chats(served: Served) -> None:
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
         page.goto(served.url)
-        page.wait_for_function("document.querySelector('#model').textContent === 'tiny'")
+        page.wait_for_selector("#model >> text=tiny")
         page.fill("#prompt", "Hi")
         page.press("#prompt", "Enter")
         page.wait_for_selector(".timing")

@@ -30,14 +30,15 @@ async function findModel() {
 async function send() {
   const text = at("prompt").value.trim();
   if (!text || running) return;
-  if (!model) await findModel();
+  running = new AbortController();
+  at("send").hidden = true; at("stop").hidden = false;
   at("prompt").value = "";
   at("hint").hidden = true;
   show("user").textContent = text;
-  messages.push({ role: "user", content: text });
+  const mine = messages; // "New chat" puts another in its place
+  mine.push({ role: "user", content: text });
   const article = show("assistant");
-  running = new AbortController();
-  at("send").hidden = true; at("stop").hidden = false;
+  if (!model) await findModel();
   const answer = { text: "", usage: null, timing: null, sent: performance.now(), first: null, last: null };
   try {
     const response = await call("v1/chat/completions", body(), running.signal);
@@ -48,8 +49,9 @@ async function send() {
     running = null;
     at("send").hidden = false; at("stop").hidden = true;
   }
-  if (answer.text) messages.push({ role: "assistant", content: answer.text });
-  else { article.remove(); messages.pop(); }
+  if (mine !== messages) return;
+  if (answer.text) mine.push({ role: "assistant", content: answer.text });
+  else { article.remove(); mine.pop(); }
   if (answer.first !== null) showTiming(answer);
   at("prompt").focus();
 }
@@ -72,6 +74,10 @@ async function call(path, body, signal) {
   try { response = await fetch(path, { ...options, headers, signal }); }
   catch (error) { throw error.name === "AbortError" ? error : new Error("The service cannot be reached."); }
   if (response.ok) return response;
+  if (response.status === 401) {
+    document.querySelector("details").open = true;
+    throw new Error("The service asks for an API key: enter one in the settings.");
+  }
   const told = await response.json().catch(() => null);
   throw new Error(told?.error?.message ?? `The service answered ${response.status}.`);
 }

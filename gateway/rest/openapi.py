@@ -149,7 +149,7 @@ def _error_statuses(path: str, method: str) -> list[int]:
     if path == OPEN_PATH:
         return []
     if method == "post":
-        return sorted((401, *_BODY_ERRORS))
+        return sorted((401, 403, *_BODY_ERRORS))
     return [401, *([404] if "{" in path else []), *([503] if path in _UNAVAILABLE else [])]
 
 

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 _FILES = {"style.css": "text/css; charset=utf-8", "app.js": "text/javascript; charset=utf-8"}
+PAGE_PATHS = frozenset({"/", *(f"/page/{name}" for name in _FILES)})  # no secrets in them
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; form-action 'none'",
     "x-content-type-options": "nosniff",

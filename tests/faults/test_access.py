@@ -67,12 +67,23 @@ def _routes(live: Live) -> list[tuple[str, str]]:
     document = httpx.get(f"{live.url}/openapi.json", headers=_headers(f"Bearer {KEYS[0]}"), timeout=CALL_S).json()
     listed = [(method.upper(), path) for path, methods in document["paths"].items() for method in methods]
     assert ("GET", "/metrics") in listed and ("GET", "/status") in listed and ("POST", "/v1/chat/completions") in listed
-    others = ["/", "/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect", "/debug", "/v1", "/fleet", "/nothing"]
+    others = [
+        "/page/",
+        "/docs",
+        "/redoc",
+        "/openapi.json",
+        "/docs/oauth2-redirect",
+        "/debug",
+        "/v1",
+        "/fleet",
+        "/nothing",
+    ]
     return [*(route for route in listed if route[1] != "/live"), *(("GET", path) for path in others)]
 
 
-def test_row_21_no_route_but_live_answers_without_a_key(live: Live) -> None:
-    assert httpx.get(f"{live.url}/live", timeout=CALL_S).status_code == 200
+def test_row_21_no_route_but_live_and_the_page_answers_without_a_key(live: Live) -> None:
+    for path in ("/live", "/", "/page/app.js", "/page/style.css"):
+        assert httpx.get(live.url + path, timeout=CALL_S).status_code == 200
     with httpx.Client(base_url=live.url, timeout=CALL_S) as client:
         for method, path in _routes(live):
             for key in WRONG:
