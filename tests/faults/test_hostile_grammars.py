@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,26 @@ def live() -> Iterator[Live]:
         service.wait_until_unused()
 
 
-def ask(live: Live, **fields: Any) -> httpx.Response:
+def ask(live: Live, timeout: float = 120.0, **fields: Any) -> httpx.Response:
     body = {"model": "baton-demo", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
-    return send(live, json.dumps({**body, "max_tokens": 120, **fields}))
+    return send(live, json.dumps({**body, "max_tokens": 120, **fields}), timeout)
 
 
-def send(live: Live, body: str) -> httpx.Response:
+def send(live: Live, body: str, timeout: float = 120.0) -> httpx.Response:
     headers = {"content-type": "application/json"}
-    return httpx.post(f"{live.url}/v1/chat/completions", content=body, headers=headers, timeout=120)
+    return httpx.post(f"{live.url}/v1/chat/completions", content=body, headers=headers, timeout=timeout)
 
 
 def as_schema(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
 
 
+# Each token takes longer than the one before it; the second passes the trial of a new grammar, which is shorter.
+AMBIGUOUS = 'x ::= "a" | x x | x x x | ""'
+SLOW: dict[str, dict[str, Any]] = {
+    "ambiguous": {"structured_outputs": {"grammar": f"root ::= x\n{AMBIGUOUS}"}},
+    "ambiguous later": {"structured_outputs": {"grammar": f"root ::= [b]{{70}} x\n{AMBIGUOUS}"}},
+}
 HOSTILE: dict[str, dict[str, Any]] = {
     "nested repeats": {"structured_outputs": {"regex": "(a+)+$"}},
     "counted repeats": {"structured_outputs": {"regex": "((a{1,1000}){1,1000}){1,100}"}},
@@ -65,6 +72,24 @@ def test_a_hostile_grammar_is_refused_or_obeyed_and_others_are_served(live: Live
         assert error["message"] and error["param"].startswith(("response_format", "structured_outputs")), error
     plain = ask(live, max_tokens=5)
     assert plain.status_code == 200, plain.text
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_many_answers_that_are_slow_to_check_hold_up_nobody(live: Live, name: str) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(
+            ask, live, **SLOW[name], n=8, temperature=1, min_tokens=200, max_tokens=200, speculation="ngram",
+            max_draft_tokens=8, timeout=300.0,
+        )  # fmt: skip
+        num_served = 0
+        while not slow.done():
+            assert ask(live, max_tokens=5).status_code == 200
+            fitting = ask(live, **as_schema(PERSON), max_tokens=200)
+            assert fitting.json()["choices"][0]["finish_reason"] == "stop", fitting.text
+            num_served += 1
+        assert num_served
+        assert slow.result().status_code in (200, 400, 503), slow.result().text
+        assert httpx.get(f"{live.url}/ready").status_code == 200  # no worker was given up for stuck
 
 
 def test_a_schema_500_deep_is_refused(live: Live) -> None:
