@@ -75,7 +75,7 @@ def _counts(job: Job, totals: Totals) -> dict[str, int]:
 
 async def _stream_choice(front: Front, order: Order, meter: ChoiceMeter) -> AsyncGenerator[Piece, None]:
     reader = PieceReader(
-        front.tokenizer.detokenizer(order.tools.format.markers if order.tools else ()),
+        front.tokenizer.detokenizer(order.tools.format.markers if order.tools else (), order.before),
         StopStrings(order.stop_strings),
         order.generation.stop_token_ids,
         with_logprobs=order.generation.num_logprobs is not None,

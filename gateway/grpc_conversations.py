@@ -3,13 +3,13 @@
 Must not know calls or what values mean.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.errors import bad_request
 from gateway.raw_request import Chat, Prompt
 from gateway.tools.history import template_call
+from gateway.tools.json_object import read_object
 from gateway.tools.request import Choice, NamedChoice, RawTools, Tool
 from gateway.validate import MAX_MESSAGES
 from protos import inference_pb2
@@ -56,10 +56,7 @@ def _call(given: inference_pb2.ToolCall, path: str) -> dict[str, Any]:
 
 def _tool(given: inference_pb2.Tool, path: str) -> Tool:
     try:
-        parameters = json.loads(given.parameters) if given.parameters else None
-    except (ValueError, RecursionError) as error:
-        message = f"{path}.parameters is not valid JSON: {str(error)[:200]}"
-        raise bad_request(message, f"{path}.parameters") from error
-    if parameters is not None and not isinstance(parameters, dict):
-        raise bad_request(f"{path}.parameters must be a JSON object", f"{path}.parameters")
+        parameters = read_object(given.parameters) if given.parameters else None
+    except ValueError as error:
+        raise bad_request(f"{path}.parameters: {error}", f"{path}.parameters") from error
     return Tool(given.name, given.description or None, parameters)

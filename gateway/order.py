@@ -25,6 +25,7 @@ class Order:
     echo: Echo | None = None
     is_dropped: bool = False  # only the prompt is asked for: the one token generated is not told
     tools: ToolUse | None = None  # what the answer may call
+    before: tuple[int, ...] = ()  # the prompt's last tokens with text, if the answer goes on with that text
 
 
 @dataclass(frozen=True, slots=True)

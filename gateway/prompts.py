@@ -20,6 +20,7 @@ from gateway.validate import check_prompt_tokens, check_text_bytes, check_vocabu
 
 TemplateInput = Mapping[str, Any]  # a tool as chat templates take it
 
+_TEXTS = ("content", "name", "tool_call_id")  # of a message, which a template may print
 _MARKER_CHARS = 16  # a role and its markers
 _ECHO_COST = 4  # detokenising a token costs as much as tokenising so many characters
 
@@ -63,6 +64,10 @@ class Prompts:
         pairs = list(zip(prompts, encoded, strict=True))
         return await self.offload.run(cost, lambda: [self._echo(prompt, ids, with_offsets) for prompt, ids in pairs])
 
+    def before_answer(self, prompt: Prompt, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The prompt's last tokens with text, with which its answer goes on; an answer in a chat begins a text."""
+        return () if isinstance(prompt.content, Chat) else self.tokenizer.last_with_text(ids)
+
     def _check_size(self, prompt: Prompt, tools: Sequence[TemplateInput]) -> int:
         """Refuses what cannot fit; returns how many characters are to be tokenised."""
         content, context = prompt.content, self.tokenizer.context_tokens
@@ -80,7 +85,7 @@ class Prompts:
             raise bad_request("messages is empty; send at least one message", param)
         if not self.tokenizer.has_chat_template:
             raise bad_request("the model has no chat template; send its prompt to /v1/completions instead", param)
-        texts = [message["content"] for message in chat.messages]
+        texts = [message[name] for message in chat.messages for name in _TEXTS if name in message]
         texts += [_json(calls) for calls in self._calls(chat, param)] + [_json(tool) for tool in tools]
         check_text_bytes(sum([len(text.encode()) for text in texts]), param, self.tokenizer.context_tokens)
         return sum([len(text) + _MARKER_CHARS for text in texts])

@@ -31,6 +31,10 @@ _log = structlog.get_logger()
 Response = TypeVar("Response", inference_pb2.GenerateResponse, inference_pb2.ChatResponse)
 
 
+class _StalledClientError(Exception):
+    """A client does not take a message in time."""
+
+
 def build_interceptors(front: Front) -> Sequence[grpc.aio.ServerInterceptor]:
     """What the gRPC server needs at construction."""
     return [KeyInterceptor(front.options.api_keys)]
@@ -114,11 +118,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         try:
             async with _serving(context) as request_id, aclosing(self._responses(request_id, read, write)) as responses:
                 async for response in responses:
-                    async with waking_timeout(self._front.options.stalled_client_s):
-                        await context.write(response)
-        except TimeoutError:
+                    await self._write(context, response)
+        except _StalledClientError:
             _log.warning("client stopped reading; request cancelled")
             await context.abort(grpc.StatusCode.CANCELLED, "the client stopped reading")
+
+    async def _write(self, context: grpc.aio.ServicerContext[Any, Response], response: Response) -> None:
+        try:
+            async with waking_timeout(self._front.options.stalled_client_s):
+                await context.write(response)
+        except TimeoutError as error:
+            raise _StalledClientError from error
 
     async def _responses(
         self, request_id: str, read: Callable[[], RawRequest], write: Callable[[AnswerMessages, int, Piece], Response]
@@ -155,7 +165,7 @@ class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 @asynccontextmanager
 async def _serving(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[str]:
-    """Gives a call its request id, in its logs and its answer; an ApiError becomes its status."""
+    """Gives a call its request id, in its logs and its answer; an ApiError becomes its status, and a bug INTERNAL."""
     request_id = pick_request_id(_metadata(context, REQUEST_ID_HEADER))
     with structlog.contextvars.bound_contextvars(request_id=request_id):
         try:
@@ -163,6 +173,12 @@ async def _serving(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator
             yield request_id
         except ApiError as error:
             await abort_with(context, error)
+        except (grpc.aio.BaseError, _StalledClientError):  # the call is over, or its end is told by who called us
+            raise
+        except Exception:
+            _log.exception("call failed")
+            message = f"call {request_id} failed inside the service; its log says why"
+            await abort_with(context, ApiError(500, message, None, "bug"))
 
 
 def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> str | None:

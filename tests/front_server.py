@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,14 +63,16 @@ class Served:
 
 
 @contextmanager
-def run_front(folder: Path, options: FrontOptions) -> Iterator[Served]:
-    """Serves REST and gRPC on free loopback ports until the context ends."""
+def run_front(
+    folder: Path, options: FrontOptions, write: Callable[[Path], Path] = write_byte_level
+) -> Iterator[Served]:
+    """Serves REST and gRPC on free loopback ports until the context ends. `write`: writes the checkpoint's folder."""
     plain: list[structlog.typing.Processor] = [
         structlog.processors.format_exc_info,
         structlog.processors.KeyValueRenderer(),
     ]
     structlog.configure(processors=plain, logger_factory=structlog.ReturnLoggerFactory())
-    ring, tokenizer, registry = FakeRing(), Tokenizer(write_byte_level(folder)), CollectorRegistry()
+    ring, tokenizer, registry = FakeRing(), Tokenizer(write(folder)), CollectorRegistry()
     listener = socket.create_server(("127.0.0.1", 0))
     ready, ports = threading.Event(), list[int]()
 

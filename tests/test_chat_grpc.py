@@ -249,7 +249,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"tools": [{"name": "a", "parameters": "{"}]}, "tools[0].parameters"),
     ("chat", {"tools": [{"name": "a", "parameters": "[]"}]}, "tools[0].parameters"),
     ("chat", {"tools": [{"name": "a", "parameters": "[" * 9999}]}, "tools[0].parameters"),
-    ("chat", {"tools": [{"name": "a", "parameters": '{"a": NaN}'}]}, "tools"),
+    ("chat", {"tools": [{"name": "a", "parameters": '{"a": NaN}'}]}, "tools[0].parameters"),
     ("chat", {"tools": TOOLS, "toolChoice": "huh"}, "tool_choice"),
     ("chat", {"toolChoice": "required"}, "tool_choice"),
     ("chat", {"tools": TOOLS, "toolChoice": "required", "responseFormat": {"regex": "a"}}, "response_format.regex"),

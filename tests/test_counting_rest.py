@@ -1,5 +1,6 @@
 """/tokenize and /detokenize as vLLM's clients use them."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -30,6 +31,25 @@ def test_token_strings(served: Served) -> None:
     answer = _post(served, "tokenize", prompt="hello world<|end|>", return_token_strs=True)
     assert "".join(answer["token_strs"]) == "helloĠworld<|end|>"
     assert len(answer["token_strs"]) == answer["count"]
+
+
+def test_long_work_leaves_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a template may print counts, whatever the field."""
+    threads: dict[str, str] = {}
+    for name in ("pieces", "render_chat"):
+        work = getattr(served.tokenizer, name)
+
+        def told(*args: Any, name: str = name, work: Any = work, **more: Any) -> Any:
+            threads[name] = threading.current_thread().name
+            return work(*args, **more)
+
+        monkeypatch.setattr(served.tokenizer, name, told)
+    for size, is_offloaded in ((10, False), (5000, True)):
+        _post(served, "tokenize", prompt="\x00" * size, return_token_strs=True)
+        assert threads["pieces"].startswith("tokenise") is is_offloaded
+        for field in ("content", "name", "tool_call_id"):
+            _post(served, "tokenize", messages=[{"role": "user", "content": "x", field: "x" * size}])
+            assert threads["render_chat"].startswith("tokenise") is is_offloaded, field
 
 
 def test_a_conversation_has_as_many_tokens_as_its_request(served: Served) -> None:
@@ -65,6 +85,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("tokenize", {"prompt": "x", "return_token_strs": "yes"}, "return_token_strs"),
     ("tokenize", {"prompt": "x", "huh": 1}, "huh"),
     ("tokenize", {"messages": []}, "messages"),
+    ("tokenize", {"messages": [{**HELLO[0], "name": "x" * (16 * CONTEXT)}]}, "messages"),
+    ("tokenize", {"messages": [{**HELLO[0], "tool_call_id": "x" * (16 * CONTEXT)}]}, "messages"),
     ("tokenize", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
     ("tokenize", {"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages[0].audio"),
     ("tokenize", {"messages": HELLO, "tools": [{"type": "web"}]}, "tools[0].type"),

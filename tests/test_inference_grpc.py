@@ -252,6 +252,29 @@ def test_a_fault_after_tokens_keeps_the_tokens(client: ReflectedClient, served: 
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.parametrize("bug", [RuntimeError("secret"), TimeoutError("secret")])
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_a_bug_is_internal_and_tells_nothing_but_the_request(
+    client: ReflectedClient, served: Served, num_tokens: int, bug: Exception
+) -> None:
+    served.ring.script = Script(served.ids("hello world")[:num_tokens], bug=bug)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(client.generate(text="x"))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert caught.value.details() == "call call-1 failed inside the service; its log says why"
+    assert details_of(caught.value)["ErrorInfo"].reason == "BUG"
+
+
+def test_a_bug_of_a_call_that_is_not_streamed(
+    client: ReflectedClient, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.tokenizer, "decode", lambda *_, **__: 1 / 0)
+    with pytest.raises(grpc.RpcError) as caught:
+        client.call("baton.v1.Inference", "Detokenize", {"tokenIds": [5]})
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert details_of(caught.value)["ErrorInfo"].reason == "BUG"
+
+
 def test_stop_strings_end_the_work(client: ReflectedClient, served: Served) -> None:
     served.ring.script = Script(served.ids("one two STOP three"), group=3, is_hanging=True)
     responses = list(client.generate(text="x", stop=["STOP"]))

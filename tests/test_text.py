@@ -87,6 +87,29 @@ def test_deltas_of_any_sentencepiece_tokens(data: st.DataObject, cuts: list[int]
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), cut=st.integers(0, 40))
+def test_text_goes_on_as_if_it_had_not_been_cut(kind: str, data: st.DataObject, cut: int) -> None:
+    tokenizer = _loaded[kind]
+    spaces = [token_id for token_id, piece in enumerate(tokenizer.pieces(range(350))) if piece.startswith(("▁", "Ġ"))]
+    ids = data.draw(st.lists(st.sampled_from(spaces) | st.integers(0, tokenizer.vocabulary_size - 1), max_size=40))
+    before, after = ids[:cut], ids[cut:]
+    detokenizer = tokenizer.detokenizer(before=tokenizer.last_with_text(before))
+    text = detokenizer.push(after) + detokenizer.flush()
+    prompt = "".join(_deltas(tokenizer, before, []))
+    if prompt + text != "".join(_deltas(tokenizer, ids, [])):
+        assert prompt.endswith("\ufffd")  # the cut is in a character
+        assert text.startswith("\ufffd")
+
+
+def test_a_character_cut_in_two_is_whole_on_neither_side() -> None:
+    for tokenizer in _loaded.values():
+        ids = tokenizer.encode("🙂", add_special_tokens=False)[-4:]
+        detokenizer = tokenizer.detokenizer(before=tokenizer.last_with_text(ids[:2]))
+        assert detokenizer.push(ids[2:]) + detokenizer.flush() == "\ufffd\ufffd"
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(text=words)
 def test_no_delta_of_well_formed_text_holds_a_broken_character(kind: str, text: str) -> None:

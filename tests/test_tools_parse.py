@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from demo.tokens import CHAT_TEMPLATE_FILE
 from gateway.tools.formats import FORMATS, Format, choose_format
+from gateway.tools.json_object import MAX_DEPTH
 from gateway.tools.parse import HELD_ARGUMENTS_CHARS, Arguments, CallBegin, CallEnd, CallParser, Content, Event
 
 NAMES = ("get_weather", "now", "send-mail")
@@ -225,9 +227,30 @@ def test_a_trusted_call_that_is_cut_off_keeps_what_came() -> None:
 
 
 def test_deep_arguments_do_not_exhaust_the_stack() -> None:
-    depth = 5000
-    deep = '{"a":' + "[" * depth + "]" * depth + "}"
-    assert summary(parse(FORMATS["mistral-args"], [f"[TOOL_CALLS]now[ARGS]{deep}"])) == ("", [("now", deep)])
+    for depth, is_call in ((MAX_DEPTH, True), (MAX_DEPTH + 1, False), (5000, False)):
+        deep = '{"a":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
+        text = f"[TOOL_CALLS]now[ARGS]{deep}"
+        assert summary(parse(FORMATS["mistral-args"], [text])) == (("", [("now", deep)]) if is_call else (text, []))
+
+
+HALVES = [r"\ud83d", r"\ude42", r"\uDBFF", r"\uDFFF", r"\u00e9", r"\n", r"\\", r"\"", "x", "ud83d"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(HALVES), max_size=8).map("".join), cut_lists, st.booleans(), st.integers(0, 60))
+@example(r"\ud83d\ude42", [42], True, 0)
+def test_halves_of_surrogate_pairs_are_replaced(text: str, cuts: list[int], is_trusted: bool, cut_off: int) -> None:
+    whole = f'<tool_call>{{"name": "now", "arguments": {{"a": "{text}"}}}}</tool_call>'
+    content, ((_, arguments),) = summary(parse(FORMATS["hermes"], split(whole, cuts), is_trusted))
+    told, truth = json.loads(arguments)["a"], json.loads(f'"{text}"')
+    assert content == ""
+    assert told == re.sub("[\ud800-\udfff]", "\ufffd", truth)
+    if "\ufffd" not in told:
+        assert arguments == f'{{"a": "{text}"}}'
+    events = parse(FORMATS["hermes"], split(whole[: len(whole) - cut_off], cuts), is_trusted)
+    assert events == parse(FORMATS["hermes"], [whole[: len(whole) - cut_off]], is_trusted)
+    if not summary(events)[1]:
+        assert summary(events)[0] == whole[: len(whole) - cut_off]  # as it was written
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)

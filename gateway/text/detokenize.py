@@ -6,6 +6,7 @@ of a sentencepiece one) and those whose text depends on what stands before them.
 
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Protocol
 
 
@@ -23,6 +24,12 @@ class Pieces(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens taken as a whole answer."""
         ...
+
+
+def last_with_text(pieces: Pieces, token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that text after these depends on: the last two that have text, as one may need the other beside it."""
+    backwards = (token_id for token_id in reversed(token_ids) if not pieces.is_silent(token_id))
+    return tuple(islice(backwards, 2))[::-1]
 
 
 class ShownTokens:
@@ -52,10 +59,16 @@ class IncrementalDetokenizer:
     around them too, which an answer already sent could not follow.)
     """
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: Pieces, before: Iterable[int] = ()) -> None:
+        """`before`: `last_with_text` of the tokens that the pushed ones go on from; else these begin a text.
+
+        A character that `before` leaves unfinished stays so: none of its bytes come out here.
+        """
         self._pieces = pieces
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._context: list[int] = []  # decodes to text that is not empty, or holds all tokens so far
+        self.push(before)
+        self._utf8.reset()
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Text that became complete with these tokens."""

@@ -14,7 +14,7 @@ import msgspec
 from transformers import AutoTokenizer
 
 from gateway.text.checkpoint import ModelFacts, read_model_facts
-from gateway.text.detokenize import IncrementalDetokenizer, ShownTokens
+from gateway.text.detokenize import IncrementalDetokenizer, ShownTokens, last_with_text
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>\Z")  # how sentencepiece writes a byte without a piece of its own
 
@@ -90,11 +90,19 @@ class Tokenizer:
             raise TemplateRefusalError(str(error) or type(error).__name__) from error
         return str(rendered)
 
-    def detokenizer(self, shown: Collection[str] = ()) -> IncrementalDetokenizer:
-        """A detokenizer for one answer. `shown`: control tokens that have text for once, by how they are written."""
+    def last_with_text(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The last tokens that have text, as many as the text after them depends on."""
+        return last_with_text(self, token_ids)
+
+    def detokenizer(self, shown: Collection[str] = (), before: Sequence[int] = ()) -> IncrementalDetokenizer:
+        """A detokenizer for one answer.
+
+        `shown`: control tokens that have text for once, by how they are written. `before`: `last_with_text` of the
+        tokens that the answer goes on from; none where it begins a text.
+        """
         ids = {text: self._backend.token_to_id(text) for text in shown}
         texts = {token_id: text for text, token_id in ids.items() if token_id in self._silent_ids}
-        return IncrementalDetokenizer(ShownTokens(self, texts) if texts else self)
+        return IncrementalDetokenizer(ShownTokens(self, texts) if texts else self, before)
 
     def decode(self, token_ids: Sequence[int], *, with_control_tokens: bool = False) -> str:
         """Text of the tokens. Releases the interpreter lock (the backend's `decode` would not)."""

@@ -1,11 +1,11 @@
 """Calls made earlier in a conversation, as chat templates take them. Pure."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from gateway.tools.formats import Format
+from gateway.tools.json_object import read_object
 
 Message = Mapping[str, Any]  # role, content and perhaps name, tool_call_id and tool_calls
 
@@ -17,13 +17,7 @@ def template_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 def read_arguments(text: str) -> dict[str, Any]:
     """A call's arguments; none when the text is empty. Raises ValueError saying what is wrong with them."""
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant) if text.strip() else {}
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON: {str(error)[:200]}") from error
-    if not isinstance(value, dict):
-        raise ValueError("must be a JSON object, such as {}")
-    return value
+    return read_object(text) if text.strip() else {}
 
 
 def fit_ids(message: Message, format: Format) -> Message:
@@ -42,7 +36,3 @@ def _fit(call_id: str, format: Format) -> str:
     if not size or (len(call_id) == size and call_id.isascii() and call_id.isalnum()):
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:size]
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")

@@ -129,7 +129,7 @@ class CallParser(Scanner):
             if self._char == self._format.opener[0]:
                 is_behind_call = yield from self._shown_unless(self._opened())
             else:
-                self._append(self._char)
+                self._append(self._char, self._char)
                 self._show()
                 self._char = yield
                 is_behind_call = False

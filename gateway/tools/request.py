@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from gateway.errors import bad_request
 from gateway.tools.formats import Format
+from gateway.tools.json_object import check_depth
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 * 1024  # of all tools as JSON
@@ -105,9 +106,13 @@ def _check_list(raw: RawTools) -> None:
             )
         if tool.name in seen:
             raise bad_request(f"{param}.name is {tool.name!r}, as another tool's; rename one", f"{param}.name")
+        path = f"{param}.{raw.parameters_param}"
         if tool.schema.get("type", "object") != "object":
-            path = f"{param}.{raw.parameters_param}"
             raise bad_request(f"{path} must have the type 'object'", path)
+        try:
+            check_depth(tool.schema)
+        except ValueError as error:
+            raise bad_request(f"{path}: {error}", path) from error
         seen.add(tool.name)
     try:
         num_bytes = len(json.dumps([tool.as_template_input() for tool in raw.tools], allow_nan=False))

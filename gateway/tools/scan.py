@@ -6,6 +6,8 @@ import string
 from collections.abc import Generator
 from typing import TypeVar
 
+from gateway.tools.json_object import HIGH_HALF, LONE_HALF, LOW_HALF, MAX_DEPTH
+
 T = TypeVar("T")
 Reading = Generator[None, str, T]  # takes one character at each step; tells a T
 
@@ -14,15 +16,16 @@ SPACE = frozenset(" \t\r\n")
 _SCALAR_CHARS = frozenset(string.ascii_letters + string.digits + "+-.")
 _SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")
 _WORD_CHARS = frozenset(string.ascii_letters + string.digits + "_-")
-_ESCAPES = frozenset('"\\/bfnrt')
-_HEX = frozenset(string.hexdigits)
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_ESCAPE_PART = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{0,4})?')  # one, or what may become one
 
 
 class Scanner:
     """Generators that share a lookahead, `_char`, and append what they take to `_held`.
 
-    `_json` is what is held with control characters in strings escaped. A reading that tells false, or nothing, has
-    taken what was well-formed and stopped at what was not.
+    `_json` is what is held as JSON wants it, entry by entry: control characters in strings escaped, lone halves of
+    surrogate pairs replaced. A reading that tells false, or nothing, has taken what was well-formed and stopped at what
+    was not.
     """
 
     def __init__(self) -> None:
@@ -35,11 +38,11 @@ class Scanner:
         del self._held[:end], self._json[:end]
 
     def _take(self) -> Reading[None]:
-        self._append(self._char)
+        self._append(self._char, self._char)
         self._char = yield
 
-    def _append(self, as_json: str) -> None:
-        self._held.append(self._char)
+    def _append(self, text: str, as_json: str) -> None:
+        self._held.append(text)
         self._json.append(as_json)
 
     def _space(self) -> Reading[None]:
@@ -59,12 +62,14 @@ class Scanner:
     def _literal(self, text: str) -> Reading[bool]:
         return bool((yield from self._one_of(text)))
 
-    # JSON as of RFC 8259. Takes what is well-formed and stops at what is not.
+    # JSON as of RFC 8259, nested up to MAX_DEPTH. Takes what is well-formed and stops at what is not.
 
     def _value(self) -> Reading[bool]:
         closers: list[str] = []  # of what is open
         while True:
             if self._char in "{[" and self._char != END:
+                if len(closers) == MAX_DEPTH:
+                    return False
                 closers.append("}" if self._char == "{" else "]")
                 yield from self._take()
                 yield from self._space()
@@ -115,22 +120,38 @@ class Scanner:
             return False
         while self._char not in (END, '"'):
             char = self._char
-            self._append(char if char >= " " else f"\\u{ord(char):04x}")
-            self._char = yield
-            if char == "\\" and not (yield from self._escape()):
-                return False
+            if char == "\\":
+                if not (yield from self._escapes()):
+                    return False
+            else:
+                self._append(char, char if char >= " " else f"\\u{ord(char):04x}")
+                self._char = yield
         return (yield from self._literal('"'))
 
-    def _escape(self) -> Reading[bool]:
-        if self._char in _ESCAPES:
-            yield from self._take()
-            return True
-        is_whole = yield from self._literal("u")
-        for _ in range(4):
-            if not is_whole or self._char not in _HEX:
-                return False
-            yield from self._take()
-        return is_whole
+    def _escapes(self) -> Reading[bool]:
+        """An escape and, behind the first half of a surrogate pair, others up to one that is no such half."""
+        high = ""  # not held yet: what follows tells whether it is lone
+        while self._char == "\\":
+            escape = yield from self._escape()
+            if high and LOW_HALF.fullmatch(escape):
+                self._append(high + escape, high + escape)
+                return True
+            if high:
+                self._append(high, LONE_HALF)
+            if not HIGH_HALF.fullmatch(escape):
+                self._append(escape, LONE_HALF if LOW_HALF.fullmatch(escape) else escape)
+                return bool(_ESCAPE.fullmatch(escape))
+            high = escape
+        self._append(high, LONE_HALF)
+        return True
+
+    def _escape(self) -> Reading[str]:
+        """One escape, which is not held yet; or what is well-formed of it."""
+        escape = ""
+        while self._char != END and _ESCAPE_PART.fullmatch(escape + self._char):
+            escape += self._char
+            self._char = yield
+        return escape
 
     def _scalar(self) -> Reading[bool]:
         """A number, true, false or null."""

@@ -1,0 +1,43 @@
+"""JSON objects that clients and models write as text, within limits that let them be written again. Pure."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pydantic_core
+
+# Objects and arrays in each other, the outermost included; as many as decode workers take in a schema. Whoever walks a
+# value by recursion is far from the end of the stack.
+MAX_DEPTH = 64
+LONE_HALF = "\\ufffd"  # what is read for half of a surrogate pair, which UTF-8 cannot write
+HIGH_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
+LOW_HALF = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+_BACKSLASH_OR_HALVES = re.compile(rf"\\\\|{HIGH_HALF.pattern}{LOW_HALF.pattern}|{HIGH_HALF.pattern}|{LOW_HALF.pattern}")
+
+
+def read_object(text: str) -> dict[str, Any]:
+    """The object; a lone half of a surrogate pair becomes U+FFFD. Raises ValueError saying what is wrong with it."""
+    try:
+        value = pydantic_core.from_json(_BACKSLASH_OR_HALVES.sub(_without_lone_half, text), allow_inf_nan=False)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON of at most {MAX_DEPTH} levels: {str(error)[:200]}") from error
+    if not isinstance(value, dict):
+        raise ValueError("must be a JSON object, such as {}")
+    check_depth(value)
+    return value
+
+
+def check_depth(value: Mapping[str, Any]) -> None:
+    """Raises ValueError when the object is nested too deep."""
+    level: list[Any] = [value]  # all objects and arrays that are equally deep
+    for _ in range(MAX_DEPTH):
+        inner = [item.values() if isinstance(item, Mapping) else item for item in level]
+        level = [item for items in inner for item in items if isinstance(item, (dict, list))]
+        if not level:
+            return
+    raise ValueError(f"nests deeper than {MAX_DEPTH} levels")
+
+
+def _without_lone_half(escape: re.Match[str]) -> str:
+    text = escape[0]
+    return LONE_HALF if HIGH_HALF.fullmatch(text) or LOW_HALF.fullmatch(text) else text
