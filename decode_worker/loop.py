@@ -175,13 +175,13 @@ def build_slice(step: Planned, num_logits: int) -> SequenceSlice:
 def build_choices(step: Planned) -> list[Choice]:
     """What to ask about the slice's last rows: log-probabilities of prompt tokens, then a token after each guess."""
     session, wanted = step.session, step.session.wanted
-    tokens = [*session.tokens, *step.guesses] if step.guesses else session.tokens
-    sampling, answer_begin = wanted.sampling, session.answer_begin
+    tokens, sampling, answer_begin = session.tokens, wanted.sampling, session.answer_begin
     choices = [
         Choice(sampling, position, tokens, answer_begin, num_logprobs=wanted.num_prompt_logprobs, is_given=True)
         for position in range(session.scored, session.scored + step.num_scored)
     ]
     if step.wants_token:
+        history = session.count_tokens()
         choices += [
             Choice(
                 sampling,
@@ -189,9 +189,11 @@ def build_choices(step: Planned) -> list[Choice]:
                 tokens,
                 answer_begin,
                 session.forbidden_at(end),
-                mask=None if step.masks is None else step.masks[end - len(session.tokens)],
+                mask=None if step.masks is None else step.masks[end - len(tokens)],
                 num_logprobs=wanted.num_logprobs,
+                guesses=step.guesses[: end - len(tokens)],
+                history=history,
             )
-            for end in range(len(session.tokens), len(tokens) + 1)
+            for end in range(len(tokens), len(tokens) + len(step.guesses) + 1)
         ]
     return choices

@@ -29,6 +29,7 @@ from enum import Enum
 from decode_worker.grammar.matcher import Grammar, Matcher
 from decode_worker.speculation.lengths import Acceptance
 from engine.choice import TokenLogprobs
+from engine.history import History
 from engine.sampling import SamplingParams
 
 
@@ -128,6 +129,7 @@ class Session:
     num_drafted: int = 0
     num_accepted: int = 0
     matcher: Matcher | None = None  # how far the answer has come in its grammar; the engine thread's alone
+    history: History | None = None  # counts of `tokens`, for penalties; trails behind; the engine thread's alone
 
     @property
     def request_id(self) -> str:
@@ -197,6 +199,15 @@ class Session:
         """Tokens that must not stand at `position`, where an answer would be too short if it stopped."""
         is_short = position - self.answer_begin < self.wanted.min_tokens
         return self.wanted.stop_token_ids if is_short else frozenset()
+
+    def count_tokens(self) -> History | None:
+        """The history, brought up to all of `tokens`; None without penalties. For the engine thread."""
+        if not self.sampling.has_penalties:
+            return None
+        if self.history is None:
+            self.history = History(self.sampling, self.answer_begin)
+        self.history.follow(self.tokens)
+        return self.history
 
     def keep(self, tokens: Sequence[int]) -> tuple[list[int], str]:
         """Those of the new `tokens` that belong to the answer, and the finish_reason if it ends with them."""

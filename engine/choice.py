@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.history import History
 from engine.sampling import SamplingParams
 
 TokenMask = NDArray[np.int32] | Tensor
@@ -19,12 +20,14 @@ class Choice:
 
     sampling: SamplingParams
     position: int  # index in its sequence of the token to choose
-    tokens: Sequence[int]  # the sequence, drafts included; this row has seen tokens[:position]
+    tokens: Sequence[int]  # the sequence; this row has seen tokens[: position - len(guesses)], then `guesses`
     num_prompt: int  # the first so many tokens are the prompt, the others up to `position` the answer
     forbidden: frozenset[int] = frozenset()  # tokens not to choose, unless there is no other (min_tokens)
     mask: TokenMask | None = None  # tokens to choose from (a grammar)
     num_logprobs: int | None = None  # None: no log-probabilities; else how many of the likeliest to tell as well
     is_given: bool = False  # nothing to choose: the token is tokens[position]
+    guesses: tuple[int, ...] = ()  # part of the answer
+    history: History | None = None  # of what it has seen before `guesses`; None: counted anew if penalties ask
 
 
 @dataclass(frozen=True, slots=True)

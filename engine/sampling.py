@@ -15,6 +15,8 @@ from engine.blocks import Blocks, build_blocks, find_likeliest, join_blocks, spl
 from engine.filters import Filter, Floors, find_floors
 from engine.noise import CEILING_GAP, MAX_GUMBEL, build_keys, gumbel_noise, noise_ceilings
 
+LEAST_TEMPERATURE = 1e-6  # below it greedy: noise would move no logit by 2.3e-5, and float32 would make 0 of 1e-46
+MOST_TEMPERATURE = 1e30  # what is beyond it counts as it: float32 would make inf of 1e39
 PIECE_VALUES = 1 << 21  # logits worked on at once: bounds memory, while calls of torch stay few
 DROPPED = 1e38  # subtracted from what cannot win. On a CPU sums with 0 and 1 run 10 times as fast as masks
 
@@ -23,7 +25,7 @@ DROPPED = 1e38  # subtracted from what cannot win. On a CPU sums with 0 and 1 ru
 class SamplingParams:
     """How to choose a token. ValueError at birth names a value out of range."""
 
-    temperature: float = 1.0  # 0: the likeliest token, whatever the filters and the seed
+    temperature: float = 1.0  # 0, or next to it: the likeliest token, whatever the filters and the seed
     top_p: float = 1.0  # (0, 1]; 1: off
     top_k: int = 0  # 0: off
     min_p: float = 0.0  # [0, 1]; 0: off
@@ -53,6 +55,15 @@ class SamplingParams:
             if token < 0 or not math.isfinite(bias):
                 raise ValueError(f"logit_bias adds {bias} to token {token}, expected an id >= 0 and a finite number")
 
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < LEAST_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what has come before matters."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     """[S, V] any float dtype, S params, S positions -> [S] int64 on the same device.
@@ -60,14 +71,14 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
     positions[i] is the index in its sequence of the token being chosen. Filters apply in the order temperature, top_k,
     top_p, min_p: top_k keeps every token as likely as the k-th (ties included); top_p the smallest set of those whose
     renormalised probability reaches p, at least one, the lower id first among equals; min_p those at least min_p times
-    as likely as the likeliest. At temperature 0 the first of the largest logits wins. No row depends on another.
+    as likely as the likeliest. Below LEAST_TEMPERATURE the first of the largest logits wins. No row depends on another.
     """
     if not len(params) == len(positions) == logits.shape[0]:
         raise ValueError(f"{logits.shape[0]} rows of logits, {len(params)} params, {len(positions)} positions")
-    greedy = [row for row, param in enumerate(params) if param.temperature == 0]
+    greedy = [row for row, param in enumerate(params) if param.is_greedy]
     if len(greedy) == len(params):
         return find_largest(logits)
-    drawn = [row for row, param in enumerate(params) if param.temperature > 0]
+    drawn = [row for row, param in enumerate(params) if not param.is_greedy]
     if not greedy:
         return _draw(logits, params, positions)
     tokens = torch.empty(len(params), dtype=torch.int64, device=logits.device)
@@ -82,8 +93,9 @@ def find_largest(logits: Tensor) -> Tensor:
 
 
 def _draw(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    """`sample`, for rows whose temperature is not 0; a piece at a time."""
-    temperatures = torch.tensor([param.temperature for param in params], dtype=torch.float32, device=logits.device)
+    """`sample`, for rows that are not greedy; a piece at a time."""
+    bounded = [min(param.temperature, MOST_TEMPERATURE) for param in params]
+    temperatures = torch.tensor(bounded, dtype=torch.float32, device=logits.device)
     keys = build_keys([param.seed for param in params], positions, logits.device)
     step = max(1, PIECE_VALUES // logits.shape[1])
     drawn = []
@@ -97,9 +109,22 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[
 
 
 def scale_logits(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """[S, V], [S] float32 -> [S, V] float32 with maxima 0, so that no temperature overflows."""
+    """[S, V], [S] float32 -> [S, V] float32 with maxima 0, so that no temperature overflows.
+
+    In rows of a broken model, without a finite maximum, NaN and -inf count as the lowest number, inf as the highest.
+    """
     wide = logits.to(torch.float32)
-    return (wide - wide.amax(-1, keepdim=True)).div_(temperatures[:, None])
+    maxima = wide.amax(-1, keepdim=True)
+    if not maxima.isfinite().all():
+        wide = torch.where(maxima.isfinite(), wide, replace_infinite_(wide.clone()))
+        maxima = wide.amax(-1, keepdim=True)
+    return (wide - maxima).div_(temperatures[:, None])
+
+
+def replace_infinite_(logits: Tensor) -> Tensor:
+    """[...] float32 in place, and returned: NaN and -inf become the lowest number, inf the highest."""
+    most = torch.finfo(torch.float32).max
+    return logits.nan_to_num_(-most, most, -most)
 
 
 def pick(blocks: Blocks, floors: Floors | None, keys: Tensor) -> Tensor:

@@ -135,6 +135,8 @@ def _next_slice(session: Session, guesses: Sequence[int]) -> SequenceSlice:
 
 
 def _next_choice(session: Session, guesses: Sequence[int]) -> Choice:
-    tokens = [*session.tokens, *guesses]
-    end = len(tokens)
-    return Choice(session.sampling, end, tokens, session.answer_begin, session.forbidden_at(end))
+    end = len(session.tokens) + len(guesses)
+    return Choice(
+        session.sampling, end, session.tokens, session.answer_begin, session.forbidden_at(end),
+        guesses=tuple(guesses), history=session.count_tokens(),
+    )  # fmt: skip
