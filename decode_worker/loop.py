@@ -2,11 +2,10 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decode_worker.batching import Planned, plan_guesses, plan_step
-from decode_worker.constraints import constrain, follow
-from decode_worker.grammar.errors import GrammarMismatchError
+from decode_worker.constraints import Constraints, Standing
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.session import Delta, Session
 from decode_worker.session_table import SessionTable
@@ -27,7 +26,15 @@ class _Outcome:
 
     scored: list[Chosen]  # prompt tokens
     chosen: list[Chosen]  # the next tokens
-    is_whole: bool  # by its grammar nothing may follow them
+    is_whole: bool = False  # by its grammar nothing may follow them
+
+    @property
+    def tokens(self) -> list[int]:
+        return [one.token for one in self.chosen]
+
+    def judged(self, standing: Standing | Exception) -> "_Outcome | Exception":
+        """By its grammar."""
+        return standing if isinstance(standing, Exception) else replace(self, is_whole=standing is Standing.WHOLE)
 
 
 class DecodeLoop:
@@ -52,6 +59,7 @@ class DecodeLoop:
         self._chunk_tokens = chunk_tokens
         self._publish = publish
         self._metrics = metrics
+        self._constraints = Constraints()
 
     def _step(self) -> bool:
         planned, expired = self._take_and_plan()
@@ -87,19 +95,22 @@ class DecodeLoop:
                 self._pool.copy_page(*step.session.copy)
 
     def _constrain(self, planned: list[Planned]) -> tuple[list[Planned], list[Delta]]:
-        """The step with masks, and the ends of answers that are whole, or cannot go on, by their grammars."""
+        """The step with masks, and the ends of answers that are whole, or cannot go on, by their grammars.
+
+        Without those whose grammars have no time: they are as before it.
+        """
         constrained: list[Planned] = []
         ended: list[Delta] = []
-        for step in planned:
-            try:
-                left = constrain(step)
-            except GrammarMismatchError as error:
-                ended.append(self._end(step.session, "error", str(error)))
-                continue
-            if left is None:
+        for step, outcome in zip(planned, self._constraints.constrain(planned), strict=True):
+            if isinstance(outcome, Planned):
+                constrained.append(outcome)
+            elif outcome is Standing.LATE:
+                with self.thread.lock:
+                    self._table.finish_step(step.session, 0, (), time.monotonic())
+            elif outcome is Standing.WHOLE:
                 ended.append(self._end(step.session, "stop"))
             else:
-                constrained.append(left)
+                ended.append(self._end(step.session, "error", str(outcome)))
         return constrained, ended
 
     def _end(self, session: Session, reason: str, error: str = "") -> Delta:
@@ -126,7 +137,7 @@ class DecodeLoop:
         return answers
 
     def _finish(self, planned: list[Planned], results: Sequence[Answers | StepFailedError]) -> list[Delta]:
-        outcomes = [self._settle(step, result) for step, result in zip(planned, results, strict=True)]
+        outcomes = self._settle(planned, results)
         with self.thread.lock:
             now = time.monotonic()
             news = [self._finish_one(step, outcome, now) for step, outcome in zip(planned, outcomes, strict=True)]
@@ -135,20 +146,32 @@ class DecodeLoop:
         self._metrics.count_step(done, deltas)
         return deltas
 
-    def _settle(self, step: Planned, result: Answers | StepFailedError) -> _Outcome | Exception:
-        """What the session gets of a step's answers: not those after a wrong guess."""
-        if isinstance(result, StepFailedError):
-            return result
-        scored, chosen = result[: step.num_scored], result[step.num_scored :]
+    def _settle(
+        self, planned: Sequence[Planned], results: Sequence[Answers | StepFailedError]
+    ) -> list[_Outcome | Exception]:
+        """What each session gets of a step's answers."""
+        outcomes = [
+            result if isinstance(result, StepFailedError) else self._take(step, result)
+            for step, result in zip(planned, results, strict=True)
+        ]
+        chosen = [
+            (step.session, outcome.tokens)
+            for step, outcome in zip(planned, outcomes, strict=True)
+            if isinstance(outcome, _Outcome)
+        ]
+        standings = iter(self._constraints.follow(chosen))
+        return [
+            outcome if isinstance(outcome, StepFailedError) else outcome.judged(next(standings)) for outcome in outcomes
+        ]
+
+    def _take(self, step: Planned, answers: Answers) -> _Outcome:
+        """Not the tokens after a wrong guess."""
+        scored, chosen = answers[: step.num_scored], answers[step.num_scored :]
         if step.guesses:
             num_accepted = count_accepted(step.guesses, [one.token for one in chosen])
             self._metrics.count_guesses(len(step.guesses), num_accepted)
             chosen = chosen[: num_accepted + 1]
-        try:
-            is_whole = follow(step.session, [one.token for one in chosen])
-        except GrammarMismatchError as error:
-            return error
-        return _Outcome(scored, chosen, is_whole)
+        return _Outcome(scored, chosen)
 
     def _finish_one(self, step: Planned, outcome: _Outcome | Exception, now: float) -> Delta | None:
         if isinstance(outcome, Exception):
@@ -156,7 +179,7 @@ class DecodeLoop:
         return self._table.finish_step(
             step.session,
             step.count + len(step.guesses),
-            [one.token for one in outcome.chosen],
+            outcome.tokens,
             now,
             [one.logprobs for one in outcome.chosen if one.logprobs is not None],
             [one.logprobs for one in outcome.scored if one.logprobs is not None],

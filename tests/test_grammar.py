@@ -19,7 +19,7 @@ import xgrammar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.grammar import frames, matcher
+from decode_worker.grammar import frames
 from decode_worker.grammar.cache import ByteCache
 from decode_worker.grammar.compiler import GrammarCompiler
 from decode_worker.grammar.errors import GrammarBusyError, GrammarMismatchError, GrammarRefusedError
@@ -203,13 +203,6 @@ def test_a_token_that_does_not_fit_is_an_error() -> None:
     for token in (encode("x")[0], STOP, DEMO_SIZE + 1):
         with pytest.raises(GrammarMismatchError, match=str(token)):
             grammar.new_matcher([STOP]).accept([token])
-
-
-def test_a_grammar_that_is_slow_to_follow_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = compile_here("ebnf", 'root ::= root root | "a"', vocabulary()).new_matcher([STOP])
-    monkeypatch.setattr(matcher, "MAX_STEP_CPU_S", 0.003)
-    with pytest.raises(GrammarMismatchError, match="too ambiguous"):
-        state.accept(encode("a") * 1000)
 
 
 def test_vocabularies_survive_the_pipe() -> None:
@@ -406,6 +399,17 @@ def test_what_became_of_grammars_is_counted(service: Service) -> None:
     count = partial(worker.registry.get_sample_value, "baton:grammars_total")
     assert [count({"result": result}) for result in ("compiled", "cached", "refused", "failed")] == [1, 1, 3, None]
     assert worker.registry.get_sample_value("baton:grammar_compile_seconds_count") == 3
+
+
+def test_a_grammar_that_was_given_up_is_refused(service: Service) -> None:
+    async def ask_again() -> None:
+        here = service.grammars()
+        (await here.get("regex", "abc", LONG_S)).is_too_slow.set()
+        for _ in range(2):
+            assert "less ambiguous" in await end_of(here.get("regex", "abc", LONG_S))
+        assert await end_of(here.get("regex", "abcd", LONG_S)) == ""
+
+    service.run(ask_again())
 
 
 def test_the_queue_is_bounded(service: Service) -> None:

@@ -31,7 +31,7 @@ from decode_worker.grammar.limits import (
     MAX_COMPILED_BYTES,
     MAX_JSON_DEPTH,
     MAX_MEMORY_BYTES,
-    MAX_STEP_CPU_S,
+    MAX_TOKEN_CPU_S,
     TRIAL_TOKENS,
 )
 from decode_worker.grammar.matcher import Grammar
@@ -112,7 +112,7 @@ def _try_out(grammar: Grammar) -> None:
             matcher.accept([int(allowed[random_number.randrange(allowed.size)])])
     except GrammarMismatchError as error:
         raise GrammarRefusedError(
-            f"one token of the answer takes longer than {MAX_STEP_CPU_S * 1000:.0f} ms to check; make it less ambiguous"
+            f"one token of the answer takes over {MAX_TOKEN_CPU_S * 1000:.0f} ms to check; make it less ambiguous"
         ) from error
 
 

@@ -41,7 +41,9 @@ class Grammars:
             raise GrammarRefusedError(problem)
         key = hashlib.sha256(f"{kind}\0{text}".encode()).digest()
         grammar = self.cache.get(key)
-        if grammar is not None:
+        if grammar is not None and grammar.is_too_slow.is_set():
+            self._refuse(key, "the answer takes too long to check; make it less ambiguous")
+        elif grammar is not None:
             self._count("cached")
             return grammar
         if key in self._refusals:
@@ -75,9 +77,13 @@ class Grammars:
         if error is None:
             self.cache.put(key, task.result(), task.result().num_bytes)
         elif isinstance(error, GrammarRefusedError):
-            self._refusals[key] = str(error)
-            if len(self._refusals) > MAX_REFUSALS:
-                self._refusals.popitem(last=False)
+            self._refuse(key, str(error))
+
+    def _refuse(self, key: _Key, why: str) -> None:
+        """From now on."""
+        self._refusals[key] = why
+        if len(self._refusals) > MAX_REFUSALS:
+            self._refusals.popitem(last=False)
 
     def _count(self, result: str) -> None:
         self._metrics.results.labels(result).inc()

@@ -8,7 +8,11 @@ MAX_JSON_DEPTH = 64  # brackets in brackets
 MAX_MEMORY_BYTES = 1 << 30  # address space for one compilation, beyond what the compiler has before
 MAX_COMPILED_BYTES = 32 << 20  # serialised
 TRIAL_TOKENS = 64  # length of the answer on which a new grammar is tried
-MAX_STEP_CPU_S = 0.1  # the longest that one token's mask or state may take. It is time of the engine thread
+MAX_TOKEN_CPU_S = 0.1  # the longest that one token's mask or state may take
+MAX_TURN_CPU_S = 0.02  # then an answer takes no more guesses in this step, and goes on with its replay in the next
+MAX_STEP_CPU_S = 0.15  # then no further answer has its turn in this step; once before the forward and once after it
+MAX_STUCK_CPU_S = 0.3  # then nobody waits any more for a call that nothing can interrupt
+MAX_STUCK = 4  # such calls that may be under way at once
 
 _JSON_KINDS = ("json_schema", "structural_tag")
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)

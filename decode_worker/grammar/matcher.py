@@ -1,18 +1,20 @@
 """A grammar that is ready for use, and how far one sequence has come in it.
 
-The only file that the engine thread meets. Knows nothing of how grammars are compiled, nor of sessions.
+Knows nothing of how grammars are compiled, nor of sessions.
 """
 
-import time
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Event
+from time import thread_time
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from decode_worker.grammar.errors import GrammarMismatchError
-from decode_worker.grammar.limits import MAX_STEP_CPU_S
+from decode_worker.grammar.limits import MAX_TOKEN_CPU_S
 from decode_worker.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -21,11 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
-    """A compiled grammar. Does not change; sequences share it."""
+    """A compiled grammar. Sequences share it; nothing changes but `is_too_slow`, once and for all."""
 
     compiled: "xgrammar.CompiledGrammar"
     vocabulary: Vocabulary
     text_mask: NDArray[np.int32]  # [ceil(V / 32)], see Vocabulary.text_mask
+    is_too_slow: Event = field(default_factory=Event)  # set by the engine thread: nobody may use it any more
 
     @property
     def num_bytes(self) -> int:
@@ -48,13 +51,14 @@ def load_grammar(vocabulary: Vocabulary, serialised: str, kind: str, text: str) 
 class Matcher:
     """How far one sequence has come. Used by one thread at a time; stop tokens are never told to it.
 
-    Raises GrammarMismatchError when one token takes more than MAX_STEP_CPU_S, so that no grammar holds up other
-    sequences. It is of no use after an error.
+    Raises GrammarMismatchError when one token takes more than MAX_TOKEN_CPU_S: what takes that long now takes longer
+    with each token. It is of no use after an error. `until`: when to take on no more, in time.thread_time().
     """
 
     def __init__(self, grammar: Grammar, stop_token_ids: Collection[int]) -> None:
         import xgrammar
 
+        self.num_tokens = 0  # accepted
         self._size = grammar.vocabulary.size
         self._stops = frozenset(stop_token_ids)
         # xgrammar wants a stop token. Without ours it gets one that is no text, and its bit is cleared again.
@@ -65,17 +69,18 @@ class Matcher:
         self._rows = np.zeros((1, len(self._text_mask)), np.int32)
         self._is_first_row_filled = False
 
-    def fill(self, drafts: Sequence[int]) -> NDArray[np.int32]:
+    def fill(self, drafts: Sequence[int], until: float = math.inf) -> NDArray[np.int32]:
         """[n + 1, ceil(V / 32)]: row i is what may come after the first i drafts. n: drafts before the first bad one.
 
-        Bad is a draft that the grammar refuses, and one after which no text can come: `is_over` ends the sequence
-        there, before another token is chosen. The state is afterwards as before; rows are valid until the next call.
+        Bad is a draft that the grammar refuses, one after which no text can come (`is_over` ends the sequence there,
+        before another token is chosen), and one for which there is no time. The state is afterwards as before; rows
+        are valid until the next call.
         """
         self._ensure_rows(len(drafts) + 1)
         self._fill_first()
         num_stepped = num_good = 0
         for draft in drafts:
-            if not self._is_text(self._rows[num_good], draft):
+            if thread_time() >= until or not self._is_text(self._rows[num_good], draft):
                 break
             self._step(draft)
             num_stepped += 1
@@ -86,15 +91,19 @@ class Matcher:
         self._state.rollback(num_stepped)
         return self._rows[: num_good + 1]
 
-    def accept(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: Sequence[int], until: float = math.inf) -> bool:
         """The sequence goes on with these, in order; none of them is a stop token. Also replays an answer.
 
-        Raises GrammarMismatchError at the first that the grammar refuses.
+        Whether there was time for all; there is for one. `num_tokens` says where to go on. Raises GrammarMismatchError
+        at the first that the grammar refuses.
         """
-        if tokens:
+        for index, token in enumerate(tokens):
+            if index and thread_time() >= until:
+                return False
             self._is_first_row_filled = False
-        for token in tokens:
             self._step(token)
+            self.num_tokens += 1
+        return True
 
     @property
     def is_over(self) -> bool:
@@ -113,7 +122,7 @@ class Matcher:
         return bool((row & self._text_mask).any())
 
     def _step(self, token: int) -> None:
-        started = time.thread_time()
+        started = thread_time()
         if token in self._stops or not self._state.accept_token(token):
             raise GrammarMismatchError(f"token {token} does not fit the grammar")
         _check_time(started)
@@ -124,7 +133,7 @@ class Matcher:
             self._is_first_row_filled = True
 
     def _fill_row(self, row: int) -> None:
-        started = time.thread_time()
+        started = thread_time()
         self._state.fill_next_token_bitmask(self._rows, row)
         self._rows[row] &= self._allowed_mask
         _check_time(started)
@@ -136,8 +145,8 @@ class Matcher:
 
 
 def _check_time(started: float) -> None:
-    taken = time.thread_time() - started
-    if taken > MAX_STEP_CPU_S:
+    taken = thread_time() - started
+    if taken > MAX_TOKEN_CPU_S:
         raise GrammarMismatchError(f"the grammar took {taken:.1f} s for one token: it is too ambiguous")
 
 

@@ -48,8 +48,8 @@ def as_schema(schema: Any) -> dict[str, Any]:
 # Each token takes longer than the one before it; the second passes the trial of a new grammar, which is shorter.
 AMBIGUOUS = 'x ::= "a" | x x | x x x | ""'
 SLOW: dict[str, dict[str, Any]] = {
-    "ambiguous": {"structured_outputs": {"grammar": f"root ::= x\n{AMBIGUOUS}"}},
-    "ambiguous later": {"structured_outputs": {"grammar": f"root ::= [b]{{70}} x\n{AMBIGUOUS}"}},
+    "ambiguous": {"structured_outputs": {"grammar": f'root ::= [a]{{10}} x "~"\n{AMBIGUOUS}'}, "max_tokens": 120},
+    "ambiguous later": {"structured_outputs": {"grammar": f'root ::= [b]{{70}} x "~"\n{AMBIGUOUS}'}, "max_tokens": 190},
 }
 HOSTILE: dict[str, dict[str, Any]] = {
     "nested repeats": {"structured_outputs": {"regex": "(a+)+$"}},
@@ -78,8 +78,7 @@ def test_a_hostile_grammar_is_refused_or_obeyed_and_others_are_served(live: Live
 def test_many_answers_that_are_slow_to_check_hold_up_nobody(live: Live, name: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(
-            ask, live, **SLOW[name], n=8, temperature=1, min_tokens=200, max_tokens=200, speculation="ngram",
-            max_draft_tokens=8, timeout=300.0,
+            ask, live, **SLOW[name], n=8, speculation="ngram", max_draft_tokens=8, timeout=300.0
         )  # fmt: skip
         num_served = 0
         while not slow.done():
