@@ -9,6 +9,8 @@ DTYPE ?= auto
 TRANSPORT ?= auto
 DEVICE ?= auto
 MINUTES ?=
+# Processes that run tests, a file each.
+JOBS ?= 2
 ARGS ?=
 # On Linux without a GPU, --extra-index-url with PyTorch's CPU wheel index saves gigabytes of CUDA libraries.
 PIP_ARGS ?=
@@ -31,8 +33,8 @@ serve: $(RUN_STAMP) ## Start a service; takes MODEL PORT PREFILL DECODE DTYPE TR
 	@exec $(BIN)/baton serve --model "$(MODEL)" --port "$(PORT)" --prefill-workers "$(PREFILL)" \
 	    --decode-workers "$(DECODE)" --dtype "$(DTYPE)" --transport "$(TRANSPORT)" --device "$(DEVICE)" $(ARGS)
 
-test: $(DEV_STAMP) ## Run the tests; ARGS= goes to pytest
-	$(BIN)/python -m pytest $(ARGS)
+test: $(DEV_STAMP) ## Run the tests; takes JOBS, and ARGS for pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: $(DEV_STAMP) ## Generated code fresh, style, types, imports between packages
 	@rm -rf $(FRESH) && mkdir -p $(FRESH)
