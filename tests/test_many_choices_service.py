@@ -1,6 +1,6 @@
 """Lists of prompts with several answers each, some of which nobody waits for: no page is left. Row 23 of the faults.
 
-BATON_MANY_CHOICES is how many choices are asked for.
+TEST_MANY_CHOICES is how many choices are asked for.
 """
 
 import json
@@ -16,7 +16,7 @@ import pytest
 from bench.live import Live, serve
 from tests.oracle import random_prompt
 
-NUM_CHOICES = int(os.environ.get("BATON_MANY_CHOICES", "300"))
+NUM_CHOICES = int(os.environ.get("TEST_MANY_CHOICES", "300"))
 NUM_CLIENTS = 12
 MODEL = "baton-demo"
 PROMPTS = [random_prompt(length, 300, seed=length) for length in (1, 16, 17, 60, 130)]

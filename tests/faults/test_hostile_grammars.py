@@ -14,7 +14,7 @@ import pytest
 from bench.live import Live, serve
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
-NUM_DISTINCT = int(os.environ.get("BATON_DISTINCT_SCHEMAS", "150"))  # the fault list's 5000 take minutes
+NUM_DISTINCT = int(os.environ.get("TEST_DISTINCT_SCHEMAS", "150"))  # the fault list's 5000 take minutes
 CACHE_MIB = 1
 PERSON = {
     "type": "object",
