@@ -10,13 +10,13 @@ from gateway.errors import ApiError, bad_request, model_not_found
 from gateway.generation import Grammar
 from gateway.limits import check_range, pick, shown
 from gateway.raw_request import RawRequest
+from runtime.peer_input import MAX_LOGPROBS
 
 MAX_MESSAGES = 4096  # of a conversation
 MAX_CHOICES = 128  # of all prompts together: each takes a place in the queue
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024  # of one stop string
 MAX_STOP_TOKEN_IDS = 256
-MAX_TOP_LOGPROBS = 20
 MAX_TOLD_LOGPROBS = 2**23  # of all choices together, where there are several; about 100 bytes each while they wait
 TEXT_BYTES_PER_TOKEN = 16  # four times what English needs; longer text cannot fit the context and is not tokenised
 
@@ -140,7 +140,7 @@ def resolve_min_tokens(raw: RawRequest, max_tokens: int) -> int:
 def check_logprobs(raw: RawRequest) -> None:
     """How many likely tokens are told at each place."""
     if raw.num_logprobs is not None:
-        check_range(raw.logprobs_param, raw.num_logprobs, 0, MAX_TOP_LOGPROBS)
+        check_range(raw.logprobs_param, raw.num_logprobs, 0, MAX_LOGPROBS)
 
 
 def check_num_told(raw: RawRequest, num_choices: int, num_places: int) -> None:

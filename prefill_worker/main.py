@@ -10,7 +10,7 @@ from kvtransfer.identity import PoolFacts, build_peer
 from prefill_worker.batching import Planned
 from prefill_worker.loop import PrefillLoop
 from prefill_worker.metrics import PrefillMetrics
-from prefill_worker.offers import Offers
+from prefill_worker.offers import MAX_OFFER_BYTES, Offers
 from prefill_worker.run_table import RunTable
 from prefill_worker.service import PrefillService
 from protos import prefill_pb2_grpc
@@ -20,8 +20,6 @@ from runtime.config_parts import NO_DRAFT
 from runtime.hardware import num_cores, resolve_context, resolve_threads, size_pool
 from runtime.lifecycle import ReadyReporter, Shutdown, announce, run_worker
 from runtime.trust import load_trust
-
-MAX_OFFER_BYTES = 64 << 20  # half a second at 1 Gbit/s; the next part is offered when this one is read
 
 
 def run(config: PrefillConfig) -> int:

@@ -19,6 +19,8 @@ from runtime.rpc import OpenChannel
 
 log = structlog.get_logger()
 
+MAX_OFFER_BYTES = 64 << 20  # half a second at 1 Gbit/s; the next part is offered when this one is read
+
 ResponseT = TypeVar("ResponseT")
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 MAX_DETAIL_BYTES = 1024  # gRPC sends a detail as a header, percent-encoded to at most 3 times that; 8 KiB are allowed
 MAX_LOGPROBS = 20  # likeliest tokens told beside one, as OpenAI's API has it
+MAX_JSON_DEPTH = 64  # objects and arrays in each other; who walks such a value is far from the end of the stack
 _CUT = " [...]"
 
 

@@ -25,13 +25,14 @@ from decode_worker.grammar.compiler import GrammarCompiler
 from decode_worker.grammar.errors import GrammarBusyError, GrammarMismatchError, GrammarRefusedError
 from decode_worker.grammar.frames import Frame
 from decode_worker.grammar.grammars import MAX_COMPILING, Grammars
-from decode_worker.grammar.limits import MAX_JSON_DEPTH, MAX_TEXT_BYTES, find_problem, json_depth
+from decode_worker.grammar.limits import MAX_TEXT_BYTES, find_problem, json_depth
 from decode_worker.grammar.matcher import Grammar, Matcher
 from decode_worker.grammar.vocabulary import Vocabulary, vocabulary_from_frame
 from decode_worker.metrics import GrammarMetrics
 from demo.paths import TARGET_DIR
 from gateway.text.tokenizer import Tokenizer
 from runtime.metrics import WorkerMetrics
+from runtime.peer_input import MAX_JSON_DEPTH
 from tests.grammars import DEMO_SIZE, allowed_in, compile_here, vocabulary
 
 PADDED_SIZE = 1030  # not a multiple of 32

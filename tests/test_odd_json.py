@@ -11,8 +11,9 @@ import pytest
 from google.protobuf import json_format
 
 from gateway.app import FrontOptions
-from gateway.tools.json_object import MAX_DEPTH, read_object
+from gateway.tools.json_object import read_object
 from protos import inference_pb2, inference_pb2_grpc
+from runtime.peer_input import MAX_JSON_DEPTH
 from tests.fake_ring import Script
 from tests.front_server import HELLO, PARAMETERS, SERVED, Served, answering, openai_client, running_front
 from tests.test_inference_grpc import details_of
@@ -59,9 +60,9 @@ def test_halves_are_replaced_and_whole_pairs_stay() -> None:
         assert read_object(f'{{"{text}": ["{text}"]}}') == {read: [read]}
 
 
-@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 200, 500, 960, 100_000])
+@pytest.mark.parametrize("depth", [MAX_JSON_DEPTH + 1, 200, 500, 960, 100_000])
 def test_depth_is_limited(depth: int) -> None:
-    assert read_object(deep(MAX_DEPTH))
+    assert read_object(deep(MAX_JSON_DEPTH))
     assert read_object(json.dumps({"a": "[" * depth}))
     with pytest.raises(ValueError, match=r"deeper|recursion limit"):
         read_object(deep(depth))
@@ -120,7 +121,7 @@ def test_grpc(stub: inference_pb2_grpc.InferenceStub, served: Served) -> None:
 
 
 def test_a_call_that_could_not_be_sent_back_is_content(client: openai.OpenAI, served: Served) -> None:
-    for depth, is_call in ((MAX_DEPTH, True), (MAX_DEPTH + 1, False)):
+    for depth, is_call in ((MAX_JSON_DEPTH, True), (MAX_JSON_DEPTH + 1, False)):
         text = f'<tool_call>\n{{"name": "weather", "arguments": {deep(depth)}}}\n</tool_call>'
         served.ring.script = Script([*served.ids(text), END], group=50)
         message = client.chat.completions.create(model=SERVED, messages=HELLO, tools=TOOLS).choices[0].message
@@ -130,7 +131,7 @@ def test_a_call_that_could_not_be_sent_back_is_content(client: openai.OpenAI, se
             client.chat.completions.create(model=SERVED, messages=[*HELLO, message])  # type: ignore[list-item]
 
 
-DEPTHS = [MAX_DEPTH, MAX_DEPTH + 1, 150, 500, 700, 950, 5000]
+DEPTHS = [MAX_JSON_DEPTH, MAX_JSON_DEPTH + 1, 150, 500, 700, 950, 5000]
 
 
 def _refused(served: Served, path: str, **fields: Any) -> str | None:
@@ -142,7 +143,7 @@ def _refused(served: Served, path: str, **fields: Any) -> str | None:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_deep_json_is_a_400_that_names_the_field(served: Served, depth: int) -> None:
-    arguments, is_deep = deep(depth), depth > MAX_DEPTH
+    arguments, is_deep = deep(depth), depth > MAX_JSON_DEPTH
     call = {"id": "x", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     said = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
     param = "messages[1].tool_calls[0].function.arguments" if is_deep else None
@@ -170,7 +171,7 @@ def test_deep_json_over_grpc(stub: inference_pb2_grpc.InferenceStub, depth: int)
         message = json_format.ParseDict(asked, inference_pb2.ChatRequest())
         counted = json_format.ParseDict(asked, inference_pb2.TokenizeRequest())
         for ask in (lambda: list(stub.Chat(message, timeout=10)), lambda: stub.Tokenize(counted, timeout=10)):  # noqa: B023
-            if depth <= MAX_DEPTH:
+            if depth <= MAX_JSON_DEPTH:
                 ask()
                 continue
             with pytest.raises(grpc.RpcError) as caught:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from demo.tokens import CHAT_TEMPLATE_FILE
 from gateway.tools.formats import FORMATS, Format, choose_format
-from gateway.tools.json_object import MAX_DEPTH
 from gateway.tools.parse import HELD_ARGUMENTS_CHARS, Arguments, CallBegin, CallEnd, CallParser, Content, Event
+from runtime.peer_input import MAX_JSON_DEPTH
 
 NAMES = ("get_weather", "now", "send-mail")
 Call = tuple[str, str]  # name, arguments as written
@@ -227,7 +227,7 @@ def test_a_trusted_call_that_is_cut_off_keeps_what_came() -> None:
 
 
 def test_deep_arguments_do_not_exhaust_the_stack() -> None:
-    for depth, is_call in ((MAX_DEPTH, True), (MAX_DEPTH + 1, False), (5000, False)):
+    for depth, is_call in ((MAX_JSON_DEPTH, True), (MAX_JSON_DEPTH + 1, False), (5000, False)):
         deep = '{"a":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
         text = f"[TOOL_CALLS]now[ARGS]{deep}"
         assert summary(parse(FORMATS["mistral-args"], [text])) == (("", [("now", deep)]) if is_call else (text, []))

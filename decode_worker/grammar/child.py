@@ -29,13 +29,13 @@ from decode_worker.grammar.errors import GrammarMismatchError, GrammarRefusedErr
 from decode_worker.grammar.frames import Frame
 from decode_worker.grammar.limits import (
     MAX_COMPILED_BYTES,
-    MAX_JSON_DEPTH,
     MAX_MEMORY_BYTES,
     MAX_TOKEN_CPU_S,
     TRIAL_TOKENS,
 )
 from decode_worker.grammar.matcher import Grammar
 from decode_worker.grammar.vocabulary import Vocabulary, read_vocabulary
+from runtime.peer_input import MAX_JSON_DEPTH
 
 _CHUNK_BYTES = 1 << 20
 # Before xgrammar's messages: a place in its own code, and the condition that did not hold there.

@@ -71,13 +71,14 @@ class Grammars:
         if task.cancelled():
             return
         error = task.exception()
-        self._count(
-            "compiled" if error is None else "refused" if isinstance(error, GrammarRefusedError) else "failed"
-        )  # fmt: skip
         if error is None:
+            self._count("compiled")
             self.cache.put(key, task.result(), task.result().num_bytes)
         elif isinstance(error, GrammarRefusedError):
+            self._count("refused")
             self._refuse(key, str(error))
+        else:
+            self._count("failed")
 
     def _refuse(self, key: _Key, why: str) -> None:
         """From now on."""

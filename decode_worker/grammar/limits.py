@@ -2,9 +2,10 @@
 
 import re
 
+from runtime.peer_input import MAX_JSON_DEPTH
+
 KINDS = ("json_schema", "json_object", "regex", "ebnf", "structural_tag")
 MAX_TEXT_BYTES = 256 << 10  # of a grammar: a client's own 64 KiB, and what the gateway writes around its tools
-MAX_JSON_DEPTH = 64  # brackets in brackets
 MAX_MEMORY_BYTES = 1 << 30  # address space for one compilation, beyond what the compiler has before
 MAX_COMPILED_BYTES = 32 << 20  # serialised
 TRIAL_TOKENS = 64  # length of the answer on which a new grammar is tried

@@ -21,7 +21,8 @@ from gateway.sampling_rules import (
     MAX_REPETITION_PENALTY,
     MAX_TEMPERATURE,
 )
-from gateway.validate import MAX_CHOICES, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from gateway.validate import MAX_CHOICES, MAX_MESSAGES, MAX_STOP_STRINGS
+from runtime.peer_input import MAX_LOGPROBS
 
 
 def _kind(value: object) -> str:
@@ -144,7 +145,7 @@ class ChatCompletionRequest(_GenerationBody):
     messages: Annotated[list[Message], FirstErrorOnly()] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_TOP_LOGPROBS})
+    top_logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
     tools: Tools | None = TOOLS_FIELD
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several functions.")
@@ -181,7 +182,7 @@ class CompletionRequest(_GenerationBody):
         Discriminator(_kind),
     ] = Field(description="A text or its token ids, or a list of such.")
     echo: bool | None = Field(None, description="Begin each answer with its prompt; max_tokens may then be 0.")
-    logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_TOP_LOGPROBS})
+    logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
 
     def raw(self) -> RawRequest:
         """The request without its wire format."""

@@ -6,9 +6,8 @@ from typing import Any
 
 import pydantic_core
 
-# Objects and arrays in each other, the outermost included; as many as decode workers take in a schema. Whoever walks a
-# value by recursion is far from the end of the stack.
-MAX_DEPTH = 64
+from runtime.peer_input import MAX_JSON_DEPTH
+
 LONE_HALF = "\\ufffd"  # what is read for half of a surrogate pair, which UTF-8 cannot write
 HIGH_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
 LOW_HALF = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
@@ -20,7 +19,7 @@ def read_object(text: str) -> dict[str, Any]:
     try:
         value = pydantic_core.from_json(_BACKSLASH_OR_HALVES.sub(_without_lone_half, text), allow_inf_nan=False)
     except ValueError as error:
-        raise ValueError(f"not valid JSON of at most {MAX_DEPTH} levels: {str(error)[:200]}") from error
+        raise ValueError(f"not valid JSON of at most {MAX_JSON_DEPTH} levels: {str(error)[:200]}") from error
     if not isinstance(value, dict):
         raise ValueError("must be a JSON object, such as {}")
     check_depth(value)
@@ -30,12 +29,12 @@ def read_object(text: str) -> dict[str, Any]:
 def check_depth(value: Mapping[str, Any]) -> None:
     """Raises ValueError when the object is nested too deep."""
     level: list[Any] = [value]  # all objects and arrays that are equally deep
-    for _ in range(MAX_DEPTH):
+    for _ in range(MAX_JSON_DEPTH):
         inner = [item.values() if isinstance(item, Mapping) else item for item in level]
         level = [item for items in inner for item in items if isinstance(item, (dict, list))]
         if not level:
             return
-    raise ValueError(f"nests deeper than {MAX_DEPTH} levels")
+    raise ValueError(f"nests deeper than {MAX_JSON_DEPTH} levels")
 
 
 def _without_lone_half(escape: re.Match[str]) -> str:

@@ -6,7 +6,8 @@ import string
 from collections.abc import Generator
 from typing import TypeVar
 
-from gateway.tools.json_object import HIGH_HALF, LONE_HALF, LOW_HALF, MAX_DEPTH
+from gateway.tools.json_object import HIGH_HALF, LONE_HALF, LOW_HALF
+from runtime.peer_input import MAX_JSON_DEPTH
 
 T = TypeVar("T")
 Reading = Generator[None, str, T]  # takes one character at each step; tells a T
@@ -62,13 +63,13 @@ class Scanner:
     def _literal(self, text: str) -> Reading[bool]:
         return bool((yield from self._one_of(text)))
 
-    # JSON as of RFC 8259, nested up to MAX_DEPTH. Takes what is well-formed and stops at what is not.
+    # JSON as of RFC 8259, nested up to MAX_JSON_DEPTH. Takes what is well-formed and stops at what is not.
 
     def _value(self) -> Reading[bool]:
         closers: list[str] = []  # of what is open
         while True:
             if self._char in "{[" and self._char != END:
-                if len(closers) == MAX_DEPTH:
+                if len(closers) == MAX_JSON_DEPTH:
                     return False
                 closers.append("}" if self._char == "{" else "]")
                 yield from self._take()
