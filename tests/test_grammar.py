@@ -356,8 +356,9 @@ def test_hostile_grammars_are_refused_or_compiled_within_the_limits(service: Ser
     [
         ("regex", "a(", "not closed"),
         ("ebnf", "root ::= root", "no text matches"),
+        # Which limit these meet first, that of compiling or that of checking a token, depends on the machine.
         ("regex", "((a{1,1000}){1,1000}){1,100}", "less ambiguous|simplify it"),
-        ("json_schema", json.dumps({"properties": {f"p{i}": {} for i in range(2500)}}), "simplify it"),
+        ("json_schema", json.dumps({"properties": {f"p{i}": {} for i in range(2500)}}), "less ambiguous|simplify it"),
     ],
 )
 def test_a_refusal_says_what_to_change(service: Service, kind: str, text: str, why: str) -> None:
