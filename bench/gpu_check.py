@@ -24,9 +24,10 @@ from demo.paths import TARGET_DIR
 from engine.attention.base import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import SequenceSlice, build_batch
+from engine.choice import Choice
 from engine.kvcache.pool import Pool, PoolShape
 from engine.model.weights import load_model
-from engine.runner import Choice, Runner
+from engine.runner import Runner
 from engine.sampling import SamplingParams, sample
 from protos import inference_pb2, inference_pb2_grpc
 

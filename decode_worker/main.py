@@ -74,7 +74,7 @@ async def _serve(config: DecodeConfig, engine: Engine, reporter: ReadyReporter) 
         me, engine.pool, table, loop.thread, metrics, config.transport, config.require_transport, config.lease_s,
         trust.open_channel,
     )  # fmt: skip
-    context_tokens = resolve_context(config.max_context_tokens, engine.config.context_length)
+    context_tokens = resolve_context(config.max_context_tokens, engine.config.context_tokens)
     compiler = GrammarCompiler(engine.folder, engine.config.vocab_size, config.grammar_cpu_s)
     grammars = Grammars(compiler, config.grammar_cache_mib << 20, GrammarMetrics(metrics))
     service = DecodeService(

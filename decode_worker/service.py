@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
-    """Every rpc that touches the table holds the loop's lock, for microseconds."""
+    """Every rpc that changes the table holds the loop's lock, for microseconds; Status reads without it."""
 
     def __init__(
         self,

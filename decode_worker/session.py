@@ -2,8 +2,8 @@
 
 One session's life, and what frees its pages:
 
-    reserve ─┬► RECEIVING ───all KV here───► ACTIVE ──last token──► gone
-             │     ▲                         ▲ │  ▲
+    reserve ─┬► RECEIVING ───all KV here───► ACTIVE ──last token──► gone   (ACTIVE at once when nothing is awaited:
+             │     ▲                         ▲ │  ▲                        a prompt of one token, or computed here)
              │     └ offers, one read        │ │  └ resume, when pages are free
              │       at a time               │ └► PREEMPTED (holds no page; its KV is computed again)
              │                               │        ▲
@@ -104,7 +104,7 @@ class Timing:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One reservation. Changed only by SessionTable."""
+    """One reservation. Changed only by SessionTable, but for the engine thread's `matcher` and `history`."""
 
     id: int
     wanted: Reservation
@@ -112,7 +112,7 @@ class Session:
     tokens: list[int]  # prompt, then what was generated
     pages: list[int]  # the first ones perhaps shared
     reserved_at: float
-    deadline: float  # end of the lease while RECEIVING, renewed by every accepted offer
+    deadline: float  # end of the lease while RECEIVING, renewed by Renew and every accepted offer
     scored: int  # the log-probabilities of tokens[1:scored] were told, or nobody here is to tell them
     leader_id: int = 0  # session whose prompt's KV it waits for while SHARING
     copy: tuple[int, int] | None = None  # (source, target): pages to copy before its next step; holds the source too
@@ -241,7 +241,7 @@ NO_GUESSES = Guessed(0, 0, None)
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """News of one session for its gateway, as in SequenceDelta."""
+    """News of one session for its gateway, as in SessionDelta."""
 
     gateway: str
     handle: int

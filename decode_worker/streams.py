@@ -52,14 +52,14 @@ class GatewayStreams:
 
 class _Stream:
     def __init__(self) -> None:
-        self._pending: dict[int, decode_pb2.SequenceDelta] = {}  # handle |-> news not yet sent, joined
+        self._pending: dict[int, decode_pb2.SessionDelta] = {}  # handle |-> news not yet sent, joined
         self._step = 0
         self._has_news = asyncio.Event()
         self._is_closed = False
 
     def add(self, step: int, delta: Delta) -> None:
         message = self._pending.setdefault(
-            delta.handle, decode_pb2.SequenceDelta(handle=delta.handle, attempt=delta.attempt)
+            delta.handle, decode_pb2.SessionDelta(handle=delta.handle, attempt=delta.attempt)
         )
         message.token_ids.extend(delta.token_ids)
         message.logprobs.extend(_told(one) for one in delta.logprobs)
@@ -75,7 +75,7 @@ class _Stream:
         self._is_closed = True
         self._has_news.set()
 
-    async def batches(self) -> AsyncIterator[tuple[int, list[decode_pb2.SequenceDelta]]]:
+    async def batches(self) -> AsyncIterator[tuple[int, list[decode_pb2.SessionDelta]]]:
         while True:
             await self._has_news.wait()
             self._has_news.clear()

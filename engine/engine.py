@@ -84,7 +84,7 @@ def build_engine(
     draft_shape = _pool_shape(draft.decoder, page_tokens) if draft else None
     page_bytes = shape.page_bytes + (draft_shape.page_bytes if draft_shape else 0)
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    pool = Pool(shape.with_pages(size_pool(config.context_length, page_bytes, free_bytes)), device, draft_shape)
+    pool = Pool(shape.with_pages(size_pool(config.context_tokens, page_bytes, free_bytes)), device, draft_shape)
     return Engine(
         folder=folder,
         config=config,
@@ -110,9 +110,9 @@ def _load_draft(draft_model: str, target: Decoder) -> _Draft:
     """The draft model in the dtype and on the device of `target`. ValueError when it does not go with it."""
     folder = resolve_model_folder(draft_model)
     decoder = load_model(folder, str(target.dtype).removeprefix("torch."), target.device)
-    for what in ("vocab_size", "context_length"):
+    for what in ("vocab_size", "context_tokens"):
         here, there = getattr(target.config, what), getattr(decoder.config, what)
-        if here > there if what == "context_length" else here != there:
+        if here > there if what == "context_tokens" else here != there:
             raise ValueError(
                 f"draft model {draft_model} does not go with the model: its {what} is {there}, the model's {here}; "
                 "choose another --draft-model, or none"

@@ -1,4 +1,4 @@
-"""How a step that ran out of memory is recognised, and what people are told of a step that failed. Pure."""
+"""How a step that ran out of memory is recognised, and what people are told of a step that failed."""
 
 import torch
 

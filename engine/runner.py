@@ -7,13 +7,11 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import SequenceSlice, build_batch
-from engine.choice import Choice, Chosen, TokenLogprobs
+from engine.choice import Choice, Chosen
 from engine.logits import adjust_logits_
 from engine.logprobs import tell_logprobs
 from engine.model.decoder import Decoder
 from engine.sampling import sample
-
-__all__ = ["Choice", "Chosen", "Runner", "TokenLogprobs", "choose_tokens"]
 
 PIECE_ROWS = 128  # rows of logits held at once: 64 MiB of float32 at V = 128k, however many a prompt wants
 

@@ -77,17 +77,17 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
         raise ValueError(f"{logits.shape[0]} rows of logits, {len(params)} params, {len(positions)} positions")
     greedy = [row for row, param in enumerate(params) if param.is_greedy]
     if len(greedy) == len(params):
-        return find_largest(logits)
+        return fast_argmax(logits)
     drawn = [row for row, param in enumerate(params) if not param.is_greedy]
     if not greedy:
         return _draw(logits, params, positions)
     tokens = torch.empty(len(params), dtype=torch.int64, device=logits.device)
-    tokens[greedy] = find_largest(logits[greedy])
+    tokens[greedy] = fast_argmax(logits[greedy])
     tokens[drawn] = _draw(logits[drawn], [params[row] for row in drawn], [positions[row] for row in drawn])
     return tokens
 
 
-def find_largest(logits: Tensor) -> Tensor:
+def fast_argmax(logits: Tensor) -> Tensor:
     """[S, V] -> [S] int64, the first of each row's largest. On the CPU thrice as fast as argmax."""
     return logits.max(-1).indices
 

@@ -47,7 +47,7 @@ async def detokenize(
     if len(token_ids) > context_tokens:
         message = f"{param} has {len(token_ids)} ids; at most {context_tokens} are turned into text at once"
         raise bad_request(message, param, "context_length_exceeded")
-    check_vocabulary(token_ids, param, front.tokenizer.vocabulary_size)
+    check_vocabulary(token_ids, param, front.tokenizer.vocab_size)
     return await front.offload.run(
         _DECODE_COST * len(token_ids),
         lambda: front.tokenizer.decode(token_ids, with_control_tokens=with_control_tokens),

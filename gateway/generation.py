@@ -114,7 +114,8 @@ class Ring(Protocol):
         """Stream one generation. Closing the iterator (aclose) ends the work everywhere and frees its pages.
 
         `shared`: the same for all generations of one prompt; their prompt_ids are equal.
-        Raises errors.ApiError: 429 when the queue is full, 503 when nobody can serve.
+        Raises errors.ApiError: 400 when no worker can take it, 429 when the queue is full, 503 when nobody can serve,
+        504 when its time is over.
         """
         ...
 

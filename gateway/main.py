@@ -49,7 +49,9 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
     trust = load_trust(config)
     trust.watch_handshakes()
     registry.register(trust.refusals.metric)
-    fleet = Fleet(config.prefill, config.decode, config.heartbeat_s, config.stall_s, trust.open_channel)
+    fleet = Fleet(
+        config.prefill, config.decode, config.heartbeat_s, config.stall_s, tokenizer.context_tokens, trust.open_channel
+    )
     dispatcher = Dispatcher(
         fleet,
         config.max_queue,

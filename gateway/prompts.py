@@ -77,7 +77,7 @@ class Prompts:
         if isinstance(content, Chat):
             return self._check_chat(content, prompt.param, tools)
         check_prompt_tokens(len(content), prompt.param, context)
-        check_vocabulary(content, prompt.param, self.tokenizer.vocabulary_size)
+        check_vocabulary(content, prompt.param, self.tokenizer.vocab_size)
         return 0
 
     def _check_chat(self, chat: Chat, param: str, tools: Sequence[TemplateInput]) -> int:

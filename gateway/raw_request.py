@@ -1,6 +1,7 @@
 """What a client asked, free of any wire format: types are right, values unchecked.
 
-Set by REST and gRPC, read by the rules (validate.py, sampling_rules.py, answer_forms.py). Must not know either wire.
+Set by REST and gRPC, read by the rules (validate.py, sampling_rules.py, answer_forms.py, tools/request.py). Must not
+know either wire.
 """
 
 from collections.abc import Mapping, Sequence

@@ -9,17 +9,17 @@ from gateway.limits import check_positive, check_range, pick, shown
 from gateway.raw_request import RawRequest
 from gateway.text.checkpoint import SamplingDefaults
 from gateway.validate import check_vocabulary
+from runtime.peer_input import MAX_DRAFT_TOKENS
 
 MAX_TEMPERATURE = 2.0
 MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 2.0
 MAX_BIAS = 100.0
 MAX_BIASED_TOKENS = 1024
-MAX_DRAFT_TOKENS = 64
 DRAFTERS = ("auto", "off", "ngram", "draft")
 
 
-def check_sampling(raw: RawRequest, defaults: SamplingDefaults, vocabulary_size: int) -> Sampling:
+def check_sampling(raw: RawRequest, defaults: SamplingDefaults, vocab_size: int) -> Sampling:
     """Sampling parameters with the defaults filled in; the seed is 0 where none was given."""
     top_k = pick(raw.top_k, defaults.top_k)
     if top_k < 0:
@@ -28,7 +28,7 @@ def check_sampling(raw: RawRequest, defaults: SamplingDefaults, vocabulary_size:
     return Sampling(
         temperature=_unit("temperature", pick(raw.temperature, defaults.temperature), MAX_TEMPERATURE),
         top_p=check_positive("top_p", _unit("top_p", pick(raw.top_p, defaults.top_p), 1.0)),
-        top_k=top_k if top_k < vocabulary_size else 0,
+        top_k=top_k if top_k < vocab_size else 0,
         min_p=_unit("min_p", pick(raw.min_p, defaults.min_p), 1.0),
         seed=_unsigned(pick(raw.seed, 0)),
         frequency_penalty=_penalty("frequency_penalty", raw.frequency_penalty),
@@ -36,7 +36,7 @@ def check_sampling(raw: RawRequest, defaults: SamplingDefaults, vocabulary_size:
         repetition_penalty=check_positive(
             "repetition_penalty", _unit("repetition_penalty", repetition, MAX_REPETITION_PENALTY)
         ),
-        logit_bias=_check_bias(raw.logit_bias, vocabulary_size),
+        logit_bias=_check_bias(raw.logit_bias, vocab_size),
     )
 
 
@@ -50,10 +50,10 @@ def check_speculation(raw: RawRequest) -> Speculation:
     return Speculation(cast(Drafter, drafter), raw.max_draft_tokens or 0)
 
 
-def _check_bias(bias: Mapping[int, float], vocabulary_size: int) -> tuple[tuple[int, float], ...]:
+def _check_bias(bias: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     if len(bias) > MAX_BIASED_TOKENS:
         raise bad_request(f"logit_bias has {len(bias)} entries; at most {MAX_BIASED_TOKENS} are allowed", "logit_bias")
-    check_vocabulary(list(bias), "logit_bias", vocabulary_size)
+    check_vocabulary(list(bias), "logit_bias", vocab_size)
     for token_id, value in bias.items():
         check_range(f"logit_bias.{token_id}", value, -MAX_BIAS, MAX_BIAS)
     return tuple((token_id, float(value)) for token_id, value in sorted(bias.items()))

@@ -21,9 +21,9 @@ from gateway.grpc_answers import AnswerMessages
 from gateway.grpc_errors import KeyInterceptor, abort_with
 from gateway.grpc_requests import chat_request, generate_request, tokenize_request
 from gateway.metrics import RequestMeter
-from gateway.patience import waking_timeout
 from gateway.pieces import Piece
 from gateway.raw_request import RawRequest
+from gateway.waking_timeout import waking_timeout
 from protos import inference_pb2, inference_pb2_grpc
 
 _log = structlog.get_logger()

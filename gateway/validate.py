@@ -54,26 +54,26 @@ def check_stops(raw: RawRequest) -> tuple[str, ...]:
     return tuple(raw.stop)
 
 
-def check_stop_ids(raw: RawRequest, eos_token_ids: frozenset[int], vocabulary_size: int) -> frozenset[int]:
+def check_stop_ids(raw: RawRequest, eos_token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
     """The token ids that end the answer: the request's and, unless `ignore_eos`, the model's own."""
     if len(raw.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise bad_request(
             f"stop_token_ids has {len(raw.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed",
             "stop_token_ids",
         )
-    check_vocabulary(raw.stop_token_ids, "stop_token_ids", vocabulary_size)
+    check_vocabulary(raw.stop_token_ids, "stop_token_ids", vocab_size)
     own = frozenset[int]() if raw.ignore_eos else eos_token_ids
     return own | frozenset(raw.stop_token_ids)
 
 
-def check_vocabulary(ids: Sequence[int], param: str, vocabulary_size: int) -> None:
+def check_vocabulary(ids: Sequence[int], param: str, vocab_size: int) -> None:
     """Every id names a token of the model."""
     if not ids:
         return
     for worst in (min(ids), max(ids)):
-        if not 0 <= worst < vocabulary_size:
+        if not 0 <= worst < vocab_size:
             raise bad_request(
-                f"{param} holds token id {shown(worst)}; the model's ids go from 0 to {vocabulary_size - 1}", param
+                f"{param} holds token id {shown(worst)}; the model's ids go from 0 to {vocab_size - 1}", param
             )
 
 

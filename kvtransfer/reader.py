@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from protos import kv_pb2
 
-Transport = Literal["shm", "grpc", "inprocess"]
+Transport = Literal["shm", "grpc"]
 
 
 class PageStore(Protocol):

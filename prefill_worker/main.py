@@ -67,7 +67,7 @@ async def _serve(config: PrefillConfig, engine: Engine, reporter: ReadyReporter)
     loop = PrefillLoop(
         table, engine.runner, config.chunk_tokens, publish, metrics, engine.pool.size_mib, engine.draft_runner
     )  # fmt: skip
-    context_tokens = resolve_context(config.max_context_tokens, engine.config.context_length)
+    context_tokens = resolve_context(config.max_context_tokens, engine.config.context_tokens)
     service = PrefillService(
         me, table, loop.thread, offers, metrics, context_tokens, engine.config.vocab_size, config.heartbeat_s,
         config.stall_s, shutdown,

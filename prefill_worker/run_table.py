@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from engine.choice import TokenLogprobs
 from engine.kvcache.allocator import NeverFitsError, NoRoomError, PageAllocator, num_pages_for
 
-NO_LIMIT = 2**32
+ANY_NUMBER = 2**32
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class RunTable:
     allocator: PageAllocator
     page_tokens: int
     max_running: int
-    max_offer_pages: int = NO_LIMIT  # so that none takes too long to read
+    max_offer_pages: int = ANY_NUMBER  # so that none takes too long to read
     on_empty: Callable[[], None] = lambda: None  # called when the last run is gone
     _runs: dict[int, PrefillRun] = field(default_factory=dict)  # id |-> run, oldest first
     _next_id: int = 1

@@ -37,7 +37,7 @@ class _Watch:
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
-    """Every call that touches the table holds the engine thread's lock, for microseconds."""
+    """Every call that changes the table holds the engine thread's lock, for microseconds; others read without it."""
 
     def __init__(
         self,

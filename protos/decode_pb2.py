@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import kv_pb2 as protos_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x08\x62\x61ton.v1\x1a\x0fprotos/kv.proto\"\xda\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\'\n\nlogit_bias\x18\t \x03(\x0b\x32\x13.baton.v1.TokenBias\"+\n\tTokenBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"%\n\x07Grammar\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"8\n\x0bSpeculation\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x18\n\x10max_draft_tokens\x18\x02 \x01(\r\"\xd7\x03\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07gateway\x18\x03 \x01(\t\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12 \n\x18local_prefill_max_tokens\x18\x08 \x01(\r\x12\x0e\n\x06handle\x18\t \x01(\x04\x12\x13\n\x0bnum_emitted\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x19\n\x0cnum_logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\r \x01(\rH\x01\x88\x01\x01\x12\"\n\x07grammar\x18\x0e \x01(\x0b\x32\x11.baton.v1.Grammar\x12*\n\x0bspeculation\x18\x0f \x01(\x0b\x32\x15.baton.v1.Speculation\x12\x12\n\nshare_with\x18\x10 \x01(\x04\x42\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"J\n\x0fReserveResponse\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.Ticket\x12\x15\n\rneeds_prefill\x18\x02 \x01(\x08\"\x1f\n\x0cStepsRequest\x12\x0f\n\x07gateway\x18\x01 \x01(\t\"X\n\nStepEvents\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\'\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x17.baton.v1.SequenceDelta\"\xef\x01\n\rSequenceDelta\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\'\n\x06timing\x18\x08 \x01(\x0b\x32\x17.baton.v1.SessionTiming\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xaa\x01\n\rSessionTiming\x12\x12\n\nkv_seconds\x18\x01 \x01(\x01\x12\x1a\n\x12\x66irst_step_seconds\x18\x02 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x03 \x01(\x01\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\x12\r\n\x05steps\x18\x06 \x01(\r\x12\x13\n\x0bpreemptions\x18\x07 \x01(\r\"0\n\x0c\x41\x62ortRequest\x12\x0f\n\x07gateway\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\x04\"\x0f\n\rAbortResponse\"0\n\x10HandshakeRequest\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\"D\n\x11HandshakeResponse\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\x11\n\ttransport\x18\x02 \x01(\t\"0\n\x0cRenewRequest\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.Ticket\"\x0f\n\rRenewResponse\"\x0f\n\rStatusRequest\"\x0e\n\x0c\x44rainRequest\"2\n\rDrainResponse\x12\x10\n\x08num_left\x18\x01 \x01(\r\x12\x0f\n\x07\x64rain_s\x18\x02 \x01(\x01\"\xcf\x02\n\x0cWorkerStatus\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12\x12\n\nused_pages\x18\x04 \x01(\r\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x13\n\x0bmax_running\x18\x07 \x01(\r\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x12\n\nstep_age_s\x18\t \x01(\x01\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12:\n\ntransports\x18\x0b \x03(\x0b\x32&.baton.v1.WorkerStatus.TransportsEntry\x1a\x31\n\x0fTransportsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xea\x03\n\x06\x44\x65\x63ode\x12>\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x19.baton.v1.ReserveResponse\x12\x37\n\x05Steps\x12\x16.baton.v1.StepsRequest\x1a\x14.baton.v1.StepEvents0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12\x44\n\tHandshake\x12\x1a.baton.v1.HandshakeRequest\x1a\x1b.baton.v1.HandshakeResponse\x12\x38\n\x05Renew\x12\x16.baton.v1.RenewRequest\x1a\x17.baton.v1.RenewResponse\x12\x38\n\x05Offer\x12\x16.baton.v1.OfferRequest\x1a\x17.baton.v1.OfferResponse\x12\x39\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x16.baton.v1.WorkerStatus\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x08\x62\x61ton.v1\x1a\x0fprotos/kv.proto\"\xda\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\'\n\nlogit_bias\x18\t \x03(\x0b\x32\x13.baton.v1.TokenBias\"+\n\tTokenBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"%\n\x07Grammar\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"8\n\x0bSpeculation\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x18\n\x10max_draft_tokens\x18\x02 \x01(\r\"\xd7\x03\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07gateway\x18\x03 \x01(\t\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12 \n\x18local_prefill_max_tokens\x18\x08 \x01(\r\x12\x0e\n\x06handle\x18\t \x01(\x04\x12\x13\n\x0bnum_emitted\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x19\n\x0cnum_logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\r \x01(\rH\x01\x88\x01\x01\x12\"\n\x07grammar\x18\x0e \x01(\x0b\x32\x11.baton.v1.Grammar\x12*\n\x0bspeculation\x18\x0f \x01(\x0b\x32\x15.baton.v1.Speculation\x12\x12\n\nshare_with\x18\x10 \x01(\x04\x42\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"J\n\x0fReserveResponse\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.Ticket\x12\x15\n\rneeds_prefill\x18\x02 \x01(\x08\"\x1f\n\x0cStepsRequest\x12\x0f\n\x07gateway\x18\x01 \x01(\t\"W\n\nStepEvents\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12&\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x16.baton.v1.SessionDelta\"\xee\x01\n\x0cSessionDelta\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12)\n\x08logprobs\x18\x06 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\x12\'\n\x06timing\x18\x08 \x01(\x0b\x32\x17.baton.v1.SessionTiming\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xaa\x01\n\rSessionTiming\x12\x12\n\nkv_seconds\x18\x01 \x01(\x01\x12\x1a\n\x12\x66irst_step_seconds\x18\x02 \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\x03 \x01(\x01\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\x12\r\n\x05steps\x18\x06 \x01(\r\x12\x13\n\x0bpreemptions\x18\x07 \x01(\r\"0\n\x0c\x41\x62ortRequest\x12\x0f\n\x07gateway\x18\x01 \x01(\t\x12\x0f\n\x07handles\x18\x02 \x03(\x04\"\x0f\n\rAbortResponse\"0\n\x10HandshakeRequest\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\"D\n\x11HandshakeResponse\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\x11\n\ttransport\x18\x02 \x01(\t\"0\n\x0cRenewRequest\x12 \n\x06ticket\x18\x01 \x01(\x0b\x32\x10.baton.v1.Ticket\"\x0f\n\rRenewResponse\"\x0f\n\rStatusRequest\"\x0e\n\x0c\x44rainRequest\"2\n\rDrainResponse\x12\x10\n\x08num_left\x18\x01 \x01(\r\x12\x0f\n\x07\x64rain_s\x18\x02 \x01(\x01\"\xcf\x02\n\x0cWorkerStatus\x12\x1c\n\x04peer\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Peer\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12\x12\n\nused_pages\x18\x04 \x01(\r\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x13\n\x0bmax_running\x18\x07 \x01(\r\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x12\n\nstep_age_s\x18\t \x01(\x01\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12:\n\ntransports\x18\x0b \x03(\x0b\x32&.baton.v1.WorkerStatus.TransportsEntry\x1a\x31\n\x0fTransportsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x32\xea\x03\n\x06\x44\x65\x63ode\x12>\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x19.baton.v1.ReserveResponse\x12\x37\n\x05Steps\x12\x16.baton.v1.StepsRequest\x1a\x14.baton.v1.StepEvents0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12\x44\n\tHandshake\x12\x1a.baton.v1.HandshakeRequest\x1a\x1b.baton.v1.HandshakeResponse\x12\x38\n\x05Renew\x12\x16.baton.v1.RenewRequest\x1a\x17.baton.v1.RenewResponse\x12\x38\n\x05Offer\x12\x16.baton.v1.OfferRequest\x1a\x17.baton.v1.OfferResponse\x12\x39\n\x06Status\x12\x17.baton.v1.StatusRequest\x1a\x16.baton.v1.WorkerStatus\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,35 +49,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPSREQUEST']._serialized_start=963
   _globals['_STEPSREQUEST']._serialized_end=994
   _globals['_STEPEVENTS']._serialized_start=996
-  _globals['_STEPEVENTS']._serialized_end=1084
-  _globals['_SEQUENCEDELTA']._serialized_start=1087
-  _globals['_SEQUENCEDELTA']._serialized_end=1326
-  _globals['_TOKENLOGPROBS']._serialized_start=1328
-  _globals['_TOKENLOGPROBS']._serialized_end=1399
-  _globals['_SESSIONTIMING']._serialized_start=1402
-  _globals['_SESSIONTIMING']._serialized_end=1572
-  _globals['_ABORTREQUEST']._serialized_start=1574
-  _globals['_ABORTREQUEST']._serialized_end=1622
-  _globals['_ABORTRESPONSE']._serialized_start=1624
-  _globals['_ABORTRESPONSE']._serialized_end=1639
-  _globals['_HANDSHAKEREQUEST']._serialized_start=1641
-  _globals['_HANDSHAKEREQUEST']._serialized_end=1689
-  _globals['_HANDSHAKERESPONSE']._serialized_start=1691
-  _globals['_HANDSHAKERESPONSE']._serialized_end=1759
-  _globals['_RENEWREQUEST']._serialized_start=1761
-  _globals['_RENEWREQUEST']._serialized_end=1809
-  _globals['_RENEWRESPONSE']._serialized_start=1811
-  _globals['_RENEWRESPONSE']._serialized_end=1826
-  _globals['_STATUSREQUEST']._serialized_start=1828
-  _globals['_STATUSREQUEST']._serialized_end=1843
-  _globals['_DRAINREQUEST']._serialized_start=1845
-  _globals['_DRAINREQUEST']._serialized_end=1859
-  _globals['_DRAINRESPONSE']._serialized_start=1861
-  _globals['_DRAINRESPONSE']._serialized_end=1911
-  _globals['_WORKERSTATUS']._serialized_start=1914
-  _globals['_WORKERSTATUS']._serialized_end=2249
-  _globals['_WORKERSTATUS_TRANSPORTSENTRY']._serialized_start=2200
-  _globals['_WORKERSTATUS_TRANSPORTSENTRY']._serialized_end=2249
-  _globals['_DECODE']._serialized_start=2252
-  _globals['_DECODE']._serialized_end=2742
+  _globals['_STEPEVENTS']._serialized_end=1083
+  _globals['_SESSIONDELTA']._serialized_start=1086
+  _globals['_SESSIONDELTA']._serialized_end=1324
+  _globals['_TOKENLOGPROBS']._serialized_start=1326
+  _globals['_TOKENLOGPROBS']._serialized_end=1397
+  _globals['_SESSIONTIMING']._serialized_start=1400
+  _globals['_SESSIONTIMING']._serialized_end=1570
+  _globals['_ABORTREQUEST']._serialized_start=1572
+  _globals['_ABORTREQUEST']._serialized_end=1620
+  _globals['_ABORTRESPONSE']._serialized_start=1622
+  _globals['_ABORTRESPONSE']._serialized_end=1637
+  _globals['_HANDSHAKEREQUEST']._serialized_start=1639
+  _globals['_HANDSHAKEREQUEST']._serialized_end=1687
+  _globals['_HANDSHAKERESPONSE']._serialized_start=1689
+  _globals['_HANDSHAKERESPONSE']._serialized_end=1757
+  _globals['_RENEWREQUEST']._serialized_start=1759
+  _globals['_RENEWREQUEST']._serialized_end=1807
+  _globals['_RENEWRESPONSE']._serialized_start=1809
+  _globals['_RENEWRESPONSE']._serialized_end=1824
+  _globals['_STATUSREQUEST']._serialized_start=1826
+  _globals['_STATUSREQUEST']._serialized_end=1841
+  _globals['_DRAINREQUEST']._serialized_start=1843
+  _globals['_DRAINREQUEST']._serialized_end=1857
+  _globals['_DRAINRESPONSE']._serialized_start=1859
+  _globals['_DRAINRESPONSE']._serialized_end=1909
+  _globals['_WORKERSTATUS']._serialized_start=1912
+  _globals['_WORKERSTATUS']._serialized_end=2247
+  _globals['_WORKERSTATUS_TRANSPORTSENTRY']._serialized_start=2198
+  _globals['_WORKERSTATUS_TRANSPORTSENTRY']._serialized_end=2247
+  _globals['_DECODE']._serialized_start=2250
+  _globals['_DECODE']._serialized_end=2740
 # @@protoc_insertion_point(module_scope)

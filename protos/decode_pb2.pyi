@@ -110,10 +110,10 @@ class StepEvents(_message.Message):
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     step: int
-    deltas: _containers.RepeatedCompositeFieldContainer[SequenceDelta]
-    def __init__(self, incarnation: _Optional[str] = ..., step: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[SequenceDelta, _Mapping]]] = ...) -> None: ...
+    deltas: _containers.RepeatedCompositeFieldContainer[SessionDelta]
+    def __init__(self, incarnation: _Optional[str] = ..., step: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[SessionDelta, _Mapping]]] = ...) -> None: ...
 
-class SequenceDelta(_message.Message):
+class SessionDelta(_message.Message):
     __slots__ = ("handle", "attempt", "token_ids", "finish_reason", "error", "logprobs", "prompt_logprobs", "timing")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]

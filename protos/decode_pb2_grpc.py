@@ -85,7 +85,8 @@ class DecodeServicer:
     def Reserve(self, request, context):
         """Reserves a session and the pages of its prompt. Idempotent per (gateway, handle).
         RESOURCE_EXHAUSTED: no room now, or its grammar is not compiled yet; INVALID_ARGUMENT: it can never fit, or its
-        grammar cannot be used; FAILED_PRECONDITION: the gateway has no Steps stream open; UNAVAILABLE: draining.
+        grammar cannot be used; NOT_FOUND: nothing to share; FAILED_PRECONDITION: the gateway has no Steps stream open;
+        UNAVAILABLE: draining; INTERNAL: the grammar compiler does not work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,6 +95,7 @@ class DecodeServicer:
     def Steps(self, request, context):
         """Tells the tokens of all sessions of one gateway, one message per engine step, and a first empty message once
         subscribed. When the stream ends, so do the gateway's sessions: nobody would hear of them.
+        ALREADY_EXISTS: somebody listens under that name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from runtime.addresses import bracketed, is_any, is_loopback
+from runtime.peer_input import MAX_DRAFT_TOKENS
 from runtime.settings import MAX_PORT, ConfigError, Settings
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -17,7 +18,6 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 Speculate = Literal["auto", "off", "ngram", "draft"]
 DEMO_MODEL = "demo"
 NO_DRAFT = "none"
-MOST_DRAFT_TOKENS = 16
 MIN_SECRET_CHARS = 16
 
 
@@ -125,8 +125,8 @@ class SpeculationConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_possible = 1 <= self.max_draft_tokens <= MOST_DRAFT_TOKENS
-        self.require("max_draft_tokens", is_possible, f"1 to {MOST_DRAFT_TOKENS}")
+        is_possible = 1 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS
+        self.require("max_draft_tokens", is_possible, f"1 to {MAX_DRAFT_TOKENS}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,15 +52,21 @@ class FakeWorker:
         self.refusals: deque[Refusal] = deque()  # of the next Reserve or Run calls
         self.num_status_calls = 0
         self.is_draining = False
+        self.context_tokens = 0
         self._max_running = max_running
-        self._peer = kv_pb2.Peer(role=role, incarnation=incarnation, layout=kv_pb2.KvLayout(weights="w"))
+        self.peer = kv_pb2.Peer(role=role, incarnation=incarnation, layout=kv_pb2.KvLayout(weights="w"))
 
     async def Status(  # noqa: N802
         self, request: decode_pb2.StatusRequest, context: Context
     ) -> decode_pb2.WorkerStatus:
         self.num_status_calls += 1
         self.signal.fire()
-        return decode_pb2.WorkerStatus(peer=self._peer, max_running=self._max_running, draining=self.is_draining)
+        return decode_pb2.WorkerStatus(
+            peer=self.peer,
+            max_running=self._max_running,
+            draining=self.is_draining,
+            context_tokens=self.context_tokens,
+        )
 
     async def refuse_next(self, context: Context) -> None:
         if self.refusals:
@@ -87,7 +93,7 @@ class FakeSession:
 
     def say(self, tokens: list[int], finish: str = "", error: str = "", **more: Any) -> None:
         """`more`: further fields of the message."""
-        delta = decode_pb2.SequenceDelta(
+        delta = decode_pb2.SessionDelta(
             handle=self.request.handle,
             attempt=self.request.attempt,
             token_ids=tokens,
@@ -141,7 +147,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     ) -> AsyncIterator[decode_pb2.StepEvents]:
         stream = self.streams[request.gateway] = asyncio.Queue()
         try:
-            yield decode_pb2.StepEvents(incarnation=self._peer.incarnation)
+            yield decode_pb2.StepEvents(incarnation=self.peer.incarnation)
             while (events := await stream.get()) is not None:
                 yield events
         finally:

@@ -229,7 +229,7 @@ class Gateway:
     signal: Signal
     tokens: dict[int, list[int]] = field(default_factory=dict)  # handle |-> tokens
     ends: dict[int, tuple[str, str]] = field(default_factory=dict)  # handle |-> finish_reason, error
-    told: dict[int, decode_pb2.SequenceDelta] = field(default_factory=dict)  # handle |-> all its news, joined
+    told: dict[int, decode_pb2.SessionDelta] = field(default_factory=dict)  # handle |-> all its news, joined
     is_open: bool = False
 
     async def listen(self) -> None:
@@ -238,7 +238,7 @@ class Gateway:
                 self.is_open = True
                 for delta in events.deltas:
                     self.tokens.setdefault(delta.handle, []).extend(delta.token_ids)
-                    self.told.setdefault(delta.handle, decode_pb2.SequenceDelta()).MergeFrom(delta)
+                    self.told.setdefault(delta.handle, decode_pb2.SessionDelta()).MergeFrom(delta)
                     if delta.finish_reason:
                         self.ends[delta.handle] = (delta.finish_reason, delta.error)
                 self.signal.fire()

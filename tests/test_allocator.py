@@ -71,7 +71,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert self.generations[page] == generation, "a held page got another owner"
 
 
-AllocatorMachine.TestCase.settings = settings(derandomize=True, deadline=None, max_examples=50, stateful_step_count=30)
+AllocatorMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30)
 TestAllocatorMachine = AllocatorMachine.TestCase
 
 

@@ -127,8 +127,8 @@ async def test_a_request_cancelled_in_the_very_moment_of_its_news_ends() -> None
         assert task.cancelled()
 
 
-def _delta(handle: int) -> decode_pb2.SequenceDelta:
-    return decode_pb2.SequenceDelta(handle=handle, attempt=1, token_ids=[token_at(3)])
+def _delta(handle: int) -> decode_pb2.SessionDelta:
+    return decode_pb2.SessionDelta(handle=handle, attempt=1, token_ids=[token_at(3)])
 
 
 @bounded
@@ -304,7 +304,7 @@ async def test_nobody_alive_is_503_at_once() -> None:
 
 @bounded
 async def test_a_service_that_nobody_ever_served_refuses_at_once() -> None:
-    fleet = Fleet([], ["127.0.0.1:1"], heartbeat_s=PATIENCE_S, stall_s=PATIENCE_S)
+    fleet = Fleet([], ["127.0.0.1:1"], heartbeat_s=PATIENCE_S, stall_s=PATIENCE_S, context_tokens=0)
     dispatcher = Dispatcher(fleet, 8, 0, PATIENCE_S, 10 * PATIENCE_S, CollectorRegistry())
     with pytest.raises(ApiError) as error:
         await anext(dispatcher.generate(generation()))

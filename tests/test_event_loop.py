@@ -1,4 +1,4 @@
-"""However long an answer, the gateway's event loop is never held for 100 ms. Row 17 of the list of faults.
+"""However long an answer of up to tens of MB, the gateway's loop is never held for 100 ms. Row 17 of the fault list.
 
 What counts is CPU time, which a busy machine does not stretch.
 """

@@ -102,7 +102,7 @@ vocabularies = st.sampled_from([1, 2, 33, 90])
 
 
 @given(data=st.data(), vocabulary=vocabularies)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_no_request_makes_a_step_raise_or_gets_what_is_forbidden(data: st.DataObject, vocabulary: int) -> None:
     choices = data.draw(st.lists(choices_for(vocabulary), min_size=1, max_size=3))
     logits = torch.tensor([data.draw(rows(vocabulary, VALUES)) for _ in choices])
@@ -111,7 +111,7 @@ def test_no_request_makes_a_step_raise_or_gets_what_is_forbidden(data: st.DataOb
 
 
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_nor_with_a_large_vocabulary(data: st.DataObject, seed: int) -> None:
     """Large enough for blocks, sorting in part, and buckets."""
     vocabulary = 9000
@@ -124,7 +124,7 @@ def test_nor_with_a_large_vocabulary(data: st.DataObject, seed: int) -> None:
 
 
 @given(data=st.data(), vocabulary=vocabularies)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_nor_with_the_logits_of_a_broken_model(data: st.DataObject, vocabulary: int) -> None:
     choices = data.draw(st.lists(choices_for(vocabulary), min_size=1, max_size=3))
     check(torch.tensor([data.draw(rows(vocabulary, VALUES + BROKEN)) for _ in choices]), choices, is_broken=True)
@@ -172,7 +172,7 @@ def test_extremes_by_name(sampling: dict[str, Any]) -> None:
 
 @given(temperature=st.floats(0, 1e-6, exclude_max=True), seed=st.integers(0, 100))
 @example(temperature=TINY, seed=0)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_next_to_no_temperature_is_none(temperature: float, seed: int) -> None:
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
     params = SamplingParams(temperature, top_k=5, top_p=0.9, min_p=0.1, seed=seed)

@@ -9,8 +9,9 @@ from decode_worker.metrics import DecodeMetrics
 from decode_worker.session import Delta, Reservation
 from decode_worker.session_table import SessionTable
 from engine.batch import SequenceSlice
+from engine.choice import Choice, Chosen
 from engine.kvcache.allocator import PageAllocator
-from engine.runner import Choice, Chosen, Runner
+from engine.runner import Runner
 from engine.sampling import SamplingParams
 from prefill_worker.batching import Planned
 from prefill_worker.loop import PrefillLoop

@@ -18,7 +18,7 @@ from protos import kv_pb2
 from runtime.settings import ConfigError, field_names
 from tests.messages import mutate
 
-fuzz = settings(derandomize=True, deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+fuzz = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 VALUES = [
     "0", "-1", "1", "8000", "65536", "1e400", "nan", "inf", "-inf", "0.5", "true", "false", '""', '"auto"', '"0.0.0.0"',
     '"a:1"', '["a:1"]', "[]", "[1]", '[["a"]]', "{}", "{ a = 1 }", "1979-05-27", '"é\\u0000"', "99999999999999999999",

@@ -130,9 +130,7 @@ METHODS = (
     "Decode/Reserve", "Decode/Steps", "Decode/Abort", "Decode/Handshake", "Decode/Renew", "Decode/Offer",
     "Decode/Status", "Prefill/Run", "Prefill/Status", "KvPages/Read",
 )  # fmt: skip
-fuzz: Callable[[Any], Any] = settings(
-    derandomize=True, deadline=None, max_examples=100, suppress_health_check=list(HealthCheck)
-)
+fuzz: Callable[[Any], Any] = settings(max_examples=100, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -111,7 +111,7 @@ def count_turns(costs: Sequence[float], budget: float, num_steps: int) -> list[i
     return counts
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.floats(0.01, 0.04), min_size=1, max_size=12), st.floats(0.001, 0.2))
 def test_all_have_their_turn(costs: list[float], budget: float) -> None:
     assert min(count_turns(costs, budget, num_steps=200)) > 0

@@ -171,7 +171,7 @@ def begin_again(session: Session) -> Reservation:
 
 
 @given(st.integers(0, 1 << 30), st.integers(1, 30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_penalties_equal_the_slow_twin_all_through_a_session(seed: int, num_steps: int) -> None:
     chance = random.Random(seed)
     prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 9))]

@@ -23,7 +23,6 @@ from engine.kvcache.pool import Pool
 from kvtransfer import grpc_bytes
 from kvtransfer.grpc_bytes import GrpcReader, PageServer, decode, encode_data
 from kvtransfer.identity import PoolFacts, build_peer
-from kvtransfer.inprocess import InProcessReader
 from kvtransfer.layout import find_mismatch
 from kvtransfer.reader import PageRef, Reader, ReadError, choose_transport
 from kvtransfer.shm import ShmReader
@@ -103,7 +102,7 @@ def test_choice_of_transport(wanted: Any, same_host: bool, has_file: bool, expec
 # -- the wire format -------------------------------------------------------------------------------------------------
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.binary(min_size=1, max_size=100) | st.integers(1, 70_000).map(lambda count: bytes([count % 256]) * count))
 def test_hand_written_messages_are_protobufs(data: bytes) -> None:
     message = kv_pb2.ReadPagesResponse(data=data).SerializeToString()
@@ -113,7 +112,7 @@ def test_hand_written_messages_are_protobufs(data: bytes) -> None:
     assert bytes(view) == data
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=9))
 def test_generations_come_through(generations: list[int]) -> None:
     part = decode(kv_pb2.ReadPagesResponse(generations=generations).SerializeToString())
@@ -121,7 +120,7 @@ def test_generations_come_through(generations: list[int]) -> None:
     assert list(part.generations) == generations
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.binary(max_size=30) | st.binary(max_size=30).map(lambda tail: b"\x0a" + tail))
 def test_any_bytes_are_either_a_message_or_a_read_error(message: bytes) -> None:
     try:
@@ -230,19 +229,17 @@ async def open_remote(transport: str, request: pytest.FixtureRequest) -> AsyncIt
             remote = Remote(process.recycle, ShmReader(process.peer(), local, executor), local)
         else:
             pool = build_remote_pool()
-            reader: Reader = InProcessReader(pool, local)
-            if transport == "grpc":
-                address = await stack.enter_async_context(grpc_server(pool))
-                reader = GrpcReader(peer(address=address), local, open_channel(address), PATIENCE_S)
+            address = await stack.enter_async_context(grpc_server(pool))
+            reader = GrpcReader(peer(address=address), local, open_channel(address), PATIENCE_S)
             remote = Remote(lambda page: recycle(pool, page), reader, local)
         stack.push_async_callback(remote.reader.close)
         yield remote
 
 
 def over_every_transport(scenario: Callable[[Remote], Awaitable[None]]) -> Callable[[str, pytest.FixtureRequest], None]:
-    """The same test for the three readers."""
+    """The same test for both readers."""
 
-    @pytest.mark.parametrize("transport", ["inprocess", "shm", "grpc"])
+    @pytest.mark.parametrize("transport", ["shm", "grpc"])
     def test(transport: str, request: pytest.FixtureRequest) -> None:
         async def run() -> None:
             async with open_remote(transport, request) as remote:

@@ -87,7 +87,7 @@ def choices_for(draw: st.DrawFn, vocabulary: int) -> Choice:
 
 
 @given(data=st.data(), vocabulary=st.sampled_from([1, 5, 31, 32, 33, 64, 200]), seed=st.integers(0, 1000))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_fast_equals_slow_whatever_else_is_in_the_batch(data: st.DataObject, vocabulary: int, seed: int) -> None:
     choices = data.draw(st.lists(choices_for(vocabulary), min_size=1, max_size=4))
     logits = random_logits(seed, len(choices), vocabulary)

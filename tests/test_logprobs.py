@@ -14,7 +14,7 @@ from engine.logprobs import tell_logprobs
     rows=st.lists(st.tuples(st.integers(0, 10**6), st.sampled_from([0, 1, 2, 5, 20, 60])), min_size=1, max_size=4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),  # bfloat16: ties
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_fast_equals_slow(seed: int, vocabulary: int, rows: list[tuple[int, int]], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(rows), vocabulary, generator=generator).to(dtype).float()

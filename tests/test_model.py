@@ -203,7 +203,7 @@ def test_rope_tables_equal_transformers(pair: Pair) -> None:
         theirs, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, CPU)
         torch.testing.assert_close(frequencies, theirs, rtol=0, atol=0)
         assert rope.attention_factor == pytest.approx(attention_factor)
-    positions = torch.arange(pair.decoder.config.context_length)
+    positions = torch.arange(pair.decoder.config.context_tokens)
     cos, sin = rotary(torch.empty(1), positions[None])
     table = build_rope_table(rope, head_dim, len(positions))
     torch.testing.assert_close(table[:, 0], cos[0, :, : head_dim // 2], rtol=0, atol=0)

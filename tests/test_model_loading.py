@@ -61,7 +61,7 @@ def test_config_values() -> None:
     assert (plain.num_kv_heads, plain.head_dim, plain.rope.theta, plain.rms_eps) == (4, 16, 10000.0, 1e-6)
     assert not plain.is_tied
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
-    assert build_config(BASE | {"rope_scaling": yarn}).context_length == 1024
+    assert build_config(BASE | {"rope_scaling": yarn}).context_tokens == 1024
 
 
 def test_windows_per_layer() -> None:

@@ -162,6 +162,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     (_chat(include_timing=1), "include_timing"),
     (_chat(speculation="tree"), "speculation"),
     (_chat(max_draft_tokens=0), "max_draft_tokens"),
+    (_chat(max_draft_tokens=17), "max_draft_tokens"),
     (_chat(max_draft_tokens=10**400), "max_draft_tokens"),
     (_chat(priority=1), "priority"),
     (_chat(best_of=2), "best_of"),

@@ -162,7 +162,7 @@ def fleets(draw: st.DrawFn) -> list[WorkerView]:
     return views
 
 
-@settings(derandomize=True, deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(
     fleet=fleets(), missing=st.integers(0, 9), limit=st.integers(0, 9), avoid=st.frozensets(st.sampled_from("I01234"))
 )
@@ -183,7 +183,7 @@ def test_a_placement_can_serve(fleet: list[WorkerView], missing: int, limit: int
             assert missing > limit
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(fleet=fleets())
 def test_somebody_with_room_is_always_found(fleet: list[WorkerView]) -> None:
     """With local prefill for all, waiting means that every living decode worker is full."""

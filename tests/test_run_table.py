@@ -109,7 +109,7 @@ class RunTableMachine(RuleBasedStateMachine):
         assert self.table.allocator.num_used == 0
 
 
-RunTableMachine.TestCase.settings = settings(derandomize=True, deadline=None, max_examples=60, stateful_step_count=40)
+RunTableMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestRunTableMachine = RunTableMachine.TestCase
 
 

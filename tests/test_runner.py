@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from engine import runner as runner_module
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import SequenceSlice
+from engine.choice import Choice, Chosen
 from engine.model.weights import load_model
-from engine.runner import Choice, Chosen, Runner
+from engine.runner import Runner
 from engine.sampling import SamplingParams
 from engine.speculative import count_accepted
 from tests.checkpoints import write_checkpoint

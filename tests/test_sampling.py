@@ -96,7 +96,7 @@ def hash_in_plain_python(token: int, seed: int, position: int) -> int:
 @given(
     st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40), st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1)
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_hash_equals_unbounded_integers(ids: list[int], seed: int, position: int) -> None:
     expected = [hash_in_plain_python(token, seed, position) for token in ids]
     assert hash_words(torch.tensor(ids), seed, position).tolist() == expected
@@ -196,7 +196,7 @@ def test_tokens_follow_the_filtered_softmax(params: SamplingParams) -> None:
     min_p=st.sampled_from([0.0, 0.02, 1.0]),
     is_coarse=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_fast_equals_slow(
     seed: int,
     vocabulary: int,
@@ -244,7 +244,7 @@ def assert_fast_equals_slow(
     ),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),  # bfloat16: ties, on floors too
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_fast_equals_slow_for_many_rows(
     seed: int, vocabulary: int, spread: float, filters: list[Filter], dtype: torch.dtype
 ) -> None:

@@ -34,8 +34,6 @@ CHECKS: Any = [
 ]
 SETTINGS = settings(
     max_examples=20,
-    deadline=None,
-    derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],

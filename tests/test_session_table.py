@@ -403,9 +403,7 @@ class SessionTableMachine(RuleBasedStateMachine):
         assert self.table._by_handle == {}
 
 
-SessionTableMachine.TestCase.settings = settings(
-    derandomize=True, deadline=None, max_examples=300, stateful_step_count=50
-)
+SessionTableMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=50)
 TestSessionTableMachine = SessionTableMachine.TestCase
 
 
@@ -457,7 +455,7 @@ class Worker:
         self.table.finish_read(session.id, end, now=0.0)
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_every_session_ends_in_any_pool_that_holds_the_largest(data: st.DataObject) -> None:
     """Neither deadlock nor livelock, nor a reservation refused forever, nor a token lost to preemption."""

@@ -14,7 +14,7 @@ from decode_worker.speculation.lengths import (
     choose_lengths,
 )
 from decode_worker.speculation.ngram import LONGEST_MATCH, SHORTEST_MATCH, propose_repeat
-from runtime.config_parts import MOST_DRAFT_TOKENS
+from runtime.peer_input import MAX_DRAFT_TOKENS
 
 FLAT = CostCurve(((1, 1.0), (16, 1.0), (64, 4.0)))  # the first 16 rows cost what one costs
 STEEP = CostCurve(((1, 1.0), (64, 64.0)))  # every row costs the same: nothing to win by guessing
@@ -81,7 +81,7 @@ def test_the_sequence_that_is_easier_to_guess_gets_more() -> None:
 )
 def test_limits_hold(candidates: list[Candidate], other_rows: int, has_draft: bool) -> None:
     lengths = choose_lengths(candidates, other_rows, Costs(FLAT, CHEAP_DRAFT if has_draft else None))
-    assert all(0 <= length <= min(one.most, MOST_DRAFT_TOKENS) for length, one in zip(lengths, candidates, strict=True))
+    assert all(0 <= length <= min(one.most, MAX_DRAFT_TOKENS) for length, one in zip(lengths, candidates, strict=True))
 
 
 def test_acceptance_follows_what_happens() -> None:

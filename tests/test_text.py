@@ -44,7 +44,7 @@ cuts = st.lists(st.integers(0, 200), max_size=8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=texts | words, cuts=cuts)
 def test_deltas_of_any_text_are_its_full_decode(kind: str, text: str, cuts: list[int]) -> None:
     tokenizer = _loaded[kind]
@@ -54,11 +54,11 @@ def test_deltas_of_any_text_are_its_full_decode(kind: str, text: str, cuts: list
         assert tokenizer.decode(ids) == re.sub(r"<\|\w+\|>", "", text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), cuts=cuts)
 def test_deltas_of_any_byte_level_tokens_are_their_full_decode(data: st.DataObject, cuts: list[int]) -> None:
     tokenizer = _loaded["byte_level"]
-    ids = data.draw(st.lists(st.integers(0, tokenizer.vocabulary_size - 1), max_size=40))
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
     assert "".join(_deltas(tokenizer, ids, cuts)) == tokenizer.decode(ids)
 
 
@@ -79,21 +79,21 @@ def _sentencepiece_truth(tokenizer: Tokenizer, ids: list[int]) -> str:
     return out + run.decode(errors="replace")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), cuts=cuts)
 def test_deltas_of_any_sentencepiece_tokens(data: st.DataObject, cuts: list[int]) -> None:
     tokenizer = _loaded["sentencepiece"]
-    ids = data.draw(st.lists(st.integers(0, tokenizer.vocabulary_size - 1), max_size=40))
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
     assert "".join(_deltas(tokenizer, ids, cuts)) == _sentencepiece_truth(tokenizer, ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), cut=st.integers(0, 40))
 def test_text_goes_on_as_if_it_had_not_been_cut(kind: str, data: st.DataObject, cut: int) -> None:
     tokenizer = _loaded[kind]
     spaces = [token_id for token_id, piece in enumerate(tokenizer.pieces(range(350))) if piece.startswith(("▁", "Ġ"))]
-    ids = data.draw(st.lists(st.sampled_from(spaces) | st.integers(0, tokenizer.vocabulary_size - 1), max_size=40))
+    ids = data.draw(st.lists(st.sampled_from(spaces) | st.integers(0, tokenizer.vocab_size - 1), max_size=40))
     before, after = ids[:cut], ids[cut:]
     detokenizer = tokenizer.detokenizer(before=tokenizer.last_with_text(before))
     text = detokenizer.push(after) + detokenizer.flush()
@@ -111,7 +111,7 @@ def test_a_character_cut_in_two_is_whole_on_neither_side() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=words)
 def test_no_delta_of_well_formed_text_holds_a_broken_character(kind: str, text: str) -> None:
     text = text.replace("\ufffd", "")
@@ -143,7 +143,7 @@ def _truth(text: str, stops: list[str]) -> str:
 small = st.text(alphabet="abA", max_size=40)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(text=small, stops=st.lists(st.text(alphabet="abA", min_size=1, max_size=5), max_size=4), cuts=cuts)
 def test_stop_strings_cut_where_find_says_however_the_text_is_split(
     text: str, stops: list[str], cuts: list[int]

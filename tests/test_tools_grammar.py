@@ -49,7 +49,7 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def compiler() -> Any:
-    size = tokenizer().vocabulary_size
+    size = tokenizer().vocab_size
     texts = [tokenizer()._backend.id_to_token(index) or "" for index in range(size)]
     info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.BYTE_LEVEL, vocab_size=size, stop_token_ids=[END])
     return xgrammar.GrammarCompiler(info)
@@ -58,14 +58,14 @@ def compiler() -> Any:
 @cache
 def closing_tokens() -> frozenset[int]:
     closing = (b'"', b"}", b"]", b'"}')
-    return frozenset(
-        token for token in range(tokenizer().vocabulary_size) if tokenizer().raw_bytes(token) in closing
-    ) | {END}
+    return frozenset(token for token in range(tokenizer().vocab_size) if tokenizer().raw_bytes(token) in closing) | {
+        END
+    }
 
 
 @cache
 def control_tokens() -> frozenset[int]:
-    return frozenset(filter(tokenizer().is_silent, range(tokenizer().vocabulary_size))) - {END}
+    return frozenset(filter(tokenizer().is_silent, range(tokenizer().vocab_size))) - {END}
 
 
 def matcher(grammar: Grammar) -> Any:
@@ -75,7 +75,7 @@ def matcher(grammar: Grammar) -> Any:
 
 def walk(grammar: Grammar, rng: Random, starts: Sequence[str] = ("",)) -> str:
     """A text that the grammar lets through, begun with one of `starts`; prefers what closes."""
-    state, mask = matcher(grammar), xgrammar.allocate_token_bitmask(1, tokenizer().vocabulary_size)
+    state, mask = matcher(grammar), xgrammar.allocate_token_bitmask(1, tokenizer().vocab_size)
     ids = tokenizer().encode(rng.choice(starts), add_special_tokens=False)
     assert all(state.accept_token(token) for token in ids)
     while not state.is_terminated():

@@ -97,7 +97,7 @@ arguments = st.builds(
 calls_strategy = st.lists(st.tuples(st.sampled_from(NAMES), arguments), min_size=1, max_size=4)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(format=formats, calls=calls_strategy, lead=st.sampled_from(["", "Let me look.\n", "a < b ["]), cuts=cut_lists)
 def test_what_a_model_writes_is_read_however_it_is_split(
     format: Format, calls: list[Call], lead: str, cuts: list[int]
@@ -118,7 +118,7 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(formats, st.lists(st.sampled_from(FRAGMENTS), max_size=14), cut_lists, st.booleans())
 @example(FORMATS["hermes"], ['<tool_call>{"name": "now"}', "</tool_call>", " ", "<tool"], [], False)
 def test_any_text_gives_the_same_events_however_it_is_split_and_none_is_lost(
@@ -236,7 +236,7 @@ def test_deep_arguments_do_not_exhaust_the_stack() -> None:
 HALVES = [r"\ud83d", r"\ude42", r"\uDBFF", r"\uDFFF", r"\u00e9", r"\n", r"\\", r"\"", "x", "ud83d"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(HALVES), max_size=8).map("".join), cut_lists, st.booleans(), st.integers(0, 60))
 @example(r"\ud83d\ude42", [42], True, 0)
 def test_halves_of_surrogate_pairs_are_replaced(text: str, cuts: list[int], is_trusted: bool, cut_off: int) -> None:

@@ -35,13 +35,12 @@ from decode_worker.grammar.limits import (
 )
 from decode_worker.grammar.matcher import Grammar
 from decode_worker.grammar.vocabulary import Vocabulary, read_vocabulary
-from runtime.peer_input import MAX_JSON_DEPTH
+from runtime.peer_input import MAX_JSON_DEPTH, MAX_JSON_WHITESPACE
 
 _CHUNK_BYTES = 1 << 20
 # Before xgrammar's messages: a place in its own code, and the condition that did not hold there.
 _NO_MESSAGE = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: \(.*?\) is false: )?")
 _MAX_MESSAGE_CHARS = 300
-_MAX_WHITESPACE = 16  # in a row, in JSON: without a limit, models that are lost write it for ever
 _ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 
 _TOO_LARGE = f"it needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory to compile; simplify it"
@@ -87,9 +86,9 @@ def _compile(vocabulary: Vocabulary, kind: str, text: str) -> Frame:
 
 
 _COMPILERS: dict[str, Callable[[xgrammar.GrammarCompiler, str], xgrammar.CompiledGrammar]] = {
-    "json_schema": lambda compiler, text: compiler.compile_json_schema(text, max_whitespace_cnt=_MAX_WHITESPACE),
+    "json_schema": lambda compiler, text: compiler.compile_json_schema(text, max_whitespace_cnt=MAX_JSON_WHITESPACE),
     "json_object": lambda compiler, _text: compiler.compile_json_schema(
-        _ANY_OBJECT, max_whitespace_cnt=_MAX_WHITESPACE
+        _ANY_OBJECT, max_whitespace_cnt=MAX_JSON_WHITESPACE
     ),
     "regex": lambda compiler, text: compiler.compile_regex(text),
     "ebnf": lambda compiler, text: compiler.compile_grammar(text),

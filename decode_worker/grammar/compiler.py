@@ -36,12 +36,12 @@ def wall_limit_s(cpu_s: int) -> float:
 class GrammarCompiler:
     """Makes grammars of texts, for one tokenizer."""
 
-    def __init__(self, folder: Path, vocabulary_size: int, cpu_s: int) -> None:
-        """`folder` has the tokenizer; `vocabulary_size` is the model's. Starts nothing."""
+    def __init__(self, folder: Path, vocab_size: int, cpu_s: int) -> None:
+        """`folder` has the tokenizer; `vocab_size` is the model's. Starts nothing."""
         self._wall_s = wall_limit_s(cpu_s)
         self._command = [
             sys.executable, "-P", "-m", "decode_worker.grammar.child",
-            str(folder), str(vocabulary_size), str(cpu_s), str(self._wall_s),
+            str(folder), str(vocab_size), str(cpu_s), str(self._wall_s),
         ]  # fmt: skip
         self._turn = asyncio.Lock()  # held by the one whose grammar is compiled
         self._process: Process | None = None

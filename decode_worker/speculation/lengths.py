@@ -9,7 +9,7 @@ to guess and in small batches; in large ones, whose rows are dear, none.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from runtime.config_parts import MOST_DRAFT_TOKENS
+from runtime.peer_input import MAX_DRAFT_TOKENS
 
 PRIOR_ACCEPTANCE = 0.6  # of a sequence that nothing is known of
 PRIOR_TRIALS = 2.0  # how many observed guesses that belief is worth
@@ -86,7 +86,7 @@ def choose_lengths(candidates: Sequence[Candidate], other_rows: int, costs: Cost
         return lengths
     rows = other_rows + len(candidates)
     best = _Step(rows, float(len(candidates)), costs.step.seconds(rows))
-    for depth in range(1, MOST_DRAFT_TOKENS + 1):
+    for depth in range(1, MAX_DRAFT_TOKENS + 1):
         before = best
         for is_free in (True, False):
             group = [

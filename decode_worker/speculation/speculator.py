@@ -14,7 +14,7 @@ from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, Wanted
 from decode_worker.speculation.lengths import Costs
 from engine.out_of_memory import is_out_of_memory
-from runtime.config_parts import MOST_DRAFT_TOKENS
+from runtime.peer_input import MAX_DRAFT_TOKENS
 
 log = structlog.get_logger()
 
@@ -34,7 +34,7 @@ class Speculator:
     def resolve(self, drafter: str, max_draft_tokens: int) -> tuple[str, int]:
         """Who guesses for a request that asks for `drafter` ("" or "auto": the worker's choice), and how far at most.
 
-        ValueError for a drafter that is not here.
+        ValueError for a drafter that is not here, or too many guesses.
         """
         if drafter in ("", "auto"):
             drafter = self._speculate
@@ -45,7 +45,9 @@ class Speculator:
         if drafter not in self._drafters:
             known = ", ".join(("off", *self._drafters))
             raise ValueError(f"speculation is {drafter!r}; this worker has {known} (a draft model: --draft-model)")
-        return drafter, min(max_draft_tokens or self._max_draft_tokens, MOST_DRAFT_TOKENS)
+        if max_draft_tokens > MAX_DRAFT_TOKENS:
+            raise ValueError(f"max_draft_tokens is {max_draft_tokens}, expected at most {MAX_DRAFT_TOKENS}")
+        return drafter, max_draft_tokens or self._max_draft_tokens
 
     def costs(self) -> Costs | None:
         """What guesses cost; None while nothing was measured."""

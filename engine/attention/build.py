@@ -16,7 +16,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("cpu_paged.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
-BUILD_SECONDS = 120
+BUILD_S = 120
 
 
 class BuildError(Exception):
@@ -73,11 +73,11 @@ def _build(command: list[str], link: list[str], path: Path) -> None:
                 [*command, str(SOURCE), "-o", str(built), *link],
                 capture_output=True,
                 text=True,
-                timeout=BUILD_SECONDS,
+                timeout=BUILD_S,
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise BuildError(f"{command[0]} took more than {BUILD_SECONDS} s on {SOURCE.name}") from error
+            raise BuildError(f"{command[0]} took more than {BUILD_S} s on {SOURCE.name}") from error
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
             first = next((line for line in lines if "error" in line), lines[0])
@@ -107,7 +107,7 @@ def _openmp_library() -> list[str]:
 def _fingerprint(command: list[str], link: list[str]) -> str:
     """16 hex digits over everything the built file depends on."""
     try:
-        version = subprocess.run([*command[:1], "--version"], capture_output=True, timeout=BUILD_SECONDS).stdout
+        version = subprocess.run([*command[:1], "--version"], capture_output=True, timeout=BUILD_S).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} --version failed: {error}") from error
     parts = [SOURCE.read_bytes(), version, repr((command, link)).encode(), _cpu_features().encode()]

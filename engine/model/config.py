@@ -66,7 +66,7 @@ class ModelConfig:
     is_tied: bool  # lm_head shares the embedding
     windows: tuple[int | None, ...]  # L values: tokens a query sees, itself included; None is all of them
     rope: RopeConfig
-    context_length: int  # tokens
+    context_tokens: int  # most in a sequence
 
     @property
     def attention_shape(self) -> AttentionShape:
@@ -115,7 +115,7 @@ def build_config(config: Json) -> ModelConfig:
         windows=_build_windows(config, family, num_layers),
         rope=rope,
         # Qwen's recipe for long contexts adds yarn and leaves max_position_embeddings at the original.
-        context_length=max(trained_context, int(rope.original_context * rope.factor) if rope.kind == "yarn" else 0),
+        context_tokens=max(trained_context, int(rope.original_context * rope.factor) if rope.kind == "yarn" else 0),
     )
 
 

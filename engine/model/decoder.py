@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.attention.base import AttentionBackend, AttentionShape
+from engine.attention.base import AttentionBackend
 from engine.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.linear import Linear
@@ -50,12 +50,8 @@ class Decoder:
         self._layers = tuple(layers)
         self._final_norm = final_norm
         self._lm_head = lm_head
-        table = build_rope_table(config.rope, config.head_dim, config.context_length)
-        self._rope_table = table.to(self.device, self.dtype)  # [context_length, 2, D / 2]
-
-    @property
-    def attention_shape(self) -> AttentionShape:
-        return self.config.attention_shape
+        table = build_rope_table(config.rope, config.head_dim, config.context_tokens)
+        self._rope_table = table.to(self.device, self.dtype)  # [context_tokens, 2, D / 2]
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: Tensor, attention: AttentionBackend) -> Tensor:

@@ -8,8 +8,8 @@ from starlette.requests import Request
 
 from gateway.errors import ApiError, bad_request
 from gateway.front import Front, FrontOptions
-from gateway.patience import waking_timeout
 from gateway.rest.repeated_keys import count_keys, find_repeated_key
+from gateway.waking_timeout import waking_timeout
 
 # Parsing holds the event loop: up to 3 us per container, 0.5 us per string and 0.1 us per number, freeing them included
 # (measured on 8 MB bodies). Within these limits it takes less than 0.1 s; real requests stay far below them.

@@ -1,6 +1,6 @@
 """The OpenAI wire format of requests: names and types.
 
-Values and limits are checked in validate.py. Must not know HTTP, answers or who generates.
+Values and limits are checked by the rules that raw_request.py names. Must not know HTTP, answers or who generates.
 """
 
 import re
@@ -16,13 +16,12 @@ from gateway.rest.tool_types import TOOLS_FIELD, MessageToolCalls, ToolChoice, T
 from gateway.sampling_rules import (
     MAX_BIAS,
     MAX_BIASED_TOKENS,
-    MAX_DRAFT_TOKENS,
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MAX_TEMPERATURE,
 )
 from gateway.validate import MAX_CHOICES, MAX_MESSAGES, MAX_STOP_STRINGS
-from runtime.peer_input import MAX_LOGPROBS
+from runtime.peer_input import MAX_DRAFT_TOKENS, MAX_LOGPROBS
 
 
 def _kind(value: object) -> str:

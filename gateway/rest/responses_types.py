@@ -1,6 +1,6 @@
 """Body of OpenAI's Responses API: names and types.
 
-Values and limits are checked in validate.py. Must not know HTTP, answers or who generates.
+Values and limits are checked by the rules that raw_request.py names. Must not know HTTP, answers or who generates.
 """
 
 from typing import Annotated, Any, Literal

@@ -13,11 +13,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.errors import ApiError
-from gateway.patience import waking_timeout
 from gateway.rest.connection import abort_connection
 from gateway.rest.disconnect import until_disconnect
 from gateway.rest.http_errors import error_response
 from gateway.rest.openai_answers import build_error, encode
+from gateway.waking_timeout import waking_timeout
 
 _log = structlog.get_logger()
 

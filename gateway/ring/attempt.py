@@ -204,7 +204,7 @@ def _prefilled(response: prefill_pb2.RunResponse) -> Prefilled:
     )
 
 
-def _news(delta: decode_pb2.SequenceDelta, error: str) -> News:
+def _news(delta: decode_pb2.SessionDelta, error: str) -> News:
     timing = delta.timing
     return News(
         delta.attempt,

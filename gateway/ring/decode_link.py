@@ -27,7 +27,7 @@ class Lost:
     reason: str
 
 
-News = decode_pb2.SequenceDelta | prefill_pb2.RunResponse | Lost | Exception  # an exception: what ended the prefill
+News = decode_pb2.SessionDelta | prefill_pb2.RunResponse | Lost | Exception  # an exception: what ended the prefill
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +94,7 @@ class DecodeLink(WorkerLink):
             self._on_change()
             await asyncio.sleep(RETRY_S)
 
-    def _deliver(self, delta: decode_pb2.SequenceDelta) -> None:
+    def _deliver(self, delta: decode_pb2.SessionDelta) -> None:
         session = self._sessions.get(delta.handle)
         if session is None:
             if not delta.finish_reason:

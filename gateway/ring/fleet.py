@@ -23,16 +23,27 @@ class Fleet:
         decode: Sequence[str],
         heartbeat_s: float,
         stall_s: float,
+        context_tokens: int,
         open_channel: OpenChannel = rpc.open_channel,
     ) -> None:
+        """context_tokens: the longest prompt and answer that this gateway accepts."""
+        self._context_tokens = context_tokens
         self._subscribers: list[Callable[[], None]] = [self._report_mismatches]
-        self._compared: set[tuple[str, str]] = set()  # incarnations of pairs already compared
+        self._compared: set[tuple[str, ...]] = set()  # incarnations of workers and of pairs already compared
         options = LinkOptions(heartbeat_s, stall_s, self._notify, open_channel)
         self.prefill = {address: PrefillLink(address, options) for address in prefill}
         self.decode = {address: DecodeLink(address, options) for address in decode}
 
     def _report_mismatches(self) -> None:
-        """Say once, naming both values, which alive workers cannot exchange pages."""
+        """Say once, naming both values, which alive workers refuse what we accept, or cannot exchange pages."""
+        for link in self.links():
+            worker = (link.status.peer.incarnation,)
+            if worker in self._compared or link.find_trouble():
+                continue
+            self._compared.add(worker)
+            if link.status.context_tokens < self._context_tokens:
+                reason = f"max_context_tokens here {self._context_tokens}, there {link.status.context_tokens}"
+                log.error("a worker has less context than the gateway", there=link.address, reason=reason)
         for prefill in self.prefill.values():
             for decode in self.decode.values():
                 pair = (prefill.status.peer.incarnation, decode.status.peer.incarnation)

@@ -69,7 +69,7 @@ class SessionTiming:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a session's worker says of it, as in SequenceDelta."""
+    """What a session's worker says of it, as in SessionDelta."""
 
     attempt: int
     token_ids: Sequence[int]

@@ -30,7 +30,7 @@ from gateway.ring.request_events import (
 )
 
 MAX_ATTEMPTS = 3  # that failed in a row, none of them with a new token
-MAX_LOSSES = 10  # the same when the last one ended because its worker was gone: mostly no fault of the request
+MAX_LOSSES = 10  # the same when the last one ended because a worker was gone or refused: mostly no fault of the request
 
 
 class Phase(Enum):

@@ -25,7 +25,7 @@ class SamplingDefaults:
 class ModelFacts:
     """Limits and defaults of one model."""
 
-    vocabulary_size: int | None  # rows of the embedding; None when config.json does not say
+    vocab_size: int | None  # rows of the embedding; None when config.json does not say
     context_tokens: int  # most tokens in prompt and answer together
     eos_token_ids: frozenset[int]
     defaults: SamplingDefaults

@@ -1,6 +1,6 @@
 """The model's tokenizer and chat template: text to token ids and back.
 
-The only file that imports transformers. Must not know requests, REST or gRPC, nor import torch itself.
+The only file of the gateway that imports transformers. Must not know requests, REST or gRPC, nor import torch itself.
 """
 
 import re
@@ -42,7 +42,7 @@ class Tokenizer:
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
         self._raw_bytes = _bytes_of_pieces(self._backend)
-        self.vocabulary_size: int = facts.vocabulary_size or self._backend.get_vocab_size()
+        self.vocab_size: int = facts.vocab_size or self._backend.get_vocab_size()
         self.context_tokens = min(facts.context_tokens, max_context_tokens or facts.context_tokens)
         self.eos_token_ids = _with_own_eos(facts, self._hf.eos_token_id)
         self.sampling_defaults = facts.defaults

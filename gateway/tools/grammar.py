@@ -10,10 +10,10 @@ import msgspec
 from gateway.generation import Grammar
 from gateway.tools.formats import Format
 from gateway.tools.request import Tool, ToolUse
+from runtime.peer_input import MAX_JSON_WHITESPACE
 
 _Node = dict[str, Any]
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
-_MAX_WHITESPACE = 16  # in a row: without a limit, models that are lost write it for ever
 
 
 def call_grammar(use: ToolUse, answer: Grammar | None = None) -> Grammar | None:
@@ -94,7 +94,7 @@ def _around(format: Format, name: str) -> tuple[str, str]:
 
 def _arguments(tool: Tool, *, is_exact: bool) -> _Node:
     schema = tool.schema if is_exact else _ANY_OBJECT
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MAX_WHITESPACE}
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_JSON_WHITESPACE}
 
 
 def _answer_node(answer: Grammar) -> _Node:
