@@ -14,8 +14,8 @@ from runtime.config_parts import ProcessConfig
 from runtime.settings import ConfigError
 from runtime.trust import Trust, load_trust
 
-TIMEOUT_S = 5.0  # for one answer
-MARGIN_S = 10.0  # for the process to end after its drain
+TIMEOUT_S = 15.0  # for one answer
+MARGIN_S = 30.0  # for the process to end after its drain
 POLL_S = 0.5
 
 Stub = decode_pb2_grpc.DecodeStub | prefill_pb2_grpc.PrefillStub
