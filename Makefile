@@ -55,7 +55,7 @@ gpu-check: $(DEV_STAMP) ## Run the checks that need a GPU and print a table
 bench-spec: $(DEV_STAMP) ## Measure TPOT with and without guessing ahead; ARGS= goes to bench.spec
 	$(BIN)/python -m bench.spec $(ARGS)
 
-faults: $(DEV_STAMP) ## Test faults between real processes, one test or more for each row of the fault list
+faults: $(DEV_STAMP) ## Test faults between real processes; docs/RELIABILITY.md lists which
 	$(BIN)/python -m pytest -m faults tests/faults $(ARGS)
 
 chaos: $(DEV_STAMP) ## Kill workers under load and compare every answer; takes MINUTES
