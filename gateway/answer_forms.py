@@ -6,12 +6,12 @@ Knows sizes and how texts are written, not whether a schema, expression or gramm
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pydantic_core
 
 from gateway.errors import bad_request
 from gateway.generation import Grammar
+from gateway.json_schema import check_enforced
 from gateway.raw_request import AnswerForm
 
 MAX_GRAMMAR_BYTES = 64 * 2**10
@@ -24,7 +24,7 @@ def check_form(form: AnswerForm | None) -> Grammar | None:
     if form.kind == "json_object":
         return Grammar("json_object", "", form.param)
     if form.kind == "json_schema":
-        return Grammar("json_schema", _checked(_schema_text(form.value, form.param), form.param), form.param)
+        return Grammar("json_schema", _schema_text(form), form.param)
     if form.kind == "choice":
         return Grammar("ebnf", _checked(_one_of(form.value, form.param), form.param), form.param)
     if not form.value:
@@ -32,15 +32,19 @@ def check_form(form: AnswerForm | None) -> Grammar | None:
     return Grammar("regex" if form.kind == "regex" else "ebnf", _checked(form.value, form.param), form.param)
 
 
-def _schema_text(schema: str | Mapping[str, Any], param: str) -> str:
+def _schema_text(form: AnswerForm) -> str:
     """The schema as JSON, whether it came as an object or as text."""
+    schema, param = form.value, form.param
     try:
         value = pydantic_core.from_json(_checked(schema, param)) if isinstance(schema, str) else schema
         if not isinstance(value, Mapping):
             raise bad_request(f"{param} must be a JSON schema, which is an object", param, "invalid_type")
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = _checked(json.dumps(value, ensure_ascii=False, allow_nan=False), param)
     except ValueError as error:
         raise bad_request(f"{param} is not valid JSON: {str(error)[:200]}", param) from error
+    if form.is_exact:
+        check_enforced(value, param)
+    return text
 
 
 def _one_of(texts: Sequence[str], param: str) -> str:

@@ -11,6 +11,8 @@ from gateway.errors import bad_request
 from gateway.raw_request import AnswerForm
 from gateway.rest.openai_base import Body, Texts
 
+STRICT = "Refuses a schema of which a part cannot be enforced; otherwise that part is left to the model."
+
 
 class JsonSchema(Body):
     """A JSON schema and its name."""
@@ -18,7 +20,7 @@ class JsonSchema(Body):
     name: str = Field(description="Not used.")
     description: str | None = Field(None, description="Not used.")
     schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = Field(None, description="Answers always match, whatever it says.")
+    strict: bool | None = Field(None, description=STRICT)
 
 
 class ResponseFormat(Body):
@@ -33,7 +35,12 @@ class ResponseFormat(Body):
             if self.json_schema is None:
                 path = "response_format.json_schema"
                 raise bad_request(f"{path} is missing, which the type json_schema needs", path, "missing_field")
-            return AnswerForm("json_schema", self.json_schema.schema_, "response_format.json_schema.schema")
+            return AnswerForm(
+                "json_schema",
+                self.json_schema.schema_,
+                "response_format.json_schema.schema",
+                bool(self.json_schema.strict),
+            )
         if self.json_schema is not None:
             raise bad_request("response_format.json_schema needs the type json_schema", "response_format.json_schema")
         return None if self.type == "text" else AnswerForm("json_object", None, "response_format")

@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from gateway.errors import bad_request
 from gateway.raw_request import AnswerForm, Chat, Prompt, RawRequest
 from gateway.rest.openai_base import Body, FirstErrorOnly, TextOr
+from gateway.rest.openai_forms import STRICT
 from gateway.rest.tool_types import ArgumentsText, ChoiceOr
 from gateway.sampling_rules import MAX_TEMPERATURE
 from gateway.tools.history import template_call
@@ -94,7 +95,7 @@ class TextFormat(Body):
     name: str | None = Field(None, description="Not used.")
     description: str | None = Field(None, description="Not used.")
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = Field(None, description="Answers always match, whatever it says.")
+    strict: bool | None = Field(None, description=STRICT)
 
     def form(self) -> AnswerForm | None:
         """None for text of any form. Raises ApiError when type and schema do not belong together."""
@@ -103,7 +104,7 @@ class TextFormat(Body):
             verb = "is missing, which the type json_schema needs" if self.schema_ is None else "needs that type"
             raise bad_request(f"{path} {verb}", path, "missing_field" if self.schema_ is None else "invalid_value")
         if self.type == "json_schema":
-            return AnswerForm("json_schema", self.schema_, path)
+            return AnswerForm("json_schema", self.schema_, path, bool(self.strict))
         return None if self.type == "text" else AnswerForm("json_object", None, "text.format")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gateway.errors import bad_request
+from gateway.json_schema import check_enforced
 from gateway.tools.formats import Format
 from gateway.tools.json_object import check_depth
 
@@ -113,6 +114,8 @@ def _check_list(raw: RawTools) -> None:
             check_depth(tool.schema)
         except ValueError as error:
             raise bad_request(f"{path}: {error}", path) from error
+        if tool.is_strict:
+            check_enforced(tool.schema, path)
         seen.add(tool.name)
     try:
         num_bytes = len(json.dumps([tool.as_template_input() for tool in raw.tools], allow_nan=False))

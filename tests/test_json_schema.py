@@ -1,0 +1,127 @@
+"""What is said not to be enforced is all that answers can disregard. Random schemas, and random answers to them."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode_worker.grammar.errors import GrammarMismatchError
+from demo.paths import TARGET_DIR
+from gateway.json_schema import find_unenforced
+from gateway.text.tokenizer import Tokenizer
+from tests.grammars import allowed_in, compile_here, vocabulary
+
+STOP = 2
+NUMBERS = st.integers(-9, 9) | st.sampled_from([0.5, -2.5])
+COUNTS = st.integers(0, 3)
+VALUES = st.sampled_from([0, 1, 2.5, "a", "abc", None, True, [1], {"a": 1}])
+NAMES = st.sampled_from(["a", "b", "xa"])
+PATTERNS = st.sampled_from(["^a+$", "b", "^[a-c]{2,3}$", "^x"])
+TYPES = ["object", "array", "string", "integer", "number", "boolean", "null"]
+REFS = st.sampled_from(["#", "#/$defs/a", "#/$defs/b", "http://host/schema", "#there"])
+
+
+def keywords(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Any keywords beside each other."""
+    listed = st.lists(inner, min_size=1, max_size=3)
+    named = st.dictionaries(NAMES, inner, max_size=3)
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(TYPES) | st.lists(st.sampled_from(TYPES), min_size=1, max_size=2, unique=True),
+            "$ref": REFS, "const": VALUES, "enum": st.lists(VALUES, min_size=1, max_size=3), "anyOf": listed,
+            "oneOf": listed, "allOf": listed, "not": inner, "if": inner, "then": inner, "properties": named,
+            "required": st.lists(NAMES, max_size=2, unique=True), "additionalProperties": inner | st.booleans(),
+            "patternProperties": st.dictionaries(PATTERNS, inner, max_size=2), "propertyNames": inner,
+            "minProperties": COUNTS, "maxProperties": COUNTS, "dependentRequired": st.just({"a": ["b"]}),
+            "items": inner, "prefixItems": listed, "minItems": COUNTS, "maxItems": COUNTS, "uniqueItems": st.booleans(),
+            "contains": inner, "minLength": COUNTS, "maxLength": COUNTS, "pattern": PATTERNS,
+            "format": st.sampled_from(["date", "ipv4", "unheard-of"]), "minimum": NUMBERS, "maximum": NUMBERS,
+            "exclusiveMinimum": NUMBERS, "exclusiveMaximum": NUMBERS, "multipleOf": st.sampled_from([1, 3, 0.5]),
+            "title": st.just("t"), "default": VALUES, "unevaluatedProperties": st.booleans(),
+        },
+    )  # fmt: skip
+
+
+@st.composite
+def schemas(draw: st.DrawFn, depth: int = 2) -> dict[str, Any]:
+    """With few keywords: most schemas with many of them allow nothing."""
+    inner = schemas(depth - 1) if depth else st.sampled_from([{"type": "integer"}, {"type": "string"}, {}])
+    drawn = draw(keywords(inner))
+    kept = draw(st.lists(st.sampled_from(sorted(drawn)), max_size=4, unique=True)) if drawn else []
+    return {key: value for key, value in drawn.items() if key in kept or key == "type"}
+
+
+def answers(text: str, count: int) -> list[Any]:
+    """Values that the grammar of the schema allows; fewer when it is refused or does not end."""
+    try:
+        grammar = compile_here("json_schema", text, vocabulary())
+    except (RuntimeError, ValueError):
+        return []  # refused, which is no answer either
+    found = []
+    for seed in range(count):
+        state, tokens, dice = grammar.new_matcher([STOP]), list[int](), random.Random(seed)
+        try:
+            while not state.is_over and len(tokens) < 120:
+                allowed = allowed_in(state.fill(())[0])
+                token = STOP if STOP in allowed and dice.random() < 0.5 else dice.choice(allowed)
+                state.accept([token])
+                tokens += [token] if token != STOP else []
+        except (GrammarMismatchError, IndexError):
+            continue
+        if state.is_over:
+            written = Tokenizer(TARGET_DIR).decode(tokens)
+            if "\ufffd" not in written:
+                found.append(json.loads(written))
+    return found
+
+
+@settings(max_examples=300)
+@given(schemas(), schemas(depth=0), schemas(depth=1))
+def test_answers_match_all_that_is_not_reported(
+    schema: dict[str, Any], one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    schema = {**schema, "$defs": {"a": one, "b": other}}
+    problem = find_unenforced(schema)
+    if problem is not None:
+        assert " at #" in problem
+        return
+    for answer in answers(json.dumps(schema), 2):
+        jsonschema.Draft202012Validator(schema).validate(answer)
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "'uniqueItems' at #/properties/a"),
+        ({"type": "string", "pattern": "^a$", "maxLength": 3}, "'maxLength' beside 'pattern' at #"),
+        ({"anyOf": [{"type": "null"}, {"minimum": 3}]}, "'minimum' at #/anyOf/1"),
+        ({"$ref": "http://host/schema"}, "a '$ref' to another schema at #"),
+        ({"$defs": {"a": {"type": "integer"}}, "$ref": "#/$defs/a", "minimum": 3}, "'minimum' beside '$ref' at #"),
+        ({"type": "integer", "enum": [1, "a"]}, "'type' beside 'enum' at #"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "'oneOf' of schemas that may match at once at #"),
+        ({"type": "object", "required": ["a"]}, "'required' of 'a', which is not in 'properties', at #"),
+        ({"items": {"not": {}}}, "'not' at #/items"),
+    ],
+)
+def test_what_is_not_enforced_is_named_with_its_place(schema: dict[str, Any], problem: str) -> None:
+    assert find_unenforced(schema) == problem
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "uniqueItems": False, "items": {"type": ["string", "null"]}},
+        {"type": "string", "minimum": 3, "title": "a text, which minimum says nothing of"},
+        {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}, {"const": 5}]},
+        {"oneOf": [{"properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in ("cat", "dog")]},
+        {"$defs": {"a": {"type": "object"}}, "type": "object", "anyOf": [{"$ref": "#/$defs/a"}]},
+        {"$defs": {"a": {"type": "integer"}}, "$ref": "#/$defs/a", "description": "a note", "default": 3, "x-own": 1},
+    ],
+)
+def test_what_users_write_is_taken(schema: dict[str, Any]) -> None:
+    assert find_unenforced(schema) is None
