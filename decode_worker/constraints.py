@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import structlog
 
 from decode_worker.batching import Planned
-from decode_worker.grammar.errors import GrammarMismatchError
+from decode_worker.grammar.errors import GrammarFailedError, GrammarMismatchError
 from decode_worker.grammar.helper import Done, Helper, HelperStuckError
 from decode_worker.grammar.limits import MAX_STEP_CPU_S, MAX_STUCK_CPU_S, MAX_TURN_CPU_S
 from decode_worker.grammar.matcher import Matcher
@@ -138,4 +138,4 @@ def _report(session: Session, result: T | Exception) -> T | Exception:
     if not isinstance(result, Exception) or isinstance(result, GrammarMismatchError):
         return result
     log.error("a grammar was not followed", request_id=session.request_id, exc_info=result)
-    return GrammarMismatchError(f"the grammar could not be followed: {type(result).__name__}")
+    return GrammarFailedError(f"the grammar could not be followed: {type(result).__name__}")

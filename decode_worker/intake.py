@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -25,6 +25,7 @@ from runtime.rpc import OpenChannel
 log = structlog.get_logger()
 
 PROBE_BYTES = 16 << 20  # enough for a steady rate, little enough to take milliseconds
+LOOK_S = 1.0  # between two looks for peers that died
 
 
 class HandshakeRefusedError(Exception):
@@ -40,7 +41,10 @@ class KnownPeer:
 
 
 class Intake:
-    """Owns the readers, one per prefill worker address; a new incarnation takes the old one's place."""
+    """Owns the readers, one per prefill worker address; a new incarnation takes the old one's place.
+
+    A reader keeps its peer's pool in memory: that of a dead peer is closed within LOOK_S, or after the read under way.
+    """
 
     def __init__(
         self,
@@ -65,7 +69,8 @@ class Intake:
         self._open_channel = open_channel
         self._peers: dict[str, KnownPeer] = {}  # address |-> peer
         self._greeting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # address |-> held in a handshake
-        self._reads: set[asyncio.Future[kv_pb2.OfferResponse]] = set()  # the event loop itself holds tasks weakly
+        self._reads: dict[asyncio.Future[kv_pb2.OfferResponse], Reader] = {}  # under way |-> what it reads with
+        self._watching: asyncio.Task[None] | None = None  # while there are peers
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-read")
 
     def transports(self) -> dict[str, str]:
@@ -89,8 +94,10 @@ class Intake:
         except (ReadError, ValueError) as error:
             raise HandshakeRefusedError(str(error)) from error
         rate = await self._measure(reader, peer)
-        forgotten = self._forget(lambda other: other is known or other.reader.is_gone())
+        forgotten = self._forget(lambda other: other is known or self._is_dead(other))
         self._peers[peer.address] = KnownPeer(peer, reader)
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch())
         log.info(
             "peer accepted", peer=peer.address, incarnation=peer.incarnation, transport=reader.transport, why=why,
             gigabytes_per_s=round(rate / 1e9, 2),
@@ -99,10 +106,22 @@ class Intake:
             await old.close()
         return reader.transport
 
+    async def _watch(self) -> None:
+        """Forget dead peers, until none is left: one that never comes back shakes no hands again."""
+        while self._peers:
+            await asyncio.sleep(LOOK_S)
+            for reader in self._forget(self._is_dead):
+                await reader.close()
+
+    def _is_dead(self, known: KnownPeer) -> bool:
+        """Whether its process is dead, and nobody reads what it left."""
+        return known.reader not in self._reads.values() and known.reader.is_gone()
+
     def _forget(self, is_meant: Callable[[KnownPeer], bool]) -> list[Reader]:
-        """Dead peers: a worker that restarts on another address never takes its old place. The caller closes these."""
+        """The caller closes the readers."""
         forgotten = [address for address, known in self._peers.items() if is_meant(known)]
         for address in forgotten:
+            log.info("peer forgotten", peer=address, incarnation=self._peers[address].peer.incarnation)
             if not self._greeting[address].locked():
                 del self._greeting[address]
         return [self._peers.pop(address).reader for address in forgotten]
@@ -137,13 +156,13 @@ class Intake:
     async def take(self, offer: kv_pb2.OfferRequest) -> kv_pb2.OfferResponse:
         """Read offered pages into their session. The answer is the acknowledgement, or says why not."""
         try:
-            reading = self._begin(offer)
+            reader, targets = self._begin(offer)
         except OfferRefusedError as error:
             return self._refuse(offer, error.reason, error.detail)
         # Runs to its end even when the caller goes away: the session's pages are leased until the copy is over.
-        task = asyncio.ensure_future(reading())
-        self._reads.add(task)
-        task.add_done_callback(self._reads.discard)
+        task = asyncio.ensure_future(self._read(offer, reader, targets))
+        self._reads[task] = reader
+        task.add_done_callback(self._reads.pop)
         return await asyncio.shield(task)
 
     def renew(self, ticket: kv_pb2.Ticket) -> None:
@@ -158,8 +177,8 @@ class Intake:
                 "incarnation", f"ticket of incarnation {ticket.incarnation}; this worker is {self._me.incarnation}"
             )
 
-    def _begin(self, offer: kv_pb2.OfferRequest) -> Callable[[], Awaitable[kv_pb2.OfferResponse]]:
-        """Check the offer against peer and session; returns the read, which must then be run."""
+    def _begin(self, offer: kv_pb2.OfferRequest) -> tuple[Reader, list[int]]:
+        """Check the offer against peer and session; returns what to read with, and the pages that then must be read."""
         ticket = offer.ticket
         self._check_ticket(ticket)
         known = next((peer for peer in self._peers.values() if peer.peer.incarnation == offer.incarnation), None)
@@ -167,7 +186,7 @@ class Intake:
             raise OfferRefusedError("handshake", f"incarnation {offer.incarnation} has not shaken hands here")
         with self._thread.lock:
             targets = self._table.begin_read(ticket.session, ticket.attempt, offer.begin, offer.end, len(offer.pages))
-        return lambda: self._read(offer, known.reader, targets)
+        return known.reader, targets
 
     async def _read(self, offer: kv_pb2.OfferRequest, reader: Reader, targets: list[int]) -> kv_pb2.OfferResponse:
         session = offer.ticket.session
@@ -198,6 +217,8 @@ class Intake:
         return kv_pb2.OfferResponse(accepted=False, reason=reason, detail=detail)
 
     async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         for known in self._peers.values():
             await known.reader.close()
         self._executor.shutdown(wait=True)

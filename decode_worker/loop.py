@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from decode_worker.batching import Planned, plan_guesses, plan_step
 from decode_worker.constraints import Constraints, Standing
+from decode_worker.grammar.errors import GrammarMismatchError
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.session import Delta, Session
 from decode_worker.session_table import SessionTable
@@ -110,7 +111,7 @@ class DecodeLoop:
             elif outcome is Standing.WHOLE:
                 ended.append(self._end(step.session, "stop"))
             else:
-                ended.append(self._end(step.session, "error", str(outcome)))
+                ended.append(self._end(step.session, _reason(outcome), str(outcome)))
         return constrained, ended
 
     def _end(self, session: Session, reason: str, error: str = "") -> Delta:
@@ -175,7 +176,7 @@ class DecodeLoop:
 
     def _finish_one(self, step: Planned, outcome: _Outcome | Exception, now: float) -> Delta | None:
         if isinstance(outcome, Exception):
-            return self._table.fail(step.session, str(outcome), now)
+            return self._table.fail(step.session, str(outcome), now, _reason(outcome))
         return self._table.finish_step(
             step.session,
             step.count + len(step.guesses),
@@ -186,6 +187,11 @@ class DecodeLoop:
             step.guessed,
             outcome.is_whole,
         )
+
+
+def _reason(outcome: object) -> str:
+    """The finish_reason of a session that ends by this error."""
+    return "grammar_error" if isinstance(outcome, GrammarMismatchError) else "error"
 
 
 def build_slice(step: Planned, num_logits: int) -> SequenceSlice:

@@ -84,7 +84,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         except NothingToShareError as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         except NoRoomError as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), ((rpc.REFUSED_FOR, rpc.NO_ROOM),))
         except (NeverFitsError, ValueError) as error:  # ValueError: a parameter out of range, or two that do not agree
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         log.info("session reserved", request_id=request.request_id, session=session.id, attempt=session.attempt)
@@ -106,7 +106,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             problem = f"the answer's {wanted.kind} cannot be used: {error}"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem, ((rpc.FIELD_AT_FAULT, "grammar"),))
         except GrammarBusyError as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), ((rpc.REFUSED_FOR, rpc.GRAMMAR_BUSY),))
         except GrammarBrokenError as error:
             await context.abort(grpc.StatusCode.INTERNAL, str(error))
 

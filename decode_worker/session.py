@@ -247,7 +247,7 @@ class Delta:
     handle: int
     attempt: int
     token_ids: tuple[int, ...]
-    finish_reason: str = ""  # at the end "stop", "length", "error", or "expired" when no KV came
+    finish_reason: str = ""  # at the end "stop", "length", "error", "grammar_error", or "expired" when no KV came
     error: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens, if they are told here

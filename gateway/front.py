@@ -145,7 +145,7 @@ def _numbered(orders: Sequence[Order]) -> tuple[Order, ...]:
 
 def _shared(generation: Generation, n: int) -> SharedPrompt | None:
     """Log-probabilities of a prompt are told only where it is computed."""
-    return SharedPrompt() if n > 1 and generation.num_prompt_logprobs is None else None
+    return SharedPrompt(n) if n > 1 and generation.num_prompt_logprobs is None else None
 
 
 def _num_told_places(generation: Generation) -> int:

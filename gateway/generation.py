@@ -103,7 +103,9 @@ class SharedPrompt:
     One object per prompt, handed to every `Ring.generate` of it. Opaque above the ring, which keeps its state in it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_choices: int = 1) -> None:
+        """`num_choices`: generations that will be asked for. The queue takes all of them with the first, or none."""
+        self.num_choices = num_choices
         self.leader: object | None = None  # set and read by the ring only
 
 

@@ -119,9 +119,9 @@ class Offers:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            detail = f"{ticket.address}: {error.code().name}: {error.details()}"
+            detail = f"decode worker {ticket.address}: {error.code().name}: {error.details()}"
             log.warning("decode worker failed", detail=detail)
-            raise OfferFailedError(grpc.StatusCode.UNAVAILABLE, detail) from error
+            raise OfferFailedError(grpc.StatusCode.ABORTED, detail) from error  # UNAVAILABLE would be said of ourselves
 
     async def close(self) -> None:
         for target in self._targets.values():

@@ -18,6 +18,7 @@ from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.offers import OfferFailedError, Offers
 from prefill_worker.run_table import PrefillRun, RunTable
 from protos import decode_pb2, kv_pb2, prefill_pb2, prefill_pb2_grpc
+from runtime import rpc
 from runtime.lifecycle import Shutdown
 from runtime.peer_input import find_foreign_token, find_too_many_logprobs
 
@@ -93,7 +94,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 watch = self._watches[run.id] = _Watch()
                 self._thread.wake()
         except NoRoomError as error:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), ((rpc.REFUSED_FOR, rpc.NO_ROOM),))
         except NeverFitsError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         try:

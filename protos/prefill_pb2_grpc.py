@@ -60,8 +60,9 @@ class PrefillServicer:
     def Run(self, request, context):
         """Computes the positions [ticket.begin, ticket.end) of a prompt and offers them. Returns when the last offer was
         acknowledged; cancelling the call stops the work and frees its pages.
-        RESOURCE_EXHAUSTED: no room now; INVALID_ARGUMENT: it can never fit; ABORTED: an offer was refused;
-        UNAVAILABLE: draining, or the decode worker cannot be reached; INTERNAL: a step failed.
+        RESOURCE_EXHAUSTED, with metadata "baton-refused-for: room": none now; INVALID_ARGUMENT: it can never fit;
+        ABORTED: an offer was refused, or the decode worker cannot be reached; UNAVAILABLE: draining; INTERNAL: a step
+        failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -15,6 +15,8 @@ from runtime.config_parts import (
 )
 from runtime.settings import MAX_PORT, ConfigError, flag
 
+MAX_WORKERS = 1024  # processes of a role on one machine
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(HeartbeatConfig, WorkerConfig):
@@ -27,8 +29,8 @@ class PrefillConfig(HeartbeatConfig, WorkerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least("chunk_tokens", self.page_tokens)
-        self.require_at_least("max_running", 1)
+        self.require_count("chunk_tokens", self.page_tokens)
+        self.require_count("max_running", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +44,8 @@ class DecodeConfig(GrammarConfig, SpeculationConfig, TransferConfig, WorkerConfi
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least("max_running", 1)
-        self.require_at_least("local_prefill_chunk_tokens", 1)
+        self.require_count("max_running", 1)
+        self.require_count("local_prefill_chunk_tokens", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ class GatewayConfig(PublicConfig, HeartbeatConfig, ProcessConfig):
             for address in getattr(self, name):
                 _require_address(name, address)
         self.require("decode", bool(self.decode), "at least one host:port, such as --decode 127.0.0.1:9001")
-        self.require_at_least("max_context_tokens", 0)
+        self.require_count("max_context_tokens", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +93,12 @@ class ServeConfig(
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least("prefill_workers", 0)
-        self.require_at_least("decode_workers", 1)
-        self.require_positive("start_timeout_s")
+        self.require_count("prefill_workers", 0, MAX_WORKERS)
+        self.require_count("decode_workers", 1, MAX_WORKERS)
+        self.require_count("chunk_tokens", self.page_tokens)
+        for name in ("prefill_max_running", "decode_max_running", "local_prefill_chunk_tokens"):
+            self.require_count(name, 1)
+        self.require_seconds("start_timeout_s")
 
 
 def _require_address(name: str, address: str) -> None:

@@ -19,6 +19,10 @@ Speculate = Literal["auto", "off", "ngram", "draft"]
 DEMO_MODEL = "demo"
 NO_DRAFT = "none"
 MIN_SECRET_CHARS = 16
+MAX_THREADS = 4096  # OpenMP ends a process that cannot have all it wants
+MAX_MEMORY_MIB = 1 << 24  # 16 TiB: more than a host has
+MAX_GRAMMAR_CPU_S = 86_400  # ten times that in milliseconds fits into the C int of poll()
+MAX_BODY_BYTES = 2**31 - 1  # gRPC's limit of a message is a C int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +52,10 @@ class ProcessConfig(Settings):
                 f"fleet_secret cannot be used: BATON_FLEET_SECRET needs {MIN_SECRET_CHARS} or more ASCII letters, "
                 "digits or signs without spaces, such as `openssl rand -hex 32` prints"
             )
-        self.require("drain_s", self.drain_s >= 0, "0 or more")
         self.require("model", bool(self.model), 'a folder, a hub id or "demo"')
         self.require("host", bool(self.host), "an address such as 127.0.0.1 or 0.0.0.0")
-        self.require_positive("lease_s")
+        self.require_seconds("lease_s")
+        self.require_seconds("drain_s", may_be_zero=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +81,10 @@ class EngineConfig(Settings):
         super().__post_init__()
         is_power = self.page_tokens > 0 and self.page_tokens & (self.page_tokens - 1) == 0
         self.require("page_tokens", is_power, "a power of two such as 16")
-        for name in ("kv_memory_mib", "max_context_tokens", "threads"):
-            self.require_at_least(name, 0)
+        self.require_count("page_tokens", 1)
+        self.require_count("kv_memory_mib", 0, MAX_MEMORY_MIB)
+        self.require_count("max_context_tokens", 0)
+        self.require_count("threads", 0, MAX_THREADS)
         self.require("draft_model", bool(self.draft_model), 'a folder, a hub id, "auto" or "none"')
 
 
@@ -93,8 +99,8 @@ class HeartbeatConfig(ProcessConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_positive("heartbeat_s")
-        self.require_positive("stall_s")
+        self.require_seconds("heartbeat_s")
+        self.require_seconds("stall_s")
         is_shorter = self.heartbeat_s < self.lease_s
         self.require("heartbeat_s", is_shorter, f"a number below --lease-s, which is {self.lease_s:g}")
 
@@ -140,8 +146,8 @@ class GrammarConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_at_least("grammar_cpu_s", 1)
-        self.require_at_least("grammar_cache_mib", 0)
+        self.require_count("grammar_cpu_s", 1, MAX_GRAMMAR_CPU_S)
+        self.require_count("grammar_cache_mib", 0, MAX_MEMORY_MIB)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,12 +186,12 @@ class PublicConfig(Settings):
         is_clean = all(key and not set(key) & set(", \t\n") for key in self.api_key)  # they travel in one variable
         if not is_clean:
             raise ConfigError("api_key cannot be used: --api-key needs keys without spaces and commas, none empty")
-        self.require_at_least("max_queue", 1)
-        self.require_at_least("local_prefill_max_tokens", 0)
-        self.require_at_least("body_limit_bytes", 1024)
-        self.require_positive("request_timeout_s")
-        self.require_positive("client_timeout_s")
-        self.require("patience_s", self.patience_s >= 0, "0 or more")
+        self.require_count("max_queue", 1)
+        self.require_count("local_prefill_max_tokens", 0)
+        self.require_count("body_limit_bytes", 1024, MAX_BODY_BYTES)
+        self.require_seconds("request_timeout_s")
+        self.require_seconds("client_timeout_s")
+        self.require_seconds("patience_s", may_be_zero=True)
 
     @property
     def grpc_listen_port(self) -> int:

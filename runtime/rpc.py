@@ -19,6 +19,8 @@ MAX_MESSAGE_BYTES = 64 << 20  # a million-token prompt in one message is 5 MB
 KEEPALIVE_MS = 20_000
 STOP_GRACE_S = 2.0  # for calls under way when a server stops
 FIELD_AT_FAULT = "baton-field"  # trailing metadata of INVALID_ARGUMENT: the field of the message that is at fault
+REFUSED_FOR = "baton-refused-for"  # trailing metadata of a worker's own RESOURCE_EXHAUSTED: one of these; gRPC has none
+NO_ROOM, GRAMMAR_BUSY = "room", "grammar"
 
 _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

@@ -7,6 +7,8 @@ Knows fields, how they are spelt and what to say of a bad value; no setting by n
 from dataclasses import dataclass, fields
 
 MAX_PORT = 65535
+MAX_COUNT = 2**32 - 1  # counts travel as uint32
+MAX_SECONDS = 10**9  # deadlines of gRPC and of locks overflow beyond 9 * 10**9
 
 
 class ConfigError(ValueError):
@@ -25,13 +27,17 @@ class Settings:
         if not is_valid:
             raise ConfigError(f"{name}={getattr(self, name)!r} cannot be used: {flag(name)} needs {wanted}")
 
-    def require_at_least(self, name: str, least: int) -> None:
-        """Refuse an integer below `least`."""
+    def require_count(self, name: str, least: int, most: int = MAX_COUNT) -> None:
+        """Refuse an integer below `least` or above `most`."""
         self.require(name, getattr(self, name) >= least, f"{least} or more")
+        self.require(name, getattr(self, name) <= most, f"{most} or less")
 
-    def require_positive(self, name: str) -> None:
-        """Refuse 0 and below."""
-        self.require(name, getattr(self, name) > 0, "a number above 0")
+    def require_seconds(self, name: str, may_be_zero: bool = False) -> None:
+        """Refuse what nothing can wait for."""
+        seconds = getattr(self, name)
+        is_wait = seconds >= 0 if may_be_zero else seconds > 0
+        self.require(name, is_wait, "0 or more" if may_be_zero else "a number above 0")
+        self.require(name, seconds <= MAX_SECONDS, f"{MAX_SECONDS} or less")
 
     def require_port(self, name: str) -> None:
         """Refuse what is no TCP port."""

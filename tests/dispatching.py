@@ -12,10 +12,11 @@ from gateway.errors import ApiError
 from gateway.generation import Generation, Sampling, SharedPrompt, Tokens
 from gateway.ring.dispatcher import Dispatcher
 from gateway.ring.fleet import Fleet
+from runtime import rpc
 from tests.fake_workers import PATIENCE_S, FakeDecode, FakePrefill, Signal, serving, token_at
 
 PROMPT = (1, 2, 3)
-NO_ROOM = (grpc.StatusCode.RESOURCE_EXHAUSTED, "no pages")
+NO_ROOM = (grpc.StatusCode.RESOURCE_EXHAUSTED, "no pages", ((rpc.REFUSED_FOR, rpc.NO_ROOM),))
 
 
 def generation(name: str = "r", max_tokens: int = 4, prompt: Sequence[int] = PROMPT) -> Generation:

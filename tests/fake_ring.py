@@ -34,6 +34,7 @@ class FakeRing:
         self.generations: list[Generation] = []
         self.shared: list[SharedPrompt | None] = []  # one a generation
         self.starts: queue.Queue[str] = queue.Queue()  # request ids
+        self.hanging: queue.Queue[str] = queue.Queue()  # request ids whose tokens were all taken, and nothing follows
         self.endings: queue.Queue[str] = queue.Queue()  # "complete", "failed" or "closed", one a generation
 
     def check_ready(self) -> str | None:
@@ -55,6 +56,7 @@ class FakeRing:
                 if news.finish_reason is not None:
                     return
             if script.is_hanging:
+                self.hanging.put(generation.request_id)
                 await asyncio.Event().wait()
             if script.error or script.bug:
                 ending = "failed"
@@ -63,7 +65,7 @@ class FakeRing:
             await asyncio.sleep(0)  # letting go of pages takes an await, too
             self.endings.put(ending)
 
-    def wait_ending(self, timeout_s: float = 2.0) -> str:
+    def wait_ending(self, timeout_s: float = 60.0) -> str:
         """How the oldest generation not yet asked for ended."""
         return self.endings.get(timeout=timeout_s)
 
@@ -73,7 +75,7 @@ class FakeRing:
         self.scripts.clear()
         self.generations.clear()
         self.shared.clear()
-        self.starts, self.endings = queue.Queue(), queue.Queue()
+        self.starts, self.hanging, self.endings = queue.Queue(), queue.Queue(), queue.Queue()
 
 
 def _news(script: Script, generation: Generation) -> Iterator[Tokens]:

@@ -15,7 +15,7 @@ from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2
 from runtime.rpc import bind, build_server
 
 PATIENCE_S = 30.0  # more than any wait takes; a test that needs it fails
-Refusal = tuple[grpc.StatusCode, str]
+Refusal = tuple[grpc.StatusCode, str] | tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]  # the last: metadata
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -70,8 +70,7 @@ class FakeWorker:
 
     async def refuse_next(self, context: Context) -> None:
         if self.refusals:
-            code, detail = self.refusals.popleft()
-            await context.abort(code, detail)
+            await context.abort(*self.refusals.popleft())
 
     def add_to(self, server: grpc.aio.Server) -> None:
         raise NotImplementedError

@@ -1,5 +1,6 @@
 """The public surface on real sockets, for tests: uvicorn and grpc.aio in a thread of their own."""
 
+import json
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ from runtime.rpc import build_server
 from tests.fake_ring import FakeRing, Script
 from tests.tiny_tokenizer import END, write_byte_level
 
+WAIT_S = 60.0  # more than anything takes; a test that needs it fails
 SERVED = "tiny"
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -56,10 +58,19 @@ class Served:
 
     def wait_count(self, value: float, metric: str, **labels: str) -> None:
         """Returns when a metric has a value; fails when it does not get it."""
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + WAIT_S
         while (count := self.count(metric, **labels)) != value:
             assert time.monotonic() < deadline, f"{metric} is {count}, not {value}"
             time.sleep(0.005)
+
+    def ask_and_leave(self, path: str, body: dict[str, Any], num_hanging: int = 1) -> None:
+        """A client that hangs up in mid-answer, as soon as so many generations hang."""
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+        with socket.create_connection(self.host_port, timeout=WAIT_S) as raw:
+            raw.sendall(head.encode() + content)
+            for _ in range(num_hanging):
+                self.ring.hanging.get(timeout=WAIT_S)
 
 
 @contextmanager
@@ -90,14 +101,14 @@ def run_front(
     http = uvicorn.Server(uvicorn.Config(build_app(front), log_level="warning"))
     thread = threading.Thread(target=lambda: uvloop.run(serve()), daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(WAIT_S)
     host, port = listener.getsockname()
     try:
-        with httpx.Client(base_url=f"http://{host}:{port}", timeout=10) as client:
+        with httpx.Client(base_url=f"http://{host}:{port}", timeout=WAIT_S) as client:
             yield Served(ring, tokenizer, (host, port), client, f"127.0.0.1:{ports[0]}", registry)
     finally:
         http.should_exit = True
-        thread.join(10)
+        thread.join(WAIT_S)
         structlog.reset_defaults()
 
 
@@ -126,4 +137,4 @@ def answering(text: str) -> object:
 @pytest.fixture
 def openai_client(served: Served) -> openai.OpenAI:
     """The official client; asks once."""
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0, timeout=10)
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0, timeout=WAIT_S)

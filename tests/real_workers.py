@@ -184,7 +184,7 @@ class PrefillWorker:
 
 @asynccontextmanager
 async def prefill_worker(
-    signal: Signal, heartbeat_s: float = PATIENCE_S, port: int = 0
+    signal: Signal, heartbeat_s: float = PATIENCE_S, port: int = 0, offer_s: float = PATIENCE_S
 ) -> AsyncIterator[PrefillWorker]:
     """Wired as in prefill_worker/main.py."""
     server = build_server()
@@ -193,7 +193,7 @@ async def prefill_worker(
     peer, runner = build_identity("prefill", address, pool), KvRunner(pool)
     table = RunTable(TellingAllocator(pool, signal), PAGE_TOKENS, 8)
     metrics = PrefillMetrics(table)
-    offers = Offers(peer, pool, metrics, PATIENCE_S)
+    offers = Offers(peer, pool, metrics, offer_s)
     asyncio_loop = asyncio.get_running_loop()
 
     def publish(planned: list[Planned], started: float, error: Exception | None) -> None:

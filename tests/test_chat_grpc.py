@@ -14,7 +14,7 @@ from gateway.errors import overloaded
 from gateway.generation import Grammar, Speculation
 from protos import inference_pb2, inference_pb2_grpc
 from tests.fake_ring import TIMING, Script, likely
-from tests.front_server import SERVED, Served, run_front
+from tests.front_server import SERVED, WAIT_S, Served, run_front
 from tests.test_inference_grpc import details_of
 from tests.tiny_tokenizer import CONTEXT
 
@@ -59,17 +59,17 @@ class Client:
     def chat(self, **request: Any) -> Any:
         """An iterator of responses, which is the call."""
         message = json_format.ParseDict({**HELLO, **request}, inference_pb2.ChatRequest())
-        return self._stub.Chat(message, metadata=METADATA, timeout=10)
+        return self._stub.Chat(message, metadata=METADATA, timeout=WAIT_S)
 
     def tokenize(self, **request: Any) -> Any:
         """A response."""
         message = json_format.ParseDict(request, inference_pb2.TokenizeRequest())
-        return self._stub.Tokenize(message, metadata=METADATA, timeout=10)
+        return self._stub.Tokenize(message, metadata=METADATA, timeout=WAIT_S)
 
     def detokenize(self, **request: Any) -> Any:
         """A response."""
         message = json_format.ParseDict(request, inference_pb2.DetokenizeRequest())
-        return self._stub.Detokenize(message, metadata=METADATA, timeout=10)
+        return self._stub.Detokenize(message, metadata=METADATA, timeout=WAIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -302,7 +302,7 @@ def test_a_key_is_needed(client: Client) -> None:
     for method in ("Chat", "Tokenize", "Detokenize"):
         call: grpc.UnaryStreamMultiCallable[bytes, bytes] = client.channel.unary_stream(f"/baton.v1.Inference/{method}")
         with pytest.raises(grpc.RpcError) as caught:
-            list(call(b"", timeout=10))
+            list(call(b"", timeout=WAIT_S))
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -310,7 +310,7 @@ async def _ask_at_once(address: str) -> list[str]:
     async with grpc.aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         message = json_format.ParseDict(HELLO, inference_pb2.ChatRequest())
-        calls: list[AsyncIterator[Any]] = [stub.Chat(message, metadata=METADATA, timeout=10) for _ in range(4)]
+        calls: list[AsyncIterator[Any]] = [stub.Chat(message, metadata=METADATA, timeout=WAIT_S) for _ in range(4)]
         return ["".join([response.text async for response in call]) for call in calls]
 
 

@@ -19,7 +19,8 @@ from cli.chat import chat, parse_value, printable, set_options
 from cli.chat_client import ChatError, Conversation, iterate_events, iterate_lines
 from cli.status import status
 
-WAIT_S = 15.0
+WAIT_S = 60.0
+AGAIN_S = 3.0  # after which Ctrl-C is pressed again
 WORKERS = {"workers": [{"role": "decode", "address": "h:1", "pid": 7, "incarnation": "i", "transport": "shm"}]}
 
 
@@ -236,10 +237,23 @@ class Terminal:
     def expect(self, text: str) -> None:
         """Read until `text` appears, and forget what came before its end."""
         while text not in self.seen:
-            readable, _, _ = select.select([self.screen], [], [], WAIT_S)
-            assert readable, f"{text!r} did not appear in {self.seen!r}"
-            self.seen += os.read(self.screen, 4096).decode()
+            assert self._read(WAIT_S), f"{text!r} did not appear in {self.seen!r}"
         self.seen = self.seen.split(text, 1)[1]
+
+    def _read(self, wait_s: float) -> bool:
+        """Whether something appeared in time."""
+        readable, _, _ = select.select([self.screen], [], [], wait_s)
+        if readable:
+            self.seen += os.read(self.screen, 4096).decode()
+        return bool(readable)
+
+    def interrupt(self) -> None:
+        """Ctrl-C until something appears: one that comes just before the process waits does not end that wait."""
+        for _ in range(int(WAIT_S / AGAIN_S)):
+            os.kill(self.process.pid, signal.SIGINT)
+            if self._read(AGAIN_S):
+                return
+        raise AssertionError("Ctrl-C does nothing")
 
     def close(self) -> None:
         """End it, whatever it does."""
@@ -269,7 +283,7 @@ def test_a_conversation_in_a_terminal(terminal: Terminal, service: FakeService) 
     terminal.expect("unknown command /nonsense")
     terminal.type("wait")
     terminal.expect("\nwait ")
-    os.kill(terminal.process.pid, signal.SIGINT)
+    terminal.interrupt()
     terminal.expect("(stopped)")
     assert service.hung_up.wait(WAIT_S)
     terminal.type("still here")

@@ -10,7 +10,7 @@ import pytest
 from gateway.app import FrontOptions
 from protos import inference_pb2, inference_pb2_grpc
 from tests.fake_ring import Script
-from tests.front_server import HELLO, SERVED, Served, run_front
+from tests.front_server import HELLO, SERVED, WAIT_S, Served, run_front
 from tests.tiny_tokenizer import END, write_sentencepiece
 
 PROMPT, ANSWER = "hello world", " how are you"
@@ -82,7 +82,7 @@ def test_grpc(served: Served) -> None:
         stub = inference_pb2_grpc.InferenceStub(channel)
         for prompt in ({"text": PROMPT}, {"token_ids": ids}):
             request = inference_pb2.GenerateRequest(**prompt)
-            assert "".join(response.text for response in stub.Generate(request, timeout=10)) == ANSWER
+            assert "".join(response.text for response in stub.Generate(request, timeout=WAIT_S)) == ANSWER
 
 
 def test_a_chats_answer_begins_a_text(served: Served) -> None:

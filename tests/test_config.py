@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from protos import decode_pb2
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
 from runtime.hardware import (
     available_memory_bytes,
@@ -15,7 +16,7 @@ from runtime.hardware import (
     resolve_num_pages,
     resolve_threads,
 )
-from runtime.settings import ConfigError, Settings, field_names, flag
+from runtime.settings import MAX_COUNT, ConfigError, Settings, field_names, flag
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "CONFIGURATION.md").read_text()
 CONFIG_TYPES = (PrefillConfig, DecodeConfig, GatewayConfig, ServeConfig)
@@ -51,6 +52,18 @@ IN_OTHER_PLACES = {
         (DecodeConfig, "host", "[::]", "--advertise-host needs the name by which others reach this --host [::]"),
         (DecodeConfig, "host", "fe80::1", "--host needs 127.0.0.1, or else --tls-dir"),
         (DecodeConfig, "require_transport", True, "--require-transport needs a --transport other than auto"),
+        (ServeConfig, "local_prefill_max_tokens", 2**32, "--local-prefill-max-tokens needs 4294967295 or less"),
+        (ServeConfig, "max_queue", 2**32, "--max-queue needs 4294967295 or less"),
+        (ServeConfig, "body_limit_bytes", 2**31, "--body-limit-bytes needs 2147483647 or less"),
+        (ServeConfig, "decode_max_running", 0, "--decode-max-running needs 1 or more"),
+        (ServeConfig, "prefill_max_running", 2**32, "--prefill-max-running needs 4294967295 or less"),
+        (ServeConfig, "chunk_tokens", 8, "--chunk-tokens needs 16 or more"),
+        (ServeConfig, "prefill_workers", 10**9, "--prefill-workers needs 1024 or less"),
+        (DecodeConfig, "max_running", 2**32, "--max-running needs 4294967295 or less"),
+        (DecodeConfig, "page_tokens", 2**32, "--page-tokens needs 4294967295 or less"),
+        (DecodeConfig, "kv_memory_mib", 10**9, "--kv-memory-mib needs 16777216 or less"),
+        (DecodeConfig, "threads", 10**5, "--threads needs 4096 or less"),
+        (DecodeConfig, "grammar_cpu_s", 10**6, "--grammar-cpu-s needs 86400 or less"),
         (GatewayConfig, "decode", (), "--decode needs at least one host:port"),
         (GatewayConfig, "decode", ("localhost",), "--decode needs host:port"),
         (GatewayConfig, "decode", ("::1:9001",), "--decode needs host:port, such as 127.0.0.1:9001 or [::1]:9001"),
@@ -64,6 +77,23 @@ def test_a_bad_value_is_refused_with_what_would_do(
     with pytest.raises(ConfigError) as refusal:
         config_type(**{**needed, field: value})
     assert wanted in str(refusal.value)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e10])
+@pytest.mark.parametrize("config_type", CONFIG_TYPES)
+def test_no_time_is_endless(config_type: type[Settings], value: float) -> None:
+    needed: dict[str, object] = {"decode": ("a:1",)} if config_type is GatewayConfig else {}
+    times = [item.name for item in dataclasses.fields(config_type) if item.type in ("float", float)]
+    for name in [name for name in times if name.endswith("_s")]:
+        with pytest.raises(ConfigError, match=f"{flag(name)} needs "):
+            config_type(**{**needed, name: value})
+
+
+def test_the_largest_counts_travel() -> None:
+    most = DecodeConfig(max_running=MAX_COUNT).max_running
+    assert decode_pb2.WorkerStatus(max_running=most).max_running == most
+    most = GatewayConfig(decode=("a:1",), local_prefill_max_tokens=MAX_COUNT).local_prefill_max_tokens
+    assert decode_pb2.ReserveRequest(local_prefill_max_tokens=most).local_prefill_max_tokens == most
 
 
 @pytest.mark.parametrize("config_type", [PrefillConfig, DecodeConfig])

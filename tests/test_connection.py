@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.rest.connection import ServerConfig
 
-CLIENT_S = 1.0
+CLIENT_S = 3.0
 NUM_BYTES = 6 << 20  # far more than the kernel holds
 BYTES_PER_S = NUM_BYTES / (4 * CLIENT_S)
 PATIENCE_S = 20.0  # on a loaded machine

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gateway.app import FrontOptions
 from protos import inference_pb2
 from tests.fake_ring import Script
-from tests.front_server import SERVED, Served, run_front
+from tests.front_server import SERVED, WAIT_S, Served, run_front
 from tests.messages import mutate
 from tests.tiny_tokenizer import CONTEXT
 
@@ -163,7 +163,7 @@ def test_bytes_that_are_no_http(served: Served) -> None:
         st.binary(min_size=1, max_size=200) | st.binary(max_size=60).map(lambda tail: b"POST /v1/completions " + tail)
     )
     def send(data: bytes) -> None:
-        with socket.create_connection(served.host_port, timeout=5) as raw:
+        with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
             raw.sendall(data)
             raw.shutdown(socket.SHUT_WR)
             answer = raw.recv(4096)
@@ -208,7 +208,7 @@ def test_grpc_calls(served: Served, name: str, start: Message, response: type[Me
         method: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/baton.v1.Inference/{name}")
 
         def check(payload: bytes) -> None:
-            call = method(payload, timeout=10)
+            call = method(payload, timeout=WAIT_S)
             with suppress(grpc.RpcError):
                 assert all(response.FromString(part) is not None for part in call)
             assert call.code() in GRPC_BLAMES, (call.code(), call.details())

@@ -11,6 +11,7 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from bench.decoding import NO_SPECULATION, Answers, build_eager_speculator, decode
+from decode_worker import service
 from decode_worker.grammar.matcher import Grammar
 from decode_worker.session import Reservation
 from decode_worker.speculation.costs import CostMeter
@@ -156,34 +157,40 @@ def test_an_answer_that_does_not_fit_ends_alone(engine: Engine, tokenizer: Token
     wrong = replace(fine, handle=2, prompt_ids=prompt, num_emitted=1)
     answer = decode(engine, NO_SPECULATION, [fine, wrong])
     assert answer.ends[1].finish_reason == "stop"
-    assert answer.ends[2].finish_reason == "error"
+    assert answer.ends[2].finish_reason == "grammar_error"
     assert "does not fit the grammar" in answer.ends[2].error
 
 
-def test_reserve_refuses_what_cannot_be_compiled_and_answers_in_time() -> None:
+def test_reserve_refuses_what_cannot_be_compiled_and_answers_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def reserve_all() -> None:
         signal = Signal()
         async with decode_worker(signal) as worker, gateway(worker, signal) as opened:
 
-            async def code_of(kind: str, text: str, timeout_s: float) -> tuple[grpc.StatusCode, str]:
+            async def code_of(kind: str, text: str) -> tuple[grpc.StatusCode, str]:
                 request = decode_pb2.ReserveRequest(
                     gateway=opened.name, handle=1, attempt=1, prompt_ids=[1, 2], max_tokens=4,
                     grammar=decode_pb2.Grammar(kind=kind, text=text),
                     sampling=decode_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0),
                 )  # fmt: skip
                 try:
-                    await opened.stub.Reserve(request, timeout=timeout_s)
+                    await opened.stub.Reserve(request, timeout=PATIENCE_S)
                 except grpc.aio.AioRpcError as error:
                     return error.code(), str(error.details())
                 return grpc.StatusCode.OK, ""
 
-            code, why = await code_of("regex", "a", 0.3)  # the compiler is not even loaded
+            async def lasting_code_of(kind: str, text: str) -> tuple[grpc.StatusCode, str]:
+                async with asyncio.timeout(10 * PATIENCE_S):
+                    while (answer := await code_of(kind, text))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                        pass
+                return answer
+
+            with monkeypatch.context() as patch:
+                patch.setattr(service, "GRAMMAR_WAIT_S", 0.05)
+                code, why = await code_of("regex", "a")  # the compiler is not even loaded
             assert (code, why) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "the grammar is still being compiled")
-            async with asyncio.timeout(100):
-                while (await code_of("regex", "a", PATIENCE_S))[0] is not grpc.StatusCode.OK:
-                    pass
+            assert await lasting_code_of("regex", "a") == (grpc.StatusCode.OK, "")
             for kind, text, expected in [("regex", "a(", "not closed"), ("verse", "a", "no kind of grammar")]:
-                code, why = await code_of(kind, text, PATIENCE_S)
+                code, why = await lasting_code_of(kind, text)
                 assert code is grpc.StatusCode.INVALID_ARGUMENT
                 assert expected in why
 

@@ -5,6 +5,7 @@ Clocks are fake, or limits nought: nothing here depends on how fast the machine 
 
 import gc
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -189,6 +190,21 @@ def test_a_call_that_takes_too_long_is_left_behind(gates: Callable[[], Event], s
     assert len(ran.done) == 1  # what came too late is lost
 
 
+@pytest.mark.parametrize("error", [ProcessLookupError, PermissionError])
+def test_a_thread_whose_priority_cannot_be_lowered_is_left_behind(
+    gates: Callable[[], Event], stuck: set[int | None], monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    """Its call may end just then, and the thread with it."""
+
+    def refuse(*_args: int) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    here, gate = Helper(), gates()
+    assert here.run([lambda: hang(stuck, gate)], cpu_s=PATIENCE_S).is_stuck
+    assert len(here.run([lambda: None], cpu_s=PATIENCE_S).done) == 1
+
+
 def test_only_so_many_calls_are_left_behind(gates: Callable[[], Event], stuck: set[int | None]) -> None:
     here, all_gates = Helper(), [gates() for _ in range(MAX_STUCK)]
     for gate in all_gates:
@@ -325,7 +341,7 @@ def test_a_call_that_takes_too_long_ends_the_answers_of_its_grammar_alone(
     assert {handle: got.tokens[handle] for handle in answers.tokens} == answers.tokens
     assert got.ends[14].finish_reason in ("length", "stop")
     for one in hostile:
-        assert got.ends[one.handle].finish_reason == "error"
+        assert got.ends[one.handle].finish_reason == "grammar_error"
         assert "too ambiguous" in got.ends[one.handle].error
     assert grammar.is_too_slow.is_set()
     assert len(stuck) == 1  # not a thread for each

@@ -15,7 +15,7 @@ from gateway.app import FrontOptions
 from gateway.errors import not_ready, overloaded
 from gateway.generation import Grammar, Speculation
 from tests.fake_ring import TIMING, Script, likely
-from tests.front_server import SERVED, Served, run_front
+from tests.front_server import SERVED, WAIT_S, Served, run_front
 from tests.tiny_tokenizer import CONTEXT
 
 KEY = "grpc-key"
@@ -50,7 +50,7 @@ class ReflectedClient:
         message = json_format.ParseDict(request, GetMessageClass(found.input_type)())
         decode = GetMessageClass(found.output_type).FromString
         call: Callable[..., Any] = kind(f"/{service}/{method}", lambda m: m.SerializeToString(), decode)
-        return call(message, metadata=metadata, timeout=10)
+        return call(message, metadata=metadata, timeout=WAIT_S)
 
     def generate(self, metadata: Any = METADATA, **request: Any) -> Any:
         """Inference.Generate."""
@@ -286,11 +286,11 @@ def test_stop_strings_end_the_work(client: ReflectedClient, served: Served) -> N
 def test_a_cancelled_call_ends_the_work(client: ReflectedClient, served: Served, num_tokens: int) -> None:
     served.ring.script = Script(served.ids("hello world")[:num_tokens], is_hanging=True)
     call = client.generate(text="x")
-    served.ring.starts.get(timeout=2)
+    served.ring.starts.get(timeout=WAIT_S)
     if num_tokens:
         next(call)
     call.cancel()
-    assert served.ring.wait_ending(1.0) == "closed"
+    assert served.ring.wait_ending() == "closed"
 
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),), (("authorization-bin", b"\xff"),)])

@@ -1,19 +1,25 @@
 """Which readers a decode worker keeps, and messages of gateways that overtake each other: real services, no model."""
 
 import asyncio
+import gc
+import threading
 from collections.abc import Awaitable, Callable
 from functools import wraps
+from pathlib import Path
 
 import grpc
 import pytest
 
+from decode_worker import intake
+from engine.kvcache.pool import Pool
 from kvtransfer.grpc_bytes import GrpcReader
 from kvtransfer.reader import Reader
-from protos import decode_pb2
+from protos import decode_pb2, kv_pb2
 from tests.fake_workers import PATIENCE_S, Signal
 from tests.pool_process import build_pool
 from tests.real_workers import (
     NUM_PAGES,
+    PAGE_TOKENS,
     DecodeWorker,
     Gateway,
     build_identity,
@@ -92,6 +98,97 @@ async def test_a_dead_process_is_forgotten_and_its_memory_let_go_of() -> None:
             await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=after.peer))
             assert list(decode.intake.transports()) == [after.peer.address]
             assert readers.closed == readers.opened[:1]
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dead peers are looked for all the time."""
+    monkeypatch.setattr(intake, "LOOK_S", 0.005)
+
+
+@pytest.mark.usefixtures("soon")
+def test_the_pool_of_a_dead_process_is_let_go_of_without_another_handshake() -> None:
+    @bounded
+    async def scenario() -> None:
+        signal = Signal()
+        async with decode_worker(signal, "shm") as decode, gateway(decode, signal) as opened:
+            pool = build_pool(NUM_PAGES)
+            num_mapped = count_mapped_pools()
+            for _again in range(2):
+                process, peer = await start_owner(pool)
+                await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=peer))
+                assert count_mapped_pools() == num_mapped + 1
+                process.kill()
+                await process.wait()
+                while count_mapped_pools() > num_mapped:  # noqa: ASYNC110, nothing tells of it
+                    await asyncio.sleep(0.005)
+                assert not decode.intake.transports() and not decode.intake._greeting
+
+    scenario()
+
+
+async def start_owner(pool: Pool) -> tuple[asyncio.subprocess.Process, kv_pb2.Peer]:
+    """Another process that has `pool` open, and what it would tell in a handshake."""
+    assert pool.fd is not None
+    process = await asyncio.create_subprocess_exec("sleep", str(PATIENCE_S), pass_fds=[pool.fd])
+    peer = build_identity("prefill", "127.0.0.1:1", pool)
+    peer.pid = process.pid
+    return process, peer
+
+
+def count_mapped_pools() -> int:
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:baton-kv")
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_peer_that_nobody_answers_for_is_forgotten_without_another_handshake() -> None:
+    @bounded
+    async def scenario() -> None:
+        signal = Signal()
+        async with decode_worker(signal, "grpc") as decode, gateway(decode, signal) as opened:
+            readers = Readers(decode)
+            async with prefill_worker(signal) as prefill:
+                await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))
+                await asyncio.sleep(0.05)
+                assert list(decode.intake.transports()) == [prefill.peer.address] and not readers.closed
+            while not readers.closed:  # noqa: ASYNC110, nothing tells of it
+                await asyncio.sleep(0.005)
+            assert readers.closed == readers.opened and not decode.intake.transports()
+
+    scenario()
+
+
+@pytest.mark.usefixtures("soon")
+def test_what_is_being_read_of_a_dead_process_is_read_to_its_end() -> None:
+    @bounded
+    async def scenario() -> None:
+        signal = Signal()
+        async with decode_worker(signal, "shm") as decode, gateway(decode, signal) as opened:
+            readers = Readers(decode)
+            pool = build_pool(NUM_PAGES)
+            process, peer = await start_owner(pool)
+            await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=peer))
+            is_stuck = threading.Event()
+            decode.intake._executor.submit(is_stuck.wait, PATIENCE_S)  # the copy has to wait
+            ticket = await opened.reserve(1, PROMPT)
+            refs = [kv_pb2.PageRef(page=page) for page in range(-(-ticket.end // PAGE_TOKENS))]
+            offer = kv_pb2.OfferRequest(ticket=ticket, incarnation=peer.incarnation, end=ticket.end, pages=refs)
+            offering = asyncio.ensure_future(opened.stub.Offer(offer))
+            while not decode.intake._reads:  # noqa: ASYNC110, nothing tells of it
+                await asyncio.sleep(0)
+            process.kill()
+            await process.wait()
+            await asyncio.sleep(0.05)  # ten looks
+            assert not readers.closed
+            is_stuck.set()
+            assert (await offering).accepted
+            while decode.intake.transports():  # noqa: ASYNC110, nothing tells of it
+                await asyncio.sleep(0.005)
+            assert readers.closed == readers.opened
+            await opened.abort(1)
+
+    scenario()
 
 
 @bounded

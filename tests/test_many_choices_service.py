@@ -29,7 +29,7 @@ def live() -> Iterator[Live]:
         yield service
 
 
-@pytest.mark.timeout(60 + NUM_CHOICES)
+@pytest.mark.timeout(300 + NUM_CHOICES)
 def test_no_page_is_left_after_many_choices_of_which_some_are_cancelled(live: Live) -> None:
     whole = [_ask(live, [prompt], 1, {}, None)[0] for prompt in PROMPTS]
     requests = list(_draw_requests(random.Random(NUM_CHOICES)))

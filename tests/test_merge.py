@@ -35,7 +35,7 @@ class Sources:
 
 def run(test: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await test
 
     asyncio.run(bounded())
@@ -56,8 +56,16 @@ def test_each_source_keeps_its_order_and_loses_nothing(num_sources: int) -> None
 
 def test_items_come_as_they_are_ready() -> None:
     async def test() -> None:
-        sources = Sources()
-        order = [index async for index, _ in merge([sources.count(1, 0.05), sources.count(3)])]
+        is_ready, order = asyncio.Event(), list[int]()
+
+        async def wait() -> AsyncGenerator[int, None]:
+            await is_ready.wait()
+            yield 0
+
+        async for index, _ in merge([wait(), Sources().count(3)]):
+            order.append(index)
+            if len(order) == 3:
+                is_ready.set()
         assert order == [1, 1, 1, 0]
 
     run(test())

@@ -16,7 +16,7 @@ from gateway.errors import ApiError, overloaded
 from gateway.rest.messages_parse import parse_messages
 from gateway.rest.openai_parse import parse_chat
 from tests.fake_ring import TIMING, Script
-from tests.front_server import CALL, HELLO, NOW, PARAMETERS, SERVED, Served, answering, run_front
+from tests.front_server import CALL, HELLO, NOW, PARAMETERS, SERVED, WAIT_S, Served, answering, run_front
 from tests.tiny_tokenizer import CONTEXT, END
 
 KEY = "the-key"
@@ -39,7 +39,7 @@ served = answering("hello 🙂 world")
 
 @pytest.fixture
 def client(served: Served) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=served.url, api_key=KEY, auth_token=None, max_retries=0, timeout=10)
+    return anthropic.Anthropic(base_url=served.url, api_key=KEY, auth_token=None, max_retries=0, timeout=WAIT_S)
 
 
 def body(**fields: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from gateway.tools.json_object import read_object
 from protos import inference_pb2, inference_pb2_grpc
 from runtime.peer_input import MAX_JSON_DEPTH
 from tests.fake_ring import Script
-from tests.front_server import HELLO, PARAMETERS, SERVED, Served, answering, openai_client, running_front
+from tests.front_server import HELLO, PARAMETERS, SERVED, WAIT_S, Served, answering, openai_client, running_front
 from tests.test_inference_grpc import details_of
 from tests.tiny_tokenizer import END
 
@@ -33,7 +33,7 @@ client = openai_client
 
 @pytest.fixture
 def anthropic_client(served: Served) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=served.url, api_key="unused", max_retries=0, timeout=10)
+    return anthropic.Anthropic(base_url=served.url, api_key="unused", max_retries=0, timeout=WAIT_S)
 
 
 @pytest.fixture
@@ -113,10 +113,10 @@ def test_grpc(stub: inference_pb2_grpc.InferenceStub, served: Served) -> None:
         "messages": [*HELLO, {"role": "assistant", "toolCalls": [call]}, {"role": "tool", "toolCallId": "x"}],
         "tools": [{"name": "weather", "parameters": schema}],
     }
-    responses = list(stub.Chat(json_format.ParseDict(asked, inference_pb2.ChatRequest()), timeout=10))
+    responses = list(stub.Chat(json_format.ParseDict(asked, inference_pb2.ChatRequest()), timeout=WAIT_S))
     (told,) = [call for response in responses for call in response.tool_calls]
     assert json.loads(told.arguments) == READ
-    answer = stub.Tokenize(json_format.ParseDict(asked, inference_pb2.TokenizeRequest()), timeout=10)
+    answer = stub.Tokenize(json_format.ParseDict(asked, inference_pb2.TokenizeRequest()), timeout=WAIT_S)
     assert tuple(answer.token_ids) == served.ring.generations[0].prompt_ids
 
 
@@ -170,7 +170,7 @@ def test_deep_json_over_grpc(stub: inference_pb2_grpc.InferenceStub, depth: int)
     ]:
         message = json_format.ParseDict(asked, inference_pb2.ChatRequest())
         counted = json_format.ParseDict(asked, inference_pb2.TokenizeRequest())
-        for ask in (lambda: list(stub.Chat(message, timeout=10)), lambda: stub.Tokenize(counted, timeout=10)):  # noqa: B023
+        for ask in (lambda: list(stub.Chat(message, timeout=WAIT_S)), lambda: stub.Tokenize(counted, timeout=WAIT_S)):  # noqa: B023
             if depth <= MAX_JSON_DEPTH:
                 ask()
                 continue

@@ -129,7 +129,7 @@ async def test_a_mismatched_pair_is_refused_naming_both_values() -> None:
         prefill.peer.layout.dtype = "bfloat16"
         ticket = await opened.reserve(1, PROMPT)
         code, detail = await refusal(run(prefill, ticket, PROMPT))
-        assert code is grpc.StatusCode.UNAVAILABLE
+        assert code is grpc.StatusCode.ABORTED
         assert "dtype differs: 'float32' here, 'bfloat16' there" in detail
         assert prefill.peer.address in detail and decode.peer.address in detail
         await opened.signal.until(lambda: used(prefill) == 0)  # just after the refusal is sent
@@ -141,6 +141,16 @@ async def test_a_transport_that_cannot_be_had_is_refused() -> None:
         prefill.peer.ClearField("pool_fd")
         _code, detail = await refusal(run(prefill, await opened.reserve(1, PROMPT), PROMPT))
         assert "shm cannot be had" in detail and "not shared memory" in detail
+
+
+@bounded
+async def test_a_decode_worker_that_cannot_be_reached_fails_the_run_and_not_the_prefill_worker() -> None:
+    """UNAVAILABLE would be read as: this prefill worker is not there."""
+    async with prefill_worker(Signal()) as prefill:
+        ticket = kv_pb2.Ticket(address="127.0.0.1:1", incarnation="gone", session=1, attempt=1, end=len(PROMPT) - 1)
+        code, detail = await refusal(run(prefill, ticket, PROMPT))
+        assert code is grpc.StatusCode.ABORTED
+        assert detail.startswith("decode worker 127.0.0.1:1: UNAVAILABLE: ")
 
 
 @bounded
@@ -406,8 +416,8 @@ async def test_a_lease_is_renewed_while_the_prompt_waits_and_the_prompt_ends_wit
         await opened.signal.until(lambda: min(renewed.count(ticket.session) for ticket in tickets) >= 3)
         assert (decode.table.next_deadline() or 0.0) > first
         await opened.abort(2)
-        _code, detail = await refusal(running[1])
-        assert "NOT_FOUND: session 2 is not open here" in detail
+        code, detail = await refusal(running[1])
+        assert code is grpc.StatusCode.ABORTED and "NOT_FOUND: session 2 is not open here" in detail
         prefill.runner.may_run.set()
         await running[0]
         assert await opened.end_of(1) == ("length", "")

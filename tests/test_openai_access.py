@@ -10,7 +10,7 @@ import pytest
 
 from gateway.app import FrontOptions
 from tests.fake_ring import Script
-from tests.front_server import SERVED, Served, run_front
+from tests.front_server import SERVED, WAIT_S, Served, run_front
 
 KEYS = ("first-key", "zweiter-schlüssel")
 ORIGIN = "https://page.example"
@@ -60,7 +60,7 @@ def test_paths_with_dots_need_a_key(served: Served) -> None:
         b"/live;x",
         b"/page/app.js/../../v1/models",
     ):
-        with socket.create_connection(served.host_port, timeout=5) as raw:
+        with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
             raw.sendall(b"GET " + path + b" HTTP/1.1\r\nhost: odd.example\r\nconnection: close\r\n\r\n")
             assert b" 401 " in raw.recv(4096), path
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.app import FrontOptions
-from tests.front_server import HELLO, SERVED, Served, answering, running_front
+from tests.front_server import HELLO, SERVED, WAIT_S, Served, answering, running_front
 from tests.tiny_tokenizer import CONTEXT
 
 MAX_BODY = 2**20
@@ -337,7 +337,7 @@ def test_a_body_over_the_limit_is_refused_while_it_is_read(served: Served) -> No
         for _ in range(MAX_BODY // 2**16 + 8):
             yield b" " * 2**16
 
-    with socket.create_connection(served.host_port, timeout=5) as raw:
+    with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
         assert b" 413 " in raw.recv(4096)
     answer = served.http.post("/v1/completions", content=chunks())
@@ -346,7 +346,7 @@ def test_a_body_over_the_limit_is_refused_while_it_is_read(served: Served) -> No
 
 
 def test_a_body_that_never_comes_is_given_up(served: Served) -> None:
-    with socket.create_connection(served.host_port, timeout=5) as raw:
+    with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
         assert b" 408 " in raw.recv(4096)
 

@@ -5,7 +5,6 @@ import math
 from collections import defaultdict
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -137,8 +136,7 @@ def test_a_client_that_leaves_ends_all_choices(served: Served, stream: bool, num
     phase = "decode" if num_tokens else "waiting"
     before = served.count("cancelled_total", phase=phase)
     body = {"model": SERVED, "prompt": ["x", "y"], "n": 4, "stream": stream}
-    with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.4) as http:
-        http.post(f"{served.url}/v1/completions", json=body)
+    served.ask_and_leave("/v1/completions", body, num_hanging=8)
     assert [served.ring.wait_ending() for _ in range(8)] == ["closed"] * 8
     served.wait_count(before + 8, "cancelled_total", phase=phase)
 
@@ -388,4 +386,4 @@ def test_an_answer_cut_by_a_stop_string_has_timing_and_cached_tokens(served: Ser
     served.ring.script = Script(served.ids("one two STOP"), is_hanging=True, delay_s=0.005)
     answer = _post(served, "completions", prompt="x", stop="STOP", include_timing=True)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == TIMING.cached_tokens
-    assert 0.005 < answer["choices"][0]["timing"]["decode_seconds"] < 5
+    assert answer["choices"][0]["timing"]["decode_seconds"] > 0.005

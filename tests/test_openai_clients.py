@@ -189,9 +189,8 @@ def test_a_client_that_leaves_ends_the_work(served: Served, stream: bool, num_to
     phase = "decode" if num_tokens else "waiting"
     before = served.count("cancelled_total", phase=phase)
     body = {"model": SERVED, "prompt": "x", "stream": stream}
-    with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.3) as http:
-        http.post(f"{served.url}/v1/completions", json=body)
-    assert served.ring.wait_ending(1.0) == "closed"
+    served.ask_and_leave("/v1/completions", body)
+    assert served.ring.wait_ending() == "closed"
     served.wait_count(before + 1, "cancelled_total", phase=phase)
 
 
@@ -216,7 +215,7 @@ def test_a_client_that_stops_reading_is_cancelled() -> None:
             if len(seen) == 4:
                 await asyncio.Event().wait()
 
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(60):
             await EventStream(batches(), stalled_client_s=0.1)({"type": "http"}, receive, send)
         return seen
 

@@ -14,8 +14,6 @@ from bench.live import Live, serve
 from cli.restart import Restart, plan_restart
 from tests.under_load import WAIT_S, answers, ask, complete, find, send, wait_shown, wait_until
 
-pytestmark = pytest.mark.timeout(300)
-
 NUM = 4
 SECRET = "known-to-all-of-the-fleet"
 

@@ -12,9 +12,10 @@ from typing import Any
 import grpc
 import pytest
 
-from bench.live import Live, serve
+from bench.live import Live
 from demo.paths import TARGET_DIR
 from protos import inference_pb2, inference_pb2_grpc
+from tests.calm import serve_calmly
 from tests.checkpoints import write_checkpoint, write_tokenizer
 from tests.oracle import Oracle, random_prompt
 
@@ -59,7 +60,7 @@ def oracle(checkpoint: Path) -> Oracle:
 @pytest.fixture(scope="module", params=["shm", "grpc"])
 def live(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Live]:
     flags = ("--dtype=float32", f"--transport={request.param}", "--require-transport", "--chunk-tokens=256")
-    with serve(checkpoint, *flags) as service:
+    with serve_calmly(checkpoint, *flags) as service:
         yield service
         service.wait_until_unused()
         read = service.metric("decode-0", "kv_transfer_bytes_total")
@@ -84,14 +85,12 @@ def ask(live: Live) -> Iterator[Ask]:
         yield generate
 
 
-@pytest.mark.timeout(400)
 def test_alone(ask: Ask, oracle: Oracle) -> None:
     for length in LENGTHS:
         prompt = random_prompt(length, VOCAB, seed=length)
         assert ask(prompt, 20) == oracle.answer(prompt, 20), f"prompt of {length} tokens"
 
 
-@pytest.mark.timeout(400)
 def test_in_a_batch_of_mixed_lengths(ask: Ask, oracle: Oracle) -> None:
     """Each of 16 requests starts when an earlier one has begun to answer, so the batch changes all the time."""
     prompts = [random_prompt(1 + 37 * index % 211, VOCAB, seed=1000 + index) for index in range(16)]

@@ -8,8 +8,8 @@ import grpc
 import pytest
 
 from gateway.generation import SharedPrompt
-from tests.dispatching import PROMPT, Ring, answer, bounded, generation, pair, ring
-from tests.fake_workers import FakeDecode, FakePrefill, Signal, serving
+from tests.dispatching import NO_ROOM, PROMPT, Ring, answer, bounded, failure, generation, pair, ring
+from tests.fake_workers import FakeDecode, FakePrefill, Refusal, Signal, serving
 
 WHOLE = (answer(4), "length")
 
@@ -48,7 +48,7 @@ async def test_followers_wait_for_the_leaders_session_and_are_placed_beside_it()
         await ring.signal.until(lambda: sum(worker.num_reserve_calls for worker in workers) == 1)
         for link in ring.fleet.decode.values():
             await link._ask_status()  # time in which a call would show
-        assert (sum(worker.num_reserve_calls for worker in workers), ring.num_waiting) == (1, 0)
+        assert (sum(worker.num_reserve_calls for worker in workers), ring.num_waiting) == (1, 2)
         for worker in workers:
             worker.may_answer.set()
         await ring.signal.until(lambda: sum(len(worker.sessions) for worker in workers) == 3)
@@ -72,14 +72,38 @@ async def test_followers_that_come_when_the_leader_is_gone_are_on_their_own() ->
         assert [session.request.share_with for session in decode.sessions] == [0, 0]
 
 
+@pytest.mark.parametrize("refusal", [NO_ROOM, (grpc.StatusCode.INTERNAL, "no")], ids=["no room", "failed"])
+def test_followers_of_a_leader_that_was_refused_wait_for_its_next_session(refusal: Refusal) -> None:
+    @bounded
+    async def scenario() -> None:
+        async with pair(is_manual=True, max_queue=2) as (ring, decode, prefill):
+            decode.refusals.append(refusal)
+            shared = SharedPrompt(3)
+            tasks = [ring.start(generation(f"r{number}"), shared) for number in range(3)]
+            await decode.has_sessions(3)
+            leader = decode.sessions[0].request
+            assert (leader.request_id, leader.attempt) == ("r0", 2)
+            assert [one.request.share_with for one in decode.sessions] == [0, leader.handle, leader.handle]
+            for session in decode.sessions:
+                session.emit(4, "length")
+            assert [await task for task in tasks] == [WHOLE] * 3
+            assert len(prefill.runs) == 1
+
+    scenario()
+
+
 @bounded
-async def test_followers_of_a_leader_that_was_refused_are_on_their_own() -> None:
-    async with pair() as (ring, decode, _prefill):
-        decode.refusals.append((grpc.StatusCode.INTERNAL, "no"))
-        shared = SharedPrompt()
-        tasks = [ring.start(generation(f"r{number}"), shared) for number in range(3)]
-        assert [await task for task in tasks] == [WHOLE] * 3
-        assert [session.request.share_with for session in decode.sessions] == [0, 0, 0]
+async def test_followers_end_when_their_leader_fails_for_good() -> None:
+    """Each is then on its own, and no attempt of its own has failed yet."""
+    async with pair(is_manual=True) as (ring, decode, _prefill):
+        decode.refusals.extend([(grpc.StatusCode.INTERNAL, "no")] * 3)
+        shared = SharedPrompt(2)
+        leader, follower = (ring.start(generation(name), shared) for name in ("leader", "follower"))
+        assert (await failure(leader)).status == 503
+        await decode.has_sessions(1)
+        assert (decode.sessions[0].request.request_id, decode.sessions[0].request.share_with) == ("follower", 0)
+        decode.sessions[0].emit(4, "length")
+        assert await follower == WHOLE
 
 
 @pytest.mark.parametrize("stage", ["queue", "reserve"])
@@ -97,7 +121,7 @@ def test_followers_of_a_leader_cancelled_before_it_has_a_session_are_on_their_ow
             follower = ring.start(generation("follower"), shared)
             await ring.signal.until(lambda: decode.num_reserve_calls == 1)
             await asyncio.sleep(0)
-            assert ring.num_waiting == (stage == "queue")
+            assert ring.num_waiting == 1 + (stage == "queue")
             leader.cancel()
             await asyncio.wait([leader])
             decode.may_answer.set()

@@ -16,9 +16,10 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from bench.live import Live, serve
+from bench.live import Live
 from demo.paths import DRAFT_DIR, TARGET_DIR
 from gateway.text.tokenizer import Tokenizer
+from tests.calm import serve_calmly
 from tests.checkpoints import write_slow_twin
 from tests.oracle import Oracle, random_prompt
 from tests.surface import Surface, Told, transferred_bytes
@@ -28,12 +29,11 @@ MODEL = "baton-demo"
 CHUNK = 64  # prompt tokens a step
 LOCAL = 200  # decode prefills prompts of up to so many tokens and one
 TOLERANCE = 1e-4
-pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with serve("demo", "--dtype=float32", f"--chunk-tokens={CHUNK}") as service:
+    with serve_calmly("demo", "--dtype=float32", f"--chunk-tokens={CHUNK}") as service:
         yield service
         service.wait_until_unused()
 
@@ -46,7 +46,7 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         "--dtype=float32", f"--draft-model={DRAFT_DIR}", f"--served-name={MODEL}", f"--chunk-tokens={CHUNK}",
         f"--local-prefill-max-tokens={LOCAL}", f"--local-prefill-chunk-tokens={CHUNK}",
     )  # fmt: skip
-    with serve(folder, *flags) as service:
+    with serve_calmly(folder, *flags) as service:
         yield service
         service.wait_until_unused()
 

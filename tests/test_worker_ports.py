@@ -15,12 +15,12 @@ import grpc
 import httpx
 import pytest
 
-from bench.live import serve
 from cli.certs import certs
 from protos import decode_pb2
 from runtime.config_parts import ProcessConfig
 from runtime.lifecycle import Ready, parse_event
 from runtime.trust import Trust, load_trust
+from tests.calm import serve_calmly
 from tests.fake_workers import PATIENCE_S
 from tests.test_addresses import needs_ipv6
 
@@ -113,7 +113,7 @@ async def ask_status(trust: Trust, ready: Ready) -> decode_pb2.WorkerStatus:
             request_serializer=decode_pb2.StatusRequest.SerializeToString,
             response_deserializer=decode_pb2.WorkerStatus.FromString,
         )
-        status: decode_pb2.WorkerStatus = await ask(decode_pb2.StatusRequest(), timeout=5)
+        status: decode_pb2.WorkerStatus = await ask(decode_pb2.StatusRequest(), timeout=PATIENCE_S)
         return status
 
 
@@ -121,7 +121,7 @@ def test_a_service_with_mtls_serves_and_lets_nobody_else_near_its_workers(tmp_pa
     folder = tmp_path / "certs"
     certs(folder)
     flags = (f"--tls-dir={folder}", "--transport=grpc", "--require-transport", "--kv-memory-mib=64")
-    with serve("demo", *flags) as live:
+    with serve_calmly("demo", *flags) as live:
         body = {"prompt": "Once upon a time there was a fox", "max_tokens": 5, "temperature": 0, "model": "baton-demo"}
         answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 5

@@ -14,7 +14,7 @@ from bench.live import Live
 from protos import inference_pb2, inference_pb2_grpc
 from tests.oracle import random_prompt
 
-WAIT_S = 60.0  # generous: the machine may be busy
+WAIT_S = 180.0  # generous: the machine may be busy
 MODEL = "baton-demo"
 
 

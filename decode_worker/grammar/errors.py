@@ -14,4 +14,11 @@ class GrammarBrokenError(Exception):
 
 
 class GrammarMismatchError(Exception):
-    """Tokens that the grammar does not allow, or an answer that takes too long to follow with it."""
+    """Tokens that the grammar does not allow, or an answer that takes too long to follow with it: so it would anywhere.
+
+    The message is for the client.
+    """
+
+
+class GrammarFailedError(Exception):
+    """This worker could not follow an answer with its grammar; another may."""

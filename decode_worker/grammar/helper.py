@@ -11,6 +11,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
@@ -134,5 +135,7 @@ class _Worker(Thread):
         return time.clock_gettime(time.pthread_getcpuclockid(self.ident))
 
     def lower_priority(self) -> None:
+        """As far as the system lets us; no-op for a thread that has ended meanwhile."""
         assert self.native_id is not None
-        os.setpriority(os.PRIO_PROCESS, self.native_id, _LOWEST_PRIORITY)
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self.native_id, _LOWEST_PRIORITY)

@@ -8,8 +8,8 @@ import asyncio
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from gateway.errors import not_ready, overloaded
@@ -47,6 +47,13 @@ class Places:
 
 
 @dataclass(slots=True, eq=False)
+class Expected:
+    """Requests that were admitted with another one and are yet to come."""
+
+    count: int
+
+
+@dataclass(slots=True, eq=False)
 class _Waiter:
     num_missing: int
     avoid: frozenset[str]
@@ -68,11 +75,49 @@ class Admission:
         self._patience_s = patience_s
         self._could_serve = -float("inf")  # when somebody last could
         self._waiting: deque[_Waiter] = deque()
+        self._num_apart = 0  # admitted and neither in the queue nor placed
         fleet.subscribe(self._pump)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Requests in the queue, and those that were admitted and will come into it."""
+        return len(self._waiting) + self._num_apart
+
+    @contextmanager
+    def admit(self, num_choices: int) -> Iterator[Expected]:
+        """Let a request in, and at once those that will come with it, for all their attempts: they count as waiting.
+
+        Any number where nobody waits, so that none is refused for ever. Raises ApiError, 429, when they exceed the
+        queue's limit. At the end of the block no further one is expected.
+        """
+        num_waiting = self.num_waiting
+        if num_waiting and num_waiting + num_choices > self._max_queue:
+            if num_choices == 1:
+                raise overloaded(f"{num_waiting} requests are waiting, the most allowed by --max-queue; try again")
+            limit = f"--max-queue, which is {self._max_queue}"
+            raise overloaded(f"{num_waiting} requests are waiting, and {num_choices} more exceed {limit}; try again")
+        expected = Expected(num_choices - 1)
+        self._num_apart += expected.count
+        try:
+            yield expected
+        finally:
+            self._num_apart -= expected.count
+            expected.count = 0
+
+    def come(self, expected: Expected) -> None:
+        """One of those expected is here."""
+        if expected.count:
+            expected.count -= 1
+            self._num_apart -= 1
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """A request that was admitted waits for something else, and counts as if it were in the queue."""
+        self._num_apart += 1
+        try:
+            yield
+        finally:
+            self._num_apart -= 1
 
     @asynccontextmanager
     async def place(
@@ -84,15 +129,12 @@ class Admission:
         timeout_s: float,
         beside: str | None = None,
     ) -> AsyncIterator[Places]:
-        """Wait for places, and hold them until the end of the block.
+        """Wait for places, and hold them until the end of the block. For who was admitted.
 
         `beside`: a decode worker's incarnation, to be placed there and nowhere else as long as it is alive.
-        It was admitted with the session that it shares: the queue's limit is not for it.
-        A retry goes before new requests, and before retries whose clients got news later. Raises ApiError: 429 when
-        the queue is full, 503 when nobody has been able to serve for too long or no place got free within `timeout_s`.
+        A retry goes before new requests, and before retries whose clients got news later. Raises ApiError, 503, when
+        nobody has been able to serve for too long or no place got free within `timeout_s`.
         """
-        if not is_retry and beside is None and len(self._waiting) >= self._max_queue:
-            raise overloaded(f"{len(self._waiting)} requests are waiting, the most allowed by --max-queue; try again")
         decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiter = _Waiter(num_missing, avoid, is_retry, silent_since, beside, decided)
         insort(self._waiting, waiter, key=lambda other: (not other.is_retry, other.silent_since))

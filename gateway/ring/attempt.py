@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -30,6 +30,8 @@ from gateway.ring.worker_link import GONE, PrefillLink
 from protos import decode_pb2, kv_pb2, prefill_pb2
 from runtime import rpc
 
+_READ_AT_ONCE = 512  # log-probabilities; reading them holds the event loop, 7 us each where 20 tokens are told
+
 
 class PrefillRefusedError(Exception):
     """Carries a prefill worker's refusal through the session's inbox to the request."""
@@ -55,11 +57,12 @@ class Attempt:
         decode, prefill = self.places.decode, self.places.prefill
         with decode.open_session(self.request.silent_since) as session:
             placed = Placed(session.incarnation, prefill.status.peer.incarnation if prefill else None)
+            session.on_over = lambda: self.places.release(decode)  # a client that reads slowly must not keep it
             (reserve,) = self.request.step(placed, time.monotonic())
             assert isinstance(reserve, Reserve)
             event, ticket = await self._reserve(reserve, session)
-            if self.leader is not None:
-                self.leader.settle(session if isinstance(event, Reserved) else None)
+            if self.leader is not None and isinstance(event, Reserved):
+                self.leader.open(session)
             try:
                 while True:
                     for action in self.request.step(event, time.monotonic()):
@@ -71,7 +74,7 @@ class Attempt:
                     event = await self._next_event(session)
             finally:
                 if self.leader is not None:
-                    self.leader.settle(None)
+                    self.leader.close()
                 if self._prefilling is not None:
                     self._prefilling.cancel()
 
@@ -140,6 +143,9 @@ class Attempt:
             session.inbox.put_nowait(done)
 
     async def _next_event(self, session: RemoteSession) -> Event:
+        """What is in the inbox counts after the deadline only if it is all of the answer: its reader may be slow."""
+        if time.monotonic() >= self.request.deadline and not session.is_over:
+            return TimedOut()
         try:
             # not wait_for, which before Python 3.12 swallows a cancellation that comes with the news
             async with asyncio.timeout(self._remaining_s()):
@@ -153,9 +159,9 @@ class Attempt:
         if isinstance(news, LinkLost):
             return Lost(news.reason)
         if isinstance(news, prefill_pb2.RunResponse):
-            return _prefilled(news)
+            return await _prefilled(news)
         error = f"{self.places.decode.address}: {news.error or news.finish_reason}"
-        return _news(news, error)
+        return await _news(news, news.error if news.finish_reason == "grammar_error" else error)
 
     def _remaining_s(self) -> float:
         return max(self.request.deadline - time.monotonic(), 0.001)
@@ -163,12 +169,15 @@ class Attempt:
 
 def _refusal(role: Role, address: str, error: grpc.aio.AioRpcError) -> Refused:
     detail = f"{address}: {error.details()}"
-    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+    metadata = tuple(error.trailing_metadata() or ())
+    if (rpc.REFUSED_FOR, rpc.NO_ROOM) in metadata:
         return Refused(role, "no room", detail)
+    if (rpc.REFUSED_FOR, rpc.GRAMMAR_BUSY) in metadata:
+        return Refused(role, "compiling", detail)
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         if role == "decode":
             detail = error.details() or "the decode worker refused the request"
-        is_grammar = (rpc.FIELD_AT_FAULT, "grammar") in tuple(error.trailing_metadata() or ())
+        is_grammar = (rpc.FIELD_AT_FAULT, "grammar") in metadata
         return Refused(role, "invalid", detail, is_grammar)
     if error.code() is grpc.StatusCode.NOT_FOUND and role == "decode":
         return Refused(role, "unshared", detail)
@@ -194,25 +203,25 @@ def _grammar_message(grammar: Grammar | None) -> decode_pb2.Grammar | None:
     return None if grammar is None else decode_pb2.Grammar(kind=grammar.kind, text=grammar.text)
 
 
-def _prefilled(response: prefill_pb2.RunResponse) -> Prefilled:
+async def _prefilled(response: prefill_pb2.RunResponse) -> Prefilled:
     return Prefilled(
         prefill_s=response.queue_seconds + response.prefill_seconds,
         transfer_s=response.transfer_seconds,
         transfer_bytes=response.transfer_bytes,
         transport=response.transport,
-        prompt_logprobs=_logprobs(response.prompt_logprobs),
+        prompt_logprobs=await _logprobs(response.prompt_logprobs),
     )
 
 
-def _news(delta: decode_pb2.SessionDelta, error: str) -> News:
+async def _news(delta: decode_pb2.SessionDelta, error: str) -> News:
     timing = delta.timing
     return News(
         delta.attempt,
         delta.token_ids,
         delta.finish_reason,
         error,
-        _logprobs(delta.logprobs),
-        _logprobs(delta.prompt_logprobs),
+        await _logprobs(delta.logprobs),
+        await _logprobs(delta.prompt_logprobs),
         SessionTiming(
             timing.kv_seconds,
             timing.first_step_seconds,
@@ -223,5 +232,15 @@ def _news(delta: decode_pb2.SessionDelta, error: str) -> News:
     )
 
 
-def _logprobs(messages: Iterable[decode_pb2.TokenLogprobs]) -> list[TokenLogprobs]:
-    return [TokenLogprobs(one.logprob, tuple(zip(one.top_ids, one.top_logprobs, strict=True))) for one in messages]
+async def _logprobs(messages: Sequence[decode_pb2.TokenLogprobs]) -> list[TokenLogprobs]:
+    """Others get their turn while those of a long prompt are read."""
+    told: list[TokenLogprobs] = []
+    for start in range(0, len(messages), _READ_AT_ONCE):
+        if start:
+            await asyncio.sleep(0)
+        told += map(_told, messages[start : start + _READ_AT_ONCE])
+    return told
+
+
+def _told(one: decode_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(one.logprob, tuple(zip(one.top_ids, one.top_logprobs, strict=True)))

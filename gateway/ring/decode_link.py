@@ -6,7 +6,7 @@ Lives on the asyncio thread.
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -40,6 +40,7 @@ class RemoteSession:
     silent_since: float  # when its client last got tokens
     inbox: asyncio.Queue[News] = field(default_factory=asyncio.Queue)  # as long as the answer, at most
     is_over: bool = False  # its last news has come: nothing is left to abort
+    on_over: Callable[[], None] = lambda: None  # called when nothing of it is left on the worker
 
 
 class DecodeLink(WorkerLink):
@@ -100,14 +101,18 @@ class DecodeLink(WorkerLink):
             if not delta.finish_reason:
                 self._abort(delta.handle)
             return
-        session.is_over = bool(delta.finish_reason)
         session.silent_since = time.monotonic()
         session.inbox.put_nowait(delta)
+        if delta.finish_reason:
+            session.is_over = True
+            session.on_over()
 
     def _lose_all(self, reason: str) -> None:
         """Tell every open session that it will hear no more; who has been silent for longest goes on first."""
         for session in sorted(self._sessions.values(), key=lambda session: session.silent_since):
             session.inbox.put_nowait(Lost(reason))
+            if session.stream != self._stream:  # the worker ends its sessions with their stream
+                session.on_over()
 
     @contextmanager
     def open_session(self, silent_since: float) -> Iterator[RemoteSession]:

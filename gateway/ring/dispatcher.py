@@ -1,5 +1,6 @@
 """The life of a request below the text: wait for places, try, try again elsewhere, end. Lives on the asyncio thread."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, aclosing, contextmanager
@@ -11,12 +12,13 @@ from gateway.errors import ApiError
 from gateway.generation import Generation, SharedPrompt, Tokens
 from gateway.ring.admission import Admission
 from gateway.ring.attempt import Attempt
+from gateway.ring.decode_link import RemoteSession
 from gateway.ring.fleet import Fleet
 from gateway.ring.policy import find_unready
 from gateway.ring.request_actions import Leave
 from gateway.ring.request_events import Unplaced
 from gateway.ring.request_machine import Phase, Request
-from gateway.ring.sharing import Leader, find_leader, lead
+from gateway.ring.sharing import Leader, admitted, find_leader
 from runtime.metrics import SECONDS_BUCKETS
 
 log = structlog.get_logger()
@@ -65,7 +67,7 @@ class Dispatcher:
         deadline = now + self._request_timeout_s
         request = Request(generation, deadline, self._local_prefill_max_tokens, self._patience_s, now)
         others = find_leader(shared)
-        with lead(shared) as leader:
+        with admitted(shared, self._admission) as leader:
             while request.phase is Phase.WAITING:
                 async with aclosing(self._try(request, leader, others)) as news:
                     async for tokens in news:
@@ -80,7 +82,8 @@ class Dispatcher:
         """One attempt, from the queue to its end. `leader`: to tell the session; `others`: to share theirs."""
         async with AsyncExitStack() as held:
             started = time.monotonic()
-            partner = await others.find_session(request.deadline - started) if others else None
+            with self._admission.apart():
+                partner = await _prepare(request, others, started)
             waiting = self._admission.place(
                 request.num_missing, frozenset(request.avoid), request.is_retry, request.silent_since,
                 timeout_s=request.deadline - time.monotonic(), beside=partner.incarnation if partner else None,
@@ -115,3 +118,10 @@ class Dispatcher:
             self._failed_attempts.inc()
         say = log.warning if left.is_failure else log.debug
         say("attempt left", request_id=request.generation.request_id, reason=left.reason, is_failure=left.is_failure)
+
+
+async def _prepare(request: Request, others: Leader | None, now: float) -> RemoteSession | None:
+    """What comes before the queue: a pause, or the session to share."""
+    if request.resumes_at > now:
+        await asyncio.sleep(request.resumes_at - now)
+    return None if others is None else await others.find_session(request.deadline - now)

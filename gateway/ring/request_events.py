@@ -37,10 +37,13 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A worker has no room for the attempt, cannot ever serve such a request, is not there to be asked, or failed."""
+    """A worker has no room for the attempt, cannot ever serve such a request, is not there to be asked, or failed.
+
+    "unshared": nobody is there to share with. "compiling": the grammar is not there yet.
+    """
 
     role: Role
-    why: Literal["no room", "unshared", "invalid", "absent", "failed"]  # unshared: nobody there to share with
+    why: Literal["no room", "compiling", "unshared", "invalid", "absent", "failed"]
     detail: str
     is_grammar: bool = False  # with "invalid": the grammar is at fault
 

@@ -30,6 +30,7 @@ from gateway.ring.request_events import (
 )
 
 MAX_ATTEMPTS = 3  # that failed in a row, none of them with a new token
+GRAMMAR_PAUSE_S = 0.5  # before a worker is asked again that still compiles the grammar
 MAX_LOSSES = 10  # the same when the last one ended because a worker was gone or refused: mostly no fault of the request
 
 
@@ -48,11 +49,13 @@ class Request:
     deadline: float  # when it has taken too long
     local_prefill_max_tokens: int
     patience_s: float  # how long it looks for a worker that is there
-    silent_since: float  # when its client last got tokens; at first, when it came
+    silent_since: float  # when its client last got tokens; before the first, when it came, or comes again
     phase: Phase = Phase.WAITING
     error: ApiError | None = None  # how it ended, if not with its answer
     attempt: int = 1
     num_failures: int = 0
+    resumes_at: float = 0.0  # when it goes back to the queue, at the earliest
+    is_new_again: bool = False  # it goes behind all who wait: its grammar was not there
     absent_since: float | None = None  # when it first found nobody, since a worker last took it
     emitted: list[int] = field(default_factory=list)  # with the client: never said again, never taken back
     avoid: set[str] = field(default_factory=set)  # incarnations to which failed attempts are blamed
@@ -80,7 +83,8 @@ class Request:
 
     @property
     def is_retry(self) -> bool:
-        return self.attempt > 1
+        """Whether it goes before new requests."""
+        return self.attempt > 1 and not self.is_new_again
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -112,6 +116,7 @@ class Request:
 
     def _reserve(self, places: Placed) -> list[Action]:
         self.phase = Phase.RESERVING
+        self.is_new_again = False
         self.places = places
         self.prefilled = None
         self.scored, self.held = [], []
@@ -131,6 +136,8 @@ class Request:
     def _take_refusal(self, refused: Refused, now: float) -> list[Action]:
         if refused.why == "no room":
             return [GiveBack(refused.role, is_refused=True), *self._again(Leave(refused.detail))]
+        if refused.why == "compiling":
+            return self._pause(refused.detail, now)
         if refused.why == "unshared":
             return self._again(Leave(refused.detail))
         if refused.why == "invalid" and not self.emitted:  # later it is no fault of the client's: another may do
@@ -142,6 +149,17 @@ class Request:
         if refused.why == "absent":
             return self._look_on(refused.detail, now)
         return self._fail(refused.detail, self.places.decode, now)
+
+    def _pause(self, reason: str, now: float) -> list[Action]:
+        """The grammar takes its time: others have the places meanwhile, and go first unless the client has tokens."""
+        self.absent_since = None
+        self.resumes_at = now + GRAMMAR_PAUSE_S
+        leave = Leave(reason)
+        if self.resumes_at >= self.deadline:
+            return self._end(took_too_long(), leave)
+        if not self.emitted:
+            self.is_new_again, self.silent_since = True, self.resumes_at
+        return self._again(leave)
 
     def _look_on(self, reason: str, now: float) -> list[Action]:
         """Nobody was there: nothing was tried, so that only time counts."""
@@ -157,14 +175,20 @@ class Request:
 
     def _take_news(self, news: News, now: float) -> list[Action]:
         if news.finish_reason not in ("", "stop", "length"):
-            reason = news.error or news.finish_reason
-            if news.finish_reason != "expired":
-                return self._fail(reason, self.places.decode, now)
-            if self.places.prefill is None:  # it shared a prompt whose KV never came: no fault of decode's
-                return self._again(Leave(reason))
-            return self._fail(reason, self.places.prefill, now)
+            return self._take_trouble(news, now)
         self.scored.extend(news.prompt_logprobs)
         return self._tell([news], now)
+
+    def _take_trouble(self, news: News, now: float) -> list[Action]:
+        reason, grammar = news.error or news.finish_reason, self.generation.grammar
+        if news.finish_reason == "grammar_error" and grammar is not None:  # it would be so anywhere
+            message = f"the answer cannot follow {grammar.param}: {reason}"
+            return self._end(bad_request(message, grammar.param), Leave(reason))
+        if news.finish_reason != "expired":
+            return self._fail(reason, self.places.decode, now)
+        if self.places.prefill is None:  # it shared a prompt whose KV never came: no fault of decode's
+            return self._again(Leave(reason))
+        return self._fail(reason, self.places.prefill, now)
 
     def _tell(self, latest: list[News], now: float) -> list[Action]:
         """Tokens for the client; none before all that it asked to hear of the prompt is there."""

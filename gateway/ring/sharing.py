@@ -1,6 +1,6 @@
 """Several generations of one prompt: the first one's session holds its KV, the others take it over.
 
-Lives on the asyncio thread.
+The queue takes all of them with the first, or none. Lives on the asyncio thread.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from gateway.generation import SharedPrompt
+from gateway.ring.admission import Admission, Expected
 from gateway.ring.decode_link import RemoteSession
 
 
@@ -16,35 +17,57 @@ from gateway.ring.decode_link import RemoteSession
 class Leader:
     """The generation that came first, as the others see it."""
 
+    expected: Expected  # the others
     session: RemoteSession | None = None  # while it is open
-    _is_settled: asyncio.Event = field(default_factory=asyncio.Event)  # it has a session, or will have none to share
+    is_over: bool = False
+    _has_news: asyncio.Event = field(default_factory=asyncio.Event)  # set while there is a session, or will be none
 
-    def settle(self, session: RemoteSession | None) -> None:
-        """The first attempt has this session, or is over."""
+    def open(self, session: RemoteSession) -> None:
+        """An attempt has this session."""
         self.session = session
-        self._is_settled.set()
+        self._has_news.set()
+
+    def close(self) -> None:
+        """The attempt is over. The next one may have a session to share."""
+        self.session = None
+        self._has_news.clear()
+
+    def end(self) -> None:
+        """There will be no session any more."""
+        self.session, self.is_over = None, True
+        self._has_news.set()
 
     async def find_session(self, timeout_s: float) -> RemoteSession | None:
         """Wait for the session to share; None when there is none."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._is_settled.wait()
+                while self.session is None and not self.is_over:
+                    await self._has_news.wait()
         except TimeoutError:
             return None
         return self.session
 
 
 @contextmanager
-def lead(shared: SharedPrompt | None) -> Iterator[Leader | None]:
-    """The leader to settle, for whoever comes first; None for the others and for those who share nothing."""
-    if shared is None or shared.leader is not None:
+def admitted(shared: SharedPrompt | None, admission: Admission) -> Iterator[Leader | None]:
+    """Held by each generation while it is under way. The leader, for whoever comes first; None for all others.
+
+    Raises ApiError when the queue has no room for the first one and those that come with it.
+    """
+    others = find_leader(shared)
+    if others is not None:
+        admission.come(others.expected)
         yield None
         return
-    shared.leader = leader = Leader()
-    try:
-        yield leader
-    finally:
-        leader.settle(None)
+    with admission.admit(1 if shared is None else shared.num_choices) as expected:
+        if shared is None:
+            yield None
+            return
+        shared.leader = leader = Leader(expected)
+        try:
+            yield leader
+        finally:
+            leader.end()
 
 
 def find_leader(shared: SharedPrompt | None) -> Leader | None:

@@ -40,7 +40,7 @@ def test_row_10_workers_stopped_for_a_minute_are_left_and_taken_back(quad: Proce
         num_before = len(load.ended)
         while time.monotonic() < until:
             assert all(find(quad, worker)["trouble"] for worker in stopped), quad.status()
-            assert httpx.get(f"{quad.url}/ready", timeout=30).status_code == 200, "two workers serve"
+            wait_until(lambda: httpx.get(f"{quad.url}/ready", timeout=30).status_code == 200, NOTICED_S)  # two serve
             time.sleep(1.0)
         num_meanwhile = len(load.ended) - num_before
         assert num_meanwhile > 0, "traffic moved to the others"

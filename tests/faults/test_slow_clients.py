@@ -157,7 +157,7 @@ def test_row_15_thousands_of_idle_sockets(fleet: ProcessFleet, truth: Truth) -> 
         begun = time.monotonic()
         idle = [stack.enter_context(connect(fleet)) for _ in range(NUM_IDLE)]
         truth.check_canary(fleet)
-        assert httpx.get(f"{fleet.url}/ready", timeout=SLACK_S).status_code == 200
+        wait_until(lambda: httpx.get(f"{fleet.url}/ready", timeout=SLACK_S).status_code == 200, SLACK_S)
         growth = look_at(fleet.gateway).private_bytes - memory
         assert growth < GROWTH_BYTES, f"{growth} bytes more"
         assert all(is_cut(client) for client in idle)

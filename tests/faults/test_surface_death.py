@@ -51,7 +51,7 @@ def test_row_03_answers_of_every_shape_go_on_elsewhere(quad: ProcessFleet, after
             given = [one.logprob for one in choice.logprobs]
             assert given == pytest.approx([one.logprob for one in expected.logprobs], abs=1e-4), name
     attempts = [choice.timing.attempts for choices in told.values() for choice in choices]
-    assert {1, 2} >= set(attempts) and 2 in attempts, attempts
+    assert max(attempts) > 1, attempts
 
 
 def _start_all(surface: Surface) -> dict[str, Any]:

@@ -1,0 +1,45 @@
+"""Log-probabilities of a long prompt come in one message: reading it leaves turns of the event loop to others."""
+
+import asyncio
+
+from gateway.ring import attempt
+from protos import decode_pb2, prefill_pb2
+
+COUNT = 5000
+
+
+def messages() -> list[decode_pb2.TokenLogprobs]:
+    return [
+        decode_pb2.TokenLogprobs(logprob=-number, top_ids=[number], top_logprobs=[-number]) for number in range(COUNT)
+    ]
+
+
+async def count_turns(work: "asyncio.Task[object]") -> int:
+    """Of the event loop until `work` is done."""
+    turns = 0
+    while not work.done():
+        turns += 1
+        await asyncio.sleep(0)
+    return turns
+
+
+def test_others_get_turns_while_a_long_message_is_read() -> None:
+    async def scenario() -> None:
+        reading: asyncio.Task[object] = asyncio.create_task(
+            attempt._prefilled(prefill_pb2.RunResponse(prompt_logprobs=messages()))
+        )
+        assert await count_turns(reading) >= COUNT // attempt._READ_AT_ONCE
+        delta = decode_pb2.SessionDelta(logprobs=messages(), prompt_logprobs=messages())
+        reading = asyncio.create_task(attempt._news(delta, ""))
+        assert await count_turns(reading) >= 2 * (COUNT // attempt._READ_AT_ONCE)
+
+    asyncio.run(scenario())
+
+
+def test_nothing_is_lost_or_changed_in_between() -> None:
+    async def scenario() -> None:
+        prefilled = await attempt._prefilled(prefill_pb2.RunResponse(prompt_logprobs=messages()))
+        told = [(one.logprob, one.top) for one in prefilled.prompt_logprobs]
+        assert told == [(-number, ((number, -number),)) for number in range(COUNT)]
+
+    asyncio.run(scenario())
