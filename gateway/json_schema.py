@@ -20,7 +20,7 @@ _SEEN_TO = {  # type |-> keywords about it that grammars follow
         "properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties",
         "minProperties", "maxProperties",
     },
-    "array": {"items", "prefixItems", "additionalItems", "unevaluatedItems", "minItems", "maxItems", "contains"},
+    "array": {"items", "prefixItems", "additionalItems", "unevaluatedItems", "minItems", "maxItems"},
     "string": {"minLength", "maxLength", "pattern", "format"},
     "integer": _RANGE | {"multipleOf"},
     "number": _RANGE,
@@ -29,7 +29,7 @@ _SEEN_TO = {  # type |-> keywords about it that grammars follow
 }  # fmt: skip
 _PASSED_OVER = {  # type |-> keywords about it that grammars do not follow
     "object": {"propertyNames", "dependentRequired", "dependentSchemas", "dependencies"},
-    "array": {"uniqueItems", "minContains", "maxContains"},
+    "array": {"uniqueItems", "contains", "minContains", "maxContains"},
     "number": {"multipleOf"},
 }
 _NEVER = ("not", "if", "$dynamicRef", "$recursiveRef")
@@ -43,7 +43,6 @@ _NOT_TOGETHER = (  # of each pair, the second is passed over
     ({"pattern"}, {"minLength", "maxLength"}),
     ({"format"}, {"pattern", "minLength", "maxLength"}),
     (_RANGE, {"multipleOf"}),
-    ({"items", "prefixItems"}, {"contains"}),
     ({"properties"}, {"patternProperties"}),
 )
 _LOOKAROUND = ("(?=", "(?!", "(?<=", "(?<!")

@@ -25,35 +25,35 @@ TYPES = ["object", "array", "string", "integer", "number", "boolean", "null"]
 REFS = st.sampled_from(["#", "#/$defs/a", "#/$defs/b", "http://host/schema", "#there"])
 
 
-def keywords(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Any keywords beside each other."""
+def keywords(inner: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy[Any]]:
+    """What may stand in a schema, all of it beside anything else."""
     listed = st.lists(inner, min_size=1, max_size=3)
     named = st.dictionaries(NAMES, inner, max_size=3)
-    return st.fixed_dictionaries(
-        {},
-        optional={
-            "type": st.sampled_from(TYPES) | st.lists(st.sampled_from(TYPES), min_size=1, max_size=2, unique=True),
-            "$ref": REFS, "const": VALUES, "enum": st.lists(VALUES, min_size=1, max_size=3), "anyOf": listed,
-            "oneOf": listed, "allOf": listed, "not": inner, "if": inner, "then": inner, "properties": named,
-            "required": st.lists(NAMES, max_size=2, unique=True), "additionalProperties": inner | st.booleans(),
-            "patternProperties": st.dictionaries(PATTERNS, inner, max_size=2), "propertyNames": inner,
-            "minProperties": COUNTS, "maxProperties": COUNTS, "dependentRequired": st.just({"a": ["b"]}),
-            "items": inner, "prefixItems": listed, "minItems": COUNTS, "maxItems": COUNTS, "uniqueItems": st.booleans(),
-            "contains": inner, "minLength": COUNTS, "maxLength": COUNTS, "pattern": PATTERNS,
-            "format": st.sampled_from(["date", "ipv4", "unheard-of"]), "minimum": NUMBERS, "maximum": NUMBERS,
-            "exclusiveMinimum": NUMBERS, "exclusiveMaximum": NUMBERS, "multipleOf": st.sampled_from([1, 3, 0.5]),
-            "title": st.just("t"), "default": VALUES, "unevaluatedProperties": st.booleans(),
-        },
-    )  # fmt: skip
+    return {
+        "$ref": REFS, "const": VALUES, "enum": st.lists(VALUES, min_size=1, max_size=3), "anyOf": listed,
+        "oneOf": listed, "allOf": listed, "not": inner, "if": inner, "then": inner, "properties": named,
+        "required": st.lists(NAMES, max_size=2, unique=True), "additionalProperties": inner | st.booleans(),
+        "patternProperties": st.dictionaries(PATTERNS, inner, max_size=2), "propertyNames": inner,
+        "minProperties": COUNTS, "maxProperties": COUNTS, "dependentRequired": st.just({"a": ["b"]}),
+        "items": inner, "prefixItems": listed, "minItems": COUNTS, "maxItems": COUNTS, "uniqueItems": st.booleans(),
+        "contains": inner, "minLength": COUNTS, "maxLength": COUNTS, "pattern": PATTERNS,
+        "format": st.sampled_from(["date", "ipv4", "unheard-of"]), "minimum": NUMBERS, "maximum": NUMBERS,
+        "exclusiveMinimum": NUMBERS, "exclusiveMaximum": NUMBERS, "multipleOf": st.sampled_from([1, 3, 0.5]),
+        "title": st.just("t"), "default": VALUES, "unevaluatedProperties": st.booleans(),
+    }  # fmt: skip
 
 
 @st.composite
 def schemas(draw: st.DrawFn, depth: int = 2) -> dict[str, Any]:
     """With few keywords: most schemas with many of them allow nothing."""
-    inner = schemas(depth - 1) if depth else st.sampled_from([{"type": "integer"}, {"type": "string"}, {}])
-    drawn = draw(keywords(inner))
-    kept = draw(st.lists(st.sampled_from(sorted(drawn)), max_size=4, unique=True)) if drawn else []
-    return {key: value for key, value in drawn.items() if key in kept or key == "type"}
+    offered = keywords(schemas(depth - 1) if depth else st.sampled_from([{"type": "integer"}, {"type": "string"}, {}]))
+    names = draw(st.lists(st.sampled_from(sorted(offered)), max_size=3, unique=True))
+    schema = {name: draw(offered[name]) for name in names}
+    if draw(st.integers(0, 4)):
+        schema["type"] = draw(
+            st.sampled_from(TYPES) | st.lists(st.sampled_from(TYPES), min_size=1, max_size=2, unique=True)
+        )
+    return schema
 
 
 def answers(text: str, count: int) -> list[Any]:
