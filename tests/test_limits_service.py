@@ -1,11 +1,12 @@
 """The longest prompt that fits is the same by REST and by gRPC, and what names other hosts makes nobody call them.
 
-Rows 18 and 20 of the fault list, through real processes.
+Rows 16, 18 and 20 of the fault list, through real processes.
 """
 
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -161,3 +162,17 @@ def test_a_request_for_another_host_is_not_passed_on(live: Live, trap: socket.so
             raw.sendall(f"{line}\r\nhost: {there}\r\nconnection: close\r\n\r\n".encode())
             answer = raw.recv(4096)
             assert answer.startswith(b"HTTP/1.1 ") and b" 5" not in answer[:13], answer
+
+
+def test_a_head_of_a_megabyte_is_refused_before_it_is_read(live: Live) -> None:
+    host, port = live.addresses["gateway"].split(":")
+    num_sent = 0
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as raw:
+        raw.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\nx-long: ")
+        with suppress(ConnectionError):
+            for _ in range(1024):
+                raw.sendall(b"x" * 1024)
+                num_sent += 1024
+            assert raw.recv(4096).startswith(b"HTTP/1.1 4")
+    assert num_sent >= 16 << 10  # what h11 reads
+    assert httpx.get(f"{live.url}/live", timeout=PATIENCE_S).status_code == 200
