@@ -17,7 +17,7 @@ MAX_CHOICES = 128  # of all prompts together: each takes a place in the queue
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024  # of one stop string
 MAX_STOP_TOKEN_IDS = 256
-MAX_TOLD_LOGPROBS = 2**23  # of all choices together, where there are several; about 100 bytes each while they wait
+MAX_TOLD_LOGPROBS = 2**21  # of all choices together, where there are several; about 100 bytes each while they wait
 TEXT_BYTES_PER_TOKEN = 16  # four times what English needs; longer text cannot fit the context and is not tokenised
 
 

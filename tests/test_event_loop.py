@@ -1,4 +1,4 @@
-"""However long an answer of up to tens of MB, the gateway works on it in small steps. Row 17 of the fault list.
+"""However long an answer, the gateway's event loop is never held for long. Row 17 of the fault list.
 
 What counts is the longest step's share of the CPU time of all, which is the same on a slow machine: 6 % at most.
 """
