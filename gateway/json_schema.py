@@ -142,7 +142,7 @@ def _find_of_types(schema: Schema) -> str | None:
 
 def _types_told(schema: Schema) -> set[str]:
     """The type that the compiler takes for granted."""
-    return set([name for name, keys in _TOLD_BY.items() if any(key in schema for key in keys)][:1])
+    return next(({name} for name, keys in _TOLD_BY.items() if any(key in schema for key in keys)), set())
 
 
 def _types_of(schema: object, root: Schema) -> set[str]:

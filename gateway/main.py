@@ -60,18 +60,10 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
         patience_s=config.patience_s,
         registry=registry,
     )
-    options = FrontOptions(
-        api_keys=config.api_key,
-        cors_origins=config.cors_origins,
-        max_body_bytes=config.body_limit_bytes,
-        tool_format=config.tool_format,
-        body_timeout_s=config.client_timeout_s,
-        stalled_client_s=config.client_timeout_s,
-    )
     ring = DrainingRing(dispatcher)
     shutdown = Shutdown(config.drain_s, lambda: len(ring))
     ring.is_draining, ring.on_empty = lambda: shutdown.is_draining, shutdown.look_soon
-    front = build_front(ring, tokenizer, config.served_name, options, registry)
+    front = build_front(ring, tokenizer, config.served_name, _front_options(config), registry)
     app = build_app(front)
     app.include_router(build_fleet_router(fleet))
 
@@ -99,6 +91,17 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
     await grpc_server.stop(rpc.STOP_GRACE_S)
     await fleet.close()
     front.offload.close()
+
+
+def _front_options(config: GatewayConfig) -> FrontOptions:
+    return FrontOptions(
+        api_keys=config.api_key,
+        cors_origins=config.cors_origins,
+        max_body_bytes=config.body_limit_bytes,
+        tool_format=config.tool_format,
+        body_timeout_s=config.client_timeout_s,
+        stalled_client_s=config.client_timeout_s,
+    )
 
 
 class _RestServer(uvicorn.Server):

@@ -1,5 +1,6 @@
 """Grammars for tests, compiled in the test's own process: no limits, and no wait for another to start."""
 
+import random
 from collections.abc import Callable
 from functools import cache
 
@@ -34,3 +35,15 @@ def allowed_in(row: NDArray[np.int32]) -> list[int]:
     """The tokens of a mask."""
     allowed: list[int] = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
     return allowed
+
+
+def walk(grammar: Grammar, stops: tuple[int, ...], draw: random.Random, most: int) -> list[int] | None:
+    """Random allowed tokens to the end, without stop token; None when there is no end within `most` tokens."""
+    state, tokens = grammar.new_matcher(stops), list[int]()
+    while not state.is_over and len(tokens) < most:
+        token = draw.choice(allowed_in(state.fill(())[0]))
+        if token in stops:
+            return tokens
+        tokens.append(token)
+        state.accept([token])
+    return tokens if state.is_over else None

@@ -34,7 +34,7 @@ from demo.paths import TARGET_DIR
 from gateway.text.tokenizer import Tokenizer
 from runtime.metrics import WorkerMetrics
 from runtime.peer_input import MAX_JSON_DEPTH
-from tests.grammars import DEMO_SIZE, allowed_in, compile_here, vocabulary
+from tests.grammars import DEMO_SIZE, allowed_in, compile_here, vocabulary, walk
 
 PADDED_SIZE = 1030  # not a multiple of 32
 LARGE = 32_768
@@ -73,18 +73,6 @@ def large_vocabulary() -> Vocabulary:
     texts = [*words, *(text.encode() for text in control.values())]
     info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, vocab_size=len(texts), stop_token_ids=[LARGE - 1])
     return Vocabulary(info, control)
-
-
-def walk(grammar: Grammar, stops: tuple[int, ...], draw: random.Random, most: int) -> list[int] | None:
-    """Random allowed tokens to the end, without stop token; None when there is no end within `most` tokens."""
-    state, tokens = grammar.new_matcher(stops), list[int]()
-    while not state.is_over and len(tokens) < most:
-        token = draw.choice(allowed_in(state.fill(())[0]))
-        if token in stops:
-            return tokens
-        tokens.append(token)
-        state.accept([token])
-    return tokens if state.is_over else None
 
 
 def fits(kind: str, grammar_text: str, text: str) -> bool:

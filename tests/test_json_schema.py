@@ -13,7 +13,7 @@ from decode_worker.grammar.errors import GrammarMismatchError
 from demo.paths import TARGET_DIR
 from gateway.json_schema import find_unenforced
 from gateway.text.tokenizer import Tokenizer
-from tests.grammars import allowed_in, compile_here, vocabulary
+from tests.grammars import compile_here, vocabulary, walk
 
 STOP = 2
 NUMBERS = st.integers(-9, 9) | st.sampled_from([0.5, -2.5])
@@ -64,19 +64,13 @@ def answers(text: str, count: int) -> list[Any]:
         return []  # refused, which is no answer either
     found = []
     for seed in range(count):
-        state, tokens, dice = grammar.new_matcher([STOP]), list[int](), random.Random(seed)
         try:
-            while not state.is_over and len(tokens) < 120:
-                allowed = allowed_in(state.fill(())[0])
-                token = STOP if STOP in allowed and dice.random() < 0.5 else dice.choice(allowed)
-                state.accept([token])
-                tokens += [token] if token != STOP else []
+            tokens = walk(grammar, (STOP,), random.Random(seed), most=120)
         except (GrammarMismatchError, IndexError):
-            continue
-        if state.is_over:
-            written = Tokenizer(TARGET_DIR).decode(tokens)
-            if "\ufffd" not in written:
-                found.append(json.loads(written))
+            continue  # too ambiguous, or nothing is allowed
+        written = "\ufffd" if tokens is None else Tokenizer(TARGET_DIR).decode(tokens)
+        if "\ufffd" not in written:
+            found.append(json.loads(written))
     return found
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from bench.live import Live, serve
 from protos import inference_pb2, inference_pb2_grpc
+from tests.test_inference_grpc import details_of
 
 CONTEXT = 160
 MODEL = "baton-demo"
@@ -63,16 +63,6 @@ def generate(
     return "".join(part.text for part in stub.Generate(request, timeout=PATIENCE_S, metadata=metadata))
 
 
-def field_at_fault(error: grpc.RpcError) -> str:
-    assert isinstance(error, grpc.Call)
-    trailer = dict(error.trailing_metadata() or ())
-    bad = error_details_pb2.BadRequest()
-    for packed in status_pb2.Status.FromString(trailer["grpc-status-details-bin"]).details:
-        if packed.Unpack(bad):
-            return str(bad.field_violations[0].field)
-    raise AssertionError("no field is named")
-
-
 @pytest.mark.parametrize(
     ("num_prompt", "max_tokens", "num_answer"),
     [
@@ -108,7 +98,8 @@ def test_one_token_more_is_refused_alike(
         generate(stub, prompt, max_tokens)
     assert isinstance(raised.value, grpc.Call)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    named = field_at_fault(raised.value)
+    (violation,) = details_of(raised.value)["BadRequest"].field_violations
+    named = violation.field
     assert named == {"prompt": "token_ids"}.get(field, field)
     assert raised.value.details() == error["message"].replace(f"{field} ", f"{named} ", 1)
 

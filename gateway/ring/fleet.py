@@ -37,22 +37,24 @@ class Fleet:
     def _report_mismatches(self) -> None:
         """Say once, naming both values, which alive workers refuse what we accept, or cannot exchange pages."""
         for link in self.links():
-            worker = (link.status.peer.incarnation,)
-            if worker in self._compared or link.find_trouble():
-                continue
-            self._compared.add(worker)
-            if link.status.context_tokens < self._context_tokens:
+            if self._is_news(link) and link.status.context_tokens < self._context_tokens:
                 reason = f"max_context_tokens here {self._context_tokens}, there {link.status.context_tokens}"
                 log.error("a worker has less context than the gateway", there=link.address, reason=reason)
         for prefill in self.prefill.values():
             for decode in self.decode.values():
-                pair = (prefill.status.peer.incarnation, decode.status.peer.incarnation)
-                if pair in self._compared or prefill.find_trouble() or decode.find_trouble():
+                if not self._is_news(prefill, decode):
                     continue
-                self._compared.add(pair)
                 mismatch = find_mismatch(prefill.status.peer.layout, decode.status.peer.layout)
                 if mismatch is not None:
                     log.error("workers do not match", here=prefill.address, there=decode.address, reason=mismatch)
+
+    def _is_news(self, *links: WorkerLink) -> bool:
+        """Whether these are alive and were not compared before; from now on they were."""
+        incarnations = tuple(link.status.peer.incarnation for link in links)
+        if incarnations in self._compared or any(link.find_trouble() for link in links):
+            return False
+        self._compared.add(incarnations)
+        return True
 
     def subscribe(self, on_change: Callable[[], None]) -> None:
         self._subscribers.append(on_change)

@@ -114,8 +114,6 @@ def _check_list(raw: RawTools) -> None:
             check_depth(tool.schema)
         except ValueError as error:
             raise bad_request(f"{path}: {error}", path) from error
-        if tool.is_strict:
-            check_enforced(tool.schema, path)
         seen.add(tool.name)
     try:
         num_bytes = len(json.dumps([tool.as_template_input() for tool in raw.tools], allow_nan=False))
@@ -123,3 +121,6 @@ def _check_list(raw: RawTools) -> None:
         raise bad_request(f"tools is not valid JSON: {error}", "tools") from error
     if num_bytes > MAX_TOOLS_BYTES:
         raise bad_request(f"tools has {num_bytes} bytes as JSON; at most {MAX_TOOLS_BYTES} are allowed", "tools")
+    for index, tool in enumerate(raw.tools):
+        if tool.is_strict:
+            check_enforced(tool.schema, f"{raw.tools_param.format(index)}.{raw.parameters_param}")
