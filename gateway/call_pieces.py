@@ -2,11 +2,12 @@
 
 import secrets
 import string
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gateway.pieces import Piece
 from gateway.tools.formats import Format
-from gateway.tools.parse import CallParser, Content
+from gateway.tools.parse import CallEvent, CallParser, Content, Event
 from gateway.tools.request import ToolUse
 
 _ID_CHARS = string.ascii_letters + string.digits
@@ -21,16 +22,36 @@ class CallReader:
         self._parser = CallParser(use.format, names, lambda: _new_id(use.format), is_trusted=is_trusted)
         self._is_named = use.named is not None
 
-    def read(self, piece: Piece) -> Piece:
-        """The piece with its calls beside its text, which lags behind while it may be part of a call."""
+    def read(self, piece: Piece) -> list[Piece]:
+        """The piece with its calls taken out of its text, which lags behind while it may be part of a call.
+
+        Several when text follows a call: the first has the tokens, the last the end.
+        """
         events = self._parser.push(piece.text)
         if piece.finish_reason is not None:
             events += self._parser.flush()
         # A named call ends with "stop", as OpenAI has it.
         is_calling = piece.finish_reason == "stop" and bool(self._parser.num_calls) and not self._is_named
-        text = "".join(event.text for event in events if isinstance(event, Content))
-        calls = tuple(event for event in events if not isinstance(event, Content))
-        return replace(piece, text=text, calls=calls, is_calling=is_calling)
+        *earlier, (text, calls) = _runs(events)
+        parts: list[Piece] = []
+        for before, between in earlier:
+            parts.append(replace(piece, text=before, calls=between, finish_reason=None, timing=None, stop_string=None))
+            piece = replace(piece, token_ids=(), logprobs=(), told=())
+        return [*parts, replace(piece, text=text, calls=calls, is_calling=is_calling)]
+
+
+def _runs(events: Sequence[Event]) -> list[tuple[str, tuple[CallEvent, ...]]]:
+    """The events in their order, as texts and the calls behind each; at least one."""
+    runs: list[tuple[list[str], list[CallEvent]]] = [([], [])]
+    for event in events:
+        texts, calls = runs[-1]
+        if not isinstance(event, Content):
+            calls.append(event)
+        elif calls:
+            runs.append(([event.text], []))
+        else:
+            texts.append(event.text)
+    return [("".join(texts), tuple(calls)) for texts, calls in runs]
 
 
 def _new_id(format: Format) -> str:
