@@ -4,15 +4,11 @@ The compiler (xgrammar 0.2) makes a grammar of the types, and of what each type 
 not know, and most of what stands beside `$ref`, `enum` or `anyOf`. Must not know who compiles, and compiles nothing.
 """
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gateway.errors import bad_request
-
-Schema = Mapping[str, Any]
+from gateway.schema_facts import Schema, SchemaFacts, mapping, named_types, names, types_told, widened
 
 _RANGE = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _SEEN_TO = {  # type |-> keywords about it that grammars follow
@@ -35,10 +31,6 @@ _PASSED_OVER = {  # type |-> keywords about it that grammars do not follow
 _NEVER = ("not", "if", "$dynamicRef", "$recursiveRef")
 _WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # one of them decides; nothing but a type goes with it
 _ASSERTIONS = set[str]().union(*_SEEN_TO.values(), *_PASSED_OVER.values(), _NEVER, _WHOLE)
-_TOLD_BY = {  # keywords without a type beside them that make the compiler take a type for granted
-    "object": ("properties", "additionalProperties", "unevaluatedProperties"),
-    "array": ("items", "prefixItems", "unevaluatedItems"),
-}
 _NOT_TOGETHER = (  # of each pair, the second is passed over
     ({"pattern"}, {"minLength", "maxLength"}),
     ({"format"}, {"pattern", "minLength", "maxLength"}),
@@ -51,8 +43,7 @@ _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _SINGLE = (
     "items", "additionalItems", "unevaluatedItems", "contains", "additionalProperties", "unevaluatedProperties",
 )  # fmt: skip
-_MAX_HOPS = 4  # from reference to reference
-_MAX_BRANCHES = 20  # that are compared with each other
+_MAX_SHOWN = 64  # characters of a client's name
 
 
 def check_enforced(schema: Schema, param: str) -> None:
@@ -63,30 +54,66 @@ def check_enforced(schema: Schema, param: str) -> None:
 
 def find_unenforced(schema: Schema) -> str | None:
     """What answers may disregard, and where, such as "'uniqueItems' at #/properties/a"; None: they match all of it."""
-    for path, part in _parts(schema):
-        if (problem := _find_in(part, schema)) is not None:
-            return f"{problem} at {path}"
+    facts = SchemaFacts(schema)
+    for place, part in _parts(schema):
+        if (problem := _find_in(part, facts)) is not None:
+            return f"{problem} at {_written(place)}"
     return None
 
 
-def _parts(root: Schema) -> Iterator[tuple[str, Schema]]:
-    """The schema and all within it, each with its place."""
-    left: list[tuple[str, Any]] = [("#", root)]
+def takes_objects_only(schema: Schema) -> bool:
+    """Whether answers to the schema are objects, whatever else they disregard."""
+    facts = SchemaFacts(schema)
+    left: list[object] = [schema]
+    seen = set[int]()
     while left:
-        path, schema = left.pop()
+        part = facts.followed(left.pop())
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        whole = next((key for key in _WHOLE if key in part), "type")
+        if whole in ("anyOf", "oneOf") and isinstance(part[whole], list) and part[whole]:
+            left += part[whole]
+        elif whole not in ("type", "const", "enum") or facts.types(part) != {"object"}:
+            return False
+    return True
+
+
+def as_object(schema: Schema) -> Schema:
+    """The schema; of objects where it tells no type."""
+    return {"type": "object", **schema} if schema.keys().isdisjoint((*_WHOLE, "type")) else schema
+
+
+_Place = tuple["_Place", str] | None  # the schema it lies in, and where there; None: the whole
+
+
+def _parts(root: Schema) -> Iterator[tuple[_Place, Schema]]:
+    """The schema and all within it, each with its place."""
+    left: list[tuple[_Place, Any]] = [(None, root)]
+    while left:
+        place, schema = left.pop()
         if not isinstance(schema, Mapping):
             continue
-        yield path, schema
-        left += [(f"{path}/{key}", schema[key]) for key in _SINGLE if key in schema]
+        yield place, schema
+        left += [((place, key), schema[key]) for key in _SINGLE if key in schema]
         for key in _MAPS:
             if isinstance(inner := schema.get(key), Mapping):
-                left += [(f"{path}/{key}/{name}", part) for name, part in inner.items()]
+                left += [(((place, key), name), part) for name, part in inner.items()]
         for key in _LISTS:
             if isinstance(inner := schema.get(key), list):
-                left += [(f"{path}/{key}/{index}", part) for index, part in enumerate(inner)]
+                left += [(((place, key), str(index)), part) for index, part in enumerate(inner)]
 
 
-def _find_in(schema: Schema, root: Schema) -> str | None:
+def _written(place: _Place) -> str:
+    """As a pointer, with the beginnings of names."""
+    keys: list[str] = []
+    while place is not None:
+        place, key = place
+        keys.append(key[:_MAX_SHOWN])
+    return "/".join(["#", *reversed(keys)])
+
+
+def _find_in(schema: Schema, facts: SchemaFacts) -> str | None:
     """The same for the schema itself, without the schemas in it."""
     if _ASSERTIONS.isdisjoint(schema):
         return None
@@ -94,11 +121,11 @@ def _find_in(schema: Schema, root: Schema) -> str | None:
         if key in schema:
             return repr(key)
     if (whole := next((key for key in _WHOLE if key in schema), None)) is not None:
-        return _find_beside(whole, schema, root)
+        return _find_beside(whole, schema, facts)
     return _find_of_types(schema)
 
 
-def _find_beside(whole: str, schema: Schema, root: Schema) -> str | None:
+def _find_beside(whole: str, schema: Schema, facts: SchemaFacts) -> str | None:
     beside = next((key for key in schema if key in _ASSERTIONS and key not in (whole, "type")), None)
     if beside is not None:
         return f"{beside!r} beside {whole!r}"
@@ -108,17 +135,18 @@ def _find_beside(whole: str, schema: Schema, root: Schema) -> str | None:
         return "a '$ref' to another schema"
     if whole == "allOf" and len(branches) > 1:
         return "'allOf' of several"
-    if whole == "oneOf" and not _are_apart(branches, root):
+    if whole == "oneOf" and not facts.are_apart(branches):
         return "'oneOf' of schemas that may match at once"
     if "type" in schema:
-        types = [_types_of(branch, root) for branch in branches] if branches else [_types_of({whole: value}, root)]
-        if not set[str]().union(*types) <= _widened(_named(schema["type"])):
+        parts = branches or [schema if whole in ("$ref", "const", "enum") else None]
+        types = frozenset[str]().union(*map(facts.types, parts))
+        if not types <= widened(named_types(schema["type"])):
             return f"'type' beside {whole!r}"
     return None
 
 
 def _find_of_types(schema: Schema) -> str | None:
-    types = _named(schema["type"]) if "type" in schema else _types_told(schema)
+    types = named_types(schema["type"]) if "type" in schema else types_told(schema)
     seen_to = set[str]().union(*(_SEEN_TO.get(name, ()) for name in types))
     if "type" in schema:
         passed_over = set[str]().union(*(_PASSED_OVER.get(name, ()) for name in types))
@@ -133,111 +161,8 @@ def _find_of_types(schema: Schema) -> str | None:
     if any(mark in str(schema.get("pattern", "")) for mark in _LOOKAROUND):
         return "a 'pattern' that looks ahead or behind"
     if "object" in types:
-        properties = _mapping(schema.get("properties"))
-        missing = next((name for name in _names(schema.get("required")) if name not in properties), None)
+        properties = mapping(schema.get("properties"))
+        missing = next((name for name in names(schema.get("required")) if name not in properties), None)
         if missing is not None:
-            return f"'required' of {missing[:64]!r}, which is not in 'properties',"
+            return f"'required' of {missing[:_MAX_SHOWN]!r}, which is not in 'properties',"
     return None
-
-
-def _types_told(schema: Schema) -> set[str]:
-    """The type that the compiler takes for granted."""
-    return next(({name} for name, keys in _TOLD_BY.items() if any(key in schema for key in keys)), set())
-
-
-def _types_of(schema: object, root: Schema) -> set[str]:
-    """Types that a match may have; all of them when that is not plain to see."""
-    schema = _followed(schema, root)
-    if "const" in schema:
-        return {_type_of(schema["const"])}
-    if isinstance(values := schema.get("enum"), list):
-        return {_type_of(value) for value in values}
-    return (_named(schema["type"]) if "type" in schema else _types_told(schema)) or set(_SEEN_TO)
-
-
-def _type_of(value: object) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "integer" if value.is_integer() else "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-    return "object"
-
-
-def _widened(types: set[str]) -> set[str]:
-    return types | {"integer"} if "number" in types else types
-
-
-@dataclass(slots=True)
-class _Branch:
-    """One schema of several, and what can be seen of it."""
-
-    schema: Schema  # at the end of references
-    types: set[str]
-    values: list[str] | None  # as JSON, when it names them
-
-    @classmethod
-    def of(cls, schema: object, root: Schema) -> "_Branch":
-        return cls(_followed(schema, root), _widened(_types_of(schema, root)), _values_of(schema, root))
-
-
-def _are_apart(schemas: Sequence[object], root: Schema) -> bool:
-    """Whether no value matches two of them: they differ in type, as values, or in a property that each requires."""
-    if len(schemas) > _MAX_BRANCHES:
-        return False
-    branches = [_Branch.of(schema, root) for schema in schemas]
-    return all(_is_apart(one, other, root) for one, other in combinations(branches, 2))
-
-
-def _is_apart(one: _Branch, other: _Branch, root: Schema) -> bool:
-    if one.types.isdisjoint(other.types) or _differ(one.values, other.values):
-        return True
-    mine, others = _mapping(one.schema.get("properties")), _mapping(other.schema.get("properties"))
-    needed = {*_names(one.schema.get("required"))} & {*_names(other.schema.get("required"))}
-    return one.types == other.types == {"object"} and any(
-        _differ(_values_of(mine[name], root), _values_of(others[name], root))
-        for name in needed & mine.keys() & others.keys()
-    )
-
-
-def _values_of(schema: object, root: Schema) -> list[str] | None:
-    schema = _followed(schema, root)
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return [json.dumps(value, sort_keys=True) for value in values] if isinstance(values, list) else None
-
-
-def _differ(one: list[str] | None, other: list[str] | None) -> bool:
-    return one is not None and other is not None and set(one).isdisjoint(other)
-
-
-def _followed(schema: object, root: Schema) -> Schema:
-    """The schema at the end of references; an empty one when there is none."""
-    for _ in range(_MAX_HOPS):
-        ref = _mapping(schema).get("$ref")
-        if not isinstance(ref, str):
-            break
-        schema = root
-        for name in ref.split("/")[1:]:
-            schema = _mapping(schema).get(name)
-    return _mapping(schema)
-
-
-def _mapping(value: object) -> Schema:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _names(value: object) -> list[str]:
-    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
-
-
-def _named(types: object) -> set[str]:
-    """The types of a schema's `type`."""
-    return set(_names(types if isinstance(types, list) else [types]))

@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from decode_worker.grammar.errors import GrammarMismatchError
 from demo.paths import TARGET_DIR
-from gateway.json_schema import find_unenforced
+from gateway.json_schema import as_object, find_unenforced, takes_objects_only
 from gateway.text.tokenizer import Tokenizer
 from tests.grammars import compile_here, vocabulary, walk
 
@@ -100,6 +101,9 @@ def test_answers_match_all_that_is_not_reported(
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "'oneOf' of schemas that may match at once at #"),
         ({"type": "object", "required": ["a"]}, "'required' of 'a', which is not in 'properties', at #"),
         ({"items": {"not": {}}}, "'not' at #/items"),
+        ({"oneOf": [{"const": 1}, {"enum": [2, 1.0]}]}, "'oneOf' of schemas that may match at once at #"),
+        ({"type": "string", "anyOf": []}, "'type' beside 'anyOf' at #"),
+        ({"properties": {"x" * 999: {"not": {}}}}, f"'not' at #/properties/{'x' * 64}"),
     ],
 )
 def test_what_is_not_enforced_is_named_with_its_place(schema: dict[str, Any], problem: str) -> None:
@@ -111,6 +115,7 @@ def test_what_is_not_enforced_is_named_with_its_place(schema: dict[str, Any], pr
     [
         {"type": "array", "uniqueItems": False, "items": {"type": ["string", "null"]}},
         {"type": "string", "minimum": 3, "title": "a text, which minimum says nothing of"},
+        {"oneOf": [{"const": 1}, {"const": True}, {"const": "1"}, {"enum": [[1], {"a": 1}]}]},
         {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}, {"const": 5}]},
         {"oneOf": [{"properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in ("cat", "dog")]},
         {"$defs": {"a": {"type": "object"}}, "type": "object", "anyOf": [{"$ref": "#/$defs/a"}]},
@@ -119,3 +124,61 @@ def test_what_is_not_enforced_is_named_with_its_place(schema: dict[str, Any], pr
 )
 def test_what_users_write_is_taken(schema: dict[str, Any]) -> None:
     assert find_unenforced(schema) is None
+
+
+ENUM = {"enum": list(range(4000))}
+BUSY: dict[str, dict[str, Any]] = {
+    "the same values everywhere": {
+        "$defs": {"e": ENUM},
+        "properties": {f"a{n}": {"oneOf": [{"$ref": "#/$defs/e"}, {"type": "string"}]} for n in range(500)},
+    },
+    "values without end to compare": {
+        "$defs": {f"e{n}": {"enum": list(range(n * 1000, n * 1000 + 1000))} for n in range(10)},
+        "anyOf": [{"oneOf": [{"$ref": f"#/$defs/e{n}"} for n in range(10)]} for _ in range(200)],
+    },
+    "one set of types for all": {
+        "$defs": {"e": ENUM}, "anyOf": [{"$ref": "#/$defs/e"} for _ in range(1500)], "type": "integer",
+    },
+    "a long name above many": {"properties": {"x" * 30000: {"properties": {f"a{n}": {} for n in range(2000)}}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUSY)
+def test_looking_costs_no_more_than_writing(name: str) -> None:
+    """In calls of Python functions, which do not depend on the machine."""
+    num_calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    sys.setprofile(count)
+    try:
+        find_unenforced(BUSY[name])
+    finally:
+        sys.setprofile(None)
+    assert num_calls < 12 * len(json.dumps(BUSY[name]))
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_sure"),
+    [
+        ({}, True),
+        ({"title": "t"}, True),
+        ({"type": "object"}, True),
+        ({"$defs": {"a": {"properties": {}}}, "$ref": "#/$defs/a"}, True),
+        ({"anyOf": [{"type": "object"}, {"oneOf": [{"const": {}}]}]}, True),
+        ({"type": "object", "anyOf": [{"type": "integer"}]}, False),
+        ({"anyOf": [{}]}, False),
+        ({"anyOf": []}, False),
+        ({"$ref": "#"}, False),
+        ({"allOf": [{"type": "object"}]}, False),
+        ({"enum": [{}, 1]}, False),
+        ({"items": {}, "type": ["object", "array"]}, False),
+    ],
+)
+def test_what_takes_objects_only_answers_with_objects(schema: dict[str, Any], is_sure: bool) -> None:
+    assert takes_objects_only(as_object(schema)) == is_sure
+    if is_sure:
+        found = answers(json.dumps(as_object(schema)), 3)
+        assert found and all(isinstance(answer, dict) for answer in found)

@@ -124,6 +124,17 @@ def test_required_calls(format: Format, named: str | None, is_parallel: bool) ->
 
 
 @formats
+@pytest.mark.parametrize("parameters", [{}, {"title": "t"}, {"anyOf": [{"properties": {}}, {"const": {}}]}])
+def test_a_required_call_whose_parameters_tell_no_type(format: Format, parameters: dict[str, Any]) -> None:
+    grammar, rng = call_grammar(ToolUse(format, (Tool("now", None, parameters),), True, None, False)), Random(5)
+    assert grammar is not None
+    for _ in range(WALKS):
+        content, calls = read(format, walk(grammar, rng))
+        assert (content, [name for name, _ in calls]) == ("", ["now"])
+        assert isinstance(json.loads(calls[0][1]), dict)
+
+
+@formats
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_text_or_strict_calls(format: Format, is_parallel: bool) -> None:
     grammar, rng = call_grammar(ToolUse(format, STRICT, False, None, is_parallel)), Random(2)

@@ -166,6 +166,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (body(tools=_tool(name="now\n")), "tools[0].function.name"),
     (body(tools=_tool(parameters=[])), "tools[0].function.parameters"),
     (body(tools=_tool(parameters={"type": "string"})), "tools[0].function.parameters"),
+    (body(tools=_tool(parameters={"enum": [1]}), tool_choice="required"), "tools[0].function.parameters"),
+    (body(tools=_tool(parameters={"anyOf": [{}]}, strict=True)), "tools[0].function.parameters"),
     (body(tools=_tool(parameters={"a": float("nan")})), "tools"),
     (body(tools=_tool(strict=1)), "tools[0].function.strict"),
     (body(tools=_tool(extra=1)), "tools[0].function.extra"),

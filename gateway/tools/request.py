@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from gateway.errors import bad_request
-from gateway.json_schema import check_enforced
+from gateway.json_schema import as_object, check_enforced, takes_objects_only
 from gateway.tools.formats import Format
 from gateway.tools.json_object import check_depth
 
@@ -33,7 +33,7 @@ class Tool:
     @property
     def schema(self) -> Mapping[str, Any]:
         """Of the arguments."""
-        return {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+        return {"type": "object", "properties": {}} if self.parameters is None else as_object(self.parameters)
 
     def as_template_input(self) -> dict[str, Any]:
         """As chat templates take it."""
@@ -81,6 +81,7 @@ def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
     _check_list(raw)
     named = raw.choice if isinstance(raw.choice, NamedChoice) else None
     is_required = named is not None or raw.choice == "required"
+    _check_schemas(raw, is_required=is_required)
     if not raw.tools and is_required:
         raise bad_request("tool_choice asks for a call, but there are no tools; send some", "tool_choice")
     if named and all(tool.name != named.name for tool in raw.tools):
@@ -121,6 +122,13 @@ def _check_list(raw: RawTools) -> None:
         raise bad_request(f"tools is not valid JSON: {error}", "tools") from error
     if num_bytes > MAX_TOOLS_BYTES:
         raise bad_request(f"tools has {num_bytes} bytes as JSON; at most {MAX_TOOLS_BYTES} are allowed", "tools")
+
+
+def _check_schemas(raw: RawTools, *, is_required: bool) -> None:
+    """That arguments can be made to fit where they must; after all sizes have been checked."""
     for index, tool in enumerate(raw.tools):
+        path = f"{raw.tools_param.format(index)}.{raw.parameters_param}"
         if tool.is_strict:
-            check_enforced(tool.schema, f"{raw.tools_param.format(index)}.{raw.parameters_param}")
+            check_enforced(tool.schema, path)
+        if (tool.is_strict or is_required) and not takes_objects_only(tool.schema):
+            raise bad_request(f"{path} takes more than objects, and arguments are one; give it the type 'object'", path)

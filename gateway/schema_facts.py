@@ -1,0 +1,163 @@
+"""What is plain to see of the values that a part of a JSON schema takes: their types, and the values themselves. Pure.
+
+Each part is looked at once, whatever refers to it, and comparing parts has a limit: clients write schemas.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+Schema = Mapping[str, Any]
+
+_NOTHING: Schema = {}
+TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
+TOLD_BY = {  # keywords without a type beside them that make the grammar compiler take a type for granted
+    "object": ("properties", "additionalProperties", "unevaluatedProperties"),
+    "array": ("items", "prefixItems", "unevaluatedItems"),
+}
+_MAX_HOPS = 4  # from reference to reference
+_MAX_BRANCHES = 20  # that are compared with each other
+_MAX_COMPARISONS = 50_000  # of values or properties, in all of a schema; takes some 20 ms
+
+
+class SchemaFacts:
+    """Of the schema `root`, which must not change while this is used, and of the parts within it."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._num_left = _MAX_COMPARISONS
+        # By the id of a part: all of them live as long as the root does.
+        self._targets: dict[int, Schema] = {}
+        self._types: dict[int, frozenset[str]] = {}
+        self._required: dict[int, frozenset[str]] = {}
+        self._values: dict[int, frozenset[Hashable] | None] = {}
+
+    def followed(self, part: object) -> Schema:
+        """The schema at the end of references; an empty one when there is none."""
+        schema = part if isinstance(part, Mapping) else _NOTHING
+        for _ in range(_MAX_HOPS):
+            if not isinstance(schema.get("$ref"), str):
+                break
+            schema = self._target(schema)
+        return schema
+
+    def types(self, part: object) -> frozenset[str]:
+        """Types that a match may have; all of them when that is not plain to see."""
+        schema = self.followed(part)
+        if id(schema) not in self._types:
+            self._types[id(schema)] = _types_of(schema)
+        return self._types[id(schema)]
+
+    def are_apart(self, parts: Sequence[object]) -> bool:
+        """Whether no value matches two of them: they differ in type, as values, or in a property that each requires.
+
+        False as well when there is too much to compare.
+        """
+        schemas = [self.followed(part) for part in parts]
+        return len(parts) <= _MAX_BRANCHES and all(self._differ(*pair) for pair in combinations(schemas, 2))
+
+    def _differ(self, one: Schema, other: Schema) -> bool:
+        types = widened(self.types(one)), widened(self.types(other))
+        if types[0].isdisjoint(types[1]) or self._differ_in_values(one, other):
+            return True
+        mine, others = self._required_of(one), self._required_of(other)
+        self._num_left -= 1 + min(len(mine), len(others))
+        return types[0] == types[1] == {"object"} and any(
+            self._differ_in_values(one["properties"][name], other["properties"][name])
+            for name in mine & others
+            if self._num_left > 0
+        )
+
+    def _differ_in_values(self, one: object, other: object) -> bool:
+        values, others = self._values_of(one), self._values_of(other)
+        if values is None or others is None:
+            return False
+        self._num_left -= 1 + min(len(values), len(others))
+        return self._num_left > 0 and values.isdisjoint(others)
+
+    def _values_of(self, part: object) -> frozenset[Hashable] | None:
+        """When the part names them."""
+        schema = self.followed(part)
+        if id(schema) not in self._values:
+            values = [schema["const"]] if "const" in schema else schema.get("enum")
+            known = frozenset(map(_value_key, values)) if isinstance(values, list) else None
+            self._values[id(schema)] = known
+        return self._values[id(schema)]
+
+    def _required_of(self, schema: Schema) -> frozenset[str]:
+        """Of its properties."""
+        if id(schema) not in self._required:
+            properties = mapping(schema.get("properties"))
+            self._required[id(schema)] = frozenset(names(schema.get("required"))) & properties.keys()
+        return self._required[id(schema)]
+
+    def _target(self, schema: Schema) -> Schema:
+        if id(schema) not in self._targets:
+            found: object = self._root
+            for name in schema["$ref"].split("/")[1:]:
+                found = mapping(found).get(name)
+            self._targets[id(schema)] = found if isinstance(found, Mapping) else _NOTHING
+        return self._targets[id(schema)]
+
+
+def _types_of(schema: Schema) -> frozenset[str]:
+    if "const" in schema:
+        return frozenset({_type_of(schema["const"])})
+    if isinstance(values := schema.get("enum"), list):
+        return frozenset(map(_type_of, values))
+    return (named_types(schema["type"]) if "type" in schema else types_told(schema)) or frozenset(TYPES)
+
+
+def types_told(schema: Schema) -> frozenset[str]:
+    """The type that the grammar compiler takes for granted where none is named."""
+    told = (name for name, keys in TOLD_BY.items() if any(key in schema for key in keys))
+    return frozenset({name} if (name := next(told, None)) else ())
+
+
+def named_types(types: object) -> frozenset[str]:
+    """The types of a schema's `type`."""
+    return frozenset(names(types if isinstance(types, list) else [types]))
+
+
+def widened(types: frozenset[str]) -> frozenset[str]:
+    """With the types that are within others."""
+    return types | {"integer"} if "number" in types else types
+
+
+def mapping(value: object) -> Schema:
+    """The value, or an empty object where it is none."""
+    return value if isinstance(value, Mapping) else _NOTHING
+
+
+def names(value: object) -> list[str]:
+    """The texts of a list."""
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
+
+
+def _type_of(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "integer" if value.is_integer() else "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
+
+
+def _value_key(value: object) -> Hashable:
+    """Equal for values that JSON schemas take for equal: 1 is 1.0, and not true."""
+    match value:
+        case bool():
+            return "boolean", value
+        case list():
+            return "array", tuple(map(_value_key, value))
+        case dict():
+            return "object", frozenset((name, _value_key(inner)) for name, inner in value.items())
+    return value
