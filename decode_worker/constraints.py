@@ -14,7 +14,7 @@ import structlog
 
 from decode_worker.batching import Planned
 from decode_worker.grammar.errors import GrammarFailedError, GrammarMismatchError
-from decode_worker.grammar.helper import Done, Helper, HelperStuckError
+from decode_worker.grammar.helper import Done, Helper, NoHelperError
 from decode_worker.grammar.limits import MAX_STEP_CPU_S, MAX_STUCK_CPU_S, MAX_TURN_CPU_S
 from decode_worker.grammar.matcher import Matcher
 from decode_worker.grammar.turns import Turns
@@ -71,7 +71,7 @@ class Constraints:
             return []
         try:
             ran = self._helper.run(work, MAX_STEP_CPU_S)
-        except HelperStuckError as error:
+        except NoHelperError as error:
             log.error("no grammar is followed", reason=str(error))
             return [Done(error, 0.0)] * len(work)
         done: list[Done[T | Standing]] = [

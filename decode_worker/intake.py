@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -68,7 +68,8 @@ class Intake:
         self._read_timeout_s = read_timeout_s
         self._open_channel = open_channel
         self._peers: dict[str, KnownPeer] = {}  # address |-> peer
-        self._greeting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # address |-> held in a handshake
+        # address |-> held in a handshake; there while somebody shakes hands or waits to
+        self._greeting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._reads: dict[asyncio.Future[kv_pb2.OfferResponse], Reader] = {}  # under way |-> what it reads with
         self._watching: asyncio.Task[None] | None = None  # while there are peers
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-read")
@@ -79,7 +80,7 @@ class Intake:
 
     async def shake_hands(self, peer: kv_pb2.Peer) -> str:
         """Compare layouts, open a reader and measure it. Returns the transport. Idempotent per incarnation."""
-        async with self._greeting[peer.address]:
+        async with self._greeting.setdefault(peer.address, asyncio.Lock()):
             return await self._shake_hands(peer)
 
     async def _shake_hands(self, peer: kv_pb2.Peer) -> str:
@@ -122,8 +123,6 @@ class Intake:
         forgotten = [address for address, known in self._peers.items() if is_meant(known)]
         for address in forgotten:
             log.info("peer forgotten", peer=address, incarnation=self._peers[address].peer.incarnation)
-            if not self._greeting[address].locked():
-                del self._greeting[address]
         return [self._peers.pop(address).reader for address in forgotten]
 
     def _open_reader(self, peer: kv_pb2.Peer) -> tuple[Reader, str]:

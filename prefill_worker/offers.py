@@ -104,6 +104,7 @@ class Offers:
         """The ticket's decode worker, after a handshake with the incarnation that the ticket names."""
         target = self._targets.get(ticket.address)
         if target is None:
+            self._forget_lost()
             channel = self._open_channel(ticket.address)
             target = self._targets[ticket.address] = _Target(channel, decode_pb2_grpc.DecodeStub(channel))
         async with target.greeting:
@@ -114,6 +115,12 @@ class Offers:
                 target.incarnation, target.transport = answer.peer.incarnation, answer.transport
                 log.info("handshake done", peer=ticket.address, transport=target.transport)
         return target
+
+    def _forget_lost(self) -> None:
+        """Decode workers without a connection; one that lives is greeted again. A channel closes with its last call."""
+        for address, target in list(self._targets.items()):
+            if target.channel.get_state() is not grpc.ChannelConnectivity.READY and not target.greeting.locked():
+                del self._targets[address]
 
     async def _ask(self, ticket: kv_pb2.Ticket, call: Awaitable[ResponseT]) -> ResponseT:
         try:

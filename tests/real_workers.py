@@ -179,6 +179,7 @@ class PrefillWorker:
     table: RunTable
     runner: KvRunner
     metrics: PrefillMetrics
+    offers: Offers
     stub: prefill_pb2_grpc.PrefillStub
 
 
@@ -210,7 +211,7 @@ async def prefill_worker(
     await server.start()
     channel = open_channel(address)
     try:
-        yield PrefillWorker(peer, pool, table, runner, metrics, prefill_pb2_grpc.PrefillStub(channel))
+        yield PrefillWorker(peer, pool, table, runner, metrics, offers, prefill_pb2_grpc.PrefillStub(channel))
     finally:
         runner.may_run.set()
         await channel.close()

@@ -19,7 +19,7 @@ from bench.decoding import NO_SPECULATION, Answers, build_eager_speculator, deco
 from decode_worker import constraints
 from decode_worker.grammar import helper, matcher
 from decode_worker.grammar.errors import GrammarMismatchError
-from decode_worker.grammar.helper import Helper, HelperStuckError
+from decode_worker.grammar.helper import Helper, NoHelperError
 from decode_worker.grammar.limits import MAX_STUCK
 from decode_worker.grammar.matcher import Grammar, Matcher
 from decode_worker.grammar.turns import UNKNOWN_S, Turns
@@ -209,10 +209,22 @@ def test_only_so_many_calls_are_left_behind(gates: Callable[[], Event], stuck: s
     here, all_gates = Helper(), [gates() for _ in range(MAX_STUCK)]
     for gate in all_gates:
         assert here.run([lambda gate=gate: hang(stuck, gate)], cpu_s=PATIENCE_S).is_stuck  # type: ignore[misc]
-    with pytest.raises(HelperStuckError):
+    with pytest.raises(NoHelperError):
         here.run([lambda: None], cpu_s=PATIENCE_S)
     all_gates[0].set()
     here._left[0].join(PATIENCE_S)
+    assert len(here.run([lambda: None], cpu_s=PATIENCE_S).done) == 1
+
+
+def test_a_system_without_a_further_thread_fails_the_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    here = Helper()
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", refuse)
+        with pytest.raises(NoHelperError, match="allow this process more threads"):
+            here.run([lambda: None], cpu_s=PATIENCE_S)
     assert len(here.run([lambda: None], cpu_s=PATIENCE_S).done) == 1
 
 

@@ -154,6 +154,17 @@ async def test_a_decode_worker_that_cannot_be_reached_fails_the_run_and_not_the_
 
 
 @bounded
+async def test_decode_workers_that_are_gone_are_forgotten_and_those_there_are_not() -> None:
+    async with workers() as (opened, prefill, decode):
+        assert await answer(opened, prefill, 1) == expected_answer(PROMPT, 4)
+        for port in (1, 2, 3):
+            ticket = kv_pb2.Ticket(address=f"127.0.0.1:{port}", incarnation="gone", session=1, attempt=1, end=1)
+            await refusal(run(prefill, ticket, PROMPT[:2]))
+        assert set(prefill.offers._targets) == {decode.peer.address, "127.0.0.1:3"}
+        assert await answer(opened, prefill, 2) == expected_answer(PROMPT, 4)
+
+
+@bounded
 async def test_a_restarted_decode_worker_is_greeted_anew() -> None:
     signal = Signal()
     async with prefill_worker(signal) as prefill:

@@ -26,8 +26,8 @@ _LOOK_S = 0.05  # how often to look at the clock of a thread that is late
 _LOWEST_PRIORITY = 19
 
 
-class HelperStuckError(Exception):
-    """MAX_STUCK threads are left behind: no further one is started until one of them is done."""
+class NoHelperError(Exception):
+    """MAX_STUCK threads are left behind and none of them is done yet, or the system gives no further one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class Helper:
     def run(self, work: Sequence[Callable[[], T]], cpu_s: float) -> Ran[T]:
         """Do the pieces of work one after the other, at least one; no further one is begun after `cpu_s`.
 
-        An exception is a result. Raises HelperStuckError.
+        An exception is a result. Raises NoHelperError.
         """
         self._left = [worker for worker in self._left if worker.is_alive()]
         if len(self._left) >= MAX_STUCK:
-            raise HelperStuckError(f"no grammar can be followed now: {len(self._left)} calls take too long")
+            raise NoHelperError(f"no grammar can be followed now: {len(self._left)} calls take too long")
         self._worker = self._worker or self._start()
         job = _Job(work, cpu_s)
         self._worker.jobs.put(job)
@@ -74,8 +74,11 @@ class Helper:
 
     def _start(self) -> "_Worker":
         worker = _Worker()
+        try:
+            worker.start()
+        except RuntimeError as error:
+            raise NoHelperError(f"no grammar can be followed now: {error}; allow this process more threads") from error
         weakref.finalize(self, worker.jobs.put, None)
-        worker.start()
         return worker
 
 
