@@ -42,7 +42,7 @@ class FrontOptions:
     cors_origins: tuple[str, ...] = ()  # of web pages that may call and read answers, never with credentials
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 60.0  # for a request's whole body to arrive
-    stalled_client_s: float = 60.0  # for a client to take one message before its request is cancelled
+    stalled_client_s: float = 60.0  # for a gRPC client to take one message before its call ends; REST: connection.py
     tokenise_timeout_s: float = 30.0
     tokenise_threads: int = 2
     max_waiting_tokenise: int = 64  # long prompts; further ones are refused with 429

@@ -43,7 +43,7 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
         if scope["path"] == "/stream":
-            await EventStream(self._events(), stalled_client_s=10 * PATIENCE_S)(scope, receive, send)
+            await EventStream(self._events())(scope, receive, send)
         elif scope["path"] == "/work":
             with suppress(ClientDisconnect):
                 body = await until_disconnect(receive, self._work())

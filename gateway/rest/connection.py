@@ -10,13 +10,12 @@ from typing import Any
 import h11
 import structlog
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _log = structlog.get_logger()
 
-_ABORT = "baton.abort"  # in the scope's extensions
 _LOOKS = 10  # at a client in its time; however long this process was stopped meanwhile, that holds one of them at most
 _EARLY_BYTES = 64 << 10  # and what one read brings, 256 KiB at most
 _SEND_BYTES = 32 << 10  # the kernel takes twice that; left to itself it takes megabytes: whole answers nobody reads
@@ -73,15 +72,9 @@ class BoundedConnection(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._served_app = self.app
-        self.app = self._serve
         self._next_look: asyncio.TimerHandle
         self._num_idle_looks = 0  # the last ones in a row that found the client in its turn, and nothing done
         self._num_untaken = 0  # bytes in our buffer at the last look
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["extensions"] = {_ABORT: self.transport.abort}
-        await self._served_app(scope, receive, send)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -127,10 +120,3 @@ class BoundedConnection(H11Protocol):
             seconds, request_id = self.config.client_timeout_s, self.scope["state"].get("request_id")
             _log.warning("client stopped reading; request cancelled", after_s=seconds, request_id=request_id)
         self.transport.abort()  # closing it would wait until the client takes what is left
-
-
-def abort_connection(scope: Scope) -> None:
-    """Drop the client's connection with all that it did not take. No-op where the server cannot."""
-    abort = scope.get("extensions", {}).get(_ABORT)
-    if abort is not None:
-        abort()

@@ -63,7 +63,7 @@ async def respond(
     writer = new_writer(job)
     pieces = stream_choices(front, job, meter)
     if is_streamed:
-        return EventStream(_stream(writer, pieces), front.options.stalled_client_s, writer.end)
+        return EventStream(_stream(writer, pieces), writer.end)
     return json_response(await until_disconnect(request.receive, _whole(writer, pieces)))
 
 

@@ -10,14 +10,12 @@ from typing import Protocol
 import structlog
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from gateway.errors import ApiError
-from gateway.rest.connection import abort_connection
 from gateway.rest.disconnect import until_disconnect
 from gateway.rest.http_errors import error_response
 from gateway.rest.openai_answers import build_error, encode
-from gateway.waking_timeout import waking_timeout
 
 _log = structlog.get_logger()
 
@@ -58,19 +56,16 @@ class EventStream(Response):
     """Sends each batch of events as it comes.
 
     A failure before the first batch is an ordinary error response; after it, `end` tells it. The events' iterator is
-    closed in every case: also when the client leaves or stops reading.
+    closed in every case: also when the client leaves, or stops reading and is cut off (connection.py).
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, batches: AsyncGenerator[list[bytes], None], stalled_client_s: float, end: StreamEnd | None = None
-    ) -> None:
+    def __init__(self, batches: AsyncGenerator[list[bytes], None], end: StreamEnd | None = None) -> None:
         """`end`: by default that of OpenAI's completions."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._batches = batches
-        self._stalled_client_s = stalled_client_s
         self._end = end or DataEnd()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,9 +74,6 @@ class EventStream(Response):
             await until_disconnect(receive, self._serve(scope, receive, send))
         except ClientDisconnect:
             return
-        except TimeoutError:
-            _log.warning("client stopped reading; request cancelled", after_s=self._stalled_client_s)
-            abort_connection(scope)  # closing it would wait until the client takes what is left
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._batches):
@@ -91,17 +83,17 @@ class EventStream(Response):
                 await error_response(error, scope["path"])(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._send(send, b"".join(first))
-            await self._send(send, await self._send_rest(send), is_last=True)
+            await send(_body(b"".join(first)))
+            await send(_body(await self._send_rest(send), is_last=True))
 
     async def _send_rest(self, send: Send) -> bytes:
         """Returns what ends the stream."""
         try:
             async for batch in self._batches:
-                await self._send(send, b"".join(batch))
+                await send(_body(b"".join(batch)))
         except ApiError as error:
             return self._end.failure(error)
-        except (TimeoutError, OSError):
+        except OSError:
             raise
         except Exception:
             _log.exception("answer failed")
@@ -109,7 +101,6 @@ class EventStream(Response):
             return self._end.failure(bug)
         return self._end.done
 
-    async def _send(self, send: Send, body: bytes, is_last: bool = False) -> None:
-        """Waits for the client, but not for ever. Raises TimeoutError."""
-        async with waking_timeout(self._stalled_client_s):
-            await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+
+def _body(data: bytes, is_last: bool = False) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": not is_last}
