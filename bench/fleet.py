@@ -26,6 +26,7 @@ from runtime.lifecycle import Ready, parse_event
 START_S = 120.0  # a loaded machine imports torch slowly
 POLL_S = 0.01
 HOST = "127.0.0.1"
+PROGRAM = ("cli.main",)  # what Python runs for each process: a module, and what it takes before the role
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Process:
     metrics_port: int  # of a gateway, its gRPC port; its /metrics is on `port`
     flags: tuple[str, ...]
     log: Path
+    program: tuple[str, ...] = PROGRAM
     popen: subprocess.Popen[bytes] | None = None
     num_starts: int = 0
     _events: int = -1  # reading end of the pipe it reports on
@@ -61,7 +63,7 @@ class Process:
         self._events, reported = os.pipe()
         with self.log.open("ab") as out:
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "cli.main", self.role, *self.flags, f"--ready-fd={reported}"],
+                [sys.executable, "-m", *self.program, self.role, *self.flags, f"--ready-fd={reported}"],
                 stdout=out, stderr=out, pass_fds=(reported,),
             )  # fmt: skip
         os.close(reported)
@@ -166,6 +168,11 @@ class ProcessFleet:
         """name |-> its own gauge, of every living worker."""
         return {worker.name: worker.metric("kv_cache_used_pages") for worker in self.workers() if worker.is_running}
 
+    def count(self, role: str, sample: str, labels: Mapping[str, str] | None = None) -> float:
+        """The sum of a metric over the living workers of a role."""
+        workers = [worker for worker in self.workers() if worker.role == role and worker.is_running]
+        return sum(worker.metric(sample, labels) for worker in workers)
+
     def wait_until_unused(self, timeout_s: float = 30.0) -> float:
         """Seconds until no living worker has a used page."""
         return wait_until(lambda: not any(self.used_pages().values()), timeout_s, self.used_pages)
@@ -207,13 +214,15 @@ def run_fleet(
     heartbeat_s: float = 1.0,
     patience_s: float = 4.0,
     kv_memory_mib: Mapping[str, int] | None = None,
+    programs: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[ProcessFleet]:
     """Processes that serve the demo model in float32; all of them are killed at the end.
 
     `flags`: further ones by role or name. `links`: worker name |-> the address by which the gateway shall reach it.
     `ports`: two for each process, in the order gateway, prefill, decode. `kv_memory_mib`: by role, 64 unless given.
+    `programs`: worker name |-> what to run instead of PROGRAM.
     """
-    flags, links = flags or {}, links or {}
+    flags, links, programs = flags or {}, links or {}, programs or {}
     names = ["gateway", *(f"prefill-{i}" for i in range(num_prefill)), *(f"decode-{i}" for i in range(num_decode))]
     ports = ports or free_ports(2 * len(names))
     fleet = ProcessFleet()
@@ -231,8 +240,9 @@ def run_fleet(
                 )
             extra = (*flags.get(role, ()), *(flags.get(name, ()) if name != role else ()))
             fleet.processes[name] = Process(
-                name, role, ports[2 * index], ports[2 * index + 1], (*own, *extra), Path(folder) / f"{name}.log"
-            )
+                name, role, ports[2 * index], ports[2 * index + 1], (*own, *extra), Path(folder) / f"{name}.log",
+                tuple(programs.get(name, PROGRAM)),
+            )  # fmt: skip
         peers = [f"--{worker.role}={links.get(worker.name, worker.address)}" for worker in fleet.workers()]
         gateway = fleet.gateway
         waits = (f"--patience-s={patience_s:g}", f"--grpc-port={gateway.metrics_port}")

@@ -15,6 +15,7 @@ import pytest
 from bench.live import Live
 from protos import inference_pb2, inference_pb2_grpc
 from tests.calm import serve_calmly
+from tests.faults.answers import failed_attempts, read_events
 from tests.under_load import WAIT_S, Asking, answers, ask, complete, find, send, wait_shown, wait_until
 
 NUM, NUM_TOKENS = 6, 2000  # answers so long that work is left when a test looks, on any machine
@@ -45,6 +46,7 @@ def uses_pages(live: Live, name: str) -> bool:
 
 
 def test_a_prefill_worker_finishes_its_runs(live: Live) -> None:
+    """No attempt fails for that, but those that the worker refuses from then on."""
     expected = answers(ask(live, NUM, num_prompt=2500, num_tokens=4))
     asking = list[Asking]()
 
@@ -53,11 +55,16 @@ def test_a_prefill_worker_finishes_its_runs(live: Live) -> None:
             asking.extend(Asking(live.grpc_address, seed, num_prompt=2500, num_tokens=4) for seed in range(NUM))
         return uses_pages(live, "prefill-0")
 
+    failed_before = len(failed_attempts(live.read_log()))
     wait_until(has_work, "prefill-0 has work")
     send(live, "prefill-0", signal.SIGTERM)
     assert answers(asking) == expected * (len(asking) // NUM)
     wait_shown(live, "prefill-0 ended with exit status 0; 5 workers are left; it stays ended, as it was asked to")
     assert "not all work could be finished" not in live.read_log()
+    (draining,) = read_events(live.read_log(), "draining")
+    assert draining["left"] > 0, "it had nothing to finish"
+    reasons = failed_attempts(live.read_log())[failed_before:]
+    assert all("this worker is draining" in why or "Failed to connect" in why for why in reasons), reasons
     assert complete(live).status_code == 200
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from protos import inference_pb2, inference_pb2_grpc
 from tests.calm import serve_calmly
 from tests.oracle import Oracle, random_prompt
 from tests.surface import transferred_bytes
+from tests.under_load import wait_until
 
 ROOT = Path(__file__).parents[1]
 MODEL = "baton-demo"
@@ -104,6 +106,57 @@ def test_every_metric_is_documented(live: Live, name: str) -> None:
     assert len(names) > 5 and not [name for name in names if f"`{name}" not in documented]
 
 
+@pytest.mark.parametrize("name", ["gateway", "prefill-0", "decode-0"])
+def test_histograms_begin_at_a_millisecond(live: Live, name: str) -> None:
+    families = text_string_to_metric_families(httpx.get(live.metrics_urls[name], timeout=10).text)
+    bounds = {
+        one.name: min(float(sample.labels["le"]) for sample in one.samples if sample.name.endswith("_bucket"))
+        for one in families
+        if one.type == "histogram"
+    }
+    assert len(bounds) > 2 and set(bounds.values()) == {0.001}, bounds
+
+
+def test_a_request_is_measured_by_all_who_serve_it(live: Live) -> None:
+    before, started = _measured(live), time.monotonic()
+    body = {"model": MODEL, "prompt": random_prompt(100, 300, seed=6), "max_tokens": 40, "ignore_eos": True}
+    httpx.post(f"{live.url}/v1/completions", json=body, timeout=60).raise_for_status()
+    wall_s = time.monotonic() - started
+    wait_until(lambda: _measured(live)["prefilled"] > before["prefilled"], "prefill has ended the call")
+    moved = {name: value - before[name] for name, value in _measured(live).items()}
+    once = ("queued", "first tokens", "requests", "answered", "queued at prefill", "prefilled")
+    assert {name: moved[name] for name in once} == dict.fromkeys(once, 1), moved
+    assert 0 < moved["tokens apart"] <= 39, "tokens that come with the first have no time between"
+    assert 1 <= moved["offers at prefill"] == moved["offers at decode"] == moved["reads"], moved
+    assert 0 < moved["s to first token"] <= moved["s in all"] <= wall_s, moved
+    assert 0 < moved["s of prefill"] <= wall_s and 0 < moved["s of reads"] <= wall_s, moved
+
+
+def _measured(live: Live) -> dict[str, float]:
+    at_gateway = {
+        "queued": "request_queue_time_seconds_count",
+        "first tokens": "time_to_first_token_seconds_count",
+        "tokens apart": "inter_token_latency_seconds_count",
+        "requests": "e2e_request_latency_seconds_count",
+        "s to first token": "time_to_first_token_seconds_sum",
+        "s in all": "e2e_request_latency_seconds_sum",
+    }
+    at_prefill = {
+        "queued at prefill": "request_queue_time_seconds_count",
+        "prefilled": "request_prefill_time_seconds_count",
+        "s of prefill": "request_prefill_time_seconds_sum",
+        "offers at prefill": "offers_accepted_total",
+    }
+    at_decode = {
+        "reads": "kv_transfer_seconds_count",
+        "s of reads": "kv_transfer_seconds_sum",
+        "offers at decode": "offers_accepted_total",
+    }
+    names = {"gateway": at_gateway, "prefill-0": at_prefill, "decode-0": at_decode}
+    found = {mine: live.metric(name, sample) for name, samples in names.items() for mine, sample in samples.items()}
+    return found | {"answered": live.metric("gateway", "request_success_total", {"finished_reason": "length"})}
+
+
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="there is no /proc to look into processes")
 def test_only_workers_hold_torch(live: Live) -> None:
     supervisor = live.process.pid
@@ -114,6 +167,7 @@ def test_only_workers_hold_torch(live: Live) -> None:
 
 @pytest.mark.parametrize("stage", ["first token", "middle"])
 def test_leaving_client_frees_its_pages(live: Live, stage: str) -> None:
+    before = live.metric("decode-0", "generation_tokens_total"), _cancelled(live, "decode-0", "active")
     body = {"model": MODEL, "prompt": random_prompt(600, 300, seed=2), "max_tokens": 3000, "ignore_eos": True}
     with httpx.stream("POST", f"{live.url}/v1/completions", json={**body, "stream": True}, timeout=60) as response:
         events = (line for line in response.iter_lines() if line.startswith("data:"))
@@ -121,14 +175,25 @@ def test_leaving_client_frees_its_pages(live: Live, stage: str) -> None:
             next(events)
         assert live.metric("decode-0", "kv_cache_used_pages") > 0
     live.wait_until_unused(timeout_s=60)
-    assert live.metric("decode-0", "cancelled_total", {"phase": "active"}) > 0
+    assert live.metric("decode-0", "generation_tokens_total") < before[0] + 3000, "the answer came to its own end"
+    assert _cancelled(live, "decode-0", "active") == before[1] + 1
 
 
-def test_client_that_leaves_while_its_prompt_is_prefilled(live: Live) -> None:
-    body = {"model": MODEL, "prompt": random_prompt(3500, 300, seed=3), "max_tokens": 500, "ignore_eos": True}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{live.url}/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.05))
+def test_client_that_leaves_while_its_prompts_are_prefilled(live: Live) -> None:
+    """Eight of them: seconds of work, of which it sees the beginning."""
+    before = live.metric("prefill-0", "prompt_tokens_total"), _cancelled(live, "prefill-0", "prefill")
+    body = {"model": MODEL, "prompt": [random_prompt(3500, 300, seed=3)] * 8, "max_tokens": 1}
+    client = HTTPConnection(live.addresses["gateway"], timeout=60)
+    client.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    wait_until(lambda: live.metric("prefill-0", "leases_open") > 0, "prefill has begun")
+    client.close()
     live.wait_until_unused(timeout_s=60)
+    assert live.metric("prefill-0", "prompt_tokens_total") < before[0] + 8 * 3499
+    assert _cancelled(live, "prefill-0", "prefill") > before[1]
+
+
+def _cancelled(live: Live, name: str, phase: str) -> float:
+    return live.metric(name, "cancelled_total", {"phase": phase})
 
 
 BAD_REQUESTS: list[tuple[str, dict[str, Any], int, str | None]] = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.fleet import HOST, ProcessFleet, free_ports, run_fleet
+from bench.fleet import HOST, Process, ProcessFleet, free_ports, run_fleet
 from demo.paths import TARGET_DIR
 from tests.faults.answers import Truth
 from tests.faults.proxy import FaultProxy
@@ -15,6 +15,7 @@ from tests.oracle import Oracle
 
 HERE = Path(__file__).parent
 GATEWAY_SIDE, WORKER_SIDE = "127.0.0.2", "127.0.0.3"  # all of 127/8 is this machine; the ports stay the workers' own
+STALL_S = 5.0  # in one engine step, of the workers that can be held: more than a loaded machine takes for one
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,6 +31,24 @@ class Linked:
 
     fleet: ProcessFleet
     links: dict[str, FaultProxy]
+
+
+@dataclass(frozen=True)
+class Held:
+    """One prefill and two decode workers, whose engines can be held in the middle of a step; see held_worker.py."""
+
+    fleet: ProcessFleet
+    folder: Path
+
+    def hold(self, *workers: Process) -> None:
+        """No step of theirs ends from now on; the processes answer as ever."""
+        for worker in workers:
+            (self.folder / worker.name).touch()
+
+    def release(self, *workers: Process) -> None:
+        """Idempotent."""
+        for worker in workers:
+            (self.folder / worker.name).unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")
@@ -49,12 +68,28 @@ def quad(running_quad: ProcessFleet) -> Iterator[ProcessFleet]:
     """Two prefill and two decode workers."""
     _check_calm(running_quad)
     yield running_quad
-    for process in running_quad.processes.values():
-        if process.is_running:
-            process.resume()
-        else:
-            process.restart()
+    _mend(running_quad)
     _check_calm(running_quad)
+
+
+@pytest.fixture(scope="session")
+def running_held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
+    folder = tmp_path_factory.mktemp("held")
+    names = ("prefill-0", "decode-0", "decode-1")
+    programs = {name: ("tests.faults.held_worker", str(folder / name)) for name in names}
+    stalls = [f"--stall-s={STALL_S:g}"]
+    # patience: nobody is told to go away while all engines are held, or the gateway sleeps for a minute
+    with run_fleet(1, 2, {"gateway": stalls, "prefill": stalls}, patience_s=120.0, programs=programs) as fleet:
+        yield Held(fleet, folder)
+
+
+@pytest.fixture
+def held(running_held: Held) -> Iterator[Held]:
+    _check_calm(running_held.fleet)
+    yield running_held
+    running_held.release(*running_held.fleet.workers())
+    _mend(running_held.fleet)
+    _check_calm(running_held.fleet)
 
 
 @pytest.fixture(scope="session")
@@ -92,8 +127,7 @@ def linked(running_linked: Linked) -> Iterator[Linked]:
     yield running_linked
     for proxy in running_linked.links.values():
         proxy.heal()
-    for process in running_linked.fleet.processes.values():
-        process.resume()
+    _mend(running_linked.fleet)
     _check_calm(running_linked.fleet)
 
 
@@ -113,7 +147,17 @@ def small(running_small: ProcessFleet) -> Iterator[ProcessFleet]:
     """A pair with little room: 2 sessions, 4 in the queue, and prefill takes at most 1024 tokens."""
     _check_calm(running_small)
     yield running_small
+    _mend(running_small)
     _check_calm(running_small)
+
+
+def _mend(fleet: ProcessFleet) -> None:
+    """All processes run again."""
+    for process in fleet.processes.values():
+        if process.is_running:
+            process.resume()
+        else:
+            process.restart()
 
 
 def _check_calm(fleet: ProcessFleet) -> None:

@@ -3,7 +3,7 @@
 import grpc
 
 from bench.fleet import ProcessFleet, wait_until
-from tests.faults.answers import Truth, ask
+from tests.faults.answers import Truth, ask, read_events
 
 FREED_S = 10.0
 REFUSED_S = 2.0  # the promise is 50 ms, which a loaded machine may not keep
@@ -12,17 +12,24 @@ ROOM = 2 + QUEUE
 
 
 def test_row_01_client_that_leaves_the_queue(small: ProcessFleet, truth: Truth) -> None:
-    running = [ask(small, num_tokens=1500, seed=seed) for seed in (1, 2)]
+    """It goes while all places are taken: it never comes to a worker."""
+    decode = small["decode-0"]
+    left = small.gateway.metric("cancelled_total", {"phase": "waiting"})
+    running = [ask(small, num_tokens=3800, seed=seed) for seed in (1, 2)]
     for stream in running:
         stream.wait_for_tokens(1)
     waiting = ask(small, seed=3)
     wait_until(lambda: small.gateway.metric("num_requests_waiting") == 1, 30)
+    reserved = len(read_events(decode.read_log(), "session reserved"))
     waiting.cancel()
     seconds = wait_until(lambda: small.gateway.metric("num_requests_waiting") == 0, FREED_S)
+    assert small.gateway.metric("cancelled_total", {"phase": "waiting"}) == left + 1
+    assert decode.metric("num_requests_running") == 2 and not any(stream.is_over for stream in running)
     print(f"row 1, queue: left after {seconds * 1e3:.0f} ms")
     for stream in running:
         stream.cancel()
     small.wait_until_unused(FREED_S)
+    assert len(read_events(decode.read_log(), "session reserved")) == reserved
     truth.check_canary(small)
 
 

@@ -1,11 +1,11 @@
 """Clients that leave, workers that stop, and readers that are rude. Rows 1, 10, 15 and 22 of the list of faults."""
 
 import os
+import re
 import socket
 from contextlib import ExitStack
 
 import httpx
-import pytest
 
 from bench.fleet import HOST, ProcessFleet, wait_until
 from tests.faults.answers import Truth, ask, find_busy, is_alive
@@ -14,22 +14,17 @@ FREED_S = 10.0  # the promise is 1 s, which a loaded machine may not keep
 NUM_IDLE = 1000
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_row_01_pages_of_a_client_that_leaves_are_free_at_once(quad: ProcessFleet, phase: str) -> None:
-    before = _cancelled(quad)
-    stream = ask(quad, num_prompt=3500 if phase == "prefill" else 200, num_tokens=500)
-    if phase == "decode":
-        stream.wait_for_tokens(10)
-    else:
-        find_busy(quad, "prefill")
+def test_row_01_pages_of_a_client_that_leaves_its_answer_are_free_at_once(quad: ProcessFleet) -> None:
+    """Prompts under way: test_held.py."""
+    generated = quad.count("decode", "generation_tokens_total")
+    cancelled = quad.count("decode", "cancelled_total", {"phase": "active"})
+    stream = ask(quad, num_tokens=3500)
+    stream.wait_for_tokens(10)
     stream.cancel()
     seconds = quad.wait_until_unused(FREED_S)
-    print(f"row 1, {phase}: pages free after {seconds * 1e3:.0f} ms")
-    wait_until(lambda: _cancelled(quad) > before, FREED_S)
-
-
-def _cancelled(fleet: ProcessFleet) -> float:
-    return sum(worker.metric("cancelled_total") for worker in fleet.workers())
+    print(f"row 1, decode: pages free after {seconds * 1e3:.0f} ms")
+    assert quad.count("decode", "cancelled_total", {"phase": "active"}) == cancelled + 1
+    assert quad.count("decode", "generation_tokens_total") < generated + 3500
 
 
 def test_row_10_stopped_decode_worker_is_noticed_and_left(quad: ProcessFleet, truth: Truth) -> None:
@@ -61,7 +56,8 @@ def test_row_10_ready_names_who_stopped(quad: ProcessFleet, truth: Truth) -> Non
         worker.stop()
     wait_until(lambda: httpx.get(f"{quad.url}/ready", timeout=10).status_code == 503, 30)
     answer = httpx.get(f"{quad.url}/ready", timeout=10).text
-    assert all(worker.address in answer for worker in workers), answer
+    for worker in workers:
+        assert re.search(f"{worker.address} (does not answer|has been silent)", answer), answer
     for worker in workers:
         worker.resume()
     wait_until(lambda: httpx.get(f"{quad.url}/ready", timeout=10).status_code == 200, 30)
@@ -105,8 +101,9 @@ def test_row_22_random_bytes_at_every_port(quad: ProcessFleet, truth: Truth) -> 
                         peer.shutdown(socket.SHUT_WR)
                         while peer.recv(1 << 16):
                             pass
+                    except TimeoutError:
+                        raise AssertionError(f"{process.name} keeps port {port} open after {start!r}") from None
                     except OSError:
                         continue  # closed in our face, which is as good
     assert all(process.is_running for process in quad.processes.values())
-    for _ in range(4):
-        truth.check_canary(quad)
+    truth.check_crowd(quad)

@@ -1,46 +1,66 @@
 """A decode worker that is killed while answers have every shape: they go on as if nothing had happened. Row 3."""
 
 from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
 from typing import Any
 
 import grpc
 import pytest
 
-from bench.fleet import ProcessFleet
-from tests.faults.answers import VOCAB, find_busy
+from bench.fleet import ProcessFleet, wait_until
+from tests.faults.answers import VOCAB, is_alive
 from tests.oracle import random_prompt
 from tests.surface import Surface, Told, take
 
 PROMPT = random_prompt(150, VOCAB, seed=3)
 NUM_TOKENS = 600
+NOTICED_S = 30.0
 SHAPES: dict[str, dict[str, Any]] = {
     "draft": {"speculation": "draft", "max_draft_tokens": 8},
     "repeats": {"speculation": "ngram"},
     "penalties": {"temperature": 0.8, "seed": 5, "frequency_penalty": 0.6, "repetition_penalty": 1.1},
     "logprobs": {"temperature": 1, "seed": 6, "logprobs": 3},
-    "min_tokens": {"ignore_eos": False, "min_tokens": 200, "temperature": 1, "seed": 7},
+    "min_tokens": {"ignore_eos": False, "min_tokens": 400, "temperature": 1, "seed": 7},
     "all": {
         "temperature": 0.9, "seed": 8, "top_p": 0.9, "presence_penalty": 0.5, "logit_bias": {40: 2.0}, "logprobs": 1,
-        "ignore_eos": False, "min_tokens": 200,
+        "ignore_eos": False, "min_tokens": 400,
     },
     "several": {"n": 4, "temperature": 1, "seed": 9, "logprobs": 0},
 }  # fmt: skip
 
 
+Undisturbed = dict[str, list[Told]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(running_quad: ProcessFleet) -> Undisturbed:
+    """What each shape answers when nothing happens."""
+    told = _nothing_told()
+    with grpc.insecure_channel(running_quad.grpc_address) as channel, ThreadPoolExecutor(len(SHAPES)) as threads:
+        _listen_all(threads, told, _start_all(Surface(channel)))
+    return told
+
+
+def _nothing_told() -> Undisturbed:
+    return {name: [Told() for _ in range(fields.get("n", 1))] for name, fields in SHAPES.items()}
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("after", [1, 60])
-def test_row_03_answers_of_every_shape_go_on_elsewhere(quad: ProcessFleet, after: int) -> None:
+def test_row_03_answers_of_every_shape_go_on_elsewhere(
+    quad: ProcessFleet, undisturbed: Undisturbed, after: int
+) -> None:
+    """All begin on one worker, because the other one sleeps; that one takes them over when the first is killed."""
+    victim, heir = quad["decode-0"], quad["decode-1"]
+    heir.stop()
+    wait_until(lambda: not is_alive(quad, heir), NOTICED_S)
+    told = _nothing_told()
     with grpc.insecure_channel(quad.grpc_address) as channel, ThreadPoolExecutor(len(SHAPES)) as threads:
-        surface = Surface(channel)
-        undisturbed = {name: [Told() for _ in range(fields.get("n", 1))] for name, fields in SHAPES.items()}
-        told = deepcopy(undisturbed)
-        _listen_all(threads, undisturbed, _start_all(surface))
-        calls = _start_all(surface)
-        victim = find_busy(quad, "decode")
+        calls = _start_all(Surface(channel))
         for name, call in calls.items():
             while min(len(choice.tokens) for choice in told[name]) < after:
                 take(told[name], next(call))
+        heir.resume()
+        wait_until(lambda: is_alive(quad, heir), NOTICED_S)
         victim.kill()
         _listen_all(threads, told, calls)
     for name, choices in told.items():
@@ -50,8 +70,8 @@ def test_row_03_answers_of_every_shape_go_on_elsewhere(quad: ProcessFleet, after
             assert [one.token_id for one in choice.logprobs] == [one.token_id for one in expected.logprobs]
             given = [one.logprob for one in choice.logprobs]
             assert given == pytest.approx([one.logprob for one in expected.logprobs], abs=1e-4), name
-    attempts = [choice.timing.attempts for choices in told.values() for choice in choices]
-    assert max(attempts) > 1, attempts
+    attempts = {name: [choice.timing.attempts for choice in choices] for name, choices in told.items()}
+    assert all(count > 1 for counts in attempts.values() for count in counts), attempts
 
 
 def _start_all(surface: Surface) -> dict[str, Any]:

@@ -1,0 +1,80 @@
+"""Engines that stand still in a step while their processes answer as ever. Rows 1 and 10 of the list of faults."""
+
+import httpx
+
+from bench.fleet import Process, wait_until
+from tests.faults.answers import Truth, ask, find
+from tests.faults.conftest import Held
+
+CHUNK_TOKENS = 512  # the most that one step of prefill computes
+PROMPT_TOKENS = 3500
+NOTICED_S = 60.0  # the promise is --stall-s and a heartbeat, 6 s here
+STUCK = "has been in one engine step for"
+
+
+def test_row_01_prefill_hears_that_the_client_left_and_stops(held: Held, truth: Truth) -> None:
+    """In the middle of a prompt, which cannot end by itself: its engine is held in the first step."""
+    fleet = held.fleet
+    prefill = fleet["prefill-0"]
+    cancelled, computed = _cancelled(prefill, "prefill"), prefill.metric("prompt_tokens_total")
+    receiving = fleet.count("decode", "cancelled_total", {"phase": "receiving"})
+    held.hold(prefill)
+    stream = ask(fleet, PROMPT_TOKENS, num_tokens=20)
+    wait_until(lambda: prefill.metric("kv_cache_used_pages") > 0, NOTICED_S)
+    stream.cancel()
+    seconds = wait_until(lambda: _cancelled(prefill, "prefill") == cancelled + 1, NOTICED_S)
+    wait_until(lambda: not fleet.count("decode", "kv_cache_used_pages"), NOTICED_S)
+    assert fleet.count("decode", "cancelled_total", {"phase": "receiving"}) == receiving + 1
+    held.release(prefill)
+    fleet.wait_until_unused(NOTICED_S)
+    assert prefill.metric("prompt_tokens_total") <= computed + CHUNK_TOKENS, "it has gone on after its step"
+    print(f"row 1, prefill: heard after {seconds * 1e3:.0f} ms")
+    truth.check_canary(fleet)
+
+
+def _cancelled(worker: Process, phase: str) -> float:
+    return worker.metric("cancelled_total", {"phase": phase})
+
+
+def test_row_10_decode_worker_stuck_in_a_step_is_left(held: Held, truth: Truth) -> None:
+    """Its answers go on elsewhere; when all are stuck, /ready says so, and answers wait for the first that is not."""
+    fleet = held.fleet
+    workers = [fleet["decode-0"], fleet["decode-1"]]
+    first = ask(fleet)
+    first.wait_for_tokens(3)
+    held.hold(*workers)  # at once, before it ends
+    (stuck,) = [worker for worker in workers if worker.metric("kv_cache_used_pages")]
+    (other,) = [worker for worker in workers if worker is not stuck]
+    held.release(other)
+    truth.check(first)
+    assert STUCK in find(fleet, stuck)["trouble"], fleet.status()
+    assert httpx.get(f"{fleet.url}/ready", timeout=30).status_code == 200
+    second = ask(fleet, seed=2)
+    second.wait_for_tokens(3)
+    held.hold(other)
+    wait_until(lambda: httpx.get(f"{fleet.url}/ready", timeout=30).status_code == 503, NOTICED_S)
+    answer = httpx.get(f"{fleet.url}/ready", timeout=30).text
+    assert all(f"{worker.address} {STUCK}" in answer for worker in workers), answer
+    assert not second.is_over
+    held.release(*workers)
+    truth.check(second)
+    fleet.wait_until_whole()
+    fleet.wait_until_unused()
+    print(f"row 10, stuck decode: the client's longest pause was {first.longest_pause_s:.1f} s")
+
+
+def test_row_10_prefill_worker_stuck_in_a_step_is_left(held: Held, truth: Truth) -> None:
+    """It does not renew its prompts' leases for ever: they end, and decode does without it."""
+    fleet = held.fleet
+    prefill = fleet["prefill-0"]
+    expired = fleet.count("decode", "leases_expired_total")
+    held.hold(prefill)
+    stream = ask(fleet, PROMPT_TOKENS, num_tokens=20)
+    truth.check(stream)
+    assert fleet.count("decode", "leases_expired_total") == expired + 1
+    assert STUCK in find(fleet, prefill)["trouble"], fleet.status()
+    truth.check_canary(fleet)
+    held.release(prefill)
+    fleet.wait_until_whole()
+    truth.check_crowd(fleet)
+    print(f"row 10, stuck prefill: answered after {stream.seconds:.1f} s")
