@@ -1,9 +1,9 @@
-"""Errors and API keys on gRPC: a status with machine-readable details.
+"""Errors, API keys and request ids on gRPC: a status with machine-readable details.
 
 Must not know what was asked.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import grpc
@@ -11,8 +11,9 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from gateway.access import check_key
-from gateway.errors import ApiError
+from gateway.access import REQUEST_ID_HEADER, check_key, pick_request_id
+from gateway.errors import ApiError, bad_request
+from runtime.malformed import MALFORMED
 from runtime.peer_input import shorten
 
 _OPEN_METHOD = "/grpc.health.v1.Health/Check"  # liveness probes carry no key
@@ -26,8 +27,27 @@ _CODES = {  # HTTP status |-> gRPC code
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 
+Context = grpc.aio.ServicerContext[Any, Any]
+Metadata = Iterable[tuple[str, str | bytes]] | None
 
-async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: ApiError) -> NoReturn:
+
+def pick_call_id(context: Context) -> str:
+    """The client's id for this call, or a new one."""
+    given = _find(context.invocation_metadata(), REQUEST_ID_HEADER)
+    return pick_request_id(given if isinstance(given, str) else None)
+
+
+async def send_call_id(context: Context, request_id: str) -> None:
+    """Tells the client the id, ahead of all else."""
+    await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
+
+
+async def refuse_malformed(context: Context) -> NoReturn:
+    """Ends a call whose request is no message."""
+    await _refuse(context, bad_request(MALFORMED, None, "invalid_message"))
+
+
+async def abort_with(context: Context, error: ApiError) -> NoReturn:
     """Ends the call with the error, its field, its reason and when to try again."""
     code = _CODES.get(error.status, grpc.StatusCode.INTERNAL)
     message = shorten(error.message)
@@ -75,14 +95,24 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _authorization(details: grpc.HandlerCallDetails) -> bytes:
-    value = next((value for key, value in details.invocation_metadata or () if key == "authorization"), "")
+    value = _find(details.invocation_metadata, "authorization") or b""
     return value if isinstance(value, bytes) else value.encode()
+
+
+def _find(metadata: Metadata, name: str) -> str | bytes | None:
+    return next((value for key, value in metadata or () if key == name), None)
 
 
 def _refusal(error: ApiError) -> "grpc.RpcMethodHandler[Any, Any]":
     """A handler that refuses before it reads; streaming both ways it stands in for any kind of method."""
 
-    async def refuse(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        await abort_with(context, error)
+    async def refuse(requests: AsyncIterator[bytes], context: Context) -> None:
+        await _refuse(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+async def _refuse(context: Context, error: ApiError) -> NoReturn:
+    """Ends a call that nobody serves."""
+    await send_call_id(context, pick_call_id(context))
+    await abort_with(context, error)

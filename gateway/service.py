@@ -12,19 +12,20 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from gateway.access import REQUEST_ID_HEADER, pick_request_id, unique_id
+from gateway.access import unique_id
 from gateway.answer import Totals, stream_choices
 from gateway.counting import detokenize, tokenize
 from gateway.errors import ApiError
 from gateway.front import Front
 from gateway.grpc_answers import AnswerMessages
-from gateway.grpc_errors import KeyInterceptor, abort_with
-from gateway.grpc_requests import chat_request, generate_request, tokenize_request
+from gateway.grpc_errors import KeyInterceptor, abort_with, pick_call_id, refuse_malformed, send_call_id
+from gateway.grpc_requests import chat_request, check_known, generate_request, tokenize_request
 from gateway.metrics import RequestMeter
 from gateway.pieces import Piece
 from gateway.raw_request import RawRequest
 from gateway.waking_timeout import waking_timeout
 from protos import inference_pb2, inference_pb2_grpc
+from runtime.malformed import MalformedInterceptor
 
 _log = structlog.get_logger()
 
@@ -37,7 +38,7 @@ class _StalledClientError(Exception):
 
 def build_interceptors(front: Front) -> Sequence[grpc.aio.ServerInterceptor]:
     """What the gRPC server needs at construction."""
-    return [KeyInterceptor(front.options.api_keys)]
+    return [KeyInterceptor(front.options.api_keys), MalformedInterceptor(refuse_malformed)]
 
 
 def add_inference_services(server: grpc.aio.Server, front: Front) -> None:
@@ -90,8 +91,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse],
     ) -> inference_pb2.DetokenizeResponse:
         """Token ids as text."""
-        model, token_ids = request.model or None, tuple(request.token_ids)
         async with _serving(context):
+            check_known(request)
+            model, token_ids = request.model or None, tuple(request.token_ids)
             text = await detokenize(self._front, model, token_ids, "token_ids", with_control_tokens=False)
         return inference_pb2.DetokenizeResponse(text=text)
 
@@ -101,6 +103,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[inference_pb2.ListModelsRequest, inference_pb2.ListModelsResponse],
     ) -> inference_pb2.ListModelsResponse:
         """The models served."""
+        async with _serving(context):
+            check_known(request)
         model = inference_pb2.Model(id=self._front.served_name, context_tokens=self._front.tokenizer.context_tokens)
         return inference_pb2.ListModelsResponse(models=[model])
 
@@ -156,8 +160,9 @@ class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         context: grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse],
     ) -> health_pb2.HealthCheckResponse:
         """The state of the server ("") or of Inference."""
-        if request.service not in ("", "baton.v1.Inference"):
-            await abort_with(context, ApiError(404, f"no service {request.service[:100]!r} here", "service"))
+        async with _serving(context):
+            if request.service not in ("", "baton.v1.Inference"):
+                raise ApiError(404, f"no service {request.service[:100]!r} here", "service")
         is_ready = self._front.ring.check_ready() is None
         status = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
         return health_pb2.HealthCheckResponse(status=status)
@@ -166,10 +171,10 @@ class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 @asynccontextmanager
 async def _serving(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[str]:
     """Gives a call its request id, in its logs and its answer; an ApiError becomes its status, and a bug INTERNAL."""
-    request_id = pick_request_id(_metadata(context, REQUEST_ID_HEADER))
+    request_id = pick_call_id(context)
     with structlog.contextvars.bound_contextvars(request_id=request_id):
         try:
-            await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
+            await send_call_id(context, request_id)
             yield request_id
         except ApiError as error:
             await abort_with(context, error)
@@ -179,10 +184,3 @@ async def _serving(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator
             _log.exception("call failed")
             message = f"call {request_id} failed inside the service; its log says why"
             await abort_with(context, ApiError(500, message, None, "bug"))
-
-
-def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> str | None:
-    for key, value in context.invocation_metadata() or ():
-        if key == name:
-            return value if isinstance(value, str) else None
-    return None

@@ -16,10 +16,24 @@ from google.protobuf.message import DecodeError
 from runtime.peer_input import shorten
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Refuse = Callable[[Context], Awaitable[NoReturn]]  # ends a call
+
+MALFORMED = "the request is no message of this method"
+
+
+async def refuse_plainly(context: Context) -> NoReturn:
+    """INVALID_ARGUMENT, without details."""
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, MALFORMED)
 
 
 class MalformedInterceptor(grpc.aio.ServerInterceptor):
-    """Guards every method that takes one message; those that take a stream are left as they are."""
+    """Guards every method that takes one message; those that take a stream are left as they are.
+
+    `refuse` ends a call that is malformed. Of several such interceptors the first one's is asked.
+    """
+
+    def __init__(self, refuse: Refuse = refuse_plainly) -> None:
+        self._refuse = refuse
 
     async def intercept_service(
         self,
@@ -32,9 +46,10 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):
             return handler
         parse = _forgive(handler.request_deserializer)
         if not handler.response_streaming:
-            return grpc.unary_unary_rpc_method_handler(_guard(handler.unary_unary), parse, handler.response_serializer)
-        inner = handler.unary_stream
-        guarded = _guard_generator(inner) if inspect.isasyncgenfunction(inner) else _guard(inner)
+            guarded = _guard(handler.unary_unary, self._refuse)
+            return grpc.unary_unary_rpc_method_handler(guarded, parse, handler.response_serializer)
+        guard = _guard_generator if inspect.isasyncgenfunction(handler.unary_stream) else _guard
+        guarded = guard(handler.unary_stream, self._refuse)
         return grpc.unary_stream_rpc_method_handler(guarded, parse, handler.response_serializer)
 
 
@@ -63,24 +78,21 @@ def _forgive(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return parse_or_none
 
 
-def _guard(inner: Any) -> Callable[[Any, Context], Awaitable[Any]]:
+def _guard(inner: Any, refuse: Refuse) -> Callable[[Any, Context], Any]:
     async def answer(request: Any, context: Context) -> Any:
-        await _refuse_none(request, context)
+        if request is None:
+            await refuse(context)
         return await inner(request, cast(Context, _Brief(context)))
 
     return answer
 
 
-def _guard_generator(inner: Any) -> Callable[[Any, Context], AsyncIterator[Any]]:
+def _guard_generator(inner: Any, refuse: Refuse) -> Callable[[Any, Context], Any]:
     async def answer(request: Any, context: Context) -> AsyncIterator[Any]:
-        await _refuse_none(request, context)
+        if request is None:
+            await refuse(context)
         async with aclosing(inner(request, cast(Context, _Brief(context)))) as responses:
             async for response in responses:
                 yield response
 
     return answer
-
-
-async def _refuse_none(request: Any, context: Context) -> None:
-    if request is None:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no message of this method")

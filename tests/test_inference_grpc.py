@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from gateway.app import FrontOptions
-from gateway.errors import not_ready, overloaded
+from gateway.errors import not_ready, overloaded, took_too_long
 from gateway.generation import Grammar, Speculation
 from tests.fake_ring import TIMING, Script, likely
 from tests.front_server import SERVED, WAIT_S, Served, run_front
@@ -242,6 +242,14 @@ def test_overload_and_no_worker_name_when_to_come_back(client: ReflectedClient, 
         assert details_of(caught.value)["RetryInfo"].retry_delay.seconds == 1
 
 
+def test_a_request_that_takes_too_long(client: ReflectedClient, served: Served) -> None:
+    served.ring.script = Script(served.ids("hello"), error=took_too_long())
+    with pytest.raises(grpc.RpcError) as caught:
+        list(client.generate(text="x"))
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert details_of(caught.value)["ErrorInfo"].reason == "TIMEOUT"
+
+
 def test_a_fault_after_tokens_keeps_the_tokens(client: ReflectedClient, served: Served) -> None:
     served.ring.script = Script(served.ids("hello"), error=not_ready("no worker is left"))
     call, ids = client.generate(text="x"), list[int]()
@@ -300,6 +308,8 @@ def test_a_key_is_needed(client: ReflectedClient, served: Served, metadata: Any)
             answer = client.call("baton.v1.Inference", method, request, metadata)
             list(answer)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        info = details_of(caught.value)["ErrorInfo"]
+        assert (info.reason, info.domain) == ("INVALID_API_KEY", "baton")
     with pytest.raises(grpc.RpcError) as caught:
         ProtoReflectionDescriptorDatabase(client.channel).get_services()
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED

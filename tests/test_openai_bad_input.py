@@ -4,6 +4,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from http.client import HTTPResponse
 from typing import Any
 
 import pytest
@@ -226,6 +227,73 @@ def test_a_bad_field_is_named(served: Served, path: str, body: dict[str, Any], p
     assert not served.ring.generations
 
 
+# field |-> values that ask for nothing, values that ask for what is not here
+UNSUPPORTED: dict[str, tuple[list[Any], list[Any]]] = {
+    "modalities": ([["text"]], [["text", "audio"], ["audio"], []]),
+    "audio": ([], [{"voice": "alloy", "format": "wav"}, {}, False]),
+    "prediction": ([], [{"type": "content", "content": "x"}, {}]),
+    "web_search_options": ([], [{}, {"search_context_size": "low"}]),
+    "moderation": ([], [{}, "auto", False]),
+    "reasoning_effort": (["none"], ["minimal", "low", "medium", "high", ""]),
+    "verbosity": (["medium"], ["low", "high"]),
+    "service_tier": (["auto", "default"], ["flex", "priority", ""]),
+    "functions": ([[]], [[{"name": "f"}], {}]),
+    "function_call": (["none", "auto"], [{"name": "f"}, "f"]),
+    "store": ([False], [True, 0]),
+    "priority": ([0], [1, -1, False]),
+    "best_of": ([1], [2, True]),
+    "suffix": ([""], ["x"]),
+    "echo": ([False], [True, 0]),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_supported_is_refused_by_name(served: Served, name: str) -> None:
+    allowed, others = UNSUPPORTED[name]
+    for value in [None, *allowed]:
+        answer = served.http.post("/v1/chat/completions", json=_chat(**{name: value}))
+        assert answer.status_code == 200, answer.text
+    num_served = len(served.ring.generations)
+    for value in others:
+        answer = served.http.post("/v1/chat/completions", json=_chat(**{name: value}))
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, name, "unsupported_field"), value
+    assert len(served.ring.generations) == num_served
+
+
+@pytest.mark.parametrize("name", ["continuous_usage_stats", "include_obfuscation"])
+@pytest.mark.parametrize(("path", "body"), [("chat/completions", _chat()), ("completions", _text())])
+def test_options_of_streams_that_are_not_supported(served: Served, path: str, body: dict[str, Any], name: str) -> None:
+    for value, status in ((None, 200), (False, 200), (True, 400), (0, 400)):
+        answer = served.http.post(f"/v1/{path}", json={**body, "stream": True, "stream_options": {name: value}})
+        assert answer.status_code == status, value
+        if status == 400:
+            error = answer.json()["error"]
+            assert (error["param"], error["code"]) == (f"stream_options.{name}", "unsupported_field")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        (_chat(temperature=3), "temperature", "invalid_value"),
+        (_chat(temperature="hot"), "temperature", "invalid_type"),
+        (_chat(n=True), "n", "invalid_type"),
+        (_chat(messages=[5]), "messages[0]", "invalid_type"),
+        (_chat(stop=["x", 3]), "stop[1]", "invalid_type"),
+        ({"messages": HELLO}, "model", "missing_field"),
+        ({"model": SERVED}, "messages", "missing_field"),
+        (_chat(messages=[{"role": "user"}]), "messages[0].content", "missing_field"),
+        (_chat(nonsense=1), "nonsense", "unknown_field"),
+        (_message(nonsense=1), "messages[1].nonsense", "unknown_field"),
+        (_message(refusal="x"), "messages[1].refusal", "unsupported_field"),
+        (_chat(max_tokens=CONTEXT), "max_tokens", "context_length_exceeded"),
+    ],
+)
+def test_the_code_says_what_is_wrong(served: Served, body: dict[str, Any], param: str, code: str) -> None:
+    error = served.http.post("/v1/chat/completions", json=body).json()["error"]
+    assert (error["param"], error["code"]) == (param, code), error
+
+
 HARMLESS: dict[str, Any] = {
     "n": 1,
     "logprobs": False,
@@ -304,6 +372,15 @@ def test_bodies_that_are_no_json_object(served: Served, body: bytes) -> None:
     assert answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("element", "count"), [("[]", 20_001), ('""', 50_001), ("1", 510_000)], ids=["containers", "strings", "numbers"]
+)
+def test_bodies_of_too_many_elements(served: Served, element: str, count: int) -> None:
+    body = f'{{"model": "{SERVED}", "prompt": [{",".join([element] * count)}]}}'
+    error = served.http.post("/v1/completions", content=body).json()["error"]
+    assert (error["param"], error["code"]) == (None, "body_too_complex"), error
+
+
 def test_nul_is_served(served: Served) -> None:
     assert served.http.post("/v1/completions", json=_text(prompt="a\x00b")).status_code == 200
 
@@ -348,7 +425,10 @@ def test_a_body_over_the_limit_is_refused_while_it_is_read(served: Served) -> No
 def test_a_body_that_never_comes_is_given_up(served: Served) -> None:
     with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
-        assert b" 408 " in raw.recv(4096)
+        response = HTTPResponse(raw)
+        response.begin()
+        error = json.loads(response.read())["error"]
+        assert (response.status, error["type"], error["code"]) == (408, "invalid_request_error", "body_timeout")
 
 
 def test_large_rubbish_does_not_hold_up_others(served: Served) -> None:
@@ -385,5 +465,8 @@ def test_paths_and_methods_that_are_not_served(served: Served) -> None:
     ]:
         answer = served.http.request(method, served.url + path)
         assert answer.status_code == status, path
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        told = {404: ("not_found_error", "not_found"), 405: ("invalid_request_error", "method_not_allowed")}
+        assert (error["type"], error["code"]) == told[status], path
     assert served.http.get("/v1/chat/completions").headers["allow"] == "POST"

@@ -7,15 +7,18 @@ from typing import Any
 
 import openai
 import pytest
+from google.protobuf import json_format
 
 from gateway.answer_forms import check_form
 from gateway.app import FrontOptions
 from gateway.errors import ApiError, overloaded
-from gateway.generation import Grammar, Speculation, TokenLogprobs
+from gateway.generation import Grammar, Speculation, Timing, TokenLogprobs
+from gateway.grpc_answers import timing_message
 from gateway.pieces import ToldToken
 from gateway.raw_request import AnswerForm, RawRequest
 from gateway.rest.openai_logprobs import ChatLogprobs, TextLogprobs
 from gateway.validate import check_num_told
+from tests import fake_ring
 from tests.fake_ring import TIMING, Script, likely
 from tests.front_server import HELLO, SERVED, Served, answering, openai_client, running_front
 from tests.tiny_tokenizer import CONTEXT, END
@@ -380,6 +383,41 @@ def test_timing(served: Served, path: str) -> None:
     assert [choice["finish_reason"] for choice in told] == ["stop", "stop"]
     assert told[0]["timing"] == choices[0]["timing"]
     assert "timing" not in json.dumps(_post(served, path, **prompt))
+
+
+TOLD_TIMING = {
+    "queue_seconds": 0.5,
+    "prefill_seconds": 1.5,
+    "transfer_seconds": 2.5,
+    "transfer_bytes": 5120,
+    "transport": "grpc",
+    "first_step_seconds": 3.5,
+    "decode_seconds": 4.5,
+    "cached_tokens": 3,
+    "draft_tokens": 9,
+    "accepted_tokens": 7,
+    "attempts": 2,
+}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    ("path", "prompt"), [("completions", {"prompt": "x"}), ("chat/completions", {"messages": HELLO})]
+)
+def test_every_part_of_timing_has_its_own_name(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, prompt: dict[str, Any], is_streamed: bool
+) -> None:
+    """Over gRPC, too."""
+    timing = Timing(
+        queue_s=0.5, prefill_s=1.5, transfer_s=2.5, transfer_bytes=5120, transport="grpc", first_step_s=3.5,
+        decode_s=4.5, cached_tokens=3, draft_tokens=9, accepted_tokens=7, attempts=2,
+    )  # fmt: skip
+    monkeypatch.setattr(fake_ring, "TIMING", timing)
+    answers: Any = (_events if is_streamed else _post)(served, path, include_timing=True, **prompt)
+    told = [one["choices"][0].get("timing") for one in (answers[:-1] if is_streamed else [answers])]
+    assert told == [None] * (len(told) - 1) + [TOLD_TIMING]
+    message = json_format.MessageToDict(timing_message(timing), preserving_proto_field_name=True)
+    assert {**message, "transfer_bytes": int(message["transfer_bytes"])} == TOLD_TIMING  # 64 bits are text in its JSON
 
 
 def test_an_answer_cut_by_a_stop_string_has_timing_and_cached_tokens(served: Served) -> None:

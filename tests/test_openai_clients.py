@@ -2,17 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from starlette.types import Message
 
 from gateway.app import FrontOptions
-from gateway.errors import ApiError, overloaded
-from gateway.rest.sse import EventStream
+from gateway.errors import ApiError, overloaded, took_too_long
 from tests.fake_ring import Script
 from tests.front_server import HELLO, SERVED, Served, answering, openai_client, running_front
 from tests.tiny_tokenizer import END
@@ -194,32 +191,12 @@ def test_a_client_that_leaves_ends_the_work(served: Served, stream: bool, num_to
     served.wait_count(before + 1, "cancelled_total", phase=phase)
 
 
-def test_a_client_that_stops_reading_is_cancelled() -> None:
-    async def stall() -> list[str]:
-        seen: list[str] = []
-
-        async def batches() -> AsyncGenerator[list[bytes], None]:
-            try:
-                while True:
-                    yield [b"{}"]
-            finally:
-                await asyncio.sleep(0)
-                seen.append("closed")
-
-        async def receive() -> Message:
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        async def send(message: Message) -> None:
-            seen.append(message["type"])
-            if len(seen) == 4:
-                await asyncio.Event().wait()
-
-        async with asyncio.timeout(60):
-            await EventStream(batches(), stalled_client_s=0.1)({"type": "http"}, receive, send)
-        return seen
-
-    assert asyncio.run(stall()) == ["http.response.start", *["http.response.body"] * 3, "closed"]
+def test_a_request_that_takes_too_long(served: Served) -> None:
+    served.ring.script = Script(error=took_too_long())
+    answer = served.http.post("/v1/completions", json={"model": SERVED, "prompt": "x"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["code"]) == (504, "server_error", "timeout")
+    assert "--request-timeout-s" in error["message"]
 
 
 def test_request_ids(served: Served) -> None:
