@@ -75,13 +75,14 @@ def _counts(job: Job, totals: Totals) -> dict[str, int]:
 
 async def _stream_choice(front: Front, order: Order, meter: ChoiceMeter) -> AsyncGenerator[Piece, None]:
     reader = PieceReader(
-        front.tokenizer.detokenizer(order.tools.format.markers if order.tools else (), order.before),
+        front.tokenizer.detokenizer(order.shown, order.before),
         StopStrings(order.stop_strings),
         order.generation.stop_token_ids,
         with_logprobs=order.generation.num_logprobs is not None,
         text_offset=len(order.echo.text) if order.echo else 0,
     )
-    calls = CallReader(order.tools, is_trusted=order.generation.grammar is not None) if order.tools else None
+    is_trusted = order.generation.grammar is not None
+    calls = CallReader(order.tools, is_trusted=is_trusted, is_json=order.is_json) if order.tools else None
     is_begun = False
     async with aclosing(_generate(front, order)) as news:
         async for tokens in news:

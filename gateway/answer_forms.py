@@ -49,6 +49,7 @@ def _schema_text(form: AnswerForm) -> str:
 
 def _one_of(texts: Sequence[str], param: str) -> str:
     """A grammar of these texts and nothing else."""
+    _check_bytes(sum([len(text.encode()) for text in texts]), param)
     if not texts or not all(texts):
         raise bad_request(f"{param} must hold at least one text, and none that is empty", param)
     return "root ::= " + " | ".join(f'"{_escaped(text)}"' for text in texts)
@@ -59,9 +60,12 @@ def _escaped(text: str) -> str:
 
 
 def _checked(text: str, param: str) -> str:
-    num_bytes = len(text.encode())
-    if num_bytes > MAX_GRAMMAR_BYTES:
-        raise bad_request(f"{param} has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param)
+    _check_bytes(len(text.encode()), param)
     if "\0" in text:
         raise bad_request(f"{param} holds a NUL character", param)
     return text
+
+
+def _check_bytes(num_bytes: int, param: str) -> None:
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise bad_request(f"{param} has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param)

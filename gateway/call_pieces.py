@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from gateway.pieces import Piece
 from gateway.tools.formats import Format
+from gateway.tools.json_text import JsonText
 from gateway.tools.parse import CallEvent, CallParser, Content, Event
 from gateway.tools.request import ToolUse
 
@@ -15,12 +16,16 @@ _NUM_ID_CHARS = 24  # as many as OpenAI's
 
 
 class CallReader:
-    """Reads one choice. `is_trusted`: a grammar sees to it that calls are well-formed."""
+    """Reads one choice.
 
-    def __init__(self, use: ToolUse, *, is_trusted: bool) -> None:
+    `is_trusted`: a grammar sees to it that calls are well-formed. `is_json`: and that what is no call is JSON.
+    """
+
+    def __init__(self, use: ToolUse, *, is_trusted: bool, is_json: bool = False) -> None:
         names = [tool.name for tool in use.callable_tools]
         self._parser = CallParser(use.format, names, lambda: _new_id(use.format), is_trusted=is_trusted)
         self._is_named = use.named is not None
+        self._json_text = JsonText() if is_json else None
 
     def read(self, piece: Piece) -> list[Piece]:
         """The piece with its calls taken out of its text, which lags behind while it may be part of a call.
@@ -31,13 +36,19 @@ class CallReader:
         if piece.finish_reason is not None:
             events += self._parser.flush()
         # A named call ends with "stop", as OpenAI has it.
-        is_calling = piece.finish_reason == "stop" and bool(self._parser.num_calls) and not self._is_named
-        *earlier, (text, calls) = _runs(events)
+        is_whole = piece.finish_reason == "stop" and piece.stop_string is None
+        is_calling = is_whole and bool(self._parser.num_calls) and not self._is_named
+        *earlier, (text, calls) = _runs([self._readable(event) for event in events])
         parts: list[Piece] = []
         for before, between in earlier:
             parts.append(replace(piece, text=before, calls=between, finish_reason=None, timing=None, stop_string=None))
             piece = replace(piece, token_ids=(), logprobs=(), told=())
         return [*parts, replace(piece, text=text, calls=calls, is_calling=is_calling)]
+
+    def _readable(self, event: Event) -> Event:
+        if self._json_text is None or not isinstance(event, Content):
+            return event
+        return Content(self._json_text.push(event.text))
 
 
 def _runs(events: Sequence[Event]) -> list[tuple[str, tuple[CallEvent, ...]]]:

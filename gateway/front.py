@@ -75,7 +75,8 @@ class Front:
         check_logprobs(raw)
         stop_strings = check_stops(raw)
         tools = check_tools(raw.tools, self.tool_format)
-        grammar = _grammar(check_form(raw.form), tools)
+        form = check_form(raw.form)
+        grammar = _grammar(form, tools)
         check_ends(raw, grammar)
         common = self._without_prompt(raw, request_id, grammar)
         encoded = await self.prompts.encode(raw.prompts, tools)
@@ -85,11 +86,28 @@ class Front:
         if raw.is_echoed:
             echoes = await self.prompts.echo(raw.prompts, encoded, raw.num_logprobs is not None)
         befores = [self.prompts.before_answer(*pair) for pair in zip(raw.prompts, encoded, strict=True)]
+        is_json = form is not None and form.kind in ("json_schema", "json_object")
+        shown = self._shown(grammar, tools)
         firsts = [
-            Order(generation, stop_strings, _shared(generation, n), echo, raw.max_tokens == 0, tools, before)
+            Order(
+                generation,
+                stop_strings,
+                _shared(generation, n),
+                echo,
+                raw.max_tokens == 0,
+                tools,
+                is_json,
+                shown,
+                before,
+            )
             for generation, echo, before in zip(generations, echoes, befores, strict=True)
         ]
         return Job(_numbered([choice for first in firsts for choice in _choices(first, n)]), n)
+
+    def _shown(self, grammar: Grammar | None, tools: ToolUse | None) -> frozenset[str]:
+        """Control tokens that calls are written with, and those that the grammar names: answers may hold these too."""
+        named = self.tokenizer.control_tokens_in(grammar.text) if grammar else frozenset[str]()
+        return named | (tools.format.markers if tools else frozenset[str]())
 
     def _without_prompt(self, raw: RawRequest, request_id: str, grammar: Grammar | None) -> Generation:
         """What all generations have in common."""

@@ -10,7 +10,7 @@ from gateway.errors import bad_request
 from gateway.raw_request import Chat, Prompt
 from gateway.tools.history import template_call
 from gateway.tools.json_object import read_object
-from gateway.tools.request import Choice, NamedChoice, RawTools, Tool
+from gateway.tools.request import MAX_TOOLS_BYTES, Choice, NamedChoice, RawTools, Tool
 from gateway.validate import MAX_MESSAGES
 from protos import inference_pb2
 
@@ -55,6 +55,10 @@ def _call(given: inference_pb2.ToolCall, path: str) -> dict[str, Any]:
 
 
 def _tool(given: inference_pb2.Tool, path: str) -> Tool:
+    if len(given.parameters) > MAX_TOOLS_BYTES:
+        raise bad_request(
+            f"{path}.parameters has more than the {MAX_TOOLS_BYTES} bytes that all tools may have", f"{path}.parameters"
+        )
     try:
         parameters = read_object(given.parameters) if given.parameters else None
     except ValueError as error:

@@ -25,6 +25,8 @@ class Order:
     echo: Echo | None = None
     is_dropped: bool = False  # only the prompt is asked for: the one token generated is not told
     tools: ToolUse | None = None  # what the answer may call
+    is_json: bool = False  # the answer, unless it calls
+    shown: frozenset[str] = frozenset()  # control tokens that have text in the answer, by how they are written
     before: tuple[int, ...] = ()  # the prompt's last tokens with text, if the answer goes on with that text
 
 

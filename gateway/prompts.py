@@ -126,7 +126,8 @@ class Prompts:
         given = prompt.content if isinstance(prompt.content, str) else None
         if given is not None and not with_offsets:
             return Echo(given, ())
-        detokenizer, texts, offsets, num_chars = self.tokenizer.detokenizer(), list[str](), list[int](), 0
+        shown = self.tokenizer.control_tokens_in(given or "")
+        detokenizer, texts, offsets, num_chars = self.tokenizer.detokenizer(shown), list[str](), list[int](), 0
         for token_id in ids:
             offsets.append(num_chars)
             texts.append(detokenizer.push([token_id]))

@@ -3,6 +3,8 @@
 Each part is looked at once, whatever refers to it, and comparing parts has a limit: clients write schemas.
 """
 
+import json
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -17,6 +19,7 @@ TOLD_BY = {  # keywords without a type beside them that make the grammar compile
 }
 _MAX_HOPS = 4  # from reference to reference
 _MAX_BRANCHES = 20  # that are compared with each other
+_MAX_OWN_HASH = sys.hash_info.modulus  # whole numbers below it are their own hash
 _MAX_COMPARISONS = 50_000  # of values or properties, in all of a schema; takes some 20 ms
 
 
@@ -152,12 +155,27 @@ def _type_of(value: object) -> str:
 
 
 def _value_key(value: object) -> Hashable:
-    """Equal for values that JSON schemas take for equal: 1 is 1.0, and not true."""
+    """Equal for values that JSON schemas take for equal: 1 is 1.0, and not true.
+
+    Nobody can choose values whose keys have equal hashes: those of texts are salted, those of small numbers differ.
+    """
     match value:
-        case bool():
-            return "boolean", value
+        case str():
+            return f'"{value}'
+        case bool() | None:
+            return str(value)
+        case int() | float():
+            return value if abs(value) < _MAX_OWN_HASH else str(int(value))
+    return json.dumps(_plain(value), sort_keys=True)
+
+
+def _plain(value: object) -> object:
+    """With whole numbers as such."""
+    match value:
+        case float() if value.is_integer():
+            return int(value)
         case list():
-            return "array", tuple(map(_value_key, value))
+            return [_plain(inner) for inner in value]
         case dict():
-            return "object", frozenset((name, _value_key(inner)) for name, inner in value.items())
+            return {name: _plain(inner) for name, inner in value.items()}
     return value

@@ -248,6 +248,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"tools": [{"name": "a"}] * 2}, "tools[1].name"),
     ("chat", {"tools": [{"name": "a", "parameters": "{"}]}, "tools[0].parameters"),
     ("chat", {"tools": [{"name": "a", "parameters": "[]"}]}, "tools[0].parameters"),
+    ("chat", {"tools": [{"name": "a", "parameters": " " * 2**18 + "{}"}]}, "tools[0].parameters"),
     ("chat", {"tools": [{"name": "a", "parameters": "[" * 9999}]}, "tools[0].parameters"),
     ("chat", {"tools": [{"name": "a", "parameters": '{"a": NaN}'}]}, "tools[0].parameters"),
     ("chat", {"tools": TOOLS, "toolChoice": "huh"}, "tool_choice"),

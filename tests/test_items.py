@@ -1,5 +1,6 @@
 """Items of an answer, text and calls, from pieces of its text: the same however the text was split."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -46,7 +47,7 @@ def split(text: str, cuts: Sequence[int]) -> list[Piece]:
     edges = [0, *sorted(cuts), len(text)]
     texts = [text[start:end] for start, end in pairwise(edges)]
     pieces = [Piece(text, token_ids=tuple(range(len(text)))) for text in texts]
-    return [*pieces[:-1], replace(pieces[-1], finish_reason="stop", stop_string="#")]
+    return [*pieces[:-1], replace(pieces[-1], finish_reason="stop")]
 
 
 @pytest.mark.parametrize("is_trusted", [False, True])
@@ -56,11 +57,25 @@ def test_items_stand_as_they_were_written(is_trusted: bool, cuts: list[int]) -> 
     assert [(item.call.name if item.call else None, item.content.strip()) for item in items] == ITEMS
 
 
+def test_a_call_that_a_stop_string_cuts_off_is_not_to_be_answered() -> None:
+    piece = Piece(TEXT[: TEXT.index("Köln")], finish_reason="stop", stop_string="Köln")
+    (part,) = CallReader(USE, is_trusted=True).read(piece)
+    assert (part.text, part.is_calling) == ("Let me look.", False)
+    assert part.calls
+
+
+def test_json_beside_tools_is_made_readable() -> None:
+    reader = CallReader(USE, is_trusted=True, is_json=True)
+    pieces = [Piece('{"a":\n"x'), Piece('\ny"'), Piece("}", finish_reason="stop")]
+    text = "".join(part.text for piece in pieces for part in reader.read(piece))
+    assert json.loads(text) == {"a": "x\ny"}
+
+
 @pytest.mark.parametrize("is_trusted", [False, True])
 def test_a_piece_that_is_parted_keeps_its_tokens_and_its_end(is_trusted: bool) -> None:
     (piece,) = split(TEXT, [])
     parts = CallReader(USE, is_trusted=is_trusted).read(piece)
     assert len(parts) == 3
     assert [len(part.token_ids) for part in parts] == [len(TEXT), 0, 0]
-    assert [(part.finish_reason, part.stop_string) for part in parts] == [(None, None), (None, None), ("stop", "#")]
+    assert [part.finish_reason for part in parts] == [None, None, "stop"]
     assert [part.is_calling for part in parts] == [False, False, True]

@@ -135,6 +135,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     (_chat(structured_outputs={"grammar": 5}), "structured_outputs.grammar"),
     (_chat(structured_outputs={"choice": []}), "structured_outputs.choice"),
     (_chat(structured_outputs={"choice": ["a", ""]}), "structured_outputs.choice"),
+    (_chat(structured_outputs={"choice": ["\x7f" * 2**15] * 3}), "structured_outputs.choice"),
     (_chat(structured_outputs={"choice": ["a", 5]}), "structured_outputs.choice[1]"),
     (_chat(structured_outputs={"choice": ["word"] * 20_000}), "structured_outputs.choice"),
     (_chat(structured_outputs={"json": "{"}), "structured_outputs.json"),

@@ -258,6 +258,22 @@ def test_echo_of_a_text(served: Served, stream: bool) -> None:
         assert [texts[index] for index in range(4)] == [f"<|end|>one 🙂{ANSWER}"] * 2 + [f"two{ANSWER}"] * 2
 
 
+def test_offsets_count_the_control_tokens_that_a_prompt_is_written_with(served: Served) -> None:
+    prompt = "<|user|>hi there<|end|>ok"
+    (choice,) = _post(served, "completions", prompt=prompt, echo=True, logprobs=0)["choices"]
+    told = list(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True))
+    for token, offset in told[1:-1]:  # those that begin and end texts are no part of them
+        assert token.startswith("bytes:") or choice["text"].startswith(token, offset)
+
+
+def test_control_tokens_that_a_grammar_names_are_shown(served: Served) -> None:
+    """The decode worker lets an answer hold them then."""
+    served.ring.script = Script([*served.ids("a<|user|>b<|system|>"), END])
+    for fields, text in (({}, "ab"), ({"structured_outputs": {"regex": r"a<\|user\|>b|a<|user|>b"}}, "a<|user|>b")):
+        (choice,) = _post(served, "completions", prompt="x", **fields)["choices"]
+        assert choice["text"] == text
+
+
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
 @pytest.mark.parametrize("stream", [False, True])
 def test_scores_of_a_prompt_as_lm_eval_asks_for_them(served: Served, max_tokens: int, stream: bool) -> None:

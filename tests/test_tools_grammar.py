@@ -16,8 +16,10 @@ from gateway.generation import Grammar
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.formats import FORMATS, Format
 from gateway.tools.grammar import call_grammar
+from gateway.tools.json_text import JsonText
 from gateway.tools.parse import CallParser
 from gateway.tools.request import Tool, ToolUse
+from runtime.peer_input import MAX_JSON_WHITESPACE
 from tests.test_tools_parse import joined, summary
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -183,7 +185,17 @@ def test_calls_or_an_answer_in_a_form(format: Format, answer: Grammar) -> None:
         if content and answer.kind in ("regex", "ebnf"):
             assert content in ("yes", "no")
         elif content:
-            assert isinstance(json.loads(content, strict=False), dict)  # see parse.Arguments
+            assert isinstance(json.loads(JsonText().push(content)), dict)
+
+
+@formats
+@pytest.mark.parametrize("answer", ANSWERS[:2], ids=lambda answer: answer.kind)
+def test_an_answer_in_a_form_is_not_blank_without_end(format: Format, answer: Grammar) -> None:
+    grammar = call_grammar(ToolUse(format, STRICT, False, None, True), answer)
+    assert grammar is not None
+    walk(grammar, Random(6), [f'{{{" " * MAX_JSON_WHITESPACE}"'])
+    with pytest.raises(AssertionError):
+        walk(grammar, Random(6), [f'{{{" " * (MAX_JSON_WHITESPACE + 1)}"'])
 
 
 def test_many_tools_compile_in_time() -> None:

@@ -41,6 +41,7 @@ class Tokenizer:
         self._silent_ids = frozenset(
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
+        self._control_texts = [str(self._backend.id_to_token(token_id)) for token_id in self._silent_ids]
         self._raw_bytes = _bytes_of_pieces(self._backend)
         self.vocab_size: int = facts.vocab_size or self._backend.get_vocab_size()
         self.context_tokens = min(facts.context_tokens, max_context_tokens or facts.context_tokens)
@@ -103,6 +104,10 @@ class Tokenizer:
         ids = {text: self._backend.token_to_id(text) for text in shown}
         texts = {token_id: text for text, token_id in ids.items() if token_id in self._silent_ids}
         return IncrementalDetokenizer(ShownTokens(self, texts) if texts else self, before)
+
+    def control_tokens_in(self, text: str) -> frozenset[str]:
+        """Those that are written in the text."""
+        return frozenset(written for written in self._control_texts if written in text)
 
     def decode(self, token_ids: Sequence[int], *, with_control_tokens: bool = False) -> str:
         """Text of the tokens. Releases the interpreter lock (the backend's `decode` would not)."""

@@ -3,6 +3,7 @@
 Pure. Writes xgrammar's structural tags (0.2.8 or later); must not know who compiles them.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -93,16 +94,15 @@ def _around(format: Format, name: str) -> tuple[str, str]:
 
 
 def _arguments(tool: Tool, *, is_exact: bool) -> _Node:
-    schema = tool.schema if is_exact else _ANY_OBJECT
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_JSON_WHITESPACE}
+    return _json(tool.schema if is_exact else _ANY_OBJECT)
 
 
 def _answer_node(answer: Grammar) -> _Node:
     match answer.kind:
         case "json_object":
-            return {"type": "json_schema", "json_schema": _ANY_OBJECT}
+            return _json(_ANY_OBJECT)
         case "json_schema":
-            return {"type": "json_schema", "json_schema": msgspec.json.decode(answer.text)}
+            return _json(msgspec.json.decode(answer.text))
         case "regex":
             return {"type": "regex", "pattern": answer.text}
         case "ebnf":
@@ -110,6 +110,10 @@ def _answer_node(answer: Grammar) -> _Node:
         case "structural_tag":
             node: _Node = msgspec.json.decode(answer.text)["format"]
             return node
+
+
+def _json(schema: Mapping[str, Any]) -> _Node:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_JSON_WHITESPACE}
 
 
 def _sequence(*elements: _Node) -> _Node:

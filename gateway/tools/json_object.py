@@ -11,13 +11,14 @@ from runtime.peer_input import MAX_JSON_DEPTH
 LONE_HALF = "\\ufffd"  # what is read for half of a surrogate pair, which UTF-8 cannot write
 HIGH_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
 LOW_HALF = re.compile(r"\\u[dD][c-fC-F][0-9a-fA-F]{2}")
-_BACKSLASH_OR_HALVES = re.compile(rf"\\\\|{HIGH_HALF.pattern}{LOW_HALF.pattern}|{HIGH_HALF.pattern}|{LOW_HALF.pattern}")
+_PAIR = HIGH_HALF.pattern + LOW_HALF.pattern
+_HALVES = re.compile(rf"(?<!\\)((?:\\\\)*)({_PAIR}|{HIGH_HALF.pattern}|{LOW_HALF.pattern})")  # behind whole escapes
 
 
 def read_object(text: str) -> dict[str, Any]:
     """The object; a lone half of a surrogate pair becomes U+FFFD. Raises ValueError saying what is wrong with it."""
     try:
-        value = pydantic_core.from_json(_BACKSLASH_OR_HALVES.sub(_without_lone_half, text), allow_inf_nan=False)
+        value = pydantic_core.from_json(_HALVES.sub(_without_lone_half, text), allow_inf_nan=False)
     except ValueError as error:
         raise ValueError(f"not valid JSON of at most {MAX_JSON_DEPTH} levels: {str(error)[:200]}") from error
     if not isinstance(value, dict):
@@ -38,5 +39,5 @@ def check_depth(value: Mapping[str, Any]) -> None:
 
 
 def _without_lone_half(escape: re.Match[str]) -> str:
-    text = escape[0]
-    return LONE_HALF if HIGH_HALF.fullmatch(text) or LOW_HALF.fullmatch(text) else text
+    before, halves = escape.groups()
+    return before + (LONE_HALF if HIGH_HALF.fullmatch(halves) or LOW_HALF.fullmatch(halves) else halves)
