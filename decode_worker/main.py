@@ -41,6 +41,7 @@ def _build(config: DecodeConfig, reporter: ReadyReporter) -> Engine:
         config.page_tokens,
         partial(size_pool, config),
         reporter.loading,
+        config.max_context_tokens,
     )
 
 

@@ -67,18 +67,20 @@ def build_engine(
     page_tokens: int,
     size_pool: SizePool,
     on_progress: OnProgress,
+    max_context_tokens: int = 0,
 ) -> Engine:
     """Load a model by folder or hub id, a draft model too unless `draft_model` is empty, and allocate their pool.
 
+    `max_context_tokens`: no sequence will be longer; 0 means the model's own limit.
     Raises FileNotFoundError or ValueError that say what is wrong with the checkpoint or the device.
     """
     torch.set_num_threads(threads)
     device = choose_device(device_name)
     folder = resolve_model_folder(model)
-    weights = weight_fingerprint(folder)
     decoder = load_model(folder, dtype, device, on_progress)
-    draft = _load_draft(draft_model, decoder) if draft_model else None
     config = decoder.config
+    context_tokens = min(config.context_tokens, max_context_tokens or config.context_tokens)
+    draft = _load_draft(draft_model, decoder, context_tokens) if draft_model else None
     attention = choose_attention(config.attention_shape, device, decoder.dtype)
     shape = _pool_shape(decoder, page_tokens)
     draft_shape = _pool_shape(draft.decoder, page_tokens) if draft else None
@@ -88,7 +90,7 @@ def build_engine(
     return Engine(
         folder=folder,
         config=config,
-        weights=weights,
+        weights=weight_fingerprint(folder),
         dtype=str(decoder.dtype).removeprefix("torch."),
         device=device,
         attention=attention,
@@ -106,17 +108,25 @@ class _Draft:
     decoder: Decoder
 
 
-def _load_draft(draft_model: str, target: Decoder) -> _Draft:
-    """The draft model in the dtype and on the device of `target`. ValueError when it does not go with it."""
+def _load_draft(draft_model: str, target: Decoder, context_tokens: int) -> _Draft:
+    """The draft model in the dtype and on the device of `target`.
+
+    Raises ValueError when it does not go with it, or takes fewer than `context_tokens`, the most in a sequence.
+    """
     folder = resolve_model_folder(draft_model)
     decoder = load_model(folder, str(target.dtype).removeprefix("torch."), target.device)
-    for what in ("vocab_size", "context_tokens"):
-        here, there = getattr(target.config, what), getattr(decoder.config, what)
-        if here > there if what == "context_tokens" else here != there:
-            raise ValueError(
-                f"draft model {draft_model} does not go with the model: its {what} is {there}, the model's {here}; "
-                "choose another --draft-model, or none"
-            )
+    here, there = target.config.vocab_size, decoder.config.vocab_size
+    if here != there:
+        raise ValueError(
+            f"draft model {draft_model} does not go with the model: its vocab_size is {there}, the model's {here}; "
+            "choose another --draft-model, or none"
+        )
+    if decoder.config.context_tokens < context_tokens:
+        raise ValueError(
+            f"draft model {draft_model} takes {decoder.config.context_tokens} tokens, less than a context of "
+            f"{context_tokens}: set --max-context-tokens {decoder.config.context_tokens} or less, or choose another "
+            "--draft-model, or none"
+        )
     return _Draft(weight_fingerprint(folder), decoder)
 
 

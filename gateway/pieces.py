@@ -79,9 +79,10 @@ class PieceReader:
         is_stopped = tokens.finish_reason == "stop" and self._stop_token_ids.issuperset(tokens.token_ids[-1:])
         num_with_text = len(tokens.token_ids) - is_stopped  # what a grammar ends has no stop token
         for rank, token_id in enumerate(tokens.token_ids):
+            before, text = self._detokenizer.push_token(token_id) if rank < num_with_text else ("", "")
             if self._with_logprobs:
-                self._untold.append(ToldToken(token_id, tokens.logprobs[rank], self._num_decoded))
-            if rank < num_with_text and self._show(self._detokenizer.push([token_id]), texts):
+                self._untold.append(ToldToken(token_id, tokens.logprobs[rank], self._num_decoded + len(before)))
+            if self._show(before + text, texts):
                 return self._stopped(texts, tokens, rank + 1)
         if tokens.finish_reason is None:
             return Piece("".join(texts), tokens.token_ids, None, tokens.logprobs, self._tell())

@@ -38,6 +38,7 @@ def _build(config: PrefillConfig, reporter: ReadyReporter) -> Engine:
         config.page_tokens,
         partial(size_pool, config),
         reporter.loading,
+        config.max_context_tokens,
     )
 
 

@@ -4,6 +4,7 @@ Knows cores and memory as containers limit them, nothing of torch: memory of a G
 """
 
 import os
+import re
 from pathlib import Path
 
 from runtime.config import DecodeConfig, PrefillConfig
@@ -23,9 +24,7 @@ def available_memory_bytes() -> int:
     """Main memory that can be taken without swapping, within the container's limit."""
     available = _meminfo_available_bytes()
     limit = _read(CGROUP / "memory.max")
-    if limit.isdecimal():
-        available = min(available, int(limit) - int(_read(CGROUP / "memory.current") or 0))
-    return max(0, available)
+    return min(available, max(0, int(limit) - _working_set_bytes())) if limit.isdecimal() else available
 
 
 def wait_without_spinning() -> None:
@@ -94,8 +93,15 @@ def _meminfo_available_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # no Linux: guess that half is free
 
 
+def _working_set_bytes() -> int:
+    """What the container uses, without cached files that were not used of late, such as a model just fetched."""
+    used = _read(CGROUP / "memory.current")
+    cached = re.search(r"^inactive_file (\d+)$", _read(CGROUP / "memory.stat"), re.MULTILINE)
+    return max(0, (int(used) if used.isdecimal() else 0) - (int(cached[1]) if cached else 0))
+
+
 def _read(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(errors="replace").strip()
     except OSError:
         return ""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ BASE: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
+MISTRAL: dict[str, Any] = BASE | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 QWEN: dict[str, Any] = BASE | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 
 
@@ -65,13 +67,15 @@ def test_config_values() -> None:
 
 
 def test_windows_per_layer() -> None:
-    mistral = BASE | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
-    assert build_config(mistral).windows == (4096,) * 4  # as transformers reads an absent key
-    assert build_config(mistral | {"sliding_window": None}).windows == (None,) * 4
+    assert build_config(MISTRAL).windows == (4096,) * 4  # as transformers reads an absent key
+    assert build_config(MISTRAL | {"sliding_window": None}).windows == (None,) * 4
     assert build_config(BASE | {"sliding_window": 8}).windows == (None,) * 4  # Llama has none
-    assert build_config(QWEN | {"sliding_window": 8}).windows == (None,) * 4
+    for window in (8, 0):  # not read while it is off
+        assert build_config(QWEN | {"sliding_window": window}).windows == (None,) * 4
     sliding = QWEN | {"sliding_window": 8, "use_sliding_window": True}
     assert build_config(sliding | {"max_window_layers": 3}).windows == (None, None, None, 8)
+    assert build_config(sliding | {"max_window_layers": 0}).windows == (8,) * 4
+    assert build_config(sliding | {"sliding_window": None, "max_window_layers": 3}).windows == (None,) * 4
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     assert build_config(sliding | {"layer_types": kinds}).windows == (8, None, 8, None)
 
@@ -90,8 +94,34 @@ def test_windows_per_layer() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_key_value_heads": 3}, "3 does not divide num_attention_heads 4"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
-        ({"hidden_size": "64"}, "hidden_size must be a positive integer, not '64'"),
-        ({"vocab_size": None}, "vocab_size must be a positive integer, not None"),
+        ({"model_type": []}, r"model_type \[\] is not supported"),
+        ({"hidden_size": "64"}, r"hidden_size must be an integer from 1 to 2\*\*53, not '64'"),
+        ({"hidden_size": 10**400}, "hidden_size must be an integer from 1 .* not 1000"),
+        ({"vocab_size": None}, "vocab_size must be an integer .* not None"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be an integer .* not True"),
+        ({"rms_norm_eps": None}, "rms_norm_eps must be a number above 0 .* not None"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number .* not '1e-6'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number .* not nan"),
+        ({"rope_theta": None}, "rope_theta must be a number above 1 .* not None"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a number .* not inf"),
+        ({"rope_theta": 10**400}, "rope_theta must be a number .* not 1000"),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}}, "rope_theta must be a number .* not 1"),
+        ({"rope_scaling": "yarn"}, "rope_scaling must be an object, not 'yarn'"),
+        ({"rope_parameters": ["yarn"]}, r"rope_parameters must be an object, not \['yarn'\]"),
+        ({"rope_scaling": {"type": {}}}, r"rope type \{\} is not supported"),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, "needs a `factor`"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a number above 0 .* not '2'"),
+        ({"rope_scaling": {"type": "yarn", "factor": -1}}, "factor must be a number above 0 .* not -1"),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e308}}, "factor must be a number .* not 1e[+]308"),
+        ({"rope_scaling": {"type": "yarn", "beta_fast": "32"}}, "beta_fast must be a number .* not '32'"),
+        ({"rope_scaling": {"type": "yarn", "mscale": "1", "mscale_all_dim": 1}}, "mscale must be a number .* not '1'"),
+        ({"rope_scaling": {"type": "yarn", "truncate": "no"}}, "truncate must be true or false, not 'no'"),
+        ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": None}}, "original_max_.* not None"),
+        ({"rope_scaling": {"type": "yarn"}, "original_max_position_embeddings": 0}, "original_max_.* not 0"),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 0}}, "low_freq_factor must be .* not 0"),
+        ({"quantization_config": "x"}, "quantization_config must be an object, not 'x'"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, not 'false'"),
+        ({"attention_bias": "no"}, "attention_bias must be true or false, not 'no'"),
     ],
 )
 def test_unsupported_configs_are_named(change: dict[str, Any], message: str) -> None:
@@ -105,11 +135,74 @@ def test_unsupported_configs_are_named(change: dict[str, Any], message: str) -> 
         ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
         ({"layer_types": ["full_attention"]}, "1 entries for num_hidden_layers 4"),
         ({"layer_types": ["sliding_attention"] * 4}, "use_sliding_window"),
+        ({"layer_types": 4}, "layer_types must be a list, not 4"),
+        ({"layer_types": [[]] * 4}, "layer_types .* not supported"),
+        ({"max_window_layers": "28"}, "max_window_layers must be an integer from 0 .* not '28'"),
+        ({"use_sliding_window": "no"}, "use_sliding_window must be true or false, not 'no'"),
     ],
 )
 def test_unsupported_windows_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_config(QWEN | change)
+
+
+@pytest.mark.parametrize("window", [0, -1, "4096", 4096.0, True])
+@pytest.mark.parametrize("model", [MISTRAL, QWEN | {"use_sliding_window": True}], ids=["mistral", "qwen2"])
+def test_a_window_is_a_positive_integer_or_null(model: dict[str, Any], window: object) -> None:
+    with pytest.raises(ValueError, match=f"sliding_window must be an integer from 1 .* not {window!r}"):
+        build_config(model | {"sliding_window": window})
+
+
+@pytest.mark.parametrize("factor", [0, -2.0, float("nan"), True])
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_a_rope_factor_is_a_number_above_zero(kind: str, factor: float) -> None:
+    with pytest.raises(ValueError, match=f"factor must be a number above 0 .* not {factor!r}"):
+        build_config(BASE | {"rope_scaling": {"type": kind, **LLAMA3, "factor": factor}})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "head_dim", "num_key_value_heads", "rope_scaling", "rope_parameters", "partial_rotary_factor", "layer_types",
+        "architectures", "quantization_config",
+    ],
+)  # fmt: skip
+def test_null_is_absent_where_transformers_says_so(key: str) -> None:
+    assert build_config(BASE | {key: None}) == build_config({name: BASE[name] for name in BASE if name != key})
+
+
+@pytest.mark.parametrize("key", ["factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"])
+def test_null_is_absent_in_yarn(key: str) -> None:
+    yarn = {"type": "yarn", "original_max_position_embeddings": 64}
+    assert build_config(BASE | {"rope_scaling": {**yarn, key: None}}) == build_config(BASE | {"rope_scaling": yarn})
+
+
+VALUES = [None, True, 0, -1, 1, 2, 10**400, 0.0, 0.5, float("nan"), float("inf"), "", "yarn", [], [1], {}, {"a": 1}]
+ROPE_KEYS = (
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
+    "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate",
+    "partial_rotary_factor",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "model", [BASE, MISTRAL, QWEN | {"use_sliding_window": True}], ids=["llama", "mistral", "qwen2"]
+)
+def test_any_value_loads_or_is_refused(model: dict[str, Any]) -> None:
+    """No other error than the one that workers tell in a line, and no frequency that is no number."""
+    keys = {
+        *model, "architectures", "hidden_act", "head_dim", "num_key_value_heads", "rms_norm_eps", "rope_theta",
+        "tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "layer_types",
+        "max_window_layers", "rope_scaling", "rope_parameters", "partial_rotary_factor", "quantization_config",
+    }  # fmt: skip
+    changes: list[dict[str, Any]] = [{key: value} for key in keys for value in VALUES]
+    for kind in FREQUENCIES:
+        rope = {"type": kind, **LLAMA3}
+        changes += [{"rope_scaling": {**rope, key: value}} for key in ROPE_KEYS for value in VALUES]
+    for change in changes:
+        with suppress(ValueError):
+            config = build_config(model | change)
+            assert FREQUENCIES[config.rope.kind](config.rope, config.head_dim).isfinite().all(), change
 
 
 @pytest.fixture
@@ -175,9 +268,10 @@ def test_missing_and_broken_files_are_named(folder: Path, tmp_path: Path) -> Non
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"neither model.safetensors nor"):
         load_model(folder, "auto", CPU)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json is not valid JSON"):
-        load_config(folder)
+    for text in ("{", "[" * 100_000):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"config.json is not valid JSON"):
+            load_config(folder)
     with pytest.raises(FileNotFoundError):
         load_config(tmp_path)
 

@@ -104,6 +104,23 @@ def test_tokens_of_a_stop_string_are_not_told() -> None:
     assert list(piece.token_ids) == both
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("stop", "text", "offsets"), [("none", "\ufffdx", [0, 1]), ("x", "\ufffd", [0]), ("\ufffd", "", [])]
+)
+def test_a_token_is_behind_ill_formed_bytes(kind: str, stop: str, text: str, offsets: list[int]) -> None:
+    tokenizer = _loaded[kind]
+    byte = next(
+        i for i in range(tokenizer.vocab_size) if not tokenizer.is_silent(i) and tokenizer.raw_bytes(i) == b"\xe2"
+    )
+    ids = [byte, *tokenizer.encode("x", add_special_tokens=False)[-1:]]
+    reader = PieceReader(tokenizer.detokenizer(), StopStrings([stop]), frozenset(), with_logprobs=True)
+    pieces = [reader.read(Tokens((ids[0],), None, _likely(ids[:1])))]
+    pieces.append(reader.read(Tokens((ids[1],), "length", _likely(ids[1:]))))
+    assert "".join(piece.text for piece in pieces) == text
+    assert [token.offset for piece in pieces for token in piece.told] == offsets
+
+
 def test_only_a_stop_token_has_no_text_at_the_end() -> None:
     """A grammar may end an answer without one."""
     tokenizer = _loaded["byte_level"]

@@ -4,12 +4,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.attention.base import AttentionShape
 from engine.model.rope import FREQUENCIES, RopeConfig, yarn_attention_factor
 
 Json = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,9 @@ FAMILIES: dict[str, Family] = {
 DEFAULT_WINDOW_TOKENS = 4096  # what Mistral and Qwen configs mean when they leave `sliding_window` out
 DEFAULT_MAX_WINDOW_LAYERS = 28  # the same for Qwen's `max_window_layers`
 DEFAULT_THETA = 10000.0
+NULL_IS_ABSENT = {"head_dim", "num_key_value_heads", "factor", "attention_factor"}  # as for transformers
+NEEDED_BY_ROPE = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}  # kind |-> keys
+LARGEST = 2**53  # no model comes near it, and up to it an integer is exact as a float
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,32 +90,32 @@ def build_config(config: Json) -> ModelConfig:
     """Pure twin of `load_config`: the parsed file |-> ModelConfig. Raises ValueError like it."""
     name, family = _choose_family(config)
     _refuse_unsupported(config)
-    num_layers = _positive(config, "num_hidden_layers")
-    num_heads = _positive(config, "num_attention_heads")
-    num_kv_heads = _positive(config, "num_key_value_heads", num_heads)
-    hidden_size = _positive(config, "hidden_size")
-    head_dim = _positive(config, "head_dim", family.default_head_dim or hidden_size // num_heads)
+    num_layers = _integer(config, "num_hidden_layers")
+    num_heads = _integer(config, "num_attention_heads")
+    num_kv_heads = _integer(config, "num_key_value_heads", num_heads)
+    hidden_size = _integer(config, "hidden_size")
+    head_dim = _integer(config, "head_dim", family.default_head_dim or hidden_size // num_heads)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_key_value_heads {num_kv_heads} does not divide num_attention_heads {num_heads}")
     if head_dim % 2:
         raise ValueError(f"head_dim {head_dim} is odd; rotary embedding needs an even one")
-    trained_context = _positive(config, "max_position_embeddings")
+    trained_context = _integer(config, "max_position_embeddings")
     rope = _build_rope(config, trained_context)
     return ModelConfig(
         family=name,
-        vocab_size=_positive(config, "vocab_size"),
+        vocab_size=_integer(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_positive(config, "intermediate_size"),
+        intermediate_size=_integer(config, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_eps=_number(config, "rms_norm_eps", 1e-6),
         has_qkv_bias=_bias(config, family.qkv_bias),
         has_output_bias=_bias(config, family.output_bias),
         has_mlp_bias=_bias(config, family.mlp_bias),
         has_qk_norm=family.has_qk_norm,
-        is_tied=bool(config.get("tie_word_embeddings", False)),
+        is_tied=_flag(config, "tie_word_embeddings"),
         windows=_build_windows(config, family, num_layers),
         rope=rope,
         # Qwen's recipe for long contexts adds yarn and leaves max_position_embeddings at the original.
@@ -121,7 +125,7 @@ def build_config(config: Json) -> ModelConfig:
 
 def _choose_family(config: Json) -> tuple[str, Family]:
     name = config.get("model_type")
-    if name not in FAMILIES:
+    if name not in list(FAMILIES):  # it may have no hash
         raise ValueError(f"model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     architectures = config.get("architectures") or [family.architecture]
@@ -133,26 +137,26 @@ def _choose_family(config: Json) -> tuple[str, Family]:
 def _refuse_unsupported(config: Json) -> None:
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; supported: 'silu'")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method")
+    if quantization := _collection(config, "quantization_config", dict):
+        method = quantization.get("quant_method")
         raise ValueError(f"quantization_config ({method!r}) is not supported; supported: plain float weights")
 
 
 def _build_windows(config: Json, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    window: int | None = config.get("sliding_window", DEFAULT_WINDOW_TOKENS)
     if family.windows == "none":
         return (None,) * num_layers
+    is_sliding = family.windows == "all" or _flag(config, "use_sliding_window")
+    is_sliding = is_sliding and config.get("sliding_window", DEFAULT_WINDOW_TOKENS) is not None
+    window = _integer(config, "sliding_window", DEFAULT_WINDOW_TOKENS) if is_sliding else None
     if family.windows == "all":
         return (window,) * num_layers
-    if not config.get("use_sliding_window", False):
-        window = None
-    first_sliding = config.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
-    kinds = config.get("layer_types") or [
+    first_sliding = _integer(config, "max_window_layers", DEFAULT_MAX_WINDOW_LAYERS, least=0)
+    kinds = _collection(config, "layer_types", list) or [
         "sliding_attention" if window is not None and layer >= first_sliding else "full_attention"
         for layer in range(num_layers)
     ]
-    if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
-        raise ValueError(f"layer_types {sorted(unknown)} not supported; supported: full_attention, sliding_attention")
+    if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
+        raise ValueError(f"layer_types {unknown} not supported; supported: full_attention, sliding_attention")
     if len(kinds) != num_layers:
         raise ValueError(f"layer_types has {len(kinds)} entries for num_hidden_layers {num_layers}")
     if "sliding_attention" in kinds and window is None:
@@ -162,66 +166,91 @@ def _build_windows(config: Json, family: Family, num_layers: int) -> tuple[int |
 
 def _build_rope(config: Json, trained_context: int) -> RopeConfig:
     """`rope_parameters` (transformers 5), else `rope_scaling` beside `rope_theta`, else the default."""
-    given: Json = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    given = _collection(config, "rope_scaling", dict) or _collection(config, "rope_parameters", dict)
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in FREQUENCIES:
+    if kind not in list(FREQUENCIES):
         raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(FREQUENCIES)}")
     if any(isinstance(value, Mapping) for value in given.values()):
         raise ValueError(f"rope_parameters per layer type ({', '.join(given)}) are not supported; supported: one rope")
     rotary = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if rotary not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor {rotary} is not supported; supported: 1.0")
-    theta = float(given.get("rope_theta", config.get("rope_theta", DEFAULT_THETA)))
+    theta = _number(given if "rope_theta" in given else config, "rope_theta", DEFAULT_THETA, above=1)
     if kind == "default":
         return RopeConfig(kind, theta)
-    original = given.get("original_max_position_embeddings", trained_context)
-    original = config.get("original_max_position_embeddings", original)
-    factor = given.get("factor")
-    if factor is None and kind != "yarn":
-        raise ValueError(f"rope type {kind!r} needs a `factor`")
-    factor = float(trained_context / original if factor is None else factor)
+    for key in NEEDED_BY_ROPE.get(kind, []):
+        if given.get(key) is None:
+            raise ValueError(f"rope type {kind!r} needs a `{key}`")
     if kind == "linear":
-        return RopeConfig(kind, theta, factor)
+        return RopeConfig(kind, theta, _number(given, "factor"))
+    original_key = "original_max_position_embeddings"
+    original = _integer(config if original_key in config else given, original_key, trained_context)
+    factor = _number(given, "factor", trained_context / original)
     if kind == "llama3":
-        low, high = _required(given, "low_freq_factor"), _required(given, "high_freq_factor")
+        low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
         return RopeConfig(kind, theta, factor, original, low_freq_factor=low, high_freq_factor=high)
-    attention_factor = given.get("attention_factor")
-    if attention_factor is None:
-        attention_factor = yarn_attention_factor(factor, given.get("mscale"), given.get("mscale_all_dim"))
+    mscales = _number_unless_zero(given, "mscale", 0.0), _number_unless_zero(given, "mscale_all_dim", 0.0)
     return RopeConfig(
         kind,
         theta,
         factor,
         original,
-        beta_fast=float(given.get("beta_fast") or 32),
-        beta_slow=float(given.get("beta_slow") or 1),
-        truncate=bool(given.get("truncate", True)),
-        attention_factor=float(attention_factor),
+        beta_fast=_number_unless_zero(given, "beta_fast", 32.0),
+        beta_slow=_number_unless_zero(given, "beta_slow", 1.0),
+        truncate=_flag(given, "truncate", True),
+        attention_factor=_number(given, "attention_factor", yarn_attention_factor(factor, *mscales)),
     )
 
 
 def _read_json(path: Path) -> Json:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")
     return value
 
 
-def _positive(config: Json, key: str, default: int | None = None) -> int:
-    value = default if config.get(key) is None else config[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ValueError(f"config.json: {key} must be a positive integer, not {value!r}")
+def _integer(config: Json, key: str, default: int | None = None, least: int = 1) -> int:
+    value = _value(config, key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST:
+        raise ValueError(f"config.json: {key} must be an integer from {least} to 2**53, not {value!r}")
     return value
 
 
-def _required(rope: Json, key: str) -> float:
-    if key not in rope:
-        raise ValueError(f"rope type {rope.get('rope_type', rope.get('type'))!r} needs a `{key}`")
-    return float(rope[key])
+def _number(config: Json, key: str, default: float | None = None, above: float = 0) -> float:
+    value = _value(config, key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not above < value <= LARGEST:
+        raise ValueError(f"config.json: {key} must be a number above {above} and at most 2**53, not {value!r}")
+    return float(value)
+
+
+def _number_unless_zero(config: Json, key: str, default: float) -> float:
+    """Yarn's finer settings: 0 and null mean the default."""
+    return _number(config, key) if config.get(key) else default
+
+
+def _value(config: Json, key: str, default: object) -> Any:
+    value = config.get(key, default)
+    return default if value is None and key in NULL_IS_ABSENT else value
+
+
+def _flag(config: Json, key: str, default: bool = False) -> bool:
+    """Null is false."""
+    value = config.get(key, default)
+    if not isinstance(value, bool | None):
+        raise ValueError(f"config.json: {key} must be true or false, not {value!r}")
+    return bool(value)
+
+
+def _collection(config: Json, key: str, kind: type[T]) -> T:
+    """An object or a list, empty when it is null or absent."""
+    value = config.get(key) or kind()
+    if not isinstance(value, kind):
+        raise ValueError(f"config.json: {key} must be {'a list' if kind is list else 'an object'}, not {value!r}")
+    return value
 
 
 def _bias(config: Json, rule: bool | str) -> bool:
-    return rule if isinstance(rule, bool) else bool(config.get(rule, False))
+    return rule if isinstance(rule, bool) else _flag(config, rule)

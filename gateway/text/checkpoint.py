@@ -46,11 +46,13 @@ def read_model_facts(folder: Path) -> ModelFacts:
 
 def _yarn_context(config: Mapping[str, Any]) -> int:
     """What yarn stretches the context to. Recipes that add it leave max_position_embeddings at the original."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type")) != "yarn":
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "yarn":
         return 0
     original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
-    return int(original * rope["factor"])
+    factor = rope.get("factor")
+    is_sane = isinstance(original, int) and isinstance(factor, int | float) and 0 < factor < 2**53
+    return int(original * factor) if is_sane else 0  # the workers say what is wrong with it
 
 
 def _read_object(path: Path) -> dict[str, Any]:

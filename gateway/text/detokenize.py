@@ -72,20 +72,23 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Text that became complete with these tokens."""
-        return "".join([self._push_one(token_id) for token_id in token_ids])
+        return "".join([text for token_id in token_ids for text in self.push_token(token_id)])
+
+    def push_token(self, token_id: int) -> tuple[str, str]:
+        """The same in two: what bytes before this token came to without it, and the text it has a part in."""
+        if self._pieces.is_silent(token_id):
+            return "", ""
+        raw = self._pieces.raw_bytes(token_id)
+        if raw is None:
+            return self.flush(), self._text_after_context(token_id)
+        self._context = [token_id]
+        held, _flags = self._utf8.getstate()
+        is_cut_off = held and len((held + raw[:1]).decode(errors="replace")) > 1
+        return self.flush() if is_cut_off else "", self._utf8.decode(raw)
 
     def flush(self) -> str:
         """What an unfinished character at the end comes to."""
         return self._utf8.decode(b"", final=True)
-
-    def _push_one(self, token_id: int) -> str:
-        if self._pieces.is_silent(token_id):
-            return ""
-        raw = self._pieces.raw_bytes(token_id)
-        if raw is not None:
-            self._context = [token_id]
-            return self._utf8.decode(raw)
-        return self.flush() + self._text_after_context(token_id)
 
     def _text_after_context(self, token_id: int) -> str:
         before = self._pieces.decode(self._context)

@@ -1,0 +1,60 @@
+"""Memory as a container's files tell it."""
+
+from pathlib import Path
+
+import pytest
+
+from runtime import hardware
+from runtime.hardware import available_memory_bytes
+
+MACHINE = 10_000  # bytes the machine has left
+
+
+@pytest.fixture
+def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+    monkeypatch.setattr(hardware, "_meminfo_available_bytes", lambda: MACHINE)
+    return tmp_path
+
+
+def write(cgroup: Path, limit: str, current: str, stat: str) -> None:
+    for name, text in (("memory.max", limit), ("memory.current", current), ("memory.stat", stat)):
+        (cgroup / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("limit", "current", "stat", "available"),
+    [
+        ("5000\n", "4000\n", "anon 700\ninactive_file 3000\nactive_file 300\n", 4000),  # a model was just fetched
+        ("5000", "4000", "anon 4000\ninactive_file 0\nworkingset_restore_inactive_file 9\n", 1000),
+        ("5000", "6000", "inactive_file 500", 0),
+        ("5000", "100", "inactive_file 300", 5000),  # the two are not read at once
+        ("50000", "100", "inactive_file 0", MACHINE),
+        ("max", "4000", "inactive_file 300", MACHINE),
+    ],
+)
+def test_page_cache_is_no_use_of_memory(cgroup: Path, limit: str, current: str, stat: str, available: int) -> None:
+    write(cgroup, limit, current, stat)
+    assert available_memory_bytes() == available
+
+
+def test_without_files_the_machine_counts(cgroup: Path) -> None:
+    assert available_memory_bytes() == MACHINE
+    (cgroup / "memory.max").write_text("5000")
+    assert available_memory_bytes() == 5000
+    (cgroup / "memory.current").write_text("4000")
+    assert available_memory_bytes() == 1000
+
+
+@pytest.mark.parametrize(
+    "stat", ["", "\n\n", "inactive_file", "inactive_file x", "inactive_file -5", "inactive_file 1 2"]
+)
+def test_an_odd_stat_frees_nothing(cgroup: Path, stat: str) -> None:
+    write(cgroup, "5000", "4000", stat)
+    assert available_memory_bytes() == 1000
+
+
+def test_odd_bytes_are_passed_over(cgroup: Path) -> None:
+    write(cgroup, "5000", "some", "")
+    (cgroup / "memory.stat").write_bytes(b"\xff\xfe\ninactive_file 7\n")
+    assert available_memory_bytes() == 5000
