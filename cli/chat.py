@@ -1,5 +1,6 @@
 """`baton chat`: a chat in the terminal. Knows lines, commands and Ctrl-C; the rest is `cli/chat_client.py`."""
 
+import io
 import json
 import sys
 from contextlib import closing, suppress
@@ -40,6 +41,8 @@ def chat(
     """
     with suppress(ImportError):
         import readline  # noqa: F401  gives input() a history and editing
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text cost their line, not the conversation
     try:
         with closing(Conversation(url, model, api_key, system)) as conversation:
             print(f"{conversation.model()} at {conversation.url}; /help lists commands")
@@ -96,7 +99,7 @@ def run_command(conversation: Conversation, line: str) -> str:
             return (
                 " ".join(f"{key}={json.dumps(value)}" for key, value in conversation.options.items()) or "nothing set"
             )
-    return f"unknown command {name}; /help lists them"
+    return f"unknown command {printable(name)}; /help lists them"
 
 
 def set_options(options: dict[str, Any], text: str) -> None:

@@ -6,10 +6,13 @@ Must not know how text is shown: it yields text and raises errors that people ca
 import json
 import time
 from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+
+from cli.connect import AddressError, open_client
 
 TIMEOUT = httpx.Timeout(connect=5.0, read=600.0, write=30.0, pool=5.0)
 
@@ -49,12 +52,11 @@ class Conversation:
     """Owns the history and the connection."""
 
     def __init__(self, url: str, model: str, api_key: str, system: str, transport: httpx.BaseTransport | None = None):
-        headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
         self.url = url.rstrip("/").removesuffix("/v1")
         try:
-            self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT, transport=transport)
-        except httpx.InvalidURL as error:
-            raise ChatError(f"{url!r} is no URL ({error}): set --url to one such as http://127.0.0.1:8000") from error
+            self._client = open_client(self.url, api_key, TIMEOUT, transport)
+        except AddressError as error:
+            raise ChatError(str(error)) from error
         self._model = model
         self._start = [{"role": "system", "content": system}] if system else []
         self.history: list[dict[str, str]] = list(self._start)
@@ -106,9 +108,13 @@ class Conversation:
             "stream_options": {"include_usage": True},
             **self.options,
         }
+        try:
+            request = self._client.build_request("POST", "/v1/chat/completions", json=body)
+        except ValueError as error:
+            raise ChatError(f"this cannot be sent ({error}); /set shows the settings, /set NAME= drops one") from error
         self.stats = Stats(time.monotonic())
         try:
-            with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
+            with closing(self._client.send(request, stream=True)) as response:
                 _raise_refusal(response)
                 for chunk in iterate_events(iterate_lines(response.iter_bytes())):
                     self.stats.usage = chunk.get("usage") or self.stats.usage

@@ -5,7 +5,6 @@ Knows words and layout; decides nothing.
 
 import json
 import sys
-from contextlib import suppress
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from runtime.addresses import is_any
 from runtime.lifecycle import Loading, Ready
+from runtime.output import unfailing
 
 CURL = """curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\
   -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "{prompt}"}}], "stream": true}}'"""
@@ -25,13 +25,17 @@ LOG_FIELDS_LEFT_OUT = ("event", "level", "timestamp", "role")
 
 
 class Screen:
-    """Everything that is shown goes through one console, so that lines and the bar do not mix."""
+    """Everything that is shown goes through one console, so that lines and the bar do not mix.
+
+    What cannot be shown is lost: whoever read our output has left, or the disk is full, and the service goes on.
+    """
 
     def __init__(self, model: str, needs_key: bool, console: Console | None = None) -> None:
         """`model` is the served name."""
         self._model = model
         self._needs_key = needs_key
-        self._console = console or Console(highlight=False)
+        self._console = console or Console(file=unfailing(sys.stdout), highlight=False)
+        self._errors = unfailing(sys.stderr)
         self._loads: dict[str, Loading] = {}  # process |-> its progress
         self._progress: Progress | None = None
 
@@ -70,13 +74,12 @@ class Screen:
     def fail(self, text: str) -> None:
         """Why the service ends, on stderr."""
         self._end_bar()
-        print(f"baton serve: {text}", file=sys.stderr, flush=True)
+        self._errors.write(f"baton serve: {text}\n")
 
     def log(self, name: str, line: str) -> None:
         """A log line of a process: readable on a terminal, else as it is on stderr, for machines."""
         if not self._console.is_terminal:
-            with suppress(OSError):  # whoever read our stderr has left; the service goes on
-                print(line, file=sys.stderr, flush=True)
+            self._errors.write(f"{line}\n")
         elif (text := render_log_line(line)) is not None:
             self._console.print(f"[dim]{name:>10}[/dim] {escape(text)}", soft_wrap=True)
 

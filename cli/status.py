@@ -8,9 +8,12 @@ import httpx
 from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from cli.connect import AddressError, open_client
 
 COLUMNS = ("role", "address", "pid", "incarnation", "transport", "free_pages", "used_pages", "running", "trouble")
-TIMEOUT_S = 10.0
+TIMEOUT = httpx.Timeout(10.0)
 PIPE_WIDTH = 160  # characters, where there is no terminal to ask
 
 
@@ -31,13 +34,14 @@ def status(
     as_json
         Print JSON instead of a table.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     address = url.rstrip("/").removesuffix("/v1") + "/status"
     try:
-        response = httpx.get(address, headers=headers, timeout=TIMEOUT_S).raise_for_status()
-        answer = response.json()
+        with open_client(url, api_key, TIMEOUT) as client:
+            answer = client.get(address).raise_for_status().json()
         workers = [[str(worker.get(column, "")) for column in COLUMNS] for worker in answer["workers"]]
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except AddressError as error:
+        return _fail(str(error))
+    except httpx.HTTPError as error:
         return _fail(f"{address} does not answer ({error}): start `baton serve`, or set --url and --api-key")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return _fail(f"{address} is no Baton gateway ({type(error).__name__}: {error}): set --url")
@@ -57,7 +61,7 @@ def build_table(workers: list[list[str]]) -> Table:
     for column in COLUMNS:
         table.add_column(column.replace("_", " "), overflow="fold")
     for row in workers:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # a str would be read as markup, and [::1] vanish
     return table
 
 

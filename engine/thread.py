@@ -22,9 +22,11 @@ class Progress:
 
 def end_process() -> None:
     """At once: whoever watches over it starts it again, and what it had goes on elsewhere."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(1)
 
 
 class EngineThread:
@@ -40,6 +42,7 @@ class EngineThread:
 
         `next_deadline`: when (time.monotonic) `step` is wanted even without a wake; called with `lock` held.
         `on_failure`: called on the thread, which then ends, when `step` raises: nobody knows what it left behind.
+        Not after `stop`, as a step that outlasts it may find nobody any more to tell of what it did.
         """
         self.lock = threading.Lock()
         self._changed = threading.Condition(self.lock)
@@ -75,8 +78,12 @@ class EngineThread:
         try:
             self._work()
         except Exception:
-            log.exception("the engine failed between two steps; this process ends")
-            self._on_failure()
+            if self._is_stopping:
+                return
+            try:
+                log.exception("the engine failed between two steps; this process ends")
+            finally:
+                self._on_failure()
 
     def _work(self) -> None:
         while not self._is_stopping:

@@ -7,12 +7,19 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import structlog
 
+from runtime.output import Output, unfailing
+
 
 def setup_logging(role: str, level: str) -> None:
-    """Send structlog's events to stderr, each with `role` and whatever is bound to the context (request_id)."""
+    """Send structlog's events to stderr, each with `role` and whatever is bound to the context (request_id).
+
+    From now on writing to sys.stderr raises nothing: work never fails because it cannot be told of.
+    """
+    sys.stderr = unfailing(sys.stderr)
     watched = sys.stderr.isatty()
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer() if watched else structlog.processors.JSONRenderer()
@@ -33,7 +40,7 @@ def setup_logging(role: str, level: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),  # as it is then: see tap_native_stderr
+        logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),  # as it is then: see tap_native_stderr
     )
 
 
@@ -47,14 +54,15 @@ def tap_native_stderr(take: Callable[[str], bool]) -> None:
     reading, writing = os.pipe()
     os.dup2(writing, 2)
     os.close(writing)
-    sys.stderr = os.fdopen(os.dup(shown), "w", buffering=1, errors="backslashreplace")
+    sys.stderr = Output(shown, sys.stderr.encoding)
     faulthandler.enable(sys.stderr)
 
     def read() -> None:
         with os.fdopen(reading, "rb") as lines:
             for line in lines:
                 if not take(line.decode(errors="replace").rstrip()):
-                    os.write(shown, line)
+                    with suppress(OSError):  # who writes next must find the pipe open, and with room
+                        os.write(shown, line)
 
     thread = threading.Thread(target=read, name="native-stderr", daemon=True)
     thread.start()

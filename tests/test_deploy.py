@@ -4,7 +4,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +132,21 @@ def test_the_health_check_says_no_when_nobody_serves() -> None:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
         assert done.returncode == 1
         assert "not healthy" in done.stderr
+
+
+class Live(BaseHTTPRequestHandler):
+    """Says 200 to everything."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+
+def test_the_health_check_asks_no_proxy() -> None:
+    with HTTPServer(("127.0.0.1", 0), Live) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        command = [sys.executable, str(DEPLOY / "healthcheck.py"), "http", str(server.server_address[1])]
+        environment = {**os.environ, "http_proxy": "http://127.0.0.1:1", "no_proxy": "", "NO_PROXY": ""}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr

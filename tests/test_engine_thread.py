@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from engine.thread import EngineThread
 
@@ -197,6 +198,32 @@ def test_a_process_ends_with_its_engine() -> None:
     script = "import time; from engine.thread import EngineThread; EngineThread(lambda: 1 / 0).start(); time.sleep(60)"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 1 and "ZeroDivisionError" in ended.stdout, ended
+
+
+def test_a_process_ends_with_its_engine_even_if_it_can_tell_nobody() -> None:
+    script = "import time; from engine.thread import EngineThread; EngineThread(lambda: 1 / 0).start(); time.sleep(600)"
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=full, timeout=PATIENCE_S)
+    assert ended.returncode == 1
+
+
+def test_a_step_that_outlasts_its_stop_may_fail_unheard() -> None:
+    """As when it publishes to an event loop that was closed: the process ends well, as it was about to."""
+    entered, leave, told = threading.Event(), threading.Event(), threading.Event()
+
+    def step() -> bool:
+        entered.set()
+        leave.wait(PATIENCE_S)
+        raise RuntimeError("Event loop is closed")
+
+    thread = EngineThread(step, on_failure=told.set)
+    thread.start()
+    wait_until(entered)
+    thread.stop(0.01)
+    leave.set()
+    thread.stop(PATIENCE_S)
+    assert not thread._thread.is_alive()
+    assert not told.is_set()
 
 
 def test_progress_tells_how_long_a_step_takes_and_nothing_when_idle() -> None:
