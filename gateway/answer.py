@@ -94,15 +94,19 @@ async def _stream_choice(front: Front, order: Order, meter: ChoiceMeter) -> Asyn
             meter.add_tokens(len(piece.token_ids))
             if piece.finish_reason is not None:
                 break  # closes the ring's iterator before the client hears of the end
-            for part in calls.read(piece) if calls else (piece,):
+            for part in _parts(piece, calls):
                 yield part
         else:
             raise ApiError(500, "the answer ended before it was complete; try again", None, "incomplete_answer")
     meter.finish(piece.finish_reason)
     if piece.timing is not None and tokens.finish_reason is None:  # a stop string: the ring tells no more
         piece = replace(piece, timing=replace(piece.timing, decode_s=meter.decode_s))
-    for part in calls.read(piece) if calls else (piece,):
+    for part in _parts(piece, calls):
         yield part
+
+
+def _parts(piece: Piece, calls: CallReader | None) -> Sequence[Piece]:
+    return calls.read(piece) if calls else (piece,)
 
 
 def _generate(front: Front, order: Order) -> AsyncGenerator[Tokens, None]:

@@ -94,11 +94,11 @@ class Front:
                 stop_strings,
                 _shared(generation, n),
                 echo,
-                raw.max_tokens == 0,
-                tools,
-                is_json,
-                shown,
-                before,
+                is_dropped=raw.max_tokens == 0,
+                tools=tools,
+                is_json=is_json,
+                shown=shown,
+                before=before,
             )
             for generation, echo, before in zip(generations, echoes, befores, strict=True)
         ]

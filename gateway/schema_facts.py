@@ -12,8 +12,8 @@ from typing import Any
 Schema = Mapping[str, Any]
 
 _NOTHING: Schema = {}
-TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
-TOLD_BY = {  # keywords without a type beside them that make the grammar compiler take a type for granted
+_TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
+_TOLD_BY = {  # keywords without a type beside them that make the grammar compiler take a type for granted
     "object": ("properties", "additionalProperties", "unevaluatedProperties"),
     "array": ("items", "prefixItems", "unevaluatedItems"),
 }
@@ -82,9 +82,8 @@ class SchemaFacts:
         """When the part names them."""
         schema = self.followed(part)
         if id(schema) not in self._values:
-            values = [schema["const"]] if "const" in schema else schema.get("enum")
-            known = frozenset(map(_value_key, values)) if isinstance(values, list) else None
-            self._values[id(schema)] = known
+            values = _values_named(schema)
+            self._values[id(schema)] = None if values is None else frozenset(map(_value_key, values))
         return self._values[id(schema)]
 
     def _required_of(self, schema: Schema) -> frozenset[str]:
@@ -103,17 +102,21 @@ class SchemaFacts:
         return self._targets[id(schema)]
 
 
+def _values_named(schema: Schema) -> list[Any] | None:
+    """Those that the schema itself lists."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else None
+
+
 def _types_of(schema: Schema) -> frozenset[str]:
-    if "const" in schema:
-        return frozenset({_type_of(schema["const"])})
-    if isinstance(values := schema.get("enum"), list):
+    if (values := _values_named(schema)) is not None:
         return frozenset(map(_type_of, values))
-    return (named_types(schema["type"]) if "type" in schema else types_told(schema)) or frozenset(TYPES)
+    return (named_types(schema["type"]) if "type" in schema else types_told(schema)) or frozenset(_TYPES)
 
 
 def types_told(schema: Schema) -> frozenset[str]:
     """The type that the grammar compiler takes for granted where none is named."""
-    told = (name for name, keys in TOLD_BY.items() if any(key in schema for key in keys))
+    told = (name for name, keys in _TOLD_BY.items() if any(key in schema for key in keys))
     return frozenset({name} if (name := next(told, None)) else ())
 
 

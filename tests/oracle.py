@@ -9,16 +9,16 @@ from transformers import AutoModelForCausalLM, LogitsProcessor
 
 
 class Oracle:
-    """One checkpoint in transformers; remembers its answers."""
+    """One checkpoint in transformers; remembers its answers. A shorter one is the beginning of a longer one."""
 
     def __init__(self, folder: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._answers: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self._answers: dict[tuple[int, ...], list[int]] = {}  # prompt |-> the longest answer so far
 
     def answer(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
         """`num_tokens` greedy tokens after the prompt, past any end-of-sequence token."""
-        key = (tuple(prompt_ids), num_tokens)
-        if key not in self._answers:
+        key = tuple(prompt_ids)
+        if len(self._answers.get(key, ())) < num_tokens:
             ids = torch.tensor([list(prompt_ids)])
             generated = self._model.generate(
                 ids,
@@ -29,7 +29,7 @@ class Oracle:
                 pad_token_id=0,
             )
             self._answers[key] = generated[0, len(prompt_ids) :].tolist()
-        return self._answers[key]
+        return self._answers[key][:num_tokens]
 
     @torch.no_grad()
     def answer_with(self, processor: LogitsProcessor, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:

@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -13,7 +11,9 @@ from rich.console import Console
 from cli.chat import run_line
 from cli.chat_client import Conversation
 from cli.status import COLUMNS, build_table
-from tests.test_cli_chat import WAIT_S, FakeService
+from tests.test_cli_chat import WAIT_S, FakeService, service
+
+__all__ = ["service"]  # a fixture
 
 
 def run(*words: str, typed: bytes = b"", **environment: str) -> subprocess.CompletedProcess[bytes]:
@@ -21,14 +21,6 @@ def run(*words: str, typed: bytes = b"", **environment: str) -> subprocess.Compl
     inherited = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     command = [sys.executable, "-P", "-m", "cli.main", *words]
     return subprocess.run(command, input=typed, capture_output=True, env=inherited | environment, timeout=WAIT_S)
-
-
-@pytest.fixture
-def service() -> Iterator[FakeService]:
-    with FakeService() as fake:
-        threading.Thread(target=fake.serve_forever, daemon=True).start()
-        yield fake
-        fake.shutdown()
 
 
 @pytest.mark.parametrize("setting", ["temperature=NaN", "temperature=-Infinity", 'stop="\\ud800"'])

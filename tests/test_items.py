@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -14,6 +13,7 @@ from gateway.pieces import Piece
 from gateway.rest.items import Begun, Ended, Grown, Item, ItemReader
 from gateway.tools.formats import FORMATS
 from gateway.tools.request import Tool, ToolUse
+from tests.test_tools_parse import split
 
 TEXT = (
     'Let me look.<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call> Done.'
@@ -42,18 +42,16 @@ def read(pieces: Sequence[Piece], *, is_trusted: bool) -> list[Item]:
     return items.items
 
 
-def split(text: str, cuts: Sequence[int]) -> list[Piece]:
+def pieces_of(text: str, cuts: Sequence[int]) -> list[Piece]:
     """One token for each character."""
-    edges = [0, *sorted(cuts), len(text)]
-    texts = [text[start:end] for start, end in pairwise(edges)]
-    pieces = [Piece(text, token_ids=tuple(range(len(text)))) for text in texts]
+    pieces = [Piece(part, token_ids=tuple(range(len(part)))) for part in split(text, cuts)]
     return [*pieces[:-1], replace(pieces[-1], finish_reason="stop")]
 
 
 @pytest.mark.parametrize("is_trusted", [False, True])
 @given(cuts=st.lists(st.integers(1, len(TEXT) - 1), max_size=12, unique=True))
 def test_items_stand_as_they_were_written(is_trusted: bool, cuts: list[int]) -> None:
-    items = read(split(TEXT, cuts), is_trusted=is_trusted)
+    items = read(pieces_of(TEXT, cuts), is_trusted=is_trusted)
     assert [(item.call.name if item.call else None, item.content.strip()) for item in items] == ITEMS
 
 
@@ -73,7 +71,7 @@ def test_json_beside_tools_is_made_readable() -> None:
 
 @pytest.mark.parametrize("is_trusted", [False, True])
 def test_a_piece_that_is_parted_keeps_its_tokens_and_its_end(is_trusted: bool) -> None:
-    (piece,) = split(TEXT, [])
+    (piece,) = pieces_of(TEXT, [])
     parts = CallReader(USE, is_trusted=is_trusted).read(piece)
     assert len(parts) == 3
     assert [len(part.token_ids) for part in parts] == [len(TEXT), 0, 0]

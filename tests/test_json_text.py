@@ -1,12 +1,12 @@
 """JSON with control characters in its strings becomes JSON that every reader takes, however it was split."""
 
 import json
-from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.tools.json_text import JsonText
+from tests.test_tools_parse import split
 
 STRINGS = st.text(st.sampled_from('a "\\\n\t\r\x01ü{}[]:,'), max_size=12)
 VALUES = st.recursive(STRINGS | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(STRINGS, inner))
@@ -24,8 +24,7 @@ def with_raw_controls(text: str) -> str:
 @given(VALUES, st.lists(st.integers(0, 200), max_size=8), st.booleans())
 def test_what_is_written_reads_as_it_was_meant(value: object, cuts: list[int], is_wide: bool) -> None:
     written = with_raw_controls(json.dumps(value, indent=1 if is_wide else None))
-    edges = [0, *sorted(cuts), len(written)]
     reader = JsonText()
-    text = "".join(reader.push(written[start:end]) for start, end in pairwise(edges))
+    text = "".join(reader.push(part) for part in split(written, cuts))
     assert json.loads(text) == value
     assert JsonText().push(written) == text

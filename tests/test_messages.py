@@ -28,7 +28,7 @@ TOOLS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    options = FrontOptions(tool_format="hermes", api_keys=(KEY, "zweiter-schlüssel"), stalled_client_s=1.0)
+    options = FrontOptions(tool_format="hermes", api_keys=(KEY, "zweiter-schlüssel"))
     with run_front(tmp_path_factory.mktemp("tiny"), options) as served:
         served.http.headers["x-api-key"] = KEY
         yield served

@@ -25,7 +25,7 @@ from tests.tiny_tokenizer import CONTEXT, END
 
 ANSWER = "hello 🙂 world"
 
-running = running_front(FrontOptions(stalled_client_s=1.0))
+running = running_front(FrontOptions())
 served = answering(ANSWER)
 client = openai_client
 

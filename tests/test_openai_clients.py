@@ -14,7 +14,7 @@ from tests.fake_ring import Script
 from tests.front_server import HELLO, SERVED, Served, answering, openai_client, running_front
 from tests.tiny_tokenizer import END
 
-running = running_front(FrontOptions(stalled_client_s=1.0))
+running = running_front(FrontOptions())
 served = answering("hello 🙂 world")
 client = openai_client
 

@@ -36,7 +36,7 @@ def test_row_03_with_no_decode_worker_left_the_stream_ends_with_an_error(quad: P
         events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     stream.finish()
     assert stream.code is grpc.StatusCode.UNAVAILABLE and "no decode worker is alive" in stream.detail
-    whole = truth.answer(stream.prompt, 250)
+    whole = truth.oracle.answer(stream.prompt, 250)
     assert stream.tokens[:250] == whole[: len(stream.tokens)]
     errors = [json.loads(event)["error"] for event in events if event.startswith('{"error"')]
     assert len(errors) == 1 and "no decode worker is alive" in errors[0]["message"]
