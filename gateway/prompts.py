@@ -129,8 +129,9 @@ class Prompts:
         shown = self.tokenizer.control_tokens_in(given or "")
         detokenizer, texts, offsets, num_chars = self.tokenizer.detokenizer(shown), list[str](), list[int](), 0
         for token_id in ids:
-            offsets.append(num_chars)
-            texts.append(detokenizer.push([token_id]))
+            before, text = detokenizer.push_token(token_id)
+            offsets.append(num_chars + len(before))
+            texts.append(before + text)
             num_chars += len(texts[-1])
         decoded = "".join(texts) + detokenizer.flush()
         return Echo(decoded if given is None else given, offsets if with_offsets else ())

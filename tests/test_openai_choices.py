@@ -266,6 +266,13 @@ def test_offsets_count_the_control_tokens_that_a_prompt_is_written_with(served: 
         assert token.startswith("bytes:") or choice["text"].startswith(token, offset)
 
 
+def test_a_prompts_tokens_behind_ill_formed_bytes_begin_behind_them(served: Served) -> None:
+    first, *_rest = served.ids("🙂")
+    fields = {"prompt": [first, *served.ids("ok")], "echo": True, "logprobs": 0, "max_tokens": 1}
+    (choice,) = _post(served, "completions", **fields)["choices"]
+    assert choice["text"].startswith("\ufffdok") and choice["logprobs"]["text_offset"][:2] == [0, 1]
+
+
 def test_control_tokens_that_a_grammar_names_are_shown(served: Served) -> None:
     """The decode worker lets an answer hold them then."""
     served.ring.script = Script([*served.ids("a<|user|>b<|system|>"), END])
