@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.plain_http import HTTP
 from runtime.lifecycle import Ready, parse_event
 
 START_S = 120.0  # a loaded machine imports torch slowly
+PORT_BLOCK = 500
 POLL_S = 0.01
 HOST = "127.0.0.1"
 PROGRAM = ("cli.main",)  # what Python runs for each process: a module, and what it takes before the role
@@ -123,7 +124,7 @@ class Process:
     def metric(self, sample: str, labels: Mapping[str, str] | None = None) -> float:
         """The sum of all samples called `baton:SAMPLE` that carry `labels`."""
         port = self.port if self.role == "gateway" else self.metrics_port
-        text = httpx.get(f"http://{HOST}:{port}/metrics", timeout=10).text
+        text = HTTP.get(f"http://{HOST}:{port}/metrics", timeout=10).text
         return sum(
             found.value
             for family in text_string_to_metric_families(text)
@@ -161,7 +162,7 @@ class ProcessFleet:
 
     def status(self) -> list[dict[str, Any]]:
         """The gateway's /status."""
-        workers: list[dict[str, Any]] = httpx.get(f"{self.url}/status", timeout=10).json()["workers"]
+        workers: list[dict[str, Any]] = HTTP.get(f"{self.url}/status", timeout=10).json()["workers"]
         return workers
 
     def used_pages(self) -> dict[str, float]:
@@ -193,14 +194,31 @@ def wait_until(
     return time.monotonic() - started
 
 
+def _own_ports() -> Iterator[int]:
+    """Ports of a block that is this process's own, in turn; RuntimeError if every block is taken.
+
+    Below those that systems give to outgoing connections. Fleets of several processes stay out of each other's way,
+    also where a worker is down: a listener on its first port marks a block as taken, for as long as this lives.
+    """
+    blocks = range(15000, 32000, PORT_BLOCK)
+    for first in random.sample(blocks, len(blocks)):
+        with suppress(OSError), socket.create_server((HOST, first)):
+            while True:
+                yield from range(first + 1, first + PORT_BLOCK)
+    raise RuntimeError(f"a listener stands on every {PORT_BLOCK}th port from {blocks[0]} to {blocks[-1]}: end some")
+
+
+_PORTS = _own_ports()
+
+
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now, below those that systems give to outgoing connections, so they stay free."""
-    ports: set[int] = set()
+    """Ports nobody listens on now, and that no other process gives to its fleets; each in its turn."""
+    ports: list[int] = []
     while len(ports) < count:
-        port = random.randrange(15000, 32000)
+        port = next(_PORTS)
         with suppress(OSError), socket.create_server((HOST, port)):
-            ports.add(port)
-    return list(ports)
+            ports.append(port)
+    return ports
 
 
 @contextmanager

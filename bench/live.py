@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+from bench.plain_http import HTTP
 
 START_S = 240.0  # a loaded machine imports torch slowly
 READY = re.compile(r"^(?P<name>\S+) is ready at (?P<address>\S+) \((?P<facts>.*)\)$")
@@ -38,12 +39,12 @@ class Live:
 
     def workers(self) -> list[dict[str, Any]]:
         """The gateway's /status."""
-        workers: list[dict[str, Any]] = httpx.get(f"{self.url}/status", timeout=10).json()["workers"]
+        workers: list[dict[str, Any]] = HTTP.get(f"{self.url}/status", timeout=10).json()["workers"]
         return workers
 
     def metric(self, name: str, sample: str, labels: Mapping[str, str] | None = None) -> float:
         """The sum of all samples called `baton:SAMPLE` of one process that carry `labels`."""
-        text = httpx.get(self.metrics_urls[name], timeout=10).text
+        text = HTTP.get(self.metrics_urls[name], timeout=10).text
         return sum(
             found.value
             for family in text_string_to_metric_families(text)

@@ -4,9 +4,9 @@ import asyncio
 import socket
 from pathlib import Path
 
-import httpx
 import pytest
 
+from bench.plain_http import HTTP
 from cli.certs import certs
 from protos import decode_pb2, decode_pb2_grpc
 from runtime import rpc
@@ -54,7 +54,7 @@ def test_listeners_take_every_spelling(host: str) -> None:
         with pytest.raises(OSError, match=r"cannot listen on \[::1?\]:\d+: Address already in use"):
             rpc.listen_tcp(host, listener.getsockname()[1])
     port = WorkerMetrics().serve(host, 0)
-    assert httpx.get(f"http://[::1]:{port}/metrics", timeout=PATIENCE_S, trust_env=False).status_code == 200
+    assert HTTP.get(f"http://[::1]:{port}/metrics", timeout=PATIENCE_S).status_code == 200
 
 
 @needs_ipv6

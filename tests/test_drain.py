@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
-import httpx
 import pytest
 
 from bench.live import Live
+from bench.plain_http import HTTP
 from protos import inference_pb2, inference_pb2_grpc
 from tests.calm import serve_calmly
 from tests.faults.answers import failed_attempts, read_events
@@ -117,11 +117,11 @@ def test_the_gateway_finishes_answers_and_refuses_requests(live: Live, undisturb
     """SIGTERM of `baton serve` stops the gateway first."""
     body = {"model": "baton-demo", "prompt": [7] * 20, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     with ThreadPoolExecutor(1) as thread:
-        whole = thread.submit(httpx.post, f"{live.url}/v1/completions", json=body, timeout=2 * WAIT_S)
+        whole = thread.submit(HTTP.post, f"{live.url}/v1/completions", json=body, timeout=2 * WAIT_S)
         asking = ask(live, NUM, num_tokens=NUM_TOKENS)
         wait_until(lambda: live.metric("gateway", "num_requests_running") == NUM + 1, "all are at work")
         live.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: httpx.get(f"{live.url}/ready", timeout=WAIT_S).status_code == 503, "the gateway drains")
+        wait_until(lambda: HTTP.get(f"{live.url}/ready", timeout=WAIT_S).status_code == 503, "the gateway drains")
         refusal = complete(live)
         assert refusal.status_code == 503 and "draining" in refusal.json()["error"]["message"]
         assert int(refusal.headers["retry-after"]) > 0

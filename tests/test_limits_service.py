@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from bench.live import Live, serve
+from bench.plain_http import HTTP
 from protos import inference_pb2, inference_pb2_grpc
 from tests.test_inference_grpc import details_of
 
@@ -48,7 +49,7 @@ def trap() -> Iterator[socket.socket]:
 
 def complete(live: Live, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
     body = {"model": MODEL, "temperature": 0, "ignore_eos": True, **fields}
-    return httpx.post(f"{live.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S)
+    return HTTP.post(f"{live.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S)
 
 
 def generate(
@@ -126,7 +127,7 @@ def test_addresses_within_fields_are_not_called(live: Live, trap: socket.socket)
         {"messages": [{"role": "user", "content": "hi"}], "response_format": form},
         {"messages": [{"role": "user", "content": picture}]},
     ):
-        refused = httpx.post(f"{live.url}/v1/chat/completions", json={"model": MODEL, **body}, timeout=PATIENCE_S)
+        refused = HTTP.post(f"{live.url}/v1/chat/completions", json={"model": MODEL, **body}, timeout=PATIENCE_S)
         assert refused.status_code == 400, refused.text
 
 
@@ -166,4 +167,4 @@ def test_a_head_of_a_megabyte_is_refused_before_it_is_read(live: Live) -> None:
                 num_sent += 1024
             assert raw.recv(4096).startswith(b"HTTP/1.1 4")
     assert num_sent >= 16 << 10  # what h11 reads
-    assert httpx.get(f"{live.url}/live", timeout=PATIENCE_S).status_code == 200
+    assert HTTP.get(f"{live.url}/live", timeout=PATIENCE_S).status_code == 200

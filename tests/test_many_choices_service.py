@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from bench.live import Live, serve
+from bench.plain_http import HTTP
 from tests.oracle import random_prompt
 
 NUM_CHOICES = int(os.environ.get("TEST_MANY_CHOICES", "300"))
@@ -81,7 +82,7 @@ def _ask(
     timeout = httpx.Timeout(100, read=leaves if isinstance(leaves, float) else 100)
     is_over = False
     try:
-        with httpx.stream("POST", f"{live.url}/v1/completions", json=body, timeout=timeout) as response:
+        with HTTP.stream("POST", f"{live.url}/v1/completions", json=body, timeout=timeout) as response:
             for number, line in enumerate(line for line in response.iter_lines() if line.startswith("data: ")):
                 if number == leaves:
                     break

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
 import pydantic
 import pytest
 
+from bench.plain_http import HTTP
 from gateway.app import FrontOptions
 from gateway.errors import ApiError, overloaded
 from gateway.rest.messages_parse import parse_messages
@@ -275,9 +275,9 @@ def test_any_of_the_keys_opens_in_either_header(served: Served) -> None:
         {b"authorization": f"Basic {KEY}".encode(), b"x-api-key": b"wrong"},
     ]
     for headers in keys:
-        assert httpx.post(url, json=body(), headers=headers).status_code == 200, headers
+        assert HTTP.post(url, json=body(), headers=headers).status_code == 200, headers
     for headers in wrong:
-        answer = httpx.post(url, json=body(), headers=headers)
+        answer = HTTP.post(url, json=body(), headers=headers)
         assert answer.status_code == 401, headers
         assert answer.json()["type"] == "error"
         assert answer.json()["error"].keys() == {"type", "message"}

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator
 
 import grpc
-import httpx
 import pytest
 
 from bench.live import Live, serve
+from bench.plain_http import HTTP
 from cli.restart import Restart, plan_restart
 from tests.under_load import WAIT_S, answers, ask, complete, find, send, wait_shown, wait_until
 
@@ -81,12 +81,12 @@ def test_stopped_workers_are_named_and_come_back(live: Live, undisturbed: list[l
     asking = ask(live, NUM)
     for name in names[:2]:
         send(live, name, signal.SIGSTOP)
-    wait_until(lambda: httpx.get(f"{live.url}/ready", timeout=WAIT_S).status_code == 503, "not ready")
-    reason = httpx.get(f"{live.url}/ready", timeout=WAIT_S).json()["error"]["message"]
+    wait_until(lambda: HTTP.get(f"{live.url}/ready", timeout=WAIT_S).status_code == 503, "not ready")
+    reason = HTTP.get(f"{live.url}/ready", timeout=WAIT_S).json()["error"]["message"]
     assert all(live.addresses[name] in reason for name in names[:2]), reason
     for name in names[:2]:
         send(live, name, signal.SIGCONT)
-    wait_until(lambda: httpx.get(f"{live.url}/ready", timeout=WAIT_S).status_code == 200, "ready again")
+    wait_until(lambda: HTTP.get(f"{live.url}/ready", timeout=WAIT_S).status_code == 200, "ready again")
     send(live, "prefill-0", signal.SIGSTOP)
     wait_until(lambda: not is_alive(live, "prefill-0"), "the stopped prefill worker is noticed")
     assert "answer" in str(find(live, "prefill-0")["trouble"]) or "silent" in str(find(live, "prefill-0")["trouble"])

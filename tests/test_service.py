@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.live import Live, serve
+from bench.plain_http import HTTP
 from demo.paths import TARGET_DIR
 from protos import inference_pb2, inference_pb2_grpc
 from tests.calm import serve_calmly
@@ -100,7 +100,7 @@ def _counters(live: Live) -> dict[str, float]:
 @pytest.mark.parametrize("name", ["gateway", "prefill-0", "decode-0"])
 def test_every_metric_is_documented(live: Live, name: str) -> None:
     documented = (ROOT / "docs/API.md").read_text(encoding="utf-8").partition("## Metrics")[2]
-    families = text_string_to_metric_families(httpx.get(live.metrics_urls[name], timeout=10).text)
+    families = text_string_to_metric_families(HTTP.get(live.metrics_urls[name], timeout=10).text)
     names = {one.name.removeprefix("baton:") + ("_total" if one.type == "counter" else "") for one in families}
     names = {name for name in names if not name.endswith("_created")}  # the library's: since when a counter counts
     assert len(names) > 5 and not [name for name in names if f"`{name}" not in documented]
@@ -108,7 +108,7 @@ def test_every_metric_is_documented(live: Live, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gateway", "prefill-0", "decode-0"])
 def test_histograms_begin_at_a_millisecond(live: Live, name: str) -> None:
-    families = text_string_to_metric_families(httpx.get(live.metrics_urls[name], timeout=10).text)
+    families = text_string_to_metric_families(HTTP.get(live.metrics_urls[name], timeout=10).text)
     bounds = {
         one.name: min(float(sample.labels["le"]) for sample in one.samples if sample.name.endswith("_bucket"))
         for one in families
@@ -120,7 +120,7 @@ def test_histograms_begin_at_a_millisecond(live: Live, name: str) -> None:
 def test_a_request_is_measured_by_all_who_serve_it(live: Live) -> None:
     before, started = _measured(live), time.monotonic()
     body = {"model": MODEL, "prompt": random_prompt(100, 300, seed=6), "max_tokens": 40, "ignore_eos": True}
-    httpx.post(f"{live.url}/v1/completions", json=body, timeout=60).raise_for_status()
+    HTTP.post(f"{live.url}/v1/completions", json=body, timeout=60).raise_for_status()
     wall_s = time.monotonic() - started
     wait_until(lambda: _measured(live)["prefilled"] > before["prefilled"], "prefill has ended the call")
     moved = {name: value - before[name] for name, value in _measured(live).items()}
@@ -169,7 +169,7 @@ def test_only_workers_hold_torch(live: Live) -> None:
 def test_leaving_client_frees_its_pages(live: Live, stage: str) -> None:
     before = live.metric("decode-0", "generation_tokens_total"), _cancelled(live, "decode-0", "active")
     body = {"model": MODEL, "prompt": random_prompt(600, 300, seed=2), "max_tokens": 3000, "ignore_eos": True}
-    with httpx.stream("POST", f"{live.url}/v1/completions", json={**body, "stream": True}, timeout=60) as response:
+    with HTTP.stream("POST", f"{live.url}/v1/completions", json={**body, "stream": True}, timeout=60) as response:
         events = (line for line in response.iter_lines() if line.startswith("data:"))
         for _ in range(1 if stage == "first token" else 20):
             next(events)
@@ -212,13 +212,13 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], int, str | None]] = [
 
 @pytest.mark.parametrize(("path", "body", "status", "param"), BAD_REQUESTS)
 def test_bad_request_over_rest(live: Live, path: str, body: dict[str, Any], status: int, param: str | None) -> None:
-    response = httpx.post(f"{live.url}/v1/{path}", json=body, timeout=30)
+    response = HTTP.post(f"{live.url}/v1/{path}", json=body, timeout=30)
     assert response.status_code == status, response.text
     assert response.json()["error"]["param"] == param, response.text
 
 
 def test_malformed_json(live: Live) -> None:
-    response = httpx.post(
+    response = HTTP.post(
         f"{live.url}/v1/completions", content=b'{"model": ', headers={"content-type": "application/json"}
     )
     assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
@@ -262,7 +262,7 @@ def test_two_by_two_with_200_requests() -> None:
                 assert tokens == probes[length]
             else:
                 body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1 + index, "stream": index % 4 == 0}
-                response = httpx.post(f"{live.url}/v1/chat/completions", json=body, timeout=240)
+                response = HTTP.post(f"{live.url}/v1/chat/completions", json=body, timeout=240)
                 assert response.status_code == 200, response.text
 
         with ThreadPoolExecutor(200) as threads:

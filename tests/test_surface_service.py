@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 import torch
 from transformers import (
@@ -17,6 +16,7 @@ from transformers import (
 )
 
 from bench.live import Live
+from bench.plain_http import HTTP
 from demo.paths import DRAFT_DIR, TARGET_DIR
 from gateway.text.tokenizer import Tokenizer
 from tests.calm import serve_calmly
@@ -141,7 +141,7 @@ def check_echo(live: Live, oracle: Oracle, prompt: Sequence[int], num_tokens: in
         "model": MODEL, "prompt": prompt, "echo": True, "logprobs": 3, "max_tokens": num_tokens, "temperature": 0,
         "ignore_eos": True,
     }  # fmt: skip
-    response = httpx.post(f"{live.url}/v1/completions", json=body, timeout=100)
+    response = HTTP.post(f"{live.url}/v1/completions", json=body, timeout=100)
     assert response.status_code == 200, response.text
     told = response.json()["choices"][0]["logprobs"]
     tokens = [*prompt, *(oracle.answer(prompt, num_tokens) if num_tokens else ())]

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 
+from bench.plain_http import HTTP
 from cli.certs import certs
 from protos import decode_pb2
 from runtime.config_parts import ProcessConfig
@@ -123,7 +123,7 @@ def test_a_service_with_mtls_serves_and_lets_nobody_else_near_its_workers(tmp_pa
     flags = (f"--tls-dir={folder}", "--transport=grpc", "--require-transport", "--kv-memory-mib=64")
     with serve_calmly("demo", *flags) as live:
         body = {"prompt": "Once upon a time there was a fox", "max_tokens": 5, "temperature": 0, "model": "baton-demo"}
-        answer = httpx.post(f"{live.url}/v1/completions", json=body, timeout=60)
+        answer = HTTP.post(f"{live.url}/v1/completions", json=body, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 5
         assert live.metric("decode-0", "kv_transfer_bytes_total", {"transport": "grpc"}) > 0
         for name in ("prefill-0", "decode-0"):
@@ -138,7 +138,7 @@ def test_a_gateway_and_a_worker_on_ipv6_addresses(tmp_path: Path) -> None:
     with worker("decode", tmp_path / "decode", "--host=::1") as decode:
         assert decode.address.startswith("[::1]:")
         assert asyncio.run(ask_status(Trust(), decode)).peer.address == decode.address
-        metrics = httpx.get(f"http://{decode.metrics_address}/metrics", timeout=60, trust_env=False)
+        metrics = HTTP.get(f"http://{decode.metrics_address}/metrics", timeout=60)
         assert "baton:kv_cache_used_pages" in metrics.text
         flags = ("--host=::", "--port=0", "--grpc-port=0", f"--decode={decode.address}")
         with worker("gateway", tmp_path / "gateway", *flags) as gateway:
@@ -146,7 +146,7 @@ def test_a_gateway_and_a_worker_on_ipv6_addresses(tmp_path: Path) -> None:
                 (gateway.address, gateway.detail["grpc"]),
                 (gateway.address.replace("[::]", "127.0.0.1"), gateway.detail["grpc"].replace("[::]", "127.0.0.1")),
             ):
-                assert httpx.get(f"http://{address}/ready", timeout=60, trust_env=False).status_code == 200
+                assert HTTP.get(f"http://{address}/ready", timeout=60).status_code == 200
                 with grpc.insecure_channel(grpc_address) as channel:
                     models: Any = channel.unary_unary("/baton.v1.Inference/ListModels")
                     assert models(b"", timeout=60)

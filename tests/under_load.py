@@ -11,6 +11,7 @@ import grpc
 import httpx
 
 from bench.live import Live
+from bench.plain_http import HTTP
 from protos import inference_pb2, inference_pb2_grpc
 from tests.oracle import random_prompt
 
@@ -97,4 +98,4 @@ def wait_shown(live: Live, text: str) -> None:
 def complete(live: Live) -> httpx.Response:
     """A short request over REST."""
     body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4}
-    return httpx.post(f"{live.url}/v1/completions", json=body, timeout=WAIT_S)
+    return HTTP.post(f"{live.url}/v1/completions", json=body, timeout=WAIT_S)

@@ -11,11 +11,15 @@ SHAPES = ((20, 40), (400, 60), (1500, 30), (100, 120))  # tokens of prompt and a
 
 
 class Load:
-    """Use with `with`: at its end every client has finished its last request. `ended` grows meanwhile."""
+    """Use with `with`: at its end every client has finished its last request. `ended` grows meanwhile.
 
-    def __init__(self, fleet: ProcessFleet, num_clients: int = 4) -> None:
+    `pause_s`: how long a client waits between an answer and its next request.
+    """
+
+    def __init__(self, fleet: ProcessFleet, num_clients: int = 4, pause_s: float = 0.0) -> None:
         self.ended: list[Asking] = []  # appended to by all clients
         self._fleet = fleet
+        self._pause_s = pause_s
         self._is_over = threading.Event()
         self._clients = [threading.Thread(target=self._keep_asking, args=(index,)) for index in range(num_clients)]
 
@@ -31,7 +35,7 @@ class Load:
 
     def _keep_asking(self, index: int) -> None:
         num_prompt, num_tokens = SHAPES[index % len(SHAPES)]
-        while not self._is_over.is_set():
+        while not self._is_over.wait(self._pause_s):
             self.ended.append(ask(self._fleet, num_prompt, num_tokens, seed=index).finish())
 
     def check(self, truth: Truth) -> None:

@@ -11,6 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.live import Live, serve
+from bench.plain_http import HTTP
 from gateway import access
 from gateway.errors import ApiError
 from protos import inference_pb2, inference_pb2_grpc
@@ -64,7 +65,7 @@ def _headers(key: str | None) -> dict[str, str]:
 
 def _routes(live: Live) -> list[tuple[str, str]]:
     """(method, path) of all that is served, as the service itself lists it, and of what others serve there."""
-    document = httpx.get(f"{live.url}/openapi.json", headers=_headers(f"Bearer {KEYS[0]}"), timeout=CALL_S).json()
+    document = HTTP.get(f"{live.url}/openapi.json", headers=_headers(f"Bearer {KEYS[0]}"), timeout=CALL_S).json()
     listed = [(method.upper(), path) for path, methods in document["paths"].items() for method in methods]
     assert ("GET", "/metrics") in listed and ("GET", "/status") in listed and ("POST", "/v1/chat/completions") in listed
     others = [
@@ -83,7 +84,7 @@ def _routes(live: Live) -> list[tuple[str, str]]:
 
 def test_row_21_no_route_but_live_and_the_page_answers_without_a_key(live: Live) -> None:
     for path in ("/live", "/", "/page/app.js", "/page/style.css"):
-        assert httpx.get(live.url + path, timeout=CALL_S).status_code == 200
+        assert HTTP.get(live.url + path, timeout=CALL_S).status_code == 200
     with httpx.Client(base_url=live.url, timeout=CALL_S) as client:
         for method, path in _routes(live):
             for key in WRONG:
@@ -91,7 +92,7 @@ def test_row_21_no_route_but_live_and_the_page_answers_without_a_key(live: Live)
                     answer = client.request(each, path, headers=_headers(key))
                     assert answer.status_code == 401, (each, path, key, answer.text)
     for key in KEYS:
-        assert httpx.get(f"{live.url}/status", headers=_headers(f"Bearer {key}"), timeout=CALL_S).status_code == 200
+        assert HTTP.get(f"{live.url}/status", headers=_headers(f"Bearer {key}"), timeout=CALL_S).status_code == 200
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -176,7 +177,7 @@ def test_row_16_body_limit_holds_for_rest_and_grpc(live: Live) -> None:
             """How REST and gRPC answer a body and a message of about that size."""
             text = "x" * (num_bytes - 200)
             body = {"model": "baton-demo", "prompt": "x", "stop": text, "max_tokens": 1}
-            answer = httpx.post(f"{live.url}/v1/completions", json=body, headers=_headers(key), timeout=CALL_S)
+            answer = HTTP.post(f"{live.url}/v1/completions", json=body, headers=_headers(key), timeout=CALL_S)
             request = inference_pb2.GenerateRequest(text="x", stop=[text], max_tokens=1)
             try:
                 list(stub.Generate(request, metadata=(("authorization", key),), timeout=CALL_S))

@@ -3,10 +3,10 @@
 import json
 
 import grpc
-import httpx
 import pytest
 
 from bench.fleet import ProcessFleet, wait_until
+from bench.plain_http import HTTP
 from tests.faults.answers import Truth, ask, find, find_busy, is_alive, prompt_of
 
 LEASE_S = 4.0
@@ -27,7 +27,7 @@ def test_row_03_killed_decode_worker_is_replaced_in_mid_stream(quad: ProcessFlee
 def test_row_03_with_no_decode_worker_left_the_stream_ends_with_an_error(quad: ProcessFleet, truth: Truth) -> None:
     stream = ask(quad, num_tokens=3000)
     body = {"prompt": prompt_of(50), "max_tokens": 3000, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{quad.url}/v1/completions", json={**body, "model": _model(quad)}, timeout=60) as answer:
+    with HTTP.stream("POST", f"{quad.url}/v1/completions", json={**body, "model": _model(quad)}, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)
         stream.wait_for_tokens(5)
@@ -43,7 +43,7 @@ def test_row_03_with_no_decode_worker_left_the_stream_ends_with_an_error(quad: P
 
 
 def _model(fleet: ProcessFleet) -> str:
-    return str(httpx.get(f"{fleet.url}/v1/models", timeout=10).json()["data"][0]["id"])
+    return str(HTTP.get(f"{fleet.url}/v1/models", timeout=10).json()["data"][0]["id"])
 
 
 @pytest.mark.parametrize("num_left", [1, 0])

@@ -1,8 +1,7 @@
 """Engines that stand still in a step while their processes answer as ever. Rows 1 and 10 of the list of faults."""
 
-import httpx
-
 from bench.fleet import Process, wait_until
+from bench.plain_http import HTTP
 from tests.faults.answers import Truth, ask, find
 from tests.faults.conftest import Held
 
@@ -48,12 +47,12 @@ def test_row_10_decode_worker_stuck_in_a_step_is_left(held: Held, truth: Truth) 
     held.release(other)
     truth.check(first)
     assert STUCK in find(fleet, stuck)["trouble"], fleet.status()
-    assert httpx.get(f"{fleet.url}/ready", timeout=30).status_code == 200
+    assert HTTP.get(f"{fleet.url}/ready", timeout=30).status_code == 200
     second = ask(fleet, seed=2)
     second.wait_for_tokens(3)
     held.hold(other)
-    wait_until(lambda: httpx.get(f"{fleet.url}/ready", timeout=30).status_code == 503, NOTICED_S)
-    answer = httpx.get(f"{fleet.url}/ready", timeout=30).text
+    wait_until(lambda: HTTP.get(f"{fleet.url}/ready", timeout=30).status_code == 503, NOTICED_S)
+    answer = HTTP.get(f"{fleet.url}/ready", timeout=30).text
     assert all(f"{worker.address} {STUCK}" in answer for worker in workers), answer
     assert not second.is_over
     held.release(*workers)

@@ -13,6 +13,7 @@ import pytest
 
 from bench.fleet import wait_until
 from bench.live import Live, serve
+from bench.plain_http import HTTP
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 NUM_DISTINCT = int(os.environ.get("TEST_DISTINCT_SCHEMAS", "150"))  # the fault list's 5000 take minutes
@@ -40,7 +41,7 @@ def ask(live: Live, timeout: float = 120.0, **fields: Any) -> httpx.Response:
 
 def send(live: Live, body: str, timeout: float = 120.0) -> httpx.Response:
     headers = {"content-type": "application/json"}
-    return httpx.post(f"{live.url}/v1/chat/completions", content=body, headers=headers, timeout=timeout)
+    return HTTP.post(f"{live.url}/v1/chat/completions", content=body, headers=headers, timeout=timeout)
 
 
 def as_schema(schema: Any) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def test_many_answers_that_are_slow_to_check_hold_up_nobody(live: Live, name: st
             num_served += 1
         assert num_served
         assert slow.result().status_code in (200, 400, 503), slow.result().text
-        wait_until(lambda: httpx.get(f"{live.url}/ready").status_code == 200, 30)  # no worker was given up for stuck
+        wait_until(lambda: HTTP.get(f"{live.url}/ready").status_code == 200, 30)  # no worker was given up for stuck
 
 
 def test_a_schema_500_deep_is_refused(live: Live) -> None:

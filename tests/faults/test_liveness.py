@@ -4,10 +4,10 @@ import random
 import time
 
 import grpc
-import httpx
 import pytest
 
 from bench.fleet import Process, ProcessFleet, wait_until
+from bench.plain_http import HTTP
 from bench.soak import roll
 from tests.faults.answers import Truth, ask, failed_attempts, find, find_busy, is_alive, read_events
 from tests.faults.conftest import Held
@@ -28,7 +28,7 @@ NO_LOSS = ("this worker is draining", "Failed to connect", "has been silent", "D
 
 def test_row_10_workers_stopped_for_a_minute_are_left_and_taken_back(quad: ProcessFleet, truth: Truth) -> None:
     """One of each kind at once, while others ask: nobody sees more of it than a pause."""
-    with Load(quad) as load:
+    with Load(quad, pause_s=0.5) as load:  # for a minute, on a machine that may have other work
         stopped = [find_busy(quad, "decode"), find_busy(quad, "prefill")]
         before = [find(quad, worker)["incarnation"] for worker in stopped]
         for worker in stopped:
@@ -39,7 +39,7 @@ def test_row_10_workers_stopped_for_a_minute_are_left_and_taken_back(quad: Proce
         num_before = len(load.ended)
         while time.monotonic() < until:
             assert all(find(quad, worker)["trouble"] for worker in stopped), quad.status()
-            wait_until(lambda: httpx.get(f"{quad.url}/ready", timeout=30).status_code == 200, NOTICED_S)  # two serve
+            wait_until(lambda: HTTP.get(f"{quad.url}/ready", timeout=30).status_code == 200, NOTICED_S)  # two serve
             time.sleep(1.0)
         num_meanwhile = len(load.ended) - num_before
         assert num_meanwhile > 0, "traffic moved to the others"

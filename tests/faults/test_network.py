@@ -21,7 +21,7 @@ LOSSY_S = 120.0  # for so many to be lost: mostly the first three requests do
 
 def test_row_01_client_that_leaves_during_a_transfer(linked: Linked, truth: Truth) -> None:
     """Pages come over a way that takes seconds for them."""
-    truth.check_canary(linked.fleet)  # so that the workers have shaken hands
+    truth.check_crowd(linked.fleet)  # so that the workers have shaken hands
     linked.links["decode-prefill"].set_delay(1.0)
     prefill, decode = linked.fleet["prefill-0"], linked.fleet["decode-0"]
     offered, cancelled = prefill.metric("offers_sent_total"), prefill.metric("cancelled_total")
@@ -37,7 +37,7 @@ def test_row_01_client_that_leaves_during_a_transfer(linked: Linked, truth: Trut
 
 def test_row_02_client_that_leaves_before_decode_knows_of_its_pages(linked: Linked, truth: Truth) -> None:
     """Neither the offer nor the cancellation arrives: prefill frees its pages at the lease's end."""
-    truth.check_canary(linked.fleet)  # so that the workers have shaken hands
+    truth.check_crowd(linked.fleet)  # so that the workers have shaken hands
     prefill = linked.fleet["prefill-0"]
     offered = prefill.metric("offers_sent_total")
     linked.links["prefill-decode"].hold()
@@ -53,7 +53,7 @@ def test_row_02_client_that_leaves_before_decode_knows_of_its_pages(linked: Link
 
 def test_row_06_prefill_that_sleeps_through_its_lease_is_not_believed(linked: Linked, truth: Truth) -> None:
     """Stopped with an offer on the way, which arrives when its session is long over."""
-    truth.check_canary(linked.fleet)  # so that the workers have shaken hands
+    truth.check_crowd(linked.fleet)  # so that the workers have shaken hands
     prefill, decode = linked.fleet["prefill-0"], linked.fleet["decode-0"]
     offered, refused = prefill.metric("offers_sent_total"), _refused(decode)
     linked.links["prefill-decode"].hold()
@@ -93,7 +93,7 @@ def test_row_11_lossy_ways_lose_no_tokens(linked: Linked, truth: Truth, link: st
     An error comes only when several attempts were of no use.
     """
     proxy, gateway = linked.links[link], linked.fleet.gateway
-    truth.check_canary(linked.fleet)  # so that the workers have shaken hands
+    truth.check_crowd(linked.fleet)  # so that the workers have shaken hands
     lost, failed = proxy.num_lost, len(failed_attempts(gateway.read_log()))
     proxy.set_loss(LOSS[link])
     streams = list[Asking]()
@@ -129,7 +129,7 @@ def _was_tried(stream: Asking) -> bool:
 @pytest.mark.parametrize("link", LINKS)
 def test_row_11_partitions_are_noticed_and_end(linked: Linked, truth: Truth, link: str) -> None:
     decode = linked.fleet["decode-0"]
-    truth.check_canary(linked.fleet)  # so that the workers have shaken hands
+    truth.check_crowd(linked.fleet)  # so that the workers have shaken hands
     if link != "gateway-decode":
         linked.links["decode-prefill"].set_delay(0.5)  # so that prefill has the pages for a while
     stream = ask(linked.fleet, num_prompt=1500, num_tokens=250)

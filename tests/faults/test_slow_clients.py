@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-import httpx
 import pytest
 
 from bench.fleet import HOST, ProcessFleet, run_fleet, wait_until
+from bench.plain_http import HTTP
 from bench.soak import look_at
 from tests.faults.answers import Truth
 from tests.faults.load import Load
@@ -45,7 +45,7 @@ def connect(fleet: ProcessFleet, receive_bytes: int = 0) -> socket.socket:
 
 def ask_for_a_stream(fleet: ProcessFleet) -> socket.socket:
     """A long answer has begun to come."""
-    model = httpx.get(f"{fleet.url}/v1/models", timeout=30).json()["data"][0]["id"]
+    model = HTTP.get(f"{fleet.url}/v1/models", timeout=30).json()["data"][0]["id"]
     many_bytes = {"logprobs": 20}  # so that a part of the answer fills the buffers on the way, 4 MiB and more
     fields = {"model": model, "prompt": [7, 8, 9], "max_tokens": LONG, "stream": True, "ignore_eos": True}
     body = json.dumps(fields | many_bytes)
@@ -157,7 +157,7 @@ def test_row_15_thousands_of_idle_sockets(fleet: ProcessFleet, truth: Truth) -> 
         begun = time.monotonic()
         idle = [stack.enter_context(connect(fleet)) for _ in range(NUM_IDLE)]
         truth.check_canary(fleet)
-        wait_until(lambda: httpx.get(f"{fleet.url}/ready", timeout=SLACK_S).status_code == 200, SLACK_S)
+        wait_until(lambda: HTTP.get(f"{fleet.url}/ready", timeout=SLACK_S).status_code == 200, SLACK_S)
         growth = look_at(fleet.gateway).private_bytes - memory
         assert growth < GROWTH_BYTES, f"{growth} bytes more"
         assert all(is_cut(client) for client in idle)

@@ -5,9 +5,8 @@ import re
 import socket
 from contextlib import ExitStack
 
-import httpx
-
 from bench.fleet import HOST, ProcessFleet, wait_until
+from bench.plain_http import HTTP
 from tests.faults.answers import Truth, ask, find_busy, is_alive
 
 FREED_S = 10.0  # the promise is 1 s, which a loaded machine may not keep
@@ -54,20 +53,20 @@ def test_row_10_ready_names_who_stopped(quad: ProcessFleet, truth: Truth) -> Non
     workers = [quad["decode-0"], quad["decode-1"]]
     for worker in workers:
         worker.stop()
-    wait_until(lambda: httpx.get(f"{quad.url}/ready", timeout=10).status_code == 503, 30)
-    answer = httpx.get(f"{quad.url}/ready", timeout=10).text
+    wait_until(lambda: HTTP.get(f"{quad.url}/ready", timeout=10).status_code == 503, 30)
+    answer = HTTP.get(f"{quad.url}/ready", timeout=10).text
     for worker in workers:
         assert re.search(f"{worker.address} (does not answer|has been silent)", answer), answer
     for worker in workers:
         worker.resume()
-    wait_until(lambda: httpx.get(f"{quad.url}/ready", timeout=10).status_code == 200, 30)
+    wait_until(lambda: HTTP.get(f"{quad.url}/ready", timeout=10).status_code == 200, 30)
     truth.check_canary(quad)
 
 
 def test_row_15_rude_clients_do_not_disturb_others(quad: ProcessFleet, truth: Truth) -> None:
     """A stream that nobody reads, a request that never ends, and a thousand sockets that say nothing."""
     body = b'{"prompt": [7, 8, 9], "max_tokens": 3900, "stream": true, "ignore_eos": true, "model": "%s"}'
-    model = httpx.get(f"{quad.url}/v1/models", timeout=10).json()["data"][0]["id"].encode()
+    model = HTTP.get(f"{quad.url}/v1/models", timeout=10).json()["data"][0]["id"].encode()
     with ExitStack() as stack:
         sockets = [stack.enter_context(_connect(quad)) for _ in range(NUM_IDLE)]
         sockets[0].sendall(_head(len(body % model)) + body % model)
