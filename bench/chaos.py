@@ -108,7 +108,7 @@ def disturb(fleet: ProcessFleet, until: float, every_s: float, seed: int) -> Cou
 
 def run(minutes: float, num_clients: int, every_s: float, seed: int) -> int:
     tally = Tally()
-    with run_fleet(2, 2, lease_s=10, heartbeat_s=2, patience_s=HANG_S) as fleet:
+    with run_fleet(2, 2, lease_s=10, patience_s=HANG_S) as fleet:
         cases: queue.SimpleQueue[Case] = queue.SimpleQueue()
         for case in build_cases(fleet, 2 * num_clients, seed):
             cases.put(case)

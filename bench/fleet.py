@@ -229,8 +229,8 @@ def run_fleet(
     links: Mapping[str, str] | None = None,
     ports: Sequence[int] | None = None,
     lease_s: float = 4.0,
-    heartbeat_s: float = 1.0,
-    patience_s: float = 4.0,
+    heartbeat_s: float = 2.0,  # a loaded machine lets workers be silent for longer than a second,
+    patience_s: float = 20.0,  # and perhaps longer than that
     kv_memory_mib: Mapping[str, int] | None = None,
     programs: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[ProcessFleet]:

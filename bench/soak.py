@@ -136,7 +136,7 @@ def find_growth(samples: Sequence[Sample]) -> tuple[float, float]:
 
 def run(minutes: float, num_clients: int, restart_every_s: float, seed: int) -> int:
     drain = [f"--drain-s={DRAIN_S:g}"]
-    with run_fleet(2, 2, {"prefill": drain, "decode": drain}, lease_s=10, heartbeat_s=2) as fleet:
+    with run_fleet(2, 2, {"prefill": drain, "decode": drain}, lease_s=10) as fleet:
         soak = Soak(fleet)
         for case in build_cases(fleet, 2 * num_clients, seed):
             soak.cases.put(case)

@@ -114,8 +114,6 @@ def running_linked() -> Iterator[Linked]:
                 flags={"prefill": [advertised], "decode": [advertised, "--transport=grpc"]},
                 links={"prefill-0": f"{GATEWAY_SIDE}:{prefill}", "decode-0": f"{GATEWAY_SIDE}:{decode}"},
                 ports=ports,
-                heartbeat_s=2.0,  # a loaded machine lets workers be silent for longer than a second,
-                patience_s=20.0,  # and perhaps longer than that
             )
         )
         yield Linked(fleet, links)

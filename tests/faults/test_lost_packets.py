@@ -51,7 +51,7 @@ def _require_network() -> None:
 def answer_in_lossy_network() -> None:
     """Mixed streams at once, KV by gRPC, each answered right while packets are lost. Raises AssertionError."""
     truth = Truth(Oracle(TARGET_DIR))
-    with run_fleet(flags={"decode": ["--transport=grpc"]}, heartbeat_s=2.0, patience_s=20.0) as fleet:
+    with run_fleet(flags={"decode": ["--transport=grpc"]}) as fleet:
         subprocess.run(["nft", "--file", "-"], input=RULES, text=True, check=True, timeout=30)
         streams = [ask(fleet, num_prompt=20 + 60 * seed, num_tokens=60, seed=seed) for seed in range(12)]
         for stream in streams:

@@ -14,9 +14,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 
 from bench.fleet import HOST, ProcessFleet, run_fleet, wait_until
+from bench.plain_http import HTTP
 from tests.faults.answers import Truth, ask
 
 pytestmark = pytest.mark.timeout(900)  # a loaded machine takes minutes to start three processes
@@ -81,12 +83,21 @@ def test_row_24_64_file_descriptors(tmp_path: Path, truth: Truth) -> None:
                 for _ in range(NUM_IDLE):
                     stack.enter_context(socket.create_connection((HOST, process.port), timeout=30))
             assert process.is_running
+        wait_until(lambda: _takes_calls(fleet), 60)
         fleet.wait_until_whole()
         _check_canary_soon(fleet, truth)
         for process in fleet.processes.values():
             log = process.read_log()
             assert len(log) < 1 << 20, f"{process.name} flooded its log with {len(log)} bytes"
             print(f"row 24, {process.name}: {len(log)} bytes of log")
+
+
+def _takes_calls(fleet: ProcessFleet) -> bool:
+    """The gateway has noticed that clients are gone."""
+    try:
+        return HTTP.get(f"{fleet.url}/live").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def _check_canary_soon(fleet: ProcessFleet, truth: Truth) -> None:

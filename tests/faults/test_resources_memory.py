@@ -26,7 +26,7 @@ DECODE_ADVICE = "out of memory in an engine step: lower --local-prefill-chunk-to
 @pytest.fixture
 def pair() -> Iterator[ProcessFleet]:
     """A pair that computes a prompt in one step, and has not done so: malloc keeps what it once got."""
-    with run_fleet(flags=WHOLE_PROMPT_FLAGS, heartbeat_s=2.0, patience_s=20.0) as fleet:  # for a loaded machine
+    with run_fleet(flags=WHOLE_PROMPT_FLAGS) as fleet:
         yield fleet
 
 
