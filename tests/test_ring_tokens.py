@@ -38,17 +38,37 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-gqa3-hd128": dict(family="qwen3", num_heads=3, num_kv_heads=1, head_dim=128),
     "qwen3-gqa8-hd80-tied": dict(family="qwen3", num_heads=8, num_kv_heads=1, head_dim=80, tied=True, shards=2),
 }  # fmt: skip
+# A model and how its pages travel: each family and each GQA ratio by both.
+WAYS = [
+    ("demo", "shm"),
+    ("demo", "grpc"),
+    ("llama-gqa1-hd64-tied", "shm"),
+    ("llama-gqa8-hd128-llama3", "grpc"),
+    ("mistral-gqa3-hd80-window", "shm"),
+    ("mistral-gqa1-hd128-tied", "grpc"),
+    ("qwen2-gqa8-hd64-tied", "shm"),
+    ("qwen2-gqa3-hd80", "grpc"),
+    ("qwen3-gqa3-hd128", "shm"),
+    ("qwen3-gqa8-hd80-tied", "grpc"),
+]
 HIDDEN = 192  # divisible by every num_heads above
 
 Ask = Callable[[list[int], int], list[int]]
 
 
-@pytest.fixture(scope="module", params=["demo", *SHAPES])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param == "demo":
+@pytest.fixture(scope="module", params=WAYS, ids="-".join)
+def way(request: pytest.FixtureRequest) -> tuple[str, str]:
+    way: tuple[str, str] = request.param
+    return way
+
+
+@pytest.fixture(scope="module")
+def checkpoint(way: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name, _ = way
+    if name == "demo":
         return TARGET_DIR
-    folder = tmp_path_factory.mktemp(request.param)
-    write_checkpoint(folder, hidden=HIDDEN, vocab=VOCAB, seed=len(request.param), **SHAPES[request.param])
+    folder = tmp_path_factory.mktemp(name)
+    write_checkpoint(folder, hidden=HIDDEN, vocab=VOCAB, seed=len(name), **SHAPES[name])
     return write_tokenizer(folder, VOCAB)
 
 
@@ -57,14 +77,15 @@ def oracle(checkpoint: Path) -> Oracle:
     return Oracle(checkpoint)
 
 
-@pytest.fixture(scope="module", params=["shm", "grpc"])
-def live(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Live]:
-    flags = ("--dtype=float32", f"--transport={request.param}", "--require-transport", "--chunk-tokens=256")
+@pytest.fixture(scope="module")
+def live(way: tuple[str, str], checkpoint: Path) -> Iterator[Live]:
+    _, transport = way
+    flags = ("--dtype=float32", f"--transport={transport}", "--require-transport", "--chunk-tokens=256")
     with serve_calmly(checkpoint, *flags) as service:
         yield service
         service.wait_until_unused()
         read = service.metric("decode-0", "kv_transfer_bytes_total")
-        assert read == service.metric("decode-0", "kv_transfer_bytes_total", {"transport": request.param}) > 0
+        assert read == service.metric("decode-0", "kv_transfer_bytes_total", {"transport": transport}) > 0
         assert service.metric("decode-0", "prompt_tokens_total") == 0, "decode prefilled something by itself"
 
 
