@@ -18,7 +18,7 @@ from tests.calm import serve_calmly
 from tests.faults.answers import failed_attempts, read_events
 from tests.under_load import WAIT_S, Asking, answers, ask, complete, find, send, wait_shown, wait_until
 
-NUM, NUM_TOKENS = 6, 2000  # answers so long that work is left when a test looks, on any machine
+NUM, NUM_TOKENS = 6, 1000  # answers so long that work is left when a test looks, on any machine
 
 
 @pytest.fixture(scope="module")
