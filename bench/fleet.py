@@ -18,9 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
-from bench.plain_http import HTTP
+from bench.plain_http import read_metric, read_workers
 from runtime.lifecycle import Ready, parse_event
 
 START_S = 120.0  # a loaded machine imports torch slowly
@@ -124,13 +122,7 @@ class Process:
     def metric(self, sample: str, labels: Mapping[str, str] | None = None) -> float:
         """The sum of all samples called `baton:SAMPLE` that carry `labels`."""
         port = self.port if self.role == "gateway" else self.metrics_port
-        text = HTTP.get(f"http://{HOST}:{port}/metrics", timeout=10).text
-        return sum(
-            found.value
-            for family in text_string_to_metric_families(text)
-            for found in family.samples
-            if found.name == f"baton:{sample}" and (labels or {}).items() <= found.labels.items()
-        )
+        return read_metric(f"http://{HOST}:{port}/metrics", sample, labels)
 
     def read_log(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
@@ -162,8 +154,7 @@ class ProcessFleet:
 
     def status(self) -> list[dict[str, Any]]:
         """The gateway's /status."""
-        workers: list[dict[str, Any]] = HTTP.get(f"{self.url}/status", timeout=10).json()["workers"]
-        return workers
+        return read_workers(self.url)
 
     def used_pages(self) -> dict[str, float]:
         """name |-> its own gauge, of every living worker."""

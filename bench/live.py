@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
-from bench.plain_http import HTTP
+from bench.plain_http import read_metric, read_workers
 
 START_S = 240.0  # a loaded machine imports torch slowly
 READY = re.compile(r"^(?P<name>\S+) is ready at (?P<address>\S+) \((?P<facts>.*)\)$")
@@ -39,18 +37,11 @@ class Live:
 
     def workers(self) -> list[dict[str, Any]]:
         """The gateway's /status."""
-        workers: list[dict[str, Any]] = HTTP.get(f"{self.url}/status", timeout=10).json()["workers"]
-        return workers
+        return read_workers(self.url)
 
     def metric(self, name: str, sample: str, labels: Mapping[str, str] | None = None) -> float:
         """The sum of all samples called `baton:SAMPLE` of one process that carry `labels`."""
-        text = HTTP.get(self.metrics_urls[name], timeout=10).text
-        return sum(
-            found.value
-            for family in text_string_to_metric_families(text)
-            for found in family.samples
-            if found.name == f"baton:{sample}" and (labels or {}).items() <= found.labels.items()
-        )
+        return read_metric(self.metrics_urls[name], sample, labels)
 
     def wait_until_unused(self, timeout_s: float = 20.0) -> float:
         """Seconds until every worker's own gauge shows no used page; fails after `timeout_s`."""

@@ -15,10 +15,9 @@ from typing import Any
 import grpc
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from bench.live import Live, serve
-from bench.plain_http import HTTP
+from bench.plain_http import HTTP, read_families
 from demo.paths import TARGET_DIR
 from protos import inference_pb2, inference_pb2_grpc
 from tests.calm import serve_calmly
@@ -100,7 +99,7 @@ def _counters(live: Live) -> dict[str, float]:
 @pytest.mark.parametrize("name", ["gateway", "prefill-0", "decode-0"])
 def test_every_metric_is_documented(live: Live, name: str) -> None:
     documented = (ROOT / "docs/API.md").read_text(encoding="utf-8").partition("## Metrics")[2]
-    families = text_string_to_metric_families(HTTP.get(live.metrics_urls[name], timeout=10).text)
+    families = read_families(live.metrics_urls[name])
     names = {one.name.removeprefix("baton:") + ("_total" if one.type == "counter" else "") for one in families}
     names = {name for name in names if not name.endswith("_created")}  # the library's: since when a counter counts
     assert len(names) > 5 and not [name for name in names if f"`{name}" not in documented]
@@ -108,7 +107,7 @@ def test_every_metric_is_documented(live: Live, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gateway", "prefill-0", "decode-0"])
 def test_histograms_begin_at_a_millisecond(live: Live, name: str) -> None:
-    families = text_string_to_metric_families(HTTP.get(live.metrics_urls[name], timeout=10).text)
+    families = read_families(live.metrics_urls[name])
     bounds = {
         one.name: min(float(sample.labels["le"]) for sample in one.samples if sample.name.endswith("_bucket"))
         for one in families

@@ -35,7 +35,7 @@ def test_row_10_workers_stopped_for_a_minute_are_left_and_taken_back(quad: Proce
             worker.stop()
         until = time.monotonic() + STOPPED_S
         for worker in stopped:
-            wait_until(lambda worker=worker: not is_alive(quad, worker), NOTICED_S)  # type: ignore[misc]
+            _wait_until_left(quad, worker)
         num_before = len(load.ended)
         while time.monotonic() < until:
             assert all(find(quad, worker)["trouble"] for worker in stopped), quad.status()
@@ -79,11 +79,7 @@ def test_row_10_stopped_gateway_is_left_by_its_workers_and_goes_on(held: Held, t
     num_held = sum(worker.metric("num_requests_running") for worker in decodes)
     assert num_held > 0
     for worker, before in zip(decodes, left_before, strict=True):
-        wait_until(
-            lambda worker=worker, before=before: len(_departures(worker)) > before,  # type: ignore[misc]
-            DEAD_S,
-            lambda: "a decode worker still waits for its gateway",
-        )
+        _wait_for_departure(worker, before)
     wait_until(lambda: prefill.metric("cancelled_total") > cancelled, DEAD_S, lambda: "prefill still waits for it")
     left_s = time.monotonic() - begun
     num_left = sum(sum(_departures(worker)[before:]) for worker, before in zip(decodes, left_before, strict=True))
@@ -102,6 +98,20 @@ def test_row_10_stopped_gateway_is_left_by_its_workers_and_goes_on(held: Held, t
         f"row 10, gateway: left by its workers after {left_s:.1f} s, {num_left} sessions ended; "
         f"pages free {freed_s:.1f} s after engines were"
     )
+
+
+def _wait_until_left(fleet: ProcessFleet, worker: Process) -> None:
+    wait_until(lambda: not is_alive(fleet, worker), NOTICED_S)
+
+
+def _wait_until_back(fleet: ProcessFleet, worker: Process, before: object) -> None:
+    """As another incarnation than `before`."""
+    wait_until(lambda: is_alive(fleet, worker) and find(fleet, worker)["incarnation"] != before, SLACK_S)
+
+
+def _wait_for_departure(decode: Process, before: int) -> None:
+    """Of a gateway, after `before` others."""
+    wait_until(lambda: len(_departures(decode)) > before, DEAD_S, lambda: "a decode worker still waits for its gateway")
 
 
 def _departures(decode: Process) -> list[int]:
@@ -184,12 +194,7 @@ def test_row_26_rolling_restarts_under_load_lose_nothing(quad: ProcessFleet, tru
         for worker in order:
             before = find(quad, worker)["incarnation"]
             roll(worker, DRAINED_S + SLACK_S)
-            wait_until(
-                lambda worker=worker, before=before: (  # type: ignore[misc]
-                    is_alive(quad, worker) and find(quad, worker)["incarnation"] != before
-                ),
-                SLACK_S,
-            )
+            _wait_until_back(quad, worker, before)
     load.check(truth)
     quad.wait_until_unused()
     longest = max(asking.longest_pause_s for asking in load.ended)
