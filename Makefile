@@ -10,7 +10,7 @@ TRANSPORT ?= auto
 DEVICE ?= auto
 MINUTES ?=
 # Processes that run tests, a file each.
-JOBS ?= 2
+JOBS ?= 3
 ARGS ?=
 # On Linux without a GPU, --extra-index-url with PyTorch's CPU wheel index saves gigabytes of CUDA libraries.
 PIP_ARGS ?=

@@ -24,6 +24,7 @@ from runtime.lifecycle import Ready, parse_event
 START_S = 120.0  # a loaded machine imports torch slowly
 PORT_BLOCK = 500
 POLL_S = 0.01
+WAIT_S = 60.0  # for what takes moments on an idle machine; it bounds a hang, it measures nothing
 HOST = "127.0.0.1"
 PROGRAM = ("cli.main",)  # what Python runs for each process: a module, and what it takes before the role
 
@@ -165,17 +166,17 @@ class ProcessFleet:
         workers = [worker for worker in self.workers() if worker.role == role and worker.is_running]
         return sum(worker.metric(sample, labels) for worker in workers)
 
-    def wait_until_unused(self, timeout_s: float = 30.0) -> float:
+    def wait_until_unused(self, timeout_s: float = WAIT_S) -> float:
         """Seconds until no living worker has a used page."""
         return wait_until(lambda: not any(self.used_pages().values()), timeout_s, self.used_pages)
 
-    def wait_until_whole(self, timeout_s: float = 60.0) -> float:
+    def wait_until_whole(self, timeout_s: float = WAIT_S) -> float:
         """Seconds until the gateway takes every worker for alive."""
         return wait_until(lambda: all(worker["alive"] for worker in self.status()), timeout_s, self.status)
 
 
 def wait_until(
-    is_true: Callable[[], bool], timeout_s: float, explain: Callable[[], object] = lambda: "not yet true"
+    is_true: Callable[[], bool], timeout_s: float = WAIT_S, explain: Callable[[], object] = lambda: "not yet true"
 ) -> float:
     """Seconds until `is_true`; AssertionError with `explain()` after `timeout_s`."""
     started = time.monotonic()

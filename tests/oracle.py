@@ -15,10 +15,16 @@ class Oracle:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._answers: dict[tuple[int, ...], list[int]] = {}  # prompt |-> the longest answer so far
 
-    def answer(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """`num_tokens` greedy tokens after the prompt, past any end-of-sequence token."""
+    def answer(self, prompt_ids: Sequence[int], num_tokens: int, guess: Sequence[int] = ()) -> list[int]:
+        """`num_tokens` greedy tokens after the prompt, past any end-of-sequence token.
+
+        `guess`: what they may be. Seeing that they are takes one pass of the model instead of one for each token.
+        """
         key = tuple(prompt_ids)
-        if len(self._answers.get(key, ())) < num_tokens:
+        known = self._answers.get(key, [])
+        if len(known) < num_tokens <= len(guess) and self._chooses(prompt_ids, guess[:num_tokens]):
+            known = list(guess[:num_tokens])
+        if len(known) < num_tokens:
             ids = torch.tensor([list(prompt_ids)])
             generated = self._model.generate(
                 ids,
@@ -28,8 +34,17 @@ class Oracle:
                 eos_token_id=None,
                 pad_token_id=0,
             )
-            self._answers[key] = generated[0, len(prompt_ids) :].tolist()
-        return self._answers[key][:num_tokens]
+            known = generated[0, len(prompt_ids) :].tolist()
+        self._answers[key] = known
+        return known[:num_tokens]
+
+    @torch.no_grad()
+    def _chooses(self, prompt_ids: Sequence[int], tokens: Sequence[int]) -> bool:
+        """True when each of the tokens is the likeliest after those before it."""
+        ids = torch.tensor([[*prompt_ids, *tokens]])
+        logits = self._model(ids, use_cache=False, logits_to_keep=len(tokens) + 1).logits[0, :-1]
+        chosen: list[int] = logits.argmax(-1).tolist()
+        return chosen == list(tokens)
 
     @torch.no_grad()
     def answer_with(self, processor: LogitsProcessor, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:

@@ -160,4 +160,4 @@ def _mend(fleet: ProcessFleet) -> None:
 
 def _check_calm(fleet: ProcessFleet) -> None:
     fleet.wait_until_whole()
-    fleet.wait_until_unused(timeout_s=60)
+    fleet.wait_until_unused()

@@ -5,13 +5,11 @@ import json
 import grpc
 import pytest
 
-from bench.fleet import ProcessFleet, wait_until
+from bench.fleet import WAIT_S, ProcessFleet, wait_until
 from bench.plain_http import HTTP
 from tests.faults.answers import Truth, ask, find, find_busy, is_alive, prompt_of
 
-LEASE_S = 4.0
 ORPHAN_TOKENS = 3000  # 9 s of work
-SLACK_S = 20.0  # for a loaded machine
 
 
 @pytest.mark.parametrize("after", [1, 40, 120])
@@ -27,7 +25,9 @@ def test_row_03_killed_decode_worker_is_replaced_in_mid_stream(quad: ProcessFlee
 def test_row_03_with_no_decode_worker_left_the_stream_ends_with_an_error(quad: ProcessFleet, truth: Truth) -> None:
     stream = ask(quad, num_tokens=3000)
     body = {"prompt": prompt_of(50), "max_tokens": 3000, "stream": True, "ignore_eos": True}
-    with HTTP.stream("POST", f"{quad.url}/v1/completions", json={**body, "model": _model(quad)}, timeout=60) as answer:
+    with HTTP.stream(
+        "POST", f"{quad.url}/v1/completions", json={**body, "model": _model(quad)}, timeout=WAIT_S
+    ) as answer:
         lines = answer.iter_lines()
         next(lines)
         stream.wait_for_tokens(5)
@@ -36,14 +36,13 @@ def test_row_03_with_no_decode_worker_left_the_stream_ends_with_an_error(quad: P
         events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     stream.finish()
     assert stream.code is grpc.StatusCode.UNAVAILABLE and "no decode worker is alive" in stream.detail
-    whole = truth.oracle.answer(stream.prompt, 250)
-    assert stream.tokens[:250] == whole[: len(stream.tokens)]
+    assert stream.tokens == truth.oracle.answer(stream.prompt, len(stream.tokens), guess=stream.tokens)
     errors = [json.loads(event)["error"] for event in events if event.startswith('{"error"')]
     assert len(errors) == 1 and "no decode worker is alive" in errors[0]["message"]
 
 
 def _model(fleet: ProcessFleet) -> str:
-    return str(HTTP.get(f"{fleet.url}/v1/models", timeout=10).json()["data"][0]["id"])
+    return str(HTTP.get(f"{fleet.url}/v1/models", timeout=WAIT_S).json()["data"][0]["id"])
 
 
 @pytest.mark.parametrize("num_left", [1, 0])
@@ -66,7 +65,7 @@ def test_row_05_restarted_worker_is_another_incarnation(quad: ProcessFleet, trut
     streams = [ask(quad, seed=seed) for seed in (1, 2, 3)]
     streams[0].wait_for_tokens(3)
     quad[name].restart()
-    wait_until(lambda: find(quad, quad[name])["incarnation"] != before and is_alive(quad, quad[name]), 30)
+    wait_until(lambda: find(quad, quad[name])["incarnation"] != before and is_alive(quad, quad[name]))
     for stream in streams:
         truth.check(stream)
     truth.check_crowd(quad, newcomer=quad[name])
@@ -81,7 +80,7 @@ def test_row_12_killed_gateway_leaves_nothing_behind(quad: ProcessFleet, truth: 
     streams += [ask(quad, num_prompt=3500, num_tokens=20, seed=seed) for seed in range(1, 7)]
     find_busy(quad, "prefill")
     quad.gateway.kill()
-    freed_s = quad.wait_until_unused(LEASE_S + SLACK_S)
+    freed_s = quad.wait_until_unused()
     more = quad.count("decode", "generation_tokens_total") - generated
     dropped = quad.count("prefill", "cancelled_total", {"phase": "prefill"}) - cancelled
     print(

@@ -6,6 +6,7 @@ import time
 import grpc
 import pytest
 
+from bench.asking import Asking
 from bench.fleet import Process, ProcessFleet, wait_until
 from bench.plain_http import HTTP
 from bench.soak import roll
@@ -28,7 +29,7 @@ NO_LOSS = ("this worker is draining", "Failed to connect", "has been silent", "D
 
 def test_row_10_workers_stopped_for_a_minute_are_left_and_taken_back(quad: ProcessFleet, truth: Truth) -> None:
     """One of each kind at once, while others ask: nobody sees more of it than a pause."""
-    with Load(quad, pause_s=0.5) as load:  # for a minute, on a machine that may have other work
+    with Load(quad, pause_s=4.0) as load:  # for a minute, on a machine that may have other work
         stopped = [find_busy(quad, "decode"), find_busy(quad, "prefill")]
         before = [find(quad, worker)["incarnation"] for worker in stopped]
         for worker in stopped:
@@ -134,20 +135,37 @@ def test_row_12_new_gateway_serves_at_once(small: ProcessFleet, truth: Truth) ->
     small.wait_until_unused()
 
 
+def _keep_prefill_waiting(quad: ProcessFleet) -> tuple[list[Asking], Process]:
+    """Send long prompts until a worker has two that it has not begun. Returns all of them, and that worker."""
+    streams: list[Asking] = []
+    waiting: list[Process] = []
+
+    def look() -> bool:
+        if all(stream.is_over for stream in streams):
+            streams.extend(ask(quad, num_prompt=3500, num_tokens=20, seed=seed) for seed in (1, 2) * 4)
+        workers = [quad["prefill-0"], quad["prefill-1"]]
+        waiting.extend(worker for worker in workers if worker.metric("num_requests_waiting") >= 2)
+        return bool(waiting)
+
+    wait_until(look, SLACK_S, lambda: "no prompt has to wait")
+    return streams, waiting[0]
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_row_13_worker_told_to_stop_under_load_finishes_and_is_replaced(
     quad: ProcessFleet, truth: Truth, role: str
 ) -> None:
     """No attempt fails for that, but those that the worker refuses from then on."""
     failed = len(failed_attempts(quad.gateway.read_log()))
-    num_prompt, num_tokens = (3500, 20) if role == "prefill" else (200, 250)
+    drains = {worker.name: len(read_events(worker.read_log(), "draining")) for worker in quad.workers()}
     with Load(quad) as load:
-        streams = [ask(quad, num_prompt, num_tokens, seed) for seed in (1, 2) * 3]
         if role == "decode":
+            streams = [ask(quad, seed=seed) for seed in (1, 2) * 3]
             for stream in streams:
                 stream.wait_for_tokens(3)
-        victim = find_busy(quad, role)
-        drains = len(read_events(victim.read_log(), "draining"))
+            victim = find_busy(quad, role)
+        else:
+            streams, victim = _keep_prefill_waiting(quad)
         victim.terminate()
         assert victim.wait_exited(DRAINED_S + SLACK_S) == 0
         num_before = len(load.ended)
@@ -157,7 +175,7 @@ def test_row_13_worker_told_to_stop_under_load_finishes_and_is_replaced(
         truth.check(stream)
     load.check(truth)
     log = victim.read_log()
-    (draining,) = read_events(log, "draining")[drains:]
+    (draining,) = read_events(log, "draining")[drains[victim.name] :]
     assert draining["left"] > 0, "it had nothing to finish"
     assert '"event": "drained"' in log and "not all work could be finished" not in log
     reasons = failed_attempts(quad.gateway.read_log())[failed:]

@@ -83,7 +83,7 @@ def test_row_24_64_file_descriptors(tmp_path: Path, truth: Truth) -> None:
                 for _ in range(NUM_IDLE):
                     stack.enter_context(socket.create_connection((HOST, process.port), timeout=30))
             assert process.is_running
-        wait_until(lambda: _takes_calls(fleet), 60)
+        wait_until(lambda: _takes_calls(fleet))
         fleet.wait_until_whole()
         _check_canary_soon(fleet, truth)
         for process in fleet.processes.values():
@@ -102,7 +102,7 @@ def _takes_calls(fleet: ProcessFleet) -> bool:
 
 def _check_canary_soon(fleet: ProcessFleet, truth: Truth) -> None:
     """Once the gateway has noticed that connections are possible again."""
-    wait_until(lambda: ask(fleet, 20, num_tokens=2).finish().code is not grpc.StatusCode.UNAVAILABLE, 60)
+    wait_until(lambda: ask(fleet, 20, num_tokens=2).finish().code is not grpc.StatusCode.UNAVAILABLE)
     truth.check_canary(fleet)
 
 

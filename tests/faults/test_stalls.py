@@ -5,11 +5,10 @@ import re
 import socket
 from contextlib import ExitStack
 
-from bench.fleet import HOST, ProcessFleet, wait_until
+from bench.fleet import HOST, WAIT_S, ProcessFleet, wait_until
 from bench.plain_http import HTTP
 from tests.faults.answers import Truth, ask, find_busy, is_alive
 
-FREED_S = 10.0  # the promise is 1 s, which a loaded machine may not keep
 NUM_IDLE = 1000
 
 
@@ -20,7 +19,7 @@ def test_row_01_pages_of_a_client_that_leaves_its_answer_are_free_at_once(quad: 
     stream = ask(quad, num_tokens=3500)
     stream.wait_for_tokens(10)
     stream.cancel()
-    seconds = quad.wait_until_unused(FREED_S)
+    seconds = quad.wait_until_unused()
     print(f"row 1, decode: pages free after {seconds * 1e3:.0f} ms")
     assert quad.count("decode", "cancelled_total", {"phase": "active"}) == cancelled + 1
     assert quad.count("decode", "generation_tokens_total") < generated + 3500
@@ -44,7 +43,7 @@ def test_row_10_stopped_prefill_worker_is_noticed_and_left(quad: ProcessFleet, t
     stopped = find_busy(quad, "prefill")
     stopped.stop()
     truth.check(stream)
-    wait_until(lambda: not is_alive(quad, stopped), 30)
+    wait_until(lambda: not is_alive(quad, stopped))
     print(f"row 10, prefill: answered after {stream.seconds:.2f} s")
     truth.check_canary(quad)
 
@@ -53,20 +52,20 @@ def test_row_10_ready_names_who_stopped(quad: ProcessFleet, truth: Truth) -> Non
     workers = [quad["decode-0"], quad["decode-1"]]
     for worker in workers:
         worker.stop()
-    wait_until(lambda: HTTP.get(f"{quad.url}/ready", timeout=10).status_code == 503, 30)
-    answer = HTTP.get(f"{quad.url}/ready", timeout=10).text
+    wait_until(lambda: HTTP.get(f"{quad.url}/ready", timeout=WAIT_S).status_code == 503)
+    answer = HTTP.get(f"{quad.url}/ready", timeout=WAIT_S).text
     for worker in workers:
         assert re.search(f"{worker.address} (does not answer|has been silent)", answer), answer
     for worker in workers:
         worker.resume()
-    wait_until(lambda: HTTP.get(f"{quad.url}/ready", timeout=10).status_code == 200, 30)
+    wait_until(lambda: HTTP.get(f"{quad.url}/ready", timeout=WAIT_S).status_code == 200)
     truth.check_canary(quad)
 
 
 def test_row_15_rude_clients_do_not_disturb_others(quad: ProcessFleet, truth: Truth) -> None:
     """A stream that nobody reads, a request that never ends, and a thousand sockets that say nothing."""
     body = b'{"prompt": [7, 8, 9], "max_tokens": 3900, "stream": true, "ignore_eos": true, "model": "%s"}'
-    model = HTTP.get(f"{quad.url}/v1/models", timeout=10).json()["data"][0]["id"].encode()
+    model = HTTP.get(f"{quad.url}/v1/models", timeout=WAIT_S).json()["data"][0]["id"].encode()
     with ExitStack() as stack:
         sockets = [stack.enter_context(_connect(quad)) for _ in range(NUM_IDLE)]
         sockets[0].sendall(_head(len(body % model)) + body % model)
@@ -81,7 +80,7 @@ def test_row_15_rude_clients_do_not_disturb_others(quad: ProcessFleet, truth: Tr
 
 
 def _connect(fleet: ProcessFleet) -> socket.socket:
-    return socket.create_connection((HOST, fleet.gateway.port), timeout=30)
+    return socket.create_connection((HOST, fleet.gateway.port), timeout=WAIT_S)
 
 
 def _head(length: int) -> bytes:
@@ -94,7 +93,7 @@ def test_row_22_random_bytes_at_every_port(quad: ProcessFleet, truth: Truth) -> 
     for process in quad.processes.values():
         for port in (process.port, process.metrics_port):
             for start in starts:
-                with socket.create_connection((HOST, port), timeout=30) as peer:
+                with socket.create_connection((HOST, port), timeout=WAIT_S) as peer:
                     try:
                         peer.sendall(start + os.urandom(10_000))
                         peer.shutdown(socket.SHUT_WR)

@@ -12,17 +12,16 @@ from tests.oracle import random_prompt
 from tests.surface import Surface, Told, take
 
 PROMPT = random_prompt(150, VOCAB, seed=3)
-NUM_TOKENS = 600
-NOTICED_S = 30.0
+NUM_TOKENS = 400
 SHAPES: dict[str, dict[str, Any]] = {
-    "draft": {"speculation": "draft", "max_draft_tokens": 8},
-    "repeats": {"speculation": "ngram"},
+    "draft": {"speculation": "draft", "max_draft_tokens": 4},
+    "repeats": {"speculation": "ngram", "max_draft_tokens": 4},
     "penalties": {"temperature": 0.8, "seed": 5, "frequency_penalty": 0.6, "repetition_penalty": 1.1},
     "logprobs": {"temperature": 1, "seed": 6, "logprobs": 3},
-    "min_tokens": {"ignore_eos": False, "min_tokens": 400, "temperature": 1, "seed": 7},
+    "min_tokens": {"ignore_eos": False, "min_tokens": 300, "temperature": 1, "seed": 7},
     "all": {
         "temperature": 0.9, "seed": 8, "top_p": 0.9, "presence_penalty": 0.5, "logit_bias": {40: 2.0}, "logprobs": 1,
-        "ignore_eos": False, "min_tokens": 400,
+        "ignore_eos": False, "min_tokens": 300,
     },
     "several": {"n": 4, "temperature": 1, "seed": 9, "logprobs": 0},
 }  # fmt: skip
@@ -45,23 +44,22 @@ def _nothing_told() -> Undisturbed:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("after", [1, 60])
+@pytest.mark.parametrize("after", [1, 40])
 def test_row_03_answers_of_every_shape_go_on_elsewhere(
     quad: ProcessFleet, undisturbed: Undisturbed, after: int
 ) -> None:
-    """All begin on one worker, because the other one sleeps; that one takes them over when the first is killed."""
+    """All begin on one worker, because the other one sleeps; that one takes them over when it wakes up."""
     victim, heir = quad["decode-0"], quad["decode-1"]
     heir.stop()
-    wait_until(lambda: not is_alive(quad, heir), NOTICED_S)
+    wait_until(lambda: not is_alive(quad, heir))
     told = _nothing_told()
     with grpc.insecure_channel(quad.grpc_address) as channel, ThreadPoolExecutor(len(SHAPES)) as threads:
         calls = _start_all(Surface(channel))
         for name, call in calls.items():
             while min(len(choice.tokens) for choice in told[name]) < after:
                 take(told[name], next(call))
-        heir.resume()
-        wait_until(lambda: is_alive(quad, heir), NOTICED_S)
         victim.kill()
+        heir.resume()  # before the gateway's patience with a fleet that cannot serve is over
         _listen_all(threads, told, calls)
     for name, choices in told.items():
         for choice, expected in zip(choices, undisturbed[name], strict=True):
