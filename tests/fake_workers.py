@@ -193,6 +193,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             self.signal.fire()
             raise
         self.num_done += 1
+        self.signal.fire()
         return self.response
 
 

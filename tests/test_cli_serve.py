@@ -23,8 +23,6 @@ from runtime.lifecycle import ReadyReporter, follow_supervisor
 role, fd = sys.argv[1], int(sys.argv[-1].removeprefix("--ready-fd="))
 follow_supervisor(fd)
 mode = os.environ.get("STAND_IN_" + role.upper(), "ready")
-with open(os.environ["STAND_IN_NOTES"], "a") as notes:
-    print("pid", os.getpid(), *sys.argv[1:], os.environ.get("BATON_API_KEY"), os.environ.get("BATON_PORT"), file=notes)
 
 def end(*_):
     with open(os.environ["STAND_IN_NOTES"], "a") as notes:
@@ -33,6 +31,8 @@ def end(*_):
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "stubborn" else end)
 signal.signal(signal.SIGUSR1, lambda *_: os._exit(3))
+with open(os.environ["STAND_IN_NOTES"], "a") as notes:  # from now on it may be told to end
+    print("pid", os.getpid(), *sys.argv[1:], os.environ.get("BATON_API_KEY"), os.environ.get("BATON_PORT"), file=notes)
 reporter = ReadyReporter(fd, role)
 reporter.loading(500_000, 1_000_000)
 if mode == "crash":
@@ -217,7 +217,7 @@ def test_a_crash_while_loading_shows_its_last_lines_and_stops_all(services: list
     assert f"\n    crash line {50 - TAIL_LINES}\n" in said and "\n    crash line 49\n" in said
     assert f"\n    crash line {49 - TAIL_LINES}\n" not in said
     assert len(service.pids()) >= 2, "the stand-in and the helper it started"
-    assert service.survivors() == []
+    assert service.survivors(WAIT_S) == [], "nobody waited for the helper's end"
 
 
 def test_a_start_that_takes_too_long_is_given_up(services: list[Service], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from gateway.generation import Generation, Timing, TokenLogprobs
 from protos import decode_pb2, prefill_pb2
 from tests.dispatching import PROMPT, Ring, answer, bounded, generation, pair
-from tests.fake_workers import FakeDecode
+from tests.fake_workers import PATIENCE_S, FakeDecode
 
 PREFILLED = prefill_pb2.RunResponse(
     queue_seconds=0.25, prefill_seconds=0.5, transfer_seconds=0.125, transfer_bytes=4096, transport="shm"
@@ -33,9 +33,15 @@ async def has_read(ring: Ring) -> None:
     """Until the gateway has taken in all that its one session said."""
     (link,) = ring.fleet.decode.values()
     await link._ask_status()  # a later answer on the same connection
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while any(not session.inbox.empty() for session in link._sessions.values()):  # noqa: ASYNC110
             await asyncio.sleep(0)
+
+
+async def is_prefilled(ring: Ring) -> None:
+    """Until the gateway has taken in prefill's answer to its one request: its place at prefill is free with that."""
+    await ring.signal.until(lambda: ring.num_held == 1)
+    await has_read(ring)
 
 
 async def takes(decode: FakeDecode, ring: Ring, count: int) -> decode_pb2.ReserveRequest:
@@ -59,8 +65,7 @@ async def test_prompt_logprobs_come_with_the_first_tokens_even_if_later() -> Non
         await has_read(ring)
         assert not task.done()
         prefill.may_finish.set()
-        await ring.signal.until(lambda: prefill.num_done == 1)
-        await has_read(ring)
+        await is_prefilled(ring)
         decode.sessions[0].say(answer(4)[3:], "length", logprobs=messages(-6))
         first, last = await task
         assert (list(first.token_ids), first.logprobs) == (answer(3), told(-3, -4, -5))
@@ -125,8 +130,7 @@ async def test_a_retry_repeats_no_prompt_logprobs_and_loses_no_token_held_back()
         assert (list(second.prompt_ids), second.num_emitted, second.max_tokens) == (list(PROMPT), 0, 6)
         assert second.num_prompt_logprobs == 1
         prefill.may_finish.set()
-        await ring.signal.until(lambda: prefill.num_done == 1)
-        await has_read(ring)
+        await is_prefilled(ring)
         decode.sessions[1].say(answer(2), logprobs=messages(-3, -4))
         await has_read(ring)
         decode.sessions[1].say([], "error", "the engine step failed")
@@ -146,7 +150,7 @@ async def test_timing_comes_with_the_first_and_the_last_news() -> None:
         prefill.response = PREFILLED
         task = asyncio.create_task(ring.listen(generation()))
         await ring.signal.until(lambda: prefill.num_done == 1)
-        await has_read(ring)
+        await is_prefilled(ring)
         (session,) = decode.sessions
         session.emit(1)
         await has_read(ring)

@@ -45,19 +45,35 @@ def uses_pages(live: Live, name: str) -> bool:
     return live.metric(name, "kv_cache_used_pages") > 0
 
 
+def send_decodes(live: Live, number: signal.Signals) -> None:
+    for rank in range(3):
+        send(live, f"decode-{rank}", number)
+
+
 def test_a_prefill_worker_finishes_its_runs(live: Live) -> None:
     """No attempt fails for that, but those that the worker refuses from then on."""
     expected = answers(ask(live, NUM, num_prompt=2500, num_tokens=4))
     asking = list[Asking]()
 
     def has_work() -> bool:
+        """Then no decode worker runs, so that it stays so."""
         if not any(one.thread.is_alive() for one in asking):
             asking.extend(Asking(live.grpc_address, seed, num_prompt=2500, num_tokens=4) for seed in range(NUM))
-        return uses_pages(live, "prefill-0")
+        if not uses_pages(live, "prefill-0"):
+            return False
+        send_decodes(live, signal.SIGSTOP)
+        if uses_pages(live, "prefill-0"):
+            return True
+        send_decodes(live, signal.SIGCONT)
+        return False
 
     failed_before = len(failed_attempts(live.read_log()))
-    wait_until(has_work, "prefill-0 has work")
-    send(live, "prefill-0", signal.SIGTERM)
+    try:
+        wait_until(has_work, "prefill-0 has work")
+        send(live, "prefill-0", signal.SIGTERM)
+        wait_until(lambda: bool(read_events(live.read_log(), "draining")), "its drain has begun")
+    finally:
+        send_decodes(live, signal.SIGCONT)
     assert answers(asking) == expected * (len(asking) // NUM)
     wait_shown(live, "prefill-0 ended with exit status 0; 5 workers are left; it stays ended, as it was asked to")
     assert "not all work could be finished" not in live.read_log()

@@ -122,10 +122,12 @@ def test_choices_wait_for_a_leader_whose_grammar_is_compiled(gate: asyncio.Event
             assert ring.num_waiting == 3
             gate.set()
             await decode.has_sessions(3)
-            assert decode.num_reserve_calls == 4 and len(prefill.runs) == 1
+            assert decode.num_reserve_calls == 4
+            await ring.signal.until(lambda: prefill.num_done == 1)
             for session in decode.sessions:
                 session.emit(4, "length")
             assert [await task for task in tasks] == [WHOLE] * 3
+            assert len(prefill.runs) == 1
 
     scenario()
 
@@ -136,7 +138,7 @@ async def test_a_grammar_that_is_never_compiled_ends_with_the_requests_time() ->
         decode.refusals.extend([COMPILING] * 100)
         error = await failure(ring.start(bound()))
         assert (error.status, error.code) == (504, "timeout")
-        assert 1 <= decode.num_reserve_calls <= 4 and not ring.num_failed_attempts
+        assert decode.num_reserve_calls <= 4 and not ring.num_failed_attempts
 
 
 # -- gRPC's own limits -----------------------------------------------------------------------------------------------

@@ -70,9 +70,13 @@ def test_a_killed_worker_starts_again_and_is_taken_back(live: Live, undisturbed:
     after = find(live, name)
     assert after["address"] == before["address"] and after["pid"] != before["pid"]
     assert answers(asking) == undisturbed
-    assert answers(ask(live, NUM)) == undisturbed
     served = "prompt_tokens_total" if name == "prefill-0" else "generation_tokens_total"
-    assert live.metric(name, served) > 0, "the new process works"
+
+    def works() -> bool:
+        assert answers(ask(live, NUM)) == undisturbed
+        return live.metric(name, served) > 0
+
+    wait_until(works, "the new process works")
 
 
 def test_stopped_workers_are_named_and_come_back(live: Live, undisturbed: list[list[int]]) -> None:

@@ -118,14 +118,14 @@ def test_histograms_begin_at_a_millisecond(live: Live, name: str) -> None:
 
 def test_a_request_is_measured_by_all_who_serve_it(live: Live) -> None:
     before, started = _measured(live), time.monotonic()
-    body = {"model": MODEL, "prompt": random_prompt(100, 300, seed=6), "max_tokens": 40, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": random_prompt(100, 300, seed=6), "max_tokens": 400, "ignore_eos": True}
     HTTP.post(f"{live.url}/v1/completions", json=body, timeout=60).raise_for_status()
     wall_s = time.monotonic() - started
     wait_until(lambda: _measured(live)["prefilled"] > before["prefilled"], "prefill has ended the call")
     moved = {name: value - before[name] for name, value in _measured(live).items()}
     once = ("queued", "first tokens", "requests", "answered", "queued at prefill", "prefilled")
     assert {name: moved[name] for name in once} == dict.fromkeys(once, 1), moved
-    assert 0 < moved["tokens apart"] <= 39, "tokens that come with the first have no time between"
+    assert 0 < moved["tokens apart"] <= 399, "tokens that come with the first have no time between"
     assert 1 <= moved["offers at prefill"] == moved["offers at decode"] == moved["reads"], moved
     assert 0 < moved["s to first token"] <= moved["s in all"] <= wall_s, moved
     assert 0 < moved["s of prefill"] <= wall_s and 0 < moved["s of reads"] <= wall_s, moved
@@ -175,7 +175,7 @@ def test_leaving_client_frees_its_pages(live: Live, stage: str) -> None:
         assert live.metric("decode-0", "kv_cache_used_pages") > 0
     live.wait_until_unused(timeout_s=60)
     assert live.metric("decode-0", "generation_tokens_total") < before[0] + 3000, "the answer came to its own end"
-    assert _cancelled(live, "decode-0", "active") == before[1] + 1
+    wait_until(lambda: _cancelled(live, "decode-0", "active") == before[1] + 1, "its cancellation is counted")
 
 
 def test_client_that_leaves_while_its_prompts_are_prefilled(live: Live) -> None:

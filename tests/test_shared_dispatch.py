@@ -9,7 +9,7 @@ import pytest
 
 from gateway.generation import SharedPrompt
 from tests.dispatching import NO_ROOM, PROMPT, Ring, answer, bounded, failure, generation, pair, ring
-from tests.fake_workers import FakeDecode, FakePrefill, Refusal, Signal, serving
+from tests.fake_workers import PATIENCE_S, FakeDecode, FakePrefill, Refusal, Signal, serving
 
 WHOLE = (answer(4), "length")
 
@@ -28,7 +28,7 @@ async def two_decodes(
             await server.enter_async_context(serving(worker)) for server, worker in zip(servers, workers, strict=True)
         ]
         prefill_address = await stack.enter_async_context(serving(prefill))
-        built = await stack.enter_async_context(ring(signal, addresses, [prefill_address]))
+        built = await stack.enter_async_context(ring(signal, addresses, [prefill_address], patience_s=PATIENCE_S))
         yield built, workers, prefill, servers
 
 
@@ -57,6 +57,7 @@ async def test_followers_wait_for_the_leaders_session_and_are_placed_beside_it()
         leader, *followers = [session.request for session in beside.sessions]
         assert leader.share_with == 0 and [one.share_with for one in followers] == [leader.handle] * 2
         assert all(list(one.prompt_ids) == list(PROMPT) for one in followers)
+        await ring.signal.until(lambda: prefill.num_done == 1)
         for session in beside.sessions:
             session.emit(4, "length")
         assert [await task for task in tasks] == [WHOLE] * 3
@@ -84,6 +85,7 @@ def test_followers_of_a_leader_that_was_refused_wait_for_its_next_session(refusa
             leader = decode.sessions[0].request
             assert (leader.request_id, leader.attempt) == ("r0", 2)
             assert [one.request.share_with for one in decode.sessions] == [0, leader.handle, leader.handle]
+            await ring.signal.until(lambda: prefill.num_done == 1)
             for session in decode.sessions:
                 session.emit(4, "length")
             assert [await task for task in tasks] == [WHOLE] * 3

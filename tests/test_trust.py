@@ -116,7 +116,7 @@ def test_a_gateway_says_once_whom_it_cannot_trust(capsys: pytest.CaptureFixture[
         FakeDecode("D1", signal).add_to(server)
         address = f"127.0.0.1:{SECRET.bind(server, '127.0.0.1', 0)}"
         await rpc.start(server)
-        fleet = Fleet([], [address], 5.0, 5.0, 0, Trust().open_channel)
+        fleet = Fleet([], [address], PATIENCE_S, PATIENCE_S, 0, Trust().open_channel)
         polls = 0
 
         def count() -> None:

@@ -23,6 +23,7 @@ from runtime.trust import Trust, load_trust
 from tests.calm import serve_calmly
 from tests.fake_workers import PATIENCE_S
 from tests.test_addresses import needs_ipv6
+from tests.under_load import wait_until
 
 SECRET = Trust(secret="0123456789abcdef")
 
@@ -146,7 +147,8 @@ def test_a_gateway_and_a_worker_on_ipv6_addresses(tmp_path: Path) -> None:
                 (gateway.address, gateway.detail["grpc"]),
                 (gateway.address.replace("[::]", "127.0.0.1"), gateway.detail["grpc"].replace("[::]", "127.0.0.1")),
             ):
-                assert HTTP.get(f"http://{address}/ready", timeout=60).status_code == 200
+                url = f"http://{address}/ready"
+                wait_until(lambda url=url: HTTP.get(url, timeout=60).status_code == 200, "ready")  # type: ignore[misc]
                 with grpc.insecure_channel(grpc_address) as channel:
                     models: Any = channel.unary_unary("/baton.v1.Inference/ListModels")
                     assert models(b"", timeout=60)
