@@ -84,6 +84,7 @@ async def ring(
     patience_s: float = 0.0,
 ) -> AsyncIterator[Ring]:
     """A gateway that has heard from all its workers."""
+    # No heartbeat asks workers before `slow_polls` does, which is once in a third of it.
     fleet = Fleet(prefill, decode, heartbeat_s=30 * PATIENCE_S, stall_s=PATIENCE_S, context_tokens=0)
     built = Ring(fleet, Dispatcher(fleet, max_queue, local, timeout_s, patience_s, CollectorRegistry()), signal)
     fleet.start()

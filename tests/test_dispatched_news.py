@@ -149,7 +149,6 @@ async def test_timing_comes_with_the_first_and_the_last_news() -> None:
     async with pair(is_manual=True) as (ring, decode, prefill):
         prefill.response = PREFILLED
         task = asyncio.create_task(ring.listen(generation()))
-        await ring.signal.until(lambda: prefill.num_done == 1)
         await is_prefilled(ring)
         (session,) = decode.sessions
         session.emit(1)

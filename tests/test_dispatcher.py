@@ -167,7 +167,7 @@ def test_a_request_that_takes_too_long_ends_with_504(stage: str) -> None:
             error = await failure(ring.start(generation()))
             assert (error.status, error.code) == (504, "timeout")
             assert "--request-timeout-s" in error.message
-            assert decode.num_reserve_calls <= 1
+            assert decode.num_reserve_calls == 1
 
     scenario()
 
@@ -442,8 +442,7 @@ async def test_a_request_that_finds_nobody_for_too_long_ends_with_503() -> None:
     async with serving(decode) as address, ring(signal, [address], patience_s=2.0) as built:
         error = await failure(built.start(generation()))
         assert (error.status, error.code, error.retry_after_s) == (503, "not_ready", 1)
-        last = f"found no worker for 2 s; the last: {address}: connection refused"
-        assert last in error.message or "did not take a call" in error.message  # the latter: it has just been refused
+        assert f"found no worker for 2 s; the last: {address}: connection refused" in error.message
 
 
 @bounded

@@ -313,6 +313,8 @@ def test_tied_copies_are_shared_and_differing_ones_kept(tmp_path: Path) -> None:
     plain = logits_of(folder)
     edit_weights(folder, {"lm_head.weight": embedding.clone()})
     torch.testing.assert_close(logits_of(folder), plain)
+    decoder = load_model(folder, "auto", CPU)
+    assert decoder._lm_head._weight is decoder._embedding
     edit_weights(folder, {"lm_head.weight": 2 * embedding})
     torch.testing.assert_close(logits_of(folder), 2 * plain)
 

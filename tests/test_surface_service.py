@@ -93,11 +93,13 @@ def test_choices_are_the_answers_of_single_requests_after_one_hand_off(
     live: Live, surface: Surface, oracle: Oracle, length: int
 ) -> None:
     prompt = random_prompt(length, VOCAB, seed=length)
-    before = read_bytes(live)
-    choices = surface.ask(prompt, n=3, seed=7, max_tokens=30, temperature=1)
-    assert read_bytes(live) - before == transferred_bytes(length)
-    told = [choice.timing.transfer_bytes for choice in choices]  # the first's: 0 where prefill's call ended late
-    assert told[0] in (0, transferred_bytes(length)) and told[1:] == [0, 0]
+    for _ in range(20):
+        before = read_bytes(live)
+        choices = surface.ask(prompt, n=3, seed=7, max_tokens=30, temperature=1)
+        assert read_bytes(live) - before == transferred_bytes(length)
+        if choices[0].timing.transfer_bytes:
+            break  # otherwise prefill's call ended after the answer, or there is nothing to hand over
+    assert [choice.timing.transfer_bytes for choice in choices] == [transferred_bytes(length), 0, 0]
     live.wait_until_unused()
     for number, choice in enumerate(choices):
         assert choice.tokens == surface.answer(prompt, seed=7 + number, max_tokens=30, temperature=1), number
