@@ -1,5 +1,6 @@
 """One streamed request over the public gRPC API, on a thread of its own, watched token by token."""
 
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -13,11 +14,22 @@ from protos import inference_pb2, inference_pb2_grpc
 CLIENT_S = 120.0  # a client's own deadline: reaching it means that the service let the request hang
 
 
+def draw_salt(dice: random.Random) -> str:
+    """Half of the time none: the prompt's pages are found where it was before. Else one of its own."""
+    return dice.choice(("", f"{dice.getrandbits(64):x}"))
+
+
 class Asking:
     """A greedy request under way. `tokens` grows; `code` and `detail` say how it ended, None and "" when well."""
 
     def __init__(
-        self, address: str, prompt: Sequence[int], num_tokens: int, timeout_s: float = CLIENT_S, model: str = ""
+        self,
+        address: str,
+        prompt: Sequence[int],
+        num_tokens: int,
+        timeout_s: float = CLIENT_S,
+        model: str = "",
+        cache_salt: str = "",
     ) -> None:
         self.prompt = prompt
         self.num_tokens = num_tokens
@@ -35,6 +47,7 @@ class Asking:
             max_tokens=num_tokens,
             temperature=0,
             ignore_eos=True,
+            cache_salt=cache_salt,
         )
         self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
         self._call = inference_pb2_grpc.InferenceStub(self._channel).Generate(request, timeout=timeout_s)

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bench.batches import Part, pack
 from engine.attention.base import AttentionBackend, AttentionShape
-from engine.attention.build import load_kernel
 from engine.attention.choose import choose_attention
 from engine.attention.cpu_paged import CpuPagedAttention
 from engine.attention.torch_sdpa import TorchSdpaAttention, visible_keys
-from engine.batch import Batch, SequenceSlice, build_batch
+from engine.batch import Batch
+from engine.kernels.build import load_kernel
+from wire.kv_layout import LAYERS, pool_sizes
 
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=64, scale=64**-0.5)
 PAGE_TOKENS = 16
@@ -46,8 +48,8 @@ def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, Tensor, Tensor, T
     pages_each = -(-case.context_len // PAGE_TOKENS)
     num_pages = pages_each * case.num_sequences
     order = torch.randperm(num_pages).tolist()
-    slices = [
-        SequenceSlice(
+    parts = [
+        Part(
             token_ids=[0] * case.query_len,
             begin=case.context_len - case.query_len,
             pages=order[index * pages_each : (index + 1) * pages_each],
@@ -57,12 +59,18 @@ def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, Tensor, Tensor, T
     ]
     layer_elements = num_pages * 2 * SHAPE.num_kv_heads * PAGE_TOKENS * SHAPE.head_dim
     num_layers = max(4, min(16, CACHE_BYTES // (layer_elements * dtype.itemsize)))
-    pool = torch.empty(num_pages, num_layers, 2, SHAPE.num_kv_heads, PAGE_TOKENS, SHAPE.head_dim, dtype=dtype)
-    pool.normal_()
+    sizes = pool_sizes(
+        num_pages=num_pages,
+        num_kv_heads=SHAPE.num_kv_heads,
+        num_layers=num_layers,
+        page_tokens=PAGE_TOKENS,
+        head_dim=SHAPE.head_dim,
+    )
+    pool = torch.empty(sizes, dtype=dtype).normal_()
     num_tokens = case.num_sequences * case.query_len
     query = torch.randn(num_tokens, SHAPE.num_heads, SHAPE.head_dim).to(dtype)
     key, value = (torch.randn(num_tokens, SHAPE.num_kv_heads, SHAPE.head_dim).to(dtype) for _ in range(2))
-    return build_batch(slices, PAGE_TOKENS, torch.device("cpu")), query, key, value, pool
+    return pack(parts, PAGE_TOKENS, torch.device("cpu")), query, key, value, pool
 
 
 def contiguous_sdpa(case: Case, query: Tensor, num_layers: int) -> Callable[[int], Tensor]:
@@ -102,19 +110,21 @@ def measure(contenders: dict[str, Callable[[int], Tensor]], num_layers: int, sec
 
 def bench_case(case: Case, dtype: torch.dtype, seconds: float, quantile: float) -> str:
     batch, query, key, value, pool = build_case(case, dtype)
+    num_layers = pool.shape[LAYERS]
 
     def over_pages(backend: AttentionBackend) -> Callable[[int], Tensor]:
-        return lambda layer: backend.attend(layer, query, key, value, pool, batch, None)
+        backend.plan(pool, batch)
+        return lambda layer: backend.attend(layer, query, key, value, None)
 
     chosen = choose_attention(SHAPE, torch.device("cpu"), dtype)
     contenders = {
-        "contiguous": contiguous_sdpa(case, query, pool.shape[1]),
+        "contiguous": contiguous_sdpa(case, query, num_layers),
         chosen.backend.name: over_pages(chosen.backend),
     }
     if not chosen.is_fallback:
-        contenders["plain vectors"] = over_pages(CpuPagedAttention(SHAPE, load_kernel(), use_amx=False))
+        contenders["plain vectors"] = over_pages(CpuPagedAttention(SHAPE, load_kernel("cpu_paged"), use_amx=False))
         contenders["torch_sdpa"] = over_pages(TorchSdpaAttention(SHAPE))
-    times = {name: sorted(values) for name, values in measure(contenders, pool.shape[1], seconds).items()}
+    times = {name: sorted(values) for name, values in measure(contenders, num_layers, seconds).items()}
     base = times["contiguous"][int(quantile * len(times["contiguous"]))]
     rates = "".join(
         f"{name} {base / values[int(quantile * len(values))]:5.2f}x   "

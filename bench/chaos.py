@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from bench.asking import Asking
+from bench.asking import Asking, draw_salt
 from bench.fleet import ProcessFleet, run_fleet
 
 VOCAB = 300  # prompts of token ids below this
@@ -78,10 +78,13 @@ def build_cases(fleet: ProcessFleet, count: int, seed: int) -> list[Case]:
 
 def keep_asking(fleet: ProcessFleet, cases: "queue.SimpleQueue[Case]", tally: Tally, until: float) -> None:
     """One client: a request after the other."""
+    dice = random.Random()
     while time.monotonic() < until:
         case = cases.get()
         cases.put(case)
-        asking = Asking(fleet.grpc_address, case.prompt, len(case.answer), timeout_s=TOO_LONG_S)
+        asking = Asking(
+            fleet.grpc_address, case.prompt, len(case.answer), timeout_s=TOO_LONG_S, cache_salt=draw_salt(dice)
+        )
         tally.add(case, asking.finish(TOO_LONG_S + HANG_S))
 
 

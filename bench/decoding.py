@@ -1,4 +1,4 @@
-"""A decode worker's engine loop without its process: sessions go in, tokens come out."""
+"""A decode worker's engine loop without its process: jobs go in, tokens come out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,13 +6,15 @@ from threading import Event
 
 from decode_worker.loop import DecodeLoop
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.session import Delta, Reservation
-from decode_worker.session_table import SessionTable
 from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter
 from decode_worker.speculation.speculator import Speculator
-from engine.choice import TokenLogprobs
 from engine.engine import Engine
+from wire.logprobs import TokenLogprobs
+from worker.plan import Budget
+from worker.prefix_cache import PrefixCache
+from worker.sequences import Job, Update
+from worker.table import SequenceTable, num_rows_for
 
 NO_SPECULATION = Speculator({}, CostMeter(), "off", 0)
 PATIENCE_S = 600.0
@@ -21,18 +23,21 @@ NOT_SPARING = 1e-9  # seconds: forwards that seem to cost the same however many 
 
 @dataclass
 class Answers:
-    """What sessions told, by handle."""
+    """What sequences told, by handle."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    ends: dict[int, Delta] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    ends: dict[int, Update] = field(default_factory=dict)
 
-    def take(self, deltas: Sequence[Delta]) -> None:
-        for delta in deltas:
-            self.tokens.setdefault(delta.handle, []).extend(delta.token_ids)
-            self.logprobs.setdefault(delta.handle, []).extend(delta.logprobs)
-            if delta.finish_reason:
-                self.ends[delta.handle] = delta
+    def take(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            handle = update.sequence.job.handle
+            self.tokens.setdefault(handle, []).extend(update.token_ids)
+            self.logprobs.setdefault(handle, []).extend(update.logprobs)
+            self.prompt_logprobs.setdefault(handle, []).extend(update.prompt_logprobs)
+            if update.finish_reason:
+                self.ends[handle] = update
 
 
 def build_eager_speculator(drafters: Mapping[str, Drafter]) -> Speculator:
@@ -43,30 +48,31 @@ def build_eager_speculator(drafters: Mapping[str, Drafter]) -> Speculator:
     return Speculator(drafters, meter, "off", 0)
 
 
-def decode(
-    engine: Engine, speculator: Speculator, reservations: Sequence[Reservation], chunk_tokens: int = 64
-) -> Answers:
-    """Run all reservations together, prefill included, until each has ended; no page is held afterwards."""
-    table = SessionTable(engine.allocator, engine.pool.shape.page_tokens, max_running=64, lease_s=60.0)
-    answers, is_done = Answers(), Event()
+def build_table(engine: Engine) -> SequenceTable:
+    """Of as many sequences as the engine has rows for. Nothing is cached."""
+    cache = PrefixCache(engine.pool.num_pages, engine.pool.generations)
+    max_running = engine.rows.num_rows // num_rows_for(1)
+    return SequenceTable(cache, engine.pool.shape.page_tokens, max_running, lease_s=60.0)
 
-    def publish(_step: int, deltas: list[Delta]) -> None:
-        answers.take(deltas)
-        if len(answers.ends) == len(reservations):
+
+def decode(engine: Engine, speculator: Speculator, jobs: Sequence[Job], chunk_tokens: int = 64) -> Answers:
+    """Run all jobs together, prefill included, until each has ended; no page is held afterwards."""
+    table, answers, is_done = build_table(engine), Answers(), Event()
+
+    def publish(_step: int, updates: list[Update]) -> None:
+        answers.take(updates)
+        if len(answers.ends) == len(jobs):
             is_done.set()
 
-    metrics = DecodeMetrics(table)
-    loop = DecodeLoop(table, engine.runner, engine.pool, speculator, chunk_tokens, publish, metrics)
-    with loop.thread.lock:
-        for wanted in reservations:
-            table.reserve(wanted, 0.0)
+    metrics, budget = DecodeMetrics(table), Budget(chunk_tokens, "chunk_tokens")
+    loop = DecodeLoop(speculator, table, engine.runner, engine.rows, engine.pool, budget, publish, metrics)
+    for job in jobs:
+        table.admit(job, 0.0)
     loop.thread.start()
     try:
-        with loop.thread.lock:
-            loop.thread.wake()
-        assert is_done.wait(PATIENCE_S), f"{len(answers.ends)} of {len(reservations)} ended"
+        assert is_done.wait(PATIENCE_S), f"{len(answers.ends)} of {len(jobs)} ended"
     finally:
         loop.thread.stop(10)
     table.check()
-    assert not engine.allocator.num_used
+    assert not table.cache.num_held
     return answers

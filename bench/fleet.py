@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.plain_http import read_metric, read_workers
-from runtime.lifecycle import Ready, parse_event
+from runtime.events import Ready, parse_event
 
 START_S = 120.0  # a loaded machine imports torch slowly
 PORT_BLOCK = 500

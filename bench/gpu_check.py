@@ -13,25 +13,29 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import grpc
+import numpy as np
 import torch
 from cyclopts import App
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
+from bench.batches import Part, pack
 from bench.live import serve
 from demo.paths import TARGET_DIR
 from engine.attention.base import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.batch import SequenceSlice, build_batch
-from engine.choice import Choice
+from engine.batch import Slice
 from engine.kvcache.pool import Pool, PoolShape
 from engine.model.weights import load_model
+from engine.rows import Rows
 from engine.runner import Runner
-from engine.sampling import SamplingParams, sample
+from engine.sampling import sample
+from engine.sampling_batch import build_sampling_batch
 from protos import inference_pb2, inference_pb2_grpc
+from wire.sampling import SamplingParams
 
-PAGE_TOKENS = 16
+PAGE_TOKENS, ROW_PAGES = 16, 8
 PROMPT = list(range(20, 120))
 NUM_TOKENS = 16
 
@@ -51,17 +55,19 @@ class Outcome:
 def check_attention(device: torch.device) -> str:
     """torch_sdpa gives on the device what it gives on the CPU, for a ragged batch on shuffled pages."""
     shape = AttentionShape(8, 2, 64, 0.125)
-    slices = [
-        SequenceSlice(range(40), 0, [5, 1, 7], num_logits=0),
-        SequenceSlice([3], 20, [2, 6], num_logits=1),
+    parts = [
+        Part(range(40), 0, [5, 1, 7], num_logits=0),
+        Part([3], 20, [2, 6], num_logits=1),
     ]
     outputs = []
     for where in (torch.device("cpu"), device):
         generator = torch.Generator().manual_seed(0)
-        pool = torch.randn(8, 1, 2, 2, PAGE_TOKENS, 64, generator=generator).to(where)
+        pool = torch.randn(PoolShape(8, 1, 2, PAGE_TOKENS, 64, torch.float32).sizes, generator=generator).to(where)
         query, key, value = (torch.randn(41, heads, 64, generator=generator).to(where) for heads in (8, 2, 2))
-        batch = build_batch(slices, PAGE_TOKENS, where)
-        outputs.append(TorchSdpaAttention(shape).attend(0, query, key, value, pool, batch, None).cpu())
+        batch = pack(parts, PAGE_TOKENS, where)
+        backend = TorchSdpaAttention(shape)
+        backend.plan(pool, batch)
+        outputs.append(backend.attend(0, query, key, value, None).cpu())
     worst = (outputs[0] - outputs[1]).abs().max().item()
     assert worst < 1e-4, f"differs by {worst:.2g}"
     return f"largest difference {worst:.1e}"
@@ -71,8 +77,9 @@ def check_noise(device: torch.device) -> str:
     """Sampled tokens do not depend on the device."""
     logits = torch.randn(64, 32000, generator=torch.Generator().manual_seed(1))
     params = [SamplingParams(temperature=1.0, top_p=0.95, top_k=0, min_p=0.0, seed=seed) for seed in range(64)]
-    here = sample(logits, params, list(range(64)))
-    there = sample(logits.to(device), params, list(range(64))).cpu()
+    batch = build_sampling_batch(params, range(64))
+    there = sample(logits.to(device, copy=True), batch).cpu()
+    here = sample(logits, batch)
     same = (here == there).sum().item()
     assert same == 64, f"{64 - same} of 64 tokens differ"
     return "64 of 64 tokens equal"
@@ -83,22 +90,19 @@ def check_pool(device: torch.device) -> str:
     pool = Pool(PoolShape(8, 4, 2, PAGE_TOKENS, 64, torch.bfloat16), device)
     pool.tensor.copy_(torch.randn(pool.shape.sizes, generator=torch.Generator().manual_seed(2)))
     rows = pool.load([6, 1])
-    pool.store(3, rows[0])
-    assert torch.equal(pool.tensor[3], pool.tensor[6])
-    assert (pool.load([3])[0] == rows[0]).all()
+    pool.store([3, 5], [rows[0], rows[1]])
+    assert torch.equal(pool.tensor[[3, 5]], pool.tensor[[6, 1]])
+    assert (pool.load([3, 5]) == rows).all()
     return f"{rows.nbytes} bytes"
 
 
 def check_greedy(device: torch.device) -> str:
     """The engine alone gives transformers' greedy tokens in float32."""
-    runner = build_runner("float32", device, num_pages=16)
-    tokens, computed = list(PROMPT), 0
-    for _ in range(NUM_TOKENS):
-        part = SequenceSlice(tokens[computed:], computed, range(16), num_logits=1)
-        computed = len(tokens)
-        choice = Choice(SamplingParams(temperature=0.0), len(tokens), tokens, len(PROMPT))
-        tokens.append(runner.run([part], [choice])[0].token)
-    assert tokens[len(PROMPT) :] == reference_tokens(), "tokens differ"
+    runner, rows = build_runner("float32", device, num_rows=1)
+    open_row(rows, 0)
+    steps = [Slice(0, 0, len(PROMPT), 1), *(Slice(0, len(PROMPT) + i, 1, 1) for i in range(NUM_TOKENS - 1))]
+    launched = [runner.launch([step]) for step in steps]  # each reads on the device what the last one chose
+    assert [step.collect().tokens[0] for step in launched] == reference_tokens(), "tokens differ"
     return f"{NUM_TOKENS} tokens equal"
 
 
@@ -119,26 +123,35 @@ def check_service(device: torch.device) -> str:
 
 def time_steps(device: torch.device) -> str:
     """Time of one decode step of the demo model, alone and for 16 sequences."""
-    runner = build_runner("bfloat16", device, num_pages=64)
+    runner, rows = build_runner("bfloat16", device, num_rows=16)
+    for row in range(16):
+        open_row(rows, row)
     found = []
     for size in (1, 16):
-        slices = [SequenceSlice([9], 40, range(3 * index, 3 * index + 3), num_logits=1) for index in range(size)]
-        choices = [Choice(SamplingParams(temperature=0.0), 41, [9] * 41, 41)] * size
+        slices = [Slice(row, 40, 1, 1) for row in range(size)]
         times = []
         for _ in range(20):
             started = time.perf_counter()
-            runner.run(slices, choices)
+            runner.launch(slices).collect()
             times.append(time.perf_counter() - started)
         found.append(f"{sorted(times)[10] * 1e3:.2f} ms for {size}")
     return ", ".join(found)
 
 
-def build_runner(dtype: str, device: torch.device, num_pages: int) -> Runner:
-    """The demo model with a pool, without a worker around it."""
+def build_runner(dtype: str, device: torch.device, num_rows: int) -> tuple[Runner, Rows]:
+    """The demo model with rows and a pool, without a worker around it."""
     model = load_model(TARGET_DIR, dtype, device)
     config = model.config
+    num_pages = num_rows * ROW_PAGES
     shape = PoolShape(num_pages, config.num_layers, config.num_kv_heads, PAGE_TOKENS, config.head_dim, model.dtype)
-    return Runner(model, TorchSdpaAttention(config.attention_shape), Pool(shape, device).tensor)
+    rows = Rows(num_rows, ROW_PAGES * PAGE_TOKENS, PAGE_TOKENS, config.vocab_size, device)
+    return Runner(model, TorchSdpaAttention(config.attention_shape), Pool(shape, device).tensor, rows), rows
+
+
+def open_row(rows: Rows, row: int) -> None:
+    """PROMPT, to be answered greedily."""
+    rows.open(row, np.array(PROMPT, np.int32), SamplingParams(temperature=0.0), len(PROMPT))
+    rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
 
 
 def reference_tokens() -> list[int]:

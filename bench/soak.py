@@ -19,7 +19,7 @@ from pathlib import Path
 
 import grpc
 
-from bench.asking import Asking
+from bench.asking import Asking, draw_salt
 from bench.chaos import HANG_S, UNUSED_S, Case, build_cases, judge
 from bench.fleet import Process, ProcessFleet, run_fleet
 
@@ -67,7 +67,7 @@ class Soak:
                 self.count(self._leave(dice))
             else:
                 case = self._take()
-                asking = Asking(self.fleet.grpc_address, case.prompt, len(case.answer), timeout_s=2 * HANG_S)
+                asking = self._ask(case, dice)
                 self.count(judge(case, asking.finish()))
 
     def _take(self) -> Case:
@@ -75,10 +75,15 @@ class Soak:
         self.cases.put(case)
         return case
 
+    def _ask(self, case: Case, dice: random.Random) -> Asking:
+        return Asking(
+            self.fleet.grpc_address, case.prompt, len(case.answer), timeout_s=2 * HANG_S, cache_salt=draw_salt(dice)
+        )
+
     def _leave(self, dice: random.Random) -> str:
         """A request that is cancelled at any point of its life."""
         case = self._take()
-        asking = Asking(self.fleet.grpc_address, case.prompt, len(case.answer), timeout_s=2 * HANG_S)
+        asking = self._ask(case, dice)
         time.sleep(dice.random() * dice.choice((0.02, 0.5)))
         asking.cancel()
         asking.finish()

@@ -15,10 +15,12 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
+import numpy as np
 from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
@@ -26,14 +28,15 @@ from rich.table import Table
 from bench.decoding import NO_SPECULATION, Answers, decode
 from bench.random_models import write_pair
 from cli.models import locate_draft, locate_model
-from decode_worker.session import Reservation
 from decode_worker.speculation.drafters import Drafter, Guess, ModelDrafter, NgramDrafter, Wanted
 from decode_worker.speculation.lengths import CostCurve
 from decode_worker.speculation.speculator import Speculator
 from decode_worker.speculation.start import measure
 from engine.engine import Engine, build_engine
-from engine.sampling import SamplingParams
 from gateway.text.tokenizer import Tokenizer
+from wire.sampling import SamplingParams
+from worker.sequences import Job
+from worker.table import num_rows_for
 
 app = App(help=__doc__)
 GREEDY = SamplingParams(temperature=0.0)
@@ -63,8 +66,9 @@ class SyntheticDrafter:
         return [replace(guess, token_ids=self._swap(one, guess)) for one, guess in zip(wanted, guesses, strict=True)]
 
     def _swap(self, one: Wanted, guess: Guess) -> tuple[int, ...]:
-        begin = len(one.session.tokens) - one.session.num_prompt
-        right = self._truth[one.session.handle][begin : begin + len(guess.token_ids)]
+        job = one.sequence.job
+        begin = len(one.sequence.tokens) - job.num_prompt
+        right = self._truth[job.handle][begin : begin + len(guess.token_ids)]
         return tuple(
             token if self._random.random() < self._acceptance else (token + 1) % self._vocab_size for token in right
         )
@@ -85,7 +89,7 @@ class Figures:
     accepted: float  # share of the guesses
 
 
-def measure_round(engine: Engine, speculator: Speculator, wanted: Sequence[Reservation]) -> tuple[Figures, Answers]:
+def measure_round(engine: Engine, speculator: Speculator, wanted: Sequence[Job]) -> tuple[Figures, Answers]:
     """Decode all `wanted` together."""
     gc.collect()
     answers = decode(engine, speculator, wanted, CHUNK_TOKENS)
@@ -93,7 +97,7 @@ def measure_round(engine: Engine, speculator: Speculator, wanted: Sequence[Reser
     counts = [len(tokens) for tokens in answers.tokens.values()]
     drafted = sum(one.draft_tokens for one in timings)
     figures = Figures(
-        statistics.median(one.decode_seconds / (count - 1) for one, count in zip(timings, counts, strict=True)),
+        statistics.median(one.decode_s / (count - 1) for one, count in zip(timings, counts, strict=True)),
         sum(counts) / sum(one.steps for one in timings),
         sum(one.accepted_tokens for one in timings) / drafted if drafted else 0.0,
     )
@@ -110,14 +114,14 @@ def build_prompts(folder: str, is_demo: bool, vocab_size: int) -> list[list[int]
     return [[draw.randrange(vocab_size) for _ in range(64)] for _ in range(16)]
 
 
-def reserve(prompts: Sequence[Sequence[int]], streams: int, num_tokens: int, drafter: str) -> list[Reservation]:
+def build_jobs(prompts: Sequence[Sequence[int]], streams: int, num_tokens: int, drafter: str) -> list[Job]:
     """`streams` greedy requests of exactly `num_tokens` tokens."""
     return [
-        Reservation(
-            str(number), 1, "bench", number + 1, prompts[number % len(prompts)], num_tokens, GREEDY, frozenset(),
-            1 << 30, drafter=drafter, max_draft_tokens=8,
+        Job(
+            str(number), np.array(prompt, np.int32).tobytes(), len(prompt) - 1, num_tokens, gateway="bench",
+            handle=number + 1, sampling=GREEDY, drafter=drafter, max_draft_tokens=8,
         )
-        for number in range(streams)
+        for number, prompt in enumerate(islice(cycle(prompts), streams))
     ]  # fmt: skip
 
 
@@ -142,13 +146,13 @@ def main(
         folder = locate_model(model)
         engine = _build(folder, locate_draft(model, draft_model), dtype, threads)
     prompts = build_prompts(folder, is_demo, engine.config.vocab_size)
-    meter = measure(engine.runner)
+    meter = measure(engine.runner, engine.rows)
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
     if engine.draft_runner is not None:
-        drafters["draft"] = ModelDrafter(engine.draft_runner, measure(engine.draft_runner), CHUNK_TOKENS)
+        drafters["draft"] = ModelDrafter(engine.draft_runner, measure(engine.draft_runner, engine.rows), CHUNK_TOKENS)
     table = Table("streams", "drafter", "TPOT off, ms", "TPOT on, ms", "on / off", "tokens a step", "guesses right")
     for streams in STREAMS:
-        truth = decode(engine, NO_SPECULATION, reserve(prompts, streams, tokens, "off"), CHUNK_TOKENS).tokens
+        truth = decode(engine, NO_SPECULATION, build_jobs(prompts, streams, tokens, "off"), CHUNK_TOKENS).tokens
         contenders = dict(drafters)
         if acceptance is not None and "draft" in drafters:
             contenders["draft"] = SyntheticDrafter(drafters["draft"], truth, acceptance, engine.config.vocab_size)
@@ -156,9 +160,9 @@ def main(
         off: dict[str, list[Figures]] = {name: [] for name in contenders}
         for _ in range(rounds):
             for name, drafter in contenders.items():
-                off[name].append(measure_round(engine, NO_SPECULATION, reserve(prompts, streams, tokens, "off"))[0])
+                off[name].append(measure_round(engine, NO_SPECULATION, build_jobs(prompts, streams, tokens, "off"))[0])
                 speculator = Speculator({name: drafter}, meter, "off", 0)
-                figures, answers = measure_round(engine, speculator, reserve(prompts, streams, tokens, name))
+                figures, answers = measure_round(engine, speculator, build_jobs(prompts, streams, tokens, name))
                 on[name].append(figures)
                 if engine.dtype == "float32" and answers.tokens != truth:
                     raise AssertionError(f"{name} at {streams} streams changed the answers")
@@ -170,8 +174,9 @@ def main(
 
 def _build(folder: str, draft: str, dtype: str, threads: int) -> Engine:
     return build_engine(
-        folder, draft, dtype, "cpu", threads, PAGE_TOKENS, lambda _context, _bytes, _free: 512, lambda _done, _all: None
-    )
+        folder, draft, dtype, "cpu", threads, PAGE_TOKENS, num_rows_for(max(STREAMS)),
+        lambda _context, _bytes, _free: 512, lambda _done, _all: None,
+    )  # fmt: skip
 
 
 def _add_row(table: Table, streams: int, name: str, off: Sequence[Figures], on: Sequence[Figures]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
 from cli.plan import ChildSpec
-from runtime.lifecycle import Loading, Ready, parse_event
+from runtime.events import Loading, Ready, parse_event
 
 TAIL_LINES = 20
 READ_BYTES = 1 << 16

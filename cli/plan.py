@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
-from runtime.lifecycle import Ready
+from runtime.events import Ready
 from runtime.settings import Settings, field_names, flag
 
 LOOPBACK = "127.0.0.1"

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from runtime.addresses import is_any
-from runtime.lifecycle import Loading, Ready
+from runtime.events import Loading, Ready
 from runtime.output import unfailing
 
 CURL = """curl {url}/v1/chat/completions -H 'Content-Type: application/json'{header} \\

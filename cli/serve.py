@@ -16,7 +16,7 @@ from cli.screen import Screen
 from cli.supervisor import STOP_MARGIN_S, Supervisor
 from runtime import rpc
 from runtime.config import ServeConfig
-from runtime.lifecycle import Ready
+from runtime.events import Ready
 from runtime.settings import ConfigError, flag
 from runtime.trust import load_trust
 

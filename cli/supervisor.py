@@ -15,7 +15,7 @@ from cli.child import Child
 from cli.plan import ChildSpec, pin_ports
 from cli.restart import MOST_DELAY_S, Restart, plan_restart
 from cli.screen import Screen, render_log_line
-from runtime.lifecycle import Ready
+from runtime.events import Ready
 
 STOP_MARGIN_S = 10.0  # beyond its drain, for a process to let go
 KILL_S = 5.0  # for the kernel to end what was killed

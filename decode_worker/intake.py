@@ -10,17 +10,15 @@ from weakref import WeakValueDictionary
 import structlog
 
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.session import OfferRefusedError
-from decode_worker.session_table import SessionTable
 from engine.thread import EngineThread
 from kvtransfer.grpc_bytes import GrpcReader
 from kvtransfer.layout import find_mismatch
 from kvtransfer.reader import PageRef, PageStore, Reader, ReadError, choose_transport
 from kvtransfer.shm import ShmReader
 from protos import kv_pb2
-from runtime import rpc
-from runtime.config_parts import Transport
-from runtime.rpc import OpenChannel
+from runtime.config import DecodeConfig
+from worker.process import Worker
+from worker.table import OfferRefusedError
 
 log = structlog.get_logger()
 
@@ -46,29 +44,18 @@ class Intake:
     A reader keeps its peer's pool in memory: that of a dead peer is closed within LOOK_S, or after the read under way.
     """
 
-    def __init__(
-        self,
-        me: kv_pb2.Peer,
-        store: PageStore,
-        table: SessionTable,
-        thread: EngineThread,
-        metrics: DecodeMetrics,
-        transport: Transport,
-        is_transport_required: bool,
-        read_timeout_s: float,
-        open_channel: OpenChannel = rpc.open_channel,
-    ) -> None:
-        self._me = me
-        self._store = store
-        self._table = table
+    def __init__(self, worker: Worker, config: DecodeConfig, thread: EngineThread, metrics: DecodeMetrics) -> None:
+        self._me = worker.me
+        self._store: PageStore = worker.engine.pool
+        self._table = worker.table
         self._thread = thread
         self._metrics = metrics
-        self._transport = transport
-        self._is_transport_required = is_transport_required
-        self._read_timeout_s = read_timeout_s
-        self._open_channel = open_channel
+        self._transport = config.transport
+        self._is_transport_required = config.require_transport
+        self._read_timeout_s = config.lease_s
+        self._open_channel = worker.trust.open_channel
         self._peers: dict[str, KnownPeer] = {}  # address |-> peer
-        # address |-> held in a handshake; there while somebody shakes hands or waits to
+        # address |-> held in a handshake; there while a handshake is under way or waits
         self._greeting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._reads: dict[asyncio.Future[kv_pb2.OfferResponse], Reader] = {}  # under way |-> what it reads with
         self._watching: asyncio.Task[None] | None = None  # while there are peers
@@ -92,9 +79,9 @@ class Intake:
             raise HandshakeRefusedError(f"{peer.address} cannot hand over its KV: {mismatch}")
         try:
             reader, why = self._open_reader(peer)
+            rate = await self._measure(reader, peer)
         except (ReadError, ValueError) as error:
-            raise HandshakeRefusedError(str(error)) from error
-        rate = await self._measure(reader, peer)
+            raise HandshakeRefusedError(f"cannot read from {peer.address}: {error}") from error
         forgotten = self._forget(lambda other: other is known or self._is_dead(other))
         self._peers[peer.address] = KnownPeer(peer, reader)
         if self._watching is None or self._watching.done():
@@ -115,7 +102,7 @@ class Intake:
                 await reader.close()
 
     def _is_dead(self, known: KnownPeer) -> bool:
-        """Whether its process is dead, and nobody reads what it left."""
+        """Whether its process is dead, and no read of its pool is under way."""
         return known.reader not in self._reads.values() and known.reader.is_gone()
 
     def _forget(self, is_meant: Callable[[KnownPeer], bool]) -> list[Reader]:
@@ -144,10 +131,7 @@ class Intake:
         started = time.perf_counter()
         try:
             await reader.probe(count)
-        except ReadError as error:
-            await reader.close()
-            raise HandshakeRefusedError(f"cannot read from {peer.address}: {error}") from error
-        except BaseException:  # the peer gave up waiting
+        except BaseException:  # cancelled as well: the peer gave up waiting
             await reader.close()
             raise
         return count * self._store.page_bytes / (time.perf_counter() - started)
@@ -158,7 +142,7 @@ class Intake:
             reader, targets = self._begin(offer)
         except OfferRefusedError as error:
             return self._refuse(offer, error.reason, error.detail)
-        # Runs to its end even when the caller goes away: the session's pages are leased until the copy is over.
+        # Not cancelled with the call: the session's pages are leased until the copy is over.
         task = asyncio.ensure_future(self._read(offer, reader, targets))
         self._reads[task] = reader
         task.add_done_callback(self._reads.pop)

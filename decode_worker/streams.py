@@ -1,15 +1,14 @@
-"""News on its way to gateways: one message per engine step, or per several when a gateway reads slowly.
+"""Updates on their way to gateways: one message per engine step, or per several when a gateway reads slowly.
 
 Lives on the asyncio thread. What a slow gateway makes us hold is bounded by its sessions' tokens.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
-from dataclasses import asdict
 
-from decode_worker.session import Delta
-from engine.choice import TokenLogprobs
 from protos import decode_pb2
+from wire.messages import pack_decode_timing, pack_logprobs
+from worker.sequences import Update
 
 
 class GatewayStreams:
@@ -37,12 +36,12 @@ class GatewayStreams:
         finally:
             del self._streams[gateway]
 
-    def publish(self, step: int, deltas: Iterable[Delta]) -> None:
-        """Hand each delta to its gateway's stream; a delta whose gateway is gone is dropped."""
-        for delta in deltas:
-            stream = self._streams.get(delta.gateway)
+    def publish(self, step: int, updates: Iterable[Update]) -> None:
+        """Hand each update to its gateway's stream; one whose gateway is gone is dropped."""
+        for update in updates:
+            stream = self._streams.get(update.sequence.job.gateway)
             if stream is not None:
-                stream.add(step, delta)
+                stream.add(step, update)
 
     def close(self) -> None:
         """End every stream after what it still holds."""
@@ -52,39 +51,38 @@ class GatewayStreams:
 
 class _Stream:
     def __init__(self) -> None:
-        self._pending: dict[int, decode_pb2.SessionDelta] = {}  # handle |-> news not yet sent, joined
+        self._pending: dict[int, decode_pb2.SessionDelta] = {}  # handle |-> what is not sent yet, joined
         self._step = 0
-        self._has_news = asyncio.Event()
+        self._has_updates = asyncio.Event()
         self._is_closed = False
 
-    def add(self, step: int, delta: Delta) -> None:
-        message = self._pending.setdefault(
-            delta.handle, decode_pb2.SessionDelta(handle=delta.handle, attempt=delta.attempt)
-        )
-        message.token_ids.extend(delta.token_ids)
-        message.logprobs.extend(_told(one) for one in delta.logprobs)
-        message.prompt_logprobs.extend(_told(one) for one in delta.prompt_logprobs)
-        message.finish_reason = delta.finish_reason
-        message.error = delta.error
-        if delta.timing is not None:
-            message.timing.CopyFrom(decode_pb2.SessionTiming(**asdict(delta.timing)))
+    def add(self, step: int, update: Update) -> None:
+        job = update.sequence.job
+        message = self._pending.get(job.handle)
+        if message is None:
+            message = self._pending[job.handle] = decode_pb2.SessionDelta(handle=job.handle, attempt=job.attempt)
+        message.token_ids.extend(update.token_ids)
+        if update.logprobs or update.prompt_logprobs:
+            message.logprobs.extend(map(pack_logprobs, update.logprobs))
+            message.prompt_logprobs.extend(map(pack_logprobs, update.prompt_logprobs))
+        if update.finish_reason:
+            message.finish_reason = update.finish_reason
+            message.error = update.error
+        if update.timing is not None:
+            message.timing.CopyFrom(pack_decode_timing(update.timing))
         self._step = step
-        self._has_news.set()
+        self._has_updates.set()
 
     def close(self) -> None:
         self._is_closed = True
-        self._has_news.set()
+        self._has_updates.set()
 
     async def batches(self) -> AsyncIterator[tuple[int, list[decode_pb2.SessionDelta]]]:
         while True:
-            await self._has_news.wait()
-            self._has_news.clear()
+            await self._has_updates.wait()
+            self._has_updates.clear()
             if self._pending:
                 deltas, self._pending = list(self._pending.values()), {}
                 yield self._step, deltas
             if self._is_closed:
                 return
-
-
-def _told(one: TokenLogprobs) -> decode_pb2.TokenLogprobs:
-    return decode_pb2.TokenLogprobs(logprob=one.logprob, top_ids=one.top_ids, top_logprobs=one.top_logprobs)

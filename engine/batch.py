@@ -1,27 +1,52 @@
 """The value one forward pass works on.
 
 A batch is ragged: the new tokens of all its sequences lie one after the other. It knows ids, positions and pages,
-nothing of requests, sampling or time.
+nothing of requests, sampling or time. The host lays it out without knowing the tokens; the device gathers them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.ranges import Ints, find_starts, join_ranges
+from engine.rows import Rows
+from engine.staging import Stager
 
-@dataclass(frozen=True, slots=True)
-class SequenceSlice:
-    """The part of one sequence that a step works on: positions [begin, begin + len(token_ids)).
 
-    KV of [0, begin) is in `pages` already; KV of the new positions is written by the step.
+class Slice(NamedTuple):
+    """The part of one sequence that a step works on: positions [begin, begin + count), guesses included.
+
+    KV of [0, begin) is in the row's pages already; KV of the slice is written by the step. Each row of logits is about
+    the token after its own position.
     """
 
-    token_ids: Sequence[int]  # the new tokens
-    begin: int  # position of token_ids[0]
-    pages: Sequence[int]  # page ids of the sequence, covering at least [0, begin + len(token_ids))
-    num_logits: int  # logits after so many of the last new tokens are wanted; 0: none, 1: those of a plain step
+    row: int
+    begin: int
+    count: int  # type: ignore[assignment]  # hides the method of tuples
+    num_logits: int = 0  # logits after so many of the last positions are wanted; 0: none, 1: those of a plain step
+    num_given: int = 0  # the first so many of those are followed by known tokens: scored, not chosen
+    given_logprobs: int = 0  # how many of the likeliest tokens to tell for those
+    chosen_logprobs: int | None = None  # the same for chosen ones; None: no log-probabilities
+    mask: NDArray[np.int32] | None = None  # [num_logits - num_given, ceil(V / 32)] tokens that may be chosen; None: all
+    num_guessed: int = 0  # the last so many tokens up to the first chosen one are guesses too: seen, never counted
+
+
+class Layout(NamedTuple):
+    """T new tokens of B sequences, on the host."""
+
+    places: Ints  # [T] of the new tokens in the flat Rows.tokens
+    positions: Ints  # [T]
+    query_starts: NDArray[np.int32]  # [B + 1]
+    context_lens: NDArray[np.int32]  # [B]
+    page_table: NDArray[np.int32]  # [B, P]
+    write_pages: Ints  # [T]
+    write_offsets: Ints  # [T]
+    logits_rows: Ints  # [S]
+    query_lens: NDArray[np.int32]  # [B]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,50 +57,70 @@ class Batch:
     positions: Tensor  # [T] int64
     query_starts: Tensor  # [B + 1] int32, row of each sequence's first new token; ends with T
     context_lens: Tensor  # [B] int32, tokens in KV after this step, the new ones included
-    page_table: Tensor  # [B, P] int32, page ids, padded with 0
+    page_table: Tensor  # [B, P] int32, page ids; beyond a sequence's context any that exist
     write_pages: Tensor  # [T] int64, page that takes the KV of each new token
     write_offsets: Tensor  # [T] int64, row within that page
     logits_rows: Tensor  # [S] int64, rows of T whose logits are wanted, ascending: each slice's last num_logits
-    query_lens_host: tuple[int, ...]  # B values, the same on the host
-    context_lens_host: tuple[int, ...]  # B values, the same on the host
+    query_lens_host: NDArray[np.int32]  # [B], the same on the host
+    context_lens_host: NDArray[np.int32]  # [B], the same on the host
 
 
-def build_batch(slices: Sequence[SequenceSlice], page_tokens: int, device: torch.device) -> Batch:
-    """Lay out `slices` as one ragged batch on `device`."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    write_pages: list[int] = []
-    write_offsets: list[int] = []
-    logits_rows: list[int] = []
-    query_starts = [0]
-    for part in slices:
-        token_ids.extend(part.token_ids)
-        span = range(part.begin, part.begin + len(part.token_ids))
-        positions.extend(span)
-        write_pages.extend(part.pages[position // page_tokens] for position in span)
-        write_offsets.extend(position % page_tokens for position in span)
-        query_starts.append(len(token_ids))
-        logits_rows.extend(range(len(token_ids) - part.num_logits, len(token_ids)))
-    context_lens = tuple(part.begin + len(part.token_ids) for part in slices)
-    widths = [-(-length // page_tokens) for length in context_lens]
-    width = max(widths, default=0)
-    page_table = [[*part.pages[:used], *([0] * (width - used))] for part, used in zip(slices, widths, strict=True)]
+def lay_out(rows: Rows, slices: Sequence[Slice]) -> Layout:
+    """Where the slices' tokens and pages are. ValueError if a slice reaches beyond its row."""
+    row, begins, counts, num_logits = (np.array(values, np.int64) for values in list(zip(*slices, strict=True))[:4])
+    ends = begins + counts
+    longest = max(ends.tolist())
+    check_ends(rows, longest)
+    owners, positions = join_ranges(begins, counts)
+    token_rows = row[owners]
+    pages, offsets = np.divmod(positions, rows.page_tokens)
+    starts = find_starts(counts)
+    return Layout(
+        places=token_rows * rows.width + positions,
+        positions=positions,
+        query_starts=starts,
+        context_lens=ends.astype(np.int32),
+        page_table=rows.page_table[row, : -(-longest // rows.page_tokens)],
+        write_pages=rows.page_table[token_rows, pages].astype(np.int64),
+        write_offsets=offsets,
+        logits_rows=join_ranges(starts[1:] - num_logits, num_logits)[1],
+        query_lens=counts.astype(np.int32),
+    )
 
-    def long(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
 
-    def int32(values: Sequence[object]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
+def check_ends(rows: Rows, longest: int) -> None:
+    """ValueError if a slice cannot end there."""
+    if longest >= rows.width:
+        raise ValueError(f"{longest} positions and a token after them, in a row of {rows.width}")
 
+
+def build_batch(layout: Layout, rows: Rows, stager: Stager) -> Batch:
+    """The batch on the device of `rows`, with the tokens that its rows have when the device gets here.
+
+    Arrays that the stager's last layout had too become the same tensors.
+    """
+    places, *fields = stager.upload(
+        [
+            layout.places,
+            layout.positions,
+            layout.query_starts,
+            layout.context_lens,
+            layout.page_table,
+            layout.write_pages,
+            layout.write_offsets,
+            layout.logits_rows,
+        ]
+    )
+    positions, query_starts, context_lens, page_table, write_pages, write_offsets, logits_rows = fields
     return Batch(
-        token_ids=long(token_ids),
-        positions=long(positions),
-        query_starts=int32(query_starts),
-        context_lens=int32(context_lens),
-        page_table=int32(page_table),
-        write_pages=long(write_pages),
-        write_offsets=long(write_offsets),
-        logits_rows=long(logits_rows),
-        query_lens_host=tuple(len(part.token_ids) for part in slices),
-        context_lens_host=context_lens,
+        token_ids=rows.tokens.take(places).long(),
+        positions=positions,
+        query_starts=query_starts,
+        context_lens=context_lens,
+        page_table=page_table,
+        write_pages=write_pages,
+        write_offsets=write_offsets,
+        logits_rows=logits_rows,
+        query_lens_host=layout.query_lens,
+        context_lens_host=layout.context_lens,
     )

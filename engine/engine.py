@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from engine.attention.choose import AttentionChoice, choose_attention
-from engine.kvcache.allocator import PageAllocator
 from engine.kvcache.pool import Pool, PoolShape
 from engine.model.assemble import OnProgress
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.weights import load_model, resolve_model_folder, weight_fingerprint
+from engine.rows import Rows
 from engine.runner import Runner
 
 
@@ -27,7 +27,7 @@ class Engine:
     device: torch.device
     attention: AttentionChoice
     pool: Pool
-    allocator: PageAllocator
+    rows: Rows  # of both models
     runner: Runner
     draft_weights: str  # fingerprint of the draft model; empty without one
     draft_runner: Runner | None  # the draft model over the second part of the same pages
@@ -65,13 +65,14 @@ def build_engine(
     device_name: str,
     threads: int,
     page_tokens: int,
+    num_rows: int,
     size_pool: SizePool,
     on_progress: OnProgress,
     max_context_tokens: int = 0,
 ) -> Engine:
     """Load a model by folder or hub id, a draft model too unless `draft_model` is empty, and allocate their pool.
 
-    `max_context_tokens`: no sequence will be longer; 0 means the model's own limit.
+    `num_rows`: sequences in steps at once. `max_context_tokens`: no sequence will be longer; 0: the model's own limit.
     Raises FileNotFoundError or ValueError that say what is wrong with the checkpoint or the device.
     """
     torch.set_num_threads(threads)
@@ -86,6 +87,7 @@ def build_engine(
     draft_shape = _pool_shape(draft.decoder, page_tokens) if draft else None
     page_bytes = shape.page_bytes + (draft_shape.page_bytes if draft_shape else 0)
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    rows = Rows(num_rows, context_tokens, page_tokens, config.vocab_size, device)
     pool = Pool(shape.with_pages(size_pool(config.context_tokens, page_bytes, free_bytes)), device, draft_shape)
     return Engine(
         folder=folder,
@@ -95,10 +97,10 @@ def build_engine(
         device=device,
         attention=attention,
         pool=pool,
-        allocator=PageAllocator(pool.num_pages, pool.generations),
-        runner=Runner(decoder, attention.backend, pool.tensor),
+        rows=rows,
+        runner=Runner(decoder, attention.backend, pool.tensor, rows),
         draft_weights=draft.weights if draft else "",
-        draft_runner=_build_draft_runner(draft, pool) if draft else None,
+        draft_runner=_build_draft_runner(draft, pool, rows) if draft else None,
     )
 
 
@@ -130,11 +132,11 @@ def _load_draft(draft_model: str, target: Decoder, context_tokens: int) -> _Draf
     return _Draft(weight_fingerprint(folder), decoder)
 
 
-def _build_draft_runner(draft: _Draft, pool: Pool) -> Runner:
+def _build_draft_runner(draft: _Draft, pool: Pool, rows: Rows) -> Runner:
     assert pool.draft_tensor is not None
     decoder = draft.decoder
     attention = choose_attention(decoder.config.attention_shape, decoder.device, decoder.dtype)
-    return Runner(decoder, attention.backend, pool.draft_tensor)
+    return Runner(decoder, attention.backend, pool.draft_tensor, rows)
 
 
 def _pool_shape(decoder: Decoder, page_tokens: int) -> PoolShape:

@@ -1,54 +1,77 @@
-"""Adjusting logits before a token is chosen: penalties, bias, forbidden tokens, grammar masks.
+"""Adjusting logits before a token is chosen: penalties, bias, masks. The slow twin of kernels/cpu_sampling.cpp.
 
-The order is fixed: repetition penalty, frequency and presence penalty, bias, then forbidden tokens and the mask. Each
-row is adjusted by its own choice alone. Whatever the parameters and the logits, no NaN comes of it and the mask wins.
+The order is fixed: repetition penalty, frequency and presence penalty, bias, then the mask. Each row is adjusted by its
+own parameters alone. Whatever they and the logits are, no NaN comes of it and the mask wins.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
-from engine.choice import Choice, TokenMask
-from engine.history import History
-from engine.sampling import SamplingParams, replace_infinite_
+from engine.sampling_batch import MOST, SEEN_BIT, SamplingBatch
 
-MOST = 1e30  # a repetition_penalty beyond it, or below 1 / MOST, counts as that: float32 holds both
-# [256, 8] byte of a mask |-> what its 8 tokens' logits get added
-_ADDENDS = torch.where(torch.arange(256)[:, None] >> torch.arange(8) & 1 == 1, 0.0, -torch.inf)
+TokenMask = NDArray[np.int32] | Tensor
+"""[ceil(V / 32)] int32 on the CPU: bit t % 32 of word t // 32 is set |-> token t may come. xgrammar's layout."""
 
 
-def adjust_logits_(logits: Tensor, choices: Sequence[Choice]) -> None:
-    """[S, V] float32, S choices: change the rows in place as their choices say; rows that are given stay as they are.
+def adjust_logits_(logits: Tensor, batch: SamplingBatch) -> None:
+    """[S, V] float32, a batch that fits: change the rows in place as it says.
 
-    - repetition_penalty r: the logits of tokens in prompt or answer are divided by r if positive, else multiplied by r;
-    - frequency_penalty f, presence_penalty p: a token that the answer holds n > 0 times loses f n + p;
-    - logit_bias is added;
-    - forbidden tokens, and those that the mask leaves out, become -inf. When that would leave no token, the forbidden
-      ones may come after all: min_tokens gives way to a grammar that has to end.
-
-    Of a row that is adjusted, the other logits are finite then: what is lower becomes the lowest number, what is higher
-    the highest. So a token that may come always beats one that may not.
-
-    ValueError names a bias beyond the vocabulary, a mask of the wrong length or without any token (`can_choose` tells
-    beforehand), or a history that is not the row's. Nothing is changed then.
+    - repetition r: the logits of tokens that the row has seen are divided by r if positive, else multiplied by r;
+    - frequency f, presence p: a token that the answer holds n > 0 times loses f n + p;
+    - bias is added;
+    - NaN and what is too low become the lowest number, what is too high the highest;
+    - tokens that the mask leaves out become -inf, so that a token that may come always beats one that may not.
     """
-    vocabulary = logits.shape[1]
-    choosing = [(row, choice) for row, choice in enumerate(choices) if not choice.is_given]
-    for _row, choice in choosing:
-        _check_bias(choice.sampling, vocabulary)
-        _check_history(choice)
-    allowed = {row: words for row, choice in choosing if (words := allowed_words(choice, vocabulary)) is not None}
-    for row, choice in choosing:
-        _penalise_(logits[row], choice)
-        _add_bias_(logits[row], choice.sampling)
-        if row in allowed or choice.sampling.has_penalties or choice.sampling.logit_bias:
-            replace_infinite_(logits[row])
-    if allowed:
-        _apply_masks_(logits, list(allowed), torch.from_numpy(np.stack(list(allowed.values()))))
+    _penalise_(logits, batch)
+    if batch.bias_starts is not None and batch.bias_ids is not None and batch.bias_values is not None:
+        places = _flat_places(batch.bias_starts, batch.bias_ids, logits)
+        logits.view(-1).index_add_(0, places, torch.from_numpy(batch.bias_values).to(logits.device))
+    most = torch.finfo(torch.float32).max
+    logits.nan_to_num_(-most, most, -most)
+    if batch.masks is not None and batch.mask_line is not None:
+        masked = np.flatnonzero(batch.mask_line >= 0)
+        words = torch.from_numpy(batch.masks[batch.mask_line[masked]]).to(logits.device)  # [k, ceil(V / 32)]
+        bits = words[:, :, None] >> torch.arange(32, device=logits.device) & 1
+        logits[masked] = logits[masked].masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+
+
+def _penalise_(logits: Tensor, batch: SamplingBatch) -> None:
+    rows = np.flatnonzero((batch.repetition != 1) | (batch.frequency != 0) | (batch.presence != 0))
+    if not len(rows):
+        return
+
+    def column(values: NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(values[rows]).to(logits.device)[:, None]
+
+    counts = _count(logits, batch)[rows]
+    num_answer = counts & (SEEN_BIT - 1)
+    values = logits[rows]
+    penalty = column(batch.repetition).clamp(1 / MOST, MOST)
+    values = torch.where(counts > 0, torch.where(values > 0, values / penalty, values * penalty), values)
+    loss = column(batch.frequency).double() * num_answer + column(batch.presence)
+    logits[rows] = torch.where(num_answer > 0, (values.double() - loss).float(), values)
+
+
+def _count(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """[S, V] int32, each row's counts with its extra tokens."""
+    counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
+    if batch.counts is not None and batch.counts_line is not None:
+        rows = np.flatnonzero(batch.counts_line >= 0)
+        counts[rows] = batch.counts[torch.from_numpy(batch.counts_line[rows]).to(logits.device)]
+    if batch.extra_starts is not None and batch.extra_ids is not None:
+        places = _flat_places(batch.extra_starts, batch.extra_ids, logits)
+        counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+    return counts
+
+
+def _flat_places(starts: NDArray[np.int32], ids: NDArray[np.int32], logits: Tensor) -> Tensor:
+    """[S + 1], [n] -> [n] int64: where each row's ids lie in the flattened logits."""
+    rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    return torch.from_numpy(rows * logits.shape[1] + ids).to(logits.device)
 
 
 def can_choose(mask: TokenMask, vocabulary: int) -> bool:
@@ -57,21 +80,20 @@ def can_choose(mask: TokenMask, vocabulary: int) -> bool:
     return bool(words[:-1].any()) or bool(int(words[-1]) & (1 << (vocabulary - 1) % 32 + 1) - 1)
 
 
-def allowed_words(choice: Choice, vocabulary: int) -> NDArray[np.int32] | None:
-    """The tokens that a choice has, packed like a mask: [ceil(V / 32)]; None if all. Does not modify the mask.
+def allowed_words(mask: TokenMask | None, forbidden: Collection[int], vocabulary: int) -> NDArray[np.int32] | None:
+    """The mask without the forbidden tokens (min_tokens): [ceil(V / 32)]; None if all may come. Does not modify it.
 
-    ValueError if its own mask has the wrong length or allows no token.
+    When that would leave no token, the forbidden ones may come after all: min_tokens gives way to a grammar that has
+    to end. ValueError if the mask itself has the wrong length or allows no token.
     """
-    forbidden = [token for token in choice.forbidden if token < vocabulary]
-    if choice.mask is None and not forbidden:
+    within = np.array([token for token in forbidden if token < vocabulary], np.int64)
+    if mask is None and not len(within):
         return None
-    words = np.full(-(-vocabulary // 32), -1, np.int32) if choice.mask is None else _to_words(choice.mask, vocabulary)
+    words = np.full(-(-vocabulary // 32), -1, np.int32) if mask is None else _to_words(mask, vocabulary)
     if not can_choose(words, vocabulary):
         raise ValueError("the grammar's mask allows no token")
     left = words.copy()
-    bits = left.view(np.uint32)
-    for token in forbidden:
-        bits[token // 32] &= ~np.uint32(1 << token % 32)
+    np.bitwise_and.at(left.view(np.uint32), within // 32, ~(np.uint32(1) << (within % 32).astype(np.uint32)))
     return left if can_choose(left, vocabulary) else words
 
 
@@ -81,57 +103,3 @@ def _to_words(mask: TokenMask, vocabulary: int) -> NDArray[np.int32]:
         expected = f"{-(-vocabulary // 32)} of int32 for {vocabulary} tokens"
         raise ValueError(f"the mask has shape {words.shape} of {words.dtype}, expected {expected}")
     return words
-
-
-def _apply_masks_(logits: Tensor, rows: list[int], words: Tensor) -> None:
-    """[S, V], k of its rows, all finite: -inf added to NaN or inf is NaN; [k, ceil(V / 32)] int32 on the CPU"""
-    addends = _ADDENDS.to(logits.device)
-    masks = words.view(torch.uint8).to(logits.device)  # [k, 4 ceil(V / 32)], token t in byte t // 8: little-endian
-    for row, mask in zip(rows, masks, strict=True):
-        logits[row] += functional.embedding(mask.to(torch.int32), addends).flatten()[: logits.shape[1]]
-
-
-def _check_bias(sampling: SamplingParams, vocabulary: int) -> None:
-    for token, _bias in sampling.logit_bias:
-        if token >= vocabulary:
-            raise ValueError(f"logit_bias names token {token}, the model has {vocabulary}")
-
-
-def _check_history(choice: Choice) -> None:
-    num_before = choice.position - len(choice.guesses)
-    if choice.history is not None and choice.history.length != num_before:
-        raise ValueError(f"the history counts {choice.history.length} tokens, the row has seen {num_before}")
-
-
-def _penalise_(row: Tensor, choice: Choice) -> None:
-    """[V] in place, for the tokens that the row has seen."""
-    sampling = choice.sampling
-    if not sampling.has_penalties:
-        return
-    history = _count_anew(choice) if choice.history is None else choice.history
-    if sampling.repetition_penalty != 1:
-        penalty = min(max(sampling.repetition_penalty, 1 / MOST), MOST)
-        ids = _to_tensor(history.seen.ids_after(choice.guesses), row)
-        values = row.index_select(0, ids)
-        row.index_copy_(0, ids, torch.where(values > 0, values / penalty, values * penalty))
-    if sampling.frequency_penalty or sampling.presence_penalty:
-        ids, counts = (_to_tensor(part, row) for part in history.answer.after(choice.guesses))
-        penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
-        row.index_copy_(0, ids, row.index_select(0, ids) - penalties)
-
-
-def _count_anew(choice: Choice) -> History:
-    history = History(choice.sampling, choice.num_prompt)
-    history.follow(choice.tokens[: choice.position - len(choice.guesses)])
-    return history
-
-
-def _add_bias_(row: Tensor, sampling: SamplingParams) -> None:
-    if sampling.logit_bias:
-        tokens, biases = zip(*sampling.logit_bias, strict=True)
-        ids = torch.tensor(tokens, dtype=torch.int64, device=row.device)
-        row.index_add_(0, ids, torch.tensor(biases, dtype=row.dtype, device=row.device))
-
-
-def _to_tensor(values: NDArray[np.int64], row: Tensor) -> Tensor:
-    return torch.from_numpy(values).to(row.device)

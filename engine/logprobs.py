@@ -1,36 +1,52 @@
-"""Log-probabilities of tokens, as the model itself gives them: before penalties, temperature and filters."""
+"""Log-probabilities of tokens, as the model itself gives them: before penalties, temperature and filters.
+
+Found on the device, without waiting for it; read on the host later.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from engine.blocks import build_blocks, find_largest
-from engine.choice import TokenLogprobs
+from engine.staging import download
+from wire.logprobs import TokenLogprobs
 
 Likeliest = tuple[tuple[int, ...], tuple[float, ...]]  # ids and their log-probabilities, likeliest first
 
 
-def tell_logprobs(logprobs: Tensor, tokens: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """[R, V] log_softmax of logits, R tokens, R numbers of likeliest tokens to tell as well (at most V are told)."""
-    ids = torch.tensor(tokens, dtype=torch.int64, device=logprobs.device)
-    own = logprobs.gather(1, ids[:, None])[:, 0].tolist()
-    return [TokenLogprobs(one, *top) for one, top in zip(own, find_top(logprobs, num_top), strict=True)]
+@dataclass(frozen=True, slots=True)
+class FoundLogprobs:
+    """Of R rows, on their way to the host."""
+
+    logprobs: Tensor  # [R, V] on the device, for rows with equals
+    num_top: list[int]  # likeliest tokens to tell of each row, at most V
+    own: Tensor  # [R] on the host, of the tokens asked about
+    values: Tensor  # [R, 1 + the largest of num_top] on the host, of the likeliest; [R, 0] where nobody asks
+    ids: Tensor  # the same, their ids
+
+    def read(self) -> list[TokenLogprobs]:
+        """Once the device is done."""
+        own, values, ids = self.own.tolist(), self.values.tolist(), self.ids.tolist()
+        return [TokenLogprobs(own[row], *self._top(row, values[row], ids[row])) for row in range(len(own))]
+
+    def _top(self, row: int, values: list[float], ids: list[int]) -> Likeliest:
+        """The lower id first among equals."""
+        count = self.num_top[row]
+        if 0 < count < len(values) and values[count - 1] == values[count]:
+            return _find_top_slowly(self.logprobs[row], count)
+        return _sort(ids[:count], values[:count])
 
 
-def find_top(logprobs: Tensor, num_top: Sequence[int]) -> list[Likeliest]:
-    """[R, V], R counts -> each row's likeliest tokens, the lower id first among equals."""
+def find_logprobs(logprobs: Tensor, tokens: Tensor, num_top: Sequence[int]) -> FoundLogprobs:
+    """[R, V] log_softmax of logits, [R] int64 tokens, R numbers of likeliest tokens to tell (at most V are told)."""
     counts = [min(count, logprobs.shape[1]) for count in num_top]
-    num_found = min(1 + max(counts, default=0), logprobs.shape[1])  # one more shows whether the last has equals
-    if num_found <= 1 and not any(counts):
-        return [((), ())] * len(counts)
-    values, ids = (part.tolist() for part in find_largest(build_blocks(logprobs), num_found))
-    return [
-        _find_top_slowly(logprobs[row], count)
-        if 0 < count < num_found and values[row][count - 1] == values[row][count]
-        else _sort(ids[row][:count], values[row][:count])
-        for row, count in enumerate(counts)
-    ]
+    most = max(counts, default=0)
+    num_found = min(1 + most, logprobs.shape[1]) if most else 0  # one more shows whether the last has equals
+    values = ids = tokens.new_empty((len(counts), 0))
+    if num_found:
+        values, ids = logprobs.topk(num_found)
+    own = logprobs.gather(1, tokens[:, None])[:, 0]
+    return FoundLogprobs(logprobs, counts, download(own), download(values), download(ids))
 
 
 def _sort(ids: list[int], values: list[float]) -> Likeliest:

@@ -19,6 +19,13 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
+def is_device_lost(error: Exception) -> bool:
+    """Whether the GPU will compute nothing more for this process: such an error comes again whatever is tried."""
+    if is_out_of_memory(error):
+        return False
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+
+
 def explain_failure(error: Exception, setting: str, value: int) -> StepFailedError:
     """When memory ran out, it names the one `setting` to lower and its `value` now."""
     if is_out_of_memory(error):

@@ -1,70 +1,145 @@
-"""One forward and its chosen tokens: the engine as the worker loops see it."""
+"""One forward and its chosen tokens: the engine as the worker loops see it.
+
+A step is launched, and collected later. On a GPU several may be launched before the first is collected: the host lays
+out a step from lengths alone, and the device reads and writes `Rows` in the order of launches.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import SequenceSlice, build_batch
-from engine.choice import Choice, Chosen
-from engine.logits import adjust_logits_
-from engine.logprobs import tell_logprobs
+from engine.batch import Slice, build_batch
+from engine.logprobs import FoundLogprobs, find_logprobs
 from engine.model.decoder import Decoder
+from engine.outputs import Piece
+from engine.prepared import Prepared, Preparer
+from engine.rows import Rows
 from engine.sampling import sample
+from engine.sampling_batch import SamplingBatch
+from engine.staging import Stager, download, upload
+from wire.logprobs import TokenLogprobs
 
-PIECE_ROWS = 128  # rows of logits held at once: 64 MiB of float32 at V = 128k, however many a prompt wants
+PIECE_VALUES = 1 << 27  # logits held at once: 512 MiB of float32, 1,048 rows of 128,000 tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """To a step's rows of logits, in order."""
+
+    tokens: list[int]  # chosen or given
+    logprobs: list[TokenLogprobs | None]  # as many; empty when no slice asks for any
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probabilities of some outputs of a step."""
+
+    outputs: list[int]  # which
+    found: FoundLogprobs
+
+
+class Launched:
+    """A step that the device is working on."""
+
+    def __init__(self, tokens: Tensor, scores: Sequence[Scores]) -> None:
+        """tokens: [S] on the device. Call it when all else of the step is launched."""
+        self._tokens = download(tokens)
+        self._scores = scores
+        self._done: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            # blocking: waiting for it leaves the core to others
+            self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._done.record()
+
+    def collect(self) -> Answers:
+        """Waits until the step is done; its KV is in the pages then. Raises what went wrong on the device."""
+        if self._done is not None:
+            self._done.synchronize()
+        tokens: list[int] = self._tokens.tolist()
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens) if self._scores else []
+        for scores in self._scores:
+            for output, one in zip(scores.outputs, scores.found.read(), strict=True):
+                logprobs[output] = one
+        return Answers(tokens, logprobs)
 
 
 class Runner:
-    """Owns a model and the attention backend; writes KV into the pages that slices name."""
+    """Owns a model and the attention backend; writes KV into the pages of `rows`, and chosen tokens into `rows`."""
 
-    def __init__(self, model: Decoder, attention: AttentionBackend, pages: Tensor) -> None:
-        """pages: [num_pages, L, 2, Hkv, page_tokens, D], a pool's part for this model."""
+    def __init__(self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: Rows) -> None:
+        """pages: the part of a pool for this model. Runners of two models may have the same rows."""
         self._model = model
         self._attention = attention
         self._pages = pages
+        self._rows = rows
+        self._preparer = Preparer(rows)
+        self._stager = Stager(rows.device)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._rows.vocab_size
+
+    def launch(self, slices: Sequence[Slice]) -> Launched:
+        """Compute the slices' KV; choose or score the tokens after the rows of logits that they want.
+
+        At least one slice, of a row one at most. No answer depends on other slices. Chosen tokens are written to
+        Rows.tokens at their positions, none when this raises. ValueError says what is wrong with some slice.
+        """
+        return self._run(self._prepare(slices))
+
+    def _prepare(self, slices: Sequence[Slice]) -> Prepared:
+        """On the host. Counts tokens for penalties."""
+        return self._preparer.prepare(slices, piece_rows=max(1, PIECE_VALUES // self._rows.vocab_size))
 
     @torch.inference_mode()
-    def run(self, slices: Sequence[SequenceSlice], choices: Sequence[Choice]) -> list[Chosen]:
-        """Compute the slices' KV; answer `choices`: one for each row of logits that the slices want, in order.
-
-        No answer depends on other slices or choices. ValueError, as from `adjust_logits_`, is about some row; KV is
-        written then, and the step may be repeated without that row.
-        """
-        batch = build_batch(slices, self._pages.shape[4], self._pages.device)
-        if len(choices) != batch.logits_rows.numel():
-            raise ValueError(f"{batch.logits_rows.numel()} rows of logits are wanted, {len(choices)} choices given")
+    def _run(self, step: Prepared) -> Launched:
+        """On the device, without waiting for it."""
+        rows = self._rows
+        batch = build_batch(step.layout, rows, self._stager)
         hidden = self._model.forward(batch, self._pages, self._attention)  # [S, H]
-        if not choices and self._pages.is_cuda:
-            torch.cuda.synchronize()  # the caller offers these pages to another process next
-        pieces = [slice(begin, begin + PIECE_ROWS) for begin in range(0, len(choices), PIECE_ROWS)]
-        return [
-            chosen for piece in pieces for chosen in choose_tokens(self._model.logits(hidden[piece]), choices[piece])
-        ]
+        if not step.pieces:
+            return Launched(hidden.new_empty(0, dtype=torch.int64), [])
+        (places,) = upload([step.outputs.places], rows.device)  # [S]
+        parts: list[Tensor] = []
+        scores: list[Scores] = []
+        for piece in step.pieces:
+            logits = self._model.logits(hidden[piece.span])  # [n, V]
+            logprobs = torch.log_softmax(_take(logits, piece.scored), -1) if piece.scored else logits
+            parts.append(self._choose(piece, logits, places[piece.span]))
+            if piece.scored:
+                found = find_logprobs(logprobs, _take(parts[-1], piece.scored), piece.num_top)
+                scores.append(Scores([piece.span.start + output for output in piece.scored], found))
+        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
+        rows.flat_tokens.index_copy_(0, places, tokens.to(torch.int32))
+        return Launched(tokens, scores)
+
+    def _choose(self, piece: Piece, logits: Tensor, places: Tensor) -> Tensor:
+        """[n, V], [n] places of the tokens in the flat Rows.tokens -> [n] int64. Modifies `logits`."""
+        if piece.chosen is None:
+            return sample(logits, self._complete(piece))
+        tokens = self._rows.tokens.take(places).long()  # right where they are given
+        if len(piece.chosen):
+            (chosen,) = upload([piece.chosen], logits.device)
+            tokens.index_copy_(0, chosen, sample(logits.index_select(0, chosen), self._complete(piece)))
+        return tokens
+
+    def _complete(self, piece: Piece) -> SamplingBatch:
+        """With what the device knows. Waits for it only where penalties ask for guesses."""
+        if not piece.has_penalties:
+            return piece.sampling
+        extra_ids = None
+        if piece.guesses is not None:
+            (guesses,) = upload([piece.guesses], self._rows.device)
+            extra_ids = self._rows.tokens.take(guesses).cpu().numpy()
+        return piece.sampling._replace(counts=self._rows.counts, extra_ids=extra_ids)
 
 
-def choose_tokens(logits: Tensor, choices: Sequence[Choice]) -> list[Chosen]:
-    """[S, V] float32, S choices -> S answers. Modifies `logits`. ValueError as from `adjust_logits_`."""
-    told = [row for row, choice in enumerate(choices) if choice.num_logprobs is not None]
-    logprobs = torch.log_softmax(_take_rows(logits, told), -1)  # before the logits change
-    adjust_logits_(logits, choices)
-    tokens = [choice.tokens[choice.position] if choice.is_given else -1 for choice in choices]
-    open_rows = [row for row, choice in enumerate(choices) if not choice.is_given]
-    for row, token in zip(open_rows, _sample_rows(logits, choices, open_rows), strict=True):
-        tokens[row] = token
-    counts = [choices[row].num_logprobs or 0 for row in told]
-    told_logprobs = dict(zip(told, tell_logprobs(logprobs, [tokens[row] for row in told], counts), strict=True))
-    return [Chosen(token, told_logprobs.get(row)) for row, token in enumerate(tokens)]
-
-
-def _sample_rows(logits: Tensor, choices: Sequence[Choice], rows: list[int]) -> list[int]:
-    """[S, V] -> a token for each of some rows."""
-    sampling = [choices[row].sampling for row in rows]
-    tokens: list[int] = sample(_take_rows(logits, rows), sampling, [choices[row].position for row in rows]).tolist()
-    return tokens
-
-
-def _take_rows(logits: Tensor, rows: list[int]) -> Tensor:
-    """[S, V] -> those rows; `logits` itself if all."""
-    return logits if len(rows) == len(logits) else logits[rows]
+def _take(values: Tensor, rows: list[int]) -> Tensor:
+    """[n, ...] -> those rows; `values` itself if all."""
+    if len(rows) == len(values):
+        return values
+    return values.index_select(0, upload([np.array(rows)], values.device)[0])

@@ -1,46 +1,103 @@
 """One step of a worker's loop: a forward for several sequences, which outlives those that cannot be computed."""
 
 from collections.abc import Callable, Sequence
-from itertools import chain, islice
-from typing import TypeVar
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
 
 import structlog
 
-from engine.batch import SequenceSlice
-from engine.choice import Choice, Chosen
-from engine.out_of_memory import StepFailedError, explain_failure, is_out_of_memory
-from engine.runner import Runner
+from engine.batch import Slice
+from engine.out_of_memory import StepFailedError, explain_failure, is_device_lost, is_out_of_memory
+from engine.runner import Answers, Launched
+from engine.thread import end_process
+from wire.logprobs import TokenLogprobs
 
 log = structlog.get_logger()
 
-PlannedT = TypeVar("PlannedT")
-Answers = list[Chosen]  # to the choices of one sequence, in their order
+Explain = Callable[[Exception, Sequence[int]], StepFailedError]
+"""(what a forward raised, the indices of its slices) |-> why it failed. Called for the whole step and each culprit."""
 
 
-def run_step(runner: Runner, slices: Sequence[SequenceSlice], choices: Sequence[Sequence[Choice]]) -> list[Answers]:
-    """One forward; `choices`: those of each slice, as many as it wants rows of logits."""
-    chosen = iter(runner.run(slices, list(chain.from_iterable(choices))))
-    return [list(islice(chosen, len(wanted))) for wanted in choices]
+@dataclass(frozen=True, slots=True)
+class StepAnswers:
+    """To a step's rows of logits, slices in order."""
+
+    tokens: list[int]  # -1 for each row of a failed slice
+    logprobs: list[TokenLogprobs | None]  # as many; empty when no slice asks for any
+    failed: dict[int, StepFailedError]  # index of a slice |-> why it was not computed
 
 
-def compute_each(
-    planned: Sequence[PlannedT],
-    forward: Callable[[Sequence[PlannedT]], Sequence[Answers]],
-    explain: Callable[[Exception, Sequence[PlannedT]], StepFailedError],
-) -> list[Answers | StepFailedError]:
-    """One forward: for each of `planned` the answers to its choices, or what went wrong.
+class Launcher(Protocol):
+    """A runner, or several that compute the same positions."""
 
-    When the forward fails, each is computed alone, so that only those die that cannot be computed.
-    """
-    if not planned:
-        return []
-    try:
-        return [*forward(planned)]
-    except Exception as error:
-        failure = explain(error, planned)
-    if len(planned) == 1:
-        return [failure]
-    return [result for one in planned for result in compute_each([one], forward, explain)]
+    def launch(self, slices: Sequence[Slice]) -> Launched:
+        """See `Runner.launch`."""
+        ...
+
+
+class LaunchedStep:
+    """One forward, or several of parts of the step, and the slices that no forward could compute."""
+
+    def __init__(self, slices: Sequence[Slice], explain: Explain) -> None:
+        self._slices = slices
+        self._explain = explain
+        self._parts: list[tuple[range, Launched]] = []  # ascending
+        self._failed: dict[int, StepFailedError] = {}
+
+    def launch(self, runner: Launcher, part: range) -> None:
+        """Slices of `part`: together, or else each half for itself, so that only those fail that cannot be computed.
+
+        k culprits among n slices cost O(k log n) forwards.
+        """
+        try:
+            self._parts.append((part, runner.launch(self._slices[part.start : part.stop])))
+            return
+        except Exception as error:
+            _end_if_lost(error)
+            if len(part) == 1:
+                self._failed[part.start] = self._explain(error, part)
+                return
+            if len(part) == len(self._slices):
+                self._explain(error, part)
+        middle = (part.start + part.stop) // 2  # after the except block, which holds the failed forward's memory
+        self.launch(runner, range(part.start, middle))
+        self.launch(runner, range(middle, part.stop))
+
+    def collect(self) -> StepAnswers:
+        """Waits for the device. A part that fails only now is not repeated: later steps may have read its tokens."""
+        ends = [0, *accumulate([one.num_logits for one in self._slices])]
+        answers = StepAnswers([-1] * ends[-1], [], self._failed)
+        for part, launched in self._parts:
+            try:
+                _place(answers, launched.collect(), ends[part.start])
+            except Exception as error:
+                _end_if_lost(error)
+                failure = self._explain(error, part)
+                self._failed.update((index, failure) for index in part)
+        return answers
+
+
+def launch_step(runner: Launcher, slices: Sequence[Slice], explain: Explain) -> LaunchedStep:
+    """At least one slice. Ends the process when the GPU is lost."""
+    step = LaunchedStep(slices, explain)
+    step.launch(runner, range(len(slices)))
+    return step
+
+
+def _place(step: StepAnswers, part: Answers, begin: int) -> None:
+    end = begin + len(part.tokens)
+    step.tokens[begin:end] = part.tokens
+    if part.logprobs:
+        if not step.logprobs:
+            step.logprobs[:] = [None] * len(step.tokens)
+        step.logprobs[begin:end] = part.logprobs
+
+
+def _end_if_lost(error: Exception) -> None:
+    if is_device_lost(error):
+        log.critical("the GPU is lost; this process ends", reason=str(error))
+        end_process()
 
 
 def report_failure(error: Exception, setting: str, value: int, request_ids: Sequence[str]) -> StepFailedError:

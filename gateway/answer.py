@@ -5,22 +5,24 @@ Knows when a choice and a request are over; must not know REST or gRPC.
 
 import asyncio
 from asyncio import CancelledError
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import structlog
 
 from gateway.call_pieces import CallReader
 from gateway.errors import ApiError
 from gateway.front import Front
-from gateway.generation import TokenLogprobs, Tokens
+from gateway.generation import Admitted, Tokens
 from gateway.merge import merge
 from gateway.metrics import ChoiceMeter, RequestMeter
 from gateway.order import Echo, Job, Order
 from gateway.pieces import Piece, PieceReader, ToldToken
 from gateway.text.stops import StopStrings
+from wire.logprobs import TokenLogprobs
+from wire.timing import Timing
 
 _log = structlog.get_logger()
 
@@ -28,52 +30,61 @@ _TOLD_AT_ONCE = 512  # prompt tokens; writing them holds the event loop, up to 3
 
 
 class Totals:
-    """Token counts of a request, as its pieces go by."""
+    """A job and its token counts, as its pieces go by: each is counted before `stream_choices` gives it out."""
 
     def __init__(self, job: Job) -> None:
+        self.job = job
         self.num_prompt = job.num_prompt_tokens
         self.num_completion = 0
         self.num_cached = 0  # prompt tokens whose KV was there already
         self.num_open = len(job.orders)  # choices without an end yet
-        self._num_per_prompt = job.num_per_prompt
 
     def add(self, index: int, piece: Piece) -> None:
         """Counts a piece of a choice."""
         self.num_completion += len(piece.token_ids)
         self.num_open -= piece.finish_reason is not None
-        if piece.timing is not None and index % self._num_per_prompt == 0:
-            self.num_cached += piece.timing.cached_tokens
+        if piece.timing is not None and index % self.job.num_per_prompt == 0:  # each prompt counts once
+            num_prompt = len(self.job.orders[index].generation.prompt_ids)
+            self.num_cached += min(piece.timing.cached_tokens, num_prompt)  # a retry's prompt holds answered tokens
 
 
-async def stream_choices(front: Front, job: Job, meter: RequestMeter) -> AsyncGenerator[tuple[int, Piece], None]:
+def told_timing(timing: Timing, names: Iterable[str]) -> dict[str, Any]:
+    """Where a choice's time went, by the `names` that clients know: theirs end in `_seconds`, ours in `_s`."""
+    return {name: getattr(timing, name.replace("_seconds", "_s")) for name in names}
+
+
+async def stream_choices(front: Front, totals: Totals, meter: RequestMeter) -> AsyncGenerator[tuple[int, Piece], None]:
     """Pieces of all choices as they come, each with its choice's index. Closing this iterator closes the ring's.
 
     Raises ApiError as the ring does: the first choice that fails ends the others.
     """
-    meter.start(job.num_prompt_tokens)
-    totals = Totals(job)
+    job = totals.job
+    meter.start(totals.num_prompt)
     meters = [meter.choice() for _ in job.orders]
-    choices = [_stream_choice(front, order, meters[index]) for index, order in enumerate(job.orders)]
     try:
-        async with aclosing(merge(choices)) as pieces:
-            async for index, piece in pieces:
-                totals.add(index, piece)
-                if not totals.num_open:
-                    _log.info("answered", **_counts(job, totals), reason=piece.finish_reason)
-                yield index, piece
+        with front.ring.admit(len(job.orders)) as admitted:
+            choices = [_stream_choice(front, *each, admitted) for each in zip(job.orders, meters, strict=True)]
+            async with aclosing(merge(choices)) as pieces:
+                async for index, piece in pieces:
+                    totals.add(index, piece)
+                    if not totals.num_open:
+                        _log.info("answered", **_counts(totals), reason=piece.finish_reason)
+                    yield index, piece
     except (CancelledError, GeneratorExit):
         for choice in meters:
             choice.cancel()
         if totals.num_open:
-            _log.info("cancelled", **_counts(job, totals))
+            _log.info("cancelled", **_counts(totals))
         raise
 
 
-def _counts(job: Job, totals: Totals) -> dict[str, int]:
-    return {"choices": len(job.orders), "prompt_tokens": totals.num_prompt, "tokens": totals.num_completion}
+def _counts(totals: Totals) -> dict[str, int]:
+    return {"choices": len(totals.job.orders), "prompt_tokens": totals.num_prompt, "tokens": totals.num_completion}
 
 
-async def _stream_choice(front: Front, order: Order, meter: ChoiceMeter) -> AsyncGenerator[Piece, None]:
+async def _stream_choice(
+    front: Front, order: Order, meter: ChoiceMeter, admitted: Admitted
+) -> AsyncGenerator[Piece, None]:
     reader = PieceReader(
         front.tokenizer.detokenizer(order.shown, order.before),
         StopStrings(order.stop_strings),
@@ -84,7 +95,8 @@ async def _stream_choice(front: Front, order: Order, meter: ChoiceMeter) -> Asyn
     is_trusted = order.generation.grammar is not None
     calls = CallReader(order.tools, is_trusted=is_trusted, is_json=order.is_json) if order.tools else None
     is_begun = False
-    async with aclosing(_generate(front, order)) as news:
+    generating = cast(AsyncGenerator[Tokens, None], front.ring.generate(order.generation, admitted))
+    async with aclosing(generating) as news:
         async for tokens in news:
             if not is_begun and order.echo is not None:
                 async for piece in _echo(order, order.echo, tokens.prompt_logprobs):
@@ -107,10 +119,6 @@ async def _stream_choice(front: Front, order: Order, meter: ChoiceMeter) -> Asyn
 
 def _parts(piece: Piece, calls: CallReader | None) -> Sequence[Piece]:
     return calls.read(piece) if calls else (piece,)
-
-
-def _generate(front: Front, order: Order) -> AsyncGenerator[Tokens, None]:
-    return cast(AsyncGenerator[Tokens, None], front.ring.generate(order.generation, order.shared))
 
 
 def _drop(tokens: Tokens) -> Piece:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from gateway.answer_forms import check_form
 from gateway.errors import bad_request
-from gateway.generation import Generation, Grammar, Ring, SharedPrompt
+from gateway.generation import Generation, Grammar, Ring
 from gateway.metrics import FrontMetrics
 from gateway.order import Echo, Job, Order
 from gateway.prompts import Prompts
@@ -21,6 +21,7 @@ from gateway.tools.formats import Format
 from gateway.tools.grammar import call_grammar
 from gateway.tools.request import ToolUse, check_tools
 from gateway.validate import (
+    check_cache_salt,
     check_choices,
     check_ends,
     check_logprobs,
@@ -85,24 +86,16 @@ class Front:
         echoes: Sequence[Echo | None] = [None] * len(encoded)
         if raw.is_echoed:
             echoes = await self.prompts.echo(raw.prompts, encoded, raw.num_logprobs is not None)
-        befores = [self.prompts.before_answer(*pair) for pair in zip(raw.prompts, encoded, strict=True)]
         is_json = form is not None and form.kind in ("json_schema", "json_object")
         shown = self._shown(grammar, tools)
-        firsts = [
-            Order(
-                generation,
-                stop_strings,
-                _shared(generation, n),
-                echo,
-                is_dropped=raw.max_tokens == 0,
-                tools=tools,
-                is_json=is_json,
-                shown=shown,
-                before=before,
-            )
-            for generation, echo, before in zip(generations, echoes, befores, strict=True)
-        ]
-        return Job(_numbered([choice for first in firsts for choice in _choices(first, n)]), n)
+        is_alone = n * len(encoded) == 1
+        orders: list[Order] = []
+        for prompt, generation, echo in zip(raw.prompts, generations, echoes, strict=True):
+            before = self.prompts.before_answer(prompt, generation.prompt_ids)
+            for rank in range(n):
+                choice = _choice(generation, rank, None if is_alone else len(orders))
+                orders.append(Order(choice, stop_strings, echo, raw.max_tokens == 0, tools, is_json, shown, before))
+        return Job(tuple(orders), n)
 
     def _shown(self, grammar: Grammar | None, tools: ToolUse | None) -> frozenset[str]:
         """Control tokens that calls are written with, and those that the grammar names: answers may hold these too."""
@@ -122,13 +115,15 @@ class Front:
             num_prompt_logprobs=raw.num_logprobs if raw.is_echoed else None,
             grammar=grammar,
             speculation=check_speculation(raw),
+            cache_salt=check_cache_salt(raw),
         )
 
     def _with_prompt(self, common: Generation, raw: RawRequest, prompt_ids: tuple[int, ...]) -> Generation:
         max_tokens = resolve_max_tokens(raw, len(prompt_ids), self.tokenizer.context_tokens)
         min_tokens = resolve_min_tokens(raw, max_tokens)
         # Equal prompts of one request shall get different answers, unless a seed was given.
-        sampling = replace(common.sampling, seed=secrets.randbits(63)) if raw.seed is None else common.sampling
+        seed = common.sampling.seed if "seed" in raw.sampling else secrets.randbits(63)
+        sampling = replace(common.sampling, seed=seed)
         return replace(
             common, prompt_ids=prompt_ids, max_tokens=max(max_tokens, 1), min_tokens=min_tokens, sampling=sampling
         )
@@ -144,26 +139,11 @@ def _grammar(answer: Grammar | None, tools: ToolUse | None) -> Grammar | None:
     return call_grammar(tools, answer)
 
 
-def _choices(first: Order, n: int) -> list[Order]:
-    """The n answers to one prompt, each with a seed of its own."""
-    generation, seed = first.generation, first.generation.sampling.seed
-    samplings = [replace(generation.sampling, seed=(seed + number) % 2**64) for number in range(n)]
-    return [replace(first, generation=replace(generation, sampling=sampling)) for sampling in samplings]
-
-
-def _numbered(orders: Sequence[Order]) -> tuple[Order, ...]:
-    """Several choices get an id each: the request's and their index."""
-    if len(orders) == 1:
-        return tuple(orders)
-    return tuple(
-        replace(order, generation=replace(order.generation, request_id=f"{order.generation.request_id}-{index}"))
-        for index, order in enumerate(orders)
-    )
-
-
-def _shared(generation: Generation, n: int) -> SharedPrompt | None:
-    """Log-probabilities of a prompt are told only where it is computed."""
-    return SharedPrompt(n) if n > 1 and generation.num_prompt_logprobs is None else None
+def _choice(generation: Generation, rank: int, index: int | None) -> Generation:
+    """One of the answers to a prompt: with a seed of its own and, of a request with several, an id of its own."""
+    request_id = generation.request_id if index is None else f"{generation.request_id}-{index}"
+    sampling = replace(generation.sampling, seed=(generation.sampling.seed + rank) % 2**64)
+    return replace(generation, request_id=request_id, sampling=sampling)
 
 
 def _num_told_places(generation: Generation) -> int:

@@ -4,26 +4,16 @@ Knows token ids only. Above it lie REST, gRPC and text; below it the dispatcher.
 """
 
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from wire.logprobs import TokenLogprobs
+from wire.sampling import SamplingParams
+from wire.timing import Timing
+
 FinishReason = Literal["stop", "length"]
 Drafter = Literal["auto", "off", "ngram", "draft"]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are chosen; complete, with defaults already filled in."""
-
-    temperature: float  # 0 is greedy
-    top_p: float  # in (0, 1]
-    top_k: int  # 0 keeps all
-    min_p: float  # in [0, 1]
-    seed: int  # unsigned 64 bit
-    frequency_penalty: float = 0.0  # 0 is off
-    presence_penalty: float = 0.0  # 0 is off
-    repetition_penalty: float = 1.0  # 1 is off
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what to add), ids in the vocabulary, each once
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,38 +40,14 @@ class Generation:
     request_id: str
     prompt_ids: tuple[int, ...]  # at least one
     max_tokens: int  # at least one; prompt and answer fit the context
-    sampling: Sampling
+    sampling: SamplingParams
     stop_token_ids: frozenset[int]  # the model's own (unless ignore_eos) and the request's
     min_tokens: int = 0  # before a stop token may come; at most max_tokens
     num_logprobs: int | None = None  # log-probabilities of the tokens, and of so many most likely ones; None: none
     num_prompt_logprobs: int | None = None  # the same of the prompt's tokens
     grammar: Grammar | None = None
     speculation: Speculation = Speculation()
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one position, of the model's own distribution: before penalties, filters, temperature."""
-
-    logprob: float  # of the token that stands there
-    top: tuple[tuple[int, float], ...]  # (token id, log-probability), likeliest first
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Where one generation's time went. Seconds of the last attempt, except the queue's, which add up."""
-
-    queue_s: float = 0.0
-    prefill_s: float = 0.0  # the wait for its turn included
-    transfer_s: float = 0.0  # reads by the decode worker; overlaps with prefill
-    transfer_bytes: int = 0
-    transport: str = ""  # "shm" or "grpc"; empty when nothing was transferred
-    first_step_s: float = 0.0  # from complete KV to the first token
-    decode_s: float = 0.0  # from the first token to the last
-    cached_tokens: int = 0  # prompt tokens whose KV was there already
-    draft_tokens: int = 0  # guessed ahead
-    accepted_tokens: int = 0  # of those
-    attempts: int = 1
+    cache_salt: str = ""  # KV is shared only between prompts with the same salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,27 +63,30 @@ class Tokens:
     timing: Timing | None = None
 
 
-class SharedPrompt:
-    """Ties the generations of one prompt together: those placed beside the first take over its KV.
+@dataclass(slots=True, eq=False)
+class Admitted:
+    """A request that the queue has let in, until the block of `Ring.admit` ends."""
 
-    One object per prompt, handed to every `Ring.generate` of it. Opaque above the ring, which keeps its state in it.
-    """
-
-    def __init__(self, num_choices: int = 1) -> None:
-        """`num_choices`: generations that will be asked for. The queue takes all of them with the first, or none."""
-        self.num_choices = num_choices
-        self.leader: object | None = None  # set and read by the ring only
+    num_unplaced: int  # choices that count as waiting and have not been generated yet; changed by the ring only
 
 
 class Ring(Protocol):
     """Everything below the text."""
 
-    def generate(self, generation: Generation, shared: SharedPrompt | None = None) -> AsyncIterator[Tokens]:
-        """Stream one generation. Closing the iterator (aclose) ends the work everywhere and frees its pages.
+    def admit(self, num_choices: int) -> AbstractContextManager[Admitted]:
+        """Let a request into the queue with all its choices, or with none: once per request, around all of `generate`.
 
-        `shared`: the same for all generations of one prompt; their prompt_ids are equal.
-        Raises errors.ApiError: 400 when no worker can take it, 429 when the queue is full, 503 when nobody can serve,
-        504 when its time is over.
+        Until the block ends, each choice counts as waiting until it runs on a worker, and none is refused any more
+        because the queue is full. Raises errors.ApiError on entry: 429 when the queue has no room, 503 while draining.
+        """
+        ...
+
+    def generate(self, generation: Generation, admitted: Admitted) -> AsyncIterator[Tokens]:
+        """Stream one choice of an admitted request. Closing the iterator (aclose) ends the work everywhere and frees
+        its pages.
+
+        Raises errors.ApiError: 400 when no worker can take it, 503 when no worker can serve it, 504 when it takes too
+        long.
         """
         ...
 

@@ -2,11 +2,12 @@
 
 from collections import defaultdict
 
-from gateway.answer import Totals
-from gateway.generation import Timing, TokenLogprobs
+from gateway.answer import Totals, told_timing
 from gateway.pieces import Piece
 from gateway.tools.collect import CallCollector
 from protos import inference_pb2
+from wire.logprobs import TokenLogprobs
+from wire.timing import Timing
 
 
 class AnswerMessages:
@@ -49,7 +50,11 @@ class AnswerMessages:
         totals = self._totals
         if totals.num_open:
             return None
-        return inference_pb2.Usage(prompt_tokens=totals.num_prompt, completion_tokens=totals.num_completion)
+        return inference_pb2.Usage(
+            prompt_tokens=totals.num_prompt,
+            completion_tokens=totals.num_completion,
+            cached_tokens=totals.num_cached,
+        )
 
     def _timing(self, piece: Piece) -> inference_pb2.Timing | None:
         return timing_message(piece.timing) if self._with_timing and piece.timing else None
@@ -64,21 +69,10 @@ def logprob_messages(piece: Piece) -> list[inference_pb2.TokenLogprob]:
 
 def timing_message(timing: Timing) -> inference_pb2.Timing:
     """Where one choice's time went."""
-    return inference_pb2.Timing(
-        queue_seconds=timing.queue_s,
-        prefill_seconds=timing.prefill_s,
-        transfer_seconds=timing.transfer_s,
-        transfer_bytes=timing.transfer_bytes,
-        transport=timing.transport,
-        first_step_seconds=timing.first_step_s,
-        decode_seconds=timing.decode_s,
-        cached_tokens=timing.cached_tokens,
-        draft_tokens=timing.draft_tokens,
-        accepted_tokens=timing.accepted_tokens,
-        attempts=timing.attempts,
-    )
+    return inference_pb2.Timing(**told_timing(timing, inference_pb2.Timing.DESCRIPTOR.fields_by_name))
 
 
 def _logprob(token_id: int, told: TokenLogprobs) -> inference_pb2.TokenLogprob:
-    top = [inference_pb2.TokenLogprob(token_id=other, logprob=logprob) for other, logprob in told.top]
+    pairs = zip(told.top_ids, told.top_logprobs, strict=True)
+    top = [inference_pb2.TokenLogprob(token_id=other, logprob=logprob) for other, logprob in pairs]
     return inference_pb2.TokenLogprob(token_id=token_id, logprob=told.logprob, top=top)

@@ -13,11 +13,9 @@ from gateway.errors import bad_request
 from gateway.grpc_conversations import chat_prompt, raw_tools
 from gateway.raw_request import AnswerForm, Prompt, RawRequest
 from protos import inference_pb2
+from wire.sampling import SCALARS
 
-_OPTIONAL_FIELDS = (
-    "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
-    "repetition_penalty", "seed", "n", "speculation", "max_draft_tokens",
-)  # fmt: skip
+_OPTIONAL_FIELDS = ("max_tokens", "min_tokens", "n", "speculation", "max_draft_tokens")
 # Looking through a request holds the event loop: for 1 us per message, and per unknown field of 2 bytes or more.
 _MAX_MESSAGES = 20_000  # in each other, as objects and lists of a JSON body
 _MAX_UNKNOWN_BYTES = 64 << 10
@@ -93,12 +91,13 @@ def tokenize_request(request: inference_pb2.TokenizeRequest) -> TextToCount:
 
 
 def _raw_request(request: "inference_pb2.GenerateRequest | inference_pb2.ChatRequest", prompt: Prompt) -> RawRequest:
-    """Fields 4 to 23, which both have."""
+    """Fields 4 to 23 and 27, which both have."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _OPTIONAL_FIELDS if request.HasField(name)}
     return RawRequest(
         model=request.model or None,
         prompts=[prompt],
         prompts_param=prompt.param,
+        sampling={name: getattr(request, name) for name in SCALARS if request.HasField(name)},
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
@@ -106,6 +105,7 @@ def _raw_request(request: "inference_pb2.GenerateRequest | inference_pb2.ChatReq
         num_logprobs=request.logprobs if request.HasField("logprobs") else None,
         form=_form(request.response_format) if request.HasField("response_format") else None,
         with_timing=request.include_timing,
+        cache_salt=request.cache_salt,
         **given,
     )
 

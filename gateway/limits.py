@@ -19,13 +19,6 @@ def check_range(name: str, value: Number, lowest: Number, highest: Number) -> Nu
     return value
 
 
-def check_positive(name: str, value: float) -> float:
-    """The value, if it is above 0."""
-    if value <= 0:
-        raise bad_request(f"{name} is {value:g}; it must be above 0", name)
-    return value
-
-
 def shown(number: float) -> str:
     """A number as the client wrote it, unless it is long."""
     text = f"{number:g}" if isinstance(number, float) else str(number)

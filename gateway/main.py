@@ -59,6 +59,7 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
         config.request_timeout_s,
         patience_s=config.patience_s,
         registry=registry,
+        cache_routing=config.cache_routing,
     )
     ring = DrainingRing(dispatcher)
     shutdown = Shutdown(config.drain_s, lambda: len(ring))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.generation import Generation, SharedPrompt
+from gateway.generation import Generation
 from gateway.tools.request import ToolUse
 
 
@@ -21,7 +21,6 @@ class Order:
 
     generation: Generation
     stop_strings: tuple[str, ...]
-    shared: SharedPrompt | None = None  # with the prompt's other choices
     echo: Echo | None = None
     is_dropped: bool = False  # only the prompt is asked for: the one token generated is not told
     tools: ToolUse | None = None  # what the answer may call

@@ -7,10 +7,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from gateway.generation import FinishReason, Timing, TokenLogprobs, Tokens
+from gateway.generation import FinishReason, Tokens
 from gateway.text.detokenize import IncrementalDetokenizer
 from gateway.text.stops import StopStrings
 from gateway.tools.parse import CallEvent
+from wire.logprobs import TokenLogprobs
+from wire.timing import Timing
 
 Ending = FinishReason | Literal["tool_calls"]
 

@@ -51,15 +51,8 @@ class RawRequest:
     max_tokens: int | None = None
     max_tokens_param: str = "max_tokens"
     min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)  # those of wire.sampling.SCALARS that were given
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int | None = None
     stop: Sequence[str] = ()
     stop_param: str = "stop"
     stop_token_ids: Sequence[int] = ()
@@ -71,4 +64,5 @@ class RawRequest:
     speculation: str | None = None
     max_draft_tokens: int | None = None
     with_timing: bool = False
+    cache_salt: str = ""
     tools: RawTools = field(default_factory=RawTools)

@@ -142,9 +142,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         job = await self._front.prepare(raw, unique_id(request_id))
         totals = Totals(job)
         messages = AnswerMessages(totals, with_timing=raw.with_timing)
-        async with aclosing(stream_choices(self._front, job, meter)) as pieces:
+        async with aclosing(stream_choices(self._front, totals, meter)) as pieces:
             async for index, piece in pieces:
-                totals.add(index, piece)
                 yield write(messages, index, piece)
 
 

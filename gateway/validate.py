@@ -17,6 +17,7 @@ MAX_CHOICES = 128  # of all prompts together: each takes a place in the queue
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024  # of one stop string
 MAX_STOP_TOKEN_IDS = 256
+MAX_CACHE_SALT_CHARS = 1024
 MAX_TOLD_LOGPROBS = 2**21  # of all choices together, where there are several; about 100 bytes each while they wait
 TEXT_BYTES_PER_TOKEN = 16  # four times what English needs; longer text cannot fit the context and is not tokenised
 
@@ -141,6 +142,14 @@ def check_logprobs(raw: RawRequest) -> None:
     """How many likely tokens are told at each place."""
     if raw.num_logprobs is not None:
         check_range(raw.logprobs_param, raw.num_logprobs, 0, MAX_LOGPROBS)
+
+
+def check_cache_salt(raw: RawRequest) -> str:
+    """The salt; empty when there is none."""
+    if len(raw.cache_salt) > MAX_CACHE_SALT_CHARS:
+        told = f"cache_salt has {len(raw.cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed"
+        raise bad_request(told, "cache_salt")
+    return raw.cache_salt
 
 
 def check_num_told(raw: RawRequest, num_choices: int, num_places: int) -> None:

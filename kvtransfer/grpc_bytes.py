@@ -5,13 +5,14 @@ saves protobuf's copies, which halve the bandwidth. `encode_data` and `decode` a
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from kvtransfer.copying import copy_in_thread
 from kvtransfer.reader import PageRef, PageStore, ReadError, Transport, check_bounds, check_generations
 from protos import kv_pb2
 
@@ -49,6 +50,22 @@ def decode(message: bytes) -> memoryview | kv_pb2.ReadPagesResponse:
                 break
             return memoryview(message)[at + 1 :]
     raise ReadError("transport", f"malformed page data: {len(message)} bytes announce {length}")
+
+
+def cut_pages(parts: Sequence[memoryview], page_bytes: int) -> list[NDArray[np.uint8]]:
+    """The pages that lie one after the other in `parts`: views of one part, copies of pages that are in several."""
+    pages: list[NDArray[np.uint8]] = []
+    begun: list[memoryview] = []  # pieces of the next page
+    missing = page_bytes  # of it
+    for part in parts:
+        while part:
+            piece, part = part[:missing], part[missing:]
+            begun.append(piece)
+            missing -= len(piece)
+            if not missing:
+                pages.append(np.frombuffer(begun[0] if len(begun) == 1 else b"".join(begun), np.uint8))
+                begun, missing = [], page_bytes
+    return pages
 
 
 class PageServer:
@@ -109,19 +126,19 @@ class GrpcReader:
 
     async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
         check_bounds(sources, self._peer.num_pages)
-        generations = await self._receive(
-            [source.page for source in sources], lambda index, row: self._store.store(into[index], row)
-        )
+        parts, generations = await self._receive([source.page for source in sources])
         check_generations(sources, generations)
+        page_bytes = self._store.page_bytes
+        await copy_in_thread(None, lambda: self._store.store(into, cut_pages(parts, page_bytes)))
 
     async def probe(self, num_pages: int) -> None:
-        await self._receive(range(num_pages), lambda index, row: None)
+        await self._receive(range(num_pages))
 
-    async def _receive(self, pages: Sequence[int], take: Callable[[int, NDArray[np.uint8]], None]) -> Sequence[int]:
-        """Call `take(index, bytes)` for each page as it comes; return the generations that follow the bytes."""
+    async def _receive(self, pages: Sequence[int]) -> tuple[list[memoryview], Sequence[int]]:
+        """The bytes of all pages as they came, and the generations that follow them. Copies nothing."""
         request = kv_pb2.ReadPagesRequest(incarnation=self._peer.incarnation, pages=pages)
         try:
-            return await self._assemble(request, take)
+            return await self._collect(request)
         except grpc.aio.AioRpcError as error:
             raise ReadError("transport", f"{self._peer.address}: {error.code().name}: {error.details()}") from error
         except asyncio.CancelledError:
@@ -131,31 +148,23 @@ class GrpcReader:
             # grpc cancels the calls of a channel that is closed; nobody cancelled us
             raise ReadError("transport", f"{self._peer.address}: the connection was closed during the read") from None
 
-    async def _assemble(
-        self, request: kv_pb2.ReadPagesRequest, take: Callable[[int, NDArray[np.uint8]], None]
-    ) -> Sequence[int]:
-        wanted = len(request.pages)
-        page_bytes = self._store.page_bytes
-        row: NDArray[np.uint8] = np.empty(page_bytes, np.uint8)  # the page being assembled
-        filled = done = 0
+    async def _collect(self, request: kv_pb2.ReadPagesRequest) -> tuple[list[memoryview], Sequence[int]]:
+        wanted, page_bytes = len(request.pages), self._store.page_bytes
+        parts: list[memoryview] = []
+        received = 0
         async for message in self._call(request, timeout=self._timeout_s):
             part = decode(message)
             if isinstance(part, kv_pb2.ReadPagesResponse):
-                if done != wanted or filled:
-                    raise ReadError("transport", f"{done} of {wanted} pages arrived before the end")
+                if received != wanted * page_bytes:
+                    raise ReadError("transport", f"{received // page_bytes} of {wanted} pages arrived before the end")
                 if len(part.generations) != wanted:
                     raise ReadError("transport", f"{len(part.generations)} generations of {wanted} pages arrived")
-                return list(part.generations)
-            while part:
-                if done == wanted:
-                    raise ReadError("transport", f"more bytes than {wanted} pages arrived")
-                size = min(page_bytes - filled, len(part))
-                row[filled : filled + size] = np.frombuffer(part[:size], np.uint8)
-                filled, part = filled + size, part[size:]
-                if filled == page_bytes:
-                    take(done, row)
-                    filled, done = 0, done + 1
-        raise ReadError("transport", f"the stream ended after {done} of {wanted} pages")
+                return parts, list(part.generations)
+            parts.append(part)
+            received += len(part)
+            if received > wanted * page_bytes:
+                raise ReadError("transport", f"more bytes than {wanted} pages arrived")
+        raise ReadError("transport", f"the stream ended after {received // page_bytes} of {wanted} pages")
 
     def is_gone(self) -> bool:
         """Nobody answers at its address; a peer that is back there shakes hands again.

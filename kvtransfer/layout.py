@@ -2,8 +2,9 @@
 
 from protos import kv_pb2
 
-PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
+# 1: layers outermost in a page. 2: heads outermost (wire/kv_layout.py), which other fields do not show.
+PROTOCOL_MIN = 2
+PROTOCOL_MAX = 2
 
 _VERSION_FIELDS = ("protocol_min", "protocol_max")
 

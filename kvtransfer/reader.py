@@ -26,8 +26,8 @@ class PageStore(Protocol):
         """A copy of `pages`: [len(pages), page_bytes]."""
         ...
 
-    def store(self, page: int, data: NDArray[np.uint8]) -> None:
-        """Overwrite `page`. The caller holds it."""
+    def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]]) -> None:
+        """Overwrite each page with the row beside it, of page_bytes bytes. The caller holds the pages."""
         ...
 
 

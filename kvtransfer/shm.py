@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.copying import copy_in_thread
 from kvtransfer.reader import PageRef, PageStore, ReadError, Transport, check_bounds, check_generations
 from protos import kv_pb2
 
@@ -47,16 +48,12 @@ class ShmReader:
 
     async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
         check_bounds(sources, self._num_pages)
-        copying = asyncio.get_running_loop().run_in_executor(self._executor, self._copy, sources, into)
-        try:
-            await asyncio.shield(copying)
-        except asyncio.CancelledError:
-            await asyncio.wait([copying])  # a copy in progress cannot be stopped, and its target pages must outlive it
-            raise
-
-    def _copy(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
-        for source, target in zip(sources, into, strict=True):
-            self._store.store(target, self._pages[source.page])
+        rows = [self._pages[source.page] for source in sources]
+        await copy_in_thread(self._executor, lambda: self._store.store(into, rows))
+        # The generations must be read after the bytes, which a weakly ordered CPU (ARM, POWER) does not promise for two
+        # reads of one thread. They are reads of two threads: the copying one ends with a release (it hands its result
+        # over under a lock), this one began with an acquire (it took that result), and a release waits for all earlier
+        # reads. So whoever sees a byte of a new owner also sees the generation that was written before it.
         check_generations(sources, [int(self._generations[source.page]) for source in sources])
 
     async def probe(self, num_pages: int) -> None:
@@ -66,7 +63,7 @@ class ShmReader:
             for page in self._pages[:num_pages]:
                 np.copyto(scratch, page)
 
-        await asyncio.get_running_loop().run_in_executor(self._executor, copy)
+        await copy_in_thread(self._executor, copy)
 
     def is_gone(self) -> bool:
         return not self._process.exists()

@@ -11,11 +11,9 @@ from typing import TypeVar
 import grpc
 import structlog
 
-from engine.kvcache.pool import Pool
 from prefill_worker.metrics import PrefillMetrics
-from protos import decode_pb2, decode_pb2_grpc, kv_pb2
-from runtime import rpc
-from runtime.rpc import OpenChannel
+from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2
+from worker.process import Worker
 
 log = structlog.get_logger()
 
@@ -46,20 +44,13 @@ class _Target:
 class Offers:
     """Owns the channels to decode workers, one per address."""
 
-    def __init__(
-        self,
-        me: kv_pb2.Peer,
-        pool: Pool,
-        metrics: PrefillMetrics,
-        timeout_s: float,
-        open_channel: OpenChannel = rpc.open_channel,
-    ) -> None:
+    def __init__(self, worker: Worker, timeout_s: float, metrics: PrefillMetrics) -> None:
         """`timeout_s`: the lease: how long pages stay ours while a decode worker reads them."""
-        self._me = me
-        self._pool = pool
-        self._metrics = metrics
+        self._me = worker.me
+        self._generations = worker.engine.pool.generations
         self._timeout_s = timeout_s
-        self._open_channel = open_channel
+        self._metrics = metrics
+        self._open_channel = worker.trust.open_channel
         self._targets: dict[str, _Target] = {}  # address |-> decode worker
 
     def transports(self) -> dict[str, str]:
@@ -67,35 +58,39 @@ class Offers:
         return {address: target.transport for address, target in self._targets.items() if target.transport}
 
     async def send(
-        self, ticket: kv_pb2.Ticket, request_id: str, positions: range, pages: list[int]
-    ) -> kv_pb2.OfferResponse:
+        self, request: prefill_pb2.RunRequest, positions: range, pages: list[int], result: prefill_pb2.RunResponse
+    ) -> None:
         """Offer `pages`, which hold `positions`; returns when they were read. Raises OfferFailedError.
 
-        The caller holds the pages until this returns or raises; after that nobody believes what a late read finds.
+        The caller holds the pages until this returns or raises; a later read of them is refused. `result`: gets what
+        the transfer took.
         """
+        ticket = request.ticket
         target = await self._greet(ticket)
         offer = kv_pb2.OfferRequest(
             ticket=ticket,
             incarnation=self._me.incarnation,
             begin=positions.start,
             end=positions.stop,
-            pages=[kv_pb2.PageRef(page=page, generation=int(self._pool.generations[page])) for page in pages],
-            request_id=request_id,
+            pages=[kv_pb2.PageRef(page=page, generation=int(self._generations[page])) for page in pages],
+            request_id=request.request_id,
         )
         self._metrics.offers_sent.inc()
-        response: kv_pb2.OfferResponse = await self._ask(ticket, target.stub.Offer(offer, timeout=self._timeout_s))
-        if not response.accepted:
-            self._metrics.offers_refused.labels(response.reason).inc()
-            if response.reason == "handshake":
+        answer: kv_pb2.OfferResponse = await self._ask(ticket, target.stub.Offer(offer, timeout=self._timeout_s))
+        if not answer.accepted:
+            self._metrics.offers_refused.labels(answer.reason).inc()
+            if answer.reason == "handshake":
                 target.incarnation = ""
             raise OfferFailedError(
-                grpc.StatusCode.ABORTED, f"{ticket.address} refused the offer ({response.reason}): {response.detail}"
+                grpc.StatusCode.ABORTED, f"{ticket.address} refused the offer ({answer.reason}): {answer.detail}"
             )
         self._metrics.offers_accepted.inc()
-        return response
+        result.transfer_seconds += answer.seconds
+        result.transfer_bytes += answer.bytes
+        result.transport = target.transport
 
     async def renew(self, ticket: kv_pb2.Ticket) -> None:
-        """Tell that the ticket's session is still worked for. Raises OfferFailedError when nobody waits for it."""
+        """Begin the lease of the ticket's session anew. Raises OfferFailedError when the session is gone."""
         target = await self._greet(ticket)
         call = target.stub.Renew(decode_pb2.RenewRequest(ticket=ticket), timeout=self._timeout_s)
         await self._ask(ticket, call)
@@ -128,7 +123,7 @@ class Offers:
         except grpc.aio.AioRpcError as error:
             detail = f"decode worker {ticket.address}: {error.code().name}: {error.details()}"
             log.warning("decode worker failed", detail=detail)
-            raise OfferFailedError(grpc.StatusCode.ABORTED, detail) from error  # UNAVAILABLE would be said of ourselves
+            raise OfferFailedError(grpc.StatusCode.ABORTED, detail) from error  # UNAVAILABLE would mean this worker
 
     async def close(self) -> None:
         for target in self._targets.values():

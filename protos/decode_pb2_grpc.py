@@ -85,9 +85,8 @@ class DecodeServicer:
     def Reserve(self, request, context):
         """Reserves a session and the pages of its prompt. Idempotent per (gateway, handle).
         RESOURCE_EXHAUSTED, with metadata "baton-refused-for": "room" when there is none now, "grammar" when that is not
-        compiled yet; INVALID_ARGUMENT: it can never fit, or its grammar cannot be used; NOT_FOUND: nothing to share;
-        FAILED_PRECONDITION: the gateway has no Steps stream open; UNAVAILABLE: draining; INTERNAL: the grammar compiler
-        does not work.
+        compiled yet; INVALID_ARGUMENT: it can never fit, or its grammar cannot be used; FAILED_PRECONDITION: the gateway
+        has no Steps stream open; UNAVAILABLE: draining; INTERNAL: the grammar compiler does not work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

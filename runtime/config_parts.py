@@ -168,6 +168,8 @@ class PublicConfig(Settings):
     """Most requests that wait for a worker; more are refused with 429."""
     local_prefill_max_tokens: int = 0
     """Decode prefills by itself when at most this many tokens of a prompt are missing."""
+    cache_routing: bool = True
+    """Prefer workers that probably have a prompt's beginning in their prefix cache, weighed against their load."""
     tool_format: ToolFormat = "auto"
     """How the model writes calls of tools; auto is what its chat template shows, none refuses tools."""
     body_limit_bytes: int = 8 << 20

@@ -4,7 +4,7 @@
     serving ─SIGTERM, SIGINT or Drain─► draining ─nothing left, or drain_s over─► exit 0
                                             └─ another SIGTERM or SIGINT ─► ended by it, at once
 
-Knows exit codes, signals, the two events and the pipe, nothing of what a process does. The other end is read by `cli/`.
+Knows exit codes, signals and the pipe, nothing of what a process does. The other end is read by `cli/`.
 """
 
 import asyncio
@@ -17,13 +17,14 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import TypeVar
 
 import structlog
 import uvloop
 
 from runtime.config import DecodeConfig, PrefillConfig
+from runtime.events import Loading, Ready
 from runtime.garbage import spare_what_is_here
 from runtime.logs import setup_logging
 
@@ -36,26 +37,6 @@ PR_SET_PDEATHSIG = 1
 FEW_OPEN_FILES = 1024  # a worker takes about 50 for itself, and then one a connection
 MAX_OPEN_FILES = 1 << 20  # of no use beyond; systems may grant billions
 LOADING_STEPS = 200  # at most this many loading events, however finely progress is told
-
-
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """Weights are being read."""
-
-    done: int  # bytes
-    total: int  # bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The process takes requests from now on."""
-
-    role: str  # "gateway", "prefill" or "decode"
-    address: str  # host:port, as others reach it; of the gateway, its REST API
-    metrics_address: str  # host:port of /metrics
-    pid: int
-    incarnation: str
-    detail: Mapping[str, str] = field(default_factory=dict)  # for people, such as device or transport
 
 
 class ReadyReporter:
@@ -193,20 +174,6 @@ class Shutdown:
             log.warning("not all work could be finished", left=self._num_left(), drain_s=self.drain_s)
         else:
             log.info("drained")
-
-
-def parse_event(line: str) -> Loading | Ready:
-    """What a line on the pipe says. Raises ValueError for anything else."""
-    try:
-        fields = json.loads(line)
-        kind = fields.pop("event")
-        if kind == "ready":
-            return Ready(**fields)
-        if kind == "loading":
-            return Loading(**fields)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"not JSON of a known event: {line[:200]!r}") from error
-    raise ValueError(f"unknown event {kind!r}: {line[:200]!r}")
 
 
 def follow_supervisor(ready_fd: int | None) -> None:

@@ -1,6 +1,7 @@
 """What others send, checked and shortened before it is used or repeated. Pure."""
 
-from collections.abc import Iterable
+import numpy as np
+from numpy.typing import NDArray
 
 MAX_DETAIL_BYTES = 1024  # gRPC sends a detail as a header, percent-encoded to at most 3 times that; 8 KiB are allowed
 MAX_LOGPROBS = 20  # likeliest tokens told beside one, as OpenAI's API has it
@@ -27,12 +28,12 @@ def find_too_many_logprobs(name: str, count: int) -> str | None:
     return None if count <= MAX_LOGPROBS else f"{name} is {count}, expected at most {MAX_LOGPROBS}"
 
 
-def find_foreign_token(token_ids: Iterable[int], vocab_size: int) -> str | None:
-    """What is wrong with a prompt that no row of the embedding fits; None when all do."""
-    largest = max(token_ids, default=0)
-    if largest < vocab_size:
+def find_foreign_token(token_ids: NDArray[np.int32], vocab_size: int) -> str | None:
+    """What is wrong with a prompt that no row of the embedding fits; None when all do. `token_ids`: at least one."""
+    lowest, highest = int(token_ids.min()), int(token_ids.max())
+    if lowest >= 0 and highest < vocab_size:
         return None
     return (
-        f"prompt_ids holds {largest}; the model of this worker has the tokens 0 to {vocab_size - 1}: "
-        "give the gateway and all workers the same --model"
+        f"prompt holds {lowest if lowest < 0 else highest}; the model of this worker has the tokens 0 to "
+        f"{vocab_size - 1}: give the gateway and all workers the same --model"
     )

@@ -3,13 +3,16 @@
 import asyncio
 import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
 from gateway.errors import ApiError
-from gateway.generation import FinishReason, Generation, SharedPrompt, Timing, TokenLogprobs, Tokens
+from gateway.generation import Admitted, FinishReason, Generation, Tokens
+from wire.logprobs import TokenLogprobs
+from wire.timing import Timing
 
-TIMING = Timing(queue_s=0.25, transfer_bytes=4096, transport="shm", cached_tokens=2)
+TIMING = Timing(queue_s=0.25, transfer_bytes=4096, transport="shm", cached_tokens=1)
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,10 @@ class FakeRing:
         self.script = Script()
         self.scripts: list[Script] = []  # of the next generations, one each; then `script`
         self.unready: str | None = None
+        self.refusal: ApiError | None = None  # of further requests
         self.generations: list[Generation] = []
-        self.shared: list[SharedPrompt | None] = []  # one a generation
+        self.admitted: list[int] = []  # numbers of choices, one a request
+        self.num_inside = 0  # requests that were admitted and are not over
         self.starts: queue.Queue[str] = queue.Queue()  # request ids
         self.hanging: queue.Queue[str] = queue.Queue()  # request ids whose tokens were all taken, and nothing follows
         self.endings: queue.Queue[str] = queue.Queue()  # "complete", "failed" or "closed", one a generation
@@ -41,11 +46,24 @@ class FakeRing:
         """As scripted."""
         return self.unready
 
-    async def generate(self, generation: Generation, shared: SharedPrompt | None = None) -> AsyncIterator[Tokens]:
+    @contextmanager
+    def admit(self, num_choices: int) -> Iterator[Admitted]:
+        """As told."""
+        if self.refusal is not None:
+            raise self.refusal
+        self.admitted.append(num_choices)
+        self.num_inside += 1
+        try:
+            yield Admitted(num_choices)
+        finally:
+            self.num_inside -= 1
+
+    async def generate(self, generation: Generation, admitted: Admitted) -> AsyncIterator[Tokens]:
         """As scripted."""
+        admitted.num_unplaced -= 1
+        assert admitted.num_unplaced >= 0 and self.num_inside, "one admitted request for each"
         script, ending = self.scripts.pop(0) if self.scripts else self.script, "closed"
         self.generations.append(generation)
-        self.shared.append(shared)
         self.starts.put(generation.request_id)
         try:
             for news in _news(script, generation):
@@ -71,10 +89,10 @@ class FakeRing:
 
     def reset(self, script: Script) -> None:
         """Forgets what was recorded."""
-        self.script, self.unready = script, None
+        self.script, self.unready, self.refusal = script, None, None
         self.scripts.clear()
         self.generations.clear()
-        self.shared.clear()
+        self.admitted.clear()
         self.starts, self.hanging, self.endings = queue.Queue(), queue.Queue(), queue.Queue()
 
 
@@ -103,14 +121,15 @@ def likely(ids: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs, ...]
     """Made-up log-probabilities: a token's own depends on its id, and an odd one is the likeliest at its place."""
     if num_top is None:
         return ()
-    return tuple(TokenLogprobs(_likeliness(token_id), _top(token_id, num_top)) for token_id in ids)
+    return tuple(TokenLogprobs(_likeliness(token_id), *_top(token_id, num_top)) for token_id in ids)
 
 
 def _likeliness(token_id: int) -> float:
     return -1 - token_id / 64
 
 
-def _top(token_id: int, num_top: int) -> tuple[tuple[int, float], ...]:
+def _top(token_id: int, num_top: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
     own = (token_id, _likeliness(token_id))
     others = [(40 + rank, own[1] + 0.75 - rank / 2) for rank in range(num_top)]  # the first is likelier than the token
-    return (own, *others[1:])[:num_top] if token_id % 2 else tuple(others)
+    top = [own, *others[1:]][:num_top] if token_id % 2 else others
+    return tuple(other for other, _ in top), tuple(logprob for _, logprob in top)

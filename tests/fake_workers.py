@@ -1,6 +1,7 @@
 """Workers without engines: the real gRPC services, scripted by the test that also plays the gateway.
 
-A fake's tokens name their positions, so a lost, repeated or reordered token shows in the answer.
+A fake's tokens name their positions, so a lost, repeated or reordered token shows in the answer. It remembers what it
+computed, as if its prefix cache had no end, until the test clears it.
 """
 
 import asyncio
@@ -10,10 +11,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import numpy as np
 
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc
 from runtime.rpc import bind, build_server
+from wire.messages import pack_tokens, unpack_tokens
+from wire.page_keys import TOKEN_BYTES
 
+PAGE_TOKENS = 16
+PAGE_BYTES = PAGE_TOKENS * TOKEN_BYTES
+NUM_PAGES = 1000
 PATIENCE_S = 30.0  # more than any wait takes; a test that needs it fails
 Refusal = tuple[grpc.StatusCode, str] | tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]  # the last: metadata
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -53,8 +60,10 @@ class FakeWorker:
         self.num_status_calls = 0
         self.is_draining = False
         self.context_tokens = 0
+        self.cached: set[tuple[str, bytes]] = set()  # (salt, tokens of a page and of all before it)
         self._max_running = max_running
-        self.peer = kv_pb2.Peer(role=role, incarnation=incarnation, layout=kv_pb2.KvLayout(weights="w"))
+        layout = kv_pb2.KvLayout(weights="w", page_tokens=PAGE_TOKENS)
+        self.peer = kv_pb2.Peer(role=role, incarnation=incarnation, layout=layout, num_pages=NUM_PAGES)
 
     async def Status(  # noqa: N802
         self, request: decode_pb2.StatusRequest, context: Context
@@ -67,6 +76,17 @@ class FakeWorker:
             draining=self.is_draining,
             context_tokens=self.context_tokens,
         )
+
+    def keep(self, tokens: bytes, salt: str) -> None:
+        """The KV of these tokens is here."""
+        self.cached |= {(salt, tokens[:end]) for end in range(PAGE_BYTES, len(tokens) + 1, PAGE_BYTES)}
+
+    def find_cached(self, prompt: bytes, salt: str) -> int:
+        """Positions at the prompt's beginning, but not its last one, whose KV is here."""
+        num_pages, end = 0, len(prompt) - TOKEN_BYTES
+        while (num_pages + 1) * PAGE_BYTES <= end and (salt, prompt[: (num_pages + 1) * PAGE_BYTES]) in self.cached:
+            num_pages += 1
+        return num_pages * PAGE_TOKENS
 
     async def refuse_next(self, context: Context) -> None:
         if self.refusals:
@@ -81,8 +101,11 @@ class FakeSession:
 
     def __init__(self, worker: "FakeDecode", request: decode_pb2.ReserveRequest) -> None:
         self.request = request
+        self.needs_prefill = True
+        self.prompt_ids: list[int] = unpack_tokens(request.prompt).tolist()
         self._worker = worker
-        self._position = len(request.prompt_ids)
+        self._tokens = request.prompt
+        self._position = len(self.prompt_ids)
 
     def emit(self, count: int, finish: str = "", error: str = "") -> None:
         """The next `count` tokens, in one message."""
@@ -92,6 +115,8 @@ class FakeSession:
 
     def say(self, tokens: list[int], finish: str = "", error: str = "", **more: Any) -> None:
         """`more`: further fields of the message."""
+        self._tokens += pack_tokens(np.array(tokens, np.int32))
+        self._worker.keep(self._tokens[:-TOKEN_BYTES], self.request.cache_salt)
         delta = decode_pb2.SessionDelta(
             handle=self.request.handle,
             attempt=self.request.attempt,
@@ -135,11 +160,16 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         session = FakeSession(self, request)
         self.sessions.append(session)
         self.signal.fire()
+        end = len(session.prompt_ids) - 1
+        begin = self.find_cached(request.prompt, request.cache_salt)
+        ticket = kv_pb2.Ticket(
+            incarnation=self.incarnation, session=len(self.sessions), attempt=request.attempt, begin=begin, end=end
+        )
+        is_here = end - begin <= request.local_prefill_max_tokens or (begin > 0 and end - begin < PAGE_TOKENS)
+        session.needs_prefill = self.needs_prefill and not is_here
         if not self.is_manual:
             session.emit(request.max_tokens, "length")
-        ticket = kv_pb2.Ticket(session=len(self.sessions), attempt=request.attempt, end=len(request.prompt_ids) - 1)
-        is_here = request.share_with or len(request.prompt_ids) - 1 <= request.local_prefill_max_tokens
-        return decode_pb2.ReserveResponse(ticket=ticket, needs_prefill=self.needs_prefill and not is_here)
+        return decode_pb2.ReserveResponse(ticket=ticket, needs_prefill=session.needs_prefill)
 
     async def Steps(  # noqa: N802
         self, request: decode_pb2.StepsRequest, context: Context
@@ -172,9 +202,11 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         super().__init__("prefill", incarnation, signal, max_running)
         self.may_finish = asyncio.Event()
         self.may_finish.set()
+        self.decodes: dict[str, FakeDecode] = {}  # incarnation |-> where pages go, set by the test
         self.runs: list[prefill_pb2.RunRequest] = []
         self.response = prefill_pb2.RunResponse()  # of every run that ends well
         self.num_done = 0
+        self.num_computed = 0  # positions
         self.num_cancelled = 0
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -192,6 +224,11 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             self.num_cancelled += 1
             self.signal.fire()
             raise
+        prompt = request.prompt[: request.ticket.end * TOKEN_BYTES]
+        self.num_computed += request.ticket.end - self.find_cached(request.prompt, request.cache_salt)
+        self.keep(prompt, request.cache_salt)
+        if request.ticket.incarnation in self.decodes:
+            self.decodes[request.ticket.incarnation].keep(prompt, request.cache_salt)
         self.num_done += 1
         self.signal.fire()
         return self.response

@@ -28,7 +28,7 @@ def page_content(page: int, generation: int, page_bytes: int) -> NDArray[np.uint
 def recycle(pool: Pool, page: int) -> None:
     """As an allocator and an engine would: first the generation changes, then the bytes."""
     pool.generations[page] += 1
-    pool.store(page, page_content(page, int(pool.generations[page]), pool.page_bytes))
+    pool.store([page], [page_content(page, int(pool.generations[page]), pool.page_bytes)])
 
 
 def main() -> None:

@@ -1,53 +1,71 @@
 """Both workers in this process, real but for the model: a runner whose tokens follow from the KV it finds in the pool.
 
-So an answer is right only when every position's KV was computed, handed over and kept.
+So an answer is right only when every position's KV was computed, handed over or cached, and kept.
 """
 
 import asyncio
 import os
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import grpc
+import numpy as np
+import torch
 
-from bench.decoding import NO_SPECULATION
-from decode_worker.grammar.compiler import GrammarCompiler
-from decode_worker.grammar.grammars import Grammars
 from decode_worker.intake import Intake
-from decode_worker.loop import DecodeLoop
-from decode_worker.metrics import DecodeMetrics, GrammarMetrics
-from decode_worker.service import DecodeService
-from decode_worker.session import Delta
-from decode_worker.session_table import SessionTable
-from decode_worker.streams import GatewayStreams
+from decode_worker.main import DecodeRole
+from decode_worker.metrics import DecodeMetrics
 from demo.paths import TARGET_DIR
-from engine.batch import SequenceSlice
-from engine.choice import Choice, Chosen, TokenLogprobs
-from engine.kvcache.allocator import PageAllocator
+from engine.attention.choose import AttentionChoice
+from engine.batch import Slice
+from engine.engine import Engine
 from engine.kvcache.pool import Pool
-from engine.runner import Runner
-from kvtransfer.grpc_bytes import PageServer
+from engine.model.config import load_config
+from engine.rows import Rows
+from engine.runner import Answers, Launched, Runner
 from kvtransfer.identity import PoolFacts, build_peer
-from prefill_worker.batching import Planned
-from prefill_worker.loop import PrefillLoop
+from prefill_worker.main import PrefillRole
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.offers import Offers
-from prefill_worker.run_table import RunTable
 from prefill_worker.service import PrefillService
-from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2_grpc
+from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc
+from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import Transport
-from runtime.lifecycle import Shutdown
-from runtime.rpc import bind, build_server, host_identity, new_incarnation, open_channel
+from runtime.rpc import bind, host_identity, new_incarnation, open_channel
+from runtime.trust import load_trust
 from tests.fake_workers import PATIENCE_S, Signal
 from tests.pool_process import build_pool
+from wire.logprobs import TokenLogprobs
+from wire.messages import pack_tokens
+from wire.page_keys import TOKEN_BYTES
+from worker.prefix_cache import PrefixCache
+from worker.process import Worker, build_worker
+from worker.sequences import Job
+from worker.table import SequenceTable, num_rows_for
 
-PAGE_TOKENS, NUM_PAGES, CHUNK_TOKENS, CONTEXT_TOKENS, VOCAB = 4, 24, 6, 80, 1000
+PAGE_TOKENS, NUM_PAGES, CHUNK_TOKENS, CONTEXT_TOKENS, VOCAB, MAX_RUNNING = 4, 24, 6, 80, 1000, 8
+SETTINGS: dict[str, Any] = {"page_tokens": PAGE_TOKENS, "max_running": MAX_RUNNING}
 PLAIN = decode_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0)
+RoleT = TypeVar("RoleT", PrefillRole, DecodeRole)
+
+
+def packed(prompt: Sequence[int]) -> bytes:
+    """A prompt as messages and jobs have it."""
+    return pack_tokens(np.array(prompt, np.int32))
+
+
+def taken_over(job: Job, emitted: Sequence[int]) -> Job:
+    """The job as another worker gets it after these tokens."""
+    prompt = job.prompt + packed(emitted)
+    return replace(
+        job, prompt=prompt, end=len(prompt) // TOKEN_BYTES - 1, num_emitted=len(emitted),
+        max_tokens=job.max_tokens - len(emitted), attempt=job.attempt + 1,
+    )  # fmt: skip
 
 
 def kv_value(token: int, position: int) -> int:
@@ -61,164 +79,206 @@ def expected_answer(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class KvRunner(Runner):
+class Done:
+    """A step that was computed at its launch."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+
+    def collect(self) -> Answers:
+        return self._answers
+
+
+class KvRunner:
     """Writes each position's value into its KV; the next token is the sum of all values of the sequence."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, rows: Rows) -> None:
         self._pool = pool
+        self._rows = rows
         self.failures: deque[Exception] = deque()  # of the next steps
+        self.poison: set[int] = set()  # tokens: steps with a prompt that begins with one fail
         self.may_run = threading.Event()
         self.may_run.set()
         self.pauses_after_token = False  # the step that chooses one clears `may_run`
 
-    def run(self, slices: Sequence[SequenceSlice], choices: Sequence[Choice]) -> list[Chosen]:
+    def launch(self, slices: Sequence[Slice]) -> Launched:
         assert self.may_run.wait(PATIENCE_S)
         if self.failures:
             raise self.failures.popleft()
-        kv, answers, asked = self._pool.tensor, [], iter(choices)
+        if bad := self.poison.intersection(int(self._rows.tokens[part.row, 0]) for part in slices):
+            raise RuntimeError(f"poison {bad}")
+        answers = Answers([], [])
         for part in slices:
-            end = part.begin + len(part.token_ids)
-            for position, token in zip(range(part.begin, end), part.token_ids, strict=True):
-                row = kv[part.pages[position // PAGE_TOKENS], :, :, :, position % PAGE_TOKENS, :]
-                row.fill_(kv_value(token, position))
-            for seen in range(end - part.num_logits + 1, end + 1):
-                rows = (kv[part.pages[at // PAGE_TOKENS], -1, -1, -1, at % PAGE_TOKENS, -1] for at in range(seen))
-                answers.append(answer_choice(next(asked), seen, sum(int(row) for row in rows) % 251))
-        assert next(asked, None) is None
-        if answers and self.pauses_after_token:
+            for token, told in self._run(part):
+                answers.tokens.append(token)
+                answers.logprobs.append(told)
+        if answers.tokens and self.pauses_after_token:
             self.may_run.clear()
-        return answers
+        return cast(Launched, Done(answers))
+
+    def _run(self, part: Slice) -> Iterator[tuple[int, TokenLogprobs | None]]:
+        if part.num_logits > part.count:
+            raise ValueError(f"{part.num_logits} rows of logits of {part.count} positions")
+        tokens, pages, kv = self._rows.tokens[part.row], self._rows.page_table[part.row], self._pool.tensor
+        end = part.begin + part.count
+        for position in range(part.begin, end):
+            line = kv[pages[position // PAGE_TOKENS], :, :, :, position % PAGE_TOKENS, :]
+            line.fill_(kv_value(int(tokens[position]), position))
+        values = [int(kv[pages[at // PAGE_TOKENS], -1, -1, -1, at % PAGE_TOKENS, -1]) for at in range(end)]
+        chosen = []
+        for index, position in enumerate(range(end - part.num_logits + 1, end + 1)):
+            likeliest, line_of_mask = sum(values[:position]) % 251, index - part.num_given
+            if line_of_mask < 0:
+                token, num_top = int(tokens[position]), part.given_logprobs
+                yield token, _tell(token, likeliest, num_top)
+                continue
+            if part.mask is not None:
+                allowed = np.unpackbits(part.mask[line_of_mask].view(np.uint8), bitorder="little")
+                likeliest += int(allowed[likeliest:].argmax())
+            chosen.append((position, likeliest))
+            yield likeliest, None if part.chosen_logprobs is None else _tell(likeliest, likeliest, part.chosen_logprobs)
+        for position, token in chosen:
+            tokens[position] = token
 
 
-def answer_choice(choice: Choice, position: int, likeliest: int) -> Chosen:
-    """Gives a token the log-probability -(its own distance from the likeliest), so that it tells the KV seen."""
-    assert choice.position == position
-    while likeliest in choice.forbidden:
-        likeliest += 1
-    token = choice.tokens[position] if choice.is_given else likeliest
-    if choice.num_logprobs is None:
-        return Chosen(token, None)
-    top = tuple(range(likeliest, likeliest + choice.num_logprobs))
-    return Chosen(token, TokenLogprobs(-abs(token - likeliest), top, tuple(-float(rank) for rank in range(len(top)))))
+def _tell(token: int, likeliest: int, num_top: int) -> TokenLogprobs:
+    """A token's log-probability is -(its distance from the likeliest), so it tells the KV seen."""
+    top = tuple(range(likeliest, likeliest + num_top))
+    return TokenLogprobs(-abs(token - likeliest), top, tuple(-float(rank) for rank in range(num_top)))
 
 
-class TellingAllocator(PageAllocator):
+class TellingCache(PrefixCache):
     """Fires a signal whenever pages come back."""
 
     def __init__(self, pool: Pool, signal: Signal) -> None:
         super().__init__(pool.num_pages, pool.generations)
         self._tell = partial(asyncio.get_running_loop().call_soon_threadsafe, signal.fire)
 
-    def free(self, pages: Iterable[int]) -> None:
-        super().free(pages)
+    def release(self, pages: Sequence[int]) -> None:
+        super().release(pages)
         with suppress(RuntimeError):  # the event loop is closed
             self._tell()
 
 
+def build_kv_engine(
+    max_running: int = MAX_RUNNING, num_pages: int = NUM_PAGES, context_tokens: int = CONTEXT_TOKENS
+) -> tuple[Engine, KvRunner]:
+    """An engine of `KvRunner`, with the vocabulary that tests want and the demo model's grammars."""
+    pool = build_pool(num_pages)
+    shape = pool.shape
+    config = replace(
+        load_config(TARGET_DIR), vocab_size=VOCAB, num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim, context_tokens=context_tokens,
+    )  # fmt: skip
+    device = torch.device("cpu")
+    rows = Rows(num_rows_for(max_running), context_tokens, PAGE_TOKENS, VOCAB, device)
+    runner = KvRunner(pool, rows)
+    nothing = cast(AttentionChoice, None)
+    engine = Engine(
+        TARGET_DIR, config, "w", "float32", device, nothing, pool, rows, cast(Runner, runner), draft_weights="",
+        draft_runner=None,
+    )  # fmt: skip
+    return engine, runner
+
+
 def build_identity(role: str, address: str, pool: Pool) -> kv_pb2.Peer:
+    """What somebody with such a pool would tell in a handshake."""
     facts = PoolFacts("w", "float32", 2, 1, PAGE_TOKENS, 8, pool.num_pages, pool.fd, pool.pages_offset)
     return build_peer(role, address, new_incarnation(), os.getpid(), host_identity(), facts)
+
+
+@asynccontextmanager
+async def _serving(
+    name: str,
+    config: PrefillConfig | DecodeConfig,
+    build_role: Callable[[Any, Worker], RoleT],
+    signal: Signal,
+    port: int,
+    built: tuple[Engine, KvRunner] | None = None,
+) -> AsyncIterator[tuple[Worker, RoleT, KvRunner]]:
+    """As in worker/process.py, without a process."""
+    trust = load_trust(config)
+    server = trust.build_server()
+    address = f"127.0.0.1:{bind(server, '127.0.0.1', port)}"
+    engine, runner = built or build_kv_engine()
+    worker = build_worker(name, config, engine, address, trust)
+    worker.table.cache = TellingCache(engine.pool, signal)
+    role = build_role(config, worker)
+    role.add_to(server)
+    role.loop.thread.start()
+    await server.start()
+    try:
+        yield worker, role, runner
+    finally:
+        runner.may_run.set()
+        role.end_streams()
+        await server.stop(None)
+        await role.close()
+        role.loop.thread.stop(PATIENCE_S)
+        worker.table.check()
 
 
 @dataclass
 class DecodeWorker:
     peer: kv_pb2.Peer
     pool: Pool
-    table: SessionTable
+    table: SequenceTable
     runner: KvRunner
     intake: Intake
-    service: DecodeService
     metrics: DecodeMetrics
 
 
 @asynccontextmanager
 async def decode_worker(
-    signal: Signal, transport: Transport = "auto", lease_s: float = PATIENCE_S, port: int = 0
+    signal: Signal,
+    transport: Transport = "auto",
+    lease_s: float = PATIENCE_S,
+    port: int = 0,
+    built: tuple[Engine, KvRunner] | None = None,
 ) -> AsyncIterator[DecodeWorker]:
-    """Wired as in decode_worker/main.py."""
-    server = build_server()
-    address = f"127.0.0.1:{bind(server, '127.0.0.1', port)}"
-    pool = build_pool(NUM_PAGES)
-    peer, runner = build_identity("decode", address, pool), KvRunner(pool)
-    table = SessionTable(TellingAllocator(pool, signal), PAGE_TOKENS, 8, lease_s)
-    metrics, streams = DecodeMetrics(table), GatewayStreams(peer.incarnation)
-    asyncio_loop = asyncio.get_running_loop()
-
-    def publish(step: int, deltas: list[Delta]) -> None:
-        asyncio_loop.call_soon_threadsafe(streams.publish, step, deltas)
-
-    loop = DecodeLoop(table, runner, pool, NO_SPECULATION, CHUNK_TOKENS, publish, metrics)
-    intake = Intake(
-        peer, pool, table, loop.thread, metrics, transport, is_transport_required=True, read_timeout_s=lease_s
-    )
-    shutdown = Shutdown(0, lambda: 0)
-    grammars = Grammars(GrammarCompiler(TARGET_DIR, VOCAB, cpu_s=1), 1 << 20, GrammarMetrics(metrics))
-    service = DecodeService(
-        peer, table, loop.thread, intake, streams, metrics, CONTEXT_TOKENS, VOCAB, shutdown, NO_SPECULATION,
-        grammars,
+    """Reads pages by no other transport than the best that there is, or the one asked for."""
+    config = DecodeConfig(
+        **SETTINGS, local_prefill_chunk_tokens=CHUNK_TOKENS, lease_s=lease_s, transport=transport, speculate="off",
+        grammar_cpu_s=1,
     )  # fmt: skip
-    decode_pb2_grpc.add_DecodeServicer_to_server(service, server)
-    loop.thread.start()
-    await server.start()
-    try:
-        yield DecodeWorker(peer, pool, table, runner, intake, service, metrics)
-    finally:
-        runner.may_run.set()
-        streams.close()
-        await server.stop(None)
-        await intake.close()
-        await grammars.close()
-        loop.thread.stop(PATIENCE_S)
-        table.check()
+    async with _serving("decode", config, DecodeRole, signal, port, built) as (worker, role, runner):
+        role._intake._is_transport_required = True
+        yield DecodeWorker(worker.me, worker.engine.pool, worker.table, runner, role._intake, role.metrics)
 
 
 @dataclass
 class PrefillWorker:
     peer: kv_pb2.Peer
     pool: Pool
-    table: RunTable
+    table: SequenceTable
     runner: KvRunner
     metrics: PrefillMetrics
     offers: Offers
+    service: PrefillService
     stub: prefill_pb2_grpc.PrefillStub
+
+    def run(self, ticket: kv_pb2.Ticket, prompt: Sequence[int], **others: Any) -> "grpc.aio.UnaryUnaryCall[Any, Any]":
+        request = prefill_pb2.RunRequest(request_id="r", prompt=packed(prompt), ticket=ticket, **others)
+        call: grpc.aio.UnaryUnaryCall[Any, Any] = self.stub.Run(request, timeout=PATIENCE_S)
+        return call
 
 
 @asynccontextmanager
 async def prefill_worker(
-    signal: Signal, heartbeat_s: float = PATIENCE_S, port: int = 0, offer_s: float = PATIENCE_S
+    signal: Signal, heartbeat_s: float = PATIENCE_S, port: int = 0, offer_s: float = PATIENCE_S + 1
 ) -> AsyncIterator[PrefillWorker]:
-    """Wired as in prefill_worker/main.py."""
-    server = build_server()
-    address = f"127.0.0.1:{bind(server, '127.0.0.1', port)}"
-    pool = build_pool(NUM_PAGES)
-    peer, runner = build_identity("prefill", address, pool), KvRunner(pool)
-    table = RunTable(TellingAllocator(pool, signal), PAGE_TOKENS, 8)
-    metrics = PrefillMetrics(table)
-    offers = Offers(peer, pool, metrics, offer_s)
-    asyncio_loop = asyncio.get_running_loop()
-
-    def publish(planned: list[Planned], started: float, error: Exception | None) -> None:
-        asyncio_loop.call_soon_threadsafe(service.on_step, planned, started, error)
-
-    loop = PrefillLoop(table, runner, CHUNK_TOKENS, publish, metrics, pool_mib=1)
-    shutdown = Shutdown(0, lambda: 0)
-    service = PrefillService(
-        peer, table, loop.thread, offers, metrics, CONTEXT_TOKENS, VOCAB, heartbeat_s, PATIENCE_S, shutdown
+    """`offer_s`: the longest that an offer may take; more than `heartbeat_s`."""
+    config = PrefillConfig(
+        **SETTINGS, chunk_tokens=CHUNK_TOKENS, lease_s=offer_s, heartbeat_s=heartbeat_s, stall_s=PATIENCE_S
     )
-    prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
-    PageServer(pool, peer.incarnation).add_to(server)
-    loop.thread.start()
-    await server.start()
-    channel = open_channel(address)
-    try:
-        yield PrefillWorker(peer, pool, table, runner, metrics, offers, prefill_pb2_grpc.PrefillStub(channel))
-    finally:
-        runner.may_run.set()
-        await channel.close()
-        await server.stop(None)
-        await offers.close()
-        loop.thread.stop(PATIENCE_S)
-        table.check()
+    async with (
+        _serving("prefill", config, PrefillRole, signal, port) as (worker, role, runner),
+        open_channel(worker.me.address) as channel,
+    ):
+        yield PrefillWorker(
+            worker.me, worker.engine.pool, worker.table, runner, role.metrics, role._offers, role._service,
+            prefill_pb2_grpc.PrefillStub(channel),
+        )  # fmt: skip
 
 
 @dataclass
@@ -246,17 +306,21 @@ class Gateway:
         self.is_open = False
         self.signal.fire()
 
-    async def reserve(
+    async def ask(
         self, handle: int, prompt: Sequence[int], count: int = 4, attempt: int = 1, local: int = 0, **others: Any
-    ) -> kv_pb2.Ticket:
+    ) -> decode_pb2.ReserveResponse:
+        """Reserve a session."""
         response: decode_pb2.ReserveResponse = await self.stub.Reserve(
             decode_pb2.ReserveRequest(
-                request_id=f"r{handle}", attempt=attempt, gateway=self.name, handle=handle, prompt_ids=prompt,
+                request_id=f"r{handle}", attempt=attempt, gateway=self.name, handle=handle, prompt=packed(prompt),
                 max_tokens=count, sampling=PLAIN, local_prefill_max_tokens=local, **others,
             ),
             timeout=PATIENCE_S,
         )  # fmt: skip
-        return response.ticket
+        return response
+
+    async def reserve(self, handle: int, prompt: Sequence[int], count: int = 4, **others: Any) -> kv_pb2.Ticket:
+        return (await self.ask(handle, prompt, count, **others)).ticket
 
     async def abort(self, *handles: int) -> None:
         await self.stub.Abort(decode_pb2.AbortRequest(gateway=self.name, handles=handles), timeout=PATIENCE_S)

@@ -13,7 +13,7 @@ import pytest
 
 from kvtransfer.reader import ReadError
 from kvtransfer.shm import ShmReader
-from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2
+from protos import decode_pb2, decode_pb2_grpc, kv_pb2
 from runtime.rpc import open_channel
 from tests.fake_workers import PATIENCE_S, Signal
 from tests.pool_process import build_pool
@@ -50,17 +50,13 @@ def among_workers(scenario: Scenario) -> Callable[[], None]:
             async with open_channel(decode.peer.address) as channel:
                 await scenario(opened, prefill, decode, decode_pb2_grpc.DecodeStub(channel))
             ticket = await opened.reserve(99, PROMPT)
-            await prefill.stub.Run(build_run(ticket), timeout=PATIENCE_S)
+            await prefill.run(ticket, PROMPT)
             assert await opened.end_of(99) == ("length", "")
             assert opened.tokens[99] == expected_answer(PROMPT, 4)
             await opened.abort(*range(99))
-            await signal.until(lambda: decode.table.allocator.num_used == prefill.table.allocator.num_used == 0)
+            await signal.until(lambda: decode.table.cache.num_held == prefill.table.cache.num_held == 0)
 
     return test
-
-
-def build_run(ticket: kv_pb2.Ticket) -> prefill_pb2.RunRequest:
-    return prefill_pb2.RunRequest(request_id="r", prompt_ids=PROMPT, ticket=ticket)
 
 
 def build_offer(

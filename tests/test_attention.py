@@ -10,22 +10,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention import build
+from bench.batches import Part, pack
 from engine.attention.base import AttentionBackend, AttentionShape
-from engine.attention.build import BuildError, load_kernel
 from engine.attention.choose import choose_attention
 from engine.attention.cpu_paged import CpuPagedAttention, plan_blocks
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.batch import Batch, SequenceSlice, build_batch
+from engine.batch import Batch
+from engine.kernels import build
+from engine.kernels.build import BuildError, load_kernel
+from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 
 CPU = torch.device("cpu")
 CONTEXTS = (1, 15, 16, 17, 100, 1000)
 HAS_COMPILER = any(shutil.which(name) for name in ("g++", "c++", "clang++"))
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
+
+
+def of_layer(pool: Tensor, layer: int) -> Tensor:
+    """[2, num_pages, Hkv, page_tokens, D]: keys, values; a view."""
+    return pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)[layer]
 
 
 class Problem:
@@ -46,13 +55,16 @@ class Problem:
         counts = [-(-context // page_tokens) for _, context in lens]
         order = iter(torch.randperm(sum(counts) + 3, generator=generator).tolist())
         self.pages = [[next(order) for _ in range(count)] for count in counts]
-        slices = [
-            SequenceSlice([1] * query, context - query, pages, num_logits=1)
+        parts = [
+            Part([1] * query, context - query, pages, num_logits=1)
             for (query, context), pages in zip(lens, self.pages, strict=True)
         ]
-        self.batch = build_batch(slices, page_tokens, CPU)
-        size = (sum(counts) + 3, 2, 2, num_kv_heads, page_tokens, head_dim)
-        self.pool = torch.randn(size, generator=generator).to(dtype)
+        self.batch = pack(parts, page_tokens, CPU)
+        sizes = pool_sizes(
+            num_pages=sum(counts) + 3, num_kv_heads=num_kv_heads, num_layers=2, page_tokens=page_tokens,
+            head_dim=head_dim,
+        )  # fmt: skip
+        self.pool = torch.randn(sizes, generator=generator).to(dtype)
         num_tokens = sum(query for query, _ in lens)
         # Strided views of one projection, as the decoder hands them over.
         fused = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(dtype)
@@ -61,17 +73,18 @@ class Problem:
     def run(self, backend: AttentionBackend, window: int | None = None) -> tuple[Tensor, Tensor]:
         """Attention at layer 1 -> ([T, Hq, D], the pool afterwards)."""
         pool = self.pool.clone()
-        return backend.attend(1, self.query, self.key, self.value, pool, self.batch, window), pool
+        backend.plan(pool, self.batch)
+        return backend.attend(1, self.query, self.key, self.value, window), pool
 
     def truth(self, window: int | None) -> Tensor:
         """[T, Hq, D] float64, by a dense softmax over tokens put in order one by one."""
-        page_tokens = self.pool.shape[4]
+        page_tokens, pages_of_layer = self.pool.shape[TOKENS], of_layer(self.pool, 1)
         group = self.shape.num_heads // self.shape.num_kv_heads
         rows: list[Tensor] = []
         begin = 0
         for (query_len, context_len), pages in zip(self.lens, self.pages, strict=True):
             past = range(context_len - query_len)
-            cached = [self.pool[pages[p // page_tokens], 1, :, :, p % page_tokens] for p in past]  # [2, Hkv, D] each
+            cached = [pages_of_layer[:, pages[p // page_tokens], :, p % page_tokens] for p in past]  # [2, Hkv, D] each
             new = torch.stack([self.key, self.value], 1)[begin : begin + query_len]
             keys, values = torch.cat([*(one[None] for one in cached), new]).double().unbind(1)  # [C, Hkv, D]
             keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
@@ -95,9 +108,9 @@ def tolerance(dtype: torch.dtype) -> float:
 def backends(shape: AttentionShape, dtype: torch.dtype) -> list[AttentionBackend]:
     kernel: list[AttentionBackend] = []
     if HAS_COMPILER:
-        kernel.append(CpuPagedAttention(shape, load_kernel()))
+        kernel.append(CpuPagedAttention(shape, load_kernel("cpu_paged")))
         if dtype is torch.bfloat16:
-            kernel.append(CpuPagedAttention(shape, load_kernel(), use_amx=False))
+            kernel.append(CpuPagedAttention(shape, load_kernel("cpu_paged"), use_amx=False))
     return [TorchSdpaAttention(shape), *kernel]
 
 
@@ -118,8 +131,8 @@ def check_writes(problem: Problem, pool: Tensor) -> None:
     for token, (page, row) in enumerate(
         zip(problem.batch.write_pages.tolist(), problem.batch.write_offsets.tolist(), strict=True)
     ):
-        expected[page, 1, 0, :, row] = problem.key[token]
-        expected[page, 1, 1, :, row] = problem.value[token]
+        of_layer(expected, 1)[0, page, :, row] = problem.key[token]
+        of_layer(expected, 1)[1, page, :, row] = problem.value[token]
     assert torch.equal(pool, expected)
 
 
@@ -176,7 +189,7 @@ def test_nan_in_pages_not_seen_does_not_leak(dtype: torch.dtype) -> None:
     for (_, context), pages in zip(problem.lens, problem.pages, strict=True):
         for position in range(context):
             seen[pages[position // 16], position % 16] = True
-    problem.pool.masked_fill_(~seen[:, None, None, None, :, None], torch.nan)
+    of_layer(problem.pool, 1).masked_fill_(~seen[:, None, :, None], torch.nan)
     for backend, expected in list(zip(backends(problem.shape, dtype), clean, strict=True))[1:]:
         assert torch.equal(problem.run(backend)[0], expected)
 
@@ -184,7 +197,7 @@ def test_nan_in_pages_not_seen_does_not_leak(dtype: torch.dtype) -> None:
 @needs_compiler
 def test_thread_count_does_not_change_a_bit() -> None:
     problem = Problem([(1, 1000), (200, 300), (1, 5)], dtype=torch.bfloat16)
-    backend = CpuPagedAttention(problem.shape, load_kernel())
+    backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"))
     before = torch.get_num_threads()
     results: list[Tensor] = []
     try:
@@ -199,7 +212,7 @@ def test_thread_count_does_not_change_a_bit() -> None:
 @needs_compiler
 def test_a_sequence_does_not_depend_on_its_batch() -> None:
     together = Problem([(1, 77), (40, 90), (1, 300)], dtype=torch.bfloat16)
-    backend = CpuPagedAttention(together.shape, load_kernel())
+    backend = CpuPagedAttention(together.shape, load_kernel("cpu_paged"))
     out, _ = together.run(backend)
     alone = Problem([(1, 300)], dtype=torch.bfloat16)
     alone.batch = replace(alone.batch, page_table=torch.tensor([together.pages[2]], dtype=torch.int32))
@@ -210,11 +223,17 @@ def test_a_sequence_does_not_depend_on_its_batch() -> None:
 
 
 def test_blocks_cover_every_token_once_longest_first() -> None:
-    blocks = plan_blocks([1, 130, 0], [500, 200, 7], 64)
-    assert blocks == [(0, 0), (1, 128), (1, 64), (1, 0)]
+    blocks = plan_blocks(np.array([1, 130, 0, 1]), np.array([500, 200, 7, 150]), 64)
+    assert blocks.tolist() == [[0, 0], [1, 128], [1, 64], [3, 0], [1, 0]]
+    assert plan_blocks(np.array([1, 1, 1]), np.array([5, 700, 7]), 64).tolist() == [[1, 0], [2, 0], [0, 0]]
+    assert plan_blocks(np.zeros(0, np.int64), np.zeros(0, np.int64), 64).shape == (0, 2)
 
 
 # --- what the kernel refuses
+
+
+def lens(*values: int) -> NDArray[np.int32]:
+    return np.array(values, np.int32)
 
 
 def spoil(batch: Batch, name: str, index: tuple[int, ...], value: int) -> Batch:
@@ -241,24 +260,69 @@ def test_out_of_bounds_is_refused(name: str, index: tuple[int, ...], value: int,
     problem = Problem([(1, 33), (20, 45)])
     problem.batch = spoil(problem.batch, name, index, value)
     with pytest.raises(ValueError, match=message):
-        problem.run(CpuPagedAttention(problem.shape, load_kernel()))
+        problem.run(CpuPagedAttention(problem.shape, load_kernel("cpu_paged")))
 
 
 @needs_compiler
 def test_inconsistent_lengths_are_refused() -> None:
     problem = Problem([(1, 33)])
-    backend = CpuPagedAttention(problem.shape, load_kernel())
+    backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"))
     good = problem.batch
-    long = replace(good, context_lens=torch.tensor([49], dtype=torch.int32), context_lens_host=(49,))
+    long = replace(good, context_lens=torch.tensor([49], dtype=torch.int32), context_lens_host=lens(49))
     for batch, message in (
         (long, "49 tokens in a page table of 3 pages"),
-        (replace(good, query_lens_host=(34,)), "34 new tokens in a context of 33"),
-        (replace(good, query_lens_host=(2,)), "query_starts"),
+        (replace(good, query_lens_host=lens(34)), "34 new tokens in a context of 33"),
+        (replace(good, query_lens_host=lens(2)), "query_starts"),
         (replace(good, page_table=good.page_table.long()), "page_table is torch.int64"),
     ):
         problem.batch = batch
         with pytest.raises(ValueError, match=message):
             problem.run(backend)
+
+
+@needs_compiler
+def test_what_changes_after_a_good_batch_is_checked() -> None:
+    """Fields that are the same objects are not read again; all others are."""
+    problem = Problem([(1, 33), (1, 45)])
+    good = problem.batch
+    others = (
+        (spoil(good, "page_table", (0, 1), 10_000), "page_table holds 10000"),
+        (spoil(good, "write_pages", (0,), 10_000), "write_pages holds 10000"),
+        (spoil(good, "write_offsets", (0,), -2), "write_offsets holds -2"),
+        (spoil(good, "context_lens", (0,), 99), "context_lens .* differ"),
+        (spoil(good, "query_starts", (1,), 2), "query_starts"),
+        (replace(good, query_lens_host=lens(1, 2)), "query_starts"),
+        (replace(good, token_ids=good.token_ids[:1]), "write_pages is"),
+        (replace(good, page_table=good.page_table[:, :1].contiguous()), "45 tokens in a page table of 1 pages"),
+    )
+    for batch, message in others:
+        backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"))
+        backend.plan(problem.pool, good)
+        with pytest.raises(ValueError, match=message):
+            backend.plan(problem.pool, batch)
+        with pytest.raises(ValueError, match="attend without a plan"):
+            backend.attend(0, problem.query, problem.key, problem.value, None)
+        backend.plan(problem.pool, good)
+        with pytest.raises(ValueError, match="page_table holds"):
+            backend.plan(problem.pool[:1], good)
+
+
+@needs_compiler
+def test_a_plan_after_another_of_the_same_queries() -> None:
+    """Other contexts and other pages: as with nothing planned before."""
+    problem = Problem([(1, 33), (70, 90), (1, 5)], dtype=torch.bfloat16)
+    good, pool = problem.batch, problem.pool
+    backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"))
+    contexts = lens(1, 70, 40)
+    other_pages = torch.cat([good.page_table, good.page_table[[2, 0, 1]]], 1)
+    for table in (good.page_table, other_pages):
+        batch = replace(good, page_table=table, context_lens=torch.from_numpy(contexts), context_lens_host=contexts)
+        backend.plan(pool, good)
+        outs = []
+        for one in (backend, CpuPagedAttention(problem.shape, load_kernel("cpu_paged"))):
+            one.plan(pool, batch)
+            outs.append(one.attend(1, problem.query, problem.key, problem.value, None))
+        assert torch.equal(*outs)
 
 
 @needs_compiler
@@ -271,7 +335,8 @@ def test_pages_with_something_else_between_them(dtype: torch.dtype) -> None:
         memory = torch.full((num_pages, page_elements + 256), 7.0, dtype=dtype)
         pool = memory[:, :page_elements].view(problem.pool.shape)
         pool.copy_(problem.pool)
-        out = backend.attend(1, problem.query, problem.key, problem.value, pool, problem.batch, None)
+        backend.plan(pool, problem.batch)
+        out = backend.attend(1, problem.query, problem.key, problem.value, None)
         assert float((out.double() - expected).abs().max()) < tolerance(dtype), backend.name
         check_writes(problem, pool)
         assert bool((memory[:, page_elements:] == 7).all()), f"{backend.name} wrote between pages"
@@ -279,24 +344,31 @@ def test_pages_with_something_else_between_them(dtype: torch.dtype) -> None:
 
 def test_wrong_tensors_are_refused() -> None:
     problem = Problem([(2, 33)])
-    backend = CpuPagedAttention(problem.shape, load_kernel())
+    backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"))
     query, key, value, pool, batch = problem.query, problem.key, problem.value, problem.pool, problem.batch
     strided = torch.zeros(2, 6, 128)[..., ::2]
     for arguments, message in (
-        ((0, query[:1], key, value, pool, batch, None), "query is"),
-        ((0, query.bfloat16(), key, value, pool, batch, None), "query is torch.bfloat16"),
-        ((0, strided, key, value, pool, batch, None), "query has strides"),
-        ((0, query, key[:, :1], value, pool, batch, None), "key is"),
-        ((0, query, key, value[..., :32], pool, batch, None), "value is"),
-        ((2, query, key, value, pool, batch, None), "layer 2"),
-        ((-1, query, key, value, pool, batch, None), "layer -1"),
-        ((0, query, key, value, pool, batch, 0), "window is 0"),
-        ((0, query, key, value, pool.half(), batch, None), "pool is torch.float16"),
-        ((0, query, key, value, pool[:, :, :, :1], batch, None), "pool is"),
-        ((0, query, key, value, pool.transpose(0, 1), batch, None), "contiguous"),
+        ((0, query[:1], key, value, None), "query is"),
+        ((0, query.bfloat16(), key, value, None), "query is torch.bfloat16"),
+        ((0, strided, key, value, None), "query has strides"),
+        ((0, query, key[:, :1], value, None), "key is"),
+        ((0, query, key, value[..., :32], None), "value is"),
+        ((2, query, key, value, None), "layer 2"),
+        ((-1, query, key, value, None), "layer -1"),
+        ((0, query, key, value, 0), "window is 0"),
     ):
+        backend.plan(pool, batch)
         with pytest.raises(ValueError, match=message):
             backend.attend(*arguments)
+    for other, message in (
+        (pool.half(), "pool is torch.float16"),
+        (pool.narrow(KV_HEADS, 0, 1), "pool is"),
+        (pool.transpose(TOKENS, LAYERS), "contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            backend.plan(other, batch)
+        with pytest.raises(ValueError, match="without a plan"):  # the one before is forgotten
+            backend.attend(0, query, key, value, None)
     assert torch.equal(pool, Problem([(2, 33)]).pool)
 
 
@@ -330,7 +402,7 @@ def test_no_compiler_falls_back_and_says_why(
 def test_a_failed_build_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "cpu_paged.cpp"
     broken.write_text("int main() { return nonsense; }\n")
-    monkeypatch.setattr(build, "SOURCE", broken)
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     choice = choose_attention(AttentionShape(4, 2, 64, 0.125), CPU, torch.float32)
     assert choice.backend.name == "torch_sdpa" and choice.is_fallback
@@ -357,7 +429,7 @@ def test_a_cache_others_can_write_is_not_trusted(monkeypatch: pytest.MonkeyPatch
 def _load_in_child(cache: str, results: "multiprocessing.SimpleQueue[str]") -> None:
     os.environ["XDG_CACHE_HOME"] = cache
     try:
-        results.put("ok" if isinstance(load_kernel(), ctypes.CDLL) else "no kernel")
+        results.put("ok" if isinstance(load_kernel("tiny"), ctypes.CDLL) else "no kernel")
     except BuildError as error:
         results.put(str(error))
 
@@ -366,7 +438,7 @@ def _load_in_child(cache: str, results: "multiprocessing.SimpleQueue[str]") -> N
 def test_concurrent_builds_do_not_clash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tiny = tmp_path / "tiny.cpp"  # quick to compile; what is tested is the cache
     tiny.write_text('extern "C" int answer() { return 42; }\n')
-    monkeypatch.setattr(build, "SOURCE", tiny)
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
     context = multiprocessing.get_context("fork")  # children only compile and dlopen: no torch threads are used
     results = context.SimpleQueue()
     children = [context.Process(target=_load_in_child, args=(str(tmp_path), results)) for _ in range(4)]

@@ -1,54 +1,83 @@
 """The layout of a ragged batch, token by token, against the slices it was made of."""
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import SequenceSlice, build_batch
+from engine.batch import Slice, build_batch, lay_out
+from engine.rows import MAX_GUESSES, Rows
+from engine.staging import Stager
+from wire.sampling import SamplingParams
 
 CPU = torch.device("cpu")
+CONTEXT, NUM_ROWS, VOCAB = 32, 6, 1000
+
+
+def build_rows(page_tokens: int, draw: np.random.Generator) -> Rows:
+    """Rows full of tokens and pages."""
+    rows = Rows(NUM_ROWS, CONTEXT, page_tokens, VOCAB, CPU)
+    for row in range(NUM_ROWS):
+        rows.open(row, draw.integers(0, VOCAB, CONTEXT, np.int32), SamplingParams(), CONTEXT)
+        rows.write_pages(row, 0, draw.integers(0, 99, -(-CONTEXT // page_tokens)).tolist())
+    return rows
 
 
 @st.composite
-def slices(draw: st.DrawFn, page_tokens: int) -> SequenceSlice:
+def slices(draw: st.DrawFn, row: int) -> Slice:
     begin, count = draw(st.integers(0, 20)), draw(st.integers(1, 9))
-    needed = -(-(begin + count) // page_tokens)
-    pages = draw(st.lists(st.integers(0, 99), min_size=needed, max_size=needed + 2, unique=True))
-    tokens = draw(st.lists(st.integers(0, 999), min_size=count, max_size=count))
-    return SequenceSlice(tokens, begin, pages, num_logits=draw(st.integers(0, count)))
+    return Slice(row, begin, count, num_logits=draw(st.integers(0, count)))
 
 
 @settings(max_examples=60)
-@given(data=st.data(), page_tokens=st.sampled_from([1, 4, 16]))
-def test_every_token_lies_where_its_slice_says(data: st.DataObject, page_tokens: int) -> None:
-    parts = data.draw(st.lists(slices(page_tokens), min_size=1, max_size=5))
-    batch = build_batch(parts, page_tokens, CPU)
+@given(data=st.data(), page_tokens=st.sampled_from([1, 4, 16]), seed=st.integers(0, 99))
+def test_every_token_lies_where_its_slice_says(data: st.DataObject, page_tokens: int, seed: int) -> None:
+    rows = build_rows(page_tokens, np.random.default_rng(seed))
+    order = data.draw(st.permutations(range(NUM_ROWS)))[: data.draw(st.integers(1, NUM_ROWS))]
+    parts = [data.draw(slices(row)) for row in order]
+    batch = build_batch(lay_out(rows, parts), rows, Stager(CPU))
 
-    wanted_rows, row = [], 0
+    wanted_rows, at = [], 0
     for index, part in enumerate(parts):
-        assert batch.query_starts[index] == row
-        for offset, token in enumerate(part.token_ids):
-            position = part.begin + offset
-            assert batch.token_ids[row] == token
-            assert batch.positions[row] == position
-            assert batch.write_pages[row] == part.pages[position // page_tokens]
-            assert batch.write_offsets[row] == position % page_tokens
-            row += 1
-        context = part.begin + len(part.token_ids)
-        assert batch.context_lens[index] == context
+        assert batch.query_starts[index] == at
+        pages = rows.page_table[part.row]
+        for position in range(part.begin, part.begin + part.count):
+            assert batch.token_ids[at] == rows.tokens[part.row, position]
+            assert batch.positions[at] == position
+            assert batch.write_pages[at] == pages[position // page_tokens]
+            assert batch.write_offsets[at] == position % page_tokens
+            at += 1
+        context = part.begin + part.count
+        assert batch.context_lens[index] == batch.context_lens_host[index] == context
+        assert batch.query_lens_host[index] == part.count
         used = -(-context // page_tokens)
-        assert batch.page_table[index, :used].tolist() == list(part.pages[:used])
-        assert not batch.page_table[index, used:].any(), "padding must be page 0, which always exists"
-        wanted_rows += list(range(row - part.num_logits, row))
-    assert batch.query_starts[-1] == row == batch.token_ids.shape[0]
+        assert batch.page_table[index, :used].tolist() == pages[:used].tolist()
+        wanted_rows += list(range(at - part.num_logits, at))
+    assert batch.page_table.shape[1] == max(-(-(part.begin + part.count) // page_tokens) for part in parts)
+    assert batch.query_starts[-1] == at == batch.token_ids.shape[0]
     assert batch.logits_rows.tolist() == wanted_rows
-    assert batch.query_lens_host == tuple(len(part.token_ids) for part in parts)
-    assert batch.context_lens_host == tuple(batch.context_lens.tolist())
 
 
 def test_types_are_those_that_kernels_expect() -> None:
-    batch = build_batch([SequenceSlice([7], 3, [5], num_logits=1)], 4, CPU)
+    rows = build_rows(4, np.random.default_rng(0))
+    batch = build_batch(lay_out(rows, [Slice(2, 3, 1, 1)]), rows, Stager(CPU))
     for long in (batch.token_ids, batch.positions, batch.write_pages, batch.write_offsets, batch.logits_rows):
         assert long.dtype is torch.int64
     for short in (batch.query_starts, batch.context_lens, batch.page_table):
-        assert short.dtype is torch.int32
+        assert short.dtype is torch.int32 and short.is_contiguous()
+
+
+def test_a_slice_ends_before_its_row_does() -> None:
+    """The token after it would be the next row's first."""
+    rows = build_rows(4, np.random.default_rng(0))
+    lay_out(rows, [Slice(0, CONTEXT - 1, MAX_GUESSES, 1)])
+    with pytest.raises(ValueError, match="48 positions and a token after them, in a row of 48"):
+        lay_out(rows, [Slice(0, CONTEXT - 1, 1 + MAX_GUESSES, 1)])
+
+
+def test_tokens_are_read_when_the_batch_is_built() -> None:
+    rows = build_rows(4, np.random.default_rng(0))
+    layout = lay_out(rows, [Slice(1, 5, 1, 1)])
+    rows.tokens[1, 5] = 77
+    assert build_batch(layout, rows, Stager(CPU)).token_ids.tolist() == [77]

@@ -107,6 +107,7 @@ def test_every_field_reaches_the_ring(client: Client, served: Served) -> None:
             maxTokens=3, minTokens=2, temperature=0.5, topP=0.5, topK=4, minP=0.1, frequencyPenalty=0.5,
             presencePenalty=-0.5, repetitionPenalty=1.5, logitBias={"5": -100}, seed=7, n=2, logprobs=2,
             stopTokenIds=[9], ignoreEos=True, speculation="draft", maxDraftTokens=3, includeTiming=True, stop=["zzz"],
+            cacheSalt="a",
         )
     )  # fmt: skip
     for generation, seed in zip(served.ring.generations, (7, 8), strict=True):
@@ -115,6 +116,7 @@ def test_every_field_reaches_the_ring(client: Client, served: Served) -> None:
         assert (set(generation.stop_token_ids), generation.speculation) == ({9}, Speculation("draft", 3))
         assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.5, 4, 0.1)
         assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.5)
+        assert generation.cache_salt == "a"
         assert (sampling.logit_bias, sampling.seed) == (((5, -100.0),), seed)
     ids = list(served.ring.script.token_ids)[:3]
     for index in range(2):

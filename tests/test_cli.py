@@ -16,7 +16,7 @@ from cli.plan import build_flags, plan_gateway, plan_workers
 from cli.screen import build_snippets, reachable, render_log_line
 from cli.sources import build_sources
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
-from runtime.lifecycle import Loading, Ready, parse_event
+from runtime.events import Loading, Ready, parse_event
 from runtime.settings import ConfigError, field_names
 from tests.test_addresses import needs_ipv6
 

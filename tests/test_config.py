@@ -23,6 +23,7 @@ CONFIG_TYPES = (PrefillConfig, DecodeConfig, GatewayConfig, ServeConfig)
 IN_WORDS = {  # what the document says |-> the default that it means
     "none": ("", ()),
     "off": (False,),
+    "on": (True,),
     "folder's name or hub id": ("",),
     "the model's": (0,),
     "none; `serve` draws one": ("",),

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.errors import ApiError
 from gateway.rest.connection import BoundedConnection, ServerConfig
 from gateway.rest.disconnect import until_disconnect
 from gateway.rest.sse import EventStream
@@ -26,6 +27,15 @@ BYTES_PER_S = NUM_BYTES / (4 * CLIENT_S)
 PATIENCE_S = 60.0  # on a loaded machine
 EARLY_BYTES = 1 << 20  # more than the server keeps of what comes before its turn
 RESET = struct.pack("ii", 1, 0)  # for SO_LINGER: closing sends RST instead of FIN
+
+
+class Endless:
+    """Of a stream that neither ends nor fails by itself."""
+
+    done = b""
+
+    def failure(self, error: ApiError) -> bytes:
+        raise error
 
 
 class App:
@@ -43,7 +53,7 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
         if scope["path"] == "/stream":
-            await EventStream(self._events())(scope, receive, send)
+            await EventStream(self._events(), Endless())(scope, receive, send)
         elif scope["path"] == "/work":
             with suppress(ClientDisconnect):
                 body = await until_disconnect(receive, self._work())

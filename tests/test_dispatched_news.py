@@ -3,16 +3,30 @@
 import asyncio
 from dataclasses import replace
 
-from gateway.generation import Generation, Timing, TokenLogprobs
+from gateway.generation import Generation
 from protos import decode_pb2, prefill_pb2
 from tests.dispatching import PROMPT, Ring, answer, bounded, generation, pair
-from tests.fake_workers import PATIENCE_S, FakeDecode
+from tests.fake_workers import PATIENCE_S, FakeDecode, FakeSession
+from wire.logprobs import TokenLogprobs
+from wire.timing import Timing
 
 PREFILLED = prefill_pb2.RunResponse(
-    queue_seconds=0.25, prefill_seconds=0.5, transfer_seconds=0.125, transfer_bytes=4096, transport="shm"
+    queue_seconds=0.25,
+    prefill_seconds=0.5,
+    transfer_seconds=0.125,
+    transfer_bytes=4096,
+    transport="shm",
+    cached_tokens=2,
 )
 SESSION = decode_pb2.SessionTiming(
-    kv_seconds=9, first_step_seconds=0.0625, decode_seconds=2, draft_tokens=7, accepted_tokens=3
+    kv_seconds=9,
+    first_step_seconds=0.0625,
+    decode_seconds=2,
+    draft_tokens=7,
+    accepted_tokens=3,
+    steps=5,
+    preemptions=1,
+    cached_tokens=1,
 )
 
 
@@ -21,7 +35,7 @@ def messages(*logprobs: float) -> list[decode_pb2.TokenLogprobs]:
 
 
 def told(*logprobs: float) -> tuple[TokenLogprobs, ...]:
-    return tuple(TokenLogprobs(one, ((5, one / 2),)) for one in logprobs)
+    return tuple(TokenLogprobs(one, (5,), (one / 2,)) for one in logprobs)
 
 
 def scored(max_tokens: int = 4) -> Generation:
@@ -44,10 +58,10 @@ async def is_prefilled(ring: Ring) -> None:
     await has_read(ring)
 
 
-async def takes(decode: FakeDecode, ring: Ring, count: int) -> decode_pb2.ReserveRequest:
-    """The newest of `count` reservations, once all have come."""
+async def takes(decode: FakeDecode, count: int) -> FakeSession:
+    """The newest of `count` sessions, once all have come."""
     await decode.has_sessions(count)
-    return decode.sessions[-1].request
+    return decode.sessions[-1]
 
 
 @bounded
@@ -56,7 +70,7 @@ async def test_prompt_logprobs_come_with_the_first_tokens_even_if_later() -> Non
         prefill.may_finish.clear()
         prefill.response = prefill_pb2.RunResponse(prompt_logprobs=messages(-1, -2))
         task = asyncio.create_task(ring.listen(scored()))
-        request = await takes(decode, ring, 1)
+        request = (await takes(decode, 1)).request
         await ring.signal.until(lambda: bool(prefill.runs))
         assert request.num_prompt_logprobs == prefill.runs[0].num_prompt_logprobs == 1
         assert request.HasField("num_logprobs") and request.HasField("num_prompt_logprobs")
@@ -94,7 +108,7 @@ async def test_decode_tells_prompt_logprobs_piece_by_piece_where_it_prefills() -
     async with pair(is_manual=True) as (ring, decode, prefill):
         decode.needs_prefill = False
         task = asyncio.create_task(ring.listen(scored()))
-        await takes(decode, ring, 1)
+        await takes(decode, 1)
         (session,) = decode.sessions
         session.say([], prompt_logprobs=messages(-1))
         session.say(answer(1), prompt_logprobs=messages(-2), logprobs=messages(-3))
@@ -111,7 +125,7 @@ async def test_a_prompt_of_one_token_has_no_logprobs_to_wait_for() -> None:
     async with pair(is_manual=True) as (ring, decode, _prefill):
         decode.needs_prefill = False
         task = asyncio.create_task(ring.listen(replace(scored(1), prompt_ids=(5,))))
-        await takes(decode, ring, 1)
+        await takes(decode, 1)
         decode.sessions[0].say([77], "length", logprobs=messages(-3))
         (only,) = await task
         assert only.prompt_logprobs == () and only.token_ids == (77,)
@@ -126,17 +140,17 @@ async def test_a_retry_repeats_no_prompt_logprobs_and_loses_no_token_held_back()
         await ring.signal.until(lambda: bool(prefill.runs))
         decode.sessions[0].say(answer(2), logprobs=messages(-3, -4))  # held back, so the next attempt begins before
         decode.sessions[0].say([], "error", "the engine step failed")
-        second = await takes(decode, ring, 2)
-        assert (list(second.prompt_ids), second.num_emitted, second.max_tokens) == (list(PROMPT), 0, 6)
-        assert second.num_prompt_logprobs == 1
+        second = await takes(decode, 2)
+        assert (second.prompt_ids, second.request.num_emitted, second.request.max_tokens) == (list(PROMPT), 0, 6)
+        assert second.request.num_prompt_logprobs == 1
         prefill.may_finish.set()
         await is_prefilled(ring)
         decode.sessions[1].say(answer(2), logprobs=messages(-3, -4))
         await has_read(ring)
         decode.sessions[1].say([], "error", "the engine step failed")
-        third = await takes(decode, ring, 3)
-        assert (list(third.prompt_ids), third.num_emitted, third.max_tokens) == ([*PROMPT, *answer(2)], 2, 4)
-        assert not third.HasField("num_prompt_logprobs") and third.num_logprobs == 1
+        third = await takes(decode, 3)
+        assert (third.prompt_ids, third.request.num_emitted, third.request.max_tokens) == ([*PROMPT, *answer(2)], 2, 4)
+        assert not third.request.HasField("num_prompt_logprobs") and third.request.num_logprobs == 1
         decode.sessions[2].say(answer(6)[2:], "length", logprobs=messages(-5, -6, -7, -8))
         parts = await task
         assert [list(part.token_ids) for part in parts] == [answer(2), answer(6)[2:]]
@@ -159,10 +173,17 @@ async def test_timing_comes_with_the_first_and_the_last_news() -> None:
         first, middle, last = (part.timing for part in await task)
         assert first is not None and last is not None and middle is None
         known = Timing(
-            queue_s=first.queue_s, prefill_s=0.75, transfer_s=0.125, transfer_bytes=4096, transport="shm", attempts=1
+            queue_s=first.queue_s,
+            prefill_s=0.75,
+            transfer_s=0.125,
+            transfer_bytes=4096,
+            transport="shm",
+            cached_tokens=2,
         )
         assert first == known and 0 <= first.queue_s < 10
-        assert last == replace(known, first_step_s=0.0625, decode_s=2, draft_tokens=7, accepted_tokens=3)
+        assert last == replace(
+            known, first_step_s=0.0625, decode_s=2, draft_tokens=7, accepted_tokens=3, steps=5, preemptions=1
+        )
 
 
 @bounded
@@ -173,8 +194,9 @@ async def test_timing_is_the_last_attempts_but_the_queues_adds_up() -> None:
         await ring.signal.until(lambda: prefill.num_done == 1)
         decode.needs_prefill = False
         decode.sessions[0].say([], "error", "the engine step failed")
-        await takes(decode, ring, 2)
+        await takes(decode, 2)
         decode.sessions[1].say(answer(4), "length", timing=SESSION)
         (only,) = await task
         assert only.timing is not None
-        assert (only.timing.attempts, only.timing.prefill_s, only.timing.transfer_bytes) == (2, 9, 0)
+        timing = only.timing
+        assert (timing.attempts, timing.prefill_s, timing.transfer_bytes, timing.cached_tokens) == (2, 9, 0, 1)

@@ -12,15 +12,18 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.errors import ApiError
-from gateway.generation import Tokens
+from gateway.generation import Admitted, Tokens
 from gateway.ring import worker_link
 from gateway.ring.admission import Admission
 from gateway.ring.dispatcher import Dispatcher
 from gateway.ring.fleet import Fleet
 from gateway.ring.policy import NO_LIMIT
+from gateway.ring.request_machine import Request
+from gateway.ring.routing import Router
 from protos import decode_pb2
 from tests.dispatching import NO_ROOM, PROMPT, Ring, answer, bounded, failure, generation, pair, ring
 from tests.fake_workers import PATIENCE_S, FakeDecode, FakeWorker, Signal, serving, token_at
+from wire.messages import unpack_tokens
 
 
 @pytest.fixture
@@ -47,7 +50,7 @@ async def test_a_request_is_reserved_prefilled_and_answered() -> None:
         session.emit(3)
         session.emit(1, "length")
         assert await task == (answer(4), "length")
-        assert list(session.request.prompt_ids) == list(run.prompt_ids) == list(PROMPT)
+        assert session.prompt_ids == unpack_tokens(run.prompt).tolist() == list(PROMPT)
         assert (session.request.max_tokens, session.request.attempt) == (4, 1)
         assert (run.ticket.session, run.ticket.attempt) == (1, 1)
         assert session.request.local_prefill_max_tokens == 0
@@ -90,7 +93,7 @@ async def test_decode_prefills_when_there_is_no_prefill_worker() -> None:
 async def test_closing_the_answer_aborts_the_session() -> None:
     async with pair(is_manual=True) as (ring, decode, prefill):
         prefill.may_finish.clear()
-        news = ring.dispatcher.generate(generation())
+        news = ring.generate(generation())
         first = asyncio.ensure_future(anext(news))
         await ring.signal.until(lambda: bool(prefill.runs))
         decode.sessions[0].emit(1)
@@ -214,11 +217,11 @@ async def test_a_request_cancelled_in_the_queue_leaves_it() -> None:
 @bounded
 async def test_a_request_cancelled_in_the_very_moment_it_is_placed_gives_its_places_back() -> None:
     async with pair(max_running=1) as (ring, _decode, _prefill):
-        admission = Admission(ring.fleet, 8, 0, 0.0)
+        admission = Admission(ring.fleet, Router(0), 8, 0.0)
         may_leave, entered = asyncio.Event(), [0]
 
         async def hold() -> None:
-            async with admission.place(2, frozenset(), False, 0.0, PATIENCE_S):
+            async with admission.place(Request(generation(), PATIENCE_S, 0.0, 0.0), PATIENCE_S):
                 entered[0] += 1
                 await may_leave.wait()
 
@@ -308,7 +311,7 @@ async def test_a_service_that_nobody_ever_served_refuses_at_once() -> None:
     fleet = Fleet([], ["127.0.0.1:1"], heartbeat_s=PATIENCE_S, stall_s=PATIENCE_S, context_tokens=0)
     dispatcher = Dispatcher(fleet, 8, 0, PATIENCE_S, 10 * PATIENCE_S, CollectorRegistry())
     with pytest.raises(ApiError) as error:
-        await anext(dispatcher.generate(generation()))
+        await anext(dispatcher.generate(generation(), Admitted(0)))
     assert (error.value.status, error.value.code, error.value.retry_after_s) == (503, "not_ready", 1)
     await fleet.close()
 
@@ -362,7 +365,7 @@ def test_an_answer_goes_on_elsewhere_without_losing_or_repeating_a_token(loss: s
                 await own.enter_async_context(serving(worker)) for own, worker in zip(stacks, workers, strict=True)
             ]
             built = await stack.enter_async_context(ring(signal, addresses))
-            news = built.dispatcher.generate(generation(max_tokens=6))
+            news = built.generate(generation(max_tokens=6))
             first = asyncio.ensure_future(anext(news))
             await signal.until(lambda: any(worker.sessions for worker in workers))
             one = next(number for number, worker in enumerate(workers) if worker.sessions)
@@ -378,7 +381,7 @@ def test_an_answer_goes_on_elsewhere_without_losing_or_repeating_a_token(loss: s
                 await stacks[one].aclose()
             await signal.until(lambda: bool(other.sessions))
             retry = other.sessions[0].request
-            assert list(retry.prompt_ids) == [*PROMPT, *answer(2)]
+            assert other.sessions[0].prompt_ids == [*PROMPT, *answer(2)]
             assert (retry.max_tokens, retry.attempt) == (4, 2)
             other.sessions[0].emit(3)
             other.sessions[0].emit(1, "length")
@@ -400,7 +403,7 @@ async def test_tokens_in_the_message_of_a_failure_are_generated_again() -> None:
         await decode.has_sessions(1)
         decode.sessions[0].emit(2, "error", "out of memory")
         await decode.has_sessions(2)
-        assert list(decode.sessions[1].request.prompt_ids) == list(PROMPT)
+        assert decode.sessions[1].prompt_ids == list(PROMPT)
         decode.sessions[1].emit(4, "length")
         assert await task == (answer(4), "length")
 
@@ -471,7 +474,7 @@ async def test_a_retry_that_prefill_refuses_as_too_long_goes_on_elsewhere() -> N
         await decode.has_sessions(3)
         assert len(prefill.runs) == 2
         assert decode.sessions[2].request.local_prefill_max_tokens == NO_LIMIT
-        assert list(decode.sessions[2].request.prompt_ids) == [*PROMPT, *answer(2)]
+        assert decode.sessions[2].prompt_ids == [*PROMPT, *answer(2)]
         decode.sessions[2].emit(2, "length")
         assert await task == (answer(4), "length")
 

@@ -9,15 +9,16 @@ import pytest
 
 from gateway.draining import CUT_OFF, DRAINING, DrainingRing
 from gateway.errors import ApiError
-from gateway.generation import Generation, Sampling
+from gateway.generation import Generation
 from protos import decode_pb2
 from runtime.lifecycle import Shutdown
 from tests.dispatching import PROMPT, answer, generation
 from tests.dispatching import ring as ring_of
 from tests.fake_ring import FakeRing, Script
 from tests.fake_workers import FakeDecode, Signal, serving
+from wire.sampling import SamplingParams
 
-ORDER = Generation("r", (1, 2), 8, Sampling(0.0, 1.0, 0, 0.0, 1), frozenset())
+ORDER = Generation("r", (1, 2), 8, SamplingParams(0.0), frozenset())
 WAIT_S = 30.0
 
 
@@ -26,9 +27,10 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 
 async def listen(ring: DrainingRing, got: list[int]) -> None:
-    async with aclosing(ring.generate(ORDER)) as news:
-        async for tokens in news:
-            got.extend(tokens.token_ids)
+    with ring.admit(1) as admitted:
+        async with aclosing(ring.generate(ORDER, admitted)) as news:
+            async for tokens in news:
+                got.extend(tokens.token_ids)
 
 
 def build(script: Script, drain_s: float = WAIT_S) -> tuple[FakeRing, DrainingRing, Shutdown]:
@@ -101,12 +103,13 @@ def test_a_slow_client_is_not_interrupted_while_it_takes_news() -> None:
 
     async def test() -> None:
         inner, ring, _shutdown = build(Script([10, 11, 12], delay_s=0.001))
-        async with aclosing(ring.generate(ORDER)) as news:
-            await anext(news)
-            ring.cut_off()
-            await asyncio.sleep(0.01)
-            with pytest.raises(ApiError, match="before the answer was complete"):
+        with ring.admit(1) as admitted:
+            async with aclosing(ring.generate(ORDER, admitted)) as news:
                 await anext(news)
+                ring.cut_off()
+                await asyncio.sleep(0.01)
+                with pytest.raises(ApiError, match="before the answer was complete"):
+                    await anext(news)
         assert inner.wait_ending() == "closed"
 
     run(test())
@@ -151,8 +154,8 @@ def test_a_worker_keeps_its_sessions_while_it_drains_but_not_when_it_is_stuck() 
             link._judge()
             assert "in one engine step for 1000000 s" in str(link.find_trouble())
             await second.has_sessions(1)
-            assert list(second.sessions[0].request.prompt_ids)[: len(PROMPT)] == list(PROMPT)
-            second.sessions[0].emit(4 - (len(second.sessions[0].request.prompt_ids) - len(PROMPT)), "length")
+            assert second.sessions[0].prompt_ids[: len(PROMPT)] == list(PROMPT)
+            second.sessions[0].emit(4 - (len(second.sessions[0].prompt_ids) - len(PROMPT)), "length")
             assert await running == (answer(4), "length")
 
     run(test())

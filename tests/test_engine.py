@@ -19,7 +19,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 def build(model: Path, draft: Path | str, max_context_tokens: int) -> Engine:
     return build_engine(
-        str(model), str(draft), "float32", "cpu", 1, 16, lambda _context, _bytes, _free: 4, lambda _done, _total: None,
+        str(model), str(draft), "float32", "cpu", 1, 16, 4, lambda _context, _bytes, _free: 4,
+        lambda _done, _total: None,
         max_context_tokens,
     )  # fmt: skip
 

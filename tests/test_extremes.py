@@ -5,18 +5,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.choice import Choice
-from engine.logits import adjust_logits_
-from engine.runner import choose_tokens
-from engine.sampling import SamplingParams, sample
-from tests.test_logits import build_mask
+from engine.logits import adjust_logits_, allowed_words
+from tests.sampling_twins import Asked, build_batch, build_mask, sample_batch, sample_both
+from wire.sampling import SamplingParams
 
 HUGE, TINY = sys.float_info.max, 5e-324
 FLOAT32 = torch.finfo(torch.float32)
@@ -62,40 +59,28 @@ def rows(draw: st.DrawFn, vocabulary: int, values: Sequence[float]) -> list[floa
 
 
 @st.composite
-def choices_for(draw: st.DrawFn, vocabulary: int) -> Choice:
+def rows_asked(draw: st.DrawFn, vocabulary: int) -> Asked:
     token = st.integers(0, vocabulary - 1)
     tokens = draw(st.lists(token, min_size=1, max_size=12))
     allowed = draw(st.one_of(st.none(), st.sets(token, min_size=1)))
-    return Choice(
-        draw(samplings(vocabulary)),
-        len(tokens),
-        tokens,
-        draw(st.integers(0, len(tokens))),
-        forbidden=frozenset(draw(st.just(set[int]()) | st.sets(token, max_size=3))),
-        mask=None if allowed is None else build_mask(allowed, vocabulary),
-        num_logprobs=draw(st.sampled_from([None, 0, 3])),
-    )
+    mask = None if allowed is None else build_mask(allowed, vocabulary)
+    words = allowed_words(mask, draw(st.just(set[int]()) | st.sets(token, max_size=3)), vocabulary)
+    num_prompt = draw(st.integers(0, len(tokens)))
+    return Asked(draw(samplings(vocabulary)), tokens, num_prompt, draw(st.integers(0, len(tokens) - num_prompt)), words)
 
 
-def tokens_allowed(choice: Choice, vocabulary: int) -> set[int]:
-    """By the words of `adjust_logits_`."""
-    allowed = set(range(vocabulary))
-    if choice.mask is not None:
-        allowed = {token for token in allowed if int(np.asarray(choice.mask)[token // 32]) >> token % 32 & 1}
-    return allowed - choice.forbidden or allowed
-
-
-def check(logits: Tensor, choices: list[Choice], is_broken: bool = False) -> None:
+def check(logits: Tensor, asked: list[Asked]) -> None:
+    vocabulary = logits.shape[1]
+    batch = build_batch(asked, vocabulary)
     adjusted = logits.clone()
-    adjust_logits_(adjusted, choices)
-    chosen = choose_tokens(logits.clone(), choices)
-    for row, (choice, one) in enumerate(zip(choices, chosen, strict=True)):
-        allowed = tokens_allowed(choice, logits.shape[1])
-        assert one.token in allowed, (choice, one)
-        if len(allowed) < logits.shape[1]:
-            assert set((adjusted[row] > -math.inf).nonzero()[:, 0].tolist()) == allowed
-        if one.logprobs is not None and not is_broken:
-            assert not any(math.isnan(value) for value in (one.logprobs.logprob, *one.logprobs.top_logprobs))
+    adjust_logits_(adjusted, batch)
+    tokens = sample_batch(logits, batch).tolist()
+    for row, (one, token) in enumerate(zip(asked, tokens, strict=True)):
+        allowed = set(range(vocabulary))
+        if one.words is not None:
+            allowed = {token for token in allowed if int(one.words[token // 32]) >> token % 32 & 1}
+        assert token in allowed, (one, token)
+        assert set((adjusted[row] > -math.inf).nonzero()[:, 0].tolist()) == allowed
 
 
 vocabularies = st.sampled_from([1, 2, 33, 90])
@@ -104,10 +89,10 @@ vocabularies = st.sampled_from([1, 2, 33, 90])
 @given(data=st.data(), vocabulary=vocabularies)
 @settings(max_examples=400)
 def test_no_request_makes_a_step_raise_or_gets_what_is_forbidden(data: st.DataObject, vocabulary: int) -> None:
-    choices = data.draw(st.lists(choices_for(vocabulary), min_size=1, max_size=3))
-    logits = torch.tensor([data.draw(rows(vocabulary, VALUES)) for _ in choices])
+    asked = data.draw(st.lists(rows_asked(vocabulary), min_size=1, max_size=3))
+    logits = torch.tensor([data.draw(rows(vocabulary, VALUES)) for _ in asked])
     logits[:, 0].masked_fill_(logits.isinf().all(-1), 0.0)  # a model says something
-    check(logits, choices)
+    check(logits, asked)
 
 
 @given(data=st.data(), seed=st.integers(0, 1 << 30))
@@ -115,19 +100,19 @@ def test_no_request_makes_a_step_raise_or_gets_what_is_forbidden(data: st.DataOb
 def test_nor_with_a_large_vocabulary(data: st.DataObject, seed: int) -> None:
     """Large enough for blocks, sorting in part, and buckets."""
     vocabulary = 9000
-    choices = data.draw(st.lists(choices_for(vocabulary), min_size=1, max_size=3))
-    logits = torch.randn(len(choices), vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+    asked = data.draw(st.lists(rows_asked(vocabulary), min_size=1, max_size=3))
+    logits = torch.randn(len(asked), vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
     places = data.draw(st.lists(st.tuples(st.integers(0, vocabulary - 1), st.sampled_from(VALUES)), max_size=20))
     for token, value in places:
         logits[:, token] = value
-    check(logits, choices)
+    check(logits, asked)
 
 
 @given(data=st.data(), vocabulary=vocabularies)
 @settings(max_examples=300)
 def test_nor_with_the_logits_of_a_broken_model(data: st.DataObject, vocabulary: int) -> None:
-    choices = data.draw(st.lists(choices_for(vocabulary), min_size=1, max_size=3))
-    check(torch.tensor([data.draw(rows(vocabulary, VALUES + BROKEN)) for _ in choices]), choices, is_broken=True)
+    asked = data.draw(st.lists(rows_asked(vocabulary), min_size=1, max_size=3))
+    check(torch.tensor([data.draw(rows(vocabulary, VALUES + BROKEN)) for _ in asked]), asked)
 
 
 @pytest.mark.parametrize("vocabulary", [90, 9000])
@@ -143,13 +128,9 @@ def test_a_broken_row_takes_any_filter_and_harms_no_other(vocabulary: int, broke
         {"temperature": 1.7, "top_k": 5, "top_p": 0.999, "min_p": 0.5}, {"temperature": 0.0},
     ]  # fmt: skip
     for params in (SamplingParams(**one) for one in filters):
-        tokens = sample(broken_too, [params] * 3, [0, 1, 2])
+        tokens = sample_both(broken_too, [params] * 3, [0, 1, 2])
         assert 0 <= int(tokens[1]) < vocabulary
-        assert torch.equal(tokens[[0, 2]], sample(logits, [params] * 3, [0, 1, 2])[[0, 2]])
-
-
-def choice_after(tokens: list[int], **sampling: Any) -> Choice:
-    return Choice(SamplingParams(**sampling), len(tokens), tokens, 1, forbidden=frozenset({3}))
+        assert torch.equal(tokens[[0, 2]], sample_both(logits, [params] * 3, [0, 1, 2])[[0, 2]])
 
 
 REPORTED: list[dict[str, Any]] = [
@@ -167,7 +148,8 @@ REPORTED: list[dict[str, Any]] = [
 def test_extremes_by_name(sampling: dict[str, Any]) -> None:
     logits = torch.randn(2, 9000, generator=torch.Generator().manual_seed(1))
     logits[:, 3] = torch.tensor([4.0, -4.0])  # seen, forbidden; inf or NaN where float32 holds no such penalty
-    check(logits, [choice_after([3, 3, 4], **sampling)] * 2)
+    words = allowed_words(None, {3}, 9000)
+    check(logits, [Asked(SamplingParams(**sampling), [3, 3, 4], 1, 1, words)] * 2)
 
 
 @given(temperature=st.floats(0, 1e-6, exclude_max=True), seed=st.integers(0, 100))
@@ -176,13 +158,13 @@ def test_extremes_by_name(sampling: dict[str, Any]) -> None:
 def test_next_to_no_temperature_is_none(temperature: float, seed: int) -> None:
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
     params = SamplingParams(temperature, top_k=5, top_p=0.9, min_p=0.1, seed=seed)
-    assert sample(logits, [params], [7]).item() == logits.argmax()
+    assert sample_both(logits, [params], [7]).item() == logits.argmax()
 
 
 def test_the_least_temperature_that_is_one_still_tells_near_from_equal() -> None:
     logits = torch.zeros(1, 50)
     logits[0, 7:9] = 1e-3
-    drawn = {int(sample(logits, [SamplingParams(1e-6, seed=seed)], [0])) for seed in range(40)}
+    drawn = {int(sample_both(logits, [SamplingParams(1e-6, seed=seed)], [0])) for seed in range(40)}
     assert drawn == {7, 8}
 
 
@@ -190,6 +172,6 @@ def test_a_penalty_beyond_float32_is_as_the_largest() -> None:
     logits = torch.tensor([[2.0, -2.0, 0.0, 1.0]])
     for penalty, order in ((1e-40, [0, 3, 2, 1]), (HUGE, [3, 0, 2, 1])):
         adjusted = logits.clone()
-        adjust_logits_(adjusted, [Choice(SamplingParams(repetition_penalty=penalty), 3, [0, 1, 2], 1)])
+        adjust_logits_(adjusted, build_batch([Asked(SamplingParams(repetition_penalty=penalty), [0, 1, 2], 1)], 4))
         assert adjusted.isfinite().all()
         assert adjusted[0].sort(descending=True, stable=True).indices.tolist() == order

@@ -1,77 +1,124 @@
-"""A step that cannot be computed costs only the sequences that are to blame, on either worker."""
+"""A step that cannot be computed costs only the slices that are to blame."""
 
+import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
-from bench.decoding import NO_SPECULATION
-from decode_worker.loop import DecodeLoop
-from decode_worker.metrics import DecodeMetrics
-from decode_worker.session import Delta, Reservation
-from decode_worker.session_table import SessionTable
-from engine.batch import SequenceSlice
-from engine.choice import Choice, Chosen
-from engine.kvcache.allocator import PageAllocator
-from engine.runner import Runner
-from engine.sampling import SamplingParams
-from prefill_worker.batching import Planned
-from prefill_worker.loop import PrefillLoop
-from prefill_worker.metrics import PrefillMetrics
-from prefill_worker.run_table import RunTable
-from runtime.rpc import new_incarnation
-from tests.pool_process import build_pool
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-POISON = 13
+from engine import steps
+from engine.batch import Slice
+from engine.out_of_memory import StepFailedError, explain_failure, is_device_lost
+from engine.runner import Answers, Launched, Runner
+from engine.steps import StepAnswers, launch_step
+from wire.logprobs import TokenLogprobs
+
+
+class Done:
+    """A step that was launched."""
+
+    def __init__(self, answers: Answers, error: Exception | None) -> None:
+        self._answers = answers
+        self._error = error
+
+    def collect(self) -> Answers:
+        if self._error is not None:
+            raise self._error
+        return self._answers
 
 
 class PoisonedRunner:
-    """Fails whenever the poisonous token is in the batch."""
+    """Fails whenever a poisonous row is in the step; else a token says its row and rank."""
 
-    def run(self, slices: Sequence[SequenceSlice], choices: Sequence[Choice]) -> list[Chosen]:
-        if any(POISON in part.token_ids for part in slices):
-            raise RuntimeError("cannot compute 13")
-        return [Chosen(sum(part.token_ids), None) for part in slices if part.num_logits]
+    def __init__(self, poison: Sequence[int], error: Exception, is_late: bool = False) -> None:
+        self._poison = poison
+        self._error = error
+        self._is_late = is_late  # fails when collected
+        self.num_forwards = 0
+
+    def launch(self, slices: Sequence[Slice]) -> Launched:
+        self.num_forwards += 1
+        is_poisoned = any(one.row in self._poison for one in slices)
+        if is_poisoned and not self._is_late:
+            raise self._error
+        tokens = [10 * one.row + rank for one in slices for rank in range(one.num_logits)]
+        logprobs = [TokenLogprobs(-float(token)) for token in tokens if slices[0].chosen_logprobs is not None]
+        return cast(Launched, Done(Answers(tokens, [*logprobs]), self._error if is_poisoned else None))
 
 
-def allocator() -> PageAllocator:
-    return PageAllocator(8, cast(Any, [0] * 8))
+class Explained:
+    """Explanations asked for."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[int]] = []
+
+    def __call__(self, error: Exception, part: Sequence[int]) -> StepFailedError:
+        self.parts.append(list(part))
+        return explain_failure(error, "--max-running", 64)
 
 
-def test_decode_fails_the_poisonous_session_alone() -> None:
-    table = SessionTable(allocator(), page_tokens=16, max_running=8, lease_s=60)
-    news: list[Delta] = []
-    runner, metrics = cast(Runner, PoisonedRunner()), DecodeMetrics(table)
-    loop = DecodeLoop(
-        table, runner, build_pool(1), NO_SPECULATION, 64, lambda _step, deltas: news.extend(deltas), metrics
-    )
-    for handle, prompt in enumerate(([1, 2], [POISON], [3, 4])):
-        table.reserve(_wanted(handle, prompt), now=0.0)
-    assert loop._step()
-    table.check()
-    assert [(delta.handle, delta.token_ids, delta.finish_reason) for delta in news] == [
-        (0, (3,), ""),
-        (1, (), "error"),
-        (2, (7,), ""),
+def run(runner: PoisonedRunner, slices: Sequence[Slice], explain: Explained | None = None) -> StepAnswers:
+    return launch_step(cast(Runner, runner), slices, explain or Explained()).collect()
+
+
+@given(size=st.integers(1, 80), data=st.data())
+def test_culprits_alone_fail_and_few_forwards_are_spent(size: int, data: st.DataObject) -> None:
+    poison = data.draw(st.sets(st.integers(0, size - 1), max_size=5))
+    slices = [Slice(row, 5, 1 + row % 3, num_logits=row % 3) for row in range(size)]
+    runner = PoisonedRunner([*poison], RuntimeError("cannot compute this"))
+    answers = run(runner, slices)
+    assert answers.failed.keys() == poison
+    assert {str(failure) for failure in answers.failed.values()} <= {"the engine step failed: cannot compute this"}
+    assert answers.tokens == [
+        -1 if row in poison else 10 * row + rank for row in range(size) for rank in range(row % 3)
     ]
-    assert "cannot compute 13" in news[1].error
-    assert loop._step() and [delta.token_ids for delta in news[3:]] == [(3,), (7,)], "the others go on"
+    # each culprit fails once at each depth of halving, and each failure but the last costs two forwards
+    assert runner.num_forwards <= 1 + 2 * len(poison) * math.ceil(math.log2(size))
 
 
-def _wanted(handle: int, prompt: list[int]) -> Reservation:
-    sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
-    gateway = new_incarnation()
-    return Reservation(f"r{handle}", 1, gateway, handle, prompt, 8, sampling, frozenset(), 100)
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried")])
+def test_out_of_memory_is_halved_too(error: Exception) -> None:
+    explain = Explained()
+    answers = run(PoisonedRunner([2], error), [Slice(row, 5, 1, 1) for row in range(4)], explain)
+    assert answers.tokens == [0, 10, -1, 30]
+    assert "lower --max-running" in str(answers.failed[2])
+    assert explain.parts == [[0, 1, 2, 3], [2]], "the whole and the culprit, not what lies between"
 
 
-def test_prefill_fails_the_poisonous_prompt_alone() -> None:
-    table = RunTable(allocator(), page_tokens=16, max_running=8)
-    told: list[tuple[list[str], str]] = []
+def test_log_probabilities_keep_their_places() -> None:
+    slices = [Slice(row, 5, 1, 1, chosen_logprobs=0) for row in range(3)]
+    answers = run(PoisonedRunner([1], RuntimeError("no")), slices)
+    assert answers.logprobs == [TokenLogprobs(0.0), None, TokenLogprobs(-20.0)]
 
-    def publish(planned: list[Planned], _started: float, error: Exception | None) -> None:
-        told.append(([step.run.request_id for step in planned], str(error or "")))
 
-    loop = PrefillLoop(table, cast(Runner, PoisonedRunner()), 64, publish, PrefillMetrics(table), 1)
-    runs = [table.start(name, prompt, len(prompt)) for name, prompt in (("a", [1, 2]), ("b", [POISON]), ("c", [3]))]
-    assert loop._step()
-    assert told == [(["a", "c"], ""), (["b"], "the engine step failed: cannot compute 13")]
-    assert [run.computed for run in runs] == [2, 0, 1] and runs[1].is_failed
-    table.check()
+def test_a_failure_at_collection_is_not_repeated() -> None:
+    """Later steps may have been launched upon it."""
+    runner = PoisonedRunner([1], RuntimeError("too late"), is_late=True)
+    answers = run(runner, [Slice(row, 5, 1, 1) for row in range(3)])
+    assert runner.num_forwards == 1 and answers.tokens == [-1] * 3
+    assert [str(answers.failed[row]) for row in range(3)] == ["the engine step failed: too late"] * 3
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_lost_gpu_ends_the_process(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class EndedError(BaseException):
+        pass
+
+    def end() -> None:
+        raise EndedError
+
+    monkeypatch.setattr(steps, "end_process", end)
+    runner = PoisonedRunner([1], torch.AcceleratorError("CUDA error: an illegal memory access"), is_late)
+    with pytest.raises(EndedError):
+        run(runner, [Slice(row, 5, 1, 1) for row in range(3)])
+    assert runner.num_forwards == 1
+
+
+def test_which_errors_mean_a_lost_gpu() -> None:
+    assert is_device_lost(RuntimeError("CUDA error: device-side assert triggered"))
+    assert not is_device_lost(RuntimeError("CUDA error: out of memory"))
+    assert not is_device_lost(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_device_lost(ValueError("the mask does not fit"))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from protos import decode_pb2, kv_pb2, prefill_pb2
 from tests.fake_workers import PATIENCE_S, Signal
 from tests.messages import mutate
-from tests.real_workers import DecodeWorker, Gateway, PrefillWorker, decode_worker, expected_answer, gateway
+from tests.real_workers import DecodeWorker, Gateway, PrefillWorker, decode_worker, expected_answer, gateway, packed
 from tests.real_workers import prefill_worker as start_prefill
 
 LEASE_S = 1.0
@@ -76,14 +76,13 @@ def still_serves(ring: Ring, handle: int) -> None:
     """
 
     async def request(handle: int) -> str:
-        await ring.signal.until(lambda: ring.decode.table.allocator.num_used == 0)  # leases of what was sent are over
+        await ring.signal.until(lambda: ring.decode.table.cache.num_held == 0)  # leases of what was sent are over
         ticket = await ring.gateway.reserve(handle, PROMPT)
-        run = prefill_pb2.RunRequest(request_id="r", prompt_ids=PROMPT, ticket=ticket)
         with suppress(grpc.aio.AioRpcError):  # the answer tells, too
-            await ring.prefill.stub.Run(run, timeout=PATIENCE_S)
+            await ring.prefill.run(ticket, PROMPT)
         finish, _ = await ring.gateway.end_of(handle)
-        await ring.signal.until(lambda: ring.prefill.table.allocator.num_used == 0)
-        await ring.signal.until(lambda: ring.decode.table.allocator.num_used == 0)
+        await ring.signal.until(lambda: ring.prefill.table.cache.num_held == 0)
+        await ring.signal.until(lambda: ring.decode.table.cache.num_held == 0)
         return finish
 
     handles = range(handle, handle + 1000 * MOST_TRIES, 1000)
@@ -114,7 +113,7 @@ def starting_points(ring: Ring) -> dict[str, tuple[str, Message]]:
         address=ring.decode.peer.address, incarnation=ring.decode.peer.incarnation, session=1, attempt=1, end=5
     )
     reserve = decode_pb2.ReserveRequest(
-        gateway=ring.gateway.name, handle=10**6, prompt_ids=PROMPT, max_tokens=4, attempt=1,
+        gateway=ring.gateway.name, handle=10**6, prompt=packed(PROMPT), max_tokens=4, attempt=1,
         sampling=decode_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0),
     )  # fmt: skip
     offer = kv_pb2.OfferRequest(
@@ -129,7 +128,7 @@ def starting_points(ring: Ring) -> dict[str, tuple[str, Message]]:
         "Decode/Renew": (here, decode_pb2.RenewRequest(ticket=ticket)),
         "Decode/Offer": (here, offer),
         "Decode/Status": (here, decode_pb2.StatusRequest()),
-        "Prefill/Run": (there, prefill_pb2.RunRequest(prompt_ids=PROMPT, ticket=ticket)),
+        "Prefill/Run": (there, prefill_pb2.RunRequest(prompt=packed(PROMPT), ticket=ticket)),
         "Prefill/Status": (there, decode_pb2.StatusRequest()),
         "KvPages/Read": (there, kv_pb2.ReadPagesRequest(incarnation=ring.prefill.peer.incarnation, pages=[0, 1])),
     }

@@ -32,10 +32,13 @@ from decode_worker.grammar.vocabulary import Vocabulary, vocabulary_from_frame
 from decode_worker.metrics import GrammarMetrics
 from demo.paths import TARGET_DIR
 from gateway.text.tokenizer import Tokenizer
-from runtime.metrics import WorkerMetrics
 from runtime.peer_input import MAX_JSON_DEPTH
 from tests.grammars import DEMO_SIZE, allowed_in, compile_here, vocabulary, walk
+from worker.metrics import WorkerMetrics
+from worker.prefix_cache import PrefixCache
+from worker.table import SequenceTable
 
+EMPTY = SequenceTable(PrefixCache(1, [0]), page_tokens=16, max_running=1, lease_s=1.0)
 PADDED_SIZE = 1030  # not a multiple of 32
 LARGE = 32_768
 STOP = 2
@@ -262,7 +265,7 @@ class Service:
 
     def grammars(self, max_bytes: int = 64 << 20) -> Grammars:
         """With a cache of their own."""
-        return Grammars(self.compiler, max_bytes, GrammarMetrics(WorkerMetrics()))
+        return Grammars(self.compiler, max_bytes, GrammarMetrics(WorkerMetrics(EMPTY)))
 
 
 @pytest.fixture(scope="module")
@@ -381,7 +384,7 @@ def test_equal_texts_are_compiled_once_and_a_short_wait_ends_as_busy(service: Se
 
 
 def test_what_became_of_grammars_is_counted(service: Service) -> None:
-    worker = WorkerMetrics()
+    worker = WorkerMetrics(EMPTY)
 
     async def get_some() -> None:
         here = Grammars(service.compiler, 1 << 20, GrammarMetrics(worker))

@@ -13,17 +13,17 @@ import pytest
 from bench.decoding import NO_SPECULATION, Answers, build_eager_speculator, decode
 from decode_worker import service
 from decode_worker.grammar.matcher import Grammar
-from decode_worker.session import Reservation
 from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
 from demo.paths import TARGET_DIR
 from engine.engine import Engine, build_engine
-from engine.sampling import SamplingParams
 from gateway.text.tokenizer import Tokenizer
 from protos import decode_pb2
 from tests.fake_workers import PATIENCE_S, Signal
 from tests.grammars import compile_here, vocabulary
-from tests.real_workers import decode_worker, gateway
+from tests.real_workers import PLAIN, decode_worker, gateway, packed, taken_over
+from wire.sampling import SamplingParams
+from worker.sequences import Job
 
 PLACE = {
     "type": "object",
@@ -43,7 +43,7 @@ SAMPLINGS = [SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingPa
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return build_engine(
-        str(TARGET_DIR), str(TARGET_DIR), "float32", "cpu", 1, 16, lambda _context, _bytes, _free: 400,
+        str(TARGET_DIR), str(TARGET_DIR), "float32", "cpu", 1, 16, 128, lambda _context, _bytes, _free: 400,
         lambda _done, _total: None,
     )  # fmt: skip
 
@@ -54,7 +54,7 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def reservations(tokenizer: Tokenizer) -> list[Reservation]:
+def jobs(tokenizer: Tokenizer) -> list[Job]:
     """Each grammar with each sampling, with and without stop tokens."""
     grammars = [compile_here(kind, text, vocabulary()) for kind, text in TEXTS]
     cases = [
@@ -64,31 +64,29 @@ def reservations(tokenizer: Tokenizer) -> list[Reservation]:
         for stops in (tokenizer.eos_token_ids, frozenset[int]())
     ]
     return [
-        reserve(tokenizer, handle, grammar, sampling, stops)
+        ask(tokenizer, handle, grammar, sampling, stops)
         for handle, (grammar, sampling, stops) in enumerate(cases, start=1)
     ]
 
 
-def reserve(
-    tokenizer: Tokenizer, handle: int, grammar: Grammar, sampling: SamplingParams, stops: frozenset[int]
-) -> Reservation:
-    return Reservation(
-        request_id=str(handle), attempt=1, gateway="g", handle=handle, max_tokens=150, sampling=sampling,
-        prompt_ids=tokenizer.encode("Where is the sun?", add_special_tokens=True), stop_token_ids=stops,
-        local_prefill_max_tokens=1 << 20, grammar=grammar,
+def ask(tokenizer: Tokenizer, handle: int, grammar: Grammar, sampling: SamplingParams, stops: frozenset[int]) -> Job:
+    prompt = tokenizer.encode("Where is the sun?", add_special_tokens=True)
+    return Job(
+        str(handle), packed(prompt), len(prompt) - 1, 150, handle=handle, sampling=sampling, stop_token_ids=stops,
+        grammar=grammar,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def answers(engine: Engine, reservations: Sequence[Reservation]) -> Answers:
-    return decode(engine, NO_SPECULATION, reservations)
+def answers(engine: Engine, jobs: Sequence[Job]) -> Answers:
+    return decode(engine, NO_SPECULATION, jobs)
 
 
 def test_answers_fit_their_grammars_and_end_with_them(
-    answers: Answers, reservations: Sequence[Reservation], tokenizer: Tokenizer
+    answers: Answers, jobs: Sequence[Job], tokenizer: Tokenizer
 ) -> None:
     num_whole = 0
-    for wanted in reservations:
+    for wanted in jobs:
         kind = TEXTS[(wanted.handle - 1) // (2 * len(SAMPLINGS))][0]
         tokens, end = answers.tokens[wanted.handle], answers.ends[wanted.handle]
         assert end.finish_reason in ("stop", "length"), end.error
@@ -102,19 +100,17 @@ def test_answers_fit_their_grammars_and_end_with_them(
         else:
             assert re.fullmatch(DATE if kind == "regex" else r"[a-z]+(,[a-z]+)*\.", text)
         assert not set(tokens) & set(wanted.stop_token_ids)  # nothing but the end could follow: no token is spent on it
-    assert num_whole > len(reservations) / 2
+    assert num_whole > len(jobs) / 2
 
 
 @pytest.mark.parametrize("name", ["ngram", "draft"])
-def test_guesses_change_no_token(
-    engine: Engine, reservations: Sequence[Reservation], answers: Answers, name: str
-) -> None:
+def test_guesses_change_no_token(engine: Engine, jobs: Sequence[Job], answers: Answers, name: str) -> None:
     assert engine.draft_runner is not None
     drafters: dict[str, Drafter] = {
         "ngram": NgramDrafter(),
         "draft": ModelDrafter(engine.draft_runner, CostMeter(), 64),  # knows no grammar: refused again and again
     }
-    guessing = [replace(one, drafter=name, max_draft_tokens=1 + one.handle % 8) for one in reservations]
+    guessing = [replace(one, drafter=name, max_draft_tokens=1 + one.handle % 8) for one in jobs]
     guessed = decode(engine, build_eager_speculator({name: drafters[name]}), guessing)
     assert guessed.tokens == answers.tokens
     assert {handle: end.finish_reason for handle, end in guessed.ends.items()} == {
@@ -124,16 +120,13 @@ def test_guesses_change_no_token(
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_another_worker_takes_an_answer_over(
-    engine: Engine, reservations: Sequence[Reservation], answers: Answers, share: float
+    engine: Engine, jobs: Sequence[Job], answers: Answers, share: float
 ) -> None:
-    whole = [one for one in reservations if answers.ends[one.handle].finish_reason == "stop"]
+    whole = [one for one in jobs if answers.ends[one.handle].finish_reason == "stop"]
     moved, expected = [], {}
     for one in whole:
         emitted = answers.tokens[one.handle][: int(share * len(answers.tokens[one.handle]))]
-        prompt = [*one.prompt_ids, *emitted]
-        moved.append(
-            replace(one, prompt_ids=prompt, num_emitted=len(emitted), max_tokens=150 - len(emitted), attempt=2)
-        )
+        moved.append(taken_over(one, emitted))
         expected[one.handle] = answers.tokens[one.handle][len(emitted) :]
     taken = decode(engine, NO_SPECULATION, moved)
     assert taken.tokens == expected
@@ -144,7 +137,7 @@ def test_a_short_answer_may_not_be_shorter_than_its_grammar_but_than_min_tokens(
     engine: Engine, tokenizer: Tokenizer
 ) -> None:
     grammar = compile_here("regex", "[0-9]{2}", vocabulary())
-    wanted = replace(reserve(tokenizer, 1, grammar, SAMPLINGS[0], tokenizer.eos_token_ids), min_tokens=20)
+    wanted = replace(ask(tokenizer, 1, grammar, SAMPLINGS[0], tokenizer.eos_token_ids), min_tokens=20)
     answer = decode(engine, NO_SPECULATION, [wanted])
     assert len(answer.tokens[1]) == 2
     assert answer.ends[1].finish_reason == "stop"
@@ -152,9 +145,8 @@ def test_a_short_answer_may_not_be_shorter_than_its_grammar_but_than_min_tokens(
 
 def test_an_answer_that_does_not_fit_ends_alone(engine: Engine, tokenizer: Tokenizer) -> None:
     grammar = compile_here("regex", "[0-9]{4}", vocabulary())
-    fine = reserve(tokenizer, 1, grammar, SAMPLINGS[0], tokenizer.eos_token_ids)
-    prompt = [*fine.prompt_ids, *tokenizer.encode("x", add_special_tokens=False)]
-    wrong = replace(fine, handle=2, prompt_ids=prompt, num_emitted=1)
+    fine = ask(tokenizer, 1, grammar, SAMPLINGS[0], tokenizer.eos_token_ids)
+    wrong = replace(taken_over(fine, tokenizer.encode("x", add_special_tokens=False)), handle=2)
     answer = decode(engine, NO_SPECULATION, [fine, wrong])
     assert answer.ends[1].finish_reason == "stop"
     assert answer.ends[2].finish_reason == "grammar_error"
@@ -168,9 +160,9 @@ def test_reserve_refuses_what_cannot_be_compiled_and_answers_in_time(monkeypatch
 
             async def code_of(kind: str, text: str) -> tuple[grpc.StatusCode, str]:
                 request = decode_pb2.ReserveRequest(
-                    gateway=opened.name, handle=1, attempt=1, prompt_ids=[1, 2], max_tokens=4,
+                    gateway=opened.name, handle=1, attempt=1, prompt=packed([1, 2]), max_tokens=4,
                     grammar=decode_pb2.Grammar(kind=kind, text=text),
-                    sampling=decode_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0),
+                    sampling=PLAIN,
                 )  # fmt: skip
                 try:
                     await opened.stub.Reserve(request, timeout=PATIENCE_S)

@@ -16,20 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.decoding import NO_SPECULATION, Answers, build_eager_speculator, decode
-from decode_worker import constraints
-from decode_worker.grammar import helper, matcher
+from decode_worker.grammar import constraints, helper, matcher
 from decode_worker.grammar.errors import GrammarMismatchError
 from decode_worker.grammar.helper import Helper, NoHelperError
 from decode_worker.grammar.limits import MAX_STUCK
 from decode_worker.grammar.matcher import Grammar, Matcher
 from decode_worker.grammar.turns import UNKNOWN_S, Turns
-from decode_worker.session import Reservation
 from decode_worker.speculation.drafters import NgramDrafter
 from demo.paths import TARGET_DIR
 from engine.engine import Engine, build_engine
-from engine.sampling import SamplingParams
 from gateway.text.tokenizer import Tokenizer
 from tests.grammars import compile_here, vocabulary
+from tests.real_workers import packed, taken_over
+from wire.sampling import SamplingParams
+from worker.sequences import Job
 
 STOP = 2
 PATIENCE_S = 100.0
@@ -244,27 +244,28 @@ def test_the_thread_ends_with_its_helper() -> None:
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return build_engine(
-        str(TARGET_DIR), "", "float32", "cpu", 1, 16, lambda _context, _bytes, _free: 200, lambda _done, _total: None
+        str(TARGET_DIR), "", "float32", "cpu", 1, 16, 128, lambda _context, _bytes, _free: 200,
+        lambda _done, _total: None,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def reservations() -> list[Reservation]:
+def jobs() -> list[Job]:
     grammars = [compile_here("json_schema", LIST, vocabulary()), compile_here("regex", "[0-9]{20}", vocabulary())]
-    return [reserve(handle, grammars[handle % 2], SamplingParams(seed=handle)) for handle in range(1, 7)]
+    return [ask(handle, grammars[handle % 2], SamplingParams(seed=handle)) for handle in range(1, 7)]
 
 
-def reserve(handle: int, grammar: Grammar | None, sampling: SamplingParams) -> Reservation:
-    return Reservation(
-        request_id=str(handle), attempt=1, gateway="g", handle=handle, max_tokens=80, sampling=sampling,
-        prompt_ids=encode("Which colours are there?"), stop_token_ids=frozenset({STOP}),
-        local_prefill_max_tokens=1 << 20, grammar=grammar,
+def ask(handle: int, grammar: Grammar | None, sampling: SamplingParams) -> Job:
+    prompt = encode("Which colours are there?")
+    return Job(
+        str(handle), packed(prompt), len(prompt) - 1, 80, handle=handle, sampling=sampling,
+        stop_token_ids=frozenset({STOP}), grammar=grammar,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def answers(engine: Engine, reservations: Sequence[Reservation]) -> Answers:
-    found = decode(engine, NO_SPECULATION, reservations)
+def answers(engine: Engine, jobs: Sequence[Job]) -> Answers:
+    found = decode(engine, NO_SPECULATION, jobs)
     assert {end.finish_reason for end in found.ends.values()} == {"stop"}
     return found
 
@@ -277,28 +278,20 @@ def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_time")
-def test_who_has_to_wait_gets_the_same_answer(
-    engine: Engine, reservations: Sequence[Reservation], answers: Answers
-) -> None:
-    guessing = [replace(one, drafter="ngram", max_draft_tokens=8) for one in reservations]
+def test_who_has_to_wait_gets_the_same_answer(engine: Engine, jobs: Sequence[Job], answers: Answers) -> None:
+    guessing = [replace(one, drafter="ngram", max_draft_tokens=8) for one in jobs]
     late = decode(engine, build_eager_speculator({"ngram": NgramDrafter()}), guessing)
     assert late.tokens == answers.tokens
     assert {end.finish_reason for end in late.ends.values()} == {"stop"}
 
 
 @pytest.mark.usefixtures("no_time")
-def test_an_answer_is_taken_over_a_bit_at_a_time(
-    engine: Engine, reservations: Sequence[Reservation], answers: Answers
-) -> None:
+def test_an_answer_is_taken_over_a_bit_at_a_time(engine: Engine, jobs: Sequence[Job], answers: Answers) -> None:
     moved, expected = [], {}
-    for one in reservations:
+    for one in jobs:
         tokens = answers.tokens[one.handle]
         count = len(tokens) - one.handle % 3 * 4  # some are whole already
-        moved.append(
-            replace(
-                one, prompt_ids=[*one.prompt_ids, *tokens[:count]], num_emitted=count, max_tokens=80 - count, attempt=2
-            )
-        )
+        moved.append(taken_over(one, tokens[:count]))
         expected[one.handle] = tokens[count:]
     taken = decode(engine, NO_SPECULATION, moved)
     assert taken.tokens == expected
@@ -338,7 +331,7 @@ def bad(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], None]], 
 @pytest.mark.parametrize("method", ["fill", "accept"])
 def test_a_call_that_takes_too_long_ends_the_answers_of_its_grammar_alone(
     engine: Engine,
-    reservations: Sequence[Reservation],
+    jobs: Sequence[Job],
     answers: Answers,
     bad: Callable[[str, Callable[[], None]], Grammar],
     method: str,
@@ -347,9 +340,9 @@ def test_a_call_that_takes_too_long_ends_the_answers_of_its_grammar_alone(
 ) -> None:
     gate = gates()
     grammar = bad(method, lambda: hang(stuck, gate))
-    hostile = [reserve(handle, grammar, SamplingParams(seed=handle)) for handle in (11, 12, 13)]
+    hostile = [ask(handle, grammar, SamplingParams(seed=handle)) for handle in (11, 12, 13)]
     plain = replace(hostile[0], handle=14, grammar=None, max_tokens=5)
-    got = decode(engine, NO_SPECULATION, [*hostile, *reservations, plain])
+    got = decode(engine, NO_SPECULATION, [*hostile, *jobs, plain])
     assert {handle: got.tokens[handle] for handle in answers.tokens} == answers.tokens
     assert got.ends[14].finish_reason in ("length", "stop")
     for one in hostile:
@@ -363,7 +356,7 @@ def test_a_call_that_takes_too_long_ends_the_answers_of_its_grammar_alone(
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("/src/earley_parser.cc:12 Check failed")])
 def test_whatever_goes_wrong_ends_one_answer(
     engine: Engine,
-    reservations: Sequence[Reservation],
+    jobs: Sequence[Job],
     answers: Answers,
     bad: Callable[[str, Callable[[], None]], Grammar],
     error: Exception,
@@ -372,20 +365,18 @@ def test_whatever_goes_wrong_ends_one_answer(
     def fail() -> None:
         raise error
 
-    wrong = reserve(11, bad(method, fail), SamplingParams(seed=1))
-    got = decode(engine, NO_SPECULATION, [wrong, *reservations])
+    wrong = ask(11, bad(method, fail), SamplingParams(seed=1))
+    got = decode(engine, NO_SPECULATION, [wrong, *jobs])
     assert got.ends[11].finish_reason == "error"
     assert got.ends[11].error == f"the grammar could not be followed: {type(error).__name__}"
     assert {handle: got.tokens[handle] for handle in answers.tokens} == answers.tokens
 
 
 def test_nobody_gets_a_mask_while_too_many_calls_are_left_behind(
-    engine: Engine, reservations: Sequence[Reservation], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, jobs: Sequence[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(helper, "MAX_STUCK", 0)
-    plain = replace(reserve(14, None, SamplingParams(seed=1)), max_tokens=5)
-    got = decode(engine, NO_SPECULATION, [plain, *reservations])
+    plain = replace(ask(14, None, SamplingParams(seed=1)), max_tokens=5)
+    got = decode(engine, NO_SPECULATION, [plain, *jobs])
     assert got.ends[14].finish_reason in ("length", "stop")
-    assert {got.ends[one.handle].error for one in reservations} == {
-        "no grammar can be followed now: 0 calls take too long"
-    }
+    assert {got.ends[one.handle].error for one in jobs} == {"no grammar can be followed now: 0 calls take too long"}

@@ -17,6 +17,7 @@ from gateway.generation import Grammar, Speculation
 from tests.fake_ring import TIMING, Script, likely
 from tests.front_server import SERVED, WAIT_S, Served, run_front
 from tests.tiny_tokenizer import CONTEXT
+from wire.sampling import SCALARS
 
 KEY = "grpc-key"
 METADATA = (("authorization", f"Bearer {KEY}"), ("x-request-id", "call-1"))
@@ -111,8 +112,9 @@ def test_several_answers_with_log_probabilities_and_timing(client: ReflectedClie
         told = [(each.token_id, each.logprob) for response in mine for each in response.logprobs]
         truth = likely(ids, 2)
         assert told == [(token_id, each.logprob) for token_id, each in zip(ids, truth, strict=True)]
-        tops = [[(top.token_id, top.logprob) for top in each.top] for response in mine for each in response.logprobs]
-        assert tops == [list(each.top) for each in truth]
+        tops = [each.top for response in mine for each in response.logprobs]
+        assert [tuple(top.token_id for top in each) for each in tops] == [each.top_ids for each in truth]
+        assert [tuple(top.logprob for top in each) for each in tops] == [each.top_logprobs for each in truth]
         assert all(len(response.logprobs) == len(response.token_ids) for response in mine)
         assert [response.HasField("timing") for response in mine] == [False] * (len(mine) - 1) + [True]
         assert mine[-1].timing.transfer_bytes == TIMING.transfer_bytes
@@ -121,21 +123,27 @@ def test_several_answers_with_log_probabilities_and_timing(client: ReflectedClie
     assert responses[-1].usage.completion_tokens == 3 * len(ids)
     assert responses[-1].usage.prompt_tokens == len(served.ids("hello"))
     assert [generation.sampling.seed for generation in served.ring.generations] == [7, 8, 9]
-    assert len({id(shared) for shared in served.ring.shared}) == 1
+    assert responses[-1].usage.cached_tokens == TIMING.cached_tokens, "of the first choice: they have one prompt"
+    assert served.ring.admitted == [3]
+
+
+SAMPLING: dict[str, float] = {
+    "temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.25, "seed": 11, "frequency_penalty": -0.5,
+    "presence_penalty": 1.5, "repetition_penalty": 1.25,
+}  # fmt: skip
 
 
 def test_fields_reach_the_ring_as_those_of_rest_do(client: ReflectedClient, served: Served) -> None:
     list(
         client.generate(
-            text="x", minTokens=2, frequencyPenalty=0.5, presencePenalty=-0.5, repetitionPenalty=1.5,
-            logitBias={"5": -100}, speculation="draft", maxDraftTokens=3, responseFormat={"jsonObject": False},
+            text="x", minTokens=2, **SAMPLING, logitBias={"5": -100}, speculation="draft", maxDraftTokens=3,
+            responseFormat={"jsonObject": False}, cacheSalt="mine",
         )
     )  # fmt: skip
     (generation,) = served.ring.generations
     assert (generation.min_tokens, generation.speculation, generation.grammar) == (2, Speculation("draft", 3), None)
-    sampling = generation.sampling
-    assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (0.5, -0.5, 1.5)
-    assert sampling.logit_bias == ((5, -100.0),)
+    assert {name: getattr(generation.sampling, name) for name in SCALARS} == SAMPLING
+    assert (generation.sampling.logit_bias, generation.cache_salt) == (((5, -100.0),), "mine")
 
 
 FORMS: list[tuple[dict[str, Any], Grammar]] = [
@@ -200,6 +208,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"text": "x", "logitBias": {str(10**6): 1}}, "logit_bias"),
     ({"text": "x", "logitBias": {str(key): 1 for key in range(1025)}}, "logit_bias"),
     ({"text": "x", "speculation": "tree"}, "speculation"),
+    ({"text": "x", "cacheSalt": "x" * 1025}, "cache_salt"),
     ({"text": "x", "maxDraftTokens": 0}, "max_draft_tokens"),
     ({"text": "x", "responseFormat": {}}, "response_format"),
     ({"text": "x", "responseFormat": {"jsonSchema": "{"}}, "response_format.json_schema"),

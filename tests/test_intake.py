@@ -245,7 +245,7 @@ async def test_a_session_whose_abort_came_first_ends_with_its_lease() -> None:
         await opened.abort(1)
         await opened.reserve(1, PROMPT)
         assert await opened.end_of(1) == ("expired", "no KV arrived within the lease of 0.1 s (--lease-s)")
-        assert decode.table.allocator.num_used == 0
+        assert decode.table.cache.num_held == 0
 
 
 @bounded
@@ -259,7 +259,7 @@ async def test_a_session_whose_abort_came_first_ends_at_its_first_token() -> Non
         decode.runner.may_run.set()
         await signal.until(lambda: bool(opened.tokens.get(1)))
         await abort_as_gateways_do(opened)
-        await signal.until(lambda: decode.table.allocator.num_used == 0)
+        await signal.until(lambda: decode.table.cache.num_held == 0)
         told = opened.tokens[1]
         assert told == expected_answer(PROMPT, 40)[: len(told)]
 

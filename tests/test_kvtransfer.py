@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from engine.kvcache.pool import Pool
 from kvtransfer import grpc_bytes
-from kvtransfer.grpc_bytes import GrpcReader, PageServer, decode, encode_data
+from kvtransfer.grpc_bytes import GrpcReader, PageServer, cut_pages, decode, encode_data
 from kvtransfer.identity import PoolFacts, build_peer
 from kvtransfer.layout import find_mismatch
 from kvtransfer.reader import PageRef, Reader, ReadError, choose_transport
@@ -44,6 +44,14 @@ def peer(facts: PoolFacts = FACTS, pid: int = 1, host: str = "host-1", address: 
 
 def test_equal_layouts_match_and_sizes_agree_with_the_pool() -> None:
     assert find_mismatch(peer().layout, peer().layout) is None
+
+
+def test_a_peer_of_version_1_is_refused_naming_both() -> None:
+    """Its pages have as many bytes, in another order."""
+    theirs = peer().layout
+    theirs.protocol_min = theirs.protocol_max = 1
+    assert find_mismatch(peer().layout, theirs) == "protocol versions do not overlap: 2-2 here, 1-1 there"
+    assert find_mismatch(theirs, peer().layout) == "protocol versions do not overlap: 1-1 here, 2-2 there"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +166,7 @@ class Remote:
 def build_local() -> Pool:
     local = build_pool(NUM_LOCAL)
     for page in range(NUM_LOCAL):
-        local.store(page, np.full(local.page_bytes, 255 - page, np.uint8))
+        local.store([page], [np.full(local.page_bytes, 255 - page, np.uint8)])
     return local
 
 
@@ -335,26 +343,65 @@ def test_a_file_descriptor_that_is_no_pool_is_refused() -> None:
         os.close(writing)
 
 
+class WatchedStore:
+    """Keeps nothing; calls `on_store` with the pages."""
+
+    num_pages, page_bytes = NUM_LOCAL, 512
+    generations = np.zeros(NUM_LOCAL, np.uint64)
+
+    def __init__(self, on_store: Callable[[Sequence[int]], None]) -> None:
+        self._on_store = on_store
+
+    def load(self, pages: Sequence[int]) -> NDArray[np.uint8]:
+        raise NotImplementedError
+
+    def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]]) -> None:
+        assert len(pages) == len(rows)
+        self._on_store(pages)
+
+
+def test_generations_are_read_after_the_copy_and_on_another_thread(
+    pool_process: PoolProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hand-over between the threads is the fence that a weakly ordered CPU needs between the two."""
+    seen: list[tuple[str, int]] = []
+
+    class Generations:
+        def __init__(self, generations: NDArray[np.uint64]) -> None:
+            self._generations = generations
+
+        def __getitem__(self, page: int) -> int:
+            seen.append(("generation", threading.get_ident()))
+            return int(self._generations[page])
+
+    async def scenario() -> None:
+        with ThreadPoolExecutor(1) as executor:
+            store = WatchedStore(lambda pages: seen.append(("copy", threading.get_ident())))
+            reader = ShmReader(pool_process.peer(), store, executor)
+            monkeypatch.setattr(reader, "_generations", Generations(reader._generations))
+            await reader.read([PageRef(0, 1), PageRef(1, 1)], [3, 4])
+            monkeypatch.undo()
+            await reader.close()
+
+    asyncio.run(scenario())
+    (_, copied_on), (_, read_on) = seen[0], seen[-1]
+    assert [what for what, _ in seen] == ["copy", "generation", "generation"]
+    assert copied_on != read_on == threading.get_ident()
+
+
 def test_a_cancelled_copy_is_over_before_its_caller_hears_of_it(pool_process: PoolProcess) -> None:
     """The caller frees the target pages when the read ends, so no thread may still write to them then."""
     entered, leave = threading.Event(), threading.Event()
     written: list[int] = []
 
-    class SlowStore:
-        num_pages, page_bytes = NUM_LOCAL, 512
-        generations = np.zeros(NUM_LOCAL, np.uint64)
-
-        def load(self, pages: Sequence[int]) -> NDArray[np.uint8]:
-            raise NotImplementedError
-
-        def store(self, page: int, data: NDArray[np.uint8]) -> None:
-            entered.set()
-            assert leave.wait(PATIENCE_S)
-            written.append(page)
+    def store(pages: Sequence[int]) -> None:
+        entered.set()
+        assert leave.wait(PATIENCE_S)
+        written.extend(pages)
 
     async def scenario() -> None:
         with ThreadPoolExecutor(1) as executor:
-            reader = ShmReader(pool_process.peer(), SlowStore(), executor)
+            reader = ShmReader(pool_process.peer(), WatchedStore(store), executor)
             reading = asyncio.create_task(reader.read([PageRef(0, 1), PageRef(1, 1)], [3, 4]))
             assert await asyncio.to_thread(entered.wait, PATIENCE_S)
             reading.cancel()
@@ -409,6 +456,29 @@ def test_pages_and_chunks_need_not_end_together(chunk_bytes: int, monkeypatch: p
             await reader.close()
 
     asyncio.run(scenario())
+
+
+def test_pages_over_grpc_are_stored_at_once_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_bytes, "CHUNK_BYTES", 700)  # pages begin and end within messages
+    stored: list[tuple[list[int], int]] = []
+
+    async def scenario() -> None:
+        async with grpc_server(build_remote_pool()) as address:
+            store = WatchedStore(lambda pages: stored.append((list(pages), threading.get_ident())))
+            reader = GrpcReader(peer(address=address), store, open_channel(address), PATIENCE_S)
+            await reader.read([PageRef(page, 1) for page in (8, 0, 3)], [1, 5, 2])
+            await reader.close()
+
+    asyncio.run(scenario())
+    ((pages, thread),) = stored
+    assert pages == [1, 5, 2] and thread != threading.get_ident()
+
+
+def test_a_page_that_lies_in_one_message_is_not_copied_before_it_is_stored() -> None:
+    message = memoryview(bytes(range(250)))
+    whole, also, split = cut_pages([message[:250], message[:50]], 100)
+    assert np.shares_memory(whole, np.frombuffer(message, np.uint8)) and bytes(also) == bytes(message[100:200])
+    assert bytes(split) == bytes(message[200:]) + bytes(message[:50])
 
 
 BYTES = encode_data(memoryview(bytes(512)))

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.logprobs import tell_logprobs
+from engine.logprobs import find_logprobs
 
 
 @given(
@@ -20,7 +20,7 @@ def test_fast_equals_slow(seed: int, vocabulary: int, rows: list[tuple[int, int]
     logits = torch.randn(len(rows), vocabulary, generator=generator).to(dtype).float()
     logprobs = torch.log_softmax(logits, -1)
     tokens, counts = [token % vocabulary for token, _ in rows], [count for _, count in rows]
-    told = tell_logprobs(logprobs, tokens, counts)
+    told = find_logprobs(logprobs, torch.tensor(tokens), counts).read()
     for row, token, count, one in zip(logprobs, tokens, counts, told, strict=True):
         order = sorted(range(vocabulary), key=lambda other: (-float(row[other]), other))[:count]
         assert one.logprob == float(row[token])
@@ -30,14 +30,15 @@ def test_fast_equals_slow(seed: int, vocabulary: int, rows: list[tuple[int, int]
 
 def test_equals_come_by_id() -> None:
     logprobs = torch.log_softmax(torch.zeros(1, 5000), -1)
-    assert tell_logprobs(logprobs, [4999], [3])[0].top_ids == (0, 1, 2)
+    assert find_logprobs(logprobs, torch.tensor([4999]), [3]).read()[0].top_ids == (0, 1, 2)
 
 
 def test_they_are_natural_logarithms_of_probabilities() -> None:
-    told = tell_logprobs(torch.log_softmax(torch.tensor([[0.0, 1.0, 2.0]]), -1), [0], [3])[0]
+    logprobs = torch.log_softmax(torch.tensor([[0.0, 1.0, 2.0]]), -1)
+    told = find_logprobs(logprobs, torch.tensor([0]), [3]).read()[0]
     assert sum(torch.tensor(told.top_logprobs).exp().tolist()) == pytest.approx(1)
     assert told.top_logprobs[2] == told.logprob
 
 
 def test_no_rows() -> None:
-    assert tell_logprobs(torch.zeros(0, 10), [], []) == []
+    assert find_logprobs(torch.zeros(0, 10), torch.zeros(0, dtype=torch.int64), []).read() == []

@@ -25,9 +25,8 @@ async def count_turns(work: "asyncio.Task[object]") -> int:
 
 def test_others_get_turns_while_a_long_message_is_read() -> None:
     async def scenario() -> None:
-        reading: asyncio.Task[object] = asyncio.create_task(
-            attempt._prefilled(prefill_pb2.RunResponse(prompt_logprobs=messages()))
-        )
+        prefilled = prefill_pb2.RunResponse(prompt_logprobs=messages())
+        reading: asyncio.Task[object] = asyncio.create_task(attempt._logprobs(prefilled.prompt_logprobs))
         assert await count_turns(reading) >= COUNT // attempt._READ_AT_ONCE
         delta = decode_pb2.SessionDelta(logprobs=messages(), prompt_logprobs=messages())
         reading = asyncio.create_task(attempt._news(delta, ""))
@@ -38,8 +37,7 @@ def test_others_get_turns_while_a_long_message_is_read() -> None:
 
 def test_nothing_is_lost_or_changed_in_between() -> None:
     async def scenario() -> None:
-        prefilled = await attempt._prefilled(prefill_pb2.RunResponse(prompt_logprobs=messages()))
-        told = [(one.logprob, one.top) for one in prefilled.prompt_logprobs]
-        assert told == [(-number, ((number, -number),)) for number in range(COUNT)]
+        told = [(one.logprob, one.top_ids, one.top_logprobs) for one in await attempt._logprobs(messages())]
+        assert told == [(-number, (number,), (-number,)) for number in range(COUNT)]
 
     asyncio.run(scenario())

@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from bench.batches import Part, pack
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.batch import SequenceSlice, build_batch
+from engine.kvcache.pool import PoolShape
 from engine.model.decoder import Decoder
 from engine.model.linear import Linear
 from engine.model.rope import FREQUENCIES, build_rope_table
@@ -79,15 +80,17 @@ class Engine:
         self.attention = TorchSdpaAttention(config.attention_shape)
         if self.backend == "best":
             self.attention = choose_attention(config.attention_shape, CPU, self.decoder.dtype).backend
-        shape = (NUM_PAGES, config.num_layers, 2, config.num_kv_heads, PAGE_TOKENS, config.head_dim)
-        self.pool = torch.full(shape, float("nan"), dtype=self.decoder.dtype)
+        shape = PoolShape(
+            NUM_PAGES, config.num_layers, config.num_kv_heads, PAGE_TOKENS, config.head_dim, self.decoder.dtype
+        )
+        self.pool = torch.full(shape.sizes, float("nan"), dtype=shape.dtype)
         self.free_pages = torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(1)).tolist()
 
     def take_pages(self, num_tokens: int) -> list[int]:
         return [self.free_pages.pop() for _ in range(-(-num_tokens // PAGE_TOKENS))]
 
-    def step(self, *slices: SequenceSlice) -> Tensor:
-        batch = build_batch(slices, PAGE_TOKENS, CPU)
+    def step(self, *parts: Part) -> Tensor:
+        batch = pack(parts, PAGE_TOKENS, CPU)
         return self.decoder.logits(self.decoder.forward(batch, self.pool, self.attention))
 
 
@@ -128,7 +131,7 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 
 def test_prefill_in_one_step(pair: Pair) -> None:
     engine = Engine(pair.decoder)
-    logits = engine.step(SequenceSlice(pair.ids, 0, engine.take_pages(75), 1))
+    logits = engine.step(Part(pair.ids, 0, engine.take_pages(75), 1))
     assert logits.dtype == torch.float32
     assert_close(logits, pair.logits[-1:])
 
@@ -137,16 +140,16 @@ def test_prefill_in_chunks_without_logits(pair: Pair) -> None:
     engine = Engine(pair.decoder)
     pages = engine.take_pages(75)
     for begin, end in ((0, 1), (1, 17), (17, 48), (48, 74)):
-        logits = engine.step(SequenceSlice(pair.ids[begin:end], begin, pages, 0))
+        logits = engine.step(Part(pair.ids[begin:end], begin, pages, 0))
         assert logits.shape == (0, VOCAB)
         assert logits.dtype == torch.float32
-    assert_close(engine.step(SequenceSlice(pair.ids[74:], 74, pages, 1)), pair.logits[-1:])
+    assert_close(engine.step(Part(pair.ids[74:], 74, pages, 1)), pair.logits[-1:])
 
 
 def test_decode_token_by_token(pair: Pair) -> None:
     engine = Engine(pair.decoder)
     pages = engine.take_pages(75)
-    steps = [engine.step(SequenceSlice([token], i, pages, 1)) for i, token in enumerate(pair.ids)]
+    steps = [engine.step(Part([token], i, pages, 1)) for i, token in enumerate(pair.ids)]
     assert_close(torch.cat(steps), pair.logits)
 
 
@@ -156,8 +159,8 @@ def test_mixed_batches(pair: Pair, backend: str) -> None:
     engine = Engine(pair.decoder, backend)
     pages = [engine.take_pages(75) for _ in range(4)]
 
-    def part(sequence: int, begin: int, end: int, num_logits: int = 1) -> SequenceSlice:
-        return SequenceSlice(pair.ids[begin:end], begin, pages[sequence], num_logits)
+    def part(sequence: int, begin: int, end: int, num_logits: int = 1) -> Part:
+        return Part(pair.ids[begin:end], begin, pages[sequence], num_logits)
 
     assert_close(engine.step(part(0, 0, 15), part(1, 0, 16, 0), part(2, 0, 33)), pair.logits[[14, 32]])
     assert_close(engine.step(part(2, 33, 34), part(0, 15, 16), part(3, 0, 40, 0)), pair.logits[[33, 15]])
@@ -172,17 +175,17 @@ def test_greedy_equals_generate(pair: Pair, backend: str) -> None:
     )[0, len(prompt) :].tolist()
     engine = Engine(pair.decoder, backend)
     pages = engine.take_pages(len(prompt) + 24)
-    tokens = [int(engine.step(SequenceSlice(prompt, 0, pages, 1)).argmax())]
+    tokens = [int(engine.step(Part(prompt, 0, pages, 1)).argmax())]
     while len(tokens) < 24 and tokens[-1] != EOS_ID:
         begin = len(prompt) + len(tokens) - 1
-        tokens.append(int(engine.step(SequenceSlice(tokens[-1:], begin, pages, 1)).argmax()))
+        tokens.append(int(engine.step(Part(tokens[-1:], begin, pages, 1)).argmax()))
     assert tokens == expected
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_stays_near_float32(pair: Pair, dtype: str) -> None:
     engine = Engine(load_model(pair.folder, dtype, CPU))
-    logits = engine.step(SequenceSlice(pair.ids, 0, engine.take_pages(75), 1))[0]
+    logits = engine.step(Part(pair.ids, 0, engine.take_pages(75), 1))[0]
     reference = AutoModelForCausalLM.from_pretrained(pair.folder, dtype=engine.decoder.dtype)
     with torch.inference_mode():
         theirs = reference(torch.tensor([pair.ids])).logits[0, -1].float()

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.batch import Batch, SequenceSlice, build_batch
+from bench.batches import Part, pack
+from engine.batch import Batch
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import build_config, load_config
 from engine.model.rope import FREQUENCIES
@@ -294,15 +295,16 @@ class NoAttention:
 
     name = "none"
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, pool: Tensor, batch: Batch, window: int | None
-    ) -> Tensor:
+    def plan(self, pool: Tensor, batch: Batch) -> None:
+        pass
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
         return torch.zeros(query.shape)
 
 
 def logits_of(folder: Path) -> Tensor:
     """Logits of one token, [1, VOCAB]: linear in lm_head."""
-    batch = build_batch([SequenceSlice([5], 0, [0], 1)], 16, CPU)
+    batch = pack([Part([5], 0, [0], 1)], 16, CPU)
     decoder = load_model(folder, "auto", CPU)
     return decoder.logits(decoder.forward(batch, torch.empty(0), NoAttention()))
 

@@ -12,7 +12,7 @@ from google.protobuf import json_format
 from gateway.answer_forms import check_form
 from gateway.app import FrontOptions
 from gateway.errors import ApiError, overloaded
-from gateway.generation import Grammar, Speculation, Timing, TokenLogprobs
+from gateway.generation import Grammar, Speculation
 from gateway.grpc_answers import timing_message
 from gateway.pieces import ToldToken
 from gateway.raw_request import AnswerForm, RawRequest
@@ -21,7 +21,11 @@ from gateway.validate import check_num_told
 from tests import fake_ring
 from tests.fake_ring import TIMING, Script, likely
 from tests.front_server import HELLO, SERVED, Served, answering, openai_client, running_front
+from tests.test_inference_grpc import SAMPLING
 from tests.tiny_tokenizer import CONTEXT, END
+from wire.logprobs import TokenLogprobs
+from wire.sampling import SCALARS
+from wire.timing import Timing
 
 ANSWER = "hello 🙂 world"
 
@@ -41,6 +45,37 @@ def _events(served: Served, path: str, **fields: Any) -> list[Any]:
     with served.http.stream("POST", f"/v1/{path}", json=body) as response:
         lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+# --- what every API passes on
+
+PROMPTS: list[tuple[str, dict[str, Any]]] = [
+    ("completions", {"prompt": "x"}),
+    ("chat/completions", {"messages": HELLO}),
+    ("responses", {"input": "x"}),
+    ("messages", {"messages": HELLO, "max_tokens": 99}),
+]
+
+
+@pytest.mark.parametrize(("path", "prompt"), PROMPTS)
+def test_a_cache_salt_reaches_the_ring(served: Served, path: str, prompt: dict[str, Any]) -> None:
+    for salt in ({}, {"cache_salt": None}, {"cache_salt": ""}, {"cache_salt": "ä" * 1024}):
+        _post(served, path, **prompt, **salt)
+        assert served.ring.generations[-1].cache_salt == (salt.get("cache_salt") or "")
+    num_generations = len(served.ring.generations)
+    for wrong in ("x" * 1025, 7, ["x"]):
+        refused = served.http.post(f"/v1/{path}", json={"model": SERVED, **prompt, "cache_salt": wrong})
+        assert refused.status_code == 400 and "cache_salt" in refused.json()["error"]["message"]
+    body = json.dumps({"model": SERVED, **prompt, "cache_salt": "\ud800"})  # half of a surrogate pair
+    assert served.http.post(f"/v1/{path}", content=body).status_code == 400
+    assert len(served.ring.generations) == num_generations
+
+
+@pytest.mark.parametrize(("path", "prompt"), PROMPTS[:2])
+def test_every_sampling_parameter_reaches_the_ring(served: Served, path: str, prompt: dict[str, Any]) -> None:
+    _post(served, path, **prompt, **SAMPLING)
+    sampling = served.ring.generations[-1].sampling
+    assert {name: getattr(sampling, name) for name in SCALARS} == SAMPLING
 
 
 # --- several choices
@@ -63,16 +98,28 @@ def test_choices_of_several_prompts(client: openai.OpenAI, served: Served) -> No
     assert answer.usage.prompt_tokens_details.cached_tokens == 3 * TIMING.cached_tokens
 
 
-def test_choices_of_a_prompt_share_it(served: Served) -> None:
+def test_no_more_tokens_are_cached_than_the_prompts_have(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later attempt finds tokens of the answer in the cache, too."""
+    monkeypatch.setattr(fake_ring, "TIMING", Timing(cached_tokens=99))
+    usage = _post(served, "completions", prompt=[[5, 6], [7]], n=2)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] == 3
+
+
+def test_a_request_is_admitted_once_with_all_its_choices(served: Served) -> None:
     _post(served, "completions", prompt=[[5, 6], [7]], n=3)
-    shared = served.ring.shared
-    assert None not in shared
-    assert [shared.index(each) for each in shared] == [0, 0, 0, 3, 3, 3]
     assert len({generation.request_id for generation in served.ring.generations}) == 6
-    served.ring.reset(served.ring.script)
     _post(served, "completions", prompt=["a", "b"])
-    _post(served, "completions", prompt="a", n=2, echo=True, logprobs=0)  # told where the prompt is computed
-    assert served.ring.shared == [None] * 4
+    _post(served, "chat/completions", messages=HELLO)
+    assert served.ring.admitted == [6, 2, 1]
+    assert served.ring.num_inside == 0
+
+
+def test_a_full_queue_refuses_before_anything_begins(served: Served) -> None:
+    served.ring.refusal = overloaded("too many")
+    for stream in (False, True):
+        body = {"model": SERVED, "prompt": "a", "n": 2, "stream": stream}
+        assert served.http.post("/v1/completions", json=body).status_code == 429
+    assert not served.ring.generations and served.ring.num_inside == 0
 
 
 def test_equal_prompts_get_seeds_of_their_own(served: Served) -> None:
@@ -172,8 +219,8 @@ def test_log_probabilities_of_a_chat(client: openai.OpenAI, served: Served, grou
         assert bytes(told.bytes or []) == served.tokenizer.token_bytes(token_id)
         assert told.token == bytes(told.bytes or []).decode(errors="replace")
         assert told.logprob == truth.logprob
-        assert [top.logprob for top in told.top_logprobs] == [logprob for _, logprob in truth.top]
-        names = [served.tokenizer.token_bytes(other) for other, _ in truth.top]
+        assert [top.logprob for top in told.top_logprobs] == list(truth.top_logprobs)
+        names = [served.tokenizer.token_bytes(other) for other in truth.top_ids]
         assert [bytes(top.bytes or []) for top in told.top_logprobs] == names
     streamed: list[Any] = []
     for chunk in client.chat.completions.create(**asked, stream=True):
@@ -200,7 +247,8 @@ def test_log_probabilities_of_a_completion(served: Served, num_top: int) -> None
     assert told["token_logprobs"] == [token.logprob for token in likely(ids, 0)]
     for token_id, top, truth in zip(ids, told["top_logprobs"], likely(ids, num_top), strict=True):
         own = {_name(served, token_id): truth.logprob}
-        assert top == own | {_name(served, other): logprob for other, logprob in truth.top}
+        others = zip(truth.top_ids, truth.top_logprobs, strict=True)
+        assert top == own | {_name(served, other): logprob for other, logprob in others}
     smile = ANSWER.index("🙂")
     assert told["text_offset"].count(smile) == 4
     assert [name for name in told["tokens"] if name.startswith("bytes:")] == [
@@ -225,7 +273,7 @@ def test_tokens_cut_by_a_stop_string_are_not_told(served: Served) -> None:
 
 def test_what_is_impossible_is_a_number_too() -> None:
     """JSON has no infinity."""
-    token = ToldToken(5, TokenLogprobs(-math.inf, ((6, -0.5), (7, -math.inf))), 0)
+    token = ToldToken(5, TokenLogprobs(-math.inf, (6, 7), (-0.5, -math.inf)), 0)
     chat, text = ChatLogprobs(), TextLogprobs()
     for logprobs in (chat, text):
         logprobs.extend([token], lambda token_id: b"%d" % token_id)

@@ -46,7 +46,7 @@ print("alive")
 SCREEN = """
 import os
 from cli.screen import Screen
-from runtime.lifecycle import Loading, Ready
+from runtime.events import Loading, Ready
 
 screen = Screen("model", needs_key=False)
 screen.starting(["decode-0"])

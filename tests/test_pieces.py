@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.generation import FinishReason, TokenLogprobs, Tokens
+from gateway.generation import FinishReason, Tokens
 from gateway.pieces import Piece, PieceReader
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
 from tests.tiny_tokenizer import write_byte_level, write_sentencepiece
+from wire.logprobs import TokenLogprobs
 
 KINDS = ("byte_level", "sentencepiece")
 _loaded: dict[str, Tokenizer] = {}
@@ -23,7 +24,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def _likely(ids: list[int]) -> tuple[TokenLogprobs, ...]:
-    return tuple(TokenLogprobs(-float(token_id), ()) for token_id in ids)
+    return tuple(TokenLogprobs(-float(token_id)) for token_id in ids)
 
 
 def _read(tokenizer: Tokenizer, ids: list[int], stops: list[str], cuts: list[int], ending: FinishReason) -> list[Piece]:
@@ -58,7 +59,7 @@ def test_told_tokens(kind: str, words: list[str], cuts: list[int], ending: Finis
     text = "".join(piece.text for piece in pieces)
     counted = [token_id for piece in pieces for token_id in piece.token_ids]
     assert [token.token_id for token in told] == ids[: len(told)]
-    assert all(token.logprobs == TokenLogprobs(-float(token.token_id), ()) for token in told)
+    assert all(token.logprobs == TokenLogprobs(-float(token.token_id)) for token in told)
     assert all(len(piece.logprobs) == len(piece.token_ids) for piece in pieces)
     offsets = [token.offset for token in told]
     assert offsets == sorted(offsets)

@@ -1,6 +1,6 @@
 """Where requests go: a table of cases, and properties over random fleets."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.ring.policy import (
+    BUSY_TOKENS,
     NO_LIMIT,
     Placement,
     Unready,
     Wait,
-    WaitBeside,
     WorkerView,
-    choose_beside,
     choose_placement,
     find_unready,
 )
@@ -31,6 +30,9 @@ DECODE = WorkerView(
     num_mine=0,
     is_full=False,
     free_pages=10,
+    num_pages=100,
+    page_tokens=16,
+    weights="w",
 )
 PREFILL = replace(DECODE, role="prefill", address="p:1", incarnation="P1")
 DECODE_2 = replace(DECODE, address="d:2", incarnation="D2")
@@ -40,8 +42,8 @@ FULL: dict[str, Any] = {"num_mine": 4}
 OTHER: dict[str, Any] = {"layout": b"other"}
 
 
-def names(choice: Placement | Wait | WaitBeside | Unready) -> object:
-    """A choice in short: ("D1", "P1"), ("D1", None), Wait, WaitBeside or Unready."""
+def names(choice: Placement | Wait | Unready) -> object:
+    """A choice in short: ("D1", "P1"), ("D1", None), Wait or Unready."""
     if isinstance(choice, Placement):
         return choice.decode.incarnation, choice.prefill.incarnation if choice.prefill else None
     return type(choice)
@@ -81,23 +83,64 @@ def test_placement(case: str, workers: Sequence[WorkerView], expected: object) -
 
 
 @pytest.mark.parametrize(
-    ("case", "workers", "expected"),
+    ("case", "workers", "cached", "expected"),
     [
-        (
-            "the one with the session, though another is idler",
-            [PREFILL, replace(DECODE, num_mine=3), DECODE_2],
-            ("D1", None),
-        ),
-        ("a full one is waited for, though another has room", [PREFILL, replace(DECODE, **FULL), DECODE_2], WaitBeside),
-        ("so is one that refused", [replace(DECODE, is_full=True), DECODE_2], WaitBeside),
-        ("it is dead", [replace(DECODE, **DEAD), DECODE_2], Unready),
-        ("it came back without the session", [replace(DECODE, incarnation="D1 again"), DECODE_2], Unready),
-        ("it is gone", [PREFILL], Unready),
-        ("a prefill worker is no place for it", [replace(PREFILL, incarnation="D1")], Unready),
+        ("a beginning of the prompt", [PREFILL, DECODE, DECODE_2], {"D2": 160}, ("D2", "P1")),
+        ("the longest one", [PREFILL, DECODE, DECODE_2], {"D1": 176, "D2": 160}, ("D1", "P1")),
+        ("on prefill workers too", [PREFILL, PREFILL_2, DECODE], {"P2": 160}, ("D1", "P2")),
+        ("each role by itself", [PREFILL, PREFILL_2, DECODE, DECODE_2], {"P2": 160, "D2": 16}, ("D2", "P2")),
+        ("more free pages count less", [PREFILL, replace(DECODE, free_pages=99), DECODE_2], {"D2": 16}, ("D2", "P1")),
+        ("not where it failed before", [PREFILL, DECODE, replace(DECODE_2, **DEAD)], {"D2": 992}, ("D1", "P1")),
+        ("nor where no room is", [PREFILL, DECODE, replace(DECODE_2, **FULL)], {"D2": 992}, ("D1", "P1")),
+        ("all of it: no prefill worker", [PREFILL, DECODE, DECODE_2], {"D2": 1000}, ("D2", None)),
+        ("all but less than a page", [PREFILL, DECODE, DECODE_2], {"D2": 985}, ("D2", None)),
+        ("all but a page", [PREFILL, DECODE, DECODE_2], {"D2": 984}, ("D2", "P1")),
+        ("that prefill has it saves decode nothing", [PREFILL, DECODE], {"P1": 1000}, ("D1", "P1")),
+        ("without a prefill worker", [DECODE, DECODE_2], {"D2": 160}, ("D2", None)),
     ],
 )
-def test_place_beside_a_session(case: str, workers: Sequence[WorkerView], expected: object) -> None:
-    assert names(choose_beside(workers, "D1")) == expected, case
+def test_workers_that_probably_have_more_are_preferred(
+    case: str, workers: Sequence[WorkerView], cached: Mapping[str, int], expected: object
+) -> None:
+    assert names(choose_placement(workers, 1000, 0, cached=cached)) == expected, case
+
+
+@pytest.mark.parametrize(
+    ("role", "cached_one", "idle_one"), [("decode", DECODE, DECODE_2), ("prefill", PREFILL, PREFILL_2)]
+)
+def test_a_prefix_saves_as_much_load_as_its_tokens_are_worth(
+    role: str, cached_one: WorkerView, idle_one: WorkerView
+) -> None:
+    """A hot prefix does not pile up on one worker: with each request there the idle worker gets more attractive."""
+    other = PREFILL if role == "decode" else DECODE
+    max_running, num_cached = 64, 1500
+    for num_mine in range(max_running):
+        busy = replace(cached_one, num_mine=num_mine, max_running=max_running)
+        choice = choose_placement([other, busy, idle_one], 2000, 0, cached={busy.incarnation: num_cached})
+        assert isinstance(choice, Placement)
+        chosen = choice.decode if role == "decode" else choice.prefill
+        is_worth_it = num_mine * BUSY_TOKENS / max_running < num_cached
+        assert (chosen == busy) == is_worth_it, num_mine
+    assert not is_worth_it
+
+
+@pytest.mark.parametrize(
+    ("case", "cached", "local", "expected"),
+    [
+        ("decode has all: what it may prefill is the setting", {"D1": 96}, 7, 7),
+        ("decode has nothing", {}, 7, 7),
+        ("the rest is short enough", {"D1": 92}, 8, 8),
+    ],
+)
+def test_decode_prefills_no_more_than_the_setting_while_a_prefill_worker_lives(
+    case: str, cached: Mapping[str, int], local: int, expected: int
+) -> None:
+    choice = choose_placement([PREFILL, DECODE], 100, local, cached=cached)
+    assert isinstance(choice, Placement), case
+    assert choice.local_prefill_max_tokens == expected and choice.num_cached == cached.get("D1", 0)
+    for workers, avoid in (([replace(PREFILL, **DEAD), DECODE], set[str]()), ([PREFILL, DECODE], {"P1"})):
+        choice = choose_placement(workers, 100, local, frozenset(avoid), cached)
+        assert isinstance(choice, Placement) and choice.local_prefill_max_tokens == NO_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -157,6 +200,9 @@ def fleets(draw: st.DrawFn) -> list[WorkerView]:
                 num_mine=draw(st.integers(0, max_running)),
                 is_full=draw(st.booleans()),
                 free_pages=draw(st.integers(0, 3)),
+                num_pages=3,
+                page_tokens=draw(st.sampled_from([1, 4])),
+                weights="w",
             )
         )
     return views
@@ -164,10 +210,17 @@ def fleets(draw: st.DrawFn) -> list[WorkerView]:
 
 @settings(max_examples=400)
 @given(
-    fleet=fleets(), missing=st.integers(0, 9), limit=st.integers(0, 9), avoid=st.frozensets(st.sampled_from("I01234"))
+    fleet=fleets(),
+    missing=st.integers(0, 9),
+    limit=st.integers(0, 9),
+    avoid=st.frozensets(st.sampled_from([f"I{number}" for number in range(5)])),
+    had=st.lists(st.integers(0, 9), min_size=5, max_size=5),
 )
-def test_a_placement_can_serve(fleet: list[WorkerView], missing: int, limit: int, avoid: frozenset[str]) -> None:
-    choice = choose_placement(fleet, missing, limit, frozenset(f"I{name}" for name in avoid))
+def test_a_placement_can_serve(
+    fleet: list[WorkerView], missing: int, limit: int, avoid: frozenset[str], had: list[int]
+) -> None:
+    cached = {f"I{number}": min(have, missing) for number, have in enumerate(had)}
+    choice = choose_placement(fleet, missing, limit, avoid, cached)
     decodes = [view for view in fleet if view.role == "decode" and view.is_alive]
     if isinstance(choice, Unready):
         assert not decodes
@@ -180,7 +233,15 @@ def test_a_placement_can_serve(fleet: list[WorkerView], missing: int, limit: int
             assert view.is_alive and not view.is_full and view.num_mine < view.max_running
         if choice.prefill is not None:
             assert choice.prefill.role == "prefill" and choice.prefill.layout == choice.decode.layout
-            assert missing > limit
+            assert missing - cached[choice.decode.incarnation] > limit
+        elif choice.local_prefill_max_tokens == NO_LIMIT:
+            usable = [view for view in fleet if view.incarnation not in avoid]
+            assert not any(
+                view.role == "prefill" and view.is_alive and view.layout == choice.decode.layout for view in usable
+            )
+        else:
+            rest = missing - cached[choice.decode.incarnation]
+            assert rest <= limit or rest < choice.decode.page_tokens
 
 
 @settings(max_examples=200)

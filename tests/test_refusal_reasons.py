@@ -10,13 +10,13 @@ import pytest
 
 from decode_worker import service
 from gateway.errors import ApiError
-from gateway.generation import Generation, Grammar, SharedPrompt
+from gateway.generation import Generation, Grammar
 from gateway.ring import dispatcher, request_machine
-from protos import decode_pb2, kv_pb2, prefill_pb2
+from protos import decode_pb2, kv_pb2
 from runtime import rpc
 from tests.dispatching import Ring, answer, bounded, failure, generation, pair
 from tests.fake_workers import PATIENCE_S, Signal
-from tests.real_workers import decode_worker, gateway, prefill_worker
+from tests.real_workers import MAX_RUNNING, decode_worker, gateway, prefill_worker
 
 WHOLE = (answer(4), "length")
 COMPILING = (grpc.StatusCode.RESOURCE_EXHAUSTED, "still compiled", ((rpc.REFUSED_FOR, rpc.GRAMMAR_BUSY),))
@@ -107,27 +107,6 @@ def test_an_answer_that_goes_on_goes_before_new_requests_once_its_grammar_is_com
                 decode.sessions[number].emit(count, "length")
             assert [await one for one in (task, *others)] == [WHOLE] * 3
             assert [one.request.request_id for one in decode.sessions] == ["r", "r0", "r", "r1"]
-
-    scenario()
-
-
-def test_choices_wait_for_a_leader_whose_grammar_is_compiled(gate: asyncio.Event) -> None:
-    @bounded
-    async def scenario() -> None:
-        async with pair(is_manual=True) as (ring, decode, prefill):
-            decode.refusals.append(COMPILING)
-            shared = SharedPrompt(3)
-            tasks = [ring.start(bound(f"r{number}"), shared) for number in range(3)]
-            await ring.signal.until(lambda: decode.num_reserve_calls == 1 and ring.num_held == 0)
-            assert ring.num_waiting == 3
-            gate.set()
-            await decode.has_sessions(3)
-            assert decode.num_reserve_calls == 4
-            await ring.signal.until(lambda: prefill.num_done == 1)
-            for session in decode.sessions:
-                session.emit(4, "length")
-            assert [await task for task in tasks] == [WHOLE] * 3
-            assert len(prefill.runs) == 1
 
     scenario()
 
@@ -224,10 +203,10 @@ def test_workers_say_what_they_have_not_got(monkeypatch: pytest.MonkeyPatch) -> 
             gateway(decode, signal) as opened,
         ):
             prefill.table.max_running = decode.table.max_running = 0
-            run = prefill_pb2.RunRequest(prompt_ids=[1, 2], ticket=kv_pb2.Ticket(end=1))
-            assert await refused_for(prefill.stub.Run(run)) == rpc.NO_ROOM
+            assert await refused_for(prefill.run(kv_pb2.Ticket(end=1), [1, 2])) == rpc.NO_ROOM
             assert await refused_for(opened.reserve(1, [1, 2])) == rpc.NO_ROOM
             grammar = decode_pb2.Grammar(kind="regex", text="a")
             assert await refused_for(opened.reserve(1, [1, 2], grammar=grammar)) == rpc.GRAMMAR_BUSY
+            prefill.table.max_running = decode.table.max_running = MAX_RUNNING
 
     scenario()

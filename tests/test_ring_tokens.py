@@ -6,6 +6,7 @@ Alone and in a batch of 16 that arrive and leave at different times.
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,16 @@ WAYS = [
 ]
 HIDDEN = 192  # divisible by every num_heads above
 
-Ask = Callable[[list[int], int], list[int]]
+
+@dataclass
+class Answers:
+    """To one request."""
+
+    tokens: list[list[int]]  # of each of its n answers
+    num_cached: int = 0
+
+
+Ask = Callable[..., Answers]
 
 
 @pytest.fixture(scope="module", params=WAYS, ids="-".join)
@@ -86,7 +96,6 @@ def live(way: tuple[str, str], checkpoint: Path) -> Iterator[Live]:
         service.wait_until_unused()
         read = service.metric("decode-0", "kv_transfer_bytes_total")
         assert read == service.metric("decode-0", "kv_transfer_bytes_total", {"transport": transport}) > 0
-        assert service.metric("decode-0", "prompt_tokens_total") == 0, "decode prefilled something by itself"
 
 
 @pytest.fixture
@@ -94,14 +103,19 @@ def ask(live: Live) -> Iterator[Ask]:
     with grpc.insecure_channel(live.grpc_address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
 
-        def generate(prompt_ids: list[int], num_tokens: int) -> list[int]:
+        def generate(prompt_ids: list[int], num_tokens: int, num_answers: int = 1) -> Answers:
             request = inference_pb2.GenerateRequest(
                 token_ids=inference_pb2.TokenIds(ids=prompt_ids),
                 max_tokens=num_tokens,
                 temperature=0,
                 ignore_eos=True,
+                n=num_answers,
             )
-            return [token for response in stub.Generate(request, timeout=120) for token in response.token_ids]
+            answers = Answers([[] for _ in range(num_answers)])
+            for response in stub.Generate(request, timeout=120):
+                answers.tokens[response.index] += response.token_ids
+                answers.num_cached += response.usage.cached_tokens
+            return answers
 
         yield generate
 
@@ -109,18 +123,18 @@ def ask(live: Live) -> Iterator[Ask]:
 def test_alone(ask: Ask, oracle: Oracle) -> None:
     for length in LENGTHS:
         prompt = random_prompt(length, VOCAB, seed=length)
-        answer = ask(prompt, 20)
+        (answer,) = ask(prompt, 20).tokens
         assert answer == oracle.answer(prompt, 20, guess=answer), f"prompt of {length} tokens"
 
 
-def test_in_a_batch_of_mixed_lengths(ask: Ask, oracle: Oracle) -> None:
+def test_in_a_batch_of_mixed_lengths(ask: Ask, oracle: Oracle, live: Live) -> None:
     """Each of 16 requests starts when an earlier one has begun to answer, so the batch changes all the time."""
     prompts = [random_prompt(1 + 37 * index % 211, VOCAB, seed=1000 + index) for index in range(16)]
     gates = [threading.Event() for _ in range(len(prompts) + 1)]
 
     def run(index: int) -> list[int]:
         gates[index // 4].wait(30)
-        answer = ask(prompts[index], 5 + 3 * index)
+        (answer,) = ask(prompts[index], 5 + 3 * index).tokens
         gates[index // 4 + 1].set()
         return answer
 
@@ -130,3 +144,17 @@ def test_in_a_batch_of_mixed_lengths(ask: Ask, oracle: Oracle) -> None:
     for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         expected = oracle.answer(prompt, 5 + 3 * index, guess=answer)
         assert answer == expected, f"request {index} of {len(prompt)} prompt tokens"
+    assert live.metric("decode-0", "prompt_tokens_total") == 0, "decode prefilled something by itself"
+
+
+def test_cached_and_four_at_once(ask: Ask, oracle: Oracle) -> None:
+    """Four answers to one prompt, the prompt again, and a next turn that goes on from an answer."""
+    prompt = random_prompt(100, VOCAB, seed=77)
+    expected = oracle.answer(prompt, 40, guess=(first := ask(prompt, 40, 4)).tokens[0])
+    assert first.tokens == [expected] * 4 and not first.num_cached
+    again = ask(prompt, 40)
+    assert again.tokens == [expected] and again.num_cached == 96
+    turn = [*prompt, *expected, *random_prompt(30, VOCAB, seed=78)]
+    answer = ask(turn, 20)
+    assert answer.tokens == [oracle.answer(turn, 20, guess=answer.tokens[0])]
+    assert answer.num_cached >= 96

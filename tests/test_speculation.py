@@ -1,11 +1,14 @@
 """Guessing ahead: repeats, and how far it is worth it."""
 
 from array import array
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.speculation.costs import FORGOTTEN_STEPS, CostMeter
+from decode_worker.speculation.drafters import ModelDrafter, Wanted
 from decode_worker.speculation.lengths import (
     Acceptance,
     Candidate,
@@ -14,11 +17,16 @@ from decode_worker.speculation.lengths import (
     choose_lengths,
 )
 from decode_worker.speculation.ngram import LONGEST_MATCH, SHORTEST_MATCH, propose_repeat
+from engine.batch import Slice
+from engine.runner import Answers
 from runtime.peer_input import MAX_DRAFT_TOKENS
+from tests.sequence_jobs import answer, build_table
+from worker.sequences import Sequence
 
 FLAT = CostCurve(((1, 1.0), (16, 1.0), (64, 4.0)))  # the first 16 rows cost what one costs
 STEEP = CostCurve(((1, 1.0), (64, 64.0)))  # every row costs the same: nothing to win by guessing
 CHEAP_DRAFT = CostCurve(((1, 0.05), (64, 0.1)))
+ROWS = CostCurve(((1, 0.05), (64, 3.2)))  # a draft model to which every row costs the same
 
 
 def propose_slowly(tokens: list[int], count: int) -> list[int]:
@@ -75,13 +83,30 @@ def test_the_sequence_that_is_easier_to_guess_gets_more() -> None:
 
 
 @given(
-    st.lists(st.builds(Candidate, st.floats(0, 1), st.integers(0, 20), st.booleans()), max_size=20),
+    st.lists(
+        st.builds(Candidate, st.floats(0, 1), st.integers(0, 20), st.booleans(), st.integers(0, 300)), max_size=20
+    ),
     st.integers(0, 100),
     st.booleans(),
 )
 def test_limits_hold(candidates: list[Candidate], other_rows: int, has_draft: bool) -> None:
     lengths = choose_lengths(candidates, other_rows, Costs(FLAT, CHEAP_DRAFT if has_draft else None))
     assert all(0 <= length <= min(one.most, MAX_DRAFT_TOKENS) for length, one in zip(lengths, candidates, strict=True))
+
+
+def test_catching_up_is_paid_for() -> None:
+    """The draft model's first forward for a sequence also computes what it lacks of its KV."""
+    near, far = (choose_lengths([Candidate(0.9, 16, num_behind=behind)], 0, Costs(FLAT, ROWS)) for behind in (0, 200))
+    assert near[0] > 2 and far == [0]
+    free = choose_lengths([Candidate(0.9, 16, is_free=True, num_behind=200)], 0, Costs(FLAT, ROWS))
+    assert free[0] > 2, "guesses that need no draft model do not wait for it"
+
+
+@given(st.floats(0.5, 1), st.lists(st.floats(0.3, 1), min_size=1, max_size=4))
+def test_a_sequence_that_is_far_behind_keeps_no_other_back(rate: float, others: list[float]) -> None:
+    candidates = [Candidate(other, 16) for other in others]
+    expected = choose_lengths([Candidate(rate, 0), *candidates], 0, Costs(FLAT, ROWS))
+    assert choose_lengths([Candidate(rate, 16, num_behind=5000), *candidates], 0, Costs(FLAT, ROWS)) == expected
 
 
 def test_acceptance_follows_what_happens() -> None:
@@ -120,3 +145,38 @@ def test_a_bad_measurement_is_forgotten_and_guessing_tried_again() -> None:
         meter.note(1, 1.0)
         meter.end_step()
     assert lengths()[0] > 4
+
+
+@dataclass
+class CountingRunner:
+    """Gives a token for each row of logits, and notes how many positions each forward has."""
+
+    vocab_size: int = 100
+    num_positions: list[int] = field(default_factory=list)
+
+    def launch(self, slices: Seq[Slice]) -> "CountingRunner":
+        self.num_positions.append(sum(part.count for part in slices))
+        self._num_tokens = sum(part.num_logits for part in slices)
+        return self
+
+    def collect(self) -> Answers:
+        return Answers([7] * self._num_tokens, [])
+
+
+def test_a_draft_model_catches_up_within_one_budget_for_all_sequences() -> None:
+    """32 sequences whose draft KV is missing once made one forward of 8,192 rows."""
+    table, _ = build_table(1000, 16, max_running=32)
+    lagging = [table.admit(answer(handle, 257, 50, max_draft_tokens=4), 0.0) for handle in range(1, 33)]
+    runner = CountingRunner()
+    drafter = ModelDrafter(runner, CostMeter(), 256)  # type: ignore[arg-type]
+    guessed = list[Sequence]()
+    for _ in range(len(lagging)):  # a budget's worth each time
+        runner.num_positions.clear()
+        waiting = [sequence for sequence in lagging if sequence not in guessed]
+        guesses = drafter.propose([Wanted(sequence, 0, 4) for sequence in waiting])
+        assert max(runner.num_positions) <= 256 + len(lagging)  # and the token that each guesses from
+        for sequence, guess in zip(waiting, guesses, strict=True):
+            sequence.draft_computed = guess.draft_computed or sequence.draft_computed
+            if guess.token_ids:
+                guessed.append(sequence)
+    assert guessed == lagging, "the oldest first, and each of them in the end"

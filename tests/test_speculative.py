@@ -6,9 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.sampling import SamplingParams, sample
+from engine.sampling import sample
+from engine.sampling_batch import build_sampling_batch
 from engine.speculative import count_accepted
 from tests.test_sampling import chi_square_sigmas
+from wire.sampling import SamplingParams
 
 VOCABULARY = 8
 SEQUENCE_TOKENS = 4
@@ -25,7 +27,7 @@ def draft_logits(text: tuple[int, ...]) -> Tensor:
 
 
 def choose(logits: Tensor, params: SamplingParams, position: int) -> int:
-    return int(sample(logits[None], [params], [position]))
+    return int(sample(logits[None].clone(), build_sampling_batch([params], [position])))
 
 
 def decode_plainly(params: SamplingParams) -> tuple[int, ...]:
@@ -103,7 +105,7 @@ DRAFT = torch.tensor([0.0, 1.0, -1.0, 1.5, -2.0, 1.0])
 def sample_seeds(logits: Tensor, position: int) -> Tensor:
     """[S] tokens at one position, one for each seed."""
     params = [SamplingParams(seed=seed) for seed in range(NUM_SEEDS)]
-    return sample(logits.expand(NUM_SEEDS, -1), params, [position] * NUM_SEEDS)
+    return sample(logits.repeat(NUM_SEEDS, 1), build_sampling_batch(params, [position] * NUM_SEEDS))
 
 
 def assert_follows_softmax(tokens: Tensor, logits: Tensor) -> None:

@@ -2,30 +2,29 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
 from bench.decoding import build_eager_speculator
 from decode_worker.loop import DecodeLoop
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.session import Delta, Reservation
-from decode_worker.session_table import SessionTable
 from decode_worker.speculation.drafters import Guess, Wanted
 from decode_worker.speculation.lengths import CostCurve
-from engine.kvcache.allocator import PageAllocator
-from engine.sampling import SamplingParams
-from tests.pool_process import build_pool
 from tests.real_workers import (
     CHUNK_TOKENS,
     NUM_PAGES,
     PAGE_TOKENS,
     DecodeWorker,
-    KvRunner,
     PrefillWorker,
+    build_kv_engine,
     expected_answer,
+    packed,
 )
-from tests.test_offers import PROMPT, bounded, run, used, workers
+from tests.test_offers import PROMPT, bounded, used, workers
+from worker.plan import Budget
+from worker.prefix_cache import PrefixCache
+from worker.sequences import Job, Update
+from worker.table import SequenceTable
 
 
 def value(worker: PrefillWorker | DecodeWorker, name: str) -> float:
@@ -49,7 +48,7 @@ async def test_a_hand_over_is_counted_on_both_sides() -> None:
         tickets = [await opened.reserve(handle, PROMPT) for handle in (1, 2)]
         held = -(-len(PROMPT) // PAGE_TOKENS)
         assert gauges(decode) == (2, 2 * held / NUM_PAGES)
-        calls = [asyncio.ensure_future(run(prefill, ticket, PROMPT)) for ticket in tickets]
+        calls = [asyncio.ensure_future(prefill.run(ticket, PROMPT)) for ticket in tickets]
         while len(prefill.table) < 2:  # noqa: ASYNC110, nobody tells of it
             await asyncio.sleep(0.005)
         assert gauges(prefill) == (2, used(prefill) / NUM_PAGES) and used(prefill) > 0
@@ -93,7 +92,7 @@ class Liar:
 
     def propose(self, wanted: Sequence[Wanted]) -> list[Guess]:
         (one,) = wanted
-        begin = len(one.session.tokens) - one.session.num_prompt
+        begin = len(one.sequence.tokens) - one.sequence.job.num_prompt
         guess = list(self._truth[begin : begin + one.count])
         if guess:
             guess[-1] += 1
@@ -108,20 +107,19 @@ class Liar:
 
 
 def test_guesses_are_counted_and_those_that_were_right() -> None:
-    pool, prompt, num_tokens = build_pool(NUM_PAGES), PROMPT[:5], 30
+    prompt, num_tokens = PROMPT[:5], 30
     liar = Liar(expected_answer(prompt, num_tokens))
-    table = SessionTable(PageAllocator(NUM_PAGES, pool.generations), PAGE_TOKENS, max_running=1, lease_s=60)
-    metrics, news = DecodeMetrics(table), list[Delta]()
+    engine, _runner = build_kv_engine(max_running=1)
+    table = SequenceTable(PrefixCache(NUM_PAGES, engine.pool.generations), PAGE_TOKENS, max_running=1, lease_s=60)
+    metrics, news = DecodeMetrics(table), list[Update]()
     loop = DecodeLoop(
-        table, KvRunner(pool), pool, build_eager_speculator({"liar": liar}), CHUNK_TOKENS,
-        lambda _step, deltas: news.extend(deltas), metrics,
+        build_eager_speculator({"liar": liar}), table, engine.runner, engine.rows, engine.pool,
+        Budget(CHUNK_TOKENS, "--local-prefill-chunk-tokens"), lambda _step, updates: news.extend(updates), metrics,
     )  # fmt: skip
-    sampling = SamplingParams(temperature=0.0)
-    wanted = Reservation("r", 1, "g", 1, prompt, num_tokens, sampling, frozenset(), 100)
-    table.reserve(replace(wanted, drafter="liar", max_draft_tokens=4), 0.0)
-    while loop._step():
+    table.admit(Job("r", packed(prompt), len(prompt) - 1, num_tokens, drafter="liar", max_draft_tokens=4), 0.0)
+    while loop.step():
         pass
-    assert [token for delta in news for token in delta.token_ids] == expected_answer(prompt, num_tokens)
+    assert [token for update in news for token in update.token_ids] == expected_answer(prompt, num_tokens)
     drafted, right = sum(map(len, liar.guesses)), sum(len(guess) - 1 for guess in liar.guesses)
     assert drafted > right > 0
     assert metrics.registry.get_sample_value("baton:spec_draft_tokens_total") == drafted

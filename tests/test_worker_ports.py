@@ -18,7 +18,7 @@ from bench.plain_http import HTTP
 from cli.certs import certs
 from protos import decode_pb2
 from runtime.config_parts import ProcessConfig
-from runtime.lifecycle import Ready, parse_event
+from runtime.events import Ready, parse_event
 from runtime.trust import Trust, load_trust
 from tests.calm import serve_calmly
 from tests.fake_workers import PATIENCE_S

@@ -13,6 +13,7 @@ import httpx
 from bench.live import Live
 from bench.plain_http import HTTP
 from protos import inference_pb2, inference_pb2_grpc
+from runtime.rpc import new_incarnation
 from tests.oracle import random_prompt
 
 WAIT_S = 180.0  # generous: the machine may be busy
@@ -21,7 +22,10 @@ MODEL = "baton-demo"
 
 @dataclass
 class Asking:
-    """One request in a thread of its own: a greedy answer of a fixed length, token by token."""
+    """One request in a thread of its own: a greedy answer of a fixed length, token by token.
+
+    With a salt of its own: all of its prompt is computed, wherever it was before.
+    """
 
     address: str  # of the gateway's gRPC API
     seed: int
@@ -38,7 +42,7 @@ class Asking:
     def _run(self) -> None:
         ids = inference_pb2.TokenIds(ids=random_prompt(self.num_prompt, 300, seed=self.seed))
         request = inference_pb2.GenerateRequest(
-            token_ids=ids, max_tokens=self.num_tokens, temperature=0, ignore_eos=True
+            token_ids=ids, max_tokens=self.num_tokens, temperature=0, ignore_eos=True, cache_salt=new_incarnation()
         )
         try:
             with grpc.insecure_channel(self.address) as channel:

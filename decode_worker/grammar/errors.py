@@ -1,5 +1,7 @@
 """Why a grammar is not there."""
 
+from worker.sequences import AnswerFailedError
+
 
 class GrammarRefusedError(Exception):
     """Nothing can be made of the text, or not within the limits. The message is for the client."""
@@ -13,11 +15,13 @@ class GrammarBrokenError(Exception):
     """This worker cannot compile grammars at all, whatever they are. The message is for its operator."""
 
 
-class GrammarMismatchError(Exception):
+class GrammarMismatchError(AnswerFailedError):
     """Tokens that the grammar does not allow, or an answer that takes too long to follow with it: so it would anywhere.
 
     The message is for the client.
     """
+
+    finish_reason = "grammar_error"
 
 
 class GrammarFailedError(Exception):

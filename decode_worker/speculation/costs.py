@@ -26,21 +26,22 @@ class CostMeter:
         size = next((size for size in SIZES if rows <= size), None)
         if size is None:
             return
+        before = self._seconds[size] if self._is_known(size) else None
         self._met[size] = self._steps
-        before = self._seconds.get(size)
         self._seconds[size] = seconds if before is None else before + NEWEST_SHARE * (seconds - before)
 
     def end_step(self) -> None:
         """An engine step is over, whatever it measured."""
         self._steps += 1
-        for size in [size for size, step in self._met.items() if self._steps - step > FORGOTTEN_STEPS]:
-            del self._met[size], self._seconds[size]
+
+    def _is_known(self, size: int) -> bool:
+        return size in self._met and self._steps - self._met[size] <= FORGOTTEN_STEPS
 
     def curve(self) -> CostCurve | None:
         """The averages as a curve that nowhere falls; None while nothing is known."""
         points = []
         highest = 0.0
-        for size in sorted(self._seconds):
+        for size in filter(self._is_known, SIZES):
             highest = max(highest, self._seconds[size])
             points.append((size, highest))
         return CostCurve(tuple(points)) if points else None

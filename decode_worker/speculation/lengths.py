@@ -7,7 +7,7 @@ to guess and in small batches; in large ones, whose rows are dear, none.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from runtime.peer_input import MAX_DRAFT_TOKENS
 
@@ -32,7 +32,7 @@ class Acceptance:
     def after(self, drafted: int, accepted: int) -> "Acceptance":
         """After a step with `drafted` guesses, of which the first `accepted` were right. The others were not tried."""
         if not drafted:
-            return replace(self, right=self.right * IDLE_DECAY, tried=self.tried * IDLE_DECAY)
+            return Acceptance(self.right * IDLE_DECAY, self.tried * IDLE_DECAY)
         tried = min(accepted + 1, drafted)
         kept = DECAY**tried
         return Acceptance(self.right * kept + accepted, self.tried * kept + tried)
@@ -74,6 +74,7 @@ class Candidate:
     acceptance: float
     most: int  # guesses allowed: the request's limit, and one less than the tokens it may still get
     is_free: bool = False  # guessed without the draft model
+    num_behind: int = 0  # positions that the draft model computes before its first guess; this step's share of them
 
 
 def choose_lengths(candidates: Sequence[Candidate], other_rows: int, costs: Costs) -> list[int]:
@@ -94,8 +95,9 @@ def choose_lengths(candidates: Sequence[Candidate], other_rows: int, costs: Cost
                 for i, one in enumerate(candidates)
                 if one.is_free is is_free and lengths[i] == depth - 1 and one.most >= depth
             ]
-            group.sort(key=lambda i: -candidates[i].acceptance)
-            gains = [candidates[i].acceptance ** depth for i in group]
+            num_rows = {i: 1 if depth > 1 or is_free else 1 + candidates[i].num_behind for i in group}
+            group.sort(key=lambda i: -(candidates[i].acceptance ** depth) / num_rows[i])
+            gains = [(candidates[i].acceptance ** depth, num_rows[i]) for i in group]
             count, best = _extend(best, gains, costs.step, None if is_free else costs.draft)
             for i in group[:count]:
                 lengths[i] = depth
@@ -111,13 +113,18 @@ class _Step:
     seconds: float  # those of guessing included
 
 
-def _extend(base: _Step, gains: Sequence[float], step: CostCurve, draft: CostCurve | None) -> tuple[int, _Step]:
-    """How many of the guesses to add, greatest gain first, for the most tokens per second; and the step with them."""
-    num_best, best, tokens = 0, base, base.tokens
-    for count, gain in enumerate(gains, start=1):
-        rows, tokens = base.rows + count, tokens + gain
-        seconds = base.seconds + step.seconds(rows) - step.seconds(base.rows) + (draft.seconds(count) if draft else 0.0)
-        longer = _Step(rows, tokens, seconds)
-        if longer.tokens * best.seconds > best.tokens * longer.seconds:
-            num_best, best = count, longer
+def _extend(
+    base: _Step, gains: Sequence[tuple[float, int]], step: CostCurve, draft: CostCurve | None
+) -> tuple[int, _Step]:
+    """How many of the guesses to add, first ones first, for the most tokens per second; and the step with them.
+
+    `gains`: expected tokens of each guess, and rows of the draft model's forward for it.
+    """
+    num_best, best, tokens, draft_rows = 0, base, base.tokens, 0
+    before = step.seconds(base.rows)
+    for count, (gain, num_draft_rows) in enumerate(gains, start=1):
+        rows, tokens, draft_rows = base.rows + count, tokens + gain, draft_rows + num_draft_rows
+        seconds = base.seconds + step.seconds(rows) - before + (draft.seconds(draft_rows) if draft else 0.0)
+        if tokens * best.seconds > best.tokens * seconds:
+            num_best, best = count, _Step(rows, tokens, seconds)
     return num_best, best

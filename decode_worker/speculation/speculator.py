@@ -3,20 +3,22 @@
 Lives on the engine thread; knows drafters, not models.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from weakref import WeakKeyDictionary
 
 import structlog
 
-from decode_worker.batching import Planned
-from decode_worker.session import Guessed
 from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, Wanted
-from decode_worker.speculation.lengths import Costs
+from decode_worker.speculation.lengths import Acceptance, Candidate, Costs, choose_lengths
 from engine.out_of_memory import is_out_of_memory
 from runtime.peer_input import MAX_DRAFT_TOKENS
+from worker.sequences import Planned, Sequence
+from worker.table import SequenceTable
 
 log = structlog.get_logger()
+UNKNOWN = Acceptance()
 
 
 class Speculator:
@@ -30,6 +32,7 @@ class Speculator:
         self._meter = meter
         self._speculate = speculate
         self._max_draft_tokens = max_draft_tokens
+        self._acceptance: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
 
     def resolve(self, drafter: str, max_draft_tokens: int) -> tuple[str, int]:
         """Who guesses for a request that asks for `drafter` ("" or "auto": the worker's choice), and how far at most.
@@ -62,27 +65,63 @@ class Speculator:
         for drafter in self._drafters.values():
             drafter.end_step()
 
-    def guess(self, planned: Sequence[Planned]) -> list[Planned]:
-        """The step with its guesses. A drafter that fails costs its guesses, nothing else."""
-        guessed = list(planned)
+    def guess(self, planned: Seq[Planned]) -> None:
+        """Give the steps their guesses. A drafter that fails costs its guesses, nothing else."""
         for name, drafter in self._drafters.items():
-            mine = [i for i, step in enumerate(planned) if step.session.wanted.drafter == name]
+            mine = [step for step in planned if step.sequence.job.drafter == name]
             if not mine:
                 continue
             try:
-                answers = drafter.propose([_wanted(planned[i]) for i in mine])
+                answers = drafter.propose(
+                    [
+                        Wanted(step.sequence, step.begin + step.count if step.count > 1 else 0, step.num_guesses)
+                        for step in mine
+                    ]
+                )
             except Exception as error:
                 log.error(
                     "guessing ahead failed", drafter=name, reason=str(error), exc_info=not is_out_of_memory(error)
                 )  # fmt: skip
                 continue
-            for i, guess in zip(mine, answers, strict=True):
-                step = planned[i]
-                tried = len(guess.token_ids) or min(step.num_guesses, 1)
-                told = Guessed(len(guess.token_ids), tried, guess.draft_computed)
-                guessed[i] = replace(step, guesses=guess.token_ids, guessed=told)
-        return guessed
+            for step, guess in zip(mine, answers, strict=True):
+                step.guesses, step.draft_computed = guess.token_ids, guess.draft_computed
+
+    def acceptance(self, sequence: Sequence) -> Acceptance:
+        """How often guesses for it were right."""
+        return self._acceptance.get(sequence, UNKNOWN)
+
+    def note_guesses(self, step: Planned, num_accepted: int) -> None:
+        """The step is over. Guesses that were wanted and did not come to mind count as one that was wrong."""
+        tried = len(step.guesses) or min(step.num_guesses, 1)
+        before = self.acceptance(step.sequence)
+        self._acceptance[step.sequence] = before.after(tried, num_accepted)
 
 
-def _wanted(step: Planned) -> Wanted:
-    return Wanted(step.session, step.session.computed + step.count, step.num_guesses)
+def plan_guesses(table: SequenceTable, planned: Seq[Planned], costs: Costs, speculator: Speculator) -> None:
+    """Plan as many guesses ahead as are worth their cost, where pages are to spare for them."""
+    plain = [step for step in planned if step.wants_token and step.count == 1]
+    if not any(step.sequence.job.max_draft_tokens for step in plain):
+        return
+    candidates = [
+        Candidate(
+            speculator.acceptance(step.sequence).rate,
+            most_guesses(step.sequence),
+            step.sequence.job.drafter == "ngram",
+            _spread(len(step.sequence.tokens) - 1 - step.sequence.draft_computed, step.sequence),
+        )
+        for step in plain
+    ]
+    lengths = choose_lengths(candidates, sum(step.count for step in planned) - len(plain), costs)
+    for step, length in zip(plain, lengths, strict=True):
+        if length:
+            step.num_guesses = table.make_room_for_guesses(step.sequence, length)
+
+
+def most_guesses(sequence: Sequence) -> int:
+    """Tokens that may be guessed ahead in one step: the step itself gives one more."""
+    return max(min(sequence.job.max_draft_tokens, sequence.most_tokens - len(sequence.tokens) - 1), 0)
+
+
+def _spread(num_behind: int, sequence: Sequence) -> int:
+    """What catching up costs a step, in positions: all of the answer that is still to come gains by it."""
+    return -(-max(num_behind, 0) // max(sequence.most_tokens - len(sequence.tokens), 1))

@@ -2,16 +2,18 @@
 
 import time
 
+import numpy as np
+
 from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
 from decode_worker.speculation.speculator import Speculator
-from engine.batch import SequenceSlice
-from engine.choice import Choice
+from engine.batch import Slice
 from engine.engine import Engine
+from engine.rows import Rows
 from engine.runner import Runner
-from engine.sampling import SamplingParams
 from runtime.config import DecodeConfig
 from runtime.settings import ConfigError
+from wire.sampling import SamplingParams
 
 MEASURED_ROWS = (1, 16, 4, 64, 8, 32, 2)  # in the order of what is missed most when time runs out
 BUDGET_S = 1.0  # for each model; its first two sizes are measured whatever they take
@@ -21,28 +23,32 @@ def build_speculator(engine: Engine, config: DecodeConfig) -> Speculator:
     """A drafter for repeats and, with a draft model, one for that. Nobody may hold page 0 yet: it is written to."""
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
     if engine.draft_runner is not None:
-        meter = measure(engine.draft_runner)
+        meter = measure(engine.draft_runner, engine.rows)
         drafters["draft"] = ModelDrafter(engine.draft_runner, meter, config.local_prefill_chunk_tokens)
     elif config.speculate == "draft":
         raise ConfigError("speculate='draft' cannot be used: --speculate draft needs a --draft-model")
-    return Speculator(drafters, measure(engine.runner), config.speculate, config.max_draft_tokens)
+    return Speculator(drafters, measure(engine.runner, engine.rows), config.speculate, config.max_draft_tokens)
 
 
-def measure(runner: Runner) -> CostMeter:
+def measure(runner: Runner, rows: Rows) -> CostMeter:
     """What forwards of one-token sequences take."""
     meter = CostMeter()
+    counts = [count for count in MEASURED_ROWS if count <= rows.num_rows]
+    for row in range(max(counts)):
+        rows.open(row, np.zeros(1, np.int32), SamplingParams(temperature=0.0), 1)
+        rows.write_pages(row, 0, [0])
     _time(runner, 1)  # the first one allocates and warms up
     began = time.perf_counter()
-    for index, rows in enumerate(MEASURED_ROWS):
+    for index, count in enumerate(counts):
         if index >= 2 and time.perf_counter() - began > BUDGET_S:
             break
-        meter.note(rows, min(_time(runner, rows), _time(runner, rows)))
+        meter.note(count, min(_time(runner, count), _time(runner, count)))
+    for row in range(max(counts)):
+        rows.close(row)
     return meter
 
 
-def _time(runner: Runner, rows: int) -> float:
-    slices = [SequenceSlice([0], 0, [0], num_logits=1)] * rows
-    choices = [Choice(SamplingParams(temperature=0.0), 1, [0], 1)] * rows
+def _time(runner: Runner, count: int) -> float:
     started = time.perf_counter()
-    runner.run(slices, choices)
+    runner.launch([Slice(row, 0, 1, num_logits=1) for row in range(count)]).collect()
     return time.perf_counter() - started

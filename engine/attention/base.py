@@ -19,18 +19,23 @@ class AttentionShape:
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of a ragged batch over a paged pool."""
+    """Causal attention of a ragged batch over a paged pool: `plan` once a step, then `attend` for each layer."""
 
     name: str  # "torch_sdpa", "cpu_paged", ...
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, pool: Tensor, batch: Batch, window: int | None
-    ) -> Tensor:
+    def plan(self, pool: Tensor, batch: Batch) -> None:
+        """Prepare for `batch` over `pool`, until the next plan. Does not modify either.
+
+        pool: as wire.kv_layout orders it. ValueError may name what does not fit.
+        """
+        ...
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
         """Write the new keys and values into the pool, then attend to everything up to each query's own position.
 
         query: [T, Hq, D]; key, value: [T, Hkv, D], already rotated; any of them may be a strided view whose last
-        dimension is contiguous. pool: [num_pages, num_layers, 2, Hkv, page_tokens, D] in the dtype of query; only
-        [write_pages, layer, :, :, write_offsets] is modified. window: a query at position p sees positions
-        (p - window, p]; None sees all. Returns [T, Hq, D], contiguous, in the dtype of query.
+        dimension is contiguous, all in the pool's dtype. Of the pool only the rows of the new tokens at this layer are
+        modified. window: a query at position p sees positions (p - window, p]; None sees all. Returns [T, Hq, D],
+        contiguous, in the dtype of query.
         """
         ...

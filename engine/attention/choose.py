@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.base import AttentionBackend, AttentionShape
-from engine.attention.build import BuildError, load_kernel
 from engine.attention.cpu_paged import CpuPagedAttention
 from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.kernels.build import BuildError, load_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ def choose_attention(shape: AttentionShape, device: torch.device, dtype: torch.d
     if dtype not in (torch.float32, torch.bfloat16):
         return AttentionChoice(TorchSdpaAttention(shape), f"the CPU kernel has no {dtype}", is_fallback=True)
     try:
-        backend = CpuPagedAttention(shape, load_kernel())
+        backend = CpuPagedAttention(shape, load_kernel("cpu_paged"))
     except BuildError as error:
         return AttentionChoice(TorchSdpaAttention(shape), str(error), is_fallback=True)
     return AttentionChoice(backend, f"CPU kernel, {backend.instructions}", is_fallback=False)

@@ -1,19 +1,22 @@
 """Attention by the C++ kernel in cpu_paged.cpp: reads pages where they lie, uses torch's thread count.
 
-Checks everything the kernel takes on trust: the batch once, each layer's tensors at every call. Knows no compiler.
+Checks everything the kernel takes on trust: the batch in `plan`, each layer's tensors at every call. Knows no compiler.
 """
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionShape
 from engine.batch import Batch
+from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
 BLOCK_ROWS = 256  # query rows of a work item: packing a key tile is amortised over these; 64 KB of output at D=64
+Ints = NDArray[np.int64]
 NO_WINDOW = 1 << 40  # wider than any context
 
 _MATH_FLOAT32, _MATH_BFLOAT16, _MATH_BFLOAT16_AMX = 0, 1, 2  # the kernel's `math` argument
@@ -26,7 +29,8 @@ class _BatonBatch(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("pool", "query_starts", "context_lens", "page_table")),
         *((name, ctypes.c_void_p) for name in ("write_pages", "write_offsets", "blocks")),
         *((name, ctypes.c_int64) for name in ("page_table_width", "num_tokens", "num_blocks", "block_tokens")),
-        *((name, ctypes.c_int64) for name in ("page_elements", "num_heads", "num_kv_heads", "page_tokens", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("page_stride", "head_stride", "layer_stride", "kv_stride")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "page_tokens", "head_dim")),
         ("scale", ctypes.c_float),
     ]
 
@@ -42,17 +46,21 @@ class _BatonLayer(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A checked batch in a checked pool. Holds both, so that an `is` comparison cannot meet a recycled id."""
+class _Plan:
+    """A checked batch over a checked pool."""
 
     batch: Batch
     pool: Tensor
-    blocks: Tensor  # [num_blocks, 2] int32, see plan_blocks
+    blocks: NDArray[np.int32]  # [num_blocks, 2], see plan_blocks
     arguments: _BatonBatch  # points into the three above
+
+    @property
+    def num_layers(self) -> int:
+        return self.pool.shape[LAYERS]
 
 
 class CpuPagedAttention:
-    """Owns the loaded kernel and what it prepared for the last batch. One caller at a time."""
+    """Owns the loaded kernel and the plan of the step under way. One caller at a time."""
 
     name = "cpu_paged"
 
@@ -67,28 +75,67 @@ class CpuPagedAttention:
         self._attend.restype = None
         self._attend.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
         self._has_amx = use_amx and bool(kernel.baton_request_amx())
-        self._prepared: _Prepared | None = None
+        self._plan: _Plan | None = None
 
     @property
     def instructions(self) -> str:
         """What bfloat16 pages are multiplied with, for the log."""
         return "AMX" if self._has_amx else "float32 vectors"
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, pool: Tensor, batch: Batch, window: int | None
-    ) -> Tensor:
-        """See `AttentionBackend.attend`. ValueError names what does not fit; the pool is then untouched."""
-        prepared = self._prepared
-        if prepared is None or prepared.batch is not batch or prepared.pool is not pool:
-            prepared = self._prepared = self._prepare(pool, batch)
-        num_tokens = prepared.arguments.num_tokens
+    def plan(self, pool: Tensor, batch: Batch) -> None:
+        """See `AttentionBackend.plan`. ValueError names what does not fit."""
+        last, self._plan = self._plan, None
+        if last is not None and last.pool is pool:
+            arguments = _BatonBatch.from_buffer_copy(last.arguments)
+        else:
+            last, arguments = None, self._describe(pool)
+        checked = None if last is None else last.batch
+        query_lens, context_lens = check_batch(batch, pool.shape[PAGES], arguments.page_tokens, checked)
+        if last is not None and last.batch.query_lens_host is batch.query_lens_host:
+            blocks = last.blocks  # they still cover the queries; their order matters to the load of threads alone
+        else:
+            blocks = plan_blocks(query_lens, context_lens, arguments.block_tokens)
+            arguments.blocks, arguments.num_blocks = blocks.ctypes.data, len(blocks)
+        arguments.query_starts = batch.query_starts.data_ptr()
+        arguments.context_lens = batch.context_lens.data_ptr()
+        arguments.page_table = batch.page_table.data_ptr()
+        arguments.write_pages = batch.write_pages.data_ptr()
+        arguments.write_offsets = batch.write_offsets.data_ptr()
+        arguments.page_table_width = batch.page_table.shape[1]
+        arguments.num_tokens = batch.token_ids.shape[0]
+        self._plan = _Plan(batch, pool, blocks, arguments)
+
+    def _describe(self, pool: Tensor) -> _BatonBatch:
+        """What is the same for all batches over it. ValueError if it does not fit the model."""
         shape = self._shape
-        dtype = pool.dtype
+        _check_pool(pool, shape)
+        page_stride, head_stride, layer_stride, kv_stride = map(pool.stride, (PAGES, KV_HEADS, LAYERS, KEY_VALUE))
+        return _BatonBatch(
+            pool=pool.data_ptr(),
+            block_tokens=max(1, BLOCK_ROWS * shape.num_kv_heads // shape.num_heads),
+            page_stride=page_stride,
+            head_stride=head_stride,
+            layer_stride=layer_stride,
+            kv_stride=kv_stride,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            page_tokens=pool.shape[TOKENS],
+            head_dim=shape.head_dim,
+            scale=shape.scale,
+        )
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+        """See `AttentionBackend.attend`. ValueError names what does not fit; the pool is then untouched."""
+        plan = self._plan
+        if plan is None:
+            raise ValueError("attend without a plan")
+        num_tokens, dtype = plan.arguments.num_tokens, plan.pool.dtype
+        shape = self._shape
         _check_heads("query", query, (num_tokens, shape.num_heads, shape.head_dim), dtype)
         _check_heads("key", key, (num_tokens, shape.num_kv_heads, shape.head_dim), dtype)
         _check_heads("value", value, (num_tokens, shape.num_kv_heads, shape.head_dim), dtype)
-        if not 0 <= layer < pool.shape[1]:
-            raise ValueError(f"layer {layer} is outside the pool's {pool.shape[1]} layers")
+        if not 0 <= layer < plan.num_layers:
+            raise ValueError(f"layer {layer} is outside the pool's {plan.num_layers} layers")
         if window is not None and window < 1:
             raise ValueError(f"window is {window}, expected at least 1")
         out = torch.empty((num_tokens, shape.num_heads, shape.head_dim), dtype=dtype)
@@ -104,100 +151,97 @@ class CpuPagedAttention:
             NO_WINDOW if window is None else window,
         )
         math = _MATH_FLOAT32 if dtype is torch.float32 else _MATH_BFLOAT16 + self._has_amx
-        self._attend(ctypes.addressof(prepared.arguments), ctypes.addressof(arguments), math, torch.get_num_threads())
+        self._attend(ctypes.addressof(plan.arguments), ctypes.addressof(arguments), math, torch.get_num_threads())
         return out
 
-    def _prepare(self, pool: Tensor, batch: Batch) -> _Prepared:
-        _check_pool(pool, self._shape)
-        check_batch(batch, num_pages=pool.shape[0], page_tokens=pool.shape[4])
-        block_tokens = max(1, BLOCK_ROWS * self._shape.num_kv_heads // self._shape.num_heads)
-        blocks = torch.tensor(
-            plan_blocks(batch.query_lens_host, batch.context_lens_host, block_tokens), dtype=torch.int32
-        ).view(-1, 2)
-        arguments = _BatonBatch(
-            pool.data_ptr(),
-            batch.query_starts.data_ptr(),
-            batch.context_lens.data_ptr(),
-            batch.page_table.data_ptr(),
-            batch.write_pages.data_ptr(),
-            batch.write_offsets.data_ptr(),
-            blocks.data_ptr(),
-            batch.page_table.shape[1],
-            batch.token_ids.shape[0],
-            blocks.shape[0],
-            block_tokens,
-            pool.stride(0),
-            self._shape.num_heads,
-            self._shape.num_kv_heads,
-            pool.shape[4],
-            self._shape.head_dim,
-            self._shape.scale,
-        )
-        return _Prepared(batch, pool, blocks, arguments)
 
+def plan_blocks(query_lens: Ints, context_lens: Ints, block_tokens: int) -> NDArray[np.int32]:
+    """[num_blocks, 2]: (sequence, first of up to `block_tokens` new tokens), covering every new token.
 
-def plan_blocks(query_lens: Sequence[int], context_lens: Sequence[int], block_tokens: int) -> list[tuple[int, int]]:
-    """(sequence, first of up to `block_tokens` new tokens) covering every new token, the longest contexts first.
-
-    Threads take blocks in this order, so the last ones to finish are short.
+    The blocks that see most keys come first: threads take them in this order, so the last ones to finish are short.
     """
-    blocks: list[tuple[int, int, int]] = []  # (keys seen by the block's last token, sequence, first)
-    for sequence, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
-        for first in range(0, query_len, block_tokens):
-            blocks.append((context_len - query_len + min(first + block_tokens, query_len), sequence, first))
-    blocks.sort(reverse=True)
-    return [(sequence, first) for _, sequence, first in blocks]
+    if not np.count_nonzero(query_lens != 1):  # plain decode, without the ten operations below
+        decode = np.zeros((len(query_lens), 2), np.int32)
+        decode[:, 0] = np.argsort(-context_lens)
+        return decode
+    counts = -(-query_lens // block_tokens)  # [B]
+    sequences = np.repeat(np.arange(len(counts)), counts)  # [num_blocks]
+    earlier = np.cumsum(counts) - counts  # [B], blocks of the sequences before
+    firsts = (np.arange(len(sequences)) - earlier[sequences]) * block_tokens
+    new_tokens = query_lens[sequences]
+    num_keys = (context_lens[sequences] - new_tokens) + np.minimum(firsts + block_tokens, new_tokens)
+    order = np.argsort(-num_keys, kind="stable")
+    return np.stack((sequences[order], firsts[order]), 1).astype(np.int32)
 
 
-def check_batch(batch: Batch, *, num_pages: int, page_tokens: int) -> None:
-    """ValueError naming the first value of `batch` that would reach outside a pool of that size."""
+def check_batch(batch: Batch, num_pages: int, page_tokens: int, checked: Batch | None = None) -> tuple[Ints, Ints]:
+    """The lengths of all queries and contexts.
+
+    ValueError naming the first value of `batch` that would reach outside a pool of that size. `checked` is a batch that
+    does not, as of decode steps the one before: fields that are the same objects there are not read again.
+    """
     num_tokens, num_sequences = batch.token_ids.shape[0], len(batch.query_lens_host)
     width = batch.page_table.shape[-1]
-    for name, tensor, shape, dtype in (
-        ("query_starts", batch.query_starts, (num_sequences + 1,), torch.int32),
-        ("context_lens", batch.context_lens, (num_sequences,), torch.int32),
-        ("page_table", batch.page_table, (num_sequences, width), torch.int32),
-        ("write_pages", batch.write_pages, (num_tokens,), torch.int64),
-        ("write_offsets", batch.write_offsets, (num_tokens,), torch.int64),
-    ):
-        if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous() or not tensor.is_cpu:
-            raise ValueError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, "
-                f"expected contiguous {dtype} {shape} on cpu"
-            )
-    if batch.context_lens.tolist() != list(batch.context_lens_host):
+    has_queries = (
+        checked is not None
+        and checked.query_lens_host is batch.query_lens_host
+        and checked.query_starts is batch.query_starts
+        and checked.token_ids.shape[0] == num_tokens
+    )
+    has_pages = checked is not None and checked.page_table is batch.page_table and has_queries
+    if not has_queries:
+        _check_tensor("query_starts", batch.query_starts, torch.int32, num_sequences + 1)
+    _check_tensor("context_lens", batch.context_lens, torch.int32, num_sequences)
+    if not has_pages:
+        _check_tensor("page_table", batch.page_table, torch.int32, num_sequences, width)
+    _check_tensor("write_pages", batch.write_pages, torch.int64, num_tokens)
+    _check_tensor("write_offsets", batch.write_offsets, torch.int64, num_tokens)
+    query_lens: Ints = batch.query_lens_host.astype(np.int64)
+    context_lens: Ints = batch.context_lens_host.astype(np.int64)
+    if np.count_nonzero(batch.context_lens.numpy() != context_lens):
         raise ValueError(f"context_lens {batch.context_lens.tolist()} differ from the host's {batch.context_lens_host}")
-    starts = [0]
-    for query_len, context_len in zip(batch.query_lens_host, batch.context_lens_host, strict=True):
-        if not 0 <= query_len <= context_len:
-            raise ValueError(f"{query_len} new tokens in a context of {context_len}")
-        if context_len > width * page_tokens:
-            raise ValueError(f"context of {context_len} tokens in a page table of {width} pages of {page_tokens}")
-        starts.append(starts[-1] + query_len)
-    if batch.query_starts.tolist() != starts or starts[-1] != num_tokens:
-        raise ValueError(f"query_starts {batch.query_starts.tolist()} do not match {num_tokens} tokens in {starts}")
-    _check_range("page_table", batch.page_table, num_pages)
+    wrong = (query_lens < 0) | (query_lens > context_lens)
+    if np.count_nonzero(wrong):
+        index = wrong.argmax()
+        raise ValueError(f"{query_lens[index]} new tokens in a context of {context_lens[index]}")
+    if np.count_nonzero(context_lens > width * page_tokens):
+        raise ValueError(f"context of {context_lens.max()} tokens in a page table of {width} pages of {page_tokens}")
+    if not has_queries:
+        starts = batch.query_starts.numpy()
+        if starts[0] != 0 or starts[-1] != num_tokens or np.count_nonzero(starts[1:] != np.add.accumulate(query_lens)):
+            raise ValueError(
+                f"query_starts {starts.tolist()} do not match {num_tokens} tokens in {batch.query_lens_host} a sequence"
+            )
+    if not has_pages:
+        _check_range("page_table", batch.page_table, num_pages)
     _check_range("write_pages", batch.write_pages, num_pages)
     _check_range("write_offsets", batch.write_offsets, page_tokens)
+    return query_lens, context_lens
+
+
+def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
+    if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous() or not tensor.is_cpu:
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, "
+            f"expected contiguous {dtype} {shape} on cpu"
+        )
 
 
 def _check_range(name: str, values: Tensor, limit: int) -> None:
-    if values.numel():
-        low, high = (int(bound) for bound in values.aminmax())
-        if low < 0 or high >= limit:
-            raise ValueError(f"{name} holds {low if low < 0 else high}, expected 0 to {limit - 1}")
+    found = values.numpy()
+    unsigned = found.view(f"u{found.itemsize}")  # a negative number is huge: one look finds both
+    if np.count_nonzero(unsigned >= limit):
+        raise ValueError(f"{name} holds {found.flat[unsigned.argmax()]}, expected 0 to {limit - 1}")
 
 
 def _check_pool(pool: Tensor, shape: AttentionShape) -> None:
-    expected = (shape.num_kv_heads, shape.head_dim)
-    if pool.dim() != 6 or pool.shape[2] != 2 or (pool.shape[3], pool.shape[5]) != expected:
-        raise ValueError(
-            f"pool is {tuple(pool.shape)}, expected [pages, layers, 2, {expected[0]}, page_tokens, {expected[1]}]"
-        )
+    expected = {KV_HEADS: shape.num_kv_heads, KEY_VALUE: 2, HEAD_DIM: shape.head_dim}
+    if pool.dim() != 6 or any(pool.shape[axis] != size for axis, size in expected.items()):
+        raise ValueError(f"pool is {tuple(pool.shape)}, expected sizes {expected} by axis (wire.kv_layout)")
     if pool.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"pool is {pool.dtype}, expected float32 or bfloat16")
     # from page to page there may be a gap: memory that belongs to a draft model's part of the page
-    if not pool.is_cpu or not pool[:1].is_contiguous() or pool.stride(0) < pool[0].numel():
+    if not pool.is_cpu or not pool[:1].is_contiguous() or pool.stride(PAGES) < pool[0].numel():
         raise ValueError(f"pool on {pool.device} with strides {pool.stride()}, expected contiguous pages on cpu")
 
 

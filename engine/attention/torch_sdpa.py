@@ -9,31 +9,40 @@ from torch.nn import functional
 
 from engine.attention.base import AttentionShape
 from engine.batch import Batch
+from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
 
 class TorchSdpaAttention:
-    """Owns nothing but the model's shape."""
+    """Owns the model's shape, and knows the pool and the batch of the last plan."""
 
     name = "torch_sdpa"
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, pool: Tensor, batch: Batch, window: int | None
-    ) -> Tensor:
+    def plan(self, pool: Tensor, batch: Batch) -> None:
+        """See `AttentionBackend.plan`."""
+        self._batch = batch
+        # [L, 2, num_pages, Hkv, page_tokens, D], a view
+        self._layers = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
         """See `AttentionBackend.attend`."""
-        pool[batch.write_pages, layer, 0, :, batch.write_offsets] = key
-        pool[batch.write_pages, layer, 1, :, batch.write_offsets] = value
+        batch = self._batch
+        all_keys, all_values = self._layers[layer]  # each [num_pages, Hkv, page_tokens, D]
+        all_keys[batch.write_pages, :, batch.write_offsets] = key
+        all_values[batch.write_pages, :, batch.write_offsets] = value
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         begin = 0
         for index, (query_len, context_len) in enumerate(
             zip(batch.query_lens_host, batch.context_lens_host, strict=True)
         ):
             rows = slice(begin, begin + query_len)
-            num_pages = -(-context_len // pool.shape[4])
-            pages = pool[:, layer].index_select(0, batch.page_table[index, :num_pages])  # [P, 2, Hkv, page_tokens, D]
-            keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context_len]  # each [Hkv, C, D]
+            pages = batch.page_table[index, : -(-context_len // all_keys.shape[2])]
+            keys, values = (
+                rows_of_pages.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, :context_len]  # [Hkv, C, D]
+                for rows_of_pages in (all_keys, all_values)
+            )
             output[rows] = self._attend_one(query[rows], keys, values, window)
             begin += query_len
         return output

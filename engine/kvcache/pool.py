@@ -1,27 +1,29 @@
 """The memory of a worker's KV cache, and its pages as bytes for transfer.
 
-Knows shapes and memory, not who holds which page (allocator.py) nor how peers read it (kvtransfer/).
+Knows shapes and memory, not who holds which page (worker/prefix_cache.py) nor how peers read it (kvtransfer/).
 """
 
 import fcntl
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kvcache.allocator import num_pages_for
+from wire.kv_layout import pool_sizes
 
 OS_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """[num_pages, num_layers, 2, num_kv_heads, page_tokens, head_dim]: one page of all layers is contiguous."""
+    """What fixes the sizes of a pool; wire.kv_layout orders them."""
 
     num_pages: int
     num_layers: int
@@ -32,7 +34,7 @@ class PoolShape:
 
     @property
     def page_elements(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.page_tokens * self.head_dim
+        return prod(self.with_pages(1).sizes)
 
     @property
     def page_bytes(self) -> int:
@@ -43,7 +45,13 @@ class PoolShape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (self.num_pages, self.num_layers, 2, self.num_kv_heads, self.page_tokens, self.head_dim)
+        return pool_sizes(
+            num_pages=self.num_pages,
+            num_kv_heads=self.num_kv_heads,
+            num_layers=self.num_layers,
+            page_tokens=self.page_tokens,
+            head_dim=self.head_dim,
+        )
 
 
 class Pool:
@@ -52,8 +60,8 @@ class Pool:
     With a draft model a page has two parts, the model's KV and then the draft model's for the same positions: one page
     id, one lease and one transfer for both.
 
-        page:  [ num_layers, 2, num_kv_heads, page_tokens, head_dim | the same of the draft model ]
-                 `tensor` is a view of all first parts                `draft_tensor` of all second parts
+        page:  [ the model's KV                         | the draft model's, in the same order ]
+                 `tensor` is a view of all first parts    `draft_tensor` of all second parts
 
     On the CPU one memory file that peers on this host can map: generations (uint64 a page, padded to 4096 bytes), then
     pages. On another device, or where the system gives no memory file, one plain allocation with generations on the
@@ -101,7 +109,7 @@ class Pool:
 
     def _allocate_shared(self) -> Tensor | None:
         """The elements of all pages in a new memory file; None, and `why_private`, when the system gives none."""
-        offset = num_pages_for(self.num_pages * 8, OS_PAGE_BYTES) * OS_PAGE_BYTES
+        offset = -(-self.num_pages * 8 // OS_PAGE_BYTES) * OS_PAGE_BYTES
         try:
             self.fd, memory = _map_new_file(offset + self.num_pages * self.page_bytes)
         except (OSError, AttributeError) as error:  # a sandbox or limit forbids it, or this is no Linux
@@ -119,16 +127,15 @@ class Pool:
         copied: NDArray[np.uint8] = rows.view(torch.uint8).numpy()
         return copied
 
-    def store(self, page: int, data: NDArray[np.uint8]) -> None:
-        """Overwrite `page` with page_bytes bytes. The caller holds the page."""
+    def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]]) -> None:
+        """Overwrite `pages`, each with page_bytes bytes; one copy if to a device. The caller holds the pages."""
         if self._bytes is not None:
-            np.copyto(self._bytes[page], data)
-        else:
-            self._pages[page].copy_(torch.from_numpy(data.copy()).view(self.shape.dtype))
-
-    def copy_page(self, source: int, target: int) -> None:
-        """Overwrite `target` with what `source` holds. The caller holds both."""
-        self._pages[target].copy_(self._pages[source])
+            for page, row in zip(pages, rows, strict=True):
+                np.copyto(self._bytes[page], row)
+        elif pages:
+            index = torch.tensor(pages, dtype=torch.int64, device=self._pages.device)
+            data = torch.from_numpy(np.stack(rows)).view(self.shape.dtype)
+            self._pages.index_copy_(0, index, data.to(self._pages.device))
 
 
 def _map_new_file(num_bytes: int) -> tuple[int, mmap.mmap]:
@@ -137,7 +144,10 @@ def _map_new_file(num_bytes: int) -> tuple[int, mmap.mmap]:
     try:
         os.ftruncate(fd, num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        return fd, mmap.mmap(fd, 0)
+        memory = mmap.mmap(fd, 0)
+        with suppress(OSError, AttributeError):  # fewer page faults and misses where the system allows it
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return fd, memory
     except OSError:
         os.close(fd)
         raise

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder, DecoderLayer
+from engine.model.head import Head
 from engine.model.linear import Linear
 
 OnProgress = Callable[[int, int], None]  # (done_bytes, total_bytes) of the checkpoint
@@ -34,7 +35,7 @@ def build_decoder(
     if config.is_tied and lm_head is not embedding and torch.equal(lm_head, embedding):
         lm_head = embedding  # some tied checkpoints carry a copy; one that differs is meant, as in transformers
     loader.finish()
-    return Decoder(config, embedding, layers, final_norm, Linear(lm_head))
+    return Decoder(config, embedding, layers, final_norm, Head(lm_head))
 
 
 def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from engine.attention.base import AttentionBackend
 from engine.batch import Batch
 from engine.model.config import ModelConfig
+from engine.model.head import Head
 from engine.model.linear import Linear
 from engine.model.rope import build_rope_table, gather_rotation, rotate
 
@@ -40,7 +41,7 @@ class Decoder:
         embedding: Tensor,
         layers: Sequence[DecoderLayer],
         final_norm: Tensor,
-        lm_head: Linear,
+        lm_head: Head,
     ) -> None:
         """embedding: [V, H], whose dtype and device are the model's; final_norm: [H]; lm_head: H -> V."""
         self.config = config
@@ -57,14 +58,15 @@ class Decoder:
     def forward(self, batch: Batch, pool: Tensor, attention: AttentionBackend) -> Tensor:
         """Run one step: write the KV of all new tokens into `pool`, return the rows that `logits` needs.
 
-        pool: [num_pages, L, 2, Hkv, page_tokens, D] in the model's dtype; only rows that the batch names are modified.
+        pool: in the order of wire.kv_layout and the model's dtype; only rows that the batch names are modified.
         Positions must be below the context length. Returns [S, H], normed, for `batch.logits_rows`; [0, H] when S is 0.
         """
+        attention.plan(pool, batch)
         cos, signed_sin = gather_rotation(self._rope_table, batch.positions)  # [T, 1, D] each
         hidden = functional.embedding(batch.token_ids, self._embedding)  # [T, H]
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            attended = self._attend(index, layer, hidden, cos, signed_sin, pool, batch, attention)  # [T, Hq D]
+            attended = self._attend(index, layer, hidden, cos, signed_sin, attention)  # [T, Hq D]
             if index == last:
                 # Nobody reads the last layer's other rows: its KV is written, the rest is for the logits alone.
                 if not batch.logits_rows.numel():
@@ -76,8 +78,8 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, H] rows that `forward` returned, or some of them |-> [S, V] float32, the caller's own."""
-        return self._lm_head(hidden).float()
+        """[S, H] rows that `forward` returned, or some of them |-> [S, V], float32 from here on; the caller's own."""
+        return self._lm_head(hidden)
 
     def _attend(
         self,
@@ -86,8 +88,6 @@ class Decoder:
         hidden: Tensor,
         cos: Tensor,
         signed_sin: Tensor,
-        pool: Tensor,
-        batch: Batch,
         attention: AttentionBackend,
     ) -> Tensor:
         """hidden: [T, H] |-> [T, Hq D], before the output projection."""
@@ -100,7 +100,7 @@ class Decoder:
             query_key = functional.rms_norm(query_key, (config.head_dim,), None, config.rms_eps) * layer.query_key_norm
         query_key = rotate(query_key, cos, signed_sin)
         query, key = query_key[:, : config.num_heads], query_key[:, config.num_heads :]
-        attended = attention.attend(index, query, key, value, pool, batch, config.windows[index])  # [T, Hq, D]
+        attended = attention.attend(index, query, key, value, config.windows[index])  # [T, Hq, D]
         return attended.view(-1, config.num_heads * config.head_dim)
 
     def _mlp(self, layer: DecoderLayer, hidden: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 from pydantic import BaseModel
 from starlette.responses import Response
 
@@ -9,6 +10,11 @@ from starlette.responses import Response
 def json_response(body: bytes) -> Response:
     """A whole answer."""
     return Response(body, media_type="application/json")
+
+
+def encoded(value: object) -> Response:
+    """A whole answer, of whatever msgspec encodes."""
+    return json_response(msgspec.json.encode(value))
 
 
 def body_doc(model: type[BaseModel]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from gateway.counting import detokenize, tokenize
 from gateway.front import Front
-from gateway.rest.bodies import body_doc, json_response
+from gateway.rest.bodies import body_doc, encoded, json_response
 from gateway.rest.count_types import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -42,6 +42,6 @@ def build_count_router(front: Front) -> APIRouter:
         """Turns token ids into text, control tokens as they are written."""
         body = parse_detokenize(await read_object(request, front))
         text = await detokenize(front, body.model, body.tokens, "tokens", with_control_tokens=True)
-        return json_response(msgspec.json.encode(DetokenizeAnswer(text)))
+        return encoded(DetokenizeAnswer(text))
 
     return router

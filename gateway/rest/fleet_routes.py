@@ -4,6 +4,7 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from gateway.rest.bodies import encoded
 from gateway.ring.fleet import Fleet
 from gateway.ring.worker_link import WorkerLink
 
@@ -16,8 +17,10 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     pid: int
     incarnation: str
     transport: str  # in use with its peers; "none" before the first hand-off
-    free_pages: int
+    free_pages: int  # cached ones included
     used_pages: int
+    cached_pages: int
+    prefix_hits: float  # share of the prompt tokens looked up that were there
     running: int
     alive: bool
     trouble: str
@@ -31,7 +34,7 @@ def build_fleet_router(fleet: Fleet) -> APIRouter:
     async def status() -> Response:
         """Every worker as the gateway last heard of it."""
         workers = [_describe(link) for link in fleet.links()]
-        return Response(msgspec.json.encode({"workers": workers}), media_type="application/json")
+        return encoded({"workers": workers})
 
     return router
 
@@ -47,6 +50,8 @@ def _describe(link: WorkerLink) -> WorkerStatus:
         transport="+".join(sorted(set(status.transports.values()))) or "none",
         free_pages=status.free_pages,
         used_pages=status.used_pages,
+        cached_pages=status.cached_pages,
+        prefix_hits=round(status.prefix_hits / max(status.prefix_queries, 1), 3),
         running=status.num_running,
         alive=trouble is None,
         trouble=trouble or "",

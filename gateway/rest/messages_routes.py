@@ -30,7 +30,7 @@ def build_messages_router(front: Front) -> APIRouter:
             request,
             body.raw(),
             meter,
-            lambda job: MessageWriter(front.served_name, job),
+            lambda totals: MessageWriter(front.served_name, totals),
             is_streamed=bool(body.stream),
         )
 

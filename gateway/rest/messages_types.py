@@ -12,8 +12,15 @@ from pydantic import Discriminator, Field, Tag
 from gateway.counting import TextToCount
 from gateway.errors import bad_request
 from gateway.raw_request import AnswerForm, Chat, Prompt, RawRequest
-from gateway.rest.openai_base import Body, FirstErrorOnly, TextOr, Texts
-from gateway.sampling_rules import MAX_TEMPERATURE
+from gateway.rest.openai_base import (
+    CACHE_SALT_FIELD,
+    Body,
+    FirstErrorOnly,
+    TextOr,
+    Texts,
+    given_sampling,
+    sampling_field,
+)
 from gateway.tools.history import template_call
 from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools, Tool
 from gateway.validate import MAX_MESSAGES, MAX_STOP_STRINGS
@@ -198,9 +205,10 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: int = Field(json_schema_extra={"minimum": 1})
     stream: bool | None = None
     stop_sequences: Texts | None = Field(None, json_schema_extra={"maxItems": MAX_STOP_STRINGS})
-    temperature: float | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_TEMPERATURE})
-    top_p: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
+    temperature: float | None = sampling_field("temperature")
+    top_p: float | None = sampling_field("top_p")
     top_k: int | None = Field(None, json_schema_extra={"minimum": 0})
+    cache_salt: str | None = CACHE_SALT_FIELD
 
     def raw(self) -> RawRequest:
         """The request without its wire format."""
@@ -210,9 +218,8 @@ class MessagesRequest(CountTokensRequest):
             prompts=[self._prompt()],
             prompts_param="messages",
             max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
+            sampling=given_sampling(self),
+            cache_salt=self.cache_salt or "",
             stop=self.stop_sequences or (),
             stop_param="stop_sequences",
             form=AnswerForm("json_schema", form.schema_, "output_config.format.schema") if form else None,

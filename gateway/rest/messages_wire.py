@@ -6,7 +6,6 @@ import msgspec
 
 from gateway.answer import Totals
 from gateway.errors import ApiError
-from gateway.order import Job
 from gateway.pieces import Piece
 from gateway.rest.items import Begun, Grown, Item, ItemEvent, ItemReader
 from gateway.rest.messages_answers import (
@@ -33,24 +32,15 @@ from gateway.rest.tagged import Tagged, name_of
 _NO_INPUT = msgspec.Raw(b"{}")
 
 
-class MessagesEnd:
-    """How streams end: with message_stop, or an error event."""
-
-    done = b""
-
-    def failure(self, error: ApiError) -> bytes:
-        return named_event("error", encode_messages_error(error))
-
-
 class MessageWriter:
     """Writes the answer to one request, which has one choice."""
 
-    end = MessagesEnd()
+    done = b""
 
-    def __init__(self, model: str, job: Job) -> None:
+    def __init__(self, model: str, totals: Totals) -> None:
         self._id = f"msg_{secrets.token_hex(12)}"
         self._model = model
-        self._totals = Totals(job)
+        self._totals = totals
         self._reader = ItemReader()
         self._last = Piece("")
 
@@ -58,7 +48,6 @@ class MessageWriter:
         return [_framed(MessageStart(self._message()))]
 
     def events(self, index: int, piece: Piece) -> list[bytes]:
-        self._totals.add(index, piece)
         events = [_block_event(event) for event in self._reader.read(piece)]
         if piece.finish_reason is not None:
             stop = StopDelta(self._stop_reason(piece), piece.stop_string)
@@ -66,7 +55,6 @@ class MessageWriter:
         return [_framed(event) for event in events]
 
     def add(self, index: int, piece: Piece) -> None:
-        self._totals.add(index, piece)
         self._reader.read(piece)
         self._last = piece
 
@@ -74,6 +62,9 @@ class MessageWriter:
         message = self._message()
         message.stop_reason, message.stop_sequence = self._stop_reason(self._last), self._last.stop_string
         return encode_message(message)
+
+    def failure(self, error: ApiError) -> bytes:
+        return named_event("error", encode_messages_error(error))
 
     def _message(self) -> MessageBody:
         """The answer as far as it has come."""

@@ -9,12 +9,12 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.answer import Totals
+from gateway.answer import Totals, told_timing
 from gateway.errors import ApiError
-from gateway.generation import Timing
 from gateway.pieces import Ending
 from gateway.rest.openai_logprobs import ChatLogprobs, TextLogprobs
 from gateway.rest.tool_answers import ToolCallBody, ToolCallDelta
+from wire.timing import Timing
 
 
 class PromptDetails(msgspec.Struct):
@@ -33,7 +33,7 @@ class Usage(msgspec.Struct):
 
 
 class TimingBody(msgspec.Struct):
-    """Where one choice's time went, in seconds; see generation.Timing."""
+    """Where one choice's time went, in seconds; see wire.timing.Timing."""
 
     queue_seconds: float
     prefill_seconds: float
@@ -171,19 +171,7 @@ def usage_of(totals: Totals) -> Usage:
 
 def timing_of(timing: Timing) -> TimingBody:
     """Where one choice's time went."""
-    return TimingBody(
-        queue_seconds=timing.queue_s,
-        prefill_seconds=timing.prefill_s,
-        transfer_seconds=timing.transfer_s,
-        transfer_bytes=timing.transfer_bytes,
-        transport=timing.transport,
-        first_step_seconds=timing.first_step_s,
-        decode_seconds=timing.decode_s,
-        cached_tokens=timing.cached_tokens,
-        draft_tokens=timing.draft_tokens,
-        accepted_tokens=timing.accepted_tokens,
-        attempts=timing.attempts,
-    )
+    return TimingBody(**told_timing(timing, TimingBody.__struct_fields__))
 
 
 def build_error(error: ApiError) -> ErrorEnvelope:

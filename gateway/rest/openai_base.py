@@ -3,9 +3,12 @@
 Tags of unions start with "~", so that error paths can leave them out.
 """
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag
+
+from gateway.validate import MAX_CACHE_SALT_CHARS
+from wire.sampling import ABOVE_LOWEST, CLIENT_RANGES, SCALARS
 
 
 class Body(BaseModel):
@@ -32,3 +35,23 @@ def _one_or_list(value: object) -> str:
 SomeList = TypeVar("SomeList")
 # A text, or a list of this type.
 TextOr = Annotated[Annotated[str, Tag("~one")] | Annotated[SomeList, Tag("~list")], Discriminator(_one_or_list)]
+
+CACHE_SALT_FIELD: Any = Field(
+    None,
+    description="KV of prompts is shared only between requests with the same salt.",
+    json_schema_extra={"maxLength": MAX_CACHE_SALT_CHARS},
+)
+
+
+def sampling_field(name: str) -> Any:
+    """The field of a sampling parameter that has a range."""
+    lowest, highest = CLIENT_RANGES[name]
+    return Field(
+        None,
+        json_schema_extra={"exclusiveMinimum" if name in ABOVE_LOWEST else "minimum": lowest, "maximum": highest},
+    )
+
+
+def given_sampling(body: Body) -> dict[str, float]:
+    """The sampling parameters that a request sets."""
+    return {name: value for name in SCALARS if (value := getattr(body, name, None)) is not None}

@@ -22,8 +22,8 @@ from gateway.rest.openai_answers import (
     timing_of,
 )
 from gateway.rest.openai_logprobs import ChatLogprobs, TextLogprobs, TokenBytes
-from gateway.rest.tool_answers import call_deltas, whole_calls
-from gateway.tools.parse import CallEvent
+from gateway.rest.tool_answers import FunctionBody, ToolCallBody, call_deltas
+from gateway.tools.collect import Call, CallCollector
 
 Logprobs = TypeVar("Logprobs", ChatLogprobs, TextLogprobs)
 
@@ -71,7 +71,8 @@ class _ChatWriter:
         self._extras = extras
         self._has_role = False
         self._texts: list[str] = []
-        self._calls: list[CallEvent] = []
+        self._calls: list[Call] = []
+        self._collector = CallCollector()
         self._logprobs = extras.logprobs(ChatLogprobs, ())
         self._last = Piece("")
 
@@ -91,13 +92,14 @@ class _ChatWriter:
 
     def add(self, piece: Piece) -> None:
         self._texts.append(piece.text)
-        self._calls += piece.calls
+        self._calls += self._collector.push(piece.calls)
         self._last = piece
         if self._logprobs is not None:
             self._logprobs.extend(piece.told, self._extras.token_bytes)
 
     def whole(self) -> ChatChoice:
-        text, calls = "".join(self._texts), whole_calls(self._calls)
+        text = "".join(self._texts)
+        calls = [ToolCallBody(call.id, FunctionBody(call.name, call.arguments)) for call in self._calls]
         message = AssistantMessage(text or None, tool_calls=calls) if calls else AssistantMessage(text)
         timing = self._extras.timing(self._last)
         return ChatChoice(self._index, message, self._last.ending, self._logprobs, timing)

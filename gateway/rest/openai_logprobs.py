@@ -65,7 +65,8 @@ class TextLogprobs(msgspec.Struct):
 def _chat_token(token: ToldToken, token_bytes: TokenBytes) -> TokenLogprob:
     if token.logprobs is None:
         raise ValueError("every token of a chat's answer has log-probabilities")
-    top = [_chat_top(token_bytes(token_id), logprob) for token_id, logprob in token.logprobs.top]
+    pairs = zip(token.logprobs.top_ids, token.logprobs.top_logprobs, strict=True)
+    top = [_chat_top(token_bytes(token_id), logprob) for token_id, logprob in pairs]
     own = _chat_top(token_bytes(token.token_id), token.logprobs.logprob)
     return TokenLogprob(own.token, own.logprob, own.bytes, top)
 
@@ -78,7 +79,8 @@ def _text_top(token: ToldToken, token_bytes: TokenBytes) -> msgspec.Raw | None:
     if token.logprobs is None:
         return None
     by_name: dict[str, float] = {}
-    for token_id, logprob in (*token.logprobs.top, (token.token_id, token.logprobs.logprob)):
+    likely = zip(token.logprobs.top_ids, token.logprobs.top_logprobs, strict=True)
+    for token_id, logprob in (*likely, (token.token_id, token.logprobs.logprob)):
         by_name.setdefault(_text_name(token_bytes(token_id)), _finite(logprob))
     return msgspec.Raw(_encoder.encode(by_name))
 

@@ -7,10 +7,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.answer import Totals
 from gateway.errors import model_not_found
 from gateway.front import Front
 from gateway.metrics import RequestMeter
-from gateway.order import Job
 from gateway.rest.bodies import body_doc, json_response
 from gateway.rest.json_body import read_object
 from gateway.rest.openai_answers import ModelCard, ModelList, encode
@@ -64,8 +64,8 @@ async def _respond(
     raw = body.raw()
     extras = Extras(front.tokenizer.token_bytes, raw.num_logprobs is not None, raw.with_timing)
 
-    def new_writer(job: Job) -> AnswerWriter:
-        return AnswerWriter(endpoint, front.served_name, job, extras, is_usage_streamed=body.is_usage_streamed)
+    def new_writer(totals: Totals) -> AnswerWriter:
+        return AnswerWriter(endpoint, front.served_name, totals, extras, is_usage_streamed=body.is_usage_streamed)
 
     return await respond(front, request, raw, meter, new_writer, is_streamed=bool(body.stream))
 

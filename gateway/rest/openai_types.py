@@ -10,16 +10,19 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from gateway.errors import bad_request
 from gateway.raw_request import Chat, Prompt, RawRequest
-from gateway.rest.openai_base import Body, FirstErrorOnly, Ids, TextOr, Texts
+from gateway.rest.openai_base import (
+    CACHE_SALT_FIELD,
+    Body,
+    FirstErrorOnly,
+    Ids,
+    TextOr,
+    Texts,
+    given_sampling,
+    sampling_field,
+)
 from gateway.rest.openai_forms import ResponseFormat, StructuredOutputs, pick_form
 from gateway.rest.tool_types import TOOLS_FIELD, MessageToolCalls, ToolChoice, Tools, raw_tools
-from gateway.sampling_rules import (
-    MAX_BIAS,
-    MAX_BIASED_TOKENS,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MAX_TEMPERATURE,
-)
+from gateway.sampling_rules import MAX_BIAS, MAX_BIASED_TOKENS
 from gateway.validate import MAX_CHOICES, MAX_MESSAGES, MAX_STOP_STRINGS
 from runtime.peer_input import MAX_DRAFT_TOKENS, MAX_LOGPROBS
 
@@ -88,15 +91,13 @@ class _GenerationBody(Body):
     n: int | None = Field(None, json_schema_extra={"minimum": 1, "maximum": MAX_CHOICES})
     max_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
     min_tokens: int | None = Field(None, json_schema_extra={"minimum": 0})
-    temperature: float | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_TEMPERATURE})
-    top_p: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
+    temperature: float | None = sampling_field("temperature")
+    top_p: float | None = sampling_field("top_p")
     top_k: int | None = Field(None, description="0 keeps all tokens.", json_schema_extra={"minimum": 0})
-    min_p: float | None = Field(None, json_schema_extra={"minimum": 0, "maximum": 1})
-    frequency_penalty: float | None = Field(None, json_schema_extra={"minimum": -MAX_PENALTY, "maximum": MAX_PENALTY})
-    presence_penalty: float | None = Field(None, json_schema_extra={"minimum": -MAX_PENALTY, "maximum": MAX_PENALTY})
-    repetition_penalty: float | None = Field(
-        None, json_schema_extra={"exclusiveMinimum": 0, "maximum": MAX_REPETITION_PENALTY}
-    )
+    min_p: float | None = sampling_field("min_p")
+    frequency_penalty: float | None = sampling_field("frequency_penalty")
+    presence_penalty: float | None = sampling_field("presence_penalty")
+    repetition_penalty: float | None = sampling_field("repetition_penalty")
     logit_bias: _Biases | None = Field(
         None, description=f"Token id to what is added to its logit, from {-MAX_BIAS:g} to {MAX_BIAS:g}."
     )
@@ -108,6 +109,7 @@ class _GenerationBody(Body):
     structured_outputs: StructuredOutputs | None = None
     speculation: Literal["auto", "off", "ngram", "draft"] | None = None
     max_draft_tokens: int | None = Field(None, json_schema_extra={"minimum": 1, "maximum": MAX_DRAFT_TOKENS})
+    cache_salt: str | None = CACHE_SALT_FIELD
     include_timing: bool | None = Field(None, description="Tell where each choice's time went.")
 
     def check_stream_options(self) -> None:
@@ -122,20 +124,21 @@ class _GenerationBody(Body):
 
     def _common(self) -> dict[str, Any]:
         stop = self.stop if self.stop is not None else []
-        return {name: getattr(self, name) for name in _AS_GIVEN} | {
+        return {
+            "model": self.model,
+            "n": self.n,
+            "min_tokens": self.min_tokens,
+            "sampling": given_sampling(self),
             "stop": [stop] if isinstance(stop, str) else stop,
             "stop_token_ids": self.stop_token_ids or [],
             "ignore_eos": bool(self.ignore_eos),
             "logit_bias": {int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()},
             "form": pick_form(self.response_format, self.structured_outputs),
+            "speculation": self.speculation,
+            "max_draft_tokens": self.max_draft_tokens,
             "with_timing": bool(self.include_timing),
+            "cache_salt": self.cache_salt or "",
         }
-
-
-_AS_GIVEN = (
-    "model", "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
-    "repetition_penalty", "seed", "speculation", "max_draft_tokens",
-)  # fmt: skip
 
 
 class ChatCompletionRequest(_GenerationBody):

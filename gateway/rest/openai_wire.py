@@ -11,39 +11,48 @@ from collections.abc import Sequence
 from msgspec import UNSET, Raw, UnsetType
 
 from gateway.answer import Totals
-from gateway.order import Job
+from gateway.errors import ApiError
 from gateway.pieces import Piece
-from gateway.rest.openai_answers import Choice, Envelope, ObjectKind, Usage, encode, encode_choice, usage_of
+from gateway.rest.openai_answers import (
+    Choice,
+    Envelope,
+    ObjectKind,
+    Usage,
+    build_error,
+    encode,
+    encode_choice,
+    usage_of,
+)
 from gateway.rest.openai_choices import Endpoint, Extras
-from gateway.rest.sse import DataEnd, data_event
+from gateway.rest.sse import data_event
 
 
 class AnswerWriter:
     """Writes the answer to one request, as a stream of chunks or as a whole."""
 
-    end = DataEnd()
+    done = b"data: [DONE]\n\n"
 
-    def __init__(self, endpoint: Endpoint, model: str, job: Job, extras: Extras, *, is_usage_streamed: bool) -> None:
+    def __init__(
+        self, endpoint: Endpoint, model: str, totals: Totals, extras: Extras, *, is_usage_streamed: bool
+    ) -> None:
         self._endpoint = endpoint
         self._id = f"{endpoint.id_prefix}-{secrets.token_hex(12)}"
         self._created_s = int(time.time())
         self._model = model
         self._is_usage_streamed = is_usage_streamed
-        self._choices = [endpoint.writer(index, extras) for index in range(len(job.orders))]
-        self._totals = Totals(job)
+        self._choices = [endpoint.writer(index, extras) for index in range(len(totals.job.orders))]
+        self._totals = totals
 
     def begin(self) -> list[bytes]:
         return []
 
     def events(self, index: int, piece: Piece) -> list[bytes]:
-        self._totals.add(index, piece)
         chunks = [self._chunk([choice]) for choice in self._choices[index].chunks(piece)]
         if self._is_usage_streamed and not self._totals.num_open:
             chunks.append(self._chunk([], usage_of(self._totals)))
         return chunks
 
     def add(self, index: int, piece: Piece) -> None:
-        self._totals.add(index, piece)
         self._choices[index].add(piece)
 
     async def whole(self) -> bytes:
@@ -52,6 +61,9 @@ class AnswerWriter:
             choices.append(encode_choice(choice.whole()))
             await asyncio.sleep(0)  # others get their turn: log-probabilities make a choice many megabytes
         return self._envelope(self._endpoint.whole_kind, choices, usage_of(self._totals))
+
+    def failure(self, error: ApiError) -> bytes:
+        return data_event(encode(build_error(error)))
 
     def _chunk(self, choices: Sequence[Choice], usage: Usage | None = None) -> bytes:
         told = usage if self._is_usage_streamed else UNSET

@@ -11,10 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.access import unique_id
-from gateway.answer import stream_choices
+from gateway.answer import Totals, stream_choices
 from gateway.front import Front
 from gateway.metrics import RequestMeter
-from gateway.order import Job
 from gateway.pieces import Piece
 from gateway.raw_request import RawRequest
 from gateway.rest.bodies import json_response
@@ -24,13 +23,8 @@ from gateway.rest.sse import EventStream, StreamEnd
 Pieces = AsyncGenerator[tuple[int, Piece], None]
 
 
-class Writer(Protocol):
+class Writer(StreamEnd, Protocol):
     """Writes the answer to one request, once: as a stream or as a whole."""
-
-    @property
-    def end(self) -> StreamEnd:
-        """How its stream ends."""
-        ...
 
     def begin(self) -> list[bytes]:
         """Events to send with those of the first piece."""
@@ -54,16 +48,16 @@ async def respond(
     request: Request,
     raw: RawRequest,
     meter: RequestMeter,
-    new_writer: Callable[[Job], Writer],
+    new_writer: Callable[[Totals], Writer],
     *,
     is_streamed: bool,
 ) -> Response:
     """The response. Raises ApiError, and ClientDisconnect when the client leaves before a whole answer."""
     job = await front.prepare(raw, unique_id(request.state.request_id))
-    writer = new_writer(job)
-    pieces = stream_choices(front, job, meter)
+    totals = Totals(job)
+    writer, pieces = new_writer(totals), stream_choices(front, totals, meter)
     if is_streamed:
-        return EventStream(_stream(writer, pieces), writer.end)
+        return EventStream(_stream(writer, pieces), writer)
     return json_response(await until_disconnect(request.receive, _whole(writer, pieces)))
 
 

@@ -28,7 +28,7 @@ def build_responses_router(front: Front) -> APIRouter:
             request,
             body.raw(),
             meter,
-            lambda job: ResponseWriter(front.served_name, job, asked_of(body, job)),
+            lambda totals: ResponseWriter(front.served_name, totals, asked_of(body, totals.job)),
             is_streamed=bool(body.stream),
         )
 

@@ -9,10 +9,9 @@ from pydantic import Discriminator, Field, Tag
 
 from gateway.errors import bad_request
 from gateway.raw_request import AnswerForm, Chat, Prompt, RawRequest
-from gateway.rest.openai_base import Body, FirstErrorOnly, TextOr
+from gateway.rest.openai_base import CACHE_SALT_FIELD, Body, FirstErrorOnly, TextOr, given_sampling, sampling_field
 from gateway.rest.openai_forms import STRICT
 from gateway.rest.tool_types import ArgumentsText, ChoiceOr
-from gateway.sampling_rules import MAX_TEMPERATURE
 from gateway.tools.history import template_call
 from gateway.tools.request import MAX_TOOLS, NamedChoice, RawTools, Tool
 from gateway.validate import MAX_MESSAGES
@@ -124,14 +123,15 @@ class ResponsesRequest(Body):
     input: TextOr[_Items]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
-    temperature: float | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_TEMPERATURE})
-    top_p: float | None = Field(None, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
+    temperature: float | None = sampling_field("temperature")
+    top_p: float | None = sampling_field("top_p")
     stream: bool | None = None
     text: TextConfig | None = None
     tools: _Tools | None = Field(None, json_schema_extra={"maxItems": MAX_TOOLS})
     tool_choice: ChoiceOr[FunctionChoice] | None = None
     parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several functions.")
     metadata: dict[str, str] | None = Field(None, description="Comes back with the answer.")
+    cache_salt: str | None = CACHE_SALT_FIELD
 
     def raw(self) -> RawRequest:
         """The request without its wire format."""
@@ -142,8 +142,8 @@ class ResponsesRequest(Body):
             prompts_param="input",
             max_tokens=self.max_output_tokens,
             max_tokens_param="max_output_tokens",
-            temperature=self.temperature,
-            top_p=self.top_p,
+            sampling=given_sampling(self),
+            cache_salt=self.cache_salt or "",
             form=self.text.format.form() if self.text and self.text.format else None,
             tools=RawTools(
                 [tool.tool() for tool in self.tools or ()],

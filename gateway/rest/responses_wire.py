@@ -66,33 +66,27 @@ def asked_of(request: ResponsesRequest, job: Job) -> Asked:
 
 
 class ResponseWriter:
-    """Writes the answer to one request, which has one choice. It is its own `end`: failures tell what came so far."""
+    """Writes the answer to one request, which has one choice. Failures tell what came so far."""
 
     done = b""
 
-    def __init__(self, model: str, job: Job, asked: Asked) -> None:
+    def __init__(self, model: str, totals: Totals, asked: Asked) -> None:
         self._id = f"resp_{secrets.token_hex(24)}"
         self._created_s = int(time.time())
         self._model = model
         self._asked = asked
-        self._totals = Totals(job)
+        self._totals = totals
         self._reader = ItemReader()
         self._item_ids: list[str] = []
         self._statuses: list[ItemStatus] = []  # of the items that are over
         self._last = Piece("")
         self._num_events = 0
 
-    @property
-    def end(self) -> "ResponseWriter":
-        """How its stream ends."""
-        return self
-
     def begin(self) -> list[bytes]:
         begun = self._response("in_progress")
         return [_framed(kind(sequence_number=self._number(), response=begun)) for kind in (Created, InProgress)]
 
     def events(self, index: int, piece: Piece) -> list[bytes]:
-        self._totals.add(index, piece)
         events = [news for event in self._read(piece) for news in self._item_events(event)]
         if piece.finish_reason is not None:
             kind = IncompleteEvent if piece.finish_reason == "length" else Completed
@@ -100,7 +94,6 @@ class ResponseWriter:
         return [_framed(event) for event in events]
 
     def add(self, index: int, piece: Piece) -> None:
-        self._totals.add(index, piece)
         self._read(piece)
         self._last = piece
 

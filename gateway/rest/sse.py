@@ -15,7 +15,6 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.errors import ApiError
 from gateway.rest.disconnect import until_disconnect
 from gateway.rest.http_errors import error_response
-from gateway.rest.openai_answers import build_error, encode
 
 _log = structlog.get_logger()
 
@@ -31,15 +30,6 @@ class StreamEnd(Protocol):
     def failure(self, error: ApiError) -> bytes:
         """Events instead of those that a stream still lacks."""
         ...
-
-
-class DataEnd:
-    """How chat and plain completions end theirs."""
-
-    done = b"data: [DONE]\n\n"
-
-    def failure(self, error: ApiError) -> bytes:
-        return data_event(encode(build_error(error)))
 
 
 def data_event(message: bytes) -> bytes:
@@ -61,12 +51,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, batches: AsyncGenerator[list[bytes], None], end: StreamEnd | None = None) -> None:
-        """`end`: by default that of OpenAI's completions."""
+    def __init__(self, batches: AsyncGenerator[list[bytes], None], end: StreamEnd) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._batches = batches
-        self._end = end or DataEnd()
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves the response."""

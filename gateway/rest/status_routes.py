@@ -5,13 +5,13 @@ Must not know requests.
 
 from importlib.metadata import PackageNotFoundError, version
 
-import msgspec
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from gateway.errors import not_ready
 from gateway.front import Front
+from gateway.rest.bodies import encoded
 
 
 def build_status_router(front: Front) -> APIRouter:
@@ -21,7 +21,7 @@ def build_status_router(front: Front) -> APIRouter:
     @router.get("/live")
     async def live() -> Response:
         """The process answers. Needs no API key."""
-        return _json({"status": "alive"})
+        return encoded({"status": "alive"})
 
     @router.get("/ready")
     @router.get("/health")
@@ -29,12 +29,12 @@ def build_status_router(front: Front) -> APIRouter:
         """Requests can be served; 503 with the reason when not."""
         if reason := front.ring.check_ready():
             raise not_ready(reason)
-        return _json({"status": "ready"})
+        return encoded({"status": "ready"})
 
     @router.get("/version")
     async def get_version() -> Response:
         """The version of this software."""
-        return _json({"version": _own_version()})
+        return encoded({"version": _own_version()})
 
     @router.get("/metrics")
     async def metrics() -> Response:
@@ -49,7 +49,3 @@ def _own_version() -> str:
         return version("baton")
     except PackageNotFoundError:
         return "unknown"
-
-
-def _json(value: dict[str, str]) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -49,18 +49,3 @@ def call_deltas(events: Iterable[CallEvent]) -> list[ToolCallDelta]:
         elif isinstance(event, Arguments):
             deltas.append(ToolCallDelta(event.index, FunctionDelta(event.text)))
     return deltas
-
-
-def whole_calls(events: Iterable[CallEvent]) -> list[ToolCallBody]:
-    """The calls of a choice from all its events."""
-    calls: list[ToolCallBody] = []
-    parts: list[list[str]] = []
-    for event in events:
-        if isinstance(event, CallBegin):
-            calls.append(ToolCallBody(event.id, FunctionBody(event.name, "")))
-            parts.append([])
-        elif isinstance(event, Arguments):
-            parts[event.index].append(event.text)
-    for call, texts in zip(calls, parts, strict=True):
-        call.function.arguments = "".join(texts)
-    return calls

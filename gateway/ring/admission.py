@@ -1,5 +1,7 @@
 """The one queue where requests wait: first come, first served, bounded. Lives on the asyncio thread.
 
+Where requests go is routing.py's.
+
 Started answers go before new requests, and among them who has been silent for longest: else those that move from one
 dying worker to the next would always stand behind those that were already there.
 """
@@ -13,18 +15,30 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from gateway.errors import not_ready, overloaded
+from gateway.generation import Admitted
 from gateway.ring.decode_link import DecodeLink
 from gateway.ring.fleet import Fleet
-from gateway.ring.policy import Placement, Unready, Wait, WaitBeside, choose_beside, choose_placement, find_unready
+from gateway.ring.policy import Placement, find_unready
+from gateway.ring.request_events import Role
+from gateway.ring.request_machine import Request
+from gateway.ring.routing import Coming, Held, Router
 from gateway.ring.worker_link import PrefillLink, WorkerLink
+from wire.page_keys import PageKey
 
 
 class Places:
-    """A place on a decode worker and perhaps one on a prefill worker, held until released."""
+    """A place on a decode worker and perhaps one on a prefill worker, held until released.
 
-    def __init__(self, decode: DecodeLink, prefill: PrefillLink | None) -> None:
+    While `coming` is set, equal prompts wait for the KV that is to come here.
+    """
+
+    def __init__(
+        self, placement: Placement, decode: DecodeLink, prefill: PrefillLink | None, coming: Coming | None
+    ) -> None:
+        self.placement = placement
         self.decode = decode
         self.prefill = prefill
+        self.coming = coming
         self._held: list[WorkerLink] = [decode, prefill] if prefill else [decode]
         for link in self._held:
             link.num_mine += 1
@@ -47,19 +61,8 @@ class Places:
 
 
 @dataclass(slots=True, eq=False)
-class Expected:
-    """Requests that were admitted with another one and are yet to come."""
-
-    count: int
-
-
-@dataclass(slots=True, eq=False)
 class _Waiter:
-    num_missing: int
-    avoid: frozenset[str]
-    is_retry: bool
-    silent_since: float
-    beside: str | None  # incarnation of the decode worker on which it shares a session's prompt
+    request: Request  # does not change while it waits
     decided: asyncio.Future[None]
     places: Places | None = None
 
@@ -67,11 +70,11 @@ class _Waiter:
 class Admission:
     """Places requests on workers as these get room."""
 
-    def __init__(self, fleet: Fleet, max_queue: int, local_prefill_max_tokens: int, patience_s: float) -> None:
+    def __init__(self, fleet: Fleet, router: Router, max_queue: int, patience_s: float) -> None:
         """`patience_s`: how long requests wait while nobody can serve, counted from when somebody last could."""
         self._fleet = fleet
+        self._router = router
         self._max_queue = max_queue
-        self._local_prefill_max_tokens = local_prefill_max_tokens
         self._patience_s = patience_s
         self._could_serve = -float("inf")  # when somebody last could
         self._waiting: deque[_Waiter] = deque()
@@ -84,30 +87,26 @@ class Admission:
         return len(self._waiting) + self._num_apart
 
     @contextmanager
-    def admit(self, num_choices: int) -> Iterator[Expected]:
-        """Let a request in, and at once those that will come with it, for all their attempts: they count as waiting.
-
-        Any number where nobody waits, so that none is refused for ever. Raises ApiError, 429, when they exceed the
-        queue's limit. At the end of the block no further one is expected.
-        """
+    def admit(self, num_choices: int) -> Iterator[Admitted]:
+        """As Ring.admit. Any number where nobody waits, so that none is refused for ever."""
         num_waiting = self.num_waiting
         if num_waiting and num_waiting + num_choices > self._max_queue:
             if num_choices == 1:
                 raise overloaded(f"{num_waiting} requests are waiting, the most allowed by --max-queue; try again")
             limit = f"--max-queue, which is {self._max_queue}"
             raise overloaded(f"{num_waiting} requests are waiting, and {num_choices} more exceed {limit}; try again")
-        expected = Expected(num_choices - 1)
-        self._num_apart += expected.count
+        admitted = Admitted(num_choices)
+        self._num_apart += num_choices
         try:
-            yield expected
+            yield admitted
         finally:
-            self._num_apart -= expected.count
-            expected.count = 0
+            self._num_apart -= admitted.num_unplaced
+            admitted.num_unplaced = 0
 
-    def come(self, expected: Expected) -> None:
-        """One of those expected is here."""
-        if expected.count:
-            expected.count -= 1
+    def come(self, admitted: Admitted) -> None:
+        """One of the request's choices is here."""
+        if admitted.num_unplaced:
+            admitted.num_unplaced -= 1
             self._num_apart -= 1
 
     @contextmanager
@@ -120,24 +119,14 @@ class Admission:
             self._num_apart -= 1
 
     @asynccontextmanager
-    async def place(
-        self,
-        num_missing: int,
-        avoid: frozenset[str],
-        is_retry: bool,
-        silent_since: float,
-        timeout_s: float,
-        beside: str | None = None,
-    ) -> AsyncIterator[Places]:
+    async def place(self, request: Request, timeout_s: float) -> AsyncIterator[Places]:
         """Wait for places, and hold them until the end of the block. For who was admitted.
 
-        `beside`: a decode worker's incarnation, to be placed there and nowhere else as long as it is alive.
         A retry goes before new requests, and before retries whose clients got news later. Raises ApiError, 503, when
         nobody has been able to serve for too long or no place got free within `timeout_s`.
         """
-        decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(num_missing, avoid, is_retry, silent_since, beside, decided)
-        insort(self._waiting, waiter, key=lambda other: (not other.is_retry, other.silent_since))
+        waiter = _Waiter(request, asyncio.get_running_loop().create_future())
+        insort(self._waiting, waiter, key=lambda other: (not other.request.is_retry, other.request.silent_since))
         self._pump()
         try:
             try:
@@ -153,6 +142,25 @@ class Admission:
                 self._waiting.remove(waiter)
             if waiter.places is not None:
                 waiter.places.release_all()
+                self._end_coming(waiter.places)
+
+    def remember(self, places: Places, request: Request, role: Role) -> None:
+        """The worker of that role has the KV of all the request's tokens but the last."""
+        worker = places.placement.decode if role == "decode" else places.placement.prefill
+        assert worker is not None
+        self._router.remember(worker, request)
+        if role == "decode":
+            self._end_coming(places)
+
+    def correct(self, places: Places, request: Request, num_cached: int) -> None:
+        """The decode worker has no more than the first `num_cached` tokens of the request."""
+        self._router.correct(places.placement.decode, request, num_cached)
+
+    def _end_coming(self, places: Places) -> None:
+        if places.coming is not None:
+            self._router.end(places.coming)
+            places.coming = None
+            self._pump()
 
     def _pump(self) -> None:
         """Decide on what waits. Called at each change, and at each answer or silence of a worker: so time counts."""
@@ -165,33 +173,31 @@ class Admission:
             self._refuse_all(reason)
 
     def _place_all(self) -> None:
-        """As many as have room, in order. Nobody who waits lets others pass, but to workers that he cannot use."""
-        full = set[str]()  # incarnations beside a session of which somebody waits
+        """As many as have room, in order.
+
+        FIFO per worker: a request overtakes another only on workers that the other cannot use, or while that is held.
+        """
+        if not self._waiting:
+            return
+        views = self._fleet.views()
+        self._router.keep(views)
+        held = set[PageKey | None]()
         left: frozenset[str] | None = None  # incarnations that nobody who waits can use; None: nobody waits
         for waiter in list(self._waiting):
-            if waiter.beside in full:
+            if self._router.find_key(views, waiter.request) in held:
                 continue
-            choice = self._choose(waiter, left)
+            usable = [view for view in views if left is None or view.role == "prefill" or view.incarnation in left]
+            choice = self._router.choose(usable, waiter.request)
             if isinstance(choice, Placement):
                 self._waiting.remove(waiter)
                 self._decide(waiter, choice)
-            elif isinstance(choice, WaitBeside):
-                full.add(choice.incarnation)
+                views = self._fleet.views()
+            elif isinstance(choice, Held):
+                held.add(choice.key)
             else:
-                left = waiter.avoid if left is None else left & waiter.avoid
+                left = frozenset(waiter.request.avoid) if left is None else left & waiter.request.avoid
                 if not left:
                     return
-
-    def _choose(self, waiter: _Waiter, left: frozenset[str] | None) -> Placement | Wait | WaitBeside | Unready:
-        """`left`: the decode workers among which to choose; None: all. They matter not to who has one certain place."""
-        views = self._fleet.views()
-        if waiter.beside is not None:
-            choice = choose_beside(views, waiter.beside)
-            if not isinstance(choice, Unready):
-                return choice
-        if left is not None:
-            views = [view for view in views if view.role == "prefill" or view.incarnation in left]
-        return choose_placement(views, waiter.num_missing, self._local_prefill_max_tokens, waiter.avoid)
 
     def _refuse_all(self, reason: str) -> None:
         while self._waiting:
@@ -203,5 +209,6 @@ class Admission:
         if waiter.decided.done():  # its request was cancelled this very moment
             return
         prefill = self._fleet.prefill[choice.prefill.address] if choice.prefill else None
-        waiter.places = Places(self._fleet.decode[choice.decode.address], prefill)
+        coming = self._router.begin(waiter.request, choice)
+        waiter.places = Places(choice, self._fleet.decode[choice.decode.address], prefill, coming)
         waiter.decided.set_result(None)

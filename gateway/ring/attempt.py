@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import grpc
 
-from gateway.generation import Grammar, Sampling, TokenLogprobs, Tokens
-from gateway.ring.admission import Places
+from gateway.generation import Grammar, Tokens
+from gateway.ring.admission import Admission, Places
 from gateway.ring.decode_link import Lost as LinkLost
 from gateway.ring.decode_link import RemoteSession
-from gateway.ring.request_actions import Action, Emit, GiveBack, Leave, Prefill, Reserve
+from gateway.ring.request_actions import Action, Emit, Forget, GiveBack, Leave, Prefill, Remember, Reserve
 from gateway.ring.request_events import (
     Event,
     Lost,
@@ -21,14 +21,14 @@ from gateway.ring.request_events import (
     Refused,
     Reserved,
     Role,
-    SessionTiming,
     TimedOut,
 )
 from gateway.ring.request_machine import Phase, Request
-from gateway.ring.sharing import Leader
 from gateway.ring.worker_link import GONE, PrefillLink
 from protos import decode_pb2, kv_pb2, prefill_pb2
 from runtime import rpc
+from wire.logprobs import TokenLogprobs
+from wire.messages import pack_sampling, unpack_decode_timing, unpack_logprobs, unpack_prefill_timing
 
 _READ_AT_ONCE = 512  # log-probabilities; reading them holds the event loop, 7 us each where 20 tokens are told
 
@@ -46,9 +46,8 @@ class Attempt:
     """A try of `request`, which has `places`. Whatever ends it, nothing of it is left on the workers."""
 
     request: Request
+    admission: Admission
     places: Places
-    leader: Leader | None = None  # who is told the session, for others to share its prompt
-    partner: RemoteSession | None = None  # a session whose prompt to share
     left: Leave | None = None  # how it ended: the machine's word. Set by `run`
     _prefilling: asyncio.Task[None] | None = None
 
@@ -56,13 +55,12 @@ class Attempt:
         """New tokens; afterwards the request waits again or has ended."""
         decode, prefill = self.places.decode, self.places.prefill
         with decode.open_session(self.request.silent_since) as session:
-            placed = Placed(session.incarnation, prefill.status.peer.incarnation if prefill else None)
+            local_prefill_max_tokens = self.places.placement.local_prefill_max_tokens
+            placed = Placed(session.incarnation, prefill.incarnation if prefill else None, local_prefill_max_tokens)
             session.on_over = lambda: self.places.release(decode)  # a client that reads slowly must not keep it
             (reserve,) = self.request.step(placed, time.monotonic())
             assert isinstance(reserve, Reserve)
             event, ticket = await self._reserve(reserve, session)
-            if self.leader is not None and isinstance(event, Reserved):
-                self.leader.open(session)
             try:
                 while True:
                     for action in self.request.step(event, time.monotonic()):
@@ -73,8 +71,6 @@ class Attempt:
                         return
                     event = await self._next_event(session)
             finally:
-                if self.leader is not None:
-                    self.leader.close()
                 if self._prefilling is not None:
                     self._prefilling.cancel()
 
@@ -86,6 +82,10 @@ class Attempt:
             link = prefill if action.role == "prefill" else self.places.decode
             assert link is not None
             (self.places.give_back_refused if action.is_refused else self.places.release)(link)
+        elif isinstance(action, Remember):
+            self.admission.remember(self.places, self.request, action.role)
+        elif isinstance(action, Forget):
+            self.admission.correct(self.places, self.request, action.num_cached)
         elif isinstance(action, Leave):
             self.left = action
 
@@ -96,9 +96,9 @@ class Attempt:
             attempt=action.attempt,
             gateway=session.stream,
             handle=session.handle,
-            prompt_ids=action.prompt_ids,
+            prompt=action.prompt,
             max_tokens=action.max_tokens,
-            sampling=_sampling_message(generation.sampling),
+            sampling=pack_sampling(generation.sampling),
             stop_token_ids=sorted(generation.stop_token_ids),
             local_prefill_max_tokens=action.local_prefill_max_tokens,
             num_emitted=action.num_emitted,
@@ -109,17 +109,13 @@ class Attempt:
             speculation=decode_pb2.Speculation(
                 drafter=generation.speculation.drafter, max_draft_tokens=generation.speculation.max_draft_tokens
             ),
-            share_with=self._share_with(session),
+            cache_salt=generation.cache_salt,
         )
         try:
             answer = await decode.reserve(message, timeout_s=self._remaining_s())
         except grpc.aio.AioRpcError as error:
             return _refusal("decode", decode.address, error), kv_pb2.Ticket()
-        return Reserved(answer.needs_prefill), answer.ticket
-
-    def _share_with(self, session: RemoteSession) -> int:
-        """Handle of the partner's session, if it is open on the same stream."""
-        return self.partner.handle if self.partner is not None and self.partner.stream == session.stream else 0
+        return Reserved(answer.needs_prefill, answer.ticket.begin), answer.ticket
 
     async def _prefill(
         self, action: Prefill, prefill: PrefillLink, ticket: kv_pb2.Ticket, session: RemoteSession
@@ -129,7 +125,8 @@ class Attempt:
         try:
             run = prefill_pb2.RunRequest(
                 request_id=request_id,
-                prompt_ids=action.prompt_ids,
+                prompt=action.prompt,
+                cache_salt=self.request.generation.cache_salt,
                 ticket=ticket,
                 num_prompt_logprobs=action.num_prompt_logprobs,
             )
@@ -159,7 +156,7 @@ class Attempt:
         if isinstance(news, LinkLost):
             return Lost(news.reason)
         if isinstance(news, prefill_pb2.RunResponse):
-            return await _prefilled(news)
+            return Prefilled(unpack_prefill_timing(news), await _logprobs(news.prompt_logprobs))
         error = f"{self.places.decode.address}: {news.error or news.finish_reason}"
         return await _news(news, news.error if news.finish_reason == "grammar_error" else error)
 
@@ -179,42 +176,15 @@ def _refusal(role: Role, address: str, error: grpc.aio.AioRpcError) -> Refused:
             detail = error.details() or "the decode worker refused the request"
         is_grammar = (rpc.FIELD_AT_FAULT, "grammar") in metadata
         return Refused(role, "invalid", detail, is_grammar)
-    if error.code() is grpc.StatusCode.NOT_FOUND and role == "decode":
-        return Refused(role, "unshared", detail)
     is_absent = error.code() in GONE or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     return Refused(role, "absent" if is_absent else "failed", detail)
-
-
-def _sampling_message(sampling: Sampling) -> decode_pb2.SamplingParams:
-    return decode_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=[decode_pb2.TokenBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
-    )
 
 
 def _grammar_message(grammar: Grammar | None) -> decode_pb2.Grammar | None:
     return None if grammar is None else decode_pb2.Grammar(kind=grammar.kind, text=grammar.text)
 
 
-async def _prefilled(response: prefill_pb2.RunResponse) -> Prefilled:
-    return Prefilled(
-        prefill_s=response.queue_seconds + response.prefill_seconds,
-        transfer_s=response.transfer_seconds,
-        transfer_bytes=response.transfer_bytes,
-        transport=response.transport,
-        prompt_logprobs=await _logprobs(response.prompt_logprobs),
-    )
-
-
 async def _news(delta: decode_pb2.SessionDelta, error: str) -> News:
-    timing = delta.timing
     return News(
         delta.attempt,
         delta.token_ids,
@@ -222,13 +192,7 @@ async def _news(delta: decode_pb2.SessionDelta, error: str) -> News:
         error,
         await _logprobs(delta.logprobs),
         await _logprobs(delta.prompt_logprobs),
-        SessionTiming(
-            timing.kv_seconds,
-            timing.first_step_seconds,
-            timing.decode_seconds,
-            timing.draft_tokens,
-            timing.accepted_tokens,
-        ),
+        unpack_decode_timing(delta.timing),
     )
 
 
@@ -238,9 +202,5 @@ async def _logprobs(messages: Sequence[decode_pb2.TokenLogprobs]) -> list[TokenL
     for start in range(0, len(messages), _READ_AT_ONCE):
         if start:
             await asyncio.sleep(0)
-        told += map(_told, messages[start : start + _READ_AT_ONCE])
+        told += map(unpack_logprobs, messages[start : start + _READ_AT_ONCE])
     return told
-
-
-def _told(one: decode_pb2.TokenLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(one.logprob, tuple(zip(one.top_ids, one.top_logprobs, strict=True)))

@@ -65,6 +65,11 @@ class DecodeLink(WorkerLink):
         self._spawn(self._listen())
         self._spawn(self._abort_unwanted())
 
+    @property
+    def incarnation(self) -> str:
+        """A worker that came back may open its stream before it tells its status."""
+        return self._incarnation
+
     def find_trouble(self) -> str | None:
         trouble = super().find_trouble()
         if trouble is None and not self._stream:

@@ -3,22 +3,21 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack, aclosing, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from gateway.errors import ApiError
-from gateway.generation import Generation, SharedPrompt, Tokens
+from gateway.generation import Admitted, Generation, Tokens
 from gateway.ring.admission import Admission
 from gateway.ring.attempt import Attempt
-from gateway.ring.decode_link import RemoteSession
 from gateway.ring.fleet import Fleet
 from gateway.ring.policy import find_unready
 from gateway.ring.request_actions import Leave
 from gateway.ring.request_events import Unplaced
 from gateway.ring.request_machine import Phase, Request
-from gateway.ring.sharing import Leader, admitted, find_leader
+from gateway.ring.routing import Router
 from runtime.metrics import SECONDS_BUCKETS
 
 log = structlog.get_logger()
@@ -35,11 +34,14 @@ class Dispatcher:
         request_timeout_s: float,
         patience_s: float,
         registry: CollectorRegistry,
+        cache_routing: bool = True,
     ) -> None:
-        """`patience_s`: how long requests wait for a worker to come back, while there is none."""
+        """`patience_s`: how long requests wait for a worker to come back, while there is none.
+
+        `cache_routing`: whether what workers probably have of a prompt counts beside their load.
+        """
         self._fleet = fleet
-        self._admission = Admission(fleet, max_queue, local_prefill_max_tokens, patience_s)
-        self._local_prefill_max_tokens = local_prefill_max_tokens
+        self._admission = Admission(fleet, Router(local_prefill_max_tokens, cache_routing), max_queue, patience_s)
         self._request_timeout_s = request_timeout_s
         self._patience_s = patience_s
         self._num_running = 0
@@ -60,34 +62,28 @@ class Dispatcher:
     def check_ready(self) -> str | None:
         return find_unready(self._fleet.views())
 
-    async def generate(
-        self, generation: Generation, shared: SharedPrompt | None = None
-    ) -> AsyncGenerator[Tokens, None]:
+    def admit(self, num_choices: int) -> AbstractContextManager[Admitted]:
+        return self._admission.admit(num_choices)
+
+    async def generate(self, generation: Generation, admitted: Admitted) -> AsyncGenerator[Tokens, None]:
+        self._admission.come(admitted)
         now = time.monotonic()
-        deadline = now + self._request_timeout_s
-        request = Request(generation, deadline, self._local_prefill_max_tokens, self._patience_s, now)
-        others = find_leader(shared)
-        with admitted(shared, self._admission) as leader:
-            while request.phase is Phase.WAITING:
-                async with aclosing(self._try(request, leader, others)) as news:
-                    async for tokens in news:
-                        yield tokens
-                others = None
+        request = Request(generation, now + self._request_timeout_s, self._patience_s, now)
+        while request.phase is Phase.WAITING:
+            async with aclosing(self._try(request)) as news:
+                async for tokens in news:
+                    yield tokens
         if request.error is not None:
             raise request.error
 
-    async def _try(
-        self, request: Request, leader: Leader | None, others: Leader | None
-    ) -> AsyncGenerator[Tokens, None]:
-        """One attempt, from the queue to its end. `leader`: to tell the session; `others`: to share theirs."""
-        async with AsyncExitStack() as held:
-            started = time.monotonic()
+    async def _try(self, request: Request) -> AsyncGenerator[Tokens, None]:
+        """One attempt, from the queue to its end."""
+        started = time.monotonic()
+        if request.resumes_at > started:
             with self._admission.apart():
-                partner = await _prepare(request, others, started)
-            waiting = self._admission.place(
-                request.num_missing, frozenset(request.avoid), request.is_retry, request.silent_since,
-                timeout_s=request.deadline - time.monotonic(), beside=partner.incarnation if partner else None,
-            )  # fmt: skip
+                await asyncio.sleep(request.resumes_at - started)
+        async with AsyncExitStack() as held:
+            waiting = self._admission.place(request, timeout_s=request.deadline - time.monotonic())
             try:
                 places = await held.enter_async_context(waiting)
             except ApiError as error:
@@ -97,7 +93,7 @@ class Dispatcher:
             request.queue_s += waited
             self._queue_seconds.observe(waited)
             held.enter_context(self._counted_as_running())
-            attempt = Attempt(request, places, leader, partner)
+            attempt = Attempt(request, self._admission, places)
             async with aclosing(attempt.run()) as news:
                 async for tokens in news:
                     yield tokens
@@ -118,10 +114,3 @@ class Dispatcher:
             self._failed_attempts.inc()
         say = log.warning if left.is_failure else log.debug
         say("attempt left", request_id=request.generation.request_id, reason=left.reason, is_failure=left.is_failure)
-
-
-async def _prepare(request: Request, others: Leader | None, now: float) -> RemoteSession | None:
-    """What comes before the queue: a pause, or the session to share."""
-    if request.resumes_at > now:
-        await asyncio.sleep(request.resumes_at - now)
-    return None if others is None else await others.find_session(request.deadline - now)

@@ -11,10 +11,10 @@ class Reserve:
     """Open a session."""
 
     attempt: int
-    prompt_ids: list[int]
+    prompt: bytes  # packed tokens
     max_tokens: int
     local_prefill_max_tokens: int
-    num_emitted: int  # the last so many of prompt_ids are answer
+    num_emitted: int  # the last so many tokens of the prompt are answer
     num_prompt_logprobs: int | None
 
 
@@ -22,7 +22,7 @@ class Reserve:
 class Prefill:
     """Have the prompt prefilled for the session."""
 
-    prompt_ids: list[int]
+    prompt: bytes  # packed tokens
     num_prompt_logprobs: int | None
 
 
@@ -32,6 +32,20 @@ class GiveBack:
 
     role: Role
     is_refused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """The attempt's worker of this role has the KV of all the request's tokens but the last, and keeps it a while."""
+
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The attempt's decode worker has less of the prompt than was thought."""
+
+    num_cached: int  # tokens that it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,4 +63,4 @@ class Leave:
     is_failure: bool = False
 
 
-Action = Reserve | Prefill | GiveBack | Emit | Leave
+Action = Reserve | Prefill | GiveBack | Remember | Forget | Emit | Leave

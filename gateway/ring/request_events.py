@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.errors import ApiError
-from gateway.generation import TokenLogprobs
+from wire.logprobs import TokenLogprobs
+from wire.timing import Timing
 
 Role = Literal["prefill", "decode"]
 
@@ -19,6 +20,7 @@ class Placed:
 
     decode: str
     prefill: str | None
+    local_prefill_max_tokens: int  # as in policy.Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +35,18 @@ class Reserved:
     """The session is open."""
 
     needs_prefill: bool
+    num_cached: int = 0  # tokens of the prompt whose KV the decode worker has
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
     """A worker has no room for the attempt, cannot ever serve such a request, is not there to be asked, or failed.
 
-    "unshared": nobody is there to share with. "compiling": the grammar is not there yet.
+    "compiling": the grammar is not there yet.
     """
 
     role: Role
-    why: Literal["no room", "compiling", "unshared", "invalid", "absent", "failed"]
+    why: Literal["no room", "compiling", "invalid", "absent", "failed"]
     detail: str
     is_grammar: bool = False  # with "invalid": the grammar is at fault
 
@@ -52,22 +55,8 @@ class Refused:
 class Prefilled:
     """All KV was handed over: the prefill worker is done with the attempt."""
 
-    prefill_s: float = 0.0  # the wait for its turn included
-    transfer_s: float = 0.0
-    transfer_bytes: int = 0
-    transport: str = ""
+    timing: Timing = field(default_factory=Timing)  # the prefill worker's part
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # of all prompt tokens but the first, when asked for
-
-
-@dataclass(frozen=True, slots=True)
-class SessionTiming:
-    """What a decode worker tells with a session's last news."""
-
-    kv_s: float = 0.0
-    first_step_s: float = 0.0
-    decode_s: float = 0.0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +69,7 @@ class News:
     error: str = ""
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the next prompt tokens, where decode computes the prompt
-    timing: SessionTiming = field(default_factory=SessionTiming)
+    timing: Timing = field(default_factory=Timing)  # the decode worker's part, with the last news
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,16 @@ Who leaves an attempt (`Leave`) lets go of all it holds: session, prefill, place
 decision: its attempt is left, and that is all.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal
 
+import numpy as np
+
 from gateway.errors import ApiError, bad_request, not_ready, took_too_long
-from gateway.generation import Generation, Timing, TokenLogprobs, Tokens
-from gateway.ring.policy import NO_LIMIT
-from gateway.ring.request_actions import Action, Emit, GiveBack, Leave, Prefill, Reserve
+from gateway.generation import Generation, Tokens
+from gateway.ring.request_actions import Action, Emit, Forget, GiveBack, Leave, Prefill, Remember, Reserve
 from gateway.ring.request_events import (
     Event,
     Lost,
@@ -24,10 +26,13 @@ from gateway.ring.request_events import (
     Prefilled,
     Refused,
     Reserved,
-    SessionTiming,
     TimedOut,
     Unplaced,
 )
+from wire.logprobs import TokenLogprobs
+from wire.messages import pack_tokens
+from wire.page_keys import TOKEN_BYTES, PageKey, page_keys, root_key
+from wire.timing import Timing
 
 MAX_ATTEMPTS = 3  # that failed in a row, none of them with a new token
 GRAMMAR_PAUSE_S = 0.5  # before a worker is asked again that still compiles the grammar
@@ -47,7 +52,6 @@ class Request:
 
     generation: Generation
     deadline: float  # when it has taken too long
-    local_prefill_max_tokens: int
     patience_s: float  # how long it looks for a worker that is there
     silent_since: float  # when its client last got tokens; before the first, when it came, or comes again
     phase: Phase = Phase.WAITING
@@ -59,17 +63,34 @@ class Request:
     absent_since: float | None = None  # when it first found nobody, since a worker last took it
     emitted: list[int] = field(default_factory=list)  # with the client: never said again, never taken back
     avoid: set[str] = field(default_factory=set)  # incarnations to which failed attempts are blamed
-    places: Placed = field(default=Placed("", None))  # of the present attempt
-    prefilled: Prefilled | None = None  # in the present attempt
+    mistaken: set[str] = field(default_factory=set)  # incarnations that had less of the prompt than was thought
+    places: Placed = field(default=Placed("", None, 0))  # of the present attempt
+    num_cached: int = 0  # tokens whose KV decode had when the present attempt began
+    prefilled: Timing | None = None  # of the present attempt, where a prefill worker ran
+    is_remembered: bool = False  # decode is known to have the KV of the present attempt's prompt
     queue_s: float = 0.0  # spent waiting for places in all attempts; kept by whoever waits
     is_prompt_told: bool = False  # the log-probabilities of the prompt are with the client
     scored: list[TokenLogprobs] = field(default_factory=list)  # prompt tokens' that came so far in the present attempt
     held: list[News] = field(default_factory=list)  # back until all those are there
+    _prompt: bytes = field(init=False)  # packed
+    _keys: dict[tuple[str, int], list[PageKey]] = field(default_factory=dict)  # (weights, page_tokens) |-> keys so far
+
+    def __post_init__(self) -> None:
+        self._prompt = _pack(self.generation.prompt_ids)
 
     @property
-    def prompt_ids(self) -> list[int]:
-        """What the present attempt starts from."""
-        return [*self.generation.prompt_ids, *self.emitted]
+    def packed_tokens(self) -> bytes:
+        """All tokens so far: what the present attempt starts from."""
+        return self._prompt + _pack(self.emitted)
+
+    def page_keys(self, weights: str, page_tokens: int) -> Sequence[PageKey]:
+        """Keys of the whole pages that all tokens so far but the last fill: that one's KV is the next step's."""
+        keys = self._keys.setdefault((weights, page_tokens), [])
+        if page_tokens and len(keys) < self.num_missing // page_tokens:
+            parent = keys[-1] if keys else root_key(weights, self.generation.cache_salt)
+            rest = self.packed_tokens[len(keys) * page_tokens * TOKEN_BYTES : -TOKEN_BYTES]
+            keys.extend(page_keys(parent, rest, page_tokens))
+        return keys
 
     @property
     def num_missing(self) -> int:
@@ -98,14 +119,15 @@ class Request:
                 return self._reserve(event)
             case Phase.WAITING, Unplaced(error):
                 return self._end(error)
-            case Phase.RESERVING, Reserved(needs_prefill):
-                return self._run(needs_prefill)
+            case Phase.RESERVING, Reserved():
+                return self._run(event, now)
             case Phase.RESERVING | Phase.RUNNING, Refused():
                 return self._take_refusal(event, now)
             case Phase.RUNNING, Prefilled():
-                self.prefilled = event
+                self.prefilled, self.is_remembered = event.timing, True
                 self.scored.extend(event.prompt_logprobs)
-                return [GiveBack("prefill", is_refused=False), *self._tell([], now)]
+                remember = [Remember("prefill"), Remember("decode")]
+                return [*remember, GiveBack("prefill", is_refused=False), *self._tell([], now)]
             case Phase.RUNNING, News(attempt=self.attempt):
                 return self._take_news(event, now)
             case Phase.RESERVING | Phase.RUNNING, Lost(reason):
@@ -118,28 +140,32 @@ class Request:
         self.phase = Phase.RESERVING
         self.is_new_again = False
         self.places = places
-        self.prefilled = None
+        self.prefilled, self.is_remembered = None, False
         self.scored, self.held = [], []
-        local = self.local_prefill_max_tokens if places.prefill is not None else NO_LIMIT
-        emitted, prompt = len(self.emitted), self.prompt_ids
-        return [Reserve(self.attempt, prompt, self.num_left, local, emitted, self.num_prompt_logprobs)]
+        local, emitted = places.local_prefill_max_tokens, len(self.emitted)
+        return [Reserve(self.attempt, self.packed_tokens, self.num_left, local, emitted, self.num_prompt_logprobs)]
 
-    def _run(self, needs_prefill: bool) -> list[Action]:
+    def _run(self, reserved: Reserved, now: float) -> list[Action]:
         self.phase = Phase.RUNNING
         self.absent_since = None
-        if self.places.prefill is None:
-            return []
-        if not needs_prefill:
+        self.num_cached = reserved.num_cached
+        if self.places.prefill is not None:
+            if reserved.needs_prefill:
+                return [Prefill(self.packed_tokens, self.num_prompt_logprobs)]
             return [GiveBack("prefill", is_refused=False)]
-        return [Prefill(self.prompt_ids, self.num_prompt_logprobs)]
+        if not reserved.needs_prefill:
+            return []
+        reason = "the decode worker lacks more of the prompt than was thought"
+        if self.places.decode in self.mistaken:
+            return self._fail(reason, self.places.decode, now)
+        self.mistaken.add(self.places.decode)
+        return [Forget(reserved.num_cached), *self._again(Leave(reason))]
 
     def _take_refusal(self, refused: Refused, now: float) -> list[Action]:
         if refused.why == "no room":
             return [GiveBack(refused.role, is_refused=True), *self._again(Leave(refused.detail))]
         if refused.why == "compiling":
             return self._pause(refused.detail, now)
-        if refused.why == "unshared":
-            return self._again(Leave(refused.detail))
         if refused.why == "invalid" and not self.emitted:  # later it is no fault of the client's: another may do
             grammar = self.generation.grammar if refused.is_grammar else None
             param = grammar.param if grammar else None
@@ -186,9 +212,7 @@ class Request:
             return self._end(bad_request(message, grammar.param), Leave(reason))
         if news.finish_reason != "expired":
             return self._fail(reason, self.places.decode, now)
-        if self.places.prefill is None:  # it shared a prompt whose KV never came: no fault of decode's
-            return self._again(Leave(reason))
-        return self._fail(reason, self.places.prefill, now)
+        return self._fail(reason, self.places.prefill or self.places.decode, now)
 
     def _tell(self, latest: list[News], now: float) -> list[Action]:
         """Tokens for the client; none before all that it asked to hear of the prompt is there."""
@@ -206,23 +230,24 @@ class Request:
         if token_ids:
             self.silent_since = now
             self.num_failures = 0  # workers that die one after the other are no fault of a request that gets on
+        emit = Emit(Tokens(token_ids, _reason(last.finish_reason), logprobs, prompt_logprobs, timing))
         if not last.finish_reason:
-            return [Emit(Tokens(token_ids, None, logprobs, prompt_logprobs, timing))]
-        reason: Literal["stop", "length"] = "stop" if last.finish_reason == "stop" else "length"
-        return [Emit(Tokens(token_ids, reason, logprobs, prompt_logprobs, timing)), *self._end(None, Leave())]
+            remember = [] if self.is_remembered or not token_ids else [Remember("decode")]
+            self.is_remembered = self.is_remembered or bool(token_ids)
+            return [*remember, emit]
+        return [Remember("decode"), emit, *self._end(None, Leave())]
 
-    def _timing(self, session: SessionTiming) -> Timing:
-        prefilled = self.prefilled or Prefilled(prefill_s=session.kv_s)  # decode prefilled by itself, or shared
-        return Timing(
+    def _timing(self, decode: Timing) -> Timing:
+        """Of the whole request, from the decode worker's part."""
+        prefill = self.prefilled or replace(decode, cached_tokens=max(decode.cached_tokens, self.num_cached))
+        return replace(
+            decode,
             queue_s=self.queue_s,
-            prefill_s=prefilled.prefill_s,
-            transfer_s=prefilled.transfer_s,
-            transfer_bytes=prefilled.transfer_bytes,
-            transport=prefilled.transport,
-            first_step_s=session.first_step_s,
-            decode_s=session.decode_s,
-            draft_tokens=session.draft_tokens,
-            accepted_tokens=session.accepted_tokens,
+            prefill_s=prefill.prefill_s,
+            transfer_s=prefill.transfer_s,
+            transfer_bytes=prefill.transfer_bytes,
+            transport=prefill.transport,
+            cached_tokens=min(prefill.cached_tokens, len(self.generation.prompt_ids)),
             attempts=self.attempt,
         )
 
@@ -246,3 +271,13 @@ class Request:
         self.phase = Phase.ENDED
         self.error = error
         return list(last)
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    return pack_tokens(np.array(token_ids, np.int32))
+
+
+def _reason(finish_reason: str) -> Literal["stop", "length"] | None:
+    if not finish_reason:
+        return None
+    return "stop" if finish_reason == "stop" else "length"

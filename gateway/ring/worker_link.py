@@ -130,13 +130,18 @@ class WorkerLink:
             return f"has been in one engine step for {self.status.step_age_s:.0f} s"
         return None
 
+    @property
+    def incarnation(self) -> str:
+        """Of the worker that would get a request."""
+        return self.status.peer.incarnation
+
     def view(self) -> WorkerView:
         trouble = self.find_trouble()
         peer = self.status.peer
         return WorkerView(
             role=self.role,
             address=self.address,
-            incarnation=peer.incarnation,
+            incarnation=self.incarnation,
             layout=peer.layout.SerializeToString(deterministic=True),
             is_alive=trouble is None,
             trouble=trouble or "",
@@ -144,6 +149,9 @@ class WorkerLink:
             num_mine=self.num_mine,
             is_full=self.is_full,
             free_pages=self.status.free_pages,
+            num_pages=peer.num_pages,
+            page_tokens=peer.layout.page_tokens,
+            weights=peer.layout.weights,
         )
 
     def leave(self) -> None:

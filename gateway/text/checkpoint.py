@@ -9,16 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wire.sampling import SamplingParams
 
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """What a request gets for the sampling parameters it leaves out."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # in generation_config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +21,11 @@ class ModelFacts:
     vocab_size: int | None  # rows of the embedding; None when config.json does not say
     context_tokens: int  # most tokens in prompt and answer together
     eos_token_ids: frozenset[int]
-    defaults: SamplingDefaults
+    defaults: SamplingParams  # for what a request leaves out
 
 
 def read_model_facts(folder: Path) -> ModelFacts:
-    """Reads config.json and, where present, generation_config.json. Raises ValueError saying what is missing."""
+    """Reads config.json and, where present, generation_config.json. Raises ValueError saying what is wrong."""
     config = _read_object(folder / "config.json")
     text_config = config.get("text_config") or config  # multimodal checkpoints nest the language model
     generation = _read_object(folder / "generation_config.json")
@@ -70,6 +63,5 @@ def _id_set(eos: int | list[int] | None) -> frozenset[int]:
     return frozenset([eos] if isinstance(eos, int) else eos)
 
 
-def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return SamplingDefaults(**{name: generation[name] for name in names if generation.get(name) is not None})
+def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingParams:
+    return SamplingParams(**{name: generation[name] for name in _DEFAULTED if generation.get(name) is not None})

@@ -10,6 +10,7 @@ import grpc
 from bench.asking import CLIENT_S, Asking
 from bench.fleet import Process, ProcessFleet, wait_until
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from runtime.rpc import new_incarnation
 from tests.oracle import Oracle, random_prompt
 
 VOCAB = 300
@@ -61,7 +62,9 @@ class Truth:
 def ask(
     fleet: ProcessFleet, num_prompt: int = 200, num_tokens: int = 250, seed: int = 1, timeout_s: float = CLIENT_S
 ) -> Asking:
-    return Asking(fleet.grpc_address, prompt_of(num_prompt, seed), num_tokens, timeout_s)
+    """With a salt of its own: all of its prompt is computed, wherever it was before."""
+    prompt = prompt_of(num_prompt, seed)
+    return Asking(fleet.grpc_address, prompt, num_tokens, timeout_s, cache_salt=new_incarnation())
 
 
 def prompt_of(num_tokens: int, seed: int = 1) -> Sequence[int]:

@@ -35,7 +35,7 @@ def run() -> None:
     wait_without_spinning()
     from engine.runner import Runner  # here, because it imports torch
 
-    Runner.run = holdable(Runner.run, file)  # type: ignore[method-assign]
+    Runner.launch = holdable(Runner.launch, file)  # type: ignore[method-assign]
     main()
 
 

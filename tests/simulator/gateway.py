@@ -1,62 +1,95 @@
-"""A gateway: the real request machine and placement policy, between virtual links and clients.
+"""A gateway: the real queue, routing and request machine, between virtual links and clients.
 
-Stands in for admission.py, attempt.py and the links: it does what the machine decides and decides nothing itself.
+Stands in for what awaits: dispatcher.py, attempt.py and the links. It does what the machine decides, no more.
 """
 
-from collections import deque
-from collections.abc import Sequence
+from bisect import insort
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
-from decode_worker.session import Delta, Reservation
-from engine.sampling import SamplingParams
 from gateway.errors import ApiError, not_ready
-from gateway.ring.policy import Placement, WorkerView, choose_placement, find_unready
-from gateway.ring.request_actions import Emit, GiveBack, Leave, Prefill, Reserve
-from gateway.ring.request_events import Event, Lost, News, Placed, Refused, Reserved, TimedOut, Unplaced
+from gateway.ring.admission import Admission, _Waiter
+from gateway.ring.policy import WorkerView
+from gateway.ring.request_actions import Emit, Forget, GiveBack, Leave, Prefill, Remember, Reserve
+from gateway.ring.request_events import (
+    Event,
+    Lost,
+    News,
+    Placed,
+    Prefilled,
+    Refused,
+    Reserved,
+    Role,
+    TimedOut,
+    Unplaced,
+)
 from gateway.ring.request_machine import Phase, Request
+from gateway.ring.routing import Router
 from tests.simulator.decode import SimDecode, Stream
 from tests.simulator.prefill import HEARTBEAT_S, SimPrefill
-from tests.simulator.values import Client, Link, Work
+from tests.simulator.values import Client, Decision, Link, Work
 from tests.simulator.world import Action, Failure, Process, ViolationError, World
+from wire.page_keys import TOKEN_BYTES
+from worker.sequences import Job, Update
 
 POLL_S = 1.0
 RETRY_S = 0.2
 PATIENCE_S = 4.0
 TIMEOUT_S = 12.0
-GREEDY = SamplingParams(0.0, 1.0, 0, 0.0, 0)
 
 
 class SimGateway(Process):
     """One gateway and all it holds."""
 
-    def __init__(self, world: World, name: str, prefills: Sequence[SimPrefill], decodes: Sequence[SimDecode]) -> None:
+    def __init__(
+        self, world: World, name: str, prefills: Sequence[SimPrefill], decodes: Sequence[SimDecode],
+        local_prefill_max_tokens: int, uses_cache: bool,
+    ) -> None:  # fmt: skip
         self._workers = (prefills, decodes)
+        self._routing = (local_prefill_max_tokens, uses_cache)
         self.num_open = 0  # requests announced but not ended: while there are none, nobody is polled
-        self.local_prefill_max_tokens = 0
         super().__init__(world, name)
 
     def boot(self) -> None:
         prefills, decodes = self._workers
-        self.links = [Link("prefill", worker) for worker in prefills] + [Link("decode", worker) for worker in decodes]
+        self._on_change: Callable[[], None] = lambda: None
+        self.links = [
+            *(Link("prefill", worker, self.world, self._change) for worker in prefills),
+            *(Link("decode", worker, self.world, self._change) for worker in decodes),
+        ]
+        fleet: Any = SimpleNamespace(
+            views=self._views,
+            subscribe=self._subscribe,
+            prefill={link.worker.name: link for link in self.links if link.role == "prefill"},
+            decode={link.worker.name: link for link in self.links if link.role == "decode"},
+        )
+        self.router = Router(*self._routing)
+        self.admission = Admission(fleet, self.router, 1, PATIENCE_S)
         self.works: list[Work] = []
         self._sessions: dict[tuple[str, int], Work] = {}  # (stream, handle) |-> request
-        self._waiting: deque[Work] = deque()
         self._arriving: list[Client] = []  # connected, not heard yet
         self._names = 0
-        self._could_serve = -float("inf")  # when some worker last could
-        for link in self.links:
+        for link in self.links if self.num_open else ():
             self._poll(link)
             if isinstance(link.worker, SimDecode):
                 self._open_stream(link, link.worker)
 
+    def _subscribe(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+
+    def _change(self) -> None:
+        self._on_change()
+
     def check(self) -> None:
-        for link in self.links:
-            if link.num_mine != sum(link in work.held for work in self.works):
-                raise ViolationError(f"{self.name} counts {link.num_mine} requests at {link.worker.name}")
+        held: list[Any] = [link for work in self.works if work.waiter and work.places for link in work.places._held]
+        if [link.num_mine for link in self.links] != [held.count(link) for link in self.links]:
+            raise ViolationError(f"{self.name} miscounts its requests: {[link.worker.name for link in held]}")
 
     def crash(self) -> None:
         for work in self.works:
-            self._end(work, "gateway died")
+            self._dismiss(work.client, "gateway died")
+        self.works = []
         for client in self._arriving:
             self._dismiss(client, "gateway died")
         super().crash()
@@ -70,11 +103,14 @@ class SimGateway(Process):
 
     # -- links ---------------------------------------------------------------------------------------------------
 
+    def _views(self) -> list[WorkerView]:
+        return [link.view() for link in self.links]
+
     def _poll(self, link: Link) -> None:
         worker = link.worker
 
         def status(answer: Any) -> None:
-            answer((worker.incarnation, worker.table.allocator.num_free))
+            answer((worker.incarnation, worker.table.cache.num_spare))
 
         def learn(status: Any) -> None:
             if not isinstance(status, Failure):
@@ -83,7 +119,7 @@ class SimGateway(Process):
             elif self.world.now - link.heard > HEARTBEAT_S:
                 self._lose_all(link)
             link.is_full = False
-            self._pump()
+            self._change()
             if self.num_open:
                 self.later(RETRY_S if isinstance(status, Failure) else POLL_S, lambda: self._poll(link))
 
@@ -106,9 +142,9 @@ class SimGateway(Process):
                 retry()
             elif not stream.is_broken:
                 link.stream, link.stream_incarnation = name, incarnation
-                self._pump()
+                self._change()
 
-        stream = Stream(name, self, lambda delta: self._deliver(name, worker, delta), lambda: on_end())
+        stream = Stream(name, self, lambda update: self._deliver(name, worker, update), lambda: on_end())
 
         def on_end() -> None:
             if link.stream == name:
@@ -117,18 +153,23 @@ class SimGateway(Process):
         self.world.call(self, worker, lambda answer: worker.steps(stream, answer), opened, HEARTBEAT_S)
 
     def _lose_all(self, link: Link) -> None:
-        for work in list(self.works):
+        for work in sorted(self.works, key=lambda work: work.request.silent_since):
             if work.decode is link and work.handle:
+                if work.stream != link.stream:
+                    work.places.release(work.places.decode)
                 self._hear(work, Lost(f"{link.worker.name} is lost"))
 
-    def _deliver(self, stream: str, worker: SimDecode, delta: Delta) -> None:
-        work = self._sessions.get((stream, delta.handle))
+    def _deliver(self, stream: str, worker: SimDecode, update: Update) -> None:
+        job = update.sequence.job
+        work = self._sessions.get((stream, job.handle))
         if work is None:
-            if not delta.finish_reason:
-                self.world.send(self, worker, lambda: worker.abort(stream, delta.handle))
+            if not update.finish_reason:
+                self.world.send(self, worker, lambda: worker.abort(stream, job.handle))
             return
-        work.is_over = bool(delta.finish_reason)
-        self._hear(work, News(delta.attempt, delta.token_ids, delta.finish_reason, delta.error))
+        if update.finish_reason:
+            work.is_over = True
+            work.places.release(work.places.decode)
+        self._hear(work, News(job.attempt, update.token_ids, update.finish_reason, update.error))
 
     def _hear(self, work: Work, news: News | Lost) -> None:
         work.inbox.append(news)
@@ -156,63 +197,70 @@ class SimGateway(Process):
         self._arriving.remove(client)
         work = Work(request, client)
         self.works.append(work)
-        self._waiting.append(work)
         self.later(request.deadline - self.world.now, lambda: self._time_out(work))
-        self._pump()
+        self._queue(work)
 
     def leave(self, client: Client) -> None:
         """The client goes away."""
         for work in list(self.works):
             if work.client is client:
-                work.is_left = True
                 self._let_go(work)
-                if work in self._waiting:
-                    self._waiting.remove(work)
                 self._end(work, "left")
 
-    def _pump(self) -> None:
-        reason = find_unready(self._views())
-        if reason is None:
-            self._could_serve = self.world.now
-            self._place_all()
-        elif self.world.now - self._could_serve >= PATIENCE_S:
-            for work in list(self._waiting):
-                self._unplace(work, not_ready(reason))
+    def _queue(self, work: Work) -> None:
+        """As Admission.place."""
+        waiter: Any = _Waiter(work.request, self._decision(work))
+        work.waiter = waiter
+        insort(self.admission._waiting, waiter, key=lambda one: (not one.request.is_retry, one.request.silent_since))
+        self._change()
 
-    def _place_all(self) -> None:
-        while self._waiting:
-            request = self._waiting[0].request
-            choice = choose_placement(
-                self._views(), request.num_missing, self.local_prefill_max_tokens, frozenset(request.avoid)
-            )
-            if not isinstance(choice, Placement):
-                return
-            self._place(self._waiting.popleft(), choice)
+    def _decision(self, work: Work) -> Any:
+        attempt = work.request.attempt
 
-    def _views(self) -> list[WorkerView]:
-        return [link.view(self.world.now) for link in self.links]
+        def hear(event: Callable[[], Event | None]) -> None:
+            def act() -> None:
+                if work in self.works and work.request.attempt == attempt and work.request.phase is Phase.WAITING:
+                    found = event()
+                    if found is not None:
+                        self._feed(work, found)
 
-    def _place(self, work: Work, choice: Placement) -> None:
-        by_name = {link.worker.name: link for link in self.links}
-        decode = work.decode = by_name[choice.decode.address]
-        prefill = work.prefill = by_name[choice.prefill.address] if choice.prefill else None
-        work.held = [decode, prefill] if prefill else [decode]
-        for link in work.held:
-            link.num_mine += 1
+            self.later(0.0, act)
+
+        return Decision(lambda: hear(lambda: self._begin(work)), lambda error: hear(lambda: self._refuse(work, error)))
+
+    def _begin(self, work: Work) -> Placed:
+        """As Attempt.run."""
+        places: Any = work.places
+        decode, prefill = places.decode, places.prefill
+        work.decode, work.prefill = decode, prefill
         work.stream, work.handle, work.is_over = decode.stream, self._new_handle(work), False
         self._sessions[work.stream, work.handle] = work
         work.inbox.clear()
-        self._feed(work, Placed(decode.stream_incarnation, prefill.incarnation if prefill else None))
+        local = places.placement.local_prefill_max_tokens
+        return Placed(decode.stream_incarnation, prefill.incarnation if prefill else None, local)
 
-    def _unplace(self, work: Work, error: ApiError) -> None:
-        self._waiting.remove(work)
-        self._feed(work, Unplaced(error))
+    def _refuse(self, work: Work, error: ApiError) -> Unplaced:
+        self._leave_queue(work)
+        return Unplaced(error)
 
     def _time_out(self, work: Work) -> None:
-        if work in self._waiting:
-            self._unplace(work, not_ready("no worker had room"))
-        elif work in self.works:
+        if work not in self.works:
+            return
+        if work.request.phase is Phase.RUNNING:
             self._feed(work, TimedOut())
+        elif work.request.phase is Phase.WAITING and not work.waiter.decided.done():
+            self._feed(work, self._refuse(work, not_ready("no worker had room")))
+        else:
+            self.later(0.1, lambda: self._time_out(work))
+
+    def _leave_queue(self, work: Work) -> None:
+        """As the end of Admission.place."""
+        waiter, work.waiter = work.waiter, None
+        if waiter in self.admission._waiting:
+            self.admission._waiting.remove(waiter)
+        if waiter is not None and waiter.places is not None:
+            waiter.places.release_all()
+            self.admission._end_coming(waiter.places)
 
     def _feed(self, work: Work, event: Event) -> None:
         """The machine's decision on `event`, done."""
@@ -225,16 +273,19 @@ class SimGateway(Process):
                 case Prefill():
                     self._prefill(work, action)
                 case GiveBack(role, is_refused):
-                    self._give_back(work, work.prefill if role == "prefill" else work.decode, is_refused)
+                    self._give_back(work, role, is_refused)
+                case Remember(role):
+                    self.admission.remember(work.places, request, role)
+                case Forget(num_cached):
+                    self.admission.correct(work.places, request, num_cached)
                 case Emit(tokens):
                     work.client.take(tokens)
                 case Leave():
                     self._let_go(work)
         if request.phase is Phase.ENDED:
             self._end(work, f"error {request.error}" if request.error else "answer")
-        elif request.phase is Phase.WAITING and work not in self._waiting:
-            self._waiting.appendleft(work)
-            self.later(0.0, self._pump)
+        elif request.phase is Phase.WAITING and work.waiter is None:
+            self._queue(work)
 
     def _end(self, work: Work, how: str) -> None:
         if work in self.works:
@@ -248,11 +299,7 @@ class SimGateway(Process):
         link, handle, attempt = work.decode, work.handle, work.request.attempt
         worker = link.worker
         assert isinstance(worker, SimDecode)
-        generation = work.request.generation
-        wanted = Reservation(
-            generation.request_id, action.attempt, work.stream, work.handle, action.prompt_ids, action.max_tokens,
-            GREEDY, generation.stop_token_ids, action.local_prefill_max_tokens,
-        )  # fmt: skip
+        wanted = self._build_job(work, worker, action)
 
         def answered(answer: Any) -> None:
             if work.handle != handle or work.request.attempt != attempt:  # left meanwhile
@@ -264,18 +311,45 @@ class SimGateway(Process):
                 self._feed(work, answer)
             else:
                 work.ticket, needs_prefill = answer
-                self._feed(work, Reserved(needs_prefill))
+                self._feed(work, Reserved(needs_prefill, work.ticket.begin))
                 self._read_inbox(work)
 
         timeout = min(HEARTBEAT_S, max(work.request.deadline - self.world.now, 0.001))
         self.world.call(self, worker, lambda answer: worker.reserve(wanted, answer), answered, timeout)
 
+    def _build_job(self, work: Work, worker: SimDecode, action: Reserve) -> Job:
+        """As DecodeService does."""
+        generation = work.request.generation
+        drafter, max_draft_tokens = worker.resolve(generation.speculation.drafter)
+        return Job(
+            request_id=generation.request_id,
+            prompt=action.prompt,
+            end=len(action.prompt) // TOKEN_BYTES - 1,
+            max_tokens=action.max_tokens,
+            cache_salt=generation.cache_salt,
+            local_prefill_max_tokens=action.local_prefill_max_tokens,
+            gateway=work.stream,
+            handle=work.handle,
+            attempt=action.attempt,
+            sampling=generation.sampling,
+            stop_token_ids=generation.stop_token_ids,
+            num_emitted=action.num_emitted,
+            drafter=drafter,
+            max_draft_tokens=max_draft_tokens,
+        )
+
     def _prefill(self, work: Work, action: Prefill) -> None:
-        assert work.prefill is not None and work.ticket is not None
+        if work.prefill is None:
+            return
+        assert work.ticket is not None
         worker, ticket, attempt = work.prefill.worker, work.ticket, work.request.attempt
         assert isinstance(worker, SimPrefill)
         call = work.run_call = self._new_name()
-        me, name = (self.name, self.epoch), work.request.generation.request_id
+        me, generation = (self.name, self.epoch), work.request.generation
+        job = Job(
+            generation.request_id, action.prompt, ticket.end, 0, generation.cache_salt, attempt=attempt,
+            sampling=generation.sampling,
+        )  # fmt: skip
         timeout = max(work.request.deadline - self.world.now, 0.001)
 
         def answered(answer: Any) -> None:
@@ -284,33 +358,30 @@ class SimGateway(Process):
             work.run_call = 0
             if isinstance(answer, Failure):
                 answer = Refused("prefill", "failed", answer.why)
+            if isinstance(answer, Prefilled) and work.places.prefill is not None:
+                work.places.release(work.places.prefill)
             self._feed(work, answer)
 
         self.world.call(
-            self, worker, lambda answer: worker.run(call, me, name, action.prompt_ids, ticket, timeout, answer),
-            answered, timeout,
-        )  # fmt: skip
+            self, worker, lambda answer: worker.run(call, me, job, ticket, timeout, answer), answered, timeout
+        )
 
-    def _give_back(self, work: Work, link: Link | None, is_refused: bool) -> None:
-        if link is not None and link in work.held:
-            work.held.remove(link)
-            link.num_mine -= 1
-            link.is_full = is_refused
-            if not is_refused:
-                self.later(0.0, self._pump)
+    def _give_back(self, work: Work, role: Role, is_refused: bool) -> None:
+        link = work.places.prefill if role == "prefill" else work.places.decode
+        assert link is not None
+        (work.places.give_back_refused if is_refused else work.places.release)(link)
 
     def _let_go(self, work: Work) -> None:
-        """Leave the attempt: nothing of it is left here, and soon nothing on the workers."""
-        if work.handle:
-            self._sessions.pop((work.stream, work.handle), None)
-            self._abort(work)
-            work.handle = 0
+        """Leave the attempt, or the queue: nothing of it is left here, and soon nothing on the workers."""
         if work.run_call and work.prefill is not None and isinstance(work.prefill.worker, SimPrefill):
             prefill, call = work.prefill.worker, work.run_call
             work.run_call = 0
             self.world.send(self, prefill, lambda: prefill.cancel(call))
-        for link in list(work.held):
-            self._give_back(work, link, is_refused=False)
+        if work.handle:
+            self._sessions.pop((work.stream, work.handle), None)
+            self._abort(work)
+            work.handle = 0
+        self._leave_queue(work)
 
     def _abort(self, work: Work) -> None:
         assert work.decode is not None

@@ -1,70 +1,83 @@
-"""Pages whose contents name their owner, and a model whose next token follows from all the KV it finds.
+"""Pages whose contents follow from all tokens before, and a model whose next token follows from all the KV it finds.
 
-The content of a position is a number that follows from the one before it and from the token, as KV does. So a foreign,
-stale or missing page changes every later token.
+The content of a position is a number that follows from the one before it and from the token, as KV does; the first
+follows from the cache salt. So content that belongs to other tokens, to another salt or to another place, and content
+that is missing, shows at once: at each position exactly one number is right.
 """
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
-
-from tests.simulator.world import ViolationError
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from zlib import crc32
 
 PAGE_TOKENS = 2
-Owner = tuple[str, int]  # request, attempt
-Cell = tuple[Owner | None, int, int]  # owner, position, content
+Cells = list[list[int]]  # page |-> content of each of its positions
 
 
 class Memory:
     """The pool of one incarnation. Peers that mapped it can read it after its owner's death."""
 
     def __init__(self, num_pages: int) -> None:
-        self.pages: list[list[Cell]] = [[(None, -1, 0)] * PAGE_TOKENS for _ in range(num_pages)]
+        self.main: Cells = [[0] * PAGE_TOKENS for _ in range(num_pages)]
+        self.draft: Cells = [[0] * PAGE_TOKENS for _ in range(num_pages)]  # the draft model's part of the same pages
         self.generations = [0] * num_pages
 
-    def compute(self, owner: Owner, pages: Sequence[int], begin: int, token_ids: Sequence[int]) -> None:
-        """Write the KV of `token_ids`, which follow on the first `begin` positions of `pages`."""
-        content = self.content(pages, begin - 1) if begin else 0
-        for position, token in enumerate(token_ids, begin):
-            content = hash((content, token))
-            self.pages[pages[position // PAGE_TOKENS]][position % PAGE_TOKENS] = (owner, position, content)
+    def read_page(self, page: int, peer: "Memory", peer_page: int) -> None:
+        self.main[page] = list(peer.main[peer_page])
+        self.draft[page] = list(peer.draft[peer_page])
 
-    def content(self, pages: Sequence[int], position: int) -> int:
-        return self.pages[pages[position // PAGE_TOKENS]][position % PAGE_TOKENS][2]
 
-    def next_token(self, pages: Sequence[int], num_tokens: int) -> int:
-        return choose_token([self.content(pages, position) for position in range(num_tokens)])
+def read(cells: Cells, pages: Iterable[int], num_tokens: int) -> list[int]:
+    """Contents of the first `num_tokens` positions of `pages`."""
+    found: list[int] = []
+    for page in pages:
+        found += cells[page]
+    return found[:num_tokens]
 
-    def copy(self, source: int, target: int) -> None:
-        self.pages[target] = list(self.pages[source])
 
-    def check_owned(
-        self, owner: Owner, pages: Sequence[int], num_tokens: int, twins: Container[Owner] = (), num_shared: int = 0
-    ) -> None:
-        """The first `num_tokens` positions of `pages` hold `owner`'s KV and nothing else.
+def find_seed(cache_salt: str) -> int:
+    """What the first position's content follows from."""
+    return crc32(cache_salt.encode())
 
-        The first `num_shared` may be KV of `twins`, who have the same prompt.
-        """
-        for position in range(num_tokens):
-            found = self.pages[pages[position // PAGE_TOKENS]][position % PAGE_TOKENS]
-            is_own = found[0] == owner or (position < num_shared and found[0] in twins)
-            if not is_own or found[1] != position:
-                raise ViolationError(f"{owner} runs on {found} at position {position}")
+
+def extend(contents: list[int], seed: int, token_ids: Iterable[int]) -> None:
+    """Add the contents of the positions of the next tokens."""
+    last = contents[-1] if contents else seed
+    for token in token_ids:
+        last = hash((last, token))
+        contents.append(last)
 
 
 def choose_token(contents: Sequence[int]) -> int:
     return hash(tuple(contents)) & 0xFFFFFF
 
 
-def answer(prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
+def answer(prompt_ids: Sequence[int], max_tokens: int, cache_salt: str) -> list[int]:
     """What an undisturbed service answers."""
     contents: list[int] = []
-    tokens = list(prompt_ids)
-    for token in prompt_ids:
-        contents.append(hash((contents[-1] if contents else 0, token)))
+    seed, tokens = find_seed(cache_salt), list(prompt_ids)
+    extend(contents, seed, tokens)
     for _ in range(max_tokens):
         tokens.append(choose_token(contents))
-        contents.append(hash((contents[-1], tokens[-1])))
+        extend(contents, seed, tokens[-1:])
     return tokens[len(prompt_ids) :]
+
+
+@dataclass(slots=True)
+class Truth:
+    """What the KV of one sequence is."""
+
+    seed: int
+    num_tokens: int = 0
+    main: list[int] = field(default_factory=list)
+    draft: list[int] = field(default_factory=list)
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """The sequence has these tokens by now."""
+        if len(tokens) > self.num_tokens:
+            new = tokens[self.num_tokens :]
+            extend(self.main, self.seed, new)
+            extend(self.draft, ~self.seed, new)
+            self.num_tokens = len(tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +88,7 @@ class Ticket:
     incarnation: str
     session: int
     attempt: int
+    begin: int
     end: int
 
 
@@ -84,6 +98,7 @@ class Offer:
 
     ticket: Ticket
     incarnation: str  # of the prefill worker
+    owner: tuple[str, int]  # request and attempt that it is made for
     positions: range
     pages: list[int]
     generations: list[int]

@@ -6,23 +6,31 @@ Each entry of MUTATIONS is a context within which one rule does not hold.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 from unittest.mock import patch
 
-from decode_worker.session import Phase, Reservation, Session
-from decode_worker.session_table import SessionTable
-from engine.kvcache.allocator import PageAllocator
+from decode_worker.loop import DecodeLoop
 from gateway.ring.request_actions import Action
 from gateway.ring.request_events import Event, News
 from gateway.ring.request_machine import Request
+from gateway.ring.routing import Router
 from kvtransfer import reader
-from prefill_worker.run_table import PrefillRun, RunTable
+from prefill_worker.main import BothRunners
 from tests.simulator.decode import SimDecode
 from tests.simulator.gateway import SimGateway
-from tests.simulator.model import Memory
+from tests.simulator.prefill import HandOver, SimPrefill
 from tests.simulator.values import Work
+from wire import page_keys
+from wire.page_keys import PageKey
+from worker import table as worker_table
+from worker.prefix_cache import PrefixCache
+from worker.sequences import Job, Phase, Planned, Update
+from worker.sequences import Sequence as Tokens
+from worker.table import SequenceTable
 
 Mutation = Callable[[], AbstractContextManager[object]]
+ANY_GENERATION = -1
 
 
 def _patched(*changes: tuple[Any, str, Any]) -> Mutation:
@@ -38,57 +46,154 @@ def _patched(*changes: tuple[Any, str, Any]) -> Mutation:
     return mutate
 
 
-allocate = PageAllocator.allocate
-finish_step = RunTable.finish_step
-find_receiving = SessionTable._find_receiving
-reserve = SessionTable.reserve
+admit = SequenceTable.admit
+allocate = PrefixCache.allocate
+begin_step = SequenceTable.begin_step
+check_generations = reader.check_generations
+choose = Router.choose
+find_receiving = SequenceTable._find_receiving
+finish_read = SequenceTable.finish_read
+finish_step = SequenceTable.finish_step
+generations_of = SimPrefill._generations_of
+make_room = SequenceTable.make_room
+release = PrefixCache.release
+root_key = page_keys.root_key
 step = Request.step
 
 
-def _allocate_silently(self: PageAllocator, count: int) -> list[int]:
+# -- pages and their generations -----------------------------------------------------------------------------------
+
+
+def _allocate_silently(self: PrefixCache, count: int) -> list[int]:
     pages = allocate(self, count)
     for page in pages:
         self._generations[page] -= 1
     return pages
 
 
-def _free_for_all(self: PageAllocator, pages: Iterable[int]) -> None:
+def _evict_silently(self: PrefixCache, count: int) -> list[int]:
+    num_free = len(self._free)
+    pages = allocate(self, count)
+    for page in pages[num_free:]:
+        self._generations[page] -= 1
+    return pages
+
+
+def _allocate_with_drafts(self: PrefixCache, count: int) -> list[int]:
+    before = list(self._has_draft)
+    pages = allocate(self, count)
     for page in pages:
-        self._num_holders[page] = 0
-        self._free.append(page)
+        self._has_draft[page] = before[page]
+    return pages
 
 
-def _finish_and_free(self: RunTable, run: PrefillRun, count: int) -> None:
-    finish_step(self, run, count)
-    if run.computed == run.end:
-        self.end(run)
+def _evict_any(self: PrefixCache) -> int:
+    key, page = next(iter(self._page.items()))
+    del self._page[key]
+    self._key[page] = None
+    self._cached.pop(page, None)
+    return page
 
 
-def _end_run_at_once(self: RunTable, run: PrefillRun) -> None:
-    run.is_ended = True
-    if self._runs.pop(run.id, None) is not None:
-        self.allocator.free(run.pages)
+def _release_for_all(self: PrefixCache, pages: Sequence[int]) -> None:
+    held = [page for page in pages if self._num_holders[page]]
+    for page in held:
+        self._num_holders[page] = 1
+    release(self, held)
 
 
-def _end_freeing(is_in_use: Callable[[Session], bool]) -> Callable[[SessionTable, Session], None]:
-    def end(self: SessionTable, session: Session) -> None:
-        session.phase = Phase.ENDED
-        if is_in_use(session):
-            self.allocator.free(session.pages)
-            session.pages, session.computed = [], 0
-        self._remove_if_over(session)
+def _check_nothing(sources: Sequence[reader.PageRef], found: Sequence[int]) -> None:
+    pass
+
+
+def _promise_nothing_of_cached(self: SimPrefill, work: HandOver, pages: Sequence[int]) -> list[int]:
+    cached = work.sequence.pages[: work.sequence.num_cached // self.table.page_tokens]
+    promised = generations_of(self, work, pages)
+    return [ANY_GENERATION if page in cached else one for page, one in zip(pages, promised, strict=True)]
+
+
+def _check_promised(sources: Sequence[reader.PageRef], found: Sequence[int]) -> None:
+    promised = [at for at, source in enumerate(sources) if source.generation != ANY_GENERATION]
+    check_generations([sources[at] for at in promised], [found[at] for at in promised])
+
+
+# -- keys ----------------------------------------------------------------------------------------------------------
+
+
+def _root_without_salt(model: str, cache_salt: str) -> PageKey:
+    return root_key(model, "")
+
+
+def _key_without_parent(parent: PageKey, packed_tokens: bytes) -> PageKey:
+    """Only what the root told of model and salt remains."""
+    return parent[:8] + blake2b(packed_tokens, digest_size=8).digest()
+
+
+def _name_early(self: SequenceTable, step: Planned) -> None:
+    begin_step(self, step)
+    sequence = step.sequence
+    whole = min(sequence.launched // self.page_tokens, len(sequence.keys))
+    for page, key in zip(sequence.pages[:whole], sequence.keys, strict=False):
+        self.cache.name(page, key)
+
+
+# -- the ends of sequences -----------------------------------------------------------------------------------------
+
+
+def _finish_and_end(self: SequenceTable, step: Planned, *args: Any) -> Update | None:
+    update = finish_step(self, step, *args)
+    sequence = step.sequence
+    if sequence.is_kept and sequence.computed == sequence.job.end:
+        self.end(sequence)
+    return update
+
+
+def _end_freeing(is_in_use: Callable[[Tokens], object]) -> Callable[[SequenceTable, Tokens], None]:
+    def end(self: SequenceTable, sequence: Tokens) -> None:
+        sequence.phase = Phase.ENDED
+        if is_in_use(sequence):
+            self._release(sequence)
+            sequence.computed = sequence.draft_computed = 0
+        self._remove_if_over(sequence)
 
     return end
 
 
-def _name_by_request(self: SessionTable, wanted: Reservation, now: float) -> Session:
-    self._next_id = int(wanted.request_id[1:]) + 1
-    return reserve(self, wanted, now)
+def _make_room_in_flight(self: SequenceTable, sequence: Tokens, num_tokens: int) -> bool:
+    launched, self.num_launched = self.num_launched, 0
+    try:
+        return make_room(self, sequence, num_tokens)
+    finally:
+        self.num_launched = launched
 
 
-def _find_any_attempt(self: SessionTable, session_id: int, attempt: int) -> Session:
-    session = self._sessions.get(session_id)
-    return find_receiving(self, session_id, session.attempt if session else attempt)
+# -- the draft model's KV ------------------------------------------------------------------------------------------
+
+
+def _finish_read_with_draft(self: SequenceTable, sequence_id: int, end: int, now: float) -> None:
+    sequence = self._sequences[sequence_id]
+    sequence.draft_computed = sequence.computed
+    finish_read(self, sequence_id, end, now)
+
+
+def _launch_draft_last(self: Any, slices: Any) -> Any:
+    launched = self._runner.launch(slices)
+    self._draft_runner.launch([part._replace(num_logits=0, num_given=0) for part in slices])
+    return launched
+
+
+# -- attempts, incarnations, leases --------------------------------------------------------------------------------
+
+
+def _name_by_request(self: SequenceTable, job: Job, now: float, is_kept: bool = False) -> Tokens:
+    if job.max_tokens:
+        self._next_id = int(job.request_id[1:]) + 1
+    return admit(self, job, now, is_kept)
+
+
+def _find_any_attempt(self: SequenceTable, sequence_id: int, attempt: int) -> Tokens:
+    sequence = self._sequences.get(sequence_id)
+    return find_receiving(self, sequence_id, sequence.job.attempt if sequence else attempt)
 
 
 def _take_any_attempt(self: Request, event: Event, now: float) -> list[Action]:
@@ -99,40 +204,72 @@ def _handle_of_request(self: SimGateway, work: Work) -> int:
     return 1_000_000 + int(work.client.name[1:])
 
 
-def _check_nothing(sources: Sequence[reader.PageRef], found: Sequence[int]) -> None:
+def _choose_credulously(self: Router, workers: Sequence[Any], request: Request) -> Any:
+    request.mistaken.clear()
+    return choose(self, workers, request)
+
+
+def _nothing(*_: object) -> None:
     pass
+
+
+def _none(*_: object) -> Iterable[Any]:
+    return []
 
 
 MUTATIONS: dict[str, Mutation] = {
     "generations are not compared after a read": _patched((reader, "check_generations", _check_nothing)),
-    "a page's generation stays when its owner changes": _patched((PageAllocator, "allocate", _allocate_silently)),
-    "a shared page is free with its first holder": _patched((PageAllocator, "free", _free_for_all)),
-    "the page that a prompt fills in part is not copied": _patched((Memory, "copy", lambda self, source, target: None)),
-    "prefill frees pages before they are acknowledged": _patched((RunTable, "finish_step", _finish_and_free)),
-    "prefill frees pages under a step": _patched((RunTable, "end", _end_run_at_once)),
-    "decode frees pages under a step": _patched((SessionTable, "_end", _end_freeing(lambda it: it.is_stepped))),
-    "decode frees pages under a read": _patched((SessionTable, "_end", _end_freeing(lambda it: it.is_read))),
+    "a page's generation stays when its owner changes": _patched((PrefixCache, "allocate", _allocate_silently)),
+    "a cached page keeps its generation when given out anew": _patched((PrefixCache, "allocate", _evict_silently)),
+    "offers of cached pages accept any generation": _patched(
+        (SimPrefill, "_generations_of", _promise_nothing_of_cached), (reader, "check_generations", _check_promised)
+    ),
+    "a held page is evicted": _patched((PrefixCache, "_evict", _evict_any)),
+    "a shared page is free with its first holder": _patched((PrefixCache, "release", _release_for_all)),
+    "a key without salt": _patched((worker_table, "root_key", _root_without_salt)),
+    "a key without parent": _patched(
+        (page_keys, "next_key", _key_without_parent), (worker_table, "next_key", _key_without_parent)
+    ),
+    "a page has its key before its KV": _patched((SequenceTable, "begin_step", _name_early)),
+    "a page without draft KV is used as if it had it": _patched((PrefixCache, "has_draft", lambda self, page: True)),
+    "a page has its draft mark when given out anew": _patched((PrefixCache, "allocate", _allocate_with_drafts)),
+    "pages read behind some without draft KV hide these": _patched(
+        (SequenceTable, "finish_read", _finish_read_with_draft)
+    ),
+    "prefill launches the draft model's forward last": _patched((BothRunners, "launch", _launch_draft_last)),
+    "guesses are made ahead of the tokens before them": _patched(
+        (DecodeLoop, "_needs_tokens", lambda self, planned: False)
+    ),
+    "prefill frees pages before they are acknowledged": _patched((SequenceTable, "finish_step", _finish_and_end)),
+    "prefill frees pages under a step": _patched(
+        (SequenceTable, "_end", _end_freeing(lambda it: it.num_steps_launched and not it.job.max_tokens))
+    ),
+    "decode frees pages under a step": _patched(
+        (SequenceTable, "_end", _end_freeing(lambda it: it.num_steps_launched and it.job.max_tokens))
+    ),
+    "decode frees pages under a read": _patched((SequenceTable, "_end", _end_freeing(lambda it: it.is_read))),
+    "a sequence is preempted under a step": _patched((SequenceTable, "make_room", _make_room_in_flight)),
     "decode forgets the attempt": _patched(
-        (SessionTable, "reserve", _name_by_request), (SessionTable, "_find_receiving", _find_any_attempt)
+        (SequenceTable, "admit", _name_by_request), (SequenceTable, "_find_receiving", _find_any_attempt)
     ),
     "the gateway forgets the attempt": _patched(
         (SimGateway, "_new_handle", _handle_of_request), (Request, "step", _take_any_attempt)
     ),
-    "decode ignores a ticket's incarnation": _patched((SimDecode, "_check_ticket", lambda self, ticket: None)),
+    "decode ignores a ticket's incarnation": _patched((SimDecode, "_check_ticket", _nothing)),
     "decode ignores a ticket's incarnation and attempt": _patched(
-        (SimDecode, "_check_ticket", lambda self, ticket: None), (SessionTable, "_find_receiving", _find_any_attempt)
+        (SimDecode, "_check_ticket", _nothing), (SequenceTable, "_find_receiving", _find_any_attempt)
     ),
     "decode ignores incarnation, attempt and handshake": _patched(
-        (SimDecode, "_check_ticket", lambda self, ticket: None),
-        (SessionTable, "_find_receiving", _find_any_attempt),
-        (SimDecode, "_forget_peers", lambda self: None),
+        (SimDecode, "_check_ticket", _nothing),
+        (SequenceTable, "_find_receiving", _find_any_attempt),
+        (SimDecode, "_forget_peers", _nothing),
     ),
-    "leases do not end": _patched(
-        (SessionTable, "expire", lambda self, now: []), (SessionTable, "next_deadline", lambda self: None)
+    "leases do not end": _patched((SequenceTable, "expire", _none), (SequenceTable, "next_deadline", _nothing)),
+    "requests stay held back": _patched((Router, "end", _nothing)),
+    "a gateway goes on believing a wrong memory": _patched(
+        (Router, "choose", _choose_credulously), (Router, "correct", _nothing)
     ),
-    "a retry forgets the tokens emitted": _patched(
-        (Request, "prompt_ids", property(lambda self: list(self.generation.prompt_ids)))
-    ),
+    "a retry forgets the tokens emitted": _patched((Request, "packed_tokens", property(lambda self: self._prompt))),
     "a retry asks for all tokens again": _patched(
         (Request, "num_left", property(lambda self: self.generation.max_tokens))
     ),

@@ -1,16 +1,19 @@
-"""A prefill worker: the real run table and step planning, with virtual steps and offers."""
+"""A prefill worker: the real table and loop, with virtual steps and offers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.kvcache.allocator import NeverFitsError, NoRoomError, PageAllocator
 from gateway.ring.request_events import Prefilled, Refused
-from prefill_worker.batching import Planned, plan_step
-from prefill_worker.run_table import PrefillRun, RunTable
-from tests.simulator.decode import CHUNK_TOKENS, LEASE_S, Answer, SimDecode
-from tests.simulator.model import PAGE_TOKENS, Memory, Offer, Ticket
-from tests.simulator.world import Failure, Process, ViolationError, World
+from prefill_worker.main import BothRunners, PrefillLoop
+from tests.simulator.decode import SimDecode
+from tests.simulator.engine import VirtualDraftRunner, VirtualRunner
+from tests.simulator.model import PAGE_TOKENS, Offer, Ticket
+from tests.simulator.worker import BUDGET, LEASE_S, NO_METRICS, POOL, Answer, SimWorker, SteppedLoop
+from tests.simulator.world import Failure, ViolationError, World
+from worker.prefix_cache import NeverFitsError, NoRoomError
+from worker.sequences import Job, Update
+from worker.sequences import Sequence as Tokens
 
 HEARTBEAT_S = 2.0
 
@@ -21,63 +24,88 @@ class HandOver:
 
     call: int
     caller: tuple[str, int]  # gateway and its epoch
-    run: PrefillRun
+    sequence: Tokens
     ticket: Ticket
     answer: Answer
-    offered: int = 0
+    offered: int
+    pages: list[int]  # what the sequence had at first
     is_offering: bool = False
-    last_news: float = 0.0
+    error: str = ""
+    heard_at: float = 0.0  # when the decode worker last heard of it
 
 
-class SimPrefill(Process):
+class SimPrefillLoop(SteppedLoop, PrefillLoop):
+    """The role's loop, step by step."""
+
+
+class SimPrefill(SimWorker):
     """Verbs are those of prefill.proto."""
 
-    def __init__(self, world: World, name: str, num_pages: int, max_running: int, decodes: dict[str, SimDecode]):
-        self._num_pages = num_pages
-        self.max_running = max_running
+    def __init__(
+        self, world: World, name: str, num_pages: int, max_running: int, steps_ahead: int, has_draft: bool,
+        max_offer_pages: int, decodes: dict[str, SimDecode],
+    ) -> None:  # fmt: skip
+        self._max_offer_pages = max_offer_pages
         self._decodes = decodes
-        super().__init__(world, name)
+        super().__init__(world, name, num_pages, max_running, steps_ahead, has_draft)
 
     def boot(self) -> None:
-        self.memory = Memory(self._num_pages)
-        self.table = RunTable(PageAllocator(self._num_pages, self.memory.generations), PAGE_TOKENS, self.max_running)
-        self._works: dict[int, HandOver] = {}  # run id |-> its call
+        super().boot()
+        self.table.max_offer_pages = self._max_offer_pages
+        self._works: dict[int, HandOver] = {}  # sequence id |-> its call
         self._greeted: dict[str, str] = {}  # address |-> incarnation that we shook hands with
-        self._is_stepping = False
-        self._stepped: list[PrefillRun] = []
+
+    def build_loop(self) -> SimPrefillLoop:
+        runner: Any = VirtualRunner(self.world, self.rows, self.memory.main)
+        if self.has_draft:
+            draft: Any = VirtualDraftRunner(self.world, self.rows, self.memory)
+            runner = BothRunners(runner, draft)
+        rows: Any = self.rows
+        return SimPrefillLoop(self.table, runner, rows, POOL, BUDGET, self.publish, NO_METRICS, self.steps_ahead)
+
+    def step_delay(self) -> float:
+        return self.world.slow_delay(self.world.faults.slow_steps)
 
     def check(self) -> None:
-        self.table.check()
-        kept = {run.id for run in self.table}
+        super().check()
         for work in self._works.values():
-            if work.run.id not in kept:
-                raise ViolationError(f"{work.ticket}: pages are free before the last acknowledgement")
-
-        if any(run.id not in kept for run in self._stepped):
-            raise ViolationError("pages are free under a step")
+            if work.sequence.id not in self.table._sequences or work.sequence.pages != work.pages:
+                raise ViolationError(f"{work.ticket}: pages are given back before the last acknowledgement")
 
     def lose_peer(self, name: str, epoch: int) -> None:
         self._cancel_where(lambda work: work.caller == (name, epoch))
 
+    def publish(self, step: int, updates: Sequence[Update]) -> None:
+        for update in updates:
+            work = self._works.get(update.sequence.id)
+            if work is not None:
+                work.error = work.error or update.error
+                self._advance(work)
+
     # -- verbs ---------------------------------------------------------------------------------------------------
 
     def run(
-        self, call: int, caller: tuple[str, int], request: str, prompt: Sequence[int], ticket: Ticket, timeout_s: float,
-        answer: Answer,
-    ) -> None:  # fmt: skip
+        self, call: int, caller: tuple[str, int], job: Job, ticket: Ticket, timeout_s: float, answer: Answer
+    ) -> None:
+        if not 0 <= ticket.begin < ticket.end < job.num_prompt or ticket.begin % PAGE_TOKENS:
+            answer(Refused("prefill", "invalid", f"positions [{ticket.begin}, {ticket.end})"))
+            return
         try:
-            run = self.table.start(request, prompt, ticket.end)
+            sequence = self.table.admit(job, self.world.now, is_kept=True)
         except NoRoomError as error:
             answer(Refused("prefill", "no room", str(error)))
             return
         except NeverFitsError as error:
             answer(Refused("prefill", "invalid", str(error)))
             return
-        work = HandOver(call, caller, run, ticket, answer, last_news=self.world.now)
-        self._works[run.id] = work
+        self.check_kv(sequence)
+        work = HandOver(call, caller, sequence, ticket, answer, ticket.begin, list(sequence.pages))
+        work.heard_at = self.world.now
+        self._works[sequence.id] = work
         self.later(timeout_s, lambda: self._finish(work, Failure("deadline")))
         self.later(HEARTBEAT_S, lambda: self._renew(work))
-        self._wake()
+        self.loop.thread.wake()
+        self._advance(work)
 
     def cancel(self, call: int) -> None:
         self._cancel_where(lambda work: work.call == call)
@@ -88,8 +116,9 @@ class SimPrefill(Process):
                 self._finish(work, Failure("cancelled"))
 
     def _finish(self, work: HandOver, result: Any) -> None:
-        if self._works.pop(work.run.id, None) is not None:
-            self.table.end(work.run)
+        if self._works.pop(work.sequence.id, None) is not None:
+            self.table.end(work.sequence)
+            self.loop.thread.wake()
             work.answer(result)
 
     # -- offers --------------------------------------------------------------------------------------------------
@@ -99,7 +128,7 @@ class SimPrefill(Process):
         decode = self._decodes[work.ticket.address]
 
         def on_answer(value: Any) -> None:
-            if work.run.id not in self._works:
+            if work.sequence.id not in self._works:
                 return
             if isinstance(value, Failure):
                 if value.why == "handshake":
@@ -123,10 +152,10 @@ class SimPrefill(Process):
         self._ask(work, lambda decode, answer: decode.handshake(self.name, me, memory, answer), note)
 
     def _renew(self, work: HandOver) -> None:
-        if work.run.id not in self._works:
+        if work.sequence.id not in self._works:
             return
         self.later(HEARTBEAT_S, lambda: self._renew(work))
-        if not work.is_offering and self.world.now - work.last_news >= HEARTBEAT_S:
+        if not work.is_offering and self.world.now - work.heard_at >= HEARTBEAT_S:
             ticket = work.ticket
             self._greet(
                 work, lambda: self._ask(work, lambda decode, answer: decode.renew(ticket, answer), lambda _: None)
@@ -134,57 +163,26 @@ class SimPrefill(Process):
 
     def _advance(self, work: HandOver) -> None:
         """Offer what can be offered, one offer at a time."""
-        positions = self.table.next_offer(work.run, work.offered)
-        if work.is_offering or work.run.id not in self._works or positions is None:
+        if work.is_offering or work.sequence.id not in self._works:
             return
-        work.is_offering = True
-        self._greet(work, lambda: self._offer(work, positions))
+        if work.error:
+            self._finish(work, Refused("prefill", "failed", work.error))
+        elif work.offered == work.ticket.end:
+            self._finish(work, Prefilled())
+        elif (positions := self.table.next_offer(work.sequence, work.offered)) is not None:
+            work.is_offering = True
+            pages = self.table.pages_of(work.sequence, positions)
+            self._greet(work, lambda: self._offer(work, positions, pages))
 
-    def _offer(self, work: HandOver, positions: range) -> None:
-        pages = self.table.pages_of(work.run, positions)
-        generations = [self.memory.generations[page] for page in pages]
-        offer = Offer(work.ticket, self.incarnation, positions, pages, generations)
+    def _offer(self, work: HandOver, positions: range, pages: list[int]) -> None:
+        owner = work.sequence.job.request_id, work.sequence.job.attempt
+        offer = Offer(work.ticket, self.incarnation, owner, positions, pages, self._generations_of(work, pages))
         self._ask(work, lambda decode, answer: decode.offer(offer, answer), lambda _: self._take_ack(work, positions))
 
+    def _generations_of(self, work: HandOver, pages: Sequence[int]) -> list[int]:
+        """What the offer promises."""
+        return [self.memory.generations[page] for page in pages]
+
     def _take_ack(self, work: HandOver, positions: range) -> None:
-        work.offered, work.is_offering, work.last_news = positions.stop, False, self.world.now
-        if work.offered == work.run.end:
-            self._finish(work, Prefilled())
-        else:
-            self._advance(work)
-
-    # -- steps ---------------------------------------------------------------------------------------------------
-
-    def _wake(self) -> None:
-        if not self._is_stepping:
-            self._is_stepping = True
-            self.later(0.0, self._begin_step)
-
-    def _begin_step(self) -> None:
-        planned = plan_step(self.table, CHUNK_TOKENS)
-        self._is_stepping = bool(planned)
-        self._stepped = [step.run for step in planned]
-        if planned:
-            after = self.world.slow_delay(self.world.faults.slow_steps)
-            self.later(after, lambda: self._finish_step(planned))
-
-    def _finish_step(self, planned: list[Planned]) -> None:
-        is_failed = self.world.rng.random() < self.world.faults.loss / 4
-        for step in planned:
-            run = step.run
-            work = self._works.get(run.id)
-            owner = (run.request_id, work.ticket.attempt if work else -run.id)
-            chunk = run.prompt_ids[run.computed : run.computed + step.count]
-            self.memory.compute(owner, run.pages, run.computed, chunk)
-            if work:
-                self.memory.check_owned(owner, run.pages, run.computed + step.count)
-            if is_failed:
-                self.table.fail_step(run)
-            else:
-                self.table.finish_step(run, step.count)
-            if work and is_failed:
-                self._finish(work, Refused("prefill", "failed", "the prefill step failed"))
-            elif work:
-                work.last_news = self.world.now
-                self._advance(work)
-        self._begin_step()
+        work.offered, work.is_offering, work.heard_at = positions.stop, False, self.world.now
+        self._advance(work)

@@ -4,14 +4,16 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.generation import Generation, Sampling
+from gateway.generation import Generation, Speculation
 from gateway.ring.request_machine import Request
+from tests.simulator.clock import virtual
 from tests.simulator.decode import SimDecode
 from tests.simulator.gateway import PATIENCE_S, TIMEOUT_S, SimGateway
-from tests.simulator.model import answer
+from tests.simulator.model import answer, find_seed
 from tests.simulator.prefill import SimPrefill
 from tests.simulator.values import Client
 from tests.simulator.world import KEEPALIVE_S, Faults, Process, ViolationError, World
+from wire.sampling import SamplingParams
 
 FAULTS_END_S = 2.0
 MAX_PAUSE_S = 8.0
@@ -29,6 +31,17 @@ class Outcome:
     trace: tuple[tuple[float, str, tuple[Any, ...]], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a client asks, where and when."""
+
+    prompt: tuple[int, ...]
+    salt: str
+    answer: tuple[int, ...]
+    at: float
+    gateway: SimGateway
+
+
 class Schedule:
     """Everything follows from the seed."""
 
@@ -36,65 +49,117 @@ class Schedule:
         self.world = World(seed)
         rng = self.world.rng
         self.nobody = _Nobody(self.world, "world")
-        self.has_twins = seed % 4 == 0  # several requests for the same prompt, as for n > 1
         self.is_calm = rng.random() < 0.1
         if not self.is_calm:
             kinds = rng.choice([(0.0, 0.0, 0.0), (0.03, 0.03, 0.03), (0.0, 0.05, 0.0), (0.0, 0.0, 0.08)])
             self.world.faults = Faults(*kinds, rng.choice([0.0, 0.3]), rng.choice([0.0, 0.3]))
-        num_pages, max_running = rng.randint(8, 12), rng.randint(2, 4)
-        decodes = [SimDecode(self.world, f"D{n}", num_pages, max_running) for n in range(rng.randint(1, 2))]
-        by_name = {decode.name: decode for decode in decodes}
-        prefills = [
-            SimPrefill(self.world, f"P{n}", num_pages // 2, max_running, by_name) for n in range(rng.randint(1, 2))
+        # crowded: reads are slow, clients leave and decode does not hear of it, others want the few pages of prefill
+        self.is_crowded = not self.is_calm and rng.random() < 0.15
+        # uniform: prompts of one length that share nothing, so that offers are easily mistaken
+        self.is_uniform = rng.random() < (0.15 if self.is_crowded else 0.35)
+        if self.is_crowded:
+            self.world.faults = Faults(0.0, 0.0, 0.0, 0.5, 0.0)
+        num_pages, max_running = rng.randint(6, 7 if self.is_crowded else 11), rng.randint(2, 4)
+        has_draft = rng.random() < 0.5
+        decodes = [
+            SimDecode(self.world, f"D{n}", num_pages, max_running, rng.randint(0, 1), has_draft)
+            for n in range(rng.randint(1, 2))
         ]
-        self.gateways = [SimGateway(self.world, f"G{n}", prefills, decodes) for n in range(rng.choice([1, 1, 2]))]
+        by_name = {decode.name: decode for decode in decodes}
+        num_prefill_pages, max_offer_pages = num_pages - rng.randint(1, 3), rng.choice([1, 2, 9])
+        if self.is_uniform:
+            max_offer_pages = 9
+        if self.is_crowded:
+            num_prefill_pages, max_offer_pages = rng.randint(4, 5), 9
+        prefills = [
+            SimPrefill(
+                self.world, f"P{n}", num_prefill_pages, max_running, rng.randint(0, 1), has_draft, max_offer_pages,
+                by_name,
+            )
+            for n in range(1 if self.is_crowded else rng.randint(1, 2))
+        ]  # fmt: skip
+        local_prefill_max_tokens, uses_cache = rng.choice([0, 0, 2]), rng.random() < 0.9
+        self.gateways = [
+            SimGateway(self.world, f"G{n}", prefills, decodes, local_prefill_max_tokens, uses_cache)
+            for n in range(2 if self.is_crowded else rng.choice([1, 1, 2]))
+        ]
         self.workers: list[SimPrefill | SimDecode] = [*prefills, *decodes]
         self.processes: list[Process] = [*self.gateways, *self.workers]
         self.clients: list[tuple[Client, float]] = []  # and when it asked
-        self.last: tuple[tuple[int, ...], float, SimGateway] | None = None  # the request before: prompt, time, gateway
-        lengths = rng.choice([range(1, 10), [rng.randint(4, 9)]])  # offers of equal prompts are easily mistaken
-        for number in range(rng.randint(2, 5)):
-            self._plan_request(number, rng.choice(lengths), rng)
+        self._asked: list[_Asked] = []
+        self._most_prompt, self._most_tokens = 2 * num_prefill_pages + 1, 2 * num_pages
+        text, start = [rng.randrange(100) for _ in range(9)], [rng.randrange(100) for _ in range(2)]
+        self._texts = [tuple(text), (*start, *text[2:])]  # equal pages on different beginnings
+        self._salts = rng.choice([("",), ("", "salt")])
+        self._mean_prompt, self._most_answer, self._spread = (
+            7 if self.is_crowded else rng.choice([3, 7]), rng.choice([4, 9]), rng.choice([0.05, 0.5])
+        )  # fmt: skip
+        for number in range(rng.randint(4, 7) if self.is_crowded else rng.randint(2, 5)):
+            self._plan_request(number, rng)
         if not self.is_calm:
+            if self.is_uniform:
+                self._plan_ambush(rng)
             center = rng.random() * FAULTS_END_S  # faults that come together are the hard ones
             for _ in range(rng.randint(1, 4)):
                 self._plan_fault(rng, center + rng.random() * rng.choice([0.3, FAULTS_END_S]))
         for gateway in self.gateways:
-            gateway.local_prefill_max_tokens = rng.choice([0, 0, 2])
             gateway.boot()
 
-    def _plan_request(self, number: int, num_prompt: int, rng: random.Random) -> None:
-        prompt = tuple(rng.randrange(100) for _ in range(num_prompt))
-        twin = self.last if self.has_twins else None
-        if twin is not None:
-            prompt = twin[0]
-        expected = answer(prompt, rng.randint(1, 6))
-        max_tokens = len(expected)
+    def _plan_request(self, number: int, rng: random.Random) -> None:
+        asked = self._plan_asked(rng)
+        self._asked.append(asked)
+        expected = asked.answer
         stop = frozenset[int]()
         if rng.random() < 0.2:
-            expected = expected[: rng.randint(1, max_tokens)]
+            expected = expected[: rng.randint(1, len(expected))]
             stop = frozenset(expected[-1:])
         name = f"r{number}"
         client = Client(name, expected)
-        generation = Generation(name, prompt, max_tokens, Sampling(0.0, 1.0, 0, 0.0, 0), stop)
-        asked = 0.1 + rng.random() * (0.5 if rng.random() < 0.7 else 4.0)
-        gateway = rng.choice(self.gateways)
-        if twin is not None:
-            asked, gateway = twin[1] + rng.random() * 0.1, twin[2]
-        self.last = (prompt, asked, gateway)
+        generation = Generation(
+            name, asked.prompt, len(asked.answer), SamplingParams(0.0, seed=find_seed(asked.salt)), stop,
+            speculation=Speculation(rng.choice(["auto", "off"])), cache_salt=asked.salt,
+        )  # fmt: skip
+        gateway = asked.gateway
         gateway.num_open += 1
-        self.clients.append((client, asked))
+        self.clients.append((client, asked.at))
 
         def connect() -> None:
             gateway.connect(client, lambda: gateway.submit(build(), client))
 
         def build() -> Request:
             now = self.world.now
-            return Request(generation, now + TIMEOUT_S, gateway.local_prefill_max_tokens, PATIENCE_S, now)
+            return Request(generation, now + TIMEOUT_S, PATIENCE_S, now)
 
-        self.world.at(asked, self.nobody, -1, connect)
-        if not self.is_calm and rng.random() < 0.2:
-            self.world.at(asked + rng.random(), gateway, -1, lambda: gateway.leave(client))
+        self.world.at(asked.at, self.nobody, -1, connect)
+        if not self.is_calm and rng.random() < (0.6 if self.is_crowded else 0.2):
+            leaves = asked.at + rng.random()
+            self.world.at(leaves, gateway, -1, lambda: gateway.leave(client))
+            if self.is_crowded and rng.random() < 0.7:
+                self._plan_cut(gateway, self.workers[-1], leaves - 0.01, 3.0)
+
+    def _plan_asked(self, rng: random.Random) -> "_Asked":
+        """A prompt that is new, or begins as one before did: equal and at once, the next turn, or another way on."""
+        before = rng.choice(self._asked) if self._asked else None
+        kind = 1.0 if self.is_uniform else rng.random()
+        salt, gateway = rng.choice(self._salts), rng.choice(self.gateways)
+        at = 0.1 + rng.random() * (self._spread if rng.random() < 0.7 else 4.0)
+        length = max(1, self._mean_prompt + rng.randint(-2, 2))
+        prompt = rng.choice(self._texts)[:length]
+        if self.is_uniform:
+            prompt = tuple(rng.randrange(100) for _ in range(self._mean_prompt + 1))
+        if before is not None and kind < 0.3:
+            prompt, at = before.prompt, before.at + rng.random() * 0.1
+            if rng.random() < 0.7:
+                salt, gateway = before.salt, before.gateway
+        elif before is not None and kind < 0.6:
+            prompt, at = (*before.prompt, *before.answer, rng.randrange(100)), before.at + rng.random() * 2.0
+            salt = before.salt if rng.random() < 0.8 else salt
+        elif kind < 0.75:
+            prompt = (*prompt[:-1], rng.randrange(100))
+        if len(prompt) > self._most_prompt or len(prompt) >= self._most_tokens:
+            prompt = prompt[: min(length + 1, self._most_prompt)]
+        max_tokens = rng.randint(1, min(self._most_answer, self._most_tokens - len(prompt)))
+        return _Asked(prompt, salt, tuple(answer(prompt, max_tokens, salt)), at, gateway)
 
     def _plan_fault(self, rng: random.Random, after: float) -> None:
         """A crash and restart, a pause, or a cut between two processes."""
@@ -106,15 +171,22 @@ class Schedule:
             case "pause":
                 self._plan_pause(one, after, length)
             case "cut":
-                pair = frozenset((one.name, other.name))
-                self.world.at(after, self.nobody, -1, lambda: self._cut(pair))
-                self.world.at(after + length, self.nobody, -1, lambda: self._heal(pair))
-            case "ambush":  # a message that was sent to one incarnation reaches the next
-                decode = self.workers[-1]
-                self.world.ambushes[decode.name] = (rng.randint(1, 40), lambda: self._plan_crash(decode, 0.0, 0.05))
+                self._plan_cut(one, other, after, length)
+            case "ambush":
+                self._plan_ambush(rng)
             case "blackout":  # a worker restarts while one of its gateways does not look
                 self._plan_pause(rng.choice(self.gateways), after, 0.5 + length)
                 self._plan_crash(self.workers[-1], after + 0.05, 0.01)
+
+    def _plan_ambush(self, rng: random.Random) -> None:
+        """A message that was sent to one incarnation reaches the next."""
+        decode = self.workers[-1]
+        self.world.ambushes[decode.name] = (rng.randint(1, 40), lambda: self._plan_crash(decode, 0.0, 0.05))
+
+    def _plan_cut(self, one: Process, other: Process, after: float, length: float) -> None:
+        pair = frozenset((one.name, other.name))
+        self.world.at(after, self.nobody, -1, lambda: self._cut(pair))
+        self.world.at(after + length, self.nobody, -1, lambda: self._heal(pair))
 
     def _plan_crash(self, process: Process, after: float, length: float) -> None:
         self.world.at(after, self.nobody, -1, lambda: self._crash(process))
@@ -152,8 +224,9 @@ class Schedule:
     def run(self) -> Outcome:
         error = ""
         try:
-            self.world.run()
-            self._check_end()
+            with virtual(self.world):
+                self.world.run()
+                self._check_end()
         except Exception as violation:  # the tables' own checks and KeyErrors count as well
             error = f"{type(violation).__name__}: {violation}"
         ends = tuple(client.end for client, _ in self.clients)
@@ -169,11 +242,15 @@ class Schedule:
             if self.is_calm and client.end != "answer":
                 raise ViolationError(f"{client.name} ended as {client.end} although nothing was wrong")
         for worker in self.workers:
-            if worker.table.allocator.num_used or len(list(worker.table)):
-                raise ViolationError(f"{worker.name} still holds {worker.table.allocator.num_used} pages")
+            if worker.table.cache.num_held or len(worker.table):
+                raise ViolationError(f"{worker.name} still holds {worker.table.cache.num_held} pages")
+            if len(worker.table._free_rows) != len(worker.rows.tokens):
+                raise ViolationError(f"{worker.name} still has a row")
         for gateway in self.gateways:
-            if gateway.works or any(link.num_mine for link in gateway.links):
+            if gateway.works or gateway.admission._waiting or any(link.num_mine for link in gateway.links):
                 raise ViolationError(f"{gateway.name} still holds places")
+            if gateway.router._coming:
+                raise ViolationError(f"{gateway.name} still holds requests back")
 
 
 class _Nobody(Process):

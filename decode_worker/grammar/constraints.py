@@ -1,0 +1,173 @@
+"""Keeps answers to their grammars: masks before a step, the way of its tokens after it, all within the step's time.
+
+Lives on the engine thread; the work itself is done by a helper, which nothing can hold up for long.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from time import thread_time
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from decode_worker.grammar.errors import GrammarFailedError, GrammarMismatchError
+from decode_worker.grammar.helper import Done, Helper, NoHelperError
+from decode_worker.grammar.limits import MAX_STEP_CPU_S, MAX_STUCK_CPU_S, MAX_TURN_CPU_S
+from decode_worker.grammar.matcher import Grammar, Matcher
+from decode_worker.grammar.turns import Turns
+from worker.sequences import Planned, Sequence
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+class Standing(Enum):
+    """How an answer stands with its grammar."""
+
+    OPEN = "it may go on"
+    WHOLE = "it is whole as it is"
+    LATE = "there was no time: it goes on in a later step"
+
+
+_NO_TURN: Done[Any] = Done(Standing.LATE, 0.0)
+
+
+@dataclass(slots=True)
+class _Bound:
+    """An answer and its grammar."""
+
+    sequence: Sequence
+    grammar: Grammar
+    matcher: Matcher | None = None  # how far the answer has come
+
+
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """What the next tokens are chosen from: after the text, and after each guess that the grammar allows."""
+
+    rows: NDArray[np.int32]  # [1 + guesses, ceil(V / 32)]
+
+
+class Constraints:
+    """The grammars of a worker's answers, step by step. An exception is the end of its sequence."""
+
+    def __init__(self) -> None:
+        self._helper = Helper()
+        self._turns = Turns()
+        self._bound: WeakKeyDictionary[Sequence, _Bound] = WeakKeyDictionary()
+
+    def concerns(self, step: Planned) -> bool:
+        """Whether the step chooses tokens that must match a grammar."""
+        return step.sequence.job.grammar is not None and step.wants_token
+
+    def constrain(self, planned: Seq[Planned]) -> list[Standing | Exception]:
+        """Give the steps masks for the tokens they choose, and take guesses away that their grammars refuse.
+
+        OPEN where the step can be computed; otherwise why not.
+        """
+        standings: dict[int, Standing | Exception] = {}
+        bound = {step.sequence.id: step for step in planned if self.concerns(step)}
+        order = self._turns.order(list(bound))
+        work = [self._find(bound[number].sequence) for number in order]
+        done = self._do(work, [partial(_constrain, one, bound[one.sequence.id].guesses) for one in work])
+        for number, one in zip(order, done, strict=True):
+            if one is _NO_TURN:
+                self._turns.waited(number)
+            else:
+                self._turns.took(number, one.cpu_s)
+            if isinstance(one.result, _Masks):
+                bound[number].mask = one.result.rows
+                bound[number].guesses = bound[number].guesses[: len(one.result.rows) - 1]
+            else:
+                standings[number] = one.result
+        return [standings.get(step.sequence.id, Standing.OPEN) for step in planned]
+
+    def follow(self, chosen: Seq[tuple[Sequence, Seq[int]]]) -> list[Standing | Exception]:
+        """How each answer stands with its next tokens. With one that is late, `constrain` catches up."""
+        work = [self._find(sequence) for sequence, _tokens in chosen]
+        done = self._do(work, [partial(_follow, one, tokens) for one, (_, tokens) in zip(work, chosen, strict=True)])
+        return [one.result for one in done]
+
+    def _find(self, sequence: Sequence) -> _Bound:
+        bound = self._bound.get(sequence)
+        if bound is None:
+            assert isinstance(sequence.job.grammar, Grammar)
+            bound = self._bound[sequence] = _Bound(sequence, sequence.job.grammar)
+        return bound
+
+    def _do(self, answers: Seq[_Bound], work: Seq[Callable[[], T]]) -> list[Done[T | Standing]]:
+        """What came of each answer's work; _NO_TURN where there was no time for it."""
+        if not work:
+            return []
+        try:
+            ran = self._helper.run(work, MAX_STEP_CPU_S)
+        except NoHelperError as error:
+            log.error("no grammar is followed", reason=str(error))
+            return [Done(error, 0.0)] * len(work)
+        done: list[Done[T | Standing]] = [
+            Done(_report(answer, one.result), one.cpu_s) for answer, one in zip(answers, ran.done, strict=False)
+        ]
+        if ran.is_stuck:
+            done.append(Done(_give_up(answers[len(done)]), MAX_STUCK_CPU_S))
+        return done + [_NO_TURN] * (len(work) - len(done))
+
+
+def _constrain(answer: _Bound, guesses: Seq[int]) -> _Masks | Standing:
+    """WHOLE when the answer is so without a further token. Raises GrammarMismatchError."""
+    until = thread_time() + MAX_TURN_CPU_S
+    matcher = _find_matcher(answer)
+    sequence = answer.sequence
+    if not matcher.accept(sequence.tokens[sequence.answer_begin + matcher.num_tokens :], until):
+        return Standing.LATE
+    if matcher.is_over:
+        return Standing.WHOLE
+    masks = matcher.fill(guesses, until)
+    if not masks[0].any():
+        raise GrammarMismatchError("the grammar allows no token here, and not the end either")
+    return _Masks(masks)
+
+
+def _follow(answer: _Bound, tokens: Seq[int]) -> Standing:
+    """Raises GrammarMismatchError."""
+    until = thread_time() + MAX_TURN_CPU_S
+    kept, reason = answer.sequence.keep(tokens)
+    if reason == "stop":
+        return Standing.OPEN
+    matcher = _find_matcher(answer)
+    if not matcher.accept(kept, until):
+        return Standing.LATE
+    return Standing.WHOLE if matcher.is_over else Standing.OPEN
+
+
+def _find_matcher(answer: _Bound) -> Matcher:
+    """How far the answer has come in its grammar: before its first token here, nowhere. Raises GrammarMismatchError."""
+    if answer.grammar.is_too_slow.is_set():
+        raise _too_slow()
+    if answer.matcher is None:
+        answer.matcher = answer.grammar.new_matcher(answer.sequence.job.stop_token_ids)
+    return answer.matcher
+
+
+def _give_up(answer: _Bound) -> GrammarMismatchError:
+    """End the answer, and all others with its grammar: each would leave a thread behind, as this one did."""
+    answer.grammar.is_too_slow.set()
+    log.warning("a grammar is given up: a single call takes too long", request_id=answer.sequence.job.request_id)
+    return _too_slow()
+
+
+def _too_slow() -> GrammarMismatchError:
+    return GrammarMismatchError("the grammar takes too long for one token: it is too ambiguous")
+
+
+def _report(answer: _Bound, result: T | Exception) -> T | Exception:
+    """The same. An error that is none of the client's is logged, and says nothing of xgrammar's insides."""
+    if not isinstance(result, Exception) or isinstance(result, GrammarMismatchError):
+        return result
+    log.error("a grammar was not followed", request_id=answer.sequence.job.request_id, exc_info=result)
+    return GrammarFailedError(f"the grammar could not be followed: {type(result).__name__}")

@@ -1,0 +1,128 @@
+"""Builds the C++ files of this folder with the system's compiler on first use; keeps the result in a per-user cache.
+
+Knows compilers, flags and files; nothing of what they compute.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+BUILD_S = 120
+
+
+class BuildError(Exception):
+    """The kernel cannot be built or loaded; the message is one line for the user."""
+
+
+def load_kernel(name: str) -> ctypes.CDLL:
+    """NAME.cpp of this folder for this compiler and CPU, built if no process of this user has done so.
+
+    Raises BuildError.
+    """
+    source = FOLDER / f"{name}.cpp"
+    command = [*find_compiler(), *FLAGS]
+    link = _openmp_library()
+    file_name = f"{name}-{_fingerprint(source, command, link)}.so"
+    try:
+        path = cache_folder() / file_name
+        if not path.exists():
+            _build(source, command, link, path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"cannot build or load {source.name}: {error}{_advice(str(error))}") from error
+
+
+def find_compiler() -> list[str]:
+    """$CXX (which may carry arguments) if set, else the first of g++, c++, clang++. BuildError if it is not there."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    candidates = [named] if named else [["g++"], ["c++"], ["clang++"]]
+    for candidate in candidates:
+        if shutil.which(candidate[0]):
+            return candidate
+    raise BuildError(f"no C++ compiler: looked for {', '.join(candidate[0] for candidate in candidates)}")
+
+
+def cache_folder() -> Path:
+    """Where built files go: $XDG_CACHE_HOME/baton or ~/.cache/baton, else a folder under the system's temporary one.
+
+    Code is loaded from there, so a folder that this user does not own or that others may write is passed over.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    for folder in (Path(home) / "baton", Path(tempfile.gettempdir()) / f"baton-{os.getuid()}"):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.lstat()
+        except OSError:
+            continue
+        if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK):
+            return folder
+    return Path(tempfile.mkdtemp(prefix="baton-"))
+
+
+def _build(source: Path, command: list[str], link: list[str], path: Path) -> None:
+    """Build beside `path` and rename: a concurrent builder sees no file or a whole one, and the last rename wins."""
+    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
+        built = Path(folder) / path.name
+        try:
+            done = subprocess.run(
+                [*command, str(source), "-o", str(built), *link],
+                capture_output=True,
+                text=True,
+                timeout=BUILD_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise BuildError(f"{command[0]} took more than {BUILD_S} s on {source.name}") from error
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+            first = next((line for line in lines if "error" in line), lines[0])
+            raise BuildError(f"{command[0]} cannot build {source.name} in {path.parent}: {first}{_advice(done.stderr)}")
+        built.replace(path)
+
+
+def _advice(complaint: str) -> str:
+    """What to do about a place that cannot be written, if that is the complaint."""
+    signs = ("No space left", "Disk quota", "Read-only", "No usable temporary directory", "File too large")
+    if not any(sign in complaint for sign in signs):
+        return ""
+    return "; set XDG_CACHE_HOME, and TMPDIR for the compiler, to folders that can be written and have 10 MiB free"
+
+
+def _openmp_library() -> list[str]:
+    """Linker arguments that bind the kernel to the libgomp torch has loaded, which wheels may ship under another name.
+
+    Two copies would be two thread pools, and each spins for a while after its work on the cores the other needs.
+    """
+    if sys.platform != "linux":
+        return []
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    return ["-Wl,--as-needed", sorted(loaded)[0]] if len(loaded) == 1 else []
+
+
+def _fingerprint(source: Path, command: list[str], link: list[str]) -> str:
+    """16 hex digits over everything the built file depends on."""
+    try:
+        version = subprocess.run([*command[:1], "--version"], capture_output=True, timeout=BUILD_S).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} --version failed: {error}") from error
+    parts = [source.read_bytes(), version, repr((command, link)).encode(), _cpu_features().encode()]
+    return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+
+
+def _cpu_features() -> str:
+    """What -march=native depends on: a home folder may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(wanted)}))

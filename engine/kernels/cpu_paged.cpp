@@ -1,0 +1,490 @@
+// Paged attention on CPUs: online softmax over key tiles, for decode (few query rows) and prefill (many) alike.
+//
+// Knows pointers, strides and page tables that Python has checked; allocates only per-thread scratch; throws nothing.
+// A work item is (block of query positions, KV head). Its query rows are position-major: row = position * group + head
+// in group, so every K/V page is packed once for all heads that share it.
+//
+// Both products, scores = Q K' and output += P V, are one `multiply`: A is row-major, B lies in column panels:
+//   Plain  [columns / kLanes][depth][kLanes]      float32, any CPU
+//   Amx    [columns / 16][depth / 2][16][2]       bfloat16 pairs, the order AMX tiles want
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
+#define BATON_AMX 1
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+// Fixed for all layers of one batch; mirrored field by field in cpu_paged.py.
+struct BatonBatch {
+    void* pool;                    // rows of head_dim, page_tokens of them in a run; the strides below lead to a run
+    const int32_t* query_starts;   // [B + 1]
+    const int32_t* context_lens;   // [B]
+    const int32_t* page_table;     // [B, page_table_width]
+    const int64_t* write_pages;    // [num_tokens]
+    const int64_t* write_offsets;  // [num_tokens]
+    const int32_t* blocks;         // [num_blocks, 2]: sequence, its first row of query among the new tokens
+    int64_t page_table_width, num_tokens, num_blocks, block_tokens;
+    int64_t page_stride, head_stride, layer_stride, kv_stride;  // in elements; kv: from keys to values
+    int64_t num_heads, num_kv_heads, page_tokens, head_dim;
+    float scale;
+};
+
+// One layer's tensors, [T, heads, head_dim]; strides in elements.
+struct BatonLayer {
+    const void *query, *key, *value;
+    void* out;  // contiguous
+    int64_t query_token, query_head, key_token, key_head, value_token, value_head;
+    int64_t layer, window;  // window: keys a query sees, itself included
+};
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;
+#endif
+constexpr int kTile = 64;     // keys packed at a time: K and V of D=64 bf16 are 16 KB, a third of L1
+constexpr int kSubRows = 16;  // query rows multiplied at a time: the height of an AMX tile
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+using bfloat16 = uint16_t;
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+
+template <class V> V load(const void* from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+template <class V> void store(void* to, V v) { std::memcpy(to, &v, sizeof v); }
+template <class V> V load_part(const char* from, int64_t bytes) {  // zeros after `bytes`
+    if (bytes >= (int64_t)sizeof(V)) return load<V>(from);
+    V v{};
+    if (bytes > 0) std::memcpy(&v, from, bytes);
+    return v;
+}
+template <class To, class From> To bits(From v) { return load<To>(&v); }
+int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+void widen(const bfloat16* from, float* to, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) to[i] = bits<float>((uint32_t)from[i] << 16);
+}
+void narrow(const float* from, float factor, float* to, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) to[i] = from[i] * factor;
+}
+void narrow(const float* from, float factor, bfloat16* to, int64_t n) {  // to nearest even, NaN stays NaN
+    for (int64_t i = 0; i < n; ++i) {
+        uint32_t word = bits<uint32_t>(from[i] * factor);
+        uint32_t rounded = (word + 0x7FFF + (word >> 16 & 1)) >> 16;
+        to[i] = (word & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded;
+    }
+}
+
+// 2^x for x <= 0, relative error 2e-7; exactly 0 below -100, so that no product with it is a (slow) denormal.
+Floats exp2_nonpositive(Floats x) {
+    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves round(x) in the low mantissa bits
+    x = x < -100.0f ? Floats{} - 127.0f : x;  // -127 leaves an exponent field of 0, and p is exactly 1
+    Floats shifted = x + kRound;
+    Floats f = x - (shifted - kRound);  // [-0.5, 0.5]
+    Floats p = f * 1.535336188e-4f + 1.339887440e-3f;  // Cephes exp2f
+    p = p * f + 9.618437357e-3f;
+    p = p * f + 5.550332471e-2f;
+    p = p * f + 2.402264791e-1f;
+    p = p * f + 6.931472028e-1f;
+    p = p * f + 1.0f;
+    return bits<Floats>(bits<Words>(p) + (bits<Words>(shifted) << 23));
+}
+
+template <int step, int... i> Floats rotate(Floats v, std::integer_sequence<int, i...>) {
+    return __builtin_shufflevector(v, v, (i ^ step)...);
+}
+template <int step, class Op> float reduce(Floats v, Op op) {
+    v = op(v, rotate<step>(v, std::make_integer_sequence<int, kLanes>{}));
+    if constexpr (step == 1) return v[0];
+    else return reduce<step / 2>(v, op);
+}
+Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+Floats plus(Floats a, Floats b) { return a + b; }
+
+// In place, [kLanes][kLanes]: swaps off-diagonal squares of side `step`, then of half that.
+template <int step, int... i> void transpose(Words* rows, std::integer_sequence<int, i...> lanes) {
+    for (int a = 0; a < kLanes; ++a) {
+        if (a & step) continue;
+        Words top = rows[a], bottom = rows[a + step];
+        rows[a] = __builtin_shufflevector(top, bottom, ((i & step) ? i - step + kLanes : i)...);
+        rows[a + step] = __builtin_shufflevector(top, bottom, ((i & step) ? i + kLanes : i + step)...);
+    }
+    if constexpr (step > 1) transpose<step / 2>(rows, lanes);
+}
+void transpose(Words* rows) { transpose<kLanes / 2>(rows, std::make_integer_sequence<int, kLanes>{}); }
+
+// c[rows][columns] = a[rows][depth] * panels, added to what c held if `add`; columns is a multiple of kLanes.
+template <bool add, int rows>
+void multiply_rows(const float* a, int64_t lda, const float* b, int64_t panel, float* c, int64_t ldc, int64_t depth,
+                   int64_t columns) {
+    for (int64_t j = 0; j < columns; j += kLanes, b += panel) {
+        Floats sum[rows];
+        for (int i = 0; i < rows; ++i) sum[i] = add ? load<Floats>(c + i * ldc + j) : Floats{};
+        for (int64_t k = 0; k < depth; ++k) {
+            Floats column = load<Floats>(b + k * kLanes);
+            for (int i = 0; i < rows; ++i) sum[i] += a[i * lda + k] * column;
+        }
+        for (int i = 0; i < rows; ++i) store(c + i * ldc + j, sum[i]);
+    }
+}
+
+// Any CPU: pages of T, arithmetic in float32.
+template <class T> struct Plain {
+    using Page = T;
+    using Operand = float;
+    static constexpr int kStep = 2 * kLanes;  // head dimensions and keys are padded to this
+    static void begin(int64_t) {}
+    static void end() {}
+    static void store_probability(float* to, Floats p) { store(to, p); }
+
+    static void pack_keys(const T* const* rows, int64_t num_keys, int64_t dim, int64_t padded, float* to) {
+        for (int64_t n = 0; n < num_keys; n += kLanes, to += padded * kLanes)
+            for (int64_t d = 0; d < dim; d += kLanes * 4 / (int)sizeof(T)) {
+                Words words[kLanes];
+                for (int i = 0; i < kLanes; ++i)
+                    words[i] = load_part<Words>((const char*)(rows[n + i] + d), (dim - d) * sizeof(T));
+                transpose(words);
+                for (int i = 0; i < kLanes; ++i)
+                    if constexpr (sizeof(T) == 4) {
+                        store(to + (d + i) * kLanes, words[i]);
+                    } else {  // a word holds dimensions d + 2i (low half) and d + 2i + 1
+                        store(to + (d + 2 * i) * kLanes, words[i] << 16);
+                        store(to + (d + 2 * i + 1) * kLanes, words[i] & 0xFFFF0000u);
+                    }
+            }
+    }
+    static void pack_values(const T* const* rows, int64_t num_keys, int64_t dim, int64_t, float* to) {
+        for (int64_t n = 0; n < num_keys; ++n)
+            for (int64_t d = 0; d < dim; d += kLanes) {
+                const char* from = (const char*)(rows[n] + d);
+                float* at = to + d * kTile + n * kLanes;
+                if constexpr (sizeof(T) == 4) {
+                    store(at, load_part<Words>(from, (dim - d) * 4));
+                } else {
+                    store(at, __builtin_convertvector(load_part<Halves>(from, (dim - d) * 2), Words) << 16);
+                }
+            }
+    }
+    template <bool add>
+    static void multiply(const float* a, int64_t lda, const float* b, int64_t capacity, float* c, int64_t ldc,
+                         int64_t rows, int64_t depth, int64_t columns) {
+        int64_t panel = capacity * kLanes;
+        for (; rows > 0; rows -= 8, a += 8 * lda, c += 8 * ldc) switch (std::min<int64_t>(rows, 8)) {
+                case 8: multiply_rows<add, 8>(a, lda, b, panel, c, ldc, depth, columns); break;
+                case 7: multiply_rows<add, 7>(a, lda, b, panel, c, ldc, depth, columns); break;
+                case 6: multiply_rows<add, 6>(a, lda, b, panel, c, ldc, depth, columns); break;
+                case 5: multiply_rows<add, 5>(a, lda, b, panel, c, ldc, depth, columns); break;
+                case 4: multiply_rows<add, 4>(a, lda, b, panel, c, ldc, depth, columns); break;
+                case 3: multiply_rows<add, 3>(a, lda, b, panel, c, ldc, depth, columns); break;
+                case 2: multiply_rows<add, 2>(a, lda, b, panel, c, ldc, depth, columns); break;
+                default: multiply_rows<add, 1>(a, lda, b, panel, c, ldc, depth, columns);
+            }
+    }
+};
+
+#ifdef BATON_AMX
+typedef uint16_t Shorts __attribute__((vector_size(64)));
+template <int half, int... i> Shorts interleave(Shorts a, Shorts b, std::integer_sequence<int, i...>) {
+    return __builtin_shufflevector(a, b, (half * 16 + i / 2 + (i % 2) * 32)...);
+}
+
+struct Amx {
+    using Page = bfloat16;
+    using Operand = bfloat16;
+    static constexpr int kStep = 32;
+
+    static void begin(int64_t rows) {  // tiles 0, 1: accumulators; 2: A; 3, 4: B
+        struct alignas(64) {
+            uint8_t palette, start_row, reserved[14];
+            uint16_t row_bytes[16];
+            uint8_t rows[16];
+        } config{};
+        config.palette = 1;
+        for (int tile = 0; tile < 5; ++tile) {
+            config.row_bytes[tile] = 64;
+            config.rows[tile] = tile < 3 ? std::min<int64_t>(rows, 16) : 16;
+        }
+        asm volatile("" ::"r"(&config) : "memory");  // GCC 12 drops the stores above otherwise
+        _tile_loadconfig(&config);
+    }
+    static void end() { _tile_release(); }
+    static void store_probability(bfloat16* to, Floats p) { store(to, _mm512_cvtneps_pbh((__m512)p)); }
+
+    static void pack_keys(const Page* const* rows, int64_t num_keys, int64_t dim, int64_t padded, bfloat16* to) {
+        for (int64_t n = 0; n < num_keys; n += 16, to += padded * 16)
+            for (int64_t d = 0; d < dim; d += 32) {
+                Words words[16];
+                for (int i = 0; i < 16; ++i)
+                    words[i] = load_part<Words>((const char*)(rows[n + i] + d), (dim - d) * 2);
+                transpose(words);
+                for (int i = 0; i < 16; ++i) store(to + (d / 2 + i) * 32, words[i]);
+            }
+    }
+    static void pack_values(const Page* const* rows, int64_t num_keys, int64_t dim, int64_t, bfloat16* to) {
+        auto lanes = std::make_integer_sequence<int, 32>{};
+        for (int64_t n = 0; n < num_keys; n += 2)
+            for (int64_t d = 0; d < dim; d += 32) {
+                Shorts even = load_part<Shorts>((const char*)(rows[n] + d), (dim - d) * 2);
+                Shorts odd = load_part<Shorts>((const char*)(rows[n + 1] + d), (dim - d) * 2);
+                store(to + d * kTile + n * 16, interleave<0>(even, odd, lanes));
+                store(to + (d + 16) * kTile + n * 16, interleave<1>(even, odd, lanes));
+            }
+    }
+    // Reads and writes min(block's rows, 16) rows whatever `rows` says; depth and columns are padded to 32 by zeros.
+    template <bool add>
+    static void multiply(const bfloat16* a, int64_t lda, const bfloat16* b, int64_t capacity, float* c, int64_t ldc,
+                         int64_t, int64_t depth, int64_t columns) {
+        int64_t panel = capacity * 16;
+        for (int64_t j = 0; j < columns; j += 32, b += 2 * panel) {
+            if constexpr (add) {
+                _tile_loadd(0, c + j, ldc * 4);
+                _tile_loadd(1, c + j + 16, ldc * 4);
+            } else {
+                _tile_zero(0);
+                _tile_zero(1);
+            }
+            for (int64_t k = 0; k < depth; k += 32) {
+                _tile_loadd(2, a + k, lda * 2);
+                _tile_loadd(3, b + k * 16, 64);
+                _tile_loadd(4, b + panel + k * 16, 64);
+                _tile_dpbf16ps(0, 2, 3);
+                _tile_dpbf16ps(1, 2, 4);
+            }
+            _tile_stored(0, c + j, ldc * 4);
+            _tile_stored(1, c + j + 16, ldc * 4);
+        }
+    }
+};
+#endif
+
+// Memory of one thread, kept between calls; grows to the largest block seen.
+struct Scratch {
+    char* memory = nullptr;
+    size_t capacity = 0, used = 0;
+    ~Scratch() { std::free(memory); }
+    void reserve(size_t bytes) {
+        used = 0;
+        if (bytes <= capacity) return;
+        std::free(memory);
+        capacity = round_up(bytes, 4096);
+        memory = (char*)std::aligned_alloc(64, capacity);
+        if (!memory) std::abort();
+    }
+    template <class T> T* take(size_t count) {
+        T* at = (T*)(memory + used);
+        used += round_up(count * sizeof(T), 64);
+        return at;
+    }
+};
+thread_local Scratch scratch;
+
+// Where the K and V rows of a tile's keys lie; the rows that pad the tile point at zeros.
+template <class Page> struct TileRows {
+    const Page *keys[kTile], *values[kTile];
+    int64_t num_keys, padded_keys;
+
+    // Keys from `first` on, before `end`, of the KV head whose keys in page 0 lie at `head_keys`. None if first >= end.
+    void find(const BatonBatch& batch, const Page* head_keys, const int32_t* pages, int64_t first, int64_t end,
+              int64_t step, const Page* zeros) {
+        int64_t page = first / batch.page_tokens, row = first % batch.page_tokens;
+        num_keys = std::clamp<int64_t>(end - first, 0, kTile);
+        padded_keys = round_up(num_keys, step);
+        for (int64_t n = 0; n < num_keys; ++page, row = 0) {
+            const Page* at = head_keys + pages[page] * batch.page_stride + row * batch.head_dim;
+            for (; row < batch.page_tokens && n < num_keys; ++row, ++n, at += batch.head_dim) {
+                keys[n] = at;
+                values[n] = at + batch.kv_stride;
+            }
+        }
+        std::fill(keys + num_keys, keys + padded_keys, zeros);
+        std::fill(values + num_keys, values + padded_keys, zeros);
+    }
+};
+
+// One head of a page is a run of a few KB: too short for the hardware's prefetcher.
+template <class Page> void prefetch(const Page* const* rows, int64_t count, int64_t dim) {
+    for (int64_t n = 0; n < count; ++n)
+        for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(Page)) __builtin_prefetch(rows[n] + d);
+}
+
+// One online-softmax step for one row: scores[columns] -> probabilities, of which only [begin, end) are visible.
+// Rescales `output` and `sums` when the row's maximum grows. Columns is a multiple of kLanes.
+template <class Math> void soften(float* scores, typename Math::Operand* probabilities, int64_t begin, int64_t end,
+                                  int64_t columns, float scale_log2, float* maximum, Floats* sums, float* output,
+                                  int64_t dim) {
+    std::fill(scores, scores + begin, kMinusInfinity);
+    std::fill(scores + end, scores + columns, kMinusInfinity);
+    Floats highest = Floats{} + *maximum;
+    for (int64_t n = 0; n < columns; n += kLanes) highest = larger(highest, load<Floats>(scores + n));
+    float top = reduce<kLanes / 2>(highest, larger);
+    if (top == kMinusInfinity) {  // nothing visible yet
+        std::memset((void*)probabilities, 0, columns * sizeof *probabilities);
+        return;
+    }
+    Floats sum{};
+    for (int64_t n = 0; n < columns; n += kLanes) {
+        Floats p = exp2_nonpositive(load<Floats>(scores + n) * scale_log2 - top * scale_log2);
+        sum += p;
+        Math::store_probability(probabilities + n, p);
+    }
+    if (top != *maximum) {
+        float shrink = std::exp2((*maximum - top) * scale_log2);
+        *sums *= shrink;
+        for (int64_t d = 0; d < dim; ++d) output[d] *= shrink;
+        *maximum = top;
+    }
+    *sums += sum;
+}
+
+// `next_head`: what this thread will probably work on next, for the same sequence if there is such a head.
+template <class Math>
+void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequence, int64_t first_query, int64_t head,
+                  int64_t next_head) {
+    using Page = typename Math::Page;
+    using Operand = typename Math::Operand;
+    const int64_t group = batch.num_heads / batch.num_kv_heads, dim = batch.head_dim;
+    const int64_t padded = round_up(dim, Math::kStep);
+    const int64_t query_begin = batch.query_starts[sequence];
+    const int64_t query_len = batch.query_starts[sequence + 1] - query_begin;
+    const int64_t num_queries = std::min(batch.block_tokens, query_len - first_query);
+    const int64_t first_position = batch.context_lens[sequence] - query_len + first_query;
+    const int64_t end_position = first_position + num_queries;
+    const int64_t rows = num_queries * group, padded_rows = round_up(rows, kSubRows);
+
+    scratch.reserve(padded_rows * (padded * (4 + sizeof(Operand)) + sizeof(Floats) + 4) +
+                    2 * padded * kTile * sizeof(Operand) + kSubRows * kTile * (4 + sizeof(Operand)) +
+                    2 * sizeof(TileRows<Page>) + dim * sizeof(Page) + 16 * 64);
+    Operand* queries = scratch.take<Operand>(padded_rows * padded);
+    float* output = scratch.take<float>(padded_rows * padded);
+    Floats* sums = scratch.take<Floats>(padded_rows);
+    float* maxima = scratch.take<float>(padded_rows);
+    Operand* packed_keys = scratch.take<Operand>(padded * kTile);
+    Operand* packed_values = scratch.take<Operand>(padded * kTile);
+    float* scores = scratch.take<float>(kSubRows * kTile);
+    Operand* probabilities = scratch.take<Operand>(kSubRows * kTile);
+    TileRows<Page>* tile = scratch.take<TileRows<Page>>(1);
+    TileRows<Page>* next = scratch.take<TileRows<Page>>(1);
+    Page* zeros = scratch.take<Page>(dim);
+
+    std::fill_n(zeros, dim, Page{});
+    std::fill_n(queries, padded_rows * padded, Operand{});
+    std::fill_n(output, padded_rows * padded, 0.0f);
+    std::fill_n(sums, padded_rows, Floats{});
+    std::fill_n(maxima, padded_rows, kMinusInfinity);
+    for (int64_t row = 0; row < rows; ++row) {
+        int64_t token = query_begin + first_query + row / group;
+        const Page* from = (const Page*)layer.query + token * layer.query_token +
+                           (head * group + row % group) * layer.query_head;
+        if constexpr (std::is_same_v<Operand, Page>) std::copy_n(from, dim, queries + row * padded);
+        else widen(from, queries + row * padded, dim);
+    }
+
+    const Page* layer_keys = (const Page*)batch.pool + layer.layer * batch.layer_stride;
+    const int32_t* pages = batch.page_table + sequence * batch.page_table_width;
+    const float scale_log2 = batch.scale * 1.44269504f;
+    Math::begin(rows);
+    const int64_t begin_key = std::max<int64_t>(0, first_position - layer.window + 1);
+    auto find_next = [&](int64_t of_head, int64_t first) {
+        next->find(batch, layer_keys + of_head * batch.head_stride, pages, first, end_position, Math::kStep, zeros);
+    };
+    find_next(head, begin_key);
+    for (int64_t first_key = begin_key; first_key < end_position; first_key += kTile) {
+        std::swap(tile, next);
+        const bool is_last = first_key + kTile >= end_position;
+        if (is_last && next_head < batch.num_kv_heads) find_next(next_head, begin_key);  // only to fetch it
+        else find_next(head, first_key + kTile);
+        prefetch(next->keys, next->num_keys, dim);
+        Math::pack_keys(tile->keys, tile->padded_keys, dim, padded, packed_keys);
+        prefetch(next->values, next->num_keys, dim);
+        Math::pack_values(tile->values, tile->padded_keys, dim, padded, packed_values);
+        for (int64_t row = 0; row < rows; row += kSubRows) {
+            int64_t num_rows = std::min<int64_t>(kSubRows, rows - row);
+            int64_t last_position = first_position + (row + num_rows - 1) / group;
+            int64_t visible = std::min(tile->num_keys, last_position + 1 - first_key);
+            if (visible <= 0) continue;
+            int64_t columns = round_up(visible, Math::kStep);
+            Math::template multiply<false>(queries + row * padded, padded, packed_keys, padded, scores, kTile, num_rows,
+                                           dim, columns);
+            for (int64_t i = 0; i < num_rows; ++i) {
+                int64_t position = first_position + (row + i) / group;
+                int64_t end = std::clamp<int64_t>(position + 1 - first_key, 0, columns);
+                int64_t begin = std::clamp<int64_t>(position + 1 - layer.window - first_key, 0, end);
+                soften<Math>(scores + i * kTile, probabilities + i * kTile, begin, end, columns, scale_log2,
+                             maxima + row + i, sums + row + i, output + (row + i) * padded, padded);
+            }
+            Math::template multiply<true>(probabilities, kTile, packed_values, kTile, output + row * padded, padded,
+                                          num_rows, columns, padded);
+        }
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+        int64_t token = query_begin + first_query + row / group;
+        Page* to = (Page*)layer.out + (token * batch.num_heads + head * group + row % group) * dim;
+        narrow(output + row * padded, 1.0f / reduce<kLanes / 2>(sums[row], plus), to, dim);
+    }
+}
+
+template <class Page> void write_token(const BatonBatch& batch, const BatonLayer& layer, int64_t token) {
+    int64_t dim = batch.head_dim;
+    Page* keys = (Page*)batch.pool + batch.write_pages[token] * batch.page_stride + layer.layer * batch.layer_stride +
+                 batch.write_offsets[token] * dim;
+    Page* values = keys + batch.kv_stride;
+    const Page* key = (const Page*)layer.key + token * layer.key_token;
+    const Page* value = (const Page*)layer.value + token * layer.value_token;
+    for (int64_t head = 0; head < batch.num_kv_heads; ++head) {
+        std::copy_n(key + head * layer.key_head, dim, keys + head * batch.head_stride);
+        std::copy_n(value + head * layer.value_head, dim, values + head * batch.head_stride);
+    }
+}
+
+template <class Math> void attend(const BatonBatch& batch, const BatonLayer& layer, int num_threads) {
+#pragma omp parallel num_threads(num_threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t token = 0; token < batch.num_tokens; ++token)
+            write_token<typename Math::Page>(batch, layer, token);
+        // The loop above ends in a barrier: every new key is in the pool before any thread attends.
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int64_t item = 0; item < batch.num_blocks * batch.num_kv_heads; ++item) {
+            const int32_t* block = batch.blocks + item / batch.num_kv_heads * 2;
+            int64_t head = item % batch.num_kv_heads;
+            attend_block<Math>(batch, layer, block[0], block[1], head, head + num_threads);
+        }
+        Math::end();
+    }
+}
+
+}  // namespace
+
+// Whether this process may use AMX tiles; asks the kernel for them.
+extern "C" int baton_request_amx() {
+#ifdef BATON_AMX
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return 0;
+#endif
+}
+
+// math: 0 float32 pages, 1 bfloat16 pages, 2 bfloat16 pages on AMX (only after baton_request_amx() said 1).
+extern "C" void baton_attend(const BatonBatch* batch, const BatonLayer* layer, int math, int num_threads) {
+    if (math == 0) return attend<Plain<float>>(*batch, *layer, num_threads);
+#ifdef BATON_AMX
+    if (math == 2) return attend<Amx>(*batch, *layer, num_threads);
+#endif
+    attend<Plain<bfloat16>>(*batch, *layer, num_threads);
+}

@@ -1,0 +1,143 @@
+"""What a step is asked about its rows of logits, laid out on the host before the step runs.
+
+Each row of logits is an output: a token to choose, or one that is given and scored. Outputs are taken a piece at a
+time, so that the logits of a long prompt do not fill the memory.
+"""
+
+from collections.abc import Sequence
+from itertools import repeat
+from operator import is_not
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch import Layout, Slice
+from engine.ranges import Ints, find_starts, join_ranges
+from engine.rows import Rows
+from engine.sampling_batch import SamplingBatch
+
+
+class Outputs(NamedTuple):
+    """S outputs of a step, in the order of its rows of logits."""
+
+    rows: Ints  # [S] of the sequences
+    positions: Ints  # [S] of the tokens to choose or score
+    places: Ints  # [S] of the same in the flat Rows.tokens
+    counted: Ints  # [S] how much of the sequence is in its counts; up to `positions` it is guesses
+    is_given: NDArray[np.bool_]  # [S]
+    mask_lines: NDArray[np.int32] | None  # [S] line of `masks`; -1: none
+    masks: NDArray[np.int32] | None  # [m, ceil(V / 32)]; None, as the lines: for no output
+    num_top: list[int | None] | None  # [S] likeliest tokens to tell, None: no log-probabilities; None: for no output
+
+
+class Piece(NamedTuple):
+    """How to choose among n consecutive outputs of a step."""
+
+    span: slice  # of the S outputs
+    chosen: Ints | None  # [c] those of the n to choose, the others are given; None: all are chosen
+    sampling: SamplingBatch  # of the c, without `counts` and `extra_ids`, which the device knows
+    has_penalties: bool  # any of the c
+    guesses: Ints | None  # [g] places of the extra ids in the flat Rows.tokens; None: none
+    scored: list[int]  # those of the n whose log-probabilities are wanted
+    num_top: list[int]  # for each of these
+
+
+def plan_outputs(rows: Rows, slices: Sequence[Slice], layout: Layout) -> Outputs:
+    """Also counts, for penalties, all tokens that are no guesses. ValueError if a mask does not fit."""
+    columns = list(zip(*slices, strict=True))
+    row, num_logits, num_given, num_guessed = (np.array(columns[at], np.int64) for at in (0, 3, 4, 8))
+    counted = layout.context_lens - num_logits + num_given + 1 - num_guessed
+    is_choosing = num_logits > num_given
+    rows.count_tokens(row[is_choosing], counted[is_choosing])
+    owners, ranks = join_ranges(np.zeros(len(row), np.int64), num_logits)
+    is_given = ranks < num_given[owners]
+    mask_lines = masks = None
+    if any(map(is_not, columns[7], repeat(None))):
+        mask_lines, masks = _join_masks(slices, rows.vocab_size)
+    return Outputs(
+        row[owners],
+        layout.positions[layout.logits_rows] + 1,
+        layout.places[layout.logits_rows] + 1,
+        counted[owners],
+        is_given,
+        mask_lines,
+        masks,
+        _list_num_top(slices) if np.count_nonzero(num_given) or columns[6].count(None) < len(slices) else None,
+    )
+
+
+def _join_masks(slices: Sequence[Slice], vocab_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """[S] the line of each output, -1 where there is none, and the lines: [m, ceil(V / 32)]."""
+    lines: list[int] = []
+    masks: list[NDArray[np.int32]] = []
+    num_lines = 0
+    for part in slices:
+        num_chosen = part.num_logits - part.num_given
+        lines += [-1] * part.num_given
+        if part.mask is None:
+            lines += [-1] * num_chosen
+            continue
+        expected = (num_chosen, -(-vocab_size // 32))
+        if part.mask.shape != expected or part.mask.dtype != np.int32:
+            raise ValueError(f"the mask is {part.mask.dtype} {part.mask.shape}, expected int32 {expected}")
+        masks.append(part.mask)
+        lines += range(num_lines, num_lines + num_chosen)
+        num_lines += num_chosen
+    return np.array(lines, np.int32), np.concatenate(masks)
+
+
+def _list_num_top(slices: Sequence[Slice]) -> list[int | None]:
+    return [
+        part.given_logprobs if rank < part.num_given else part.chosen_logprobs
+        for part in slices
+        for rank in range(part.num_logits)
+    ]
+
+
+def plan_piece(rows: Rows, outputs: Outputs, span: slice) -> Piece:
+    """Gathers the parameters of the outputs that are chosen."""
+    is_given = outputs.is_given[span]
+    chosen = (~is_given).nonzero()[0] if np.count_nonzero(is_given) else None
+
+    def take(values: NDArray[Any]) -> NDArray[Any]:
+        return values[span] if chosen is None else values[span][chosen]
+
+    row, positions = take(outputs.rows), take(outputs.positions)
+    counts_line = rows.counts_line[row]
+    has_penalties = bool(np.count_nonzero(counts_line >= 0))
+    extra_starts = guesses = None
+    if has_penalties:
+        num_extra = np.where(counts_line >= 0, positions - take(outputs.counted), 0)
+        if num_extra.any():
+            extra_starts = find_starts(num_extra)
+            owners, seen = join_ranges(positions - num_extra, num_extra)
+            guesses = row[owners] * rows.width + seen
+    has_bias = bool(np.count_nonzero(rows.has_bias[row]))
+    bias = [rows.bias.get(one, NO_BIAS) for one in row.tolist()] if has_bias else []
+    sampling = SamplingBatch(
+        temperature=rows.temperature[row],
+        top_k=rows.top_k[row],
+        top_p=rows.top_p[row],
+        min_p=rows.min_p[row],
+        seeds=rows.seeds[row],
+        positions=positions,
+        repetition=rows.repetition[row],
+        frequency=rows.frequency[row],
+        presence=rows.presence[row],
+        counts=None,
+        counts_line=counts_line if has_penalties else None,
+        extra_starts=extra_starts,
+        extra_ids=None,
+        bias_starts=find_starts(np.array([len(ids) for ids, _ in bias])) if has_bias else None,
+        bias_ids=np.concatenate([ids for ids, _ in bias]) if has_bias else None,
+        bias_values=np.concatenate([values for _, values in bias]) if has_bias else None,
+        masks=outputs.masks,
+        mask_line=None if outputs.mask_lines is None else take(outputs.mask_lines),
+    )
+    num_top = [] if outputs.num_top is None else outputs.num_top[span]
+    wanted = {output: count for output, count in enumerate(num_top) if count is not None}
+    return Piece(span, chosen, sampling, has_penalties, guesses, list(wanted), list(wanted.values()))
+
+
+NO_BIAS = np.zeros(0, np.int32), np.zeros(0, np.float32)

@@ -1,0 +1,109 @@
+"""A step as the host knows it before it runs, and the short way to a step that goes on from the last.
+
+A plain step has one new token of each of its sequences and chooses the next. While the sequences are the same, it
+differs from the one before by positions, and now and then by a page: the rest is taken over.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from operator import is_not
+from typing import Any
+
+import numpy as np
+
+from engine.batch import Layout, Slice, check_ends, lay_out
+from engine.outputs import Outputs, Piece, plan_outputs, plan_piece
+from engine.ranges import Ints
+from engine.rows import Rows
+
+PLAIN = Slice(row=0, begin=0, count=1, num_logits=1)  # what each slice of a plain step is, but for `row` and `begin`
+SIZES, MASK = (2, 3, 4, 5, 6, 8), 7  # places of the other fields
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Nothing of it changes afterwards."""
+
+    layout: Layout
+    outputs: Outputs
+    pieces: list[Piece]
+
+
+def prepare(rows: Rows, slices: Sequence[Slice], piece_rows: int) -> Prepared:
+    """Any step, in pieces of up to `piece_rows` outputs. Counts tokens for penalties.
+
+    ValueError if a slice reaches beyond its row, or a mask does not fit.
+    """
+    layout = lay_out(rows, slices)
+    outputs = plan_outputs(rows, slices, layout)
+    spans = [slice(begin, begin + piece_rows) for begin in range(0, len(outputs.rows), piece_rows)]
+    return Prepared(layout, outputs, [plan_piece(rows, outputs, span) for span in spans])
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A plain step, and what it was made of: a step made of the same can follow it."""
+
+    made_of: tuple[object, ...]
+    pages_version: int  # of Rows, when `page_table` was read
+    row_begins: Ints  # [B] of each row in the flat Rows.tokens
+    step: Prepared
+
+
+class Preparer:
+    """Owns the last plain step. One caller at a time."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._last: Plain | None = None
+
+    def prepare(self, slices: Sequence[Slice], piece_rows: int) -> Prepared:
+        """Equal to `prepare`. What a plain step has in common with the one before are the same objects."""
+        columns = list(zip(*slices, strict=True))
+        if not is_plain(columns):
+            return prepare(self._rows, slices, piece_rows)
+        rows, last = self._rows, self._last
+        made_of = columns[0], rows.version, piece_rows
+        if last is not None and last.made_of == made_of:
+            step, row_begins = follow(last, rows, columns[1]), last.row_begins
+        else:
+            step = prepare(rows, slices, piece_rows)
+            row_begins = step.outputs.rows * rows.width
+        self._last = Plain(made_of, rows.pages_version, row_begins, step)
+        return step
+
+
+def is_plain(columns: Sequence[tuple[Any, ...]]) -> bool:
+    """Of a step's slices, field by field."""
+    if any(map(is_not, columns[MASK], repeat(None))):
+        return False
+    return all(columns[at] == (PLAIN[at],) * len(columns[at]) for at in SIZES)
+
+
+def follow(last: Plain, rows: Rows, begins: Sequence[int]) -> Prepared:
+    """[B] -> the step with those positions of the same sequences. ValueError if one reaches beyond its row."""
+    layout, outputs, pieces = last.step.layout, last.step.outputs, last.step.pieces
+    longest = max(begins) + 1
+    check_ends(rows, longest)
+    positions = np.array(begins, np.int64)  # [B]
+    ends = positions + 1
+    pages, offsets = np.divmod(positions, rows.page_tokens)
+    num_pages = -(-longest // rows.page_tokens)
+    page_table = layout.page_table
+    if last.pages_version != rows.pages_version or num_pages != page_table.shape[1]:
+        page_table = rows.page_table[outputs.rows, :num_pages]
+    if any(piece.has_penalties for piece in pieces):
+        rows.count_tokens(outputs.rows, ends)
+    return Prepared(
+        layout._replace(
+            places=last.row_begins + positions,
+            positions=positions,
+            context_lens=ends.astype(np.int32),
+            page_table=page_table,
+            write_pages=rows.page_table[outputs.rows, pages].astype(np.int64),
+            write_offsets=offsets,
+        ),
+        outputs._replace(positions=ends, places=last.row_begins + ends, counted=ends),
+        [piece._replace(sampling=piece.sampling._replace(positions=ends[piece.span])) for piece in pieces],
+    )

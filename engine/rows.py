@@ -1,0 +1,143 @@
+"""What lasts of running sequences between steps: tokens on the device, pages and sampling parameters on the host.
+
+A sequence has a row from `open` to `close` and is changed by deltas, so that a step copies only what is new. The host
+knows how long each sequence is; its latest tokens may be known to the device alone.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.ranges import Ints, join_ranges
+from engine.sampling_batch import SEEN_BIT
+from engine.staging import upload
+from wire.sampling import SamplingParams
+
+MAX_GUESSES = 16  # tokens guessed after a sequence that may have reached its limit
+FIRST_LINES = 4  # of counts; their number doubles when more rows have penalties
+
+
+def to_float32(values: Sequence[float]) -> NDArray[np.float32]:
+    """Finite numbers, those beyond float32 as its largest."""
+    most = np.finfo(np.float32).max
+    return np.clip(np.array(values, np.float64), -most, most).astype(np.float32)
+
+
+class Rows:
+    """Owns the rows. One caller at a time."""
+
+    def __init__(
+        self, num_rows: int, context_tokens: int, page_tokens: int, vocab_size: int, device: torch.device
+    ) -> None:
+        """context_tokens: no sequence is longer."""
+        self.num_rows, self.page_tokens, self.vocab_size, self.device = num_rows, page_tokens, vocab_size, device
+        self.width = context_tokens + MAX_GUESSES
+        # Prompt, answer and guesses. Steps read their inputs here and write what they choose here, in launch order.
+        self.tokens = torch.zeros(num_rows, self.width, dtype=torch.int32, device=device)
+        self.flat_tokens = self.tokens.view(-1)
+        self.page_table = np.zeros((num_rows, -(-self.width // page_tokens)), np.int32)
+        self.pages_version = 0  # higher after each change of `page_table`
+        self.version = 0  # higher after each change of what follows but `counts` and `num_counted`
+        self.temperature = np.zeros(num_rows, np.float32)
+        self.top_k = np.zeros(num_rows, np.int64)
+        self.top_p = np.zeros(num_rows, np.float64)
+        self.min_p = np.zeros(num_rows, np.float64)
+        self.seeds = np.zeros(num_rows, np.uint64)
+        self.repetition = np.zeros(num_rows, np.float32)
+        self.frequency = np.zeros(num_rows, np.float32)
+        self.presence = np.zeros(num_rows, np.float32)
+        self.has_bias = np.zeros(num_rows, np.bool_)
+        self.bias: dict[int, tuple[NDArray[np.int32], NDArray[np.float32]]] = {}  # row |-> token ids, what is added
+        self.counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)  # [k, V], see SEEN_BIT
+        self.counts_line = np.full(num_rows, -1, np.int32)  # row |-> line of `counts`; -1 without penalties
+        self.num_counted = np.zeros(num_rows, np.int64)  # tokens[row, :num_counted] are in its line
+        self._answer_begin = np.zeros(num_rows, np.int64)
+        self._free_lines: list[int] = []
+
+    def open(self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int) -> None:
+        """A sequence begins in a closed row. Tokens from `answer_begin` on are its answer.
+
+        A bias beyond the vocabulary fails the steps that choose a token for it.
+        """
+        self.version += 1
+        self.temperature[row], self.repetition[row] = to_float32([sampling.temperature, sampling.repetition_penalty])
+        self.frequency[row], self.presence[row] = to_float32([sampling.frequency_penalty, sampling.presence_penalty])
+        self.top_k[row] = min(sampling.top_k, self.vocab_size)
+        self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
+        self.seeds[row] = sampling.seed
+        self._answer_begin[row], self.num_counted[row] = answer_begin, 0
+        if sampling.logit_bias:
+            ids, values = zip(*sampling.logit_bias, strict=True)
+            self.bias[row] = np.array([min(token, self.vocab_size) for token in ids], np.int32), to_float32(values)
+            self.has_bias[row] = True
+        if sampling.has_penalties:
+            self.counts_line[row] = self._take_line()
+        self.write_tokens(row, 0, token_ids)
+
+    def close(self, row: int) -> None:
+        """The sequence is over, or has lost its place. Steps already launched may still write to the row."""
+        self.version += 1
+        self.pages_version += 1
+        self.page_table[row] = 0
+        if self.has_bias[row]:
+            self.has_bias[row] = False
+            del self.bias[row]
+        if self.counts_line[row] >= 0:
+            self._free_lines.append(int(self.counts_line[row]))
+            self.counts_line[row] = -1
+
+    def write_tokens(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
+        """Tokens from position `begin` on: a prompt, guesses. The array is not to change afterwards."""
+        if begin + len(token_ids) > self.width:
+            raise ValueError(f"{begin + len(token_ids)} tokens in a row of {self.width}")
+        self._put(row, begin, token_ids)
+
+    def write_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
+        """Ids of the sequence's pages from its `first`-th on."""
+        self.pages_version += 1
+        self.page_table[row, first : first + len(pages)] = pages
+
+    def count_tokens(self, rows: Ints, ends: Ints) -> None:
+        """[N], [N]: count tokens[row, :end], of those rows that have penalties. `ends` never shrink."""
+        lines = self.counts_line[rows]
+        has_line = lines >= 0
+        if not np.count_nonzero(has_line):
+            return
+        rows, ends, lines = rows[has_line], ends[has_line], lines[has_line]
+        begins = self.num_counted[rows]
+        if (ends < begins).any():
+            raise ValueError(f"{begins.tolist()} tokens were counted in rows {rows.tolist()}, now {ends.tolist()}")
+        owners, positions = join_ranges(begins, ends - begins)
+        self.num_counted[rows] = ends
+        is_answer = positions >= self._answer_begin[rows][owners]
+        self._count(rows[owners] * self.width + positions, lines[owners], is_answer.astype(np.int32))
+
+    def _take_line(self) -> int:
+        if not self._free_lines:
+            old = len(self.counts)
+            new = max(FIRST_LINES, 2 * old)
+            grown = torch.zeros(new, self.vocab_size, dtype=torch.int32, device=self.device)
+            grown[:old] = self.counts
+            self.counts = grown
+            self._free_lines = list(range(old, new))
+        line = self._free_lines.pop()
+        self._clear(line)
+        return line
+
+    # What follows runs on the device, after all that was launched before.
+
+    def _put(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
+        self.tokens[row, begin : begin + len(token_ids)] = upload([token_ids], self.device)[0]
+
+    def _clear(self, line: int) -> None:
+        self.counts[line].zero_()
+
+    def _count(self, places: Ints, lines: NDArray[np.int32], is_answer: NDArray[np.int32]) -> None:
+        """[n] places in the flat tokens, the line of each, 1 for tokens of an answer."""
+        at, begins, added = upload([places, lines * np.int64(self.vocab_size), is_answer], self.device)
+        cells = begins + self.flat_tokens[at]
+        flat = self.counts.view(-1)
+        flat.index_add_(0, cells, added)
+        flat.index_copy_(0, cells, flat[cells] | SEEN_BIT)  # equal cells get equal values

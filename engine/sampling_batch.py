@@ -1,0 +1,148 @@
+"""The value that sampling works on: what each row of logits asks for, as arrays.
+
+Knows shapes and bounds; nothing of how a token is chosen.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
+
+from wire.sampling import SamplingParams
+
+SEEN_BIT = 1 << 30
+"""Of a token's count: set if the token is in the prompt or the answer. The bits below: how often in the answer."""
+
+
+MOST = 1e30
+"""A temperature or repetition penalty beyond it counts as it, a penalty below 1 / MOST as that: float32 holds both."""
+
+
+class SamplingBatch(NamedTuple):
+    """S rows over a vocabulary of V tokens. Ragged parts, counts and masks are None where no row has any."""
+
+    temperature: NDArray[np.float32]  # [S], and so all up to presence; what they mean: wire.sampling
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float64]
+    min_p: NDArray[np.float64]
+    seeds: NDArray[np.uint64]
+    positions: NDArray[np.int64]  # in its sequence, of the token to choose
+    repetition: NDArray[np.float32]
+    frequency: NDArray[np.float32]
+    presence: NDArray[np.float32]
+    counts: Tensor | None = None  # [k, V] int32 beside the logits, see SEEN_BIT
+    counts_line: NDArray[np.int32] | None = None  # [S] line of `counts`; -1: the row has seen no token but extra ones
+    extra_starts: NDArray[np.int32] | None = None  # [S + 1] of extra_ids
+    extra_ids: NDArray[np.int32] | None = None  # [..] tokens of the answer that `counts` lacks: guesses
+    bias_starts: NDArray[np.int32] | None = None  # [S + 1] of bias_ids and bias_values
+    bias_ids: NDArray[np.int32] | None = None  # [..] each once in a row
+    bias_values: NDArray[np.float32] | None = None  # [..]
+    masks: NDArray[np.int32] | None = None  # [m, ceil(V / 32)] bit t % 32 of word t // 32 |-> whether t may come
+    mask_line: NDArray[np.int32] | None = None  # [S] line of `masks`; -1: every token may come
+
+    def check(self, logits: Tensor) -> None:
+        """ValueError names the first field that does not fit `logits` [S, V]."""
+        if logits.dim() != 2 or logits.dtype is not torch.float32 or not logits.is_contiguous():
+            raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)}, expected contiguous float32 [S, V]")
+        rows, vocabulary = logits.shape
+        _check("temperature", self.temperature, np.float32, rows)
+        _check("top_k", self.top_k, np.int64, rows)
+        _check("top_p", self.top_p, np.float64, rows)
+        _check("min_p", self.min_p, np.float64, rows)
+        _check("seeds", self.seeds, np.uint64, rows)
+        _check("positions", self.positions, np.int64, rows)
+        _check("repetition", self.repetition, np.float32, rows)
+        _check("frequency", self.frequency, np.float32, rows)
+        _check("presence", self.presence, np.float32, rows)
+        if self.counts is not None:
+            self._check_counts(self.counts, logits)
+            _check_lines("counts_line", self.counts_line, rows, self.counts.shape[0])
+        if self.extra_starts is not None:
+            _check_ragged("extra", self.extra_starts, self.extra_ids, rows, vocabulary)
+        if self.bias_starts is not None:
+            _check_ragged("bias", self.bias_starts, self.bias_ids, rows, vocabulary)
+            _check("bias_values", self.bias_values, np.float32, len(_given("bias_ids", self.bias_ids)))
+        if self.masks is not None:
+            _check("masks", self.masks, np.int32, len(self.masks), -(-vocabulary // 32))
+            _check_lines("mask_line", self.mask_line, rows, len(self.masks))
+
+    @staticmethod
+    def _check_counts(counts: Tensor, logits: Tensor) -> None:
+        expected = (counts.shape[0], logits.shape[1])
+        is_good = counts.shape == expected and counts.dtype is torch.int32 and counts.is_contiguous()
+        if not is_good or counts.device != logits.device:
+            raise ValueError(
+                f"counts are {counts.dtype} {tuple(counts.shape)} on {counts.device}, "
+                f"expected contiguous int32 {expected} on {logits.device}"
+            )
+
+
+def build_sampling_batch(
+    sampling: Sequence[SamplingParams],
+    positions: Sequence[int],
+    *,
+    counts: Tensor | None = None,
+    counts_line: NDArray[np.int32] | None = None,
+    masks: NDArray[np.int32] | None = None,
+    mask_line: NDArray[np.int32] | None = None,
+) -> SamplingBatch:
+    """Of rows that have no array to take their parameters from. What float32 cannot hold is inf."""
+    biases = [one.logit_bias for one in sampling]
+    with np.errstate(over="ignore"):
+        return SamplingBatch(
+            temperature=np.array([one.temperature for one in sampling]).astype(np.float32),
+            top_k=np.array([min(one.top_k, 1 << 62) for one in sampling], np.int64),
+            top_p=np.array([one.top_p for one in sampling], np.float64),
+            min_p=np.array([one.min_p for one in sampling], np.float64),
+            seeds=np.array([one.seed for one in sampling], np.uint64),
+            positions=np.array(positions, np.int64),
+            repetition=np.array([one.repetition_penalty for one in sampling]).astype(np.float32),
+            frequency=np.array([one.frequency_penalty for one in sampling]).astype(np.float32),
+            presence=np.array([one.presence_penalty for one in sampling]).astype(np.float32),
+            counts=counts,
+            counts_line=counts_line,
+            bias_starts=np.cumsum([0, *map(len, biases)], dtype=np.int32) if any(biases) else None,
+            bias_ids=np.array([token for bias in biases for token, _ in bias], np.int32),
+            bias_values=np.array([value for bias in biases for _, value in bias]).astype(np.float32),
+            masks=masks,
+            mask_line=mask_line,
+        )
+
+
+def _given(name: str, array: NDArray[np.generic] | None) -> NDArray[np.generic]:
+    if array is None:
+        raise ValueError(f"{name} is missing")
+    return array
+
+
+def _check(name: str, array: NDArray[np.generic] | None, dtype: DTypeLike, *shape: int) -> None:
+    array = _given(name, array)
+    if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+        expected = f"contiguous {np.dtype(dtype)} {shape}"
+        raise ValueError(f"{name} has shape {array.shape} of {array.dtype}, expected {expected}")
+
+
+def _check_range(name: str, values: NDArray[np.int32], low: int, high: int) -> None:
+    if values.size and not (values.min() >= low and values.max() < high):
+        bad = values[(values < low) | (values >= high)][0]
+        raise ValueError(f"{name} holds {bad}, expected {low} to {high - 1}")
+
+
+def _check_lines(name: str, lines: NDArray[np.int32] | None, rows: int, num_lines: int) -> None:
+    _check(name, lines, np.int32, rows)
+    assert lines is not None
+    _check_range(name, lines, -1, num_lines)
+
+
+def _check_ragged(
+    name: str, starts: NDArray[np.int32], ids: NDArray[np.int32] | None, rows: int, vocabulary: int
+) -> None:
+    _check(f"{name}_starts", starts, np.int32, rows + 1)
+    _check(f"{name}_ids", ids, np.int32, len(_given(f"{name}_ids", ids)))
+    assert ids is not None
+    if starts[0] != 0 or starts[-1] != len(ids) or (np.diff(starts) < 0).any():
+        raise ValueError(f"{name}_starts do not rise from 0 to {len(ids)}")
+    _check_range(f"{name}_ids", ids, 0, vocabulary)

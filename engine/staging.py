@@ -1,0 +1,58 @@
+"""Copies between the host and the device that the host does not wait for."""
+
+from collections.abc import Sequence
+from itertools import chain, compress, repeat
+from operator import is_not
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes; kernels read int32 and int64 fields in vectors
+
+
+def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """The arrays as tensors on `device`, by one copy. On the CPU they share the arrays' memory.
+
+    The pinned buffer goes back to torch's allocator at once; it is reused only after an event behind the copy.
+    """
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    begins = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
+    pinned = torch.empty(begins[-1], dtype=torch.uint8, pin_memory=True)
+    for array, begin in zip(arrays, begins, strict=False):
+        pinned.numpy()[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
+    block = pinned.to(device, non_blocking=True)
+    return [
+        block[begin : begin + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for array, begin in zip(arrays, begins, strict=False)
+    ]
+
+
+class Stager:
+    """Uploads the arrays of one step after the other; those that did not change stay where they are.
+
+    One caller at a time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._arrays: list[NDArray[Any] | None] = []  # of the last upload, so that their ids are not used again
+        self._tensors: list[Tensor] = []
+
+    def upload(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """The arrays as tensors. One that is the same object as last time, at the same place, is the same tensor."""
+        is_new = list(map(is_not, arrays, chain(self._arrays, repeat(None))))
+        fresh = iter(upload(list(compress(arrays, is_new)), self._device))
+        tensors = [next(fresh) if new else self._tensors[at] for at, new in enumerate(is_new)]
+        self._arrays, self._tensors = list(arrays), tensors
+        return tensors
+
+
+def download(tensor: Tensor) -> Tensor:
+    """`tensor` on the host, complete once the device has done all that is launched up to now."""
+    if tensor.is_cpu:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,0 +1,87 @@
+"""Where a request goes, by load and by what workers probably have of its prompt. Pure: remembers, and asks policy.py.
+
+Equal prompts at the same time are computed once: a request waits while the decode worker to which it would go is about
+to have its KV for another one. That one has its places, so no two requests wait for each other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gateway.ring.policy import Placement, Unready, Wait, WorkerView, choose_placement
+from gateway.ring.prefix_memory import PrefixMemory
+from gateway.ring.request_machine import Request
+from wire.page_keys import PageKey
+
+Coming = tuple[PageKey, str]  # last whole page of a prompt, incarnation of the decode worker that is about to have it
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The best decode worker is about to have the KV of the same whole pages for another request."""
+
+    key: PageKey  # of the last one
+
+
+class Router:
+    """Chooses workers, and remembers what they got."""
+
+    def __init__(self, local_prefill_max_tokens: int, uses_cache: bool = True) -> None:
+        """`uses_cache`: False chooses by load only."""
+        self._local_prefill_max_tokens = local_prefill_max_tokens
+        self._uses_cache = uses_cache
+        self._memory = PrefixMemory()
+        self._coming = set[Coming]()
+
+    def find_key(self, workers: Sequence[WorkerView], request: Request) -> PageKey | None:
+        """The key of the last whole page that the request needs; None without one, or if it uses no cached pages."""
+        keys, _ = self._find_keys(workers, request)
+        return keys[-1] if keys else None
+
+    def choose(self, workers: Sequence[WorkerView], request: Request) -> Placement | Wait | Held | Unready:
+        """Nothing is held by this: `begin` is for who takes the placement."""
+        keys, page_tokens = self._find_keys(workers, request)
+        coming = {view.incarnation for view in workers if keys and (keys[-1], view.incarnation) in self._coming}
+        believed = [view.incarnation for view in workers if keys and view.incarnation not in request.mistaken]
+        cached = {name: self._memory.longest(name, keys) * page_tokens for name in believed}
+        cached |= dict.fromkeys(coming, len(keys) * page_tokens)
+        choice = choose_placement(
+            workers, request.num_missing, self._local_prefill_max_tokens, frozenset(request.avoid), cached
+        )
+        if isinstance(choice, Placement) and choice.decode.incarnation in coming:
+            return Held(keys[-1])
+        return choice
+
+    def begin(self, request: Request, placement: Placement) -> Coming | None:
+        """The request's KV is about to be there. What to `end`; None when it is there already."""
+        keys, page_tokens = self._find_keys([placement.decode], request)
+        if not keys or placement.num_cached == len(keys) * page_tokens:
+            return None
+        coming = keys[-1], placement.decode.incarnation
+        self._coming.add(coming)
+        return coming
+
+    def end(self, coming: Coming) -> None:
+        """The KV is there, or will not be."""
+        self._coming.remove(coming)
+
+    def remember(self, worker: WorkerView, request: Request) -> None:
+        """The worker has the KV of all the request's tokens but the last."""
+        if self._uses_cache:
+            keys = request.page_keys(worker.weights, worker.page_tokens)
+            self._memory.remember(worker.incarnation, keys, worker.num_pages)
+
+    def correct(self, worker: WorkerView, request: Request, num_cached: int) -> None:
+        """The worker has no more than the first `num_cached` tokens of the request."""
+        keys = request.page_keys(worker.weights, worker.page_tokens)
+        self._memory.forget(worker.incarnation, keys[num_cached // max(worker.page_tokens, 1) :])
+
+    def keep(self, workers: Sequence[WorkerView]) -> None:
+        """Forget the incarnations that are not among these."""
+        self._memory.keep({view.incarnation for view in workers})
+
+    def _find_keys(self, workers: Sequence[WorkerView], request: Request) -> tuple[Sequence[PageKey], int]:
+        """Keys of the request's whole pages, and the tokens in a page: as the first living decode worker has them."""
+        decode = next((view for view in workers if view.role == "decode" and view.is_alive), None)
+        if decode is None or not self._uses_cache or request.num_prompt_logprobs is not None:
+            return (), 0
+        return request.page_keys(decode.weights, decode.page_tokens), decode.page_tokens

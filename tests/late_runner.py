@@ -1,0 +1,99 @@
+"""A runner that is as late as a GPU: a step runs when it is collected, after all that was launched before it.
+
+What the host prepares it prepares at launch. Until a step has run, the places of its tokens hold no token, so that
+whatever reads them early fails.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend
+from engine.batch import Slice
+from engine.model.decoder import Decoder
+from engine.prepared import Prepared
+from engine.ranges import Ints
+from engine.rows import Rows
+from engine.runner import Answers, Launched, Runner
+from wire.sampling import SamplingParams
+
+POISON = -1
+
+
+class LateRows(Rows):
+    """Keeps the device's work in a queue."""
+
+    def __init__(
+        self, num_rows: int, context_tokens: int, page_tokens: int, vocab_size: int, device: torch.device
+    ) -> None:
+        self.queue: deque[Callable[[], None]] = deque()
+        self.num_opened = np.zeros(num_rows, np.int64)
+        super().__init__(num_rows, context_tokens, page_tokens, vocab_size, device)
+
+    def open(self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int) -> None:
+        self.num_opened[row] += 1
+        super().open(row, token_ids, sampling, answer_begin)
+
+    def _put(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
+        put = super()._put
+        self.queue.append(lambda: put(row, begin, token_ids))
+
+    def _clear(self, line: int) -> None:
+        clear = super()._clear
+        self.queue.append(lambda: clear(line))
+
+    def _count(self, places: Ints, lines: NDArray[np.int32], is_answer: NDArray[np.int32]) -> None:
+        count = super()._count
+        self.queue.append(lambda: count(places, lines, is_answer))
+
+
+class LateLaunched(Launched):
+    """A step in the queue."""
+
+    def __init__(self, queue: deque[Callable[[], None]], run: Callable[[], Launched]) -> None:
+        self._queue = queue
+        self._run = run
+        self._result: Launched | Exception | None = None
+        queue.append(self._work)
+
+    def _work(self) -> None:
+        try:
+            self._result = self._run()
+        except Exception as error:
+            self._result = error
+
+    def collect(self) -> Answers:
+        while self._result is None:
+            self._queue.popleft()()
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result.collect()
+
+
+class LateRunner(Runner):
+    """Over `LateRows`, which several may share."""
+
+    def __init__(self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: LateRows) -> None:
+        super().__init__(model, attention, pages, rows)
+        self._late_rows = rows
+
+    def launch(self, slices: Sequence[Slice]) -> Launched:
+        rows = self._late_rows
+        step = self._prepare(slices)
+        opened = rows.num_opened.copy()
+        for part in slices:
+            if part.num_logits > part.num_given:
+                rows.tokens[part.row, part.begin + part.count] = POISON
+        return LateLaunched(rows.queue, lambda: self._run_late(step, opened))
+
+    def _run_late(self, step: Prepared, opened: NDArray[np.int64]) -> Launched:
+        """Of a row that has another sequence by now, poison is that one's: the step's own answer is of no use."""
+        places = step.layout.places
+        places = places[(self._late_rows.num_opened != opened)[places // self._late_rows.width]]
+        flat = self._late_rows.tokens.view(-1)
+        flat[torch.from_numpy(places)] = flat[torch.from_numpy(places)].clamp(min=0)
+        return self._run(step)

@@ -1,0 +1,104 @@
+"""Tables of sequences for tests, jobs for them, and a model in small that computes their steps."""
+
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+from wire.logprobs import TokenLogprobs
+from worker.plan import Budget, plan_step
+from worker.prefix_cache import PrefixCache, num_pages_for
+from worker.sequences import ANY_NUMBER, Job, Phase, Planned, Sequence, Update
+from worker.table import SequenceTable
+
+LEASE_S = 10.0
+
+
+def pack(tokens: Seq[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def answer(handle: int, num_prompt: int, max_tokens: int, *, first: int | None = None, **others: Any) -> Job:
+    """A decode worker's job, computed where it is unless `others` say so. Its prompt begins with `first`."""
+    values: dict[str, Any] = {
+        "request_id": f"r{handle}",
+        "prompt": pack([10_000 + handle if first is None else first, *range(1, num_prompt)]),
+        "end": num_prompt - 1,
+        "max_tokens": max_tokens,
+        "gateway": "g",
+        "handle": handle,
+        "attempt": handle % 3 + 1,
+    }
+    return Job(**{**values, **others})
+
+
+def prompt(number: int, num_prompt: int, **others: Any) -> Job:
+    """A prefill worker's job: all KV but the last token's."""
+    return replace(answer(number, num_prompt, 0, **others), gateway="", handle=0)
+
+
+def token_at(position: int) -> int:
+    """The stand-in for a model: a token that names its own position."""
+    return 1000 + position
+
+
+def finish(
+    table: SequenceTable, step: Seq[Planned], now: float = 0.0,
+    scores: Callable[[Planned], Seq[TokenLogprobs]] = lambda planned: (),
+) -> list[Update]:  # fmt: skip
+    """Collect a launched step: every sequence gets the token that is next."""
+    updates = [
+        table.finish_step(planned, next_tokens(planned), now, prompt_logprobs=scores(planned)) for planned in step
+    ]
+    return [update for update in updates if update is not None]
+
+
+def next_tokens(planned: Planned, num_right: int = 0) -> list[int]:
+    """What the step chooses, when so many of its guesses are right."""
+    if not planned.wants_token:
+        return []
+    first = planned.begin + planned.count
+    return [token_at(position) for position in range(first, first + num_right + 1)]
+
+
+def tokens_of(sequence: Sequence, end: int) -> list[int]:
+    """The first `end` tokens, those to come included."""
+    return [*sequence.tokens, *(token_at(position) for position in range(len(sequence.tokens), end))][:end]
+
+
+def build_table(
+    num_pages: int, page_tokens: int, max_running: int = 8, max_offer_pages: int = ANY_NUMBER
+) -> tuple[SequenceTable, list[int]]:
+    generations = [0] * num_pages
+    cache = PrefixCache(num_pages, generations)
+    return SequenceTable(cache, page_tokens, max_running, LEASE_S, "model", max_offer_pages), generations
+
+
+def plan(table: SequenceTable, prompt_tokens: int) -> list[Planned]:
+    return plan_step(table, Budget(prompt_tokens, "--chunk"))
+
+
+def step(table: SequenceTable, prompt_tokens: int = 99, now: float = 0.0) -> list[Update]:
+    return finish(table, plan(table, prompt_tokens), now)
+
+
+def run(table: SequenceTable) -> None:
+    """Until all answers are whole."""
+    while any(sequence.num_missing for phase in (Phase.ACTIVE, Phase.PREEMPTED) for sequence in table.in_phase(phase)):
+        planned = plan(table, 99)
+        assert planned, "nothing is planned though something is missing"
+        finish(table, planned)
+        table.check()
+
+
+def awaited(handle: int, num_prompt: int, max_tokens: int, **others: Any) -> Job:
+    """An answer whose KV another worker computes."""
+    return answer(handle, num_prompt, max_tokens, **{"local_prefill_max_tokens": 0, **others})
+
+
+def receive(table: SequenceTable, sequence: Sequence, now: float = 0.0) -> None:
+    """All KV that it waits for, in one offer."""
+    begin, end = sequence.computed, sequence.job.end
+    table.begin_read(sequence.id, sequence.job.attempt, begin, end, num_pages_for(end - begin, table.page_tokens))
+    table.finish_read(sequence.id, end, now)

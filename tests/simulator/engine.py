@@ -1,0 +1,151 @@
+"""A virtual device: rows, and runners that compute what was launched no sooner than it is collected, in order.
+
+So a launched step reads and writes as late as it may: whatever it needs must stay until then.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch import Slice
+from engine.runner import Answers
+from tests.simulator.model import PAGE_TOKENS, Cells, Memory, choose_token, extend, read
+from tests.simulator.world import World
+from wire.sampling import SamplingParams
+
+WIDTH = 64  # positions in a row; no sequence is longer
+RIGHT_GUESSES = 0.7  # share
+
+
+class VirtualRows:
+    """As engine.rows.Rows. A sequence's seed tells its cache salt: what its first position's KV follows from."""
+
+    vocab_size = 1 << 24
+
+    def __init__(self, num_rows: int) -> None:
+        self.tokens = [[-1] * WIDTH for _ in range(num_rows)]  # on the device
+        self.seeds = [0] * num_rows
+        self._pages = [[0] * (WIDTH // PAGE_TOKENS) for _ in range(num_rows)]  # on the host
+        self._work: deque[Callable[[], None]] = deque()  # of the device
+
+    def open(self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int) -> None:
+        self.seeds[row] = sampling.seed
+        self.write_tokens(row, 0, token_ids)
+
+    def close(self, row: int) -> None:
+        self._pages[row] = [0] * (WIDTH // PAGE_TOKENS)
+
+    def write_tokens(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
+        ids = token_ids.tolist()
+
+        def write() -> None:
+            self.tokens[row][begin : begin + len(ids)] = ids
+
+        self.enqueue(write)
+
+    def write_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
+        self._pages[row][first : first + len(pages)] = pages
+
+    def pages_of(self, row: int, num_tokens: int) -> list[int]:
+        """As a launch copies them to the device."""
+        return self._pages[row][: -(-num_tokens // PAGE_TOKENS)]
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """The device gets on."""
+        while not is_done():
+            self._work.popleft()()
+
+
+class VirtualLaunched:
+    """As engine.runner.Launched."""
+
+    def __init__(self, rows: VirtualRows, error: str) -> None:
+        self.tokens: list[int] | None = None
+        self._rows = rows
+        self._error = error
+
+    def collect(self) -> Answers:
+        self._rows.run_until(lambda: self.tokens is not None)
+        if self._error:
+            raise RuntimeError(self._error)
+        assert self.tokens is not None
+        return Answers(self.tokens, [])
+
+
+class VirtualRunner:
+    """As engine.runner.Runner: computes the KV of slices, and the tokens that they want."""
+
+    def __init__(self, world: World, rows: VirtualRows, cells: Cells) -> None:
+        self._world = world
+        self._rows = rows
+        self._cells = cells
+        self.vocab_size = rows.vocab_size
+        self._poisoned = -1  # a row that no launch can compute
+
+    def launch(self, slices: Sequence[Slice]) -> VirtualLaunched:
+        launched = VirtualLaunched(self._rows, self._fail(slices))
+        pages = [self._rows.pages_of(part.row, part.begin + part.count) for part in slices]
+        parts = list(zip(slices, pages, strict=True))
+        self._rows.enqueue(lambda: self._run(parts, launched))
+        return launched
+
+    def _fail(self, slices: Sequence[Slice]) -> str:
+        """Sometimes one of the slices cannot be computed, sometimes the device fails later: what it says then."""
+        share, rng = self._world.faults.loss / 4, self._world.rng
+        error = ""
+        if share and self._poisoned < 0 and rng.random() < share:
+            if rng.random() < 0.5:
+                error = "the device failed"
+            else:
+                self._poisoned = rng.choice(slices).row
+        if any(part.row == self._poisoned for part in slices):
+            if len(slices) == 1:
+                self._poisoned = -1
+            raise RuntimeError("a slice cannot be computed")
+        return error
+
+    def _run(self, parts: Iterable[tuple[Slice, list[int]]], launched: VirtualLaunched) -> None:
+        """What the device does."""
+        chosen: list[int] = []
+        for part, pages in parts:
+            begin, end, tokens = part.begin, part.begin + part.count, self._rows.tokens[part.row]
+            contents = read(self._cells, pages, begin)
+            extend(contents, self._find_seed(part.row), tokens[begin:end])
+            for position in range(begin, end):
+                self._cells[pages[position // PAGE_TOKENS]][position % PAGE_TOKENS] = contents[position]
+            for last in range(end - part.num_logits, end):
+                token = self._choose(part, pages, contents[: last + 1])
+                tokens[last + 1] = token
+                chosen.append(token)
+        launched.tokens = chosen
+
+    def _find_seed(self, row: int) -> int:
+        return self._rows.seeds[row]
+
+    def _choose(self, part: Slice, pages: Sequence[int], contents: Sequence[int]) -> int:
+        return choose_token(contents)
+
+
+class VirtualDraftRunner(VirtualRunner):
+    """The draft model: its guesses are often right. It looks at the model's KV for that, and writes its own."""
+
+    def __init__(self, world: World, rows: VirtualRows, memory: Memory) -> None:
+        super().__init__(world, rows, memory.draft)
+        self._main = memory.main
+
+    def _fail(self, slices: Sequence[Slice]) -> str:
+        return ""
+
+    def _find_seed(self, row: int) -> int:
+        return ~self._rows.seeds[row]
+
+    def _choose(self, part: Slice, pages: Sequence[int], contents: Sequence[int]) -> int:
+        computed = len(contents) - part.num_guessed - 1  # by the model: all known tokens but the last
+        found = read(self._main, pages, computed)
+        extend(found, self._rows.seeds[part.row], self._rows.tokens[part.row][computed : len(contents)])
+        return choose_token(found) ^ (self._world.rng.random() > RIGHT_GUESSES)

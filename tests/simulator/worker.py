@@ -1,0 +1,183 @@
+"""What both roles of worker are made of: the real table, cache, plan and loop over a virtual device and thread."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from engine.thread import Progress
+from tests.simulator.engine import VirtualRows
+from tests.simulator.model import PAGE_TOKENS, Memory, Truth, find_seed, read
+from tests.simulator.world import Process, ViolationError, World
+from worker.loop import WorkerLoop
+from worker.plan import Budget
+from worker.prefix_cache import PrefixCache
+from worker.sequences import Phase, Planned, Update
+from worker.sequences import Sequence as Tokens
+from worker.table import SequenceTable, num_rows_for
+
+WEIGHTS = "weights"  # fingerprint of the model
+LEASE_S = 4.0
+BUDGET = Budget(4, "--chunk-tokens")
+NO_LOCK = nullcontext()
+UNCOUNTED = SimpleNamespace(inc=lambda *_: None, observe=lambda *_: None)
+NO_METRICS: Any = SimpleNamespace(step_seconds=UNCOUNTED, count_step=lambda *_: None)
+POOL: Any = SimpleNamespace(size_mib=1)
+
+
+class VirtualThread:
+    """As engine.thread.EngineThread: runs steps while there is work, sleeps until it is woken or until a deadline."""
+
+    lock = NO_LOCK
+
+    def __init__(self, worker: "SimWorker") -> None:
+        self._worker = worker
+        self._is_asleep = True
+        self._has_news = False
+        self._num_sleeps = 0
+
+    def wake(self) -> None:
+        self._has_news = self._worker.is_changed = True
+        if self._is_asleep:
+            self._is_asleep = False
+            self._worker.later(0.0, self._run)
+
+    def progress(self) -> Progress:
+        return Progress(0, 0.0)
+
+    def _run(self) -> None:
+        self._has_news = False
+        self._worker.loop.begin_step()
+
+    def end_step(self, had_work: bool) -> None:
+        if had_work or self._has_news:
+            self._run()
+            return
+        self._is_asleep = True
+        self._num_sleeps += 1
+        deadline, sleep = self._worker.table.next_deadline(), self._num_sleeps
+        if deadline is not None:
+            self._worker.later(max(deadline - self._worker.world.now, 0.0), lambda: self._alarm(sleep))
+
+    def _alarm(self, sleep: int) -> None:
+        if self._is_asleep and sleep == self._num_sleeps:
+            self.wake()
+
+
+class SteppedLoop(WorkerLoop):
+    """The real loop, but for `step`: time passes, and other things happen, until a step is collected."""
+
+    worker: "SimWorker"
+
+    def begin_on(self, worker: "SimWorker") -> None:
+        self.worker = worker
+        self.thread: Any = VirtualThread(worker)
+        self._ends: deque[float] = deque()  # when launched steps are over
+
+    def begin_step(self) -> None:
+        """The first half of `step`."""
+        self.worker.is_changed = True
+        self._updates = self._table.expire(self.worker.world.now)
+        self._step_planned = self._plan(self._updates)
+        if self._step_planned:
+            self._launch(self._step_planned, self._updates)
+        self._is_busy = bool(self._step_planned or self._flights)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """The other half."""
+        if len(self._flights) > (self._steps_ahead if self._step_planned else 0):
+            self.worker.later(max(self._ends[0] - self.worker.world.now, 0.0), self._collect_and_go_on)
+            return
+        if self._updates:
+            self._publish(0, self._updates)
+        self.thread.end_step(self._is_busy or bool(self._updates))
+
+    def _collect_and_go_on(self) -> None:
+        self._updates += self._collect()
+        self._go_on()
+
+    def _launch(self, planned: list[Planned], updates: list[Update]) -> None:
+        num_flights = len(self._flights)
+        super()._launch(planned, updates)
+        if len(self._flights) > num_flights:
+            now = self.worker.world.now
+            self._ends.append(max(now, *self._ends, now) + self.worker.step_delay())
+
+    def _collect(self) -> list[Update]:
+        self._ends.popleft()
+        self.worker.is_changed = True
+        planned = self._flights[0].planned
+        updates = super()._collect()
+        for step in planned:
+            if step.sequence.phase is not Phase.ENDED:
+                self.worker.check_kv(step.sequence)
+        return updates
+
+    def stepped(self) -> list[Tokens]:
+        """Sequences in launched steps."""
+        return [step.sequence for flight in self._flights for step in flight.planned]
+
+
+class SimWorker(Process):
+    """A pool, a table and a loop."""
+
+    loop: SteppedLoop
+    is_changed = False  # and not checked yet
+
+    def __init__(
+        self, world: World, name: str, num_pages: int, max_running: int, steps_ahead: int, has_draft: bool
+    ) -> None:
+        self.num_pages = num_pages
+        self.max_running = max_running
+        self.steps_ahead = steps_ahead
+        self.has_draft = has_draft
+        super().__init__(world, name)
+
+    def boot(self) -> None:
+        self.memory = Memory(self.num_pages)
+        cache = PrefixCache(self.num_pages, self.memory.generations)
+        self.table = SequenceTable(cache, PAGE_TOKENS, self.max_running, LEASE_S, WEIGHTS)
+        self.rows = VirtualRows(num_rows_for(self.max_running))
+        self._truths: dict[int, Truth] = {}  # sequence id |-> its KV
+        self.loop = self.build_loop()
+        self.loop.begin_on(self)
+
+    def build_loop(self) -> SteppedLoop:
+        raise NotImplementedError
+
+    def step_delay(self) -> float:
+        """How long a step takes."""
+        return self.world.delay()
+
+    def publish(self, step: int, updates: Sequence[Update]) -> None:
+        """What a step changed, on its way."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Of a table that may have changed: who changes it wakes the thread."""
+        if not self.is_changed:
+            return
+        self.is_changed = False
+        self.table.check()
+        ids = self.table._sequences
+        if any(sequence.id not in ids for sequence in self.loop.stepped()):
+            raise ViolationError("a sequence is gone under a launched step")
+
+    def check_kv(self, sequence: Tokens) -> None:
+        """What the sequence takes for its KV is that of its tokens and its salt, both models'."""
+        truth = self._truths.get(sequence.id)
+        if truth is None:
+            truth = self._truths[sequence.id] = Truth(find_seed(sequence.job.cache_salt))
+        truth.follow(sequence.tokens)
+        name = f"{sequence.job.request_id}#{sequence.job.attempt}"
+        computed, pages = sequence.computed, sequence.pages
+        if read(self.memory.main, pages, computed) != truth.main[:computed]:
+            raise ViolationError(f"{name} runs on KV that is not its own")
+        computed = sequence.draft_computed
+        if self.has_draft and computed and read(self.memory.draft, pages, computed) != truth.draft[:computed]:
+            raise ViolationError(f"{name} guesses from KV that is not its own")
+
+
+Answer = Callable[[Any], None]

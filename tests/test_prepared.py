@@ -1,0 +1,137 @@
+"""A step prepared after others equals the same step prepared alone, whatever happened to the rows between them."""
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.batch import Slice
+from engine.prepared import Preparer, prepare
+from engine.rows import MAX_GUESSES, Rows
+from engine.staging import Stager
+from wire.sampling import SamplingParams
+
+CPU = torch.device("cpu")
+NUM_ROWS, CONTEXT, PAGE_TOKENS, VOCAB = 4, 40, 4, 50
+SAMPLINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(0.7, 0.9, top_k=3, seed=5),
+    SamplingParams(seed=6, frequency_penalty=0.5),
+    SamplingParams(seed=7, logit_bias=((3, 1.0), (9, -2.0))),
+]
+CHANGES: list[dict[str, Any]] = [  # each makes a plain step another one
+    {"mask": np.full((1, -(-VOCAB // 32)), 5, np.int32)},
+    {"count": 2},
+    {"num_logits": 0},
+    {"num_given": 1},
+    {"num_given": 1, "given_logprobs": 2},
+    {"chosen_logprobs": 2},
+    {"num_guessed": 1},
+]
+
+
+def flatten(value: Any) -> list[Any]:
+    """Lists, tuples and dataclasses of arrays as one list of what they hold."""
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), value.tolist()]
+    if isinstance(value, list | tuple):
+        return [type(value), *(flatten(one) for one in value)]
+    if hasattr(value, "__dataclass_fields__"):
+        return [flatten(getattr(value, field.name)) for field in fields(value)]
+    return [value]
+
+
+class Twins:
+    """The same rows twice: over the first, steps are prepared after each other."""
+
+    def __init__(self) -> None:
+        self.both = [Rows(NUM_ROWS, CONTEXT, PAGE_TOKENS, VOCAB, CPU) for _ in range(2)]
+        self.preparer = Preparer(self.both[0])
+        self.begins: dict[int, int] = {}  # row |-> position of its next new token
+
+    def open(self, row: int, sampling: SamplingParams, num_prompt: int) -> None:
+        for rows in self.both:
+            rows.open(row, np.arange(CONTEXT, dtype=np.int32) % VOCAB, sampling, num_prompt)
+        self.begins[row] = num_prompt - 1
+
+    def close(self, row: int) -> None:
+        for rows in self.both:
+            rows.close(row)
+        del self.begins[row]
+
+    def write_pages(self, row: int, first: int, page: int) -> None:
+        for rows in self.both:
+            rows.write_pages(row, first, [page])
+
+    def step(self, slices: list[Slice], piece_rows: int) -> None:
+        after = self.preparer.prepare(slices, piece_rows)
+        assert flatten(after) == flatten(prepare(self.both[1], slices, piece_rows))
+        counts = [rows.counts.tolist() for rows in self.both]
+        assert counts[0] == counts[1]
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_steps_are_prepared_as_if_they_were_alone(data: st.DataObject) -> None:
+    twins = Twins()
+    for row in range(data.draw(st.integers(1, NUM_ROWS))):
+        twins.open(row, data.draw(st.sampled_from(SAMPLINGS)), data.draw(st.integers(1, 9)))
+    order = list(twins.begins)
+    for _ in range(data.draw(st.integers(1, 12))):
+        row = data.draw(st.sampled_from(order))
+        match data.draw(st.sampled_from(["step", "step", "pages", "another", "order", "other step"])):
+            case "pages":
+                twins.write_pages(row, data.draw(st.integers(0, 9)), data.draw(st.integers(0, 99)))
+            case "another":
+                twins.close(row)
+                twins.open(row, data.draw(st.sampled_from(SAMPLINGS)), data.draw(st.integers(1, 9)))
+            case "order":
+                order = data.draw(st.permutations(order))
+            case "other step":
+                change = data.draw(st.sampled_from(CHANGES))
+                parts = [Slice(one, twins.begins[one], 1, 1) for one in order]
+                parts[0] = parts[0]._replace(**change)
+                twins.step(parts, 2)
+                for part in parts:
+                    twins.begins[part.row] += part.count
+        shown = order[: data.draw(st.integers(max(1, len(order) - 1), len(order)))]
+        twins.step([Slice(row, twins.begins[row], 1, 1) for row in shown], data.draw(st.sampled_from([2, 2, 100])))
+        for row in shown:
+            twins.begins[row] += 1
+
+
+def test_a_plain_step_shares_what_stays_the_same() -> None:
+    rows = Rows(NUM_ROWS, CONTEXT, PAGE_TOKENS, VOCAB, CPU)
+    for row in range(2):
+        rows.open(row, np.zeros(9, np.int32), SAMPLINGS[1], 9)
+    preparer = Preparer(rows)
+    first, second = [preparer.prepare([Slice(0, at, 1, 1), Slice(1, at, 1, 1)], 100) for at in (9, 10)]
+    assert first.layout.page_table is second.layout.page_table
+    assert first.layout.query_starts is second.layout.query_starts
+    assert first.pieces[0].sampling.top_p is second.pieces[0].sampling.top_p
+    rows.write_pages(1, 2, [7])
+    third = preparer.prepare([Slice(0, 11, 1, 1), Slice(1, 11, 1, 1)], 100)
+    assert third.layout.page_table[1].tolist() == [0, 0, 7]
+    assert not second.layout.page_table.any()
+
+
+def test_a_plain_step_ends_before_its_row_does() -> None:
+    rows = Rows(NUM_ROWS, CONTEXT, PAGE_TOKENS, VOCAB, CPU)
+    preparer = Preparer(rows)
+    last = CONTEXT + MAX_GUESSES - 2
+    preparer.prepare([Slice(0, last, 1, 1)], 100)
+    with pytest.raises(ValueError, match="56 positions and a token after them, in a row of 56"):
+        preparer.prepare([Slice(0, last + 1, 1, 1)], 100)
+
+
+def test_only_new_arrays_are_uploaded() -> None:
+    stager = Stager(CPU)
+    same, first, second = np.arange(3), np.zeros(2, np.int32), np.ones((2, 2), np.int32)
+    kept, old = stager.upload([same, first])
+    again, new, more = stager.upload([same, second, first])
+    assert again is kept and old.tolist() == [0, 0]
+    assert torch.equal(new, torch.ones(2, 2, dtype=torch.int32)) and torch.equal(more, old)

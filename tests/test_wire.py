@@ -1,0 +1,205 @@
+"""Values of all processes: their messages and back, field by field, and the names of pages."""
+
+import math
+import struct
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protos import decode_pb2, prefill_pb2
+from wire.logprobs import TokenLogprobs
+from wire.messages import (
+    pack_decode_timing,
+    pack_logprobs,
+    pack_sampling,
+    pack_tokens,
+    unpack_decode_timing,
+    unpack_logprobs,
+    unpack_prefill_timing,
+    unpack_sampling,
+    unpack_tokens,
+)
+from wire.page_keys import KEY_BYTES, TOKEN_BYTES, next_key, page_keys, root_key
+from wire.sampling import CLIENT_RANGES, LEAST_TEMPERATURE, SCALARS, SamplingParams
+from wire.timing import Timing
+
+FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+PENALTY = st.floats(allow_nan=False, allow_infinity=False)
+TOKEN = st.integers(0, 2**31 - 1)
+SAMPLING: dict[str, st.SearchStrategy[Any]] = {
+    "temperature": st.floats(0, 1e300),
+    "top_p": st.floats(0, 1, exclude_min=True),
+    "top_k": st.integers(0, 2**32 - 1),
+    "min_p": st.floats(0, 1),
+    "seed": st.integers(0, 2**64 - 1),
+    "frequency_penalty": PENALTY,
+    "presence_penalty": PENALTY,
+    "repetition_penalty": st.floats(0, 1e300, exclude_min=True),
+    "logit_bias": st.lists(st.tuples(TOKEN, FLOAT32), max_size=4).map(tuple),
+}
+OF_DECODE = (
+    "prefill_s", "first_step_s", "decode_s", "cached_tokens", "draft_tokens", "accepted_tokens", "steps", "preemptions",
+)  # fmt: skip
+OF_PREFILL = ("prefill_s", "transfer_s", "transfer_bytes", "transport", "cached_tokens")
+OF_GATEWAY = ("queue_s", "attempts")
+
+
+def default(name: str, of: type[Any] = Timing) -> Any:
+    return next(field.default for field in fields(of) if field.name == name)
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+def test_every_sampling_parameter_is_tried() -> None:
+    assert set(SAMPLING) == {field.name for field in fields(SamplingParams)}
+    assert {*SCALARS, "logit_bias"} == set(SAMPLING)
+    assert set(CLIENT_RANGES) <= set(SCALARS)
+
+
+@given(st.builds(SamplingParams, **SAMPLING))
+def test_sampling_there_and_back(params: SamplingParams) -> None:
+    message = decode_pb2.SamplingParams.FromString(pack_sampling(params).SerializeToString())
+    assert unpack_sampling(message) == params
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_no_sampling_parameter_is_forgotten(name: str) -> None:
+    other: Any = {"logit_bias": ((7, -0.5),), "top_k": 3, "seed": 2**64 - 1}.get(name, 0.25)
+    params = replace(SamplingParams(), **{name: other})
+    assert params != SamplingParams()
+    assert unpack_sampling(pack_sampling(params)) == params
+
+
+def test_a_message_with_nothing_set_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="top_p is 0"):
+        unpack_sampling(decode_pb2.SamplingParams())
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", [-0.1, math.nan, math.inf]),
+        ("top_p", [0.0, 1.1, math.nan]),
+        ("top_k", [-1]),
+        ("min_p", [-0.1, 1.1, math.nan]),
+        ("seed", [-1, 2**64]),
+        ("frequency_penalty", [math.nan, -math.inf]),
+        ("presence_penalty", [math.nan, math.inf]),
+        ("repetition_penalty", [0.0, -1.0, math.nan, math.inf]),
+        ("logit_bias", [((-1, 1.0),), ((1, math.nan),), ((0, 0.0), (1, math.inf))]),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(ValueError, match=name):
+            replace(SamplingParams(), **{name: value})
+
+
+def test_greedy_and_penalties_are_seen() -> None:
+    greedy = [SamplingParams(temperature=value).is_greedy for value in (0.0, LEAST_TEMPERATURE / 2, LEAST_TEMPERATURE)]
+    assert greedy == [True, True, False]
+    assert not SamplingParams().has_penalties
+    penalties = [SamplingParams(repetition_penalty=0.5), SamplingParams(frequency_penalty=0.5)]
+    assert all(params.has_penalties for params in [*penalties, SamplingParams(presence_penalty=0.5)])
+
+
+@given(FLOAT32, st.lists(st.tuples(TOKEN, FLOAT32), max_size=5))
+def test_logprobs_there_and_back(logprob: float, top: list[tuple[int, float]]) -> None:
+    one = TokenLogprobs(logprob, tuple(token for token, _ in top), tuple(likely for _, likely in top))
+    assert unpack_logprobs(decode_pb2.TokenLogprobs.FromString(pack_logprobs(one).SerializeToString())) == one
+
+
+def test_every_field_of_a_timing_has_an_owner() -> None:
+    assert {*OF_DECODE, *OF_PREFILL, *OF_GATEWAY} == {field.name for field in fields(Timing)}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Timing)])
+def test_decode_tells_its_own_timing(name: str) -> None:
+    value: Any = "shm" if name == "transport" else 7
+    timing = replace(Timing(), **{name: value})
+    assert timing != Timing()
+    assert unpack_decode_timing(pack_decode_timing(timing)) == (timing if name in OF_DECODE else Timing())
+
+
+@given(st.lists(st.floats(0, 1e9), min_size=3, max_size=3), st.lists(st.integers(0, 2**32 - 1), min_size=5, max_size=5))
+def test_decode_timing_there_and_back(seconds: list[float], counts: list[int]) -> None:
+    names = sorted(OF_DECODE, key=lambda name: not name.endswith("_s"))  # seconds first
+    values: dict[str, Any] = dict(zip(names, [*seconds, *counts], strict=True))
+    timing = Timing(**values)
+    assert unpack_decode_timing(pack_decode_timing(timing)) == timing
+
+
+def test_prefill_tells_its_own_timing() -> None:
+    response = prefill_pb2.RunResponse(
+        queue_seconds=1.0, prefill_seconds=2.0, transfer_seconds=4.0, transfer_bytes=5, transport="shm", cached_tokens=6
+    )
+    timing = unpack_prefill_timing(response)
+    assert timing == Timing(prefill_s=3.0, transfer_s=4.0, transfer_bytes=5, transport="shm", cached_tokens=6)
+    changed = {field.name for field in fields(Timing) if getattr(timing, field.name) != default(field.name)}
+    assert changed == set(OF_PREFILL)
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(TOKEN))
+def test_tokens_are_packed_little_endian_and_come_back(tokens: list[int]) -> None:
+    packed = pack_tokens(np.array(tokens, np.int32))
+    assert packed == struct.pack(f"<{len(tokens)}i", *tokens)
+    found = unpack_tokens(packed)
+    assert found.dtype == np.int32 and found.tolist() == tokens
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_a_part_of_a_token_is_refused(size: int) -> None:
+    with pytest.raises(ValueError):
+        unpack_tokens(bytes(size))
+
+
+# -- names of pages --------------------------------------------------------------------------------------------------
+
+TOKENS = st.lists(st.integers(0, 2), max_size=14)
+
+
+def keys_of(tokens: list[int], page_tokens: int, model: str = "m", salt: str = "") -> list[bytes]:
+    return list(page_keys(root_key(model, salt), pack_tokens(np.array(tokens, np.int32)), page_tokens))
+
+
+@given(TOKENS, TOKENS, st.integers(1, 4))
+def test_prompts_share_keys_exactly_as_far_as_they_share_whole_pages(
+    one: list[int], other: list[int], page_tokens: int
+) -> None:
+    first, second = keys_of(one, page_tokens), keys_of(other, page_tokens)
+    assert len(first) == len(one) // page_tokens
+    assert all(len(key) == KEY_BYTES for key in first)
+    assert len(set(first)) == len(first), "no two pages of a prompt have one key"
+    for at in range(min(len(first), len(second))):
+        end = (at + 1) * page_tokens
+        assert (first[at] == second[at]) == (one[:end] == other[:end])
+
+
+@given(TOKENS, st.integers(1, 4), st.data())
+def test_keys_go_on_where_they_were_left(tokens: list[int], page_tokens: int, data: st.DataObject) -> None:
+    keys = keys_of(tokens, page_tokens)
+    cut = data.draw(st.integers(0, len(keys)))
+    assert keys_of(tokens[: cut * page_tokens + page_tokens - 1], page_tokens) == keys[:cut]
+    parent = keys[cut - 1] if cut else root_key("m", "")
+    rest = pack_tokens(np.array(tokens[cut * page_tokens :], np.int32))
+    assert list(page_keys(parent, rest, page_tokens)) == keys[cut:]
+    for key in keys[cut:]:
+        parent, rest = next_key(parent, rest[: page_tokens * TOKEN_BYTES]), rest[page_tokens * TOKEN_BYTES :]
+        assert parent == key
+
+
+def test_model_salt_and_parent_keep_keys_apart() -> None:
+    tokens = [1, 2, 3, 4]
+    roots = [("m", ""), ("n", ""), ("m", "s"), ("m", "t"), ("ms", ""), ("", "ms"), ("m", "\udc80")]
+    found = [keys_of(tokens, 2, *root) for root in roots]
+    assert len({key for keys in found for key in keys}) == 2 * len(roots)
+    packed = pack_tokens(np.array(tokens[2:], np.int32))
+    assert next_key(found[0][0], packed) == found[0][1] != next_key(root_key("m", ""), packed)

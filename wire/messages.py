@@ -1,0 +1,82 @@
+"""The values of this package as messages, and back: fields have the same names wherever they can."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protos import decode_pb2, prefill_pb2
+from wire.logprobs import TokenLogprobs
+from wire.sampling import SCALARS, SamplingParams
+from wire.timing import Timing
+
+_TOKEN = np.dtype("<i4")
+
+
+def pack_tokens(token_ids: "NDArray[np.int32]") -> bytes:
+    """Token ids as in ReserveRequest.prompt: 4 bytes each, little-endian."""
+    return np.asarray(token_ids, _TOKEN).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> "NDArray[np.int32]":
+    """[n] int32, a view of `packed`. ValueError unless that is a whole number of tokens."""
+    return np.frombuffer(packed, _TOKEN)
+
+
+def pack_sampling(params: SamplingParams) -> decode_pb2.SamplingParams:
+    return decode_pb2.SamplingParams(
+        **{name: getattr(params, name) for name in SCALARS},
+        logit_bias=[decode_pb2.TokenBias(token_id=token_id, bias=bias) for token_id, bias in params.logit_bias],
+    )
+
+
+def unpack_sampling(message: decode_pb2.SamplingParams) -> SamplingParams:
+    """ValueError names a value out of range."""
+    scalars: dict[str, Any] = {name: getattr(message, name) for name in SCALARS}
+    return SamplingParams(**scalars, logit_bias=tuple((bias.token_id, bias.bias) for bias in message.logit_bias))
+
+
+def pack_logprobs(one: TokenLogprobs) -> decode_pb2.TokenLogprobs:
+    return decode_pb2.TokenLogprobs(logprob=one.logprob, top_ids=one.top_ids, top_logprobs=one.top_logprobs)
+
+
+def unpack_logprobs(message: decode_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, tuple(message.top_ids), tuple(message.top_logprobs))
+
+
+def pack_decode_timing(timing: Timing) -> decode_pb2.SessionTiming:
+    """The decode worker's part; `prefill_s` is its wait for the prompt's KV, computed here or read."""
+    return decode_pb2.SessionTiming(
+        kv_seconds=timing.prefill_s,
+        first_step_seconds=timing.first_step_s,
+        decode_seconds=timing.decode_s,
+        draft_tokens=timing.draft_tokens,
+        accepted_tokens=timing.accepted_tokens,
+        steps=timing.steps,
+        preemptions=timing.preemptions,
+        cached_tokens=timing.cached_tokens,
+    )
+
+
+def unpack_decode_timing(message: decode_pb2.SessionTiming) -> Timing:
+    return Timing(
+        prefill_s=message.kv_seconds,
+        first_step_s=message.first_step_seconds,
+        decode_s=message.decode_seconds,
+        draft_tokens=message.draft_tokens,
+        accepted_tokens=message.accepted_tokens,
+        steps=message.steps,
+        preemptions=message.preemptions,
+        cached_tokens=message.cached_tokens,
+    )
+
+
+def unpack_prefill_timing(message: prefill_pb2.RunResponse) -> Timing:
+    """The prefill worker's part."""
+    return Timing(
+        prefill_s=message.queue_seconds + message.prefill_seconds,
+        transfer_s=message.transfer_seconds,
+        transfer_bytes=message.transfer_bytes,
+        transport=message.transport,
+        cached_tokens=message.cached_tokens,
+    )

@@ -1,0 +1,218 @@
+"""The engine loop of a worker: take, plan, launch, collect, publish. Knows tables and the engine, no gRPC.
+
+With `steps_ahead` 1 the next step is planned on counts and launched before the last one is collected: its inputs come
+from the engine's rows, ends are applied one step late, and pages stay held until no launched step can touch them.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch import Slice
+from engine.kvcache.pool import Pool
+from engine.logits import allowed_words
+from engine.out_of_memory import StepFailedError
+from engine.rows import Rows
+from engine.speculative import count_accepted
+from engine.steps import LaunchedStep, Launcher, StepAnswers, launch_step, report_failure
+from engine.thread import EngineThread
+from wire.logprobs import TokenLogprobs
+from worker.metrics import WorkerMetrics
+from worker.plan import Budget, plan_step
+from worker.sequences import Planned, Sequence, Update
+from worker.table import SequenceTable
+
+Publish = Callable[[int, list[Update]], None]
+"""(number of the step, what it changed): called on the engine thread, must not block."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step."""
+
+    planned: list[Planned]
+    step: LaunchedStep
+    num_rows: int  # positions computed
+    started: float  # time.perf_counter()
+    seconds: float = 0.0  # until it was collected
+
+
+class WorkerLoop:
+    """Owns the engine thread; its lock guards the table. Roles override what they add to a step."""
+
+    def __init__(
+        self, table: SequenceTable, runner: Launcher, rows: Rows, pool: Pool, budget: Budget, publish: Publish,
+        metrics: WorkerMetrics, steps_ahead: int = 0,
+    ) -> None:  # fmt: skip
+        self.thread = EngineThread(self.step, table.next_deadline)
+        self._table = table
+        self._runner = runner
+        self._rows = rows
+        self._pool = pool
+        self._budget = budget
+        self._publish = publish
+        self._metrics = metrics
+        self._steps_ahead = steps_ahead
+        self._flights: deque[Flight] = deque()
+
+    def step(self) -> bool:
+        """Plan and launch a step, collect one. Whether there was work; called again until there is none."""
+        with self.thread.lock:
+            updates = self._table.expire(time.monotonic())
+        planned = self._plan(updates)
+        if planned:
+            self._launch(planned, updates)
+        is_busy = bool(planned or self._flights)  # what is collected may free pages that others wait for
+        while len(self._flights) > (self._steps_ahead if planned else 0):
+            updates += self._collect()
+        if updates:
+            self._publish(self.thread.progress().steps, updates)
+        return is_busy or bool(updates)
+
+    def _plan(self, updates: list[Update]) -> list[Planned]:
+        """What to compute now. What is launched is collected first where the plan depends on it."""
+        planned = self._plan_once()
+        if self._flights and (self._table.is_short or self._has_guesses_launched() or self._needs_tokens(planned)):
+            with self.thread.lock:
+                for step in planned:
+                    self._table.drop_step(step)
+            while self._flights:
+                updates += self._collect()
+            planned = self._plan_once()
+        return planned
+
+    def _plan_once(self) -> list[Planned]:
+        with self.thread.lock:
+            return plan_step(self._table, self._budget)
+
+    def _has_guesses_launched(self) -> bool:
+        """Whether a launched step gives a number of tokens that is not known yet."""
+        return any(step.guesses for flight in self._flights for step in flight.planned)
+
+    def _needs_tokens(self, planned: Seq[Planned]) -> bool:
+        """Whether the step can be prepared only with the tokens of all steps before it."""
+        return False
+
+    def _launch(self, planned: list[Planned], updates: list[Update]) -> None:
+        for step in planned:
+            if step.sequence.num_pages_in_row != len(step.sequence.pages):
+                self._write_row(step.sequence)
+        planned = self._prepare(planned, updates)
+        if not planned:
+            return
+        slices = [self._slice(step) for step in planned]
+        started = time.perf_counter()
+        launched = launch_step(self._runner, slices, partial(self._explain, planned))
+        self._flights.append(Flight(planned, launched, sum(part.count for part in slices), started))
+
+    def _prepare(self, planned: list[Planned], updates: list[Update]) -> list[Planned]:
+        """The step with guesses and masks, without sequences that ended or cannot take part: those are dropped."""
+        return planned
+
+    def _slice(self, step: Planned) -> Slice:
+        """What the engine computes of one sequence."""
+        row, job = step.sequence.row, step.sequence.job
+        num_guesses = len(step.guesses)
+        if num_guesses:
+            self._rows.write_tokens(row, step.begin + step.count, np.array(step.guesses, np.int32))
+        mask = self._forbid(step) if job.min_tokens and step.wants_token else step.mask
+        return Slice(
+            row, step.begin, step.count + num_guesses, step.num_scored + step.num_chosen, step.num_scored,
+            job.num_prompt_logprobs or 0, job.num_logprobs, mask,
+        )  # fmt: skip
+
+    def _forbid(self, step: Planned) -> NDArray[np.int32] | None:
+        """[1 + guesses, ceil(V / 32)]: the step's mask without the tokens that would make its answer too short."""
+        first, vocabulary = step.begin + step.count, self._rows.vocab_size
+        rows = [
+            allowed_words(own, step.sequence.forbidden_at(first + i), vocabulary)
+            for i, own in enumerate([None] * (len(step.guesses) + 1) if step.mask is None else step.mask)
+        ]
+        if all(row is None for row in rows):
+            return None
+        anything = np.full(-(-vocabulary // 32), -1, np.int32)
+        return np.stack([anything if row is None else row for row in rows])
+
+    def _write_row(self, sequence: Sequence) -> None:
+        if sequence.num_pages_in_row < 0:
+            tokens = np.array(sequence.tokens, np.int32)
+            self._rows.close(sequence.row)  # of the sequence that had it before
+            self._rows.open(sequence.row, tokens, sequence.job.sampling, sequence.answer_begin)
+            sequence.num_pages_in_row, sequence.started_at = 0, time.monotonic()
+        first = sequence.num_pages_in_row
+        self._rows.write_pages(sequence.row, first, sequence.pages[first:])
+        sequence.num_pages_in_row = len(sequence.pages)
+
+    def _explain(self, step: Seq[Planned], error: Exception, which: Seq[int]) -> StepFailedError:
+        """Log why these of a step could not be computed. When memory ran out, it names the one setting to lower."""
+        planned = [step[index] for index in which]
+        num_prompt = sum(step.count for step in planned if step.count > 1)
+        if num_prompt > self._table.page_tokens:  # no budget is smaller than a page
+            culprit = (self._budget.setting, self._budget.prompt_tokens)
+        elif len(planned) > 1:
+            culprit = ("--max-running", self._table.max_running)
+        else:
+            culprit = ("--kv-memory-mib", self._pool.size_mib)
+        return report_failure(error, *culprit, [step.sequence.job.request_id for step in planned])
+
+    def _collect(self) -> list[Update]:
+        """Wait for the oldest launched step; what it changed."""
+        flight = self._flights.popleft()
+        answers = flight.step.collect()
+        flight.seconds = time.perf_counter() - flight.started
+        self._metrics.step_seconds.observe(flight.seconds)
+        chosen, at = [], 0
+        for step in flight.planned:
+            begin = at + step.num_scored
+            at = begin + step.num_chosen
+            chosen.append(self._accept(step, answers.tokens[begin:at]))
+        judged = self._judge(flight, chosen, answers.failed)
+        with self.thread.lock:
+            now = time.monotonic()
+            updates = self._finish(flight.planned, chosen, answers, judged, now)
+        self._metrics.count_step(flight.planned, updates, answers.failed)
+        return updates
+
+    def _accept(self, step: Planned, tokens: list[int]) -> list[int]:
+        """Not the tokens after a wrong guess."""
+        if not step.guesses or tokens[0] < 0:
+            return tokens
+        step.num_accepted = count_accepted(step.guesses, tokens)
+        step.sequence.num_drafted += len(step.guesses)
+        step.sequence.num_accepted += step.num_accepted
+        return tokens[: step.num_accepted + 1]
+
+    def _judge(
+        self, flight: Flight, chosen: Seq[list[int]], failed: Mapping[int, StepFailedError]
+    ) -> dict[int, Exception | bool]:
+        """What the role learns from a step. Index |-> why an answer may not go on like that, or whether it is whole."""
+        return {}
+
+    def _finish(
+        self, planned: Seq[Planned], chosen: Seq[list[int]], answers: StepAnswers,
+        judged: Mapping[int, Exception | bool], now: float,
+    ) -> list[Update]:  # fmt: skip
+        table, updates, at = self._table, [], 0
+        for index, (step, tokens) in enumerate(zip(planned, chosen, strict=True)):
+            begin = at + step.num_scored
+            verdict = answers.failed.get(index) or judged.get(index, False)
+            if isinstance(verdict, Exception):
+                update = table.fail_step(step, verdict, now)
+            else:
+                prompt_logprobs = _given(answers.logprobs, at, begin)
+                logprobs = _given(answers.logprobs, begin, begin + len(tokens))
+                update = table.finish_step(step, tokens, now, logprobs, prompt_logprobs, verdict)
+            if update is not None:
+                updates.append(update)
+            at = begin + step.num_chosen
+        return updates
+
+
+def _given(logprobs: Seq[TokenLogprobs | None], begin: int, end: int) -> Seq[TokenLogprobs]:
+    return [one for one in logprobs[begin:end] if one is not None] if logprobs else ()

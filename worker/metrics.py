@@ -1,0 +1,76 @@
+"""What a worker of any role counts. Names keep vLLM's suffixes under the prefix `baton:`, so dashboards port."""
+
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Seq
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, Metric
+
+from runtime.addresses import bare
+from runtime.metrics import SECONDS_BUCKETS
+from worker.sequences import Phase, Planned, Update
+from worker.table import SequenceTable
+
+
+class WorkerMetrics:
+    """Steps, sequences, pages and the prefix cache."""
+
+    def __init__(self, table: SequenceTable) -> None:
+        self.registry = CollectorRegistry()
+        self.prompt_tokens = self.counter("prompt_tokens", "Prompt positions computed by this worker")
+        self.generation_tokens = self.counter("generation_tokens", "Tokens generated")
+        self.step_seconds = self.histogram("engine_step_seconds", "Time of one engine step")
+        self.cancelled = self.counter("cancelled", "Sequences ended by their gateway", ("phase",))
+        self.offers_accepted = self.counter("offers_accepted", "Offers read and used")
+        self.offers_refused = self.counter("offers_refused", "Offers not used", ("reason",))
+        cache = table.cache
+        self.gauge("kv_cache_used_pages", "Pages that sequences hold", lambda: cache.num_held)
+        self.gauge("kv_cache_cached_pages", "Pages that can be found or given out", lambda: cache.num_cached)
+        self.gauge("kv_cache_usage_perc", "Share of pages held, 0 to 1", lambda: cache.num_held / cache.num_pages)
+        self.gauge("num_requests_waiting", "Sequences preempted or not begun", lambda: table.num_waiting)
+        self.gauge(
+            "num_requests_running", "Sequences in steps",
+            lambda: sum(not sequence.is_waiting for sequence in table.in_phase(Phase.ACTIVE)),
+        )  # fmt: skip
+        self.gauge(
+            "leases_open", "Sequences whose pages are being handed over",
+            lambda: sum(sequence.is_kept or sequence.phase is Phase.RECEIVING for sequence in table),
+        )  # fmt: skip
+        self._table = table
+        self.registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        """The table's own counts, read when scraped."""
+        for name, text, value in (
+            ("leases_expired", "Sequences whose KV did not arrive in time", self._table.num_expired),
+            ("num_preemptions", "Sequences that lost their pages to older ones", self._table.num_preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", self._table.num_queried),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", self._table.num_hit),
+        ):
+            yield CounterMetricFamily(f"baton:{name}", text, value)
+
+    def count_step(self, planned: Seq[Planned], updates: Iterable[Update], failed: Collection[int]) -> None:
+        """A step is over. That which chooses a token computes one position for it; those beyond are prompt."""
+        num_tokens = sum([len(update.token_ids) for update in updates])
+        num_prompt = sum([step.count - step.wants_token for i, step in enumerate(planned) if i not in failed])
+        if num_tokens:
+            self.generation_tokens.inc(num_tokens)
+        if num_prompt:
+            self.prompt_tokens.inc(num_prompt)
+
+    def counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+        """A counter `baton:NAME_total`."""
+        return Counter(f"baton:{name}", text, labels, registry=self.registry)
+
+    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """A gauge `baton:NAME` whose value is read when scraped."""
+        Gauge(f"baton:{name}", text, registry=self.registry).set_function(read)
+
+    def histogram(self, name: str, text: str) -> Histogram:
+        """A histogram `baton:NAME` of seconds."""
+        return Histogram(f"baton:{name}", text, registry=self.registry, buckets=SECONDS_BUCKETS)
+
+    def serve(self, host: str, port: int) -> int:
+        """Answer /metrics on its own thread; returns the port, which `port` 0 leaves to the system."""
+        server, _thread = start_http_server(port, bare(host), self.registry)
+        return int(server.server_port)

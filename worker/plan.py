@@ -1,0 +1,75 @@
+"""What the next engine step computes: one pure decision for all roles. A role is a `Budget`."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from worker.sequences import Phase, Planned, Sequence
+from worker.table import SequenceTable
+
+MAX_SCORED = 128  # a step: a prompt token with log-probabilities costs as much as one that is chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one step may hold."""
+
+    prompt_tokens: int
+    setting: str  # the flag that sets it, for error messages
+
+
+def plan_step(table: SequenceTable, budget: Budget) -> list[Planned]:
+    """Every active answer's next token, oldest first, then at most `budget.prompt_tokens` positions of prompts.
+
+    Makes room page by page: sequences may be preempted (newest first) or resumed on the way. What is planned is in a
+    step from now on (`begin_step`).
+    """
+    table.is_short = False
+    table.resume_preempted()
+    planned: list[Planned] = []
+    prompts: list[Sequence] = []
+    for sequence in table:
+        missing = sequence.num_missing
+        if sequence.phase is not Phase.ACTIVE or not missing:  # perhaps preempted for an older one just now
+            continue
+        if missing > 1 or not sequence.job.max_tokens:
+            prompts.append(sequence)
+        elif table.make_room(sequence, sequence.launched + 1):
+            planned.append(Planned(sequence, sequence.launched, 1, sequence.num_to_score(1), True))
+    if prompts:
+        planned += _plan_prompts(prompts, budget.prompt_tokens)
+    for step in planned:
+        table.begin_step(step)
+    return planned
+
+
+def _plan_prompts(prompts: Seq[Sequence], budget: int) -> list[Planned]:
+    active = [sequence for sequence in prompts if sequence.phase is Phase.ACTIVE]
+    counts, score_budget = [], MAX_SCORED
+    for sequence in active:  # what each may get: scores go to the oldest first
+        count = min(sequence.num_missing, sequence.num_until_scored(score_budget))
+        score_budget -= sequence.num_to_score(count)
+        counts.append(count)
+    planned = []
+    for sequence, count in zip(active, share_prompt_tokens(counts, budget), strict=True):
+        if count > 0:
+            wants_token = bool(sequence.job.max_tokens) and count == sequence.num_missing
+            planned.append(Planned(sequence, sequence.launched, count, sequence.num_to_score(count), wants_token))
+    return planned
+
+
+def share_prompt_tokens(missing: Seq[int], budget: int) -> list[int]:
+    """How many positions each prompt gets; `missing`: what each lacks, oldest first.
+
+    Half of the budget goes to the oldest, so that none starves; the rest to those that lack least, so that a short
+    prompt does not wait for a long one. Equal prompts are thus computed one after the other, which ends each soonest.
+    """
+    shares = [0] * len(missing)
+    left = budget
+    if missing:
+        shares[0] = min(missing[0], -(-budget // 2))
+        left -= shares[0]
+    for index in sorted(range(len(missing)), key=lambda index: (missing[index], index)):
+        more = min(missing[index] - shares[index], left)
+        shares[index] += more
+        left -= more
+    return shares

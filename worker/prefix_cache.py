@@ -1,0 +1,161 @@
+"""Which pages of a pool are free, held or cached, and what they hold. Pure: ints and keys; the owner serialises calls.
+
+                                         ┌──hold──┐
+    free ──allocate (generation + 1)──► held by one or more ◄──hold── cached ──evicted (generation + 1)──► held
+      ▲                                        │                        ▲
+      └────────── last release, no key ────────┴── last release, key ───┘
+
+A page with a key is full of known tokens: `name` gives it one, and equal prompts find it (wire/page_keys.py).
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from wire.page_keys import PageKey
+
+
+class Generations(Protocol):
+    """One counter a page: a list, or an array in shared memory."""
+
+    def __getitem__(self, page: int, /) -> Any: ...
+
+    def __setitem__(self, page: int, generation: Any, /) -> None: ...
+
+
+class NoRoomError(Exception):
+    """Not now: pages or places are taken; trying again later helps."""
+
+
+class NeverFitsError(Exception):
+    """Not ever: more is wanted than there is."""
+
+
+class PrefixCache:
+    """The pages of one pool.
+
+    A page's generation changes exactly when it gets a new owner, before that one can write to it: a cached page keeps
+    its generation, so it can be offered to peers as it is, and a peer that copied a page and then finds the promised
+    generation holds the promised content.
+    """
+
+    def __init__(self, num_pages: int, generations: Generations) -> None:
+        """`generations`: one counter a page, modified here and read by peers (often in shared memory)."""
+        self._generations = generations
+        self._free = list(range(num_pages - 1, -1, -1))  # a stack: pages used last are still in the CPU's cache
+        self._num_holders = [0] * num_pages  # page |-> how many hold it
+        self._key: list[PageKey | None] = [None] * num_pages  # page |-> its key
+        self._page: dict[PageKey, int] = {}  # key |-> the page that has it
+        self._cached: OrderedDict[int, None] = OrderedDict()  # cached pages, the next one to evict first
+        self._has_draft = [False] * num_pages  # page |-> the draft model's KV is complete as well
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._num_holders)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_spare(self) -> int:
+        """Pages that `allocate` can give out: free and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_pages - self.num_spare
+
+    def allocate(self, count: int) -> list[int]:
+        """Give out `count` pages, cached ones last, or none and raise NoRoomError."""
+        if count > self.num_spare:
+            raise NoRoomError(f"{count} pages wanted, {self.num_spare} of {self.num_pages} can be given out")
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for page in pages:
+            self._num_holders[page] = 1
+            self._has_draft[page] = False
+            self._generations[page] += 1
+        return pages
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        key = self._key[page]
+        assert key is not None
+        del self._page[key]
+        self._key[page] = None
+        return page
+
+    def find(self, keys: Iterable[PageKey]) -> list[int]:
+        """The pages of the leading keys that are here. Does not hold them."""
+        pages = []
+        for key in keys:
+            page = self._page.get(key)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def can_take(self, found: Sequence[int], count: int) -> bool:
+        """Whether `hold(found)` leaves `count` pages to allocate."""
+        return self.num_spare - sum(page in self._cached for page in found) >= count
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """One more holder for pages that are held or cached. ValueError for a free one: a bug."""
+        for page in pages:
+            if not self._num_holders[page] and page not in self._cached:
+                raise ValueError(f"page {page} is to be held but is free")
+            self._cached.pop(page, None)
+            self._num_holders[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One holder less for the pages of a sequence. ValueError for one that has none: a bug.
+
+        The last page becomes the oldest: a page is evicted before the pages that it follows on.
+        """
+        for page in reversed(pages):
+            if not self._num_holders[page]:
+                raise ValueError(f"page {page} is released but nothing holds it")
+            self._num_holders[page] -= 1
+            if not self._num_holders[page]:
+                if self._key[page] is None:
+                    self._free.append(page)
+                else:
+                    self._cached[page] = None
+
+    def name(self, page: int, key: PageKey) -> None:
+        """A held page is complete. When another page has the same key already, that one stays the one to find."""
+        if self._key[page] is None and self._page.setdefault(key, page) == page:
+            self._key[page] = key
+
+    def has_draft(self, page: int) -> bool:
+        return self._has_draft[page]
+
+    def mark_draft(self, page: int) -> None:
+        """The draft model's KV of this page is complete."""
+        self._has_draft[page] = True
+
+    def check(self, held: Iterable[int] | None = None) -> None:
+        """Every page is free, held or cached; by as many holders as name it in `held`, if given."""
+        free = set(self._free)
+        if len(free) != len(self._free):
+            raise AssertionError("a page is free twice")
+        for page, num in enumerate(self._num_holders):
+            if (page in free) + (num > 0) + (page in self._cached) != 1:
+                raise AssertionError(f"page {page} is not one of free, held and cached")
+            key = self._key[page]
+            if page in self._cached and key is None:
+                raise AssertionError(f"page {page} is cached without a key")
+            if key is not None and (page in free or self._page.get(key) != page):
+                raise AssertionError(f"page {page} has a key by which it is not found")
+        if len(self._page) != sum(key is not None for key in self._key):
+            raise AssertionError("a key leads to a page that does not have it")
+        if held is not None:
+            found = Counter(held)
+            for page, num in enumerate(self._num_holders):
+                if num != found[page]:
+                    raise AssertionError(f"page {page} counts {num} holders, {found[page]} know of it")
+
+
+def num_pages_for(num_tokens: int, page_tokens: int) -> int:
+    """Pages that `num_tokens` positions fill, the last one perhaps in part."""
+    return -(-num_tokens // page_tokens)

@@ -1,0 +1,116 @@
+"""Start and end of a worker process of any role: builds the engine, wires the parts together, decides nothing."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import grpc
+
+from engine.engine import Engine, build_engine
+from kvtransfer.identity import PoolFacts, build_peer
+from protos import kv_pb2
+from runtime import rpc
+from runtime.config import DecodeConfig, PrefillConfig
+from runtime.config_parts import NO_DRAFT
+from runtime.hardware import num_cores, resolve_context, resolve_threads, size_pool
+from runtime.lifecycle import ReadyReporter, Shutdown, announce, run_worker
+from runtime.trust import Trust, load_trust
+from worker.loop import WorkerLoop
+from worker.metrics import WorkerMetrics
+from worker.prefix_cache import PrefixCache
+from worker.table import SequenceTable, num_rows_for
+
+ConfigT = TypeVar("ConfigT", PrefillConfig, DecodeConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What a role is built on."""
+
+    engine: Engine
+    me: kv_pb2.Peer
+    table: SequenceTable
+    shutdown: Shutdown
+    trust: Trust
+    context_tokens: int
+
+
+class Role:
+    """The parts of one role. Lives on the asyncio thread."""
+
+    loop: WorkerLoop
+    metrics: WorkerMetrics
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the role's services."""
+        raise NotImplementedError
+
+    def end_streams(self) -> None:
+        """The engine has stopped: end what the service still streams, after what it holds."""
+
+    async def close(self) -> None:
+        """The server has stopped: let go of connections."""
+
+
+def run(role: str, config: ConfigT, build_role: Callable[[ConfigT, Worker], Role]) -> int:
+    """Serve until a signal. Returns the exit code."""
+    return run_worker(role, config, _build_engine, partial(_serve, role, build_role))
+
+
+def _build_engine(config: ConfigT, reporter: ReadyReporter) -> Engine:
+    load_trust(config)  # a bad --tls-dir is reported now rather than after loading
+    return build_engine(
+        config.model,
+        "" if config.draft_model == NO_DRAFT else config.draft_model,
+        config.dtype,
+        config.device,
+        resolve_threads(config.threads, num_cores()),
+        config.page_tokens,
+        num_rows_for(config.max_running),
+        partial(size_pool, config),
+        reporter.loading,
+        config.max_context_tokens,
+    )
+
+
+async def _serve(
+    role: str, build_role: Callable[[ConfigT, Worker], Role], config: ConfigT, engine: Engine, reporter: ReadyReporter
+) -> None:
+    trust = load_trust(config)
+    trust.watch_handshakes()
+    server = trust.build_server()
+    address = f"{config.reachable_host}:{trust.bind(server, config.host, config.port)}"
+    worker = build_worker(role, config, engine, address, trust)
+    shutdown = worker.shutdown
+    parts = build_role(config, worker)
+    parts.metrics.registry.register(trust.refusals.metric)
+    parts.add_to(server)
+    metrics_port = parts.metrics.serve(config.host, config.metrics_port)
+    parts.loop.thread.start()
+    await rpc.start(server)
+    metrics_address = f"{config.reachable_host}:{metrics_port}"
+    shutdown.listen()
+    announce(reporter, address, metrics_address, worker.me.incarnation, engine.describe(), engine.find_weaknesses())
+    await shutdown.wait()
+    await asyncio.to_thread(parts.loop.thread.stop, rpc.STOP_GRACE_S)  # what it has published is in the streams then
+    parts.end_streams()
+    await server.stop(rpc.STOP_GRACE_S)
+    await parts.close()
+
+
+def build_worker(role: str, config: PrefillConfig | DecodeConfig, engine: Engine, address: str, trust: Trust) -> Worker:
+    """The engine under a name of its own, with an empty table over its pages."""
+    facts = PoolFacts(
+        engine.weights, engine.dtype, engine.config.num_layers, engine.config.num_kv_heads, config.page_tokens,
+        engine.config.head_dim, engine.pool.num_pages, engine.pool.fd, engine.pool.pages_offset, engine.draft_weights,
+    )  # fmt: skip
+    me = build_peer(role, address, rpc.new_incarnation(), os.getpid(), rpc.host_identity(), facts)
+    cache = PrefixCache(engine.pool.num_pages, engine.pool.generations)
+    table = SequenceTable(cache, config.page_tokens, config.max_running, config.lease_s, engine.weights)
+    shutdown = Shutdown(config.drain_s, lambda: len(table))
+    table.on_empty = shutdown.look_soon
+    context_tokens = resolve_context(config.max_context_tokens, engine.config.context_tokens)
+    return Worker(engine, me, table, shutdown, trust, context_tokens)

@@ -1,0 +1,82 @@
+"""The rpcs that all workers answer alike: Status and Drain. Lives on the asyncio thread."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+
+from engine.thread import EngineThread
+from protos import decode_pb2
+from runtime import rpc
+from runtime.peer_input import find_foreign_token
+from wire.messages import unpack_tokens
+from worker.prefix_cache import NeverFitsError, NoRoomError
+from worker.process import Worker
+from worker.sequences import Job, Sequence
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WorkerService:
+    """What the roles' services have in common. Calls that change the table hold the engine thread's lock."""
+
+    def __init__(self, worker: Worker, thread: EngineThread, transports: Callable[[], Mapping[str, str]]) -> None:
+        """`transports`: address |-> transport, of every peer."""
+        self._me = worker.me
+        self._table = worker.table
+        self._shutdown = worker.shutdown
+        self._context_tokens = worker.context_tokens
+        self._vocab_size = worker.engine.config.vocab_size
+        self._thread = thread
+        self._transports = transports
+
+    async def check_draining(self, context: Context) -> None:
+        """Ends the call when this worker takes nothing new."""
+        if self._shutdown.is_draining:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this worker is draining")
+
+    async def admit(self, job: Job, context: Context, is_kept: bool = False) -> Sequence:
+        """The job's sequence, at once: nothing else runs meanwhile. Ends the call when there is no room."""
+        keys = self._table.keys_of(job)
+        try:
+            with self._thread.lock:
+                sequence = self._table.admit(job, time.monotonic(), is_kept, keys)
+                self._thread.wake()
+            return sequence
+        except NoRoomError as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), ((rpc.REFUSED_FOR, rpc.NO_ROOM),))
+        except NeverFitsError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    def find_bad_prompt(self, packed: bytes) -> str | None:
+        """What is wrong with a prompt; None when nothing is."""
+        try:
+            token_ids = unpack_tokens(packed)
+        except ValueError:
+            return f"prompt has {len(packed)} bytes, expected 4 for each token"
+        return find_foreign_token(token_ids, self._vocab_size) if len(token_ids) else "prompt must not be empty"
+
+    async def Drain(self, request: decode_pb2.DrainRequest, context: Context) -> decode_pb2.DrainResponse:
+        self._shutdown.begin(f"Drain from {context.peer()}")
+        return decode_pb2.DrainResponse(num_left=self._shutdown.num_left, drain_s=self._shutdown.drain_s)
+
+    async def Status(self, request: decode_pb2.StatusRequest, context: Context) -> decode_pb2.WorkerStatus:
+        progress = self._thread.progress()
+        table = self._table
+        return decode_pb2.WorkerStatus(
+            peer=self._me,
+            context_tokens=self._context_tokens,
+            free_pages=table.cache.num_spare,
+            used_pages=table.cache.num_held,
+            cached_pages=table.cache.num_cached,
+            prefix_queries=table.num_queried,
+            prefix_hits=table.num_hit,
+            num_running=table.num_running,
+            num_waiting=table.num_waiting,
+            max_running=table.max_running,
+            steps=progress.steps,
+            step_age_s=progress.step_age_s,
+            draining=self._shutdown.is_draining,
+            transports=self._transports(),
+        )

@@ -1,0 +1,455 @@
+"""All sequences of a worker and the pages they hold. Pure: ints, `now` passed in; the caller serialises calls.
+
+The life of a sequence, and what frees its pages, is drawn in sequences.py; what pages hold: prefix_cache.py.
+"""
+
+from array import array
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from wire.logprobs import TokenLogprobs
+from wire.page_keys import TOKEN_BYTES, PageKey, next_key, page_keys, root_key
+from worker.prefix_cache import NeverFitsError, NoRoomError, PrefixCache, num_pages_for
+from worker.sequences import ANY_NUMBER, AnswerFailedError, Job, Phase, Planned, Sequence, Update
+
+
+class OfferRefusedError(Exception):
+    """An offer that the sequence does not want. `reason` is one word, as in OfferResponse.reason."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(slots=True)
+class SequenceTable:
+    """All sequences of a worker, and the pages of its pool."""
+
+    cache: PrefixCache
+    page_tokens: int
+    max_running: int
+    lease_s: float
+    model: str = ""  # fingerprint of the weights
+    max_offer_pages: int = ANY_NUMBER  # so that no read takes too long
+    on_empty: Callable[[], None] = lambda: None  # called when the last sequence is gone
+    num_preemptions: int = 0
+    num_expired: int = 0  # leases that ended
+    num_queried: int = 0  # prompt tokens looked up in the cache
+    num_hit: int = 0  # those of them that were there
+    num_launched: int = 0  # steps launched and not collected, summed over sequences
+    is_short: bool = False  # the last plan had too few pages: collect what is launched, then others can be preempted
+    _sequences: dict[int, Sequence] = field(default_factory=dict)  # id |-> sequence, oldest first
+    _by_handle: dict[tuple[str, int], int] = field(default_factory=dict)  # (gateway, handle) |-> id
+    _next_id: int = 1
+    _free_rows: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._free_rows = list(range(num_rows_for(self.max_running)))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(list(self._sequences.values()))  # a copy: metrics read from another thread, loops end sequences
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def num_running(self) -> int:
+        return sum(sequence.phase is not Phase.ENDED for sequence in self)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(sequence.is_waiting for sequence in self)
+
+    def in_phase(self, phase: Phase) -> list[Sequence]:
+        """Oldest first."""
+        return [sequence for sequence in self if sequence.phase is phase]
+
+    # -- admission -----------------------------------------------------------------------------------------------
+
+    def admit(self, job: Job, now: float, is_kept: bool = False, keys: list[PageKey] | None = None) -> Sequence:
+        """Hold the cached pages of the prompt's beginning, and new ones for the rest.
+
+        `is_kept`: the pages stay until `end`. `keys`: `keys_of` the job. The same (gateway, handle) again returns the
+        same sequence.
+        Raises NeverFitsError or NoRoomError.
+        """
+        if job.handle and (job.gateway, job.handle) in self._by_handle:
+            return self._sequences[self._by_handle[job.gateway, job.handle]]
+        keys = self.keys_of(job) if keys is None else keys
+        found = self.cache.find(keys) if job.num_prompt_logprobs is None else []  # scores need the computation
+        num_missing = num_pages_for(job.num_prompt if job.max_tokens else job.end, self.page_tokens) - len(found)
+        self._check_room(job, found, num_missing)
+        self.cache.hold(found)
+        num_cached = len(found) * self.page_tokens
+        self.num_queried += job.end if job.num_prompt_logprobs is None else 0
+        self.num_hit += num_cached
+        is_here = self._computes_here(job, num_cached)
+        sequence = Sequence(
+            id=self._next_id,
+            job=job,
+            phase=Phase.ACTIVE if is_here else Phase.RECEIVING,
+            tokens=array("i", job.prompt),
+            root=root_key(self.model, job.cache_salt),
+            keys=keys,
+            pages=found + self.cache.allocate(num_missing),
+            admitted_at=now,
+            deadline=now + self.lease_s,
+            scored=1 if is_here and job.num_prompt_logprobs is not None else job.num_prompt,
+            num_cached=num_cached,
+            is_kept=is_kept,
+            kv_at=now if num_cached == job.end else None,
+        )
+        self._take_cached(sequence, num_cached)
+        self._next_id += 1
+        self._sequences[sequence.id] = sequence
+        if job.handle:
+            self._by_handle[job.gateway, job.handle] = sequence.id
+        return sequence
+
+    def keys_of(self, job: Job) -> list[PageKey]:
+        """Of the whole pages before `job.end`. 6 ms for 128k tokens: found before the table is locked."""
+        root = root_key(self.model, job.cache_salt)
+        return list(page_keys(root, job.prompt[: job.end * TOKEN_BYTES], self.page_tokens))
+
+    def _check_room(self, job: Job, found: Seq[int], needed: int) -> None:
+        """Whether to take a job that needs so many new pages now. Raises NeverFitsError or NoRoomError."""
+        most_tokens = max(job.end, job.num_prompt + job.max_tokens if job.max_tokens else 0)
+        most = num_pages_for(most_tokens, self.page_tokens)
+        if most > self.cache.num_pages:
+            raise NeverFitsError(
+                f"prompt and answer of {most_tokens} tokens need {most} pages; "
+                f"this worker has {self.cache.num_pages}: raise --kv-memory-mib or lower max_tokens"
+            )
+        running = self.num_running
+        if running >= self.max_running:
+            raise NoRoomError(f"{running} sequences are running, the most allowed by --max-running")
+        growing = sum(other.job.max_tokens > 0 for other in self if other.phase is not Phase.ENDED)
+        is_tight = bool(self.in_phase(Phase.PREEMPTED)) or not self.cache.can_take(found, needed + growing)
+        if (growing and is_tight) or not self.cache.can_take(found, needed):  # each that grows may soon need a page
+            raise NoRoomError(f"{needed} pages are needed, {max(self.cache.num_spare - growing, 0)} are spare")
+
+    def _computes_here(self, job: Job, num_cached: int) -> bool:
+        """Whether nothing is awaited from another worker. The rest of a page is not worth a hand-off."""
+        num_missing = job.end - num_cached
+        return num_missing <= job.local_prefill_max_tokens or (num_cached > 0 and num_missing < self.page_tokens)
+
+    def _take_cached(self, sequence: Sequence, num_cached: int) -> None:
+        """The first `num_cached` positions of the sequence are in pages that were cached."""
+        sequence.num_named = num_cached // self.page_tokens
+        sequence.computed = sequence.launched = num_cached
+        sequence.draft_computed = 0
+        for page in sequence.pages[: sequence.num_named]:
+            if not self.cache.has_draft(page):
+                break
+            sequence.draft_computed += self.page_tokens
+
+    # -- offers --------------------------------------------------------------------------------------------------
+
+    def next_offer(self, sequence: Sequence, begin: int) -> range | None:
+        """Positions from `begin` on that can be offered now: whole pages, and the last part once all is computed."""
+        computed, end = sequence.computed, sequence.job.end
+        whole = computed if computed == end else computed // self.page_tokens * self.page_tokens
+        stop = min(whole, begin + self.max_offer_pages * self.page_tokens)
+        return range(begin, stop) if stop > begin else None
+
+    def pages_of(self, sequence: Sequence, positions: range) -> list[int]:
+        """The pages that hold `positions`, whose start lies on a page border."""
+        return sequence.pages[positions.start // self.page_tokens : num_pages_for(positions.stop, self.page_tokens)]
+
+    def renew(self, sequence_id: int, attempt: int, now: float) -> None:
+        """The prompt is still being computed: begin the lease anew. Raises OfferRefusedError."""
+        self._find_receiving(sequence_id, attempt).deadline = now + self.lease_s
+
+    def begin_read(self, sequence_id: int, attempt: int, begin: int, end: int, num_pages: int) -> list[int]:
+        """Accept an offer of positions [begin, end): the pages to copy into, held until `finish_read`.
+
+        Offers of a sequence come in order, one at a time. Raises OfferRefusedError.
+        """
+        sequence = self._find_receiving(sequence_id, attempt)
+        if sequence.is_read:
+            raise OfferRefusedError("session", f"session {sequence_id} is reading another offer")
+        limit = sequence.job.end
+        is_aligned = begin % self.page_tokens == 0 and (end % self.page_tokens == 0 or end == limit)
+        if begin != sequence.computed or not begin < end <= limit or not is_aligned:
+            raise OfferRefusedError(
+                "bounds", f"offer of [{begin}, {end}) where [{sequence.computed}, {limit}) is wanted, page by page"
+            )
+        targets = self.pages_of(sequence, range(begin, end))
+        if len(targets) != num_pages:
+            raise OfferRefusedError("bounds", f"{num_pages} pages offered for [{begin}, {end}), not {len(targets)}")
+        sequence.is_read = True
+        return targets
+
+    def _find_receiving(self, sequence_id: int, attempt: int) -> Sequence:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None or sequence.phase is Phase.ENDED:
+            raise OfferRefusedError("session", f"session {sequence_id} is not open here")
+        if sequence.job.attempt != attempt:
+            raise OfferRefusedError(
+                "attempt", f"offer of attempt {attempt}; session {sequence_id} is {sequence.job.attempt}"
+            )
+        if sequence.phase is not Phase.RECEIVING:
+            raise OfferRefusedError("session", f"session {sequence_id} takes no offer now ({sequence.phase.value})")
+        return sequence
+
+    def finish_read(self, sequence_id: int, end: int, now: float) -> None:
+        """The copy of an accepted offer is over and checked: KV up to `end` is here, both models'."""
+        sequence = self._sequences[sequence_id]
+        sequence.is_read = False
+        if sequence.phase is Phase.RECEIVING:
+            sequence.deadline = now + self.lease_s
+            if sequence.draft_computed == sequence.computed:  # nothing before it is missing
+                self.advance_draft(sequence, end)
+            sequence.launched = end
+            self._advance(sequence, end, now)
+            if end == sequence.job.end:
+                sequence.phase = Phase.ACTIVE
+        self._remove_if_over(sequence)
+
+    def fail_read(self, sequence_id: int) -> None:
+        """The copy of an accepted offer failed: what it wrote is not used, and may be offered again."""
+        sequence = self._sequences[sequence_id]
+        sequence.is_read = False
+        self._remove_if_over(sequence)
+
+    # -- room ----------------------------------------------------------------------------------------------------
+
+    def resume_preempted(self) -> None:
+        """Give pages back to preempted sequences, oldest first, while all they need can be given out."""
+        for sequence in self.in_phase(Phase.PREEMPTED):
+            is_scored = sequence.scored > sequence.job.end  # the rest of a prompt to score has to be computed
+            keys = sequence.keys if is_scored else sequence.keys[: (sequence.scored - 1) // self.page_tokens]
+            found = self.cache.find(keys)
+            needed = num_pages_for(len(sequence.tokens), self.page_tokens) - len(found)
+            if not self.cache.can_take(found, needed):
+                return
+            self.cache.hold(found)
+            sequence.pages = found + self.cache.allocate(needed)
+            self._take_cached(sequence, len(found) * self.page_tokens)
+            sequence.phase = Phase.ACTIVE
+
+    def make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Extend an active sequence's pages to `num_tokens` positions, preempting the newest active ones if it must.
+
+        False when there is no room in this step: the sequence itself was the newest and got preempted, it is the only
+        active one and waits for pages that receiving ones hold, or others are in launched steps (`is_short`).
+        """
+        needed = num_pages_for(num_tokens, self.page_tokens) - len(sequence.pages)
+        if needed <= 0:
+            return True
+        while needed > self.cache.num_spare:
+            active = self.in_phase(Phase.ACTIVE)
+            if active == [sequence]:
+                return False
+            if self.num_launched:
+                self.is_short = True
+                return False
+            self._preempt(active[-1])
+            if active[-1] is sequence:
+                return False
+        sequence.pages += self.cache.allocate(needed)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        sequence.computed = sequence.launched = sequence.draft_computed = sequence.num_named = 0
+        sequence.phase = Phase.PREEMPTED
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def make_room_for_guesses(self, sequence: Sequence, count: int) -> int:
+        """Extend an active sequence's pages by `count` positions beyond its tokens, or by what is to spare.
+
+        Guesses take no page that another sequence may need in this step. Returns for how many there is room.
+        """
+        room = len(sequence.pages) * self.page_tokens - len(sequence.tokens)
+        while room < count and self.cache.num_spare > len(self._sequences):
+            sequence.pages += self.cache.allocate(1)
+            room += self.page_tokens
+        return max(min(count, room), 0)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: Planned) -> None:
+        """The step will be launched: the sequence's pages stay held until `finish_step` or `drop_step`."""
+        sequence = step.sequence
+        if sequence.row < 0:
+            sequence.row = self._free_rows.pop()
+        sequence.launched += step.count
+        sequence.scored += step.num_scored
+        sequence.num_coming += step.wants_token
+        sequence.num_steps_launched += 1
+        self.num_launched += 1
+
+    def drop_step(self, step: Planned) -> None:
+        """The step was not computed, at least not for this sequence."""
+        step.sequence.launched -= step.count
+        step.sequence.scored -= step.num_scored
+        self._end_step(step)
+        self._remove_if_over(step.sequence)
+
+    def _end_step(self, step: Planned) -> None:
+        step.sequence.num_coming -= step.wants_token
+        step.sequence.num_steps_launched -= 1
+        self.num_launched -= 1
+
+    def fail_step(self, step: Planned, error: Exception | None, now: float) -> Update | None:
+        """Drop the step and end its sequence: by `error`, or whole as it is. None when it has ended before."""
+        self.drop_step(step)
+        if step.sequence.phase is Phase.ENDED:
+            return None
+        if error is None:
+            return self.fail(step.sequence, "", now, "stop")
+        reason = error.finish_reason if isinstance(error, AnswerFailedError) else "error"
+        return self.fail(step.sequence, str(error), now, reason)
+
+    def finish_step(
+        self, step: Planned, tokens: Seq[int], now: float, logprobs: Seq[TokenLogprobs] = (),
+        prompt_logprobs: Seq[TokenLogprobs] = (), is_whole: bool = False,
+    ) -> Update | None:  # fmt: skip
+        """The step was computed and perhaps chose `tokens`, the next ones. None: nothing to report.
+
+        Of several tokens all but the last were computed in this step as well. Those beyond the answer's end are
+        dropped. `logprobs`: one a token, or none; `prompt_logprobs`: of the prompt tokens that the step scored;
+        `is_whole`: with these tokens nothing more may come.
+        """
+        sequence = step.sequence
+        self._end_step(step)
+        if sequence.phase is Phase.ENDED:
+            self._remove_if_over(sequence)
+            return None
+        kept: Seq[int] = ()
+        reason = ""
+        if tokens:
+            kept, reason = sequence.keep(tokens)
+            sequence.tokens.extend(kept)
+            sequence.num_steps += 1
+            sequence.last_token_at = now
+            if sequence.first_token_at is None:
+                sequence.first_token_at = now
+        reason = "stop" if is_whole else reason
+        computed = sequence.computed + step.count + max(len(tokens) - 1, 0)
+        if step.draft_computed is not None:
+            self.advance_draft(sequence, min(step.draft_computed, computed))
+        self._advance(sequence, min(computed, len(sequence.tokens) - 1), now)
+        if not sequence.num_steps_launched:
+            sequence.launched = sequence.computed
+        if not (kept or reason or prompt_logprobs or sequence.is_kept):
+            return None
+        update = Update(sequence, kept, reason, "", logprobs[: len(kept)], prompt_logprobs)
+        if reason:
+            update.timing = sequence.timing(now)
+            self._end(sequence)
+        return update
+
+    def _advance(self, sequence: Sequence, computed: int, now: float) -> None:
+        """KV of positions [0, computed) is in the sequence's pages: those that are whole get their keys."""
+        sequence.computed = computed
+        if sequence.kv_at is None and computed >= sequence.job.end:
+            sequence.kv_at = now
+        size = self.page_tokens
+        while (at := sequence.num_named) < computed // size:
+            if at == len(sequence.keys):
+                parent = sequence.keys[-1] if sequence.keys else sequence.root
+                sequence.keys.append(next_key(parent, sequence.tokens[at * size : (at + 1) * size].tobytes()))
+            self.cache.name(sequence.pages[at], sequence.keys[at])
+            sequence.num_named += 1
+
+    def advance_draft(self, sequence: Sequence, computed: int) -> None:
+        """The draft model's KV of positions [0, computed) is in the pages; less than before: not any more."""
+        before, sequence.draft_computed = sequence.draft_computed, computed
+        for page in sequence.pages[before // self.page_tokens : computed // self.page_tokens]:
+            self.cache.mark_draft(page)
+
+    # -- ends ----------------------------------------------------------------------------------------------------
+
+    def fail(self, sequence: Sequence, error: str, now: float, reason: str = "error") -> Update:
+        """End a sequence for `error`, or by any other `reason`. Its pages stay held while something needs them."""
+        update = Update(sequence, (), reason, error, timing=sequence.timing(now))
+        self._end(sequence)
+        return update
+
+    def end(self, sequence: Sequence) -> None:
+        """Its Run call is over, whatever came of it. Idempotent."""
+        sequence.is_kept = False
+        if sequence.id in self._sequences:
+            self._end(sequence)
+
+    def abort(self, gateway: str, handles: Collection[int] | None = None) -> list[Sequence]:
+        """End sequences of `gateway`: all, or those with these handles, known or not. Returns the sequences ended."""
+        ended = [
+            sequence for sequence in self
+            if sequence.phase is not Phase.ENDED and sequence.job.gateway == gateway
+            and (handles is None or sequence.job.handle in handles)
+        ]  # fmt: skip
+        for sequence in ended:
+            self._end(sequence)
+        return ended
+
+    def expire(self, now: float) -> list[Update]:
+        """End sequences whose KV did not arrive within the lease."""
+        error = f"no KV arrived within the lease of {self.lease_s:g} s (--lease-s)"
+        late = [sequence for sequence in self._find_leased() if sequence.deadline <= now]
+        self.num_expired += len(late)
+        return [self.fail(sequence, error, now, "expired") for sequence in late]
+
+    def next_deadline(self) -> float | None:
+        """When `expire` will next have something to do."""
+        return min((sequence.deadline for sequence in self._find_leased()), default=None)
+
+    def _find_leased(self) -> list[Sequence]:
+        """Sequences that wait for the next offer; a read has a bound of its own."""
+        return [sequence for sequence in self.in_phase(Phase.RECEIVING) if not sequence.is_read]
+
+    def _end(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.ENDED
+        self._remove_if_over(sequence)
+
+    def _remove_if_over(self, sequence: Sequence) -> None:
+        if sequence.phase is not Phase.ENDED or sequence.num_steps_launched:
+            return
+        if sequence.row >= 0:
+            self._free_rows.append(sequence.row)
+            sequence.row = -1
+        if sequence.is_read or sequence.is_kept:
+            return
+        self._release(sequence)
+        del self._sequences[sequence.id]
+        self._by_handle.pop((sequence.job.gateway, sequence.job.handle), None)
+        if not self._sequences:
+            self.on_empty()
+
+    def _release(self, sequence: Sequence) -> None:
+        self.cache.release(sequence.pages)
+        sequence.pages = []
+        sequence.num_pages_in_row = min(sequence.num_pages_in_row, 0)
+
+    def check(self) -> None:
+        """Each page counts as many holders as there are, what is written to has one, and KV counts fit the pages."""
+        self.cache.check(page for sequence in self for page in sequence.pages)
+        writers: set[int] = set()
+        for sequence in self:
+            end = max(sequence.computed, sequence.launched, sequence.draft_computed)
+            if end > len(sequence.pages) * self.page_tokens:
+                raise AssertionError(f"sequence {sequence.id} has KV, or will have, beyond its pages")
+            if sequence.phase is Phase.ACTIVE and sequence.job.max_tokens and len(sequence.tokens) <= sequence.computed:
+                raise AssertionError(f"active sequence {sequence.id} has no token left to step on")
+            if sequence.phase is Phase.PREEMPTED and sequence.pages:
+                raise AssertionError(f"sequence {sequence.id} is preempted and holds pages")
+            writable = sequence.pages[sequence.computed // self.page_tokens :]
+            if not writers.isdisjoint(writable):
+                raise AssertionError(f"sequence {sequence.id} may write to a page that another one writes to")
+            writers.update(writable)
+        for sequence in self:
+            if not writers.isdisjoint(sequence.pages[: sequence.computed // self.page_tokens]):
+                raise AssertionError(f"a page that sequence {sequence.id} has completed may be written to")
+        rows = [sequence.row for sequence in self if sequence.row >= 0]
+        if sorted(rows + self._free_rows) != list(range(num_rows_for(self.max_running))):
+            raise AssertionError("a row belongs to two sequences, or to none and is not free")
+
+
+def num_rows_for(max_running: int) -> int:
+    """Rows that the engine needs: ended sequences keep theirs until their last step is collected."""
+    return 2 * max_running
