@@ -1,7 +1,6 @@
 """The prefix cache through whole services: a prompt that was seen, and conversations on two and two workers."""
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -14,7 +13,7 @@ from tests.calm import serve_calmly
 from tests.oracle import random_prompt
 
 VOCAB, PAGE_TOKENS = 1024, 16
-NUM_TURNS, NUM_CONVERSATIONS = 8, 4
+NUM_TURNS = 8
 NEW_TOKENS, ANSWER_TOKENS = 60, 24  # a turn
 
 
@@ -24,14 +23,24 @@ def client(live: Live) -> Iterator[inference_pb2_grpc.InferenceStub]:
         yield inference_pb2_grpc.InferenceStub(channel)
 
 
-def ask(
+def start(
     stub: inference_pb2_grpc.InferenceStub, prompt: list[int], num_tokens: int, salt: str = ""
-) -> list[inference_pb2.GenerateResponse]:
+) -> Iterator[inference_pb2.GenerateResponse]:
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=prompt), max_tokens=num_tokens, temperature=0, ignore_eos=True,
         include_timing=True, cache_salt=salt,
     )  # fmt: skip
-    return list(stub.Generate(request, timeout=120))
+    return iter(stub.Generate(request, timeout=120))
+
+
+def ask(
+    stub: inference_pb2_grpc.InferenceStub, prompt: list[int], num_tokens: int, salt: str = ""
+) -> list[inference_pb2.GenerateResponse]:
+    return list(start(stub, prompt, num_tokens, salt))
+
+
+def tokens_of(responses: Iterable[inference_pb2.GenerateResponse]) -> list[int]:
+    return [token for response in responses for token in response.token_ids]
 
 
 def num_prefilled(live: Live) -> float:
@@ -55,32 +64,46 @@ def test_a_prompt_seen_before_is_not_computed_again() -> None:
         assert num_prefilled(live) - before > 1400
 
 
-@pytest.mark.parametrize("routing", ["--cache-routing", "--no-cache-routing"])
-def test_conversations_are_prefilled_once(routing: str, counted: dict[str, float]) -> None:
-    """Several at once, so that load alone would send a turn now here, now there."""
-    with serve_calmly(TARGET_DIR, "--prefill-workers=2", "--decode-workers=2", routing) as live, client(live) as stub:
+@pytest.fixture(scope="module", params=["--cache-routing", "--no-cache-routing"])
+def two_and_two(request: pytest.FixtureRequest) -> Iterator[tuple[str, Live]]:
+    with serve_calmly(TARGET_DIR, "--prefill-workers=2", "--decode-workers=2", request.param) as live:
+        yield request.param, live
 
-        def converse(number: int) -> int:
-            prompt: list[int] = []
-            for turn in range(NUM_TURNS):
-                prompt += random_prompt(NEW_TOKENS + 7 * number, VOCAB, seed=100 * number + turn)
-                last_prompt = len(prompt)
-                for response in ask(stub, prompt, ANSWER_TOKENS):
-                    prompt += response.token_ids
-            return last_prompt
 
-        if routing == "--cache-routing":  # alone; what a turn leaves in part of a page is computed again
-            num_tokens = converse(0)
-            assert num_prefilled(live) <= num_tokens + NUM_TURNS * PAGE_TOKENS
-        before = num_prefilled(live)
-        with ThreadPoolExecutor(NUM_CONVERSATIONS) as threads:
-            num_tokens = sum(threads.map(converse, range(1, NUM_CONVERSATIONS + 1)))
-        counted[routing] = (num_prefilled(live) - before) / num_tokens
+def test_a_conversation_is_prefilled_once(two_and_two: tuple[str, Live]) -> None:
+    """On an idle fleet both ways of routing find the same workers again."""
+    _, live = two_and_two
+    before, prompt = num_prefilled(live), list[int]()
+    with client(live) as stub:
+        for turn in range(NUM_TURNS):
+            prompt += random_prompt(NEW_TOKENS, VOCAB, seed=turn)
+            num_tokens = len(prompt)
+            prompt += tokens_of(ask(stub, prompt, ANSWER_TOKENS))
+    # what a turn leaves in part of a page is computed again
+    assert num_prefilled(live) - before <= num_tokens + NUM_TURNS * PAGE_TOKENS
+
+
+def test_routing_keeps_conversations_where_their_pages_are(
+    two_and_two: tuple[str, Live], handed_over: dict[str, float]
+) -> None:
+    """Of two conversations now one, now the other is under way when the other's turn comes: load alone swaps them."""
+    routing, live = two_and_two
+    prompts: list[list[int]] = [[], []]
+    with client(live) as stub:
+        for turn in range(NUM_TURNS):
+            first, second = prompts if turn % 2 else prompts[::-1]
+            for number, prompt in enumerate(prompts):
+                prompt += random_prompt(NEW_TOKENS, VOCAB, seed=1000 * (number + 1) + turn)
+            slow = start(stub, first, 8 * ANSWER_TOKENS)
+            begun = [next(slow)]
+            second += tokens_of(ask(stub, second, ANSWER_TOKENS))
+            first += tokens_of([*begun, *slow])
+    handed_over[routing] = sum(live.metric(f"decode-{rank}", "kv_transfer_bytes_total") for rank in range(2))
     if routing == "--no-cache-routing":
-        assert counted[routing] > 1.2 * counted["--cache-routing"]
+        assert handed_over[routing] > 1.5 * handed_over["--cache-routing"]
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[str, float]:
-    """routing |-> prompt positions computed for each token of the last prompts."""
+def handed_over() -> dict[str, float]:
+    """routing |-> bytes that decode workers read."""
     return {}
