@@ -19,8 +19,7 @@ from engine.engine import Engine, build_engine
 from engine.model.weights import load_model
 from tests.checkpoints import write_checkpoint
 from tests.grammars import DEMO_SIZE, compile_here, vocabulary
-from tests.late_runner import LateRows, LateRunner
-from wire.sampling import SamplingParams
+from tests.late_runner import SAMPLINGS, LateRows, LateRunner
 from worker.plan import Budget
 from worker.prefix_cache import NoRoomError, PrefixCache
 from worker.sequences import Job, Update
@@ -28,20 +27,6 @@ from worker.table import SequenceTable
 
 PAGE_TOKENS, NUM_PAGES, NUM_ROWS, CHUNK_TOKENS, CONTEXT = 8, 300, 24, 24, 256
 MAX_AT_ONCE = 9  # sequences: later ones find their prompts in the cache
-SAMPLINGS = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(seed=1),
-    SamplingParams(1.3, top_p=0.8, seed=2),
-    SamplingParams(0.7, top_k=5, seed=3),
-    SamplingParams(min_p=0.1, seed=4),
-    SamplingParams(0.9, top_k=40, top_p=0.9, min_p=0.02, seed=5),
-    SamplingParams(0.0, frequency_penalty=2.0),
-    SamplingParams(0.8, presence_penalty=3.0, seed=6),
-    SamplingParams(0.0, repetition_penalty=1.5),
-    SamplingParams(frequency_penalty=0.5, presence_penalty=0.5, repetition_penalty=1.2, seed=7),
-    SamplingParams(0.0, logit_bias=((5, 3.0), (9, -50.0))),
-    SamplingParams(logit_bias=((5, 8.0),), repetition_penalty=1.4, seed=(1 << 64) - 1),
-]
 
 
 @pytest.fixture(scope="module")

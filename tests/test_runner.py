@@ -20,6 +20,7 @@ from engine.rows import Rows
 from engine.runner import Runner
 from engine.speculative import count_accepted
 from tests.checkpoints import write_checkpoint
+from wire.kv_layout import pool_sizes
 from wire.logprobs import TokenLogprobs
 from wire.sampling import SamplingParams
 
@@ -45,7 +46,12 @@ class Model:
     def build(self) -> tuple[Runner, Rows]:
         """With empty pages and rows."""
         config = self.decoder.config
-        pages = torch.zeros(40, config.num_layers, 2, config.num_kv_heads, PAGE_TOKENS, config.head_dim)
+        pages = torch.zeros(
+            pool_sizes(
+                num_pages=40, num_kv_heads=config.num_kv_heads, num_layers=config.num_layers,
+                page_tokens=PAGE_TOKENS, head_dim=config.head_dim,
+            )
+        )  # fmt: skip
         rows = Rows(8, NUM_TOKENS, PAGE_TOKENS, VOCAB, torch.device("cpu"))
         return Runner(self.decoder, TorchSdpaAttention(config.attention_shape), pages, rows), rows
 

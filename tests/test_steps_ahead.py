@@ -14,27 +14,13 @@ from engine.model.weights import load_model
 from engine.rows import Rows
 from engine.runner import Runner
 from tests.checkpoints import write_checkpoint
-from tests.late_runner import LateRows, LateRunner
-from wire.sampling import SamplingParams
+from tests.late_runner import SAMPLINGS, LateRows, LateRunner
+from wire.kv_layout import pool_sizes
 
 CPU = torch.device("cpu")
 VOCAB, PAGE_TOKENS, CONTEXT, ROW_PAGES = 300, 16, 64, 5
 NUM_TOKENS, AHEAD = 16, 2
-GRID = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(seed=1),
-    SamplingParams(0.7, seed=2, top_k=5),
-    SamplingParams(1.3, seed=3, top_p=0.8),
-    SamplingParams(seed=4, min_p=0.1),
-    SamplingParams(0.9, seed=5, top_k=40, top_p=0.9, min_p=0.02),
-    SamplingParams(0.0, frequency_penalty=2.0),
-    SamplingParams(0.8, seed=6, presence_penalty=3.0),
-    SamplingParams(0.0, repetition_penalty=1.5),
-    SamplingParams(seed=7, frequency_penalty=0.5, presence_penalty=0.5, repetition_penalty=1.2),
-    SamplingParams(0.0, logit_bias=((5, 3.0), (9, -50.0))),
-    SamplingParams(seed=(1 << 64) - 1, logit_bias=((5, 8.0),), repetition_penalty=1.4),
-]
-PROMPTS = [np.random.default_rng(row).integers(2, VOCAB, 3 + 3 * row, np.int32) for row in range(len(GRID))]
+PROMPTS = [np.random.default_rng(row).integers(2, VOCAB, 3 + 3 * row, np.int32) for row in range(len(SAMPLINGS))]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,19 +39,22 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 def build_pages(decoder: Decoder) -> torch.Tensor:
     config = decoder.config
-    shape = (len(GRID) * ROW_PAGES, config.num_layers, 2, config.num_kv_heads, PAGE_TOKENS, config.head_dim)
-    return torch.zeros(shape)
+    sizes = pool_sizes(
+        num_pages=len(SAMPLINGS) * ROW_PAGES, num_kv_heads=config.num_kv_heads, num_layers=config.num_layers,
+        page_tokens=PAGE_TOKENS, head_dim=config.head_dim,
+    )  # fmt: skip
+    return torch.zeros(sizes)
 
 
 def build_late(decoder: Decoder) -> tuple[LateRunner, LateRows]:
-    rows = LateRows(len(GRID), CONTEXT, PAGE_TOKENS, VOCAB, CPU)
+    rows = LateRows(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU)
     attention = TorchSdpaAttention(decoder.config.attention_shape)
     return LateRunner(decoder, attention, build_pages(decoder), rows), rows
 
 
 def open_row(rows: Rows, row: int, which: int) -> None:
     """The `which`-th prompt, with its sampling."""
-    rows.open(row, PROMPTS[which], GRID[which], len(PROMPTS[which]))
+    rows.open(row, PROMPTS[which], SAMPLINGS[which], len(PROMPTS[which]))
     rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
 
 
@@ -81,8 +70,8 @@ def plan(step: int, rows: Sequence[int], which: Sequence[int]) -> list[Slice]:
 def expected(decoder: Decoder) -> list[list[int]]:
     """Each answer, step by step, alone."""
     answers = []
-    for which in range(len(GRID)):
-        rows = Rows(len(GRID), CONTEXT, PAGE_TOKENS, VOCAB, CPU)
+    for which in range(len(SAMPLINGS)):
+        rows = Rows(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU)
         runner = Runner(decoder, TorchSdpaAttention(decoder.config.attention_shape), build_pages(decoder), rows)
         open_row(rows, 0, which)
         steps = range(NUM_TOKENS)
@@ -92,7 +81,7 @@ def expected(decoder: Decoder) -> list[list[int]]:
 
 def test_steps_ahead_give_the_tokens_of_step_by_step(decoder: Decoder, expected: list[list[int]]) -> None:
     runner, rows = build_late(decoder)
-    everyone = range(len(GRID))
+    everyone = range(len(SAMPLINGS))
     for row in everyone:
         open_row(rows, row, row)
     launched = [runner.launch(plan(step, everyone, everyone)) for step in range(AHEAD)]

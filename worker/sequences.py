@@ -81,7 +81,6 @@ class Sequence:
     job: Job
     phase: Phase
     tokens: "array[int]"  # prompt, then what was generated and collected
-    root: PageKey  # what the first page's key begins from
     keys: list[PageKey]  # of the first whole pages; the prompt's from the beginning
     pages: list[int]
     admitted_at: float

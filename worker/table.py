@@ -91,7 +91,6 @@ class SequenceTable:
             job=job,
             phase=Phase.ACTIVE if is_here else Phase.RECEIVING,
             tokens=array("i", job.prompt),
-            root=root_key(self.model, job.cache_salt),
             keys=keys,
             pages=found + self.cache.allocate(num_missing),
             admitted_at=now,
@@ -110,8 +109,11 @@ class SequenceTable:
 
     def keys_of(self, job: Job) -> list[PageKey]:
         """Of the whole pages before `job.end`. 6 ms for 128k tokens: found before the table is locked."""
-        root = root_key(self.model, job.cache_salt)
-        return list(page_keys(root, job.prompt[: job.end * TOKEN_BYTES], self.page_tokens))
+        return list(page_keys(self._root_of(job), job.prompt[: job.end * TOKEN_BYTES], self.page_tokens))
+
+    def _root_of(self, job: Job) -> PageKey:
+        """What the first page's key begins from."""
+        return root_key(self.model, job.cache_salt)
 
     def _check_room(self, job: Job, found: Seq[int], needed: int) -> None:
         """Whether to take a job that needs so many new pages now. Raises NeverFitsError or NoRoomError."""
@@ -352,7 +354,7 @@ class SequenceTable:
         size = self.page_tokens
         while (at := sequence.num_named) < computed // size:
             if at == len(sequence.keys):
-                parent = sequence.keys[-1] if sequence.keys else sequence.root
+                parent = sequence.keys[-1] if sequence.keys else self._root_of(sequence.job)
                 sequence.keys.append(next_key(parent, sequence.tokens[at * size : (at + 1) * size].tobytes()))
             self.cache.name(sequence.pages[at], sequence.keys[at])
             sequence.num_named += 1
