@@ -1,13 +1,16 @@
-"""Batches without a worker: for checks and measurements of attention and models."""
+"""Batches without a worker: for checks and measurements of attention, models and sampling."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.batch import Batch, Slice, build_batch, lay_out
 from engine.rows import Rows
+from engine.sampling_batch import SamplingBatch
 from engine.staging import Stager
 from wire.sampling import SamplingParams
 
@@ -31,3 +34,35 @@ def pack(parts: Sequence[Part], page_tokens: int, device: torch.device) -> Batch
         rows.write_pages(row, 0, part.pages[: rows.page_table.shape[1]])
     slices = [Slice(row, part.begin, len(part.token_ids), part.num_logits) for row, part in enumerate(parts)]
     return build_batch(lay_out(rows, slices), rows, Stager(device))
+
+
+def build_sampling_batch(
+    sampling: Sequence[SamplingParams],
+    positions: Sequence[int],
+    *,
+    counts: Tensor | None = None,
+    counts_line: NDArray[np.int32] | None = None,
+    masks: NDArray[np.int32] | None = None,
+    mask_line: NDArray[np.int32] | None = None,
+) -> SamplingBatch:
+    """Of rows that have no array to take their parameters from. What float32 cannot hold is inf."""
+    biases = [one.logit_bias for one in sampling]
+    with np.errstate(over="ignore"):
+        return SamplingBatch(
+            temperature=np.array([one.temperature for one in sampling]).astype(np.float32),
+            top_k=np.array([min(one.top_k, 1 << 62) for one in sampling], np.int64),
+            top_p=np.array([one.top_p for one in sampling], np.float64),
+            min_p=np.array([one.min_p for one in sampling], np.float64),
+            seeds=np.array([one.seed for one in sampling], np.uint64),
+            positions=np.array(positions, np.int64),
+            repetition=np.array([one.repetition_penalty for one in sampling]).astype(np.float32),
+            frequency=np.array([one.frequency_penalty for one in sampling]).astype(np.float32),
+            presence=np.array([one.presence_penalty for one in sampling]).astype(np.float32),
+            counts=counts,
+            counts_line=counts_line,
+            bias_starts=np.cumsum([0, *map(len, biases)], dtype=np.int32) if any(biases) else None,
+            bias_ids=np.array([token for bias in biases for token, _ in bias], np.int32),
+            bias_values=np.array([value for bias in biases for _, value in bias]).astype(np.float32),
+            masks=masks,
+            mask_line=mask_line,
+        )

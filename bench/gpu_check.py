@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from bench.batches import Part, pack
+from bench.batches import Part, build_sampling_batch, pack
 from bench.live import serve
 from demo.paths import TARGET_DIR
 from engine.attention.base import AttentionShape
@@ -31,7 +31,6 @@ from engine.model.weights import load_model
 from engine.rows import Rows
 from engine.runner import Runner
 from engine.sampling import sample
-from engine.sampling_batch import build_sampling_batch
 from protos import inference_pb2, inference_pb2_grpc
 from wire.sampling import SamplingParams
 

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.batches import build_sampling_batch
 from engine.sampling import sample, sample_slowly
-from engine.sampling_batch import SEEN_BIT, SamplingBatch, build_sampling_batch
+from engine.sampling_batch import SEEN_BIT, SamplingBatch
 from wire.sampling import SamplingParams
 
 NUM_ROWS, VOCABULARY = 16, 128_256

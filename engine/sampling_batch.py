@@ -3,15 +3,12 @@
 Knows shapes and bounds; nothing of how a token is chosen.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
-
-from wire.sampling import SamplingParams
 
 SEEN_BIT = 1 << 30
 """Of a token's count: set if the token is in the prompt or the answer. The bits below: how often in the answer."""
@@ -78,38 +75,6 @@ class SamplingBatch(NamedTuple):
                 f"counts are {counts.dtype} {tuple(counts.shape)} on {counts.device}, "
                 f"expected contiguous int32 {expected} on {logits.device}"
             )
-
-
-def build_sampling_batch(
-    sampling: Sequence[SamplingParams],
-    positions: Sequence[int],
-    *,
-    counts: Tensor | None = None,
-    counts_line: NDArray[np.int32] | None = None,
-    masks: NDArray[np.int32] | None = None,
-    mask_line: NDArray[np.int32] | None = None,
-) -> SamplingBatch:
-    """Of rows that have no array to take their parameters from. What float32 cannot hold is inf."""
-    biases = [one.logit_bias for one in sampling]
-    with np.errstate(over="ignore"):
-        return SamplingBatch(
-            temperature=np.array([one.temperature for one in sampling]).astype(np.float32),
-            top_k=np.array([min(one.top_k, 1 << 62) for one in sampling], np.int64),
-            top_p=np.array([one.top_p for one in sampling], np.float64),
-            min_p=np.array([one.min_p for one in sampling], np.float64),
-            seeds=np.array([one.seed for one in sampling], np.uint64),
-            positions=np.array(positions, np.int64),
-            repetition=np.array([one.repetition_penalty for one in sampling]).astype(np.float32),
-            frequency=np.array([one.frequency_penalty for one in sampling]).astype(np.float32),
-            presence=np.array([one.presence_penalty for one in sampling]).astype(np.float32),
-            counts=counts,
-            counts_line=counts_line,
-            bias_starts=np.cumsum([0, *map(len, biases)], dtype=np.int32) if any(biases) else None,
-            bias_ids=np.array([token for bias in biases for token, _ in bias], np.int32),
-            bias_values=np.array([value for bias in biases for _, value in bias]).astype(np.float32),
-            masks=masks,
-            mask_line=mask_line,
-        )
 
 
 def _given(name: str, array: NDArray[np.generic] | None) -> NDArray[np.generic]:

@@ -26,6 +26,7 @@ class StepAnswers:
     tokens: list[int]  # -1 for each row of a failed slice
     logprobs: list[TokenLogprobs | None]  # as many; empty when no slice asks for any
     failed: dict[int, StepFailedError]  # index of a slice |-> why it was not computed
+    begins: list[int]  # index of a slice |-> its first row of logits
 
 
 class Launcher(Protocol):
@@ -66,11 +67,11 @@ class LaunchedStep:
 
     def collect(self) -> StepAnswers:
         """Waits for the device. A part that fails only now is not repeated: later steps may have read its tokens."""
-        ends = [0, *accumulate([one.num_logits for one in self._slices])]
-        answers = StepAnswers([-1] * ends[-1], [], self._failed)
+        begins = [0, *accumulate([one.num_logits for one in self._slices])]
+        answers = StepAnswers([-1] * begins.pop(), [], self._failed, begins)
         for part, launched in self._parts:
             try:
-                _place(answers, launched.collect(), ends[part.start])
+                _place(answers, launched.collect(), begins[part.start])
             except Exception as error:
                 _end_if_lost(error)
                 failure = self._explain(error, part)

@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bench.batches import build_sampling_batch
 from engine.sampling import sample, sample_slowly
-from engine.sampling_batch import SEEN_BIT, SamplingBatch, build_sampling_batch
+from engine.sampling_batch import SEEN_BIT, SamplingBatch
 from wire.sampling import SamplingParams
 
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.batches import build_sampling_batch
 from engine.cpu_sampling import load_cpu_sampling
 from engine.kernels.build import BuildError, find_compiler
 from engine.noise import build_keys, gumbel_noise, hash_ids
 from engine.sampling import sample
-from engine.sampling_batch import build_sampling_batch
 from tests.sampling_twins import build_mask, sample_both
 from wire.sampling import SamplingParams
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.batches import build_sampling_batch
 from engine.sampling import sample
-from engine.sampling_batch import build_sampling_batch
 from engine.speculative import count_accepted
 from tests.test_sampling import chi_square_sigmas
 from wire.sampling import SamplingParams

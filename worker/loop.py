@@ -167,11 +167,10 @@ class WorkerLoop:
         answers = flight.step.collect()
         flight.seconds = time.perf_counter() - flight.started
         self._metrics.step_seconds.observe(flight.seconds)
-        chosen, at = [], 0
-        for step in flight.planned:
+        chosen = []
+        for step, at in zip(flight.planned, answers.begins, strict=True):
             begin = at + step.num_scored
-            at = begin + step.num_chosen
-            chosen.append(self._accept(step, answers.tokens[begin:at]))
+            chosen.append(self._accept(step, answers.tokens[begin : begin + step.num_chosen]))
         judged = self._judge(flight, chosen, answers.failed)
         with self.thread.lock:
             now = time.monotonic()
@@ -198,8 +197,8 @@ class WorkerLoop:
         self, planned: Seq[Planned], chosen: Seq[list[int]], answers: StepAnswers,
         judged: Mapping[int, Exception | bool], now: float,
     ) -> list[Update]:  # fmt: skip
-        table, updates, at = self._table, [], 0
-        for index, (step, tokens) in enumerate(zip(planned, chosen, strict=True)):
+        table, updates = self._table, []
+        for index, (step, tokens, at) in enumerate(zip(planned, chosen, answers.begins, strict=True)):
             begin = at + step.num_scored
             verdict = answers.failed.get(index) or judged.get(index, False)
             if isinstance(verdict, Exception):
@@ -210,7 +209,6 @@ class WorkerLoop:
                 update = table.finish_step(step, tokens, now, logprobs, prompt_logprobs, verdict)
             if update is not None:
                 updates.append(update)
-            at = begin + step.num_chosen
         return updates
 
 
