@@ -243,7 +243,8 @@ def test_equal_prompts_at_once_are_computed_once_and_go_to_one_worker(are_choice
             assert ring.num_waiting == 2
             served.let_prefill()
             await busy.has_sessions(3)
-            assert served.num_runs == 2 and ring.num_waiting == 0
+            await served.until(lambda: served.num_runs == 2)
+            assert ring.num_waiting == 0
             assert [one.request.local_prefill_max_tokens for one in busy.sessions] == [0, 0, 0]
             served.emit_all()
             assert [one for task in tasks for one in await task] == [WHOLE] * 3
