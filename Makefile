@@ -9,6 +9,8 @@ DTYPE ?= auto
 TRANSPORT ?= auto
 DEVICE ?= auto
 MINUTES ?=
+# Whose signatures the tests read; without its CUDA dependencies, which are gigabytes.
+FLASHINFER := 0.7.2.post1
 # Processes that run tests, a file each.
 JOBS ?= 3
 ARGS ?=
@@ -82,4 +84,5 @@ $(RUN_STAMP): pyproject.toml | .venv/bin/python
 
 $(DEV_STAMP): pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install $(PIP_ARGS) --editable '.[dev]'
+	$(BIN)/python -m pip install $(PIP_ARGS) --no-deps flashinfer-python==$(FLASHINFER)
 	@touch $@ $(RUN_STAMP)

@@ -16,6 +16,7 @@ from bench.batches import Part, pack
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.choose import choose_attention
 from engine.attention.cpu_paged import CpuPagedAttention
+from engine.attention.heads import Heads
 from engine.attention.torch_sdpa import TorchSdpaAttention, visible_keys
 from engine.batch import Batch
 from engine.kernels.build import load_kernel
@@ -43,7 +44,7 @@ CASES = [
 ]
 
 
-def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, Tensor, Tensor, Tensor, Tensor]:
+def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, Heads, Tensor]:
     """Batch, query [T, Hq, D], key and value [T, Hkv, D], pool with as many layers as CACHE_BYTES hold, 4 to 16."""
     pages_each = -(-case.context_len // PAGE_TOKENS)
     num_pages = pages_each * case.num_sequences
@@ -68,9 +69,9 @@ def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, Tensor, Tensor, T
     )
     pool = torch.empty(sizes, dtype=dtype).normal_()
     num_tokens = case.num_sequences * case.query_len
-    query = torch.randn(num_tokens, SHAPE.num_heads, SHAPE.head_dim).to(dtype)
-    key, value = (torch.randn(num_tokens, SHAPE.num_kv_heads, SHAPE.head_dim).to(dtype) for _ in range(2))
-    return pack(parts, PAGE_TOKENS, torch.device("cpu")), query, key, value, pool
+    query_key = torch.randn(num_tokens, SHAPE.num_heads + SHAPE.num_kv_heads, SHAPE.head_dim).to(dtype)
+    value = torch.randn(num_tokens, SHAPE.num_kv_heads, SHAPE.head_dim).to(dtype)
+    return pack(parts, PAGE_TOKENS, torch.device("cpu")), Heads(query_key, value), pool
 
 
 def contiguous_sdpa(case: Case, query: Tensor, num_layers: int) -> Callable[[int], Tensor]:
@@ -83,7 +84,7 @@ def contiguous_sdpa(case: Case, query: Tensor, num_layers: int) -> Callable[[int
     is_causal = case.query_len == case.context_len
 
     def attend(layer: int) -> Tensor:
-        split = query.view(case.num_sequences, case.query_len, SHAPE.num_kv_heads, group, SHAPE.head_dim)
+        split = query.reshape(case.num_sequences, case.query_len, SHAPE.num_kv_heads, group, SHAPE.head_dim)
         keys, values = cache[layer]
         if is_causal:  # SDPA's own causal mask, which skips what is masked
             heads = split.flatten(2, 3).transpose(1, 2)
@@ -109,16 +110,16 @@ def measure(contenders: dict[str, Callable[[int], Tensor]], num_layers: int, sec
 
 
 def bench_case(case: Case, dtype: torch.dtype, seconds: float, quantile: float) -> str:
-    batch, query, key, value, pool = build_case(case, dtype)
+    batch, heads, pool = build_case(case, dtype)
     num_layers = pool.shape[LAYERS]
 
     def over_pages(backend: AttentionBackend) -> Callable[[int], Tensor]:
         backend.plan(pool, batch)
-        return lambda layer: backend.attend(layer, query, key, value, None)
+        return lambda layer: backend.attend(layer, heads, None)
 
-    chosen = choose_attention(SHAPE, torch.device("cpu"), dtype)
+    chosen = choose_attention(SHAPE, [None], torch.device("cpu"), dtype)
     contenders = {
-        "contiguous": contiguous_sdpa(case, query, num_layers),
+        "contiguous": contiguous_sdpa(case, heads.turned()[0], num_layers),
         chosen.backend.name: over_pages(chosen.backend),
     }
     if not chosen.is_fallback:
@@ -145,7 +146,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     dtype: torch.dtype = getattr(torch, options.dtype)
     print(f"{options.dtype}, {options.threads} threads; speed relative to SDPA on contiguous KV (higher is faster)")
-    print(choose_attention(SHAPE, torch.device("cpu"), dtype).reason)
+    print(choose_attention(SHAPE, [None], torch.device("cpu"), dtype).reason)
     for case in CASES:
         print(bench_case(case, dtype, options.seconds, options.quantile), flush=True)
 

@@ -24,6 +24,7 @@ from bench.batches import Part, build_sampling_batch, pack
 from bench.live import serve
 from demo.paths import TARGET_DIR
 from engine.attention.base import AttentionShape
+from engine.attention.heads import Heads
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Slice
 from engine.kvcache.pool import Pool, PoolShape
@@ -62,11 +63,11 @@ def check_attention(device: torch.device) -> str:
     for where in (torch.device("cpu"), device):
         generator = torch.Generator().manual_seed(0)
         pool = torch.randn(PoolShape(8, 1, 2, PAGE_TOKENS, 64, torch.float32).sizes, generator=generator).to(where)
-        query, key, value = (torch.randn(41, heads, 64, generator=generator).to(where) for heads in (8, 2, 2))
+        query_key, value = (torch.randn(41, heads, 64, generator=generator).to(where) for heads in (10, 2))
         batch = pack(parts, PAGE_TOKENS, where)
         backend = TorchSdpaAttention(shape)
         backend.plan(pool, batch)
-        outputs.append(backend.attend(0, query, key, value, None).cpu())
+        outputs.append(backend.attend(0, Heads(query_key, value), None).cpu())
     worst = (outputs[0] - outputs[1]).abs().max().item()
     assert worst < 1e-4, f"differs by {worst:.2g}"
     return f"largest difference {worst:.1e}"

@@ -82,7 +82,7 @@ def sample_always(logits: Tensor, batch: SamplingBatch) -> Tensor:
 def build_runner(case: Case, num_rows: int, num_steps: int) -> tuple[Runner, Rows]:
     rows = Rows(num_rows, case.context_tokens + num_steps + 1, PAGE_TOKENS, VOCAB, torch.device("cpu"))
     shape = AttentionShape(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0)
-    attention = choose_attention(shape, rows.device, torch.float32).backend
+    attention = choose_attention(shape, [None], rows.device, torch.float32).backend
     num_pages = case.num_sequences * rows.page_table.shape[1]
     pages = PoolShape(num_pages, 1, 1, PAGE_TOKENS, 1, torch.float32)
     return Runner(cast(Decoder, StubModel()), attention, torch.empty(pages.sizes), rows), rows

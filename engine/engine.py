@@ -82,7 +82,7 @@ def build_engine(
     config = decoder.config
     context_tokens = min(config.context_tokens, max_context_tokens or config.context_tokens)
     draft = _load_draft(draft_model, decoder, context_tokens) if draft_model else None
-    attention = choose_attention(config.attention_shape, device, decoder.dtype)
+    attention = choose_attention(config.attention_shape, config.windows, device, decoder.dtype)
     shape = _pool_shape(decoder, page_tokens)
     draft_shape = _pool_shape(draft.decoder, page_tokens) if draft else None
     page_bytes = shape.page_bytes + (draft_shape.page_bytes if draft_shape else 0)
@@ -135,7 +135,7 @@ def _load_draft(draft_model: str, target: Decoder, context_tokens: int) -> _Draf
 def _build_draft_runner(draft: _Draft, pool: Pool, rows: Rows) -> Runner:
     assert pool.draft_tensor is not None
     decoder = draft.decoder
-    attention = choose_attention(decoder.config.attention_shape, decoder.device, decoder.dtype)
+    attention = choose_attention(decoder.config.attention_shape, decoder.config.windows, decoder.device, decoder.dtype)
     return Runner(decoder, attention.backend, pool.draft_tensor, rows)
 
 

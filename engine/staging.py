@@ -13,22 +13,44 @@ from torch import Tensor
 ALIGNMENT = 16  # bytes; kernels read int32 and int64 fields in vectors
 
 
-def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
-    """The arrays as tensors on `device`, by one copy. On the CPU they share the arrays' memory.
+def pin(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Copies of the arrays in one pinned buffer, from which a GPU copies without the host waiting.
 
-    The pinned buffer goes back to torch's allocator at once; it is reused only after an event behind the copy.
+    It goes back to torch's allocator with the last tensor, which reuses it only after the copies begun from it. Where
+    `device` is the CPU the tensors share the arrays' memory.
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    begins = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
+    return _split(_pack(arrays), arrays)
+
+
+def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """The arrays as tensors on `device`, by one copy. On the CPU they share the arrays' memory."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return _split(_pack(arrays).to(device, non_blocking=True), arrays)
+
+
+def _pack(arrays: Sequence[NDArray[Any]]) -> Tensor:
+    """One after the other in pinned memory."""
+    begins = _find_begins(arrays)
     pinned = torch.empty(begins[-1], dtype=torch.uint8, pin_memory=True)
     for array, begin in zip(arrays, begins, strict=False):
         pinned.numpy()[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
-    block = pinned.to(device, non_blocking=True)
+    return pinned
+
+
+def _split(block: Tensor, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+    """The parts of a block that `_pack` made of `arrays`."""
     return [
         block[begin : begin + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for array, begin in zip(arrays, begins, strict=False)
+        for array, begin in zip(arrays, _find_begins(arrays), strict=False)
     ]
+
+
+def _find_begins(arrays: Sequence[NDArray[Any]]) -> list[int]:
+    begins: list[int] = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
+    return begins
 
 
 class Stager:

@@ -20,6 +20,7 @@ from bench.batches import Part, pack
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.choose import choose_attention
 from engine.attention.cpu_paged import CpuPagedAttention, plan_blocks
+from engine.attention.heads import Heads
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
 from engine.kernels import build
@@ -70,11 +71,15 @@ class Problem:
         fused = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(dtype)
         self.query, self.key, self.value = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)
 
+    @property
+    def heads(self) -> Heads:
+        return Heads(torch.cat((self.query, self.key), 1), self.value)
+
     def run(self, backend: AttentionBackend, window: int | None = None) -> tuple[Tensor, Tensor]:
         """Attention at layer 1 -> ([T, Hq, D], the pool afterwards)."""
         pool = self.pool.clone()
         backend.plan(pool, self.batch)
-        return backend.attend(1, self.query, self.key, self.value, window), pool
+        return backend.attend(1, self.heads, window), pool
 
     def truth(self, window: int | None) -> Tensor:
         """[T, Hq, D] float64, by a dense softmax over tokens put in order one by one."""
@@ -301,7 +306,7 @@ def test_what_changes_after_a_good_batch_is_checked() -> None:
         with pytest.raises(ValueError, match=message):
             backend.plan(problem.pool, batch)
         with pytest.raises(ValueError, match="attend without a plan"):
-            backend.attend(0, problem.query, problem.key, problem.value, None)
+            backend.attend(0, problem.heads, None)
         backend.plan(problem.pool, good)
         with pytest.raises(ValueError, match="page_table holds"):
             backend.plan(problem.pool[:1], good)
@@ -321,7 +326,7 @@ def test_a_plan_after_another_of_the_same_queries() -> None:
         outs = []
         for one in (backend, CpuPagedAttention(problem.shape, load_kernel("cpu_paged"))):
             one.plan(pool, batch)
-            outs.append(one.attend(1, problem.query, problem.key, problem.value, None))
+            outs.append(one.attend(1, problem.heads, None))
         assert torch.equal(*outs)
 
 
@@ -336,7 +341,7 @@ def test_pages_with_something_else_between_them(dtype: torch.dtype) -> None:
         pool = memory[:, :page_elements].view(problem.pool.shape)
         pool.copy_(problem.pool)
         backend.plan(pool, problem.batch)
-        out = backend.attend(1, problem.query, problem.key, problem.value, None)
+        out = backend.attend(1, problem.heads, None)
         assert float((out.double() - expected).abs().max()) < tolerance(dtype), backend.name
         check_writes(problem, pool)
         assert bool((memory[:, page_elements:] == 7).all()), f"{backend.name} wrote between pages"
@@ -345,21 +350,22 @@ def test_pages_with_something_else_between_them(dtype: torch.dtype) -> None:
 def test_wrong_tensors_are_refused() -> None:
     problem = Problem([(2, 33)])
     backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"))
-    query, key, value, pool, batch = problem.query, problem.key, problem.value, problem.pool, problem.batch
-    strided = torch.zeros(2, 6, 128)[..., ::2]
-    for arguments, message in (
-        ((0, query[:1], key, value, None), "query is"),
-        ((0, query.bfloat16(), key, value, None), "query is torch.bfloat16"),
-        ((0, strided, key, value, None), "query has strides"),
-        ((0, query, key[:, :1], value, None), "key is"),
-        ((0, query, key, value[..., :32], None), "value is"),
-        ((2, query, key, value, None), "layer 2"),
-        ((-1, query, key, value, None), "layer -1"),
-        ((0, query, key, value, 0), "window is 0"),
+    (query_key, value, _), pool, batch = problem.heads, problem.pool, problem.batch
+    strided = torch.zeros(2, 8, 128)[..., ::2]
+    for layer, heads, window, message in (
+        (0, Heads(query_key[:1], value), None, "query is"),
+        (0, Heads(query_key.bfloat16(), value), None, "query is torch.bfloat16"),
+        (0, Heads(strided, value), None, "query has strides"),
+        (0, Heads(query_key[:, 1:], value), None, "query is"),
+        (0, Heads(query_key[:, 1:], value[:, :1]), None, "key is"),
+        (0, Heads(query_key, value[..., :32]), None, "value is"),
+        (2, problem.heads, None, "layer 2"),
+        (-1, problem.heads, None, "layer -1"),
+        (0, problem.heads, 0, "window is 0"),
     ):
         backend.plan(pool, batch)
         with pytest.raises(ValueError, match=message):
-            backend.attend(*arguments)
+            backend.attend(layer, heads, window)
     for other, message in (
         (pool.half(), "pool is torch.float16"),
         (pool.narrow(KV_HEADS, 0, 1), "pool is"),
@@ -368,7 +374,7 @@ def test_wrong_tensors_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             backend.plan(other, batch)
         with pytest.raises(ValueError, match="without a plan"):  # the one before is forgotten
-            backend.attend(0, query, key, value, None)
+            backend.attend(0, problem.heads, None)
     assert torch.equal(pool, Problem([(2, 33)]).pool)
 
 
@@ -378,10 +384,10 @@ def test_wrong_tensors_are_refused() -> None:
 @needs_compiler
 def test_choice_on_this_machine() -> None:
     shape = AttentionShape(4, 2, 64, 0.125)
-    assert choose_attention(shape, CPU, torch.bfloat16).backend.name == "cpu_paged"
-    half = choose_attention(shape, CPU, torch.float16)
+    assert choose_attention(shape, [None], CPU, torch.bfloat16).backend.name == "cpu_paged"
+    half = choose_attention(shape, [None], CPU, torch.float16)
     assert half.backend.name == "torch_sdpa" and half.is_fallback and "float16" in half.reason
-    meta = choose_attention(shape, torch.device("meta"), torch.float32)
+    meta = choose_attention(shape, [None], torch.device("meta"), torch.float32)
     assert meta.backend.name == "torch_sdpa" and not meta.is_fallback
 
 
@@ -393,7 +399,7 @@ def test_no_compiler_falls_back_and_says_why(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    choice = choose_attention(AttentionShape(4, 2, 64, 0.125), CPU, torch.float32)
+    choice = choose_attention(AttentionShape(4, 2, 64, 0.125), [None], CPU, torch.float32)
     assert choice.backend.name == "torch_sdpa" and choice.is_fallback
     assert "no C++ compiler" in choice.reason
 
@@ -404,7 +410,7 @@ def test_a_failed_build_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch,
     broken.write_text("int main() { return nonsense; }\n")
     monkeypatch.setattr(build, "FOLDER", tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    choice = choose_attention(AttentionShape(4, 2, 64, 0.125), CPU, torch.float32)
+    choice = choose_attention(AttentionShape(4, 2, 64, 0.125), [None], CPU, torch.float32)
     assert choice.backend.name == "torch_sdpa" and choice.is_fallback
     assert "nonsense" in choice.reason and "\n" not in choice.reason
     assert not list((tmp_path / "cache" / "baton").iterdir())  # no half-built file is left

@@ -79,7 +79,7 @@ class Engine:
         config = self.decoder.config
         self.attention = TorchSdpaAttention(config.attention_shape)
         if self.backend == "best":
-            self.attention = choose_attention(config.attention_shape, CPU, self.decoder.dtype).backend
+            self.attention = choose_attention(config.attention_shape, config.windows, CPU, self.decoder.dtype).backend
         shape = PoolShape(
             NUM_PAGES, config.num_layers, config.num_kv_heads, PAGE_TOKENS, config.head_dim, self.decoder.dtype
         )

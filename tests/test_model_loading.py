@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bench.batches import Part, pack
+from engine.attention.heads import Heads
 from engine.batch import Batch
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import build_config, load_config
@@ -298,8 +299,11 @@ class NoAttention:
     def plan(self, pool: Tensor, batch: Batch) -> None:
         pass
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-        return torch.zeros(query.shape)
+    def for_graph(self, num_sequences: int, num_pages: int) -> "NoAttention":
+        return self
+
+    def attend(self, layer: int, heads: Heads, window: int | None) -> Tensor:
+        return torch.zeros_like(heads.turned()[0])
 
 
 def logits_of(folder: Path) -> Tensor:

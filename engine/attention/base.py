@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.attention.heads import Heads
 from engine.batch import Batch
 
 
@@ -30,12 +31,19 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    def for_graph(self, num_sequences: int, num_pages: int) -> "AttentionBackend":
+        """One for steps that are captured and replayed: of exactly so many sequences with a new token each.
+
+        `plan` is called before each replay, with tensors at the same addresses; all sequences together have up to
+        `num_pages` pages. Not at the same time as this one.
+        """
+        ...
+
+    def attend(self, layer: int, heads: Heads, window: int | None) -> Tensor:
         """Write the new keys and values into the pool, then attend to everything up to each query's own position.
 
-        query: [T, Hq, D]; key, value: [T, Hkv, D], already rotated; any of them may be a strided view whose last
-        dimension is contiguous, all in the pool's dtype. Of the pool only the rows of the new tokens at this layer are
-        modified. window: a query at position p sees positions (p - window, p]; None sees all. Returns [T, Hq, D],
-        contiguous, in the dtype of query.
+        Of the pool only the rows of the new tokens at this layer are modified; `heads` may be overwritten. window: a
+        query at position p sees positions (p - window, p]; None sees all. Returns [T, Hq, D], contiguous, in the dtype
+        of the queries.
         """
         ...

@@ -1,5 +1,7 @@
 """Which attention backend runs on this device, and why."""
 
+import importlib
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +21,15 @@ class AttentionChoice:
     is_fallback: bool  # a faster backend exists for this device but cannot be used here
 
 
-def choose_attention(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> AttentionChoice:
-    """The fastest backend that works. Builds the CPU kernel on first use (seconds); no compiler is no error."""
+def choose_attention(
+    shape: AttentionShape, windows: Collection[int | None], device: torch.device, dtype: torch.dtype
+) -> AttentionChoice:
+    """The fastest backend that works for a model whose layers have these windows.
+
+    Builds the CPU kernel on first use (seconds); no compiler is no error, and neither is a missing FlashInfer.
+    """
+    if device.type == "cuda":
+        return _choose_for_gpu(shape, windows, device, dtype)
     if device.type != "cpu":
         return AttentionChoice(TorchSdpaAttention(shape), f"device is {device.type}", is_fallback=False)
     if dtype not in (torch.float32, torch.bfloat16):
@@ -30,3 +39,19 @@ def choose_attention(shape: AttentionShape, device: torch.device, dtype: torch.d
     except BuildError as error:
         return AttentionChoice(TorchSdpaAttention(shape), str(error), is_fallback=True)
     return AttentionChoice(backend, f"CPU kernel, {backend.instructions}", is_fallback=False)
+
+
+def _choose_for_gpu(
+    shape: AttentionShape, windows: Collection[int | None], device: torch.device, dtype: torch.dtype
+) -> AttentionChoice:
+    try:
+        flashinfer = importlib.import_module("engine.attention.flashinfer")
+    except ImportError as error:
+        reason = f"FlashInfer cannot be imported ({error}): pip install 'baton[cuda]'"
+    else:
+        obstacle = flashinfer.find_obstacle(shape, dtype)
+        if obstacle is None:
+            backend = flashinfer.FlashInferAttention(shape, frozenset(windows), dtype, device)
+            return AttentionChoice(backend, "FlashInfer, fa2", is_fallback=False)
+        reason = obstacle
+    return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionShape
+from engine.attention.heads import Heads
 from engine.batch import Batch
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
@@ -124,11 +125,16 @@ class CpuPagedAttention:
             scale=shape.scale,
         )
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    def for_graph(self, num_sequences: int, num_pages: int) -> "CpuPagedAttention":
+        """See `AttentionBackend.for_graph`."""
+        return self
+
+    def attend(self, layer: int, heads: Heads, window: int | None) -> Tensor:
         """See `AttentionBackend.attend`. ValueError names what does not fit; the pool is then untouched."""
         plan = self._plan
         if plan is None:
             raise ValueError("attend without a plan")
+        query, key, value = heads.turned()
         num_tokens, dtype = plan.arguments.num_tokens, plan.pool.dtype
         shape = self._shape
         _check_heads("query", query, (num_tokens, shape.num_heads, shape.head_dim), dtype)

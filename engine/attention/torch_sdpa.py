@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.attention.base import AttentionShape
+from engine.attention.heads import Heads
 from engine.batch import Batch
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
@@ -26,9 +27,14 @@ class TorchSdpaAttention:
         # [L, 2, num_pages, Hkv, page_tokens, D], a view
         self._layers = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    def for_graph(self, num_sequences: int, num_pages: int) -> "TorchSdpaAttention":
+        """See `AttentionBackend.for_graph`."""
+        return self
+
+    def attend(self, layer: int, heads: Heads, window: int | None) -> Tensor:
         """See `AttentionBackend.attend`."""
         batch = self._batch
+        query, key, value = heads.turned()
         all_keys, all_values = self._layers[layer]  # each [num_pages, Hkv, page_tokens, D]
         all_keys[batch.write_pages, :, batch.write_offsets] = key
         all_values[batch.write_pages, :, batch.write_offsets] = value

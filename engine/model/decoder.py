@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.attention.base import AttentionBackend
+from engine.attention.heads import Heads, Turn
 from engine.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.head import Head
 from engine.model.linear import Linear
-from engine.model.rope import build_rope_table, gather_rotation, rotate
+from engine.model.operations import Operations, choose_operations
+from engine.model.rope import build_rope_table, gather_rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Decoder:
         self._lm_head = lm_head
         table = build_rope_table(config.rope, config.head_dim, config.context_tokens)
         self._rope_table = table.to(self.device, self.dtype)  # [context_tokens, 2, D / 2]
+        self._operations: Operations = choose_operations(self.device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: Tensor, attention: AttentionBackend) -> Tensor:
@@ -62,19 +65,26 @@ class Decoder:
         Positions must be below the context length. Returns [S, H], normed, for `batch.logits_rows`; [0, H] when S is 0.
         """
         attention.plan(pool, batch)
-        cos, signed_sin = gather_rotation(self._rope_table, batch.positions)  # [T, 1, D] each
+        return self.run_planned(batch, attention)
+
+    def run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
+        """`forward` after the plan: launches only, of shapes that follow from those of `batch`."""
+        operations, eps = self._operations, self.config.rms_eps
+        turn = Turn(*gather_rotation(self._rope_table, batch.positions), None, eps)
         hidden = functional.embedding(batch.token_ids, self._embedding)  # [T, H]
-        last = len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
-            attended = self._attend(index, layer, hidden, cos, signed_sin, attention)  # [T, Hq D]
-            if index == last:
-                # Nobody reads the last layer's other rows: its KV is written, the rest is for the logits alone.
+        normed = operations.norm(hidden, self._layers[0].input_norm, eps)
+        norms = [*(layer.input_norm for layer in self._layers[1:]), self._final_norm]  # each after its layer
+        for index, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
+            attended = self._attend(index, layer, normed, turn, attention)  # [T, Hq D]
+            if index == len(self._layers) - 1:
+                # Only rows with logits matter after the last layer's KV is written.
                 if not batch.logits_rows.numel():
                     return hidden[:0]
                 attended, hidden = _keep_rows(attended, batch), _keep_rows(hidden, batch)  # [S, ...]
-            hidden.add_(layer.output(attended))
-            hidden.add_(self._mlp(layer, hidden))
-        return self._norm(hidden, self._final_norm)
+            normed = operations.add_norm_(hidden, layer.output(attended), layer.mlp_norm, eps)
+            mlp = layer.down(operations.gate(layer.gate_up(normed)))  # [T, H]
+            normed = operations.add_norm_(hidden, mlp, next_norm, eps)
+        return normed
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -82,35 +92,16 @@ class Decoder:
         return self._lm_head(hidden)
 
     def _attend(
-        self,
-        index: int,
-        layer: DecoderLayer,
-        hidden: Tensor,
-        cos: Tensor,
-        signed_sin: Tensor,
-        attention: AttentionBackend,
+        self, index: int, layer: DecoderLayer, normed: Tensor, turn: Turn, attention: AttentionBackend
     ) -> Tensor:
-        """hidden: [T, H] |-> [T, Hq D], before the output projection."""
+        """normed: [T, H] |-> [T, Hq D], before the output projection."""
         config = self.config
-        qkv = layer.qkv(self._norm(hidden, layer.input_norm))  # [T, (Hq + 2 Hkv) D]
+        qkv = layer.qkv(normed)  # [T, (Hq + 2 Hkv) D]
         heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        num_rotated = config.num_heads + config.num_kv_heads
-        query_key, value = heads[:, :num_rotated], heads[:, num_rotated:]  # [T, Hq + Hkv, D], [T, Hkv, D]
-        if layer.query_key_norm is not None:
-            query_key = functional.rms_norm(query_key, (config.head_dim,), None, config.rms_eps) * layer.query_key_norm
-        query_key = rotate(query_key, cos, signed_sin)
-        query, key = query_key[:, : config.num_heads], query_key[:, config.num_heads :]
-        attended = attention.attend(index, query, key, value, config.windows[index])  # [T, Hq, D]
+        num_turned = config.num_heads + config.num_kv_heads
+        new = Heads(heads[:, :num_turned], heads[:, num_turned:], turn._replace(norm=layer.query_key_norm))
+        attended = attention.attend(index, new, config.windows[index])  # [T, Hq, D]
         return attended.view(-1, config.num_heads * config.head_dim)
-
-    def _mlp(self, layer: DecoderLayer, hidden: Tensor) -> Tensor:
-        """hidden: [T, H] |-> [T, H], without the residual."""
-        gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)  # [T, I] each
-        return layer.down(functional.silu(gate).mul_(up))
-
-    def _norm(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm with its sum in float32. rows: [T, H], weight: [H]."""
-        return functional.rms_norm(rows, weight.shape, weight, self.config.rms_eps)
 
 
 def _keep_rows(rows: Tensor, batch: Batch) -> Tensor:

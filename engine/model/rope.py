@@ -106,17 +106,7 @@ def build_rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Ten
 def gather_rotation(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Look up one step's rotation. table: [num_positions, 2, D / 2]; positions: [T], each below num_positions.
 
-    Returns cos [T, 1, D] and signed sin [T, 1, D] for `rotate`, whose first half is negated.
+    Returns cos [T, 1, D] and signed sin [T, 1, D], whose first half is negated, for `engine.attention.heads.rotate`.
     """
     cos, sin = table[positions].unbind(1)  # [T, D / 2] each
     return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
-
-
-def rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D / 2), as transformers does: x cos + rotate_half(x) sin, with the sign kept in the table.
-
-    heads: [T, H, D], last dimension contiguous; cos, signed_sin: [T, 1, D]. Returns [T, H, D], contiguous.
-    """
-    num_rows, num_heads, head_dim = heads.shape
-    swapped = heads.view(num_rows, num_heads, 2, head_dim // 2).flip(-2).view(num_rows, num_heads, head_dim)
-    return torch.mul(heads, cos).addcmul_(swapped, signed_sin)

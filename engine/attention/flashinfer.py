@@ -1,0 +1,128 @@
+"""Attention by FlashInfer, on NVIDIA GPUs: reads pages where they lie, whatever their strides. The only file that
+imports it; loaded where a GPU is chosen.
+
+`plan` gives FlashInfer host lengths in pinned memory and page ids on the device, so that nothing waits for the GPU. The
+kernels of a layer are launched by `attend`, which a CUDA graph may capture: it then replays what the last plan says.
+"""
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+import torch
+from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from torch import Tensor
+
+from engine.attention.base import AttentionShape
+from engine.attention.heads import Heads
+from engine.batch import Batch
+from engine.kernels.gpu_layers import join_pages, turn_and_write
+from engine.ranges import find_starts
+from engine.staging import pin, upload
+from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
+
+WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; zero at first use
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16)
+BACKEND = "fa2"  # takes any strides; one family of modules for prefill, decode and the checking of guesses
+CUDA_CORE_GROUPS = (1, 2, 3)  # query heads a KV head up to which decode without tensor cores is as fast
+FP8_LIMIT = 448.0  # the largest float8_e4m3fn
+
+Window = int | None
+
+
+class FlashInferAttention:
+    """Owns FlashInfer's wrappers and workspace. One caller at a time, on one stream."""
+
+    name = "flashinfer"
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        windows: Collection[Window],
+        dtype: torch.dtype,
+        device: torch.device,
+        workspace: Tensor | None = None,
+        graph: tuple[int, int] | None = None,
+    ) -> None:
+        """windows: all that layers ask for; dtype: of queries. `workspace` is shared by backends that run in turn.
+
+        graph: (sequences, pages of all together at most) of plain decode steps that are captured; None: any steps.
+        """
+        self._shape, self._windows, self._dtype, self._device = shape, tuple(windows), dtype, device
+        self._workspace = (
+            torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device) if workspace is None else workspace
+        )
+        self._decode = {window: self._build_decode(graph) for window in windows}
+        self._prefill = {} if graph else {window: self._build_prefill() for window in windows}
+        self._planned: Mapping[Window, BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper] = {}
+        self._is_staged: torch.cuda.Event | None = None  # FlashInfer's pinned buffers have been read up to here
+
+    def for_graph(self, num_sequences: int, num_pages: int) -> "FlashInferAttention":
+        """See `AttentionBackend.for_graph`."""
+        graph = num_sequences, num_pages
+        return FlashInferAttention(self._shape, self._windows, self._dtype, self._device, self._workspace, graph)
+
+    def _build_decode(self, graph: tuple[int, int] | None) -> BatchDecodeWithPagedKVCacheWrapper:
+        group = self._shape.num_heads // self._shape.num_kv_heads
+        buffers = {}
+        if graph is not None:
+            num_sequences, num_pages = graph
+            sizes = {"indptr": num_sequences + 1, "indices": num_pages, "last_page_len": num_sequences}
+            buffers = {
+                f"paged_kv_{name}_buffer": torch.zeros(size, dtype=torch.int32, device=self._device)
+                for name, size in sizes.items()
+            }
+        return BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, "HND", use_cuda_graph=graph is not None, use_tensor_cores=group not in CUDA_CORE_GROUPS,
+            backend=BACKEND, **buffers,
+        )  # fmt: skip
+
+    def _build_prefill(self) -> BatchPrefillWithPagedKVCacheWrapper:
+        return BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend=BACKEND)
+
+    def plan(self, pool: Tensor, batch: Batch) -> None:
+        """See `AttentionBackend.plan`."""
+        self._batch = batch
+        # [L, 2, num_pages, Hkv, page_tokens, D], a view
+        self._layers = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)
+        page_tokens, context_lens = pool.shape[TOKENS], batch.context_lens_host.astype(np.int64)
+        num_pages = -(-context_lens // page_tokens)
+        starts = find_starts(num_pages)
+        last_lens = (context_lens - (num_pages - 1) * page_tokens).astype(np.int32)
+        query_starts = find_starts(batch.query_lens_host.astype(np.int64))
+        host_starts, host_last_lens, host_lens, host_query_starts = pin(
+            [starts, last_lens, batch.context_lens_host, query_starts], self._device
+        )
+        indices = torch.empty(int(starts[-1]), dtype=torch.int32, device=self._device)
+        join_pages(batch.page_table, upload([starts], self._device)[0], indices)
+        is_decode = query_starts[-1] == len(context_lens)
+        if self._is_staged is not None:
+            self._is_staged.synchronize()
+        self._planned = self._decode if is_decode else self._prefill
+        for window, wrapper in self._planned.items():
+            wrapper.plan(
+                *(() if is_decode else (host_query_starts,)), host_starts, indices, host_last_lens,
+                self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim, page_tokens,
+                **({} if is_decode else {"causal": True}), window_left=-1 if window is None else window - 1,
+                sm_scale=self._shape.scale, q_data_type=self._dtype, kv_data_type=pool.dtype, seq_lens=host_lens,
+            )  # fmt: skip
+        if self._device.type == "cuda":
+            self._is_staged = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._is_staged.record()
+
+    def attend(self, layer: int, heads: Heads, window: Window) -> Tensor:
+        """See `AttentionBackend.attend`."""
+        keys, values = self._layers[layer]  # each [num_pages, Hkv, page_tokens, D]
+        limit = FP8_LIMIT if keys.dtype is torch.float8_e4m3fn else 0.0
+        query = turn_and_write(heads, keys, values, self._batch.write_pages, self._batch.write_offsets, limit)
+        attended: Tensor = self._planned[window].run(query, (keys, values))
+        return attended
+
+
+def find_obstacle(shape: AttentionShape, dtype: torch.dtype) -> str | None:
+    """Why FlashInfer cannot attend for such a model; None if it can."""
+    if dtype not in DTYPES:
+        return f"FlashInfer has no {dtype}"
+    if shape.head_dim not in HEAD_DIMS:
+        return f"FlashInfer has no heads of {shape.head_dim} dimensions, only of {', '.join(map(str, HEAD_DIMS))}"
+    return None

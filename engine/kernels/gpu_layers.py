@@ -1,0 +1,186 @@
+"""The decoder's elementwise work on a GPU, a Triton kernel each: norms, gate, rotation with the write of new KV.
+
+Loads are widened to float32 at once and rounded once, when stored. Twins: engine/model/operations.py and
+engine/attention/heads.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.attention.heads import Heads
+
+GATE_BLOCK = 1024
+HEADS_BLOCK = 8  # heads of a token that one program turns: 1,024 elements at D = 128
+PAGES_BLOCK = 256
+
+
+@triton.jit
+def norm_kernel(rows, delta, weight, out, width, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr):
+    """A row a program. rows, delta, out: [T, width], contiguous; with a delta, rows += delta first."""
+    begin = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    mask = column < width
+    x = tl.load(rows + begin + column, mask=mask, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        added = x + tl.load(delta + begin + column, mask=mask, other=0.0).to(tl.float32)
+        stored = added.to(rows.dtype.element_ty)
+        tl.store(rows + begin + column, stored, mask=mask)
+        x = stored.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / width + eps)
+    w = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + begin + column, (x * scale * w).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gate_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+    """gate_up: [T, 2 width], out: [T, width], contiguous; BLOCK columns of a row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    gate = tl.load(gate_up + row * 2 * width + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=mask, other=0.0).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def turn_and_write_kernel(
+    query_key, value, cos, signed_sin, norm, keys, values, write_pages, write_offsets,
+    query_key_token, value_token, page_stride, head_stride, token_stride, num_heads, num_kv_heads, eps, kv_limit,
+    HAS_TURN: tl.constexpr, HAS_NORM: tl.constexpr, HAS_LIMIT: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_HEADS heads of a token a program: queries turn where they are, keys and values go to their page.
+
+    keys, values: one layer of the pool, [num_pages, Hkv, page_tokens, D] with equal strides.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]  # [BLOCK_HEADS, 1]
+    dim = tl.arange(0, BLOCK_HALF)[None, :]  # [1, BLOCK_HALF]
+    in_half = dim < HALF
+    num_turned = num_heads + num_kv_heads
+    is_turned = (head < num_turned) & in_half
+    is_query = (head < num_heads) & in_half
+    is_key = (head >= num_heads) & is_turned
+    is_value = (head >= num_turned) & (head < num_turned + num_kv_heads) & in_half
+    own = query_key + token * query_key_token + head * (2 * HALF) + dim
+    x = tl.load(own, mask=is_turned, other=0.0).to(tl.float32)
+    y = tl.load(own + HALF, mask=is_turned, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x + y * y, axis=1) / (2 * HALF) + eps)
+        weights = norm + head * (2 * HALF) + dim
+        x = x * scale[:, None] * tl.load(weights, mask=is_turned, other=0.0).to(tl.float32)
+        y = y * scale[:, None] * tl.load(weights + HALF, mask=is_turned, other=0.0).to(tl.float32)
+    if HAS_TURN:
+        table = token * (2 * HALF) + dim
+        cos_x = tl.load(cos + table, mask=in_half, other=0.0).to(tl.float32)
+        cos_y = tl.load(cos + table + HALF, mask=in_half, other=0.0).to(tl.float32)
+        sin_x = tl.load(signed_sin + table, mask=in_half, other=0.0).to(tl.float32)
+        sin_y = tl.load(signed_sin + table + HALF, mask=in_half, other=0.0).to(tl.float32)
+        turned_x = x * cos_x + y * sin_x
+        y = y * cos_y + x * sin_y
+        x = turned_x
+        tl.store(own, x.to(query_key.dtype.element_ty), mask=is_query)
+        tl.store(own + HALF, y.to(query_key.dtype.element_ty), mask=is_query)
+    # beside each other in one block: rows of keys hold keys, rows of values values, the others nothing
+    given = value + token * value_token + (head - num_turned) * (2 * HALF) + dim
+    x = tl.where(is_value, tl.load(given, mask=is_value, other=0.0).to(tl.float32), x)
+    y = tl.where(is_value, tl.load(given + HALF, mask=is_value, other=0.0).to(tl.float32), y)
+    if HAS_LIMIT:
+        x = tl.minimum(tl.maximum(x, -kv_limit), kv_limit)
+        y = tl.minimum(tl.maximum(y, -kv_limit), kv_limit)
+    page = tl.load(write_pages + token)
+    offset = tl.load(write_offsets + token)
+    place = page * page_stride + offset * token_stride + dim
+    key_place = place + (head - num_heads) * head_stride
+    value_place = place + (head - num_turned) * head_stride
+    tl.store(keys + key_place, x.to(keys.dtype.element_ty), mask=is_key)
+    tl.store(keys + key_place + HALF, y.to(keys.dtype.element_ty), mask=is_key)
+    tl.store(values + value_place, x.to(values.dtype.element_ty), mask=is_value)
+    tl.store(values + value_place + HALF, y.to(values.dtype.element_ty), mask=is_value)
+
+
+@triton.jit
+def join_pages_kernel(table, starts, out, table_stride, BLOCK: tl.constexpr):
+    """The first pages of each row of a table one after the other. table: [B, P], starts: [B + 1], out: [starts[B]]."""
+    row = tl.program_id(0)
+    begin = tl.load(starts + row)
+    count = tl.load(starts + row + 1) - begin
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    pages = tl.load(table + row.to(tl.int64) * table_stride + column, mask=column < count, other=0)
+    tl.store(out + begin + column, pages, mask=column < count)
+
+
+class TritonOperations:
+    """See `Operations`."""
+
+    def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Operations.norm`."""
+        return _norm(rows, None, weight, eps)
+
+    def add_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Operations.add_norm_`."""
+        return _norm(hidden, delta, weight, eps)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """See `Operations.gate`."""
+        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(num_rows, width)
+        gate_kernel[(num_rows, triton.cdiv(width, GATE_BLOCK))](gate_up, out, width, BLOCK=GATE_BLOCK)
+        return out
+
+
+def _norm(rows: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    num_rows, width = rows.shape
+    if not rows.is_contiguous() or (delta is not None and not delta.is_contiguous()):
+        raise ValueError(f"rows have strides {rows.stride()}, expected contiguous rows")
+    out = torch.empty_like(rows)
+    block = triton.next_power_of_2(width)
+    norm_kernel[(num_rows,)](
+        rows, rows if delta is None else delta, weight, out, width, eps,
+        HAS_DELTA=delta is not None, BLOCK=block, num_warps=min(16, max(4, block // 512)),
+    )  # fmt: skip
+    return out
+
+
+def turn_and_write(
+    heads: Heads, keys: Tensor, values: Tensor, write_pages: Tensor, write_offsets: Tensor, kv_limit: float = 0.0
+) -> Tensor:
+    """Turn queries in place; write keys, turned, and values into their pages. Returns the queries: [T, Hq, D], a view.
+
+    keys, values: a layer of the pool, [num_pages, Hkv, page_tokens, D] with equal strides; write_pages, write_offsets:
+    [T] int64. `kv_limit`: of pools that hold no larger numbers; 0: none.
+    """
+    query_key, value, turn = heads
+    num_tokens, num_turned, head_dim = query_key.shape
+    if keys.stride() != values.stride() or {t.stride(-1) for t in (keys, query_key, value)} != {1}:
+        raise ValueError(
+            f"keys have strides {keys.stride()}, values {values.stride()}, expected equal ones ending in 1"
+        )
+    if (query_key.stride(1), value.stride(1)) != (head_dim, head_dim):
+        raise ValueError(f"heads have strides {query_key.stride()} and {value.stride()}, expected contiguous heads")
+    num_kv_heads = value.shape[1]
+    num_blocks = triton.cdiv(num_turned + num_kv_heads, HEADS_BLOCK)
+    turn_and_write_kernel[(num_tokens, num_blocks)](
+        query_key, value,
+        *((turn.cos, turn.signed_sin) if turn else (query_key, query_key)),
+        turn.norm if turn and turn.norm is not None else query_key,
+        keys, values, write_pages, write_offsets,
+        query_key.stride(0), value.stride(0), *keys.stride()[:3], num_turned - num_kv_heads, num_kv_heads,
+        turn.eps if turn else 0.0, kv_limit,
+        HAS_TURN=turn is not None, HAS_NORM=turn is not None and turn.norm is not None, HAS_LIMIT=kv_limit > 0,
+        HALF=head_dim // 2, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), BLOCK_HEADS=HEADS_BLOCK,
+    )  # fmt: skip
+    return query_key[:, : heads.num_heads]
+
+
+def join_pages(table: Tensor, starts: Tensor, out: Tensor) -> None:
+    """The first starts[b + 1] - starts[b] pages of each row b of `table` into `out`, from starts[b] on.
+
+    table: [B, P] int32, rows contiguous; starts: [B + 1] int32; out: [at least starts[B]] int32. All on the device.
+    """
+    num_rows, width = table.shape
+    grid = (num_rows, triton.cdiv(width, PAGES_BLOCK))
+    join_pages_kernel[grid](table, starts, out, table.stride(0), BLOCK=PAGES_BLOCK)

@@ -1,0 +1,49 @@
+"""What a decoder computes between its products: norms and the gate. The slow twin of kernels/gpu_layers.py."""
+
+import importlib
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class Operations(Protocol):
+    """Elementwise work on rows, which a GPU does in one kernel each. Sums are float32."""
+
+    def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm. rows: [T, H], weight: [H] |-> [T, H]"""
+        ...
+
+    def add_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add `delta` to `hidden` in place, both [T, H]; returns the norm of the sum, [T, H]."""
+        ...
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """SiLU of the first half of each row times the second. [T, 2 I] |-> [T, I]. May overwrite `gate_up`."""
+        ...
+
+
+class TorchOperations:
+    """By torch, on any device."""
+
+    def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Operations.norm`."""
+        return functional.rms_norm(rows, weight.shape, weight, eps)
+
+    def add_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Operations.add_norm_`."""
+        return self.norm(hidden.add_(delta), weight, eps)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """See `Operations.gate`."""
+        gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
+        return functional.silu(gate).mul_(up)
+
+
+def choose_operations(device: torch.device) -> Operations:
+    """Triton's on a GPU: Triton comes with torch there, and is not imported elsewhere."""
+    if device.type != "cuda":
+        return TorchOperations()
+    operations: Operations = importlib.import_module("engine.kernels.gpu_layers").TritonOperations()
+    return operations

@@ -1,0 +1,109 @@
+"""The decoder's Triton kernels, in Triton's interpreter, against their twins in torch."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention.heads import Heads, Turn
+from engine.kernels.gpu_layers import TritonOperations, join_pages, turn_and_write
+from engine.model.operations import TorchOperations
+from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
+
+EPS = 1e-5
+TRITON, TORCH = TritonOperations(), TorchOperations()
+
+
+def normal(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes))).to(dtype)
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    """Within an ulp of numbers around 1: the interpreter cuts bfloat16 off where a GPU rounds."""
+    assert found.dtype is expected.dtype and found.shape == expected.shape
+    slack = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[expected.dtype]
+    torch.testing.assert_close(found, expected, rtol=slack, atol=slack)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [64, 200, 2048])
+def test_norms_are_those_of_torch(dtype: torch.dtype, width: int) -> None:
+    rows, delta, weight = (normal(*sizes, width, dtype=dtype) for sizes in ((3,), (3,), ()))
+    assert_near(TRITON.norm(rows, weight, EPS), TORCH.norm(rows, weight, EPS))
+    sums = [rows.clone(), rows.clone()]
+    outs = TRITON.add_norm_(sums[0], delta, weight, EPS), TORCH.add_norm_(sums[1], delta, weight, EPS)
+    assert_near(*sums)
+    assert_near(*outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [8, 1500])
+def test_the_gate_is_that_of_torch(dtype: torch.dtype, width: int) -> None:
+    gate_up = 5 * normal(4, 2 * width, dtype=dtype)
+    assert_near(TRITON.gate(gate_up.clone()), TORCH.gate(gate_up.clone()))
+
+
+def layer_of(pool: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    keys, values = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)[layer]
+    return keys, values
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (7, 1, 16), (12, 4, 24)])
+def test_queries_turn_and_keys_and_values_reach_their_pages(
+    num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool
+) -> None:
+    num_tokens, num_turned = 5, num_heads + num_kv_heads
+    qkv = normal(num_tokens, num_turned + num_kv_heads, head_dim)
+    cos, sin = (normal(num_tokens, 1, head_dim, dtype=torch.float32) * scale for scale in (1.0, -0.5))
+    turn = Turn(cos, sin, normal(num_turned, head_dim) if has_norm else None, EPS)
+    sizes = pool_sizes(num_pages=6, num_kv_heads=num_kv_heads, num_layers=3, page_tokens=4, head_dim=head_dim)
+    before = normal(*sizes)
+    pages, offsets = torch.tensor([5, 0, 0, 2, 5]), torch.tensor([0, 3, 1, 2, 1])
+
+    query, key, value = Heads(qkv[:, :num_turned], qkv[:, num_turned:], turn).turned()
+    expected = before.clone()
+    for page_rows, rows in zip(layer_of(expected, 1), (key, value), strict=True):
+        page_rows[pages, :, offsets] = rows
+    pool = before.clone()
+    fused = qkv.clone()
+    queries = turn_and_write(
+        Heads(fused[:, :num_turned], fused[:, num_turned:], turn), *layer_of(pool, 1), pages, offsets
+    )
+    assert_near(queries, query)
+    assert queries.data_ptr() == fused.data_ptr()
+    assert_near(pool, expected)
+    untouched = torch.ones_like(pool, dtype=torch.bool)
+    for page_rows in layer_of(untouched, 1):
+        page_rows[pages, :, offsets] = False
+    assert torch.equal(pool[untouched], before[untouched])
+
+
+def test_heads_that_are_ready_are_written_as_they_are_and_within_the_limits_of_the_pool() -> None:
+    query_key, value = 3 * normal(2, 3, 8), 3 * normal(2, 1, 8)
+    pool = torch.zeros(pool_sizes(num_pages=2, num_kv_heads=1, num_layers=1, page_tokens=2, head_dim=8))
+    keys, values = layer_of(pool, 0)
+    where = torch.tensor([1, 0]), torch.tensor([0, 1])
+    queries = turn_and_write(Heads(query_key.clone(), value), keys, values, *where, kv_limit=2.0)
+    assert torch.equal(queries, query_key[:, :2])
+    assert torch.equal(keys[where[0], :, where[1]], query_key[:, 2:].clamp(-2, 2))
+    assert torch.equal(values[where[0], :, where[1]], value.clamp(-2, 2))
+
+
+def test_views_that_a_kernel_would_misread_are_refused() -> None:
+    pool = torch.zeros(pool_sizes(num_pages=2, num_kv_heads=1, num_layers=1, page_tokens=2, head_dim=8))
+    keys, values = layer_of(pool, 0)
+    heads, where = Heads(normal(1, 3, 8), normal(1, 1, 8)), (torch.tensor([0]), torch.tensor([0]))
+    with pytest.raises(ValueError, match="expected equal ones"):
+        turn_and_write(heads, keys, values.clone(), *where)
+    with pytest.raises(ValueError, match="contiguous heads"):
+        turn_and_write(Heads(normal(1, 3, 16)[..., :8], normal(1, 1, 8)), keys, values, *where)
+    with pytest.raises(ValueError, match="contiguous rows"):
+        TRITON.norm(normal(8, 4).T, normal(8), EPS)
+
+
+def test_pages_of_sequences_are_joined() -> None:
+    table = torch.arange(3 * 600, dtype=torch.int32).view(3, 600)
+    starts = torch.tensor([0, 1, 1, 599], dtype=torch.int32)
+    out = torch.full((700,), -1, dtype=torch.int32)
+    join_pages(table, starts, out)
+    assert out.tolist() == [0, *range(1200, 1798), *[-1] * 101]
