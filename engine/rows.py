@@ -35,7 +35,8 @@ class Rows:
         self.num_rows, self.page_tokens, self.vocab_size, self.device = num_rows, page_tokens, vocab_size, device
         self.width = context_tokens + MAX_GUESSES
         # Prompt, answer and guesses. Steps read their inputs here and write what they choose here, in launch order.
-        self.tokens = torch.zeros(num_rows, self.width, dtype=torch.int32, device=device)
+        # The last row has no sequence: captured steps of fewer sequences than they have rows work on it.
+        self.tokens = torch.zeros(num_rows + 1, self.width, dtype=torch.int32, device=device)
         self.flat_tokens = self.tokens.view(-1)
         self.page_table = np.zeros((num_rows, -(-self.width // page_tokens)), np.int32)
         self.pages_version = 0  # higher after each change of `page_table`
@@ -114,14 +115,20 @@ class Rows:
         is_answer = positions >= self._answer_begin[rows][owners]
         self._count(rows[owners] * self.width + positions, lines[owners], is_answer.astype(np.int32))
 
+    def reserve_counts(self) -> None:
+        """Lines for all rows: `counts` stays where it is from now on."""
+        self._grow_counts(self.num_rows)
+
+    def _grow_counts(self, new: int) -> None:
+        old = len(self.counts)
+        grown = torch.zeros(new, self.vocab_size, dtype=torch.int32, device=self.device)
+        grown[:old] = self.counts
+        self.counts = grown
+        self._free_lines += range(old, new)
+
     def _take_line(self) -> int:
         if not self._free_lines:
-            old = len(self.counts)
-            new = max(FIRST_LINES, 2 * old)
-            grown = torch.zeros(new, self.vocab_size, dtype=torch.int32, device=self.device)
-            grown[:old] = self.counts
-            self.counts = grown
-            self._free_lines = list(range(old, new))
+            self._grow_counts(max(FIRST_LINES, 2 * len(self.counts)))
         line = self._free_lines.pop()
         self._clear(line)
         return line

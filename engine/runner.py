@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import Slice, build_batch
+from engine.graphs import DecodeGraph, DecodeGraphs
 from engine.logprobs import FoundLogprobs, find_logprobs
 from engine.model.decoder import Decoder
 from engine.outputs import Piece
@@ -70,12 +71,23 @@ class Launched:
 class Runner:
     """Owns a model and the attention backend; writes KV into the pages of `rows`, and chosen tokens into `rows`."""
 
-    def __init__(self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: Rows) -> None:
-        """pages: the part of a pool for this model. Runners of two models may have the same rows."""
+    def __init__(
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        pages: Tensor,
+        rows: Rows,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        """pages: the part of a pool for this model. Runners of two models may have the same rows.
+
+        graphs: of the same model, pages and rows, for the steps that they can do; None: all steps launch their kernels.
+        """
         self._model = model
         self._attention = attention
         self._pages = pages
         self._rows = rows
+        self._graphs = graphs
         self._preparer = Preparer(rows)
         self._stager = Stager(rows.device)
 
@@ -98,6 +110,16 @@ class Runner:
     @torch.inference_mode()
     def _run(self, step: Prepared) -> Launched:
         """On the device, without waiting for it."""
+        graph = None if self._graphs is None else self._graphs.find(step)
+        return self._compute(step) if graph is None else self._replay(graph, step)
+
+    def _replay(self, graph: DecodeGraph, step: Prepared) -> Launched:
+        piece = step.pieces[0]
+        tokens, logits = graph.replay(step)
+        scores = [_score(piece, _log_softmax(piece, logits), tokens)] if piece.scored else []
+        return Launched(tokens, scores)
+
+    def _compute(self, step: Prepared) -> Launched:
         rows = self._rows
         batch = build_batch(step.layout, rows, self._stager)
         hidden = self._model.forward(batch, self._pages, self._attention)  # [S, H]
@@ -108,11 +130,10 @@ class Runner:
         scores: list[Scores] = []
         for piece in step.pieces:
             logits = self._model.logits(hidden[piece.span])  # [n, V]
-            logprobs = torch.log_softmax(_take(logits, piece.scored), -1) if piece.scored else logits
+            logprobs = _log_softmax(piece, logits) if piece.scored else None
             parts.append(self._choose(piece, logits, places[piece.span]))
-            if piece.scored:
-                found = find_logprobs(logprobs, _take(parts[-1], piece.scored), piece.num_top)
-                scores.append(Scores([piece.span.start + output for output in piece.scored], found))
+            if logprobs is not None:
+                scores.append(_score(piece, logprobs, parts[-1]))
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         rows.flat_tokens.index_copy_(0, places, tokens.to(torch.int32))
         return Launched(tokens, scores)
@@ -136,6 +157,17 @@ class Runner:
             (guesses,) = upload([piece.guesses], self._rows.device)
             extra_ids = self._rows.tokens.take(guesses).cpu().numpy()
         return piece.sampling._replace(counts=self._rows.counts, extra_ids=extra_ids)
+
+
+def _log_softmax(piece: Piece, logits: Tensor) -> Tensor:
+    """[n, V] as the model gave them -> [R, V] of the outputs that are scored."""
+    return torch.log_softmax(_take(logits, piece.scored), -1)
+
+
+def _score(piece: Piece, logprobs: Tensor, tokens: Tensor) -> Scores:
+    """[R, V] of the outputs that are scored, [n] tokens chosen or given"""
+    found = find_logprobs(logprobs, _take(tokens, piece.scored), piece.num_top)
+    return Scores([piece.span.start + output for output in piece.scored], found)
 
 
 def _take(values: Tensor, rows: list[int]) -> Tensor:

@@ -14,6 +14,7 @@ from engine.filters import keep_tokens
 from engine.logits import adjust_logits_
 from engine.noise import build_keys, gumbel_noise
 from engine.sampling_batch import MOST, SamplingBatch
+from engine.sampling_tensors import SamplingTensors
 from wire.sampling import LEAST_TEMPERATURE
 
 PIECE_VALUES = 1 << 21  # logits drawn from at once: bounds memory
@@ -32,6 +33,20 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.masks is not None and tokens.is_cpu and bool((tokens < 0).any()):
         raise ValueError(f"the masks of rows {(tokens < 0).nonzero()[:, 0].tolist()} allow no token")
     return tokens
+
+
+def choose_tokens(logits: Tensor, fields: SamplingTensors, out: Tensor) -> None:
+    """`sample` into `out`, [S] int64, by fields that lie on the device of the logits. Does not modify `logits`."""
+    out.copy_(sample(logits.clone(), _read_fields(fields)))
+
+
+def _read_fields(fields: SamplingTensors) -> SamplingBatch:
+    """On the CPU: a batch in the memory of the fields."""
+    arrays = {name: tensor.numpy() for name, tensor in fields._asdict().items()}
+    num_biases = arrays["bias_starts"][-1]
+    arrays["seeds"] = arrays["seeds"].view(np.uint64)
+    arrays |= {name: arrays[name][:num_biases] for name in ("bias_ids", "bias_values")}
+    return SamplingBatch(**arrays | {"counts": fields.counts, "extra_starts": None, "extra_ids": None})
 
 
 def sample_slowly(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -1,0 +1,31 @@
+"""A sampling batch on the device, at addresses that do not change: what a captured step chooses tokens by."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class SamplingTensors(NamedTuple):
+    """The fields of a `SamplingBatch` on the device, all contiguous. Parts that no row has: one element.
+
+    Lines, ragged values and masks may be more than are in use, so that a CUDA graph can replay with other contents.
+    """
+
+    temperature: Tensor  # [S] float32
+    top_k: Tensor  # [S] int64
+    top_p: Tensor  # [S] float64
+    min_p: Tensor  # [S] float64
+    seeds: Tensor  # [S] int64, the bits of the unsigned seeds
+    positions: Tensor  # [S] int64
+    repetition: Tensor  # [S] float32
+    frequency: Tensor  # [S] float32
+    presence: Tensor  # [S] float32
+    counts: Tensor  # [k, V] int32
+    counts_line: Tensor  # [S] int32
+    extra_starts: Tensor  # [S + 1] int32
+    extra_ids: Tensor  # [..] int32
+    bias_starts: Tensor  # [S + 1] int32
+    bias_ids: Tensor  # [..] int32
+    bias_values: Tensor  # [..] float32
+    masks: Tensor  # [m, ceil(V / 32)] int32
+    mask_line: Tensor  # [S] int32

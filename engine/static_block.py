@@ -1,0 +1,57 @@
+"""Tensors whose addresses never change, filled together by one copy: the inputs of a captured step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.staging import ALIGNMENT
+
+
+class StaticBlock:
+    """Owns its device memory. One caller at a time."""
+
+    def __init__(self, padding: Mapping[str, NDArray[Any]], device: torch.device) -> None:
+        """padding: name |-> the array that a tensor holds where nothing else is given."""
+        self._begins: dict[str, int] = {}
+        size = 0
+        for name, array in padding.items():
+            self._begins[name] = size
+            size += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        self._padding = dict(padding)
+        self._template = np.zeros(size, np.uint8)
+        for name, array in padding.items():
+            self._view(self._template, name)[...] = array
+        self._device = device
+        self._block = torch.from_numpy(self._template.copy()).to(device)
+
+    def tensor(self, name: str) -> Tensor:
+        """[as its padding], the same memory always; unsigned integers as signed ones."""
+        array, begin = self._padding[name], self._begins[name]
+        signed = np.dtype(array.dtype.str.replace("u", "i"))
+        dtype = torch.from_numpy(np.empty(0, signed)).dtype
+        return self._block[begin : begin + array.nbytes].view(dtype).view(array.shape)
+
+    def fill(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Each array at the beginning of its tensor, padding behind it and wherever no array is given.
+
+        Takes effect on the device after all that was launched before. ValueError if one is longer than its tensor.
+        """
+        is_cpu = self._device.type == "cpu"
+        target = self._block if is_cpu else torch.empty(len(self._template), dtype=torch.uint8, pin_memory=True)
+        memory = target.numpy()
+        memory[:] = self._template
+        for name, array in arrays.items():
+            view = self._view(memory, name)
+            if len(array) > len(view) or array.dtype != view.dtype:
+                raise ValueError(f"{name} is {array.dtype} {array.shape}, expected {view.dtype} up to {view.shape}")
+            view[: len(array)] = array
+        if not is_cpu:
+            self._block.copy_(target, non_blocking=True)
+
+    def _view(self, memory: NDArray[np.uint8], name: str) -> NDArray[Any]:
+        array, begin = self._padding[name], self._begins[name]
+        return memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
