@@ -14,6 +14,22 @@ from engine.sampling_batch import SamplingBatch
 from engine.staging import Stager
 from wire.sampling import SamplingParams
 
+SAMPLINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=1),
+    SamplingParams(0.7, seed=2, top_k=5),
+    SamplingParams(1.3, seed=3, top_p=0.8),
+    SamplingParams(seed=4, min_p=0.1),
+    SamplingParams(0.9, seed=5, top_k=40, top_p=0.9, min_p=0.02),
+    SamplingParams(0.0, frequency_penalty=2.0),
+    SamplingParams(0.8, seed=6, presence_penalty=3.0),
+    SamplingParams(0.0, repetition_penalty=1.5),
+    SamplingParams(seed=7, frequency_penalty=0.5, presence_penalty=0.5, repetition_penalty=1.2),
+    SamplingParams(0.0, logit_bias=((5, 3.0), (9, -50.0))),
+    SamplingParams(seed=(1 << 64) - 1, logit_bias=((5, 8.0),), repetition_penalty=1.4),
+]
+"""Of every kind, alone and combined."""
+
 
 class Part(NamedTuple):
     """One sequence's new tokens, at positions [begin, begin + len(token_ids))."""

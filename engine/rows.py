@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from engine.ranges import Ints, join_ranges
 from engine.sampling_batch import SEEN_BIT
 from engine.staging import upload
-from wire.sampling import SamplingParams
+from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
-MAX_GUESSES = 16  # tokens guessed after a sequence that may have reached its limit
 FIRST_LINES = 4  # of counts; their number doubles when more rows have penalties
 
 
@@ -33,7 +32,7 @@ class Rows:
     ) -> None:
         """context_tokens: no sequence is longer."""
         self.num_rows, self.page_tokens, self.vocab_size, self.device = num_rows, page_tokens, vocab_size, device
-        self.width = context_tokens + MAX_GUESSES
+        self.width = context_tokens + MAX_DRAFT_TOKENS  # guesses may follow a sequence that has reached its limit
         # Prompt, answer and guesses. Steps read their inputs here and write what they choose here, in launch order.
         # The last row has no sequence: captured steps of fewer sequences than they have rows work on it.
         self.tokens = torch.zeros(num_rows + 1, self.width, dtype=torch.int32, device=device)

@@ -9,8 +9,7 @@ from gateway.generation import Drafter, Speculation
 from gateway.limits import check_range, shown
 from gateway.raw_request import RawRequest
 from gateway.validate import check_vocabulary
-from runtime.peer_input import MAX_DRAFT_TOKENS
-from wire.sampling import ABOVE_LOWEST, CLIENT_RANGES, SamplingParams
+from wire.sampling import ABOVE_LOWEST, CLIENT_RANGES, MAX_DRAFT_TOKENS, SamplingParams
 
 MAX_BIAS = 100.0
 MAX_BIASED_TOKENS = 1024

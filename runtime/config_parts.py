@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from runtime.addresses import bracketed, is_any, is_loopback
-from runtime.peer_input import MAX_DRAFT_TOKENS
 from runtime.settings import MAX_PORT, ConfigError, Settings
+from wire.sampling import MAX_DRAFT_TOKENS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]

@@ -5,7 +5,6 @@ from numpy.typing import NDArray
 
 MAX_DETAIL_BYTES = 1024  # gRPC sends a detail as a header, percent-encoded to at most 3 times that; 8 KiB are allowed
 MAX_LOGPROBS = 20  # likeliest tokens told beside one, as OpenAI's API has it
-MAX_DRAFT_TOKENS = 16  # guessed in one step for one answer
 MAX_JSON_DEPTH = 64  # objects and arrays in each other; who walks such a value is far from the end of the stack
 MAX_JSON_WHITESPACE = (
     16  # in a row in JSON that a model writes: without a limit, models that are lost write it for ever

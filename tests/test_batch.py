@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import Slice, build_batch, lay_out
-from engine.rows import MAX_GUESSES, Rows
+from engine.rows import Rows
 from engine.staging import Stager
-from wire.sampling import SamplingParams
+from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
 CPU = torch.device("cpu")
 CONTEXT, NUM_ROWS, VOCAB = 32, 6, 1000
@@ -71,9 +71,9 @@ def test_types_are_those_that_kernels_expect() -> None:
 def test_a_slice_ends_before_its_row_does() -> None:
     """The token after it would be the next row's first."""
     rows = build_rows(4, np.random.default_rng(0))
-    lay_out(rows, [Slice(0, CONTEXT - 1, MAX_GUESSES, 1)])
+    lay_out(rows, [Slice(0, CONTEXT - 1, MAX_DRAFT_TOKENS, 1)])
     with pytest.raises(ValueError, match="48 positions and a token after them, in a row of 48"):
-        lay_out(rows, [Slice(0, CONTEXT - 1, 1 + MAX_GUESSES, 1)])
+        lay_out(rows, [Slice(0, CONTEXT - 1, 1 + MAX_DRAFT_TOKENS, 1)])
 
 
 def test_tokens_are_read_when_the_batch_is_built() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from bench.batches import SAMPLINGS
 from engine import graphs as graphs_module
 from engine.attention.base import AttentionShape
 from engine.attention.heads import Heads
@@ -24,7 +25,7 @@ from engine.model.decoder import Decoder
 from engine.rows import Rows
 from engine.runner import Answers, Runner
 from engine.sampling import choose_tokens
-from tests.late_runner import SAMPLINGS, LateRows, LateRunner
+from tests.late_runner import LateRows, LateRunner
 from tests.test_steps_ahead import (
     CONTEXT,
     CPU,

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.batches import SAMPLINGS
 from bench.decoding import NO_SPECULATION, Answers, build_eager_speculator
 from decode_worker.loop import DecodeLoop
 from decode_worker.metrics import DecodeMetrics
@@ -19,7 +20,7 @@ from engine.engine import Engine, build_engine
 from engine.model.weights import load_model
 from tests.checkpoints import write_checkpoint
 from tests.grammars import DEMO_SIZE, compile_here, vocabulary
-from tests.late_runner import SAMPLINGS, LateRows, LateRunner
+from tests.late_runner import LateRows, LateRunner
 from worker.plan import Budget
 from worker.prefix_cache import NoRoomError, PrefixCache
 from worker.sequences import Job, Update

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from engine.batch import Slice
 from engine.prepared import Preparer, prepare
-from engine.rows import MAX_GUESSES, Rows
+from engine.rows import Rows
 from engine.staging import Stager
-from wire.sampling import SamplingParams
+from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
 CPU = torch.device("cpu")
 NUM_ROWS, CONTEXT, PAGE_TOKENS, VOCAB = 4, 40, 4, 50
@@ -122,7 +122,7 @@ def test_a_plain_step_shares_what_stays_the_same() -> None:
 def test_a_plain_step_ends_before_its_row_does() -> None:
     rows = Rows(NUM_ROWS, CONTEXT, PAGE_TOKENS, VOCAB, CPU)
     preparer = Preparer(rows)
-    last = CONTEXT + MAX_GUESSES - 2
+    last = CONTEXT + MAX_DRAFT_TOKENS - 2
     preparer.prepare([Slice(0, last, 1, 1)], 100)
     with pytest.raises(ValueError, match="56 positions and a token after them, in a row of 56"):
         preparer.prepare([Slice(0, last + 1, 1, 1)], 100)

@@ -19,8 +19,8 @@ from decode_worker.speculation.lengths import (
 from decode_worker.speculation.ngram import LONGEST_MATCH, SHORTEST_MATCH, propose_repeat
 from engine.batch import Slice
 from engine.runner import Answers
-from runtime.peer_input import MAX_DRAFT_TOKENS
 from tests.sequence_jobs import answer, build_table
+from wire.sampling import MAX_DRAFT_TOKENS
 from worker.sequences import Sequence
 
 FLAT = CostCurve(((1, 1.0), (16, 1.0), (64, 4.0)))  # the first 16 rows cost what one costs

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.batches import SAMPLINGS
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Slice
 from engine.model.decoder import Decoder
@@ -14,7 +15,7 @@ from engine.model.weights import load_model
 from engine.rows import Rows
 from engine.runner import Runner
 from tests.checkpoints import write_checkpoint
-from tests.late_runner import SAMPLINGS, LateRows, LateRunner
+from tests.late_runner import LateRows, LateRunner
 from wire.kv_layout import pool_sizes
 
 CPU = torch.device("cpu")

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+MAX_DRAFT_TOKENS = 16  # guessed in one step for one answer
 LEAST_TEMPERATURE = 1e-6  # below it greedy: noise would move no logit by 2.3e-5, and float32 would make 0 of 1e-46
 
 

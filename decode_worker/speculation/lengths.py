@@ -9,7 +9,7 @@ to guess and in small batches; in large ones, whose rows are dear, none.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.peer_input import MAX_DRAFT_TOKENS
+from wire.sampling import MAX_DRAFT_TOKENS
 
 PRIOR_ACCEPTANCE = 0.6  # of a sequence that nothing is known of
 PRIOR_TRIALS = 2.0  # how many observed guesses that belief is worth

@@ -13,7 +13,7 @@ from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, Wanted
 from decode_worker.speculation.lengths import Acceptance, Candidate, Costs, choose_lengths
 from engine.out_of_memory import is_out_of_memory
-from runtime.peer_input import MAX_DRAFT_TOKENS
+from wire.sampling import MAX_DRAFT_TOKENS
 from worker.sequences import Planned, Sequence
 from worker.table import SequenceTable
 

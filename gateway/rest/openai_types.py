@@ -24,7 +24,8 @@ from gateway.rest.openai_forms import ResponseFormat, StructuredOutputs, pick_fo
 from gateway.rest.tool_types import TOOLS_FIELD, MessageToolCalls, ToolChoice, Tools, raw_tools
 from gateway.sampling_rules import MAX_BIAS, MAX_BIASED_TOKENS
 from gateway.validate import MAX_CHOICES, MAX_MESSAGES, MAX_STOP_STRINGS
-from runtime.peer_input import MAX_DRAFT_TOKENS, MAX_LOGPROBS
+from runtime.peer_input import MAX_LOGPROBS
+from wire.sampling import MAX_DRAFT_TOKENS
 
 
 def _kind(value: object) -> str:

@@ -1,0 +1,175 @@
+"""Attention on the device: FlashInfer over our strided pages against contiguous ones and against torch_sdpa."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.batches import Part, pack
+from engine.attention.base import AttentionBackend, AttentionShape
+from engine.attention.choose import choose_attention
+from engine.attention.heads import Heads
+from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.batch import Batch
+from wire.kv_layout import LAYERS, PAGES, pool_sizes
+
+PAGE_TOKENS, LAYER, NUM_LAYERS = 16, 2, 4
+DEEP = 32  # layers of an 8B model
+TOLERANCE = 2e-2  # bfloat16: 2 ** -8 of outputs up to about 3, and of probabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kind of step."""
+
+    name: str
+    lens: tuple[tuple[int, int], ...]  # (new tokens, context) of each sequence
+    heads: tuple[int, int]  # query, KV
+    head_dim: int
+    window: int | None = None
+
+
+DECODE = ((1, 1), (1, 500), (1, 16), (1, 2049))
+CASES = [
+    Case("decode, 2 query heads a KV head", DECODE, (16, 8), 64),
+    Case("decode, 4", DECODE, (32, 8), 128),
+    Case("decode, 7", DECODE, (28, 4), 128),
+    Case("decode, window 200", DECODE, (32, 8), 128, 200),
+    Case("one long sequence", ((1, 6000),), (32, 8), 128),
+    Case("prompts", ((700, 700), (100, 1100), (16, 16)), (32, 8), 128),
+    Case("prompts, window 200", ((700, 700), (100, 1100)), (32, 8), 64, 200),
+    Case("guesses", ((4, 600), (1, 70), (9, 9), (3, 1025)), (32, 8), 128),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Random pages and heads for a case, in shuffled pages."""
+
+    case: Case
+    batch: Batch
+    pool: Tensor
+    heads: Heads
+
+    @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(*self.case.heads, self.case.head_dim, self.case.head_dim**-0.5)
+
+    def run(self, backend: AttentionBackend, pool: Tensor, layer: int) -> Tensor:
+        """[T, Hq, D]; writes into `pool`."""
+        backend.plan(pool, self.batch)
+        query_key, value, turn = self.heads
+        return backend.attend(layer, Heads(query_key.clone(), value, turn), self.case.window)
+
+
+def build_problem(case: Case, device: torch.device, dtype: torch.dtype, num_layers: int = NUM_LAYERS) -> Problem:
+    generator = torch.Generator().manual_seed(0)
+    counts = [-(-context // PAGE_TOKENS) for _, context in case.lens]
+    order = iter(torch.randperm(sum(counts), generator=generator).tolist())
+    parts = [
+        Part([1] * query, context - query, [next(order) for _ in range(count)], num_logits=1)
+        for (query, context), count in zip(case.lens, counts, strict=True)
+    ]
+    num_heads, num_kv_heads = case.heads
+    sizes = pool_sizes(
+        num_pages=sum(counts), num_kv_heads=num_kv_heads, num_layers=num_layers, page_tokens=PAGE_TOKENS,
+        head_dim=case.head_dim,
+    )  # fmt: skip
+    num_tokens = sum(query for query, _ in case.lens)
+    pool = torch.empty(sizes, dtype=dtype, device=device).normal_()
+    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, case.head_dim, generator=generator).to(device, dtype)
+    heads = Heads(qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :])
+    return Problem(case, pack(parts, PAGE_TOKENS, device), pool, heads)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def without_waiting(device: torch.device) -> Iterator[None]:
+    """On a GPU, whatever waits for it raises."""
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def dtype_for(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def check_attention(device: torch.device) -> str:
+    """The chosen backend over strided pages: bit for bit what it gives over contiguous ones, and near torch_sdpa."""
+    worst, name = 0.0, ""
+    for case in CASES:
+        problem = build_problem(case, device, dtype_for(device))
+        choice = choose_attention(problem.shape, [case.window], device, problem.pool.dtype)
+        assert not choice.is_fallback, choice.reason
+        name = choice.backend.name
+        strided, contiguous = problem.pool.clone(), problem.pool.narrow(LAYERS, LAYER, 1).contiguous()
+        out = problem.run(choice.backend, strided, LAYER)
+        assert torch.equal(out, problem.run(choice.backend, contiguous, 0)), f"{case.name}: strides change what is read"
+        assert torch.equal(strided.narrow(LAYERS, LAYER, 1), contiguous), f"{case.name}: strides change what is written"
+        others = [layer for layer in range(NUM_LAYERS) if layer != LAYER]
+        assert torch.equal(strided.select(LAYERS, others[-1]), problem.pool.select(LAYERS, others[-1])), case.name
+        truth = problem.run(TorchSdpaAttention(problem.shape), problem.pool.clone(), LAYER)
+        difference = (out.float() - truth.float()).abs().max().item()
+        assert difference < TOLERANCE, f"{case.name}: differs from torch_sdpa by {difference:.2g}"
+        worst = max(worst, difference)
+    return f"{name}, {len(CASES)} kinds of steps; largest difference from torch_sdpa {worst:.1e}"
+
+
+def time_plan(device: torch.device) -> str:
+    """Host time of a plan, and that it does not wait for the device."""
+    found = []
+    for num_sequences in (1, 16, 64):
+        case = Case("", ((1, 1000),) * num_sequences, (32, 8), 128)
+        problem = build_problem(case, device, dtype_for(device))
+        backend = choose_attention(problem.shape, [None], device, problem.pool.dtype).backend
+        problem.run(backend, problem.pool, 0)
+        times = []
+        with without_waiting(device):
+            for _ in range(50):
+                started = time.perf_counter()
+                backend.plan(problem.pool, problem.batch)
+                times.append(time.perf_counter() - started)
+        found.append(f"{sorted(times)[25] * 1e6:.0f}")
+    return f"{' / '.join(found)} us for 1 / 16 / 64 sequences"
+
+
+def time_layouts(device: torch.device) -> str:
+    """Decode attention over page-major pages against layer-major ones: 64 sequences of 4,000 tokens, an 8B's heads."""
+    is_gpu = device.type == "cuda"
+    num_sequences, context, num_layers = (64, 4000, DEEP) if is_gpu else (2, 100, NUM_LAYERS)
+    case = Case("", ((1, context),) * num_sequences, (32, 8), 128)
+    problem = build_problem(case, device, dtype_for(device), num_layers)
+    layer_major = problem.pool.movedim(LAYERS, PAGES).contiguous().movedim(PAGES, LAYERS)  # outermost in memory only
+    backend: AttentionBackend = TorchSdpaAttention(problem.shape)
+    if is_gpu:
+        backend = choose_attention(problem.shape, [None], device, problem.pool.dtype).backend
+    times: list[list[float]] = [[], []]
+    for _ in range(7):
+        for own, pool in zip(times, (problem.pool, layer_major), strict=True):
+            backend.plan(pool, problem.batch)
+            own.append(_time_layers(backend, problem.heads, num_layers, device))
+    ratio = sorted(a / b for a, b in zip(*times, strict=True))[3]
+    return f"page-major takes {ratio:.3f} of layer-major's time ({sorted(times[0])[3] * 1e6:.0f} us a layer)"
+
+
+def _time_layers(backend: AttentionBackend, heads: Heads, num_layers: int, device: torch.device) -> float:
+    """Seconds a layer."""
+    synchronize(device)
+    started = time.perf_counter()
+    for layer in range(num_layers):
+        backend.attend(layer, heads, None)
+    synchronize(device)
+    return (time.perf_counter() - started) / num_layers
