@@ -1,12 +1,15 @@
-"""Before any test module imports torch: tests share their cores with the workers they start.
+"""Before any test module imports torch: tests share their cores with the workers they start, and Triton interprets.
 
 Properties are tried on the same examples everywhere, however slow the machine.
 """
+
+import os
 
 from hypothesis import HealthCheck, settings
 
 from runtime.hardware import wait_without_spinning
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read where a kernel is defined
 wait_without_spinning()
 settings.register_profile("baton", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
