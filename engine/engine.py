@@ -11,6 +11,7 @@ from engine.kvcache.pool import Pool, PoolShape
 from engine.model.assemble import OnProgress
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
+from engine.model.linear import Quantization
 from engine.model.weights import load_model, resolve_model_folder, weight_fingerprint
 from engine.rows import Rows
 from engine.runner import Runner
@@ -31,6 +32,7 @@ class Engine:
     runner: Runner
     draft_weights: str  # fingerprint of the draft model; empty without one
     draft_runner: Runner | None  # the draft model over the second part of the same pages
+    quantization: Quantization = "none"  # of both models
 
     def describe(self) -> dict[str, str]:
         """What people want to know at start."""
@@ -38,6 +40,7 @@ class Engine:
         return {
             "device": str(self.device),
             "dtype": self.dtype,
+            "quantization": self.quantization,
             "attention": self.attention.backend.name,
             "attention_reason": self.attention.reason,
             "pool": f"{shape.num_pages} pages of {shape.page_tokens} tokens, {self.pool.page_bytes} bytes each",
@@ -69,6 +72,7 @@ def build_engine(
     size_pool: SizePool,
     on_progress: OnProgress,
     max_context_tokens: int = 0,
+    quantization: Quantization = "none",
 ) -> Engine:
     """Load a model by folder or hub id, a draft model too unless `draft_model` is empty, and allocate their pool.
 
@@ -78,10 +82,10 @@ def build_engine(
     torch.set_num_threads(threads)
     device = choose_device(device_name)
     folder = resolve_model_folder(model)
-    decoder = load_model(folder, dtype, device, on_progress)
+    decoder = load_model(folder, dtype, device, on_progress, quantization)
     config = decoder.config
     context_tokens = min(config.context_tokens, max_context_tokens or config.context_tokens)
-    draft = _load_draft(draft_model, decoder, context_tokens) if draft_model else None
+    draft = _load_draft(draft_model, decoder, context_tokens, quantization) if draft_model else None
     attention = choose_attention(config.attention_shape, config.windows, device, decoder.dtype)
     shape = _pool_shape(decoder, page_tokens)
     draft_shape = _pool_shape(draft.decoder, page_tokens) if draft else None
@@ -92,7 +96,7 @@ def build_engine(
     return Engine(
         folder=folder,
         config=config,
-        weights=weight_fingerprint(folder),
+        weights=weight_fingerprint(folder, quantization),
         dtype=str(decoder.dtype).removeprefix("torch."),
         device=device,
         attention=attention,
@@ -101,6 +105,7 @@ def build_engine(
         runner=Runner(decoder, attention.backend, pool.tensor, rows),
         draft_weights=draft.weights if draft else "",
         draft_runner=_build_draft_runner(draft, pool, rows) if draft else None,
+        quantization=quantization,
     )
 
 
@@ -110,13 +115,13 @@ class _Draft:
     decoder: Decoder
 
 
-def _load_draft(draft_model: str, target: Decoder, context_tokens: int) -> _Draft:
-    """The draft model in the dtype and on the device of `target`.
+def _load_draft(draft_model: str, target: Decoder, context_tokens: int, quantization: Quantization) -> _Draft:
+    """The draft model in the dtype and on the device of `target`, quantised like it.
 
     Raises ValueError when it does not go with it, or takes fewer than `context_tokens`, the most in a sequence.
     """
     folder = resolve_model_folder(draft_model)
-    decoder = load_model(folder, str(target.dtype).removeprefix("torch."), target.device)
+    decoder = load_model(folder, str(target.dtype).removeprefix("torch."), target.device, quantization=quantization)
     here, there = target.config.vocab_size, decoder.config.vocab_size
     if here != there:
         raise ValueError(
@@ -129,7 +134,7 @@ def _load_draft(draft_model: str, target: Decoder, context_tokens: int) -> _Draf
             f"{context_tokens}: set --max-context-tokens {decoder.config.context_tokens} or less, or choose another "
             "--draft-model, or none"
         )
-    return _Draft(weight_fingerprint(folder), decoder)
+    return _Draft(weight_fingerprint(folder, quantization), decoder)
 
 
 def _build_draft_runner(draft: _Draft, pool: Pool, rows: Rows) -> Runner:

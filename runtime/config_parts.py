@@ -11,6 +11,7 @@ from runtime.settings import MAX_PORT, ConfigError, Settings
 from wire.sampling import MAX_DRAFT_TOKENS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "fp8"]
 Device = Literal["auto", "cpu", "cuda"]
 Transport = Literal["auto", "shm", "grpc"]
 ToolFormat = Literal["auto", "none", "hermes", "inline", "llama3", "mistral", "mistral-args"]
@@ -64,6 +65,8 @@ class EngineConfig(Settings):
 
     dtype: DType = "auto"
     """Number type of weights and KV; auto is the checkpoint's."""
+    quantization: Quantization = "none"
+    """Round the weights of layers at start: fp8 halves what a step reads of them; the same on all workers."""
     draft_model: str = "auto"
     """Small model that guesses ahead: a folder, a hub id, "none", or auto: the demo's own beside the demo model."""
     device: Device = "auto"

@@ -1,4 +1,4 @@
-"""Before any test module imports torch: tests share their cores with the workers they start.
+"""Before any test module imports torch: tests share their cores with the workers they start, and Triton interprets.
 
 Properties are tried on the same examples everywhere, however slow the machine.
 """

@@ -17,7 +17,7 @@ from engine.attention.choose import choose_attention
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.kvcache.pool import PoolShape
 from engine.model.decoder import Decoder
-from engine.model.linear import Linear
+from engine.model.linear import PlainLinear
 from engine.model.rope import FREQUENCIES, build_rope_table
 from engine.model.weights import load_model
 from tests.checkpoints import EOS_ID, write_checkpoint
@@ -220,7 +220,7 @@ def test_linear_multiplies_one_row_like_many(dtype: torch.dtype, has_bias: bool)
     weight = (torch.randn(384, 640, generator=generator) / 640**0.5).to(dtype)
     bias = torch.randn(384, generator=generator).to(dtype) if has_bias else None
     rows = torch.randn(5, 640, generator=generator).to(dtype)
-    linear = Linear(weight, bias)
+    linear = PlainLinear(weight, bias)
     truth = rows.double() @ weight.double().T + (0 if bias is None else bias.double())
     bound = 2 * torch.finfo(dtype).eps * truth.abs().max()  # sums in float32, one rounding at the end
     for result in (linear(rows), torch.cat([linear(row[None]) for row in rows])):

@@ -73,6 +73,7 @@ def _build_engine(config: ConfigT, reporter: ReadyReporter) -> Engine:
         partial(size_pool, config),
         reporter.loading,
         config.max_context_tokens,
+        config.quantization,
     )
 
 

@@ -102,7 +102,7 @@ def turn_and_write_kernel(
     tl.store(values + value_place + HALF, y.to(values.dtype.element_ty), mask=is_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # it changes as sequences grow, and each kind would be compiled
 def join_pages_kernel(table, starts, out, table_stride, BLOCK: tl.constexpr):
     """The first pages of each row of a table one after the other. table: [B, P], starts: [B + 1], out: [starts[B]]."""
     row = tl.program_id(0)

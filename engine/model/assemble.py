@@ -1,7 +1,8 @@
 """Builds a `Decoder` out of a checkpoint's tensors: checks names and shapes, converts, fuses.
 
 Knows the Hugging Face tensor names of the decoder family. Weights that need neither a conversion nor fusing stay in
-the file's mapping; fused ones are filled part by part, so no weight ever exists twice outside the page cache.
+the file's mapping; fused ones are filled part by part, so no weight ever exists twice outside the page cache. Weights
+of layers are quantised where asked, each on its device; embedding, norms, biases and head stay in the model's dtype.
 """
 
 from collections.abc import Callable
@@ -12,8 +13,9 @@ from torch import Tensor
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder, DecoderLayer
+from engine.model.fp8 import E4M3, Fp8Linear, quantise_rows
 from engine.model.head import Head
-from engine.model.linear import Linear
+from engine.model.linear import Linear, PlainLinear, Quantization
 
 OnProgress = Callable[[int, int], None]  # (done_bytes, total_bytes) of the checkpoint
 
@@ -24,10 +26,15 @@ MAX_FAULTS_SHOWN = 8
 
 
 def build_decoder(
-    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, on_progress: OnProgress
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_progress: OnProgress,
+    quantization: Quantization = "none",
 ) -> Decoder:
     """Convert and fuse layer by layer. The caller has run `check_tensors`."""
-    loader = _Loader(checkpoint, dtype, device, on_progress)
+    loader = _Loader(checkpoint, dtype, device, on_progress, quantization)
     embedding = loader.take(EMBEDDING)  # [V, H]
     layers = [_build_layer(loader, config, f"model.layers.{index}.") for index in range(config.num_layers)]
     final_norm = loader.take(FINAL_NORM)  # [H]
@@ -92,12 +99,18 @@ class _Loader:
     """Takes tensors out of a checkpoint, once each, and counts their bytes."""
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, on_progress: OnProgress
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_progress: OnProgress,
+        quantization: Quantization,
     ) -> None:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
         self._on_progress = on_progress
+        self._quantization = quantization
         self._done_bytes = 0
         self._total_bytes = sum(entry.num_bytes for entry in checkpoint.entries.values())
 
@@ -112,7 +125,9 @@ class _Loader:
         return tensor
 
     def fuse(self, names: list[str]) -> Tensor:
-        """The tensors one below the other, [sum of rows, ...]."""
+        """The tensors one below the other, [sum of rows, ...]; one alone as `take` gives it."""
+        if len(names) == 1:
+            return self.take(names[0])
         shapes = [self._checkpoint.entries[name].shape for name in names]
         rows = sum(shape[0] for shape in shapes)
         fused = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
@@ -120,6 +135,27 @@ class _Loader:
             part.copy_(self._checkpoint.borrow(name))
             self._count(name)
         return fused
+
+    def linear(self, names: list[str], bias: Tensor | None) -> Linear:
+        """The product with the weights `names` one below the other, in the layout that was asked for."""
+        if self._quantization == "none":
+            return PlainLinear(self.fuse(names), bias)
+        codes, scale = self._quantise(names)
+        return Fp8Linear(codes, scale, bias)
+
+    def _quantise(self, names: list[str]) -> tuple[Tensor, Tensor]:
+        """[sum of rows, K] e4m3 and [sum of rows] float32, from the tensors in their stored dtype, one at a time."""
+        num_rows = [self._checkpoint.entries[name].shape[0] for name in names]
+        depth = self._checkpoint.entries[names[0]].shape[1]
+        codes = torch.empty((sum(num_rows), depth), dtype=E4M3, device=self._device)
+        scale = torch.empty(sum(num_rows), dtype=torch.float32, device=self._device)
+        parts = zip(names, torch.split(codes, num_rows), torch.split(scale, num_rows), strict=True)
+        for name, part_codes, part_scale in parts:
+            found_codes, found_scale = quantise_rows(self._checkpoint.borrow(name).to(self._device))
+            part_codes.copy_(found_codes)
+            part_scale.copy_(found_scale)
+            self._count(name)
+        return codes, scale
 
     def finish(self) -> None:
         """Reports the tensors that nobody took (ignored ones) as done."""
@@ -131,13 +167,9 @@ class _Loader:
 
 
 def _build_layer(loader: _Loader, config: ModelConfig, prefix: str) -> DecoderLayer:
-    def single(name: str, has_bias: bool) -> Linear:
-        bias = loader.take(f"{prefix}{name}.bias") if has_bias else None
-        return Linear(loader.take(f"{prefix}{name}.weight"), bias)
-
-    def fused(names: list[str], has_bias: bool) -> Linear:
+    def product(names: list[str], has_bias: bool) -> Linear:
         bias = loader.fuse([f"{prefix}{name}.bias" for name in names]) if has_bias else None
-        return Linear(loader.fuse([f"{prefix}{name}.weight" for name in names]), bias)
+        return loader.linear([f"{prefix}{name}.weight" for name in names], bias)
 
     query_key_norm = None
     if config.has_qk_norm:
@@ -146,10 +178,10 @@ def _build_layer(loader: _Loader, config: ModelConfig, prefix: str) -> DecoderLa
         query_key_norm = torch.cat((query_norm, key_norm))
     return DecoderLayer(
         input_norm=loader.take(f"{prefix}input_layernorm.weight"),
-        qkv=fused(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], config.has_qkv_bias),
+        qkv=product(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], config.has_qkv_bias),
         query_key_norm=query_key_norm,
-        output=single("self_attn.o_proj", config.has_output_bias),
+        output=product(["self_attn.o_proj"], config.has_output_bias),
         mlp_norm=loader.take(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=fused(["mlp.gate_proj", "mlp.up_proj"], config.has_mlp_bias),
-        down=single("mlp.down_proj", config.has_mlp_bias),
+        gate_up=product(["mlp.gate_proj", "mlp.up_proj"], config.has_mlp_bias),
+        down=product(["mlp.down_proj"], config.has_mlp_bias),
     )

@@ -1,15 +1,24 @@
-"""A linear layer that owns how its weights lie in memory. Models multiply by it and never see the layout."""
+"""Linear layers that own how their weights lie in memory. Models multiply by one and never see the layout."""
+
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+Quantization = Literal["none", "fp8"]  # of the weights of a model's layers
 
-class Linear:
-    """y = x W^T + b in the plain layout: W [N, K] row-major, possibly straight from a read-only file mapping.
 
-    Weights are never written. Another layout (tile order, quantised) is another choice made here at construction.
-    """
+class Linear(Protocol):
+    """y = x W^T + b in some layout of W: [N, K]. Weights are never written."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """rows: [T, K] in the model's dtype |-> [T, N] in the same, contiguous."""
+        ...
+
+
+class PlainLinear:
+    """W row-major in the model's dtype, possibly straight from a read-only file mapping."""
 
     __slots__ = ("_bias", "_has_fast_row", "_weight")
 
@@ -22,7 +31,6 @@ class Linear:
         self._has_fast_row = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """rows: [T, K] in the dtype of the weights |-> [T, N], contiguous."""
         if self._has_fast_row and rows.shape[0] == 1:
             return self._multiply_row(rows[0]).unsqueeze(0)
         return functional.linear(rows, self._weight, self._bias)

@@ -14,6 +14,8 @@ from engine.model.assemble import EMBEDDING, OnProgress, build_decoder, check_te
 from engine.model.checkpoint import Checkpoint, TensorEntry, list_shards, read_header, read_samples
 from engine.model.config import load_config
 from engine.model.decoder import Decoder
+from engine.model.fp8 import check_fp8
+from engine.model.linear import Quantization
 
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -23,18 +25,28 @@ UNHASHED_CONFIG_KEYS = {"_name_or_path", "transformers_version"}  # differ betwe
 SAMPLE_WINDOWS, SAMPLE_WINDOW_BYTES = 16, 64
 
 
-def load_model(folder: Path, dtype: str, device: torch.device, on_progress: OnProgress | None = None) -> Decoder:
+def load_model(
+    folder: Path,
+    dtype: str,
+    device: torch.device,
+    on_progress: OnProgress | None = None,
+    quantization: Quantization = "none",
+) -> Decoder:
     """Load the checkpoint in `folder` onto `device`, in "float32", "bfloat16", "float16" or "auto" (its own dtype).
 
+    With `quantization` the weights of its layers are rounded on the way; the rest stays in that dtype.
     Calls on_progress(done_bytes, total_bytes) after each tensor, the last time with both equal; bytes are those of the
     files. Raises FileNotFoundError for a missing file, ValueError for an unsupported config or dtype, a damaged file,
-    or tensors that are missing, unexpected or mis-shaped.
+    tensors that are missing, unexpected or mis-shaped, or a device that cannot compute with such weights.
     """
+    if quantization == "fp8":
+        check_fp8(device)
     config = load_config(folder)
     checkpoint = Checkpoint(folder)
     check_tensors(config, checkpoint)
     chosen = choose_dtype(checkpoint, dtype)
-    return build_decoder(config, checkpoint, chosen, device, on_progress or (lambda done_bytes, total_bytes: None))
+    on_progress = on_progress or (lambda done_bytes, total_bytes: None)
+    return build_decoder(config, checkpoint, chosen, device, on_progress, quantization)
 
 
 def choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
@@ -49,13 +61,14 @@ def choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def weight_fingerprint(folder: Path) -> str:
-    """A hash by which two processes agree that they hold the same model: 64 hex digits.
+def weight_fingerprint(folder: Path, quantization: Quantization = "none") -> str:
+    """What two processes must have alike to hold the same model: 64 hex digits, after "fp8:" where it is quantised.
 
-    SHA-256 over config.json (keys sorted, without the two that differ between copies) and, for each tensor by name, its
-    dtype, shape and 16 evenly spaced windows of 64 bytes of its content; tensors of up to 1 KiB go in whole. Sharding
-    does not enter. It reads the headers and 1 KiB per tensor: under a MiB for 100 GB of weights. Training or
-    converting a model changes it; an edit of a few values between the windows does not, so it is no integrity check.
+    The digits are SHA-256 over config.json (keys sorted, without the two that differ between copies) and, for each
+    tensor by name, its dtype, shape and 16 evenly spaced windows of 64 bytes of its content; tensors of up to 1 KiB go
+    in whole. Sharding does not enter. It reads the headers and 1 KiB per tensor: under a MiB for 100 GB of weights.
+    Training or converting a model changes it; an edit of a few values between the windows does not, so it is no
+    integrity check.
     Raises like `load_model` for missing or damaged files.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -66,7 +79,8 @@ def weight_fingerprint(folder: Path) -> str:
         digests |= _digest_tensors(path, read_header(path))
     for name in sorted(digests):
         hasher.update(digests[name])
-    return hasher.hexdigest()
+    prefix = "" if quantization == "none" else f"{quantization}:"
+    return prefix + hasher.hexdigest()
 
 
 def _digest_tensors(path: Path, entries: dict[str, TensorEntry]) -> dict[str, bytes]:

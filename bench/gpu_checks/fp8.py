@@ -1,0 +1,123 @@
+"""Linear layers on a GPU: fp8 products against dequantised ones, and what few rows cost by each kernel.
+
+Knows shapes and clocks. On a CPU the same code runs on small shapes, which shows that the checks work and nothing about
+speed: with TRITON_INTERPRET=1 set before this is imported, because kernels run in Triton's interpreter there.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.kernels import gpu_linear
+from engine.model.fp8 import multiply_rounded, multiply_slowly, quantise_rows
+
+LAYER_SHAPES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))  # K, N of Llama-3-8B's four products
+SMALL_SHAPES = ((256, 192),)
+NUM_ROWS = (1, 4, 16, 32, 64)
+READ_BYTES = 256 << 20  # of distinct weights between two reads of the same: several times an H200's L2 of 50 MB
+NUM_REPEATS = 5
+ROUNDED_ERROR = 0.05  # of the product's norm: e4m3 is off by 2.6 % of a value on average, by 1/16 at most
+
+
+def check_fp8(device: torch.device) -> str:
+    """Triton's few-row products and torch's of many rows against the dequantised float32 product."""
+    # The interpreter cannot multiply bfloat16.
+    dtype, shapes = (torch.bfloat16, LAYER_SHAPES) if device.type == "cuda" else (torch.float16, SMALL_SHAPES)
+    worst_rounded = 0.0
+    for depth, num_outputs in (*shapes, (200, 131)):  # the last fits no tile
+        bias, *_ = rows_of(1, num_outputs, dtype, device)
+        codes, scale = quantise_rows(weight_of(num_outputs, depth, device))
+        for num_rows in NUM_ROWS:
+            rows = rows_of(num_rows, depth, dtype, device)
+            truth = multiply_slowly(rows.float(), codes, scale, bias)
+            error = (gpu_linear.multiply(rows, codes, scale, bias).float() - truth).abs()
+            # One rounding at the end, and float32 sums of up to 14,336 products in two orders.
+            is_near = error <= truth.abs() * torch.finfo(dtype).eps / 2 + 5e-4
+            assert is_near.all(), f"{depth}x{num_outputs}, {num_rows} rows: off by {error.max().item():.2g}"
+        if depth % 16 == num_outputs % 16 == 0:
+            rows = rows_of(128, depth, torch.bfloat16, device)
+            truth = multiply_slowly(rows.float(), codes, scale, None)
+            rounded = multiply_rounded(rows, codes, scale, None).float()
+            off = ((rounded - truth).norm() / truth.norm()).item()
+            assert off < ROUNDED_ERROR, f"{depth}x{num_outputs}, rounded rows: off by {off:.1%} of the product's norm"
+            worst_rounded = max(worst_rounded, off)
+    return f"few rows equal; rounded rows off by {worst_rounded:.1%} of the product's norm"
+
+
+def time_linear(device: torch.device) -> str:
+    """A line for each shape and number of rows: microseconds and GB/s of weights, weights coming from memory."""
+    is_cuda = device.type == "cuda"
+    lines = []
+    for depth, num_outputs in LAYER_SHAPES if is_cuda else SMALL_SHAPES:
+        weight = weight_of(num_outputs, depth, device)
+        codes, scale = quantise_rows(weight)
+        # The interpreter cannot multiply bfloat16, and torch rounds nothing else.
+        wide = copies(weight.to(torch.bfloat16 if is_cuda else torch.float16))
+        narrow = copies(codes)
+        for num_rows in NUM_ROWS if is_cuda else NUM_ROWS[:2]:
+            rows = rows_of(num_rows, depth, wide[0].dtype, device)
+            found = {
+                "torch": timed(partial(functional.linear, rows), wide),
+                "Triton": timed(partial(gpu_linear.multiply, rows), wide),
+                "Triton fp8": timed(partial(gpu_linear.multiply, rows, scale=scale), narrow),
+                "rounded": timed(partial(multiply_rounded, rows.bfloat16(), scale=scale, bias=None), narrow),
+            }
+            figures = ", ".join(f"{name} {us:.1f} us {rate:.0f} GB/s" for name, (us, rate) in found.items())
+            lines.append(f"{depth}x{num_outputs}, {num_rows} rows: {figures}")
+    return "\n".join(lines)
+
+
+def timed(multiply: Callable[[Tensor], Tensor], weights: Sequence[Tensor]) -> tuple[float, float]:
+    """Microseconds of one product, the best of some rounds over all weights, and GB/s of weights."""
+
+    def read_all() -> None:
+        for weight in weights:
+            multiply(weight)
+
+    read_all()  # compiles
+    seconds = (time_graph if weights[0].is_cuda else time_calls)(read_all) / len(weights)
+    return seconds * 1e6, weights[0].nbytes / seconds / 1e9
+
+
+def time_graph(work: Callable[[], None]) -> float:
+    """Seconds of `work` without the host's part for each kernel: from a CUDA graph of some milliseconds."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(NUM_REPEATS):
+        begin = time.perf_counter()
+        graph.replay()
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+def time_calls(work: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def copies(weight: Tensor) -> list[Tensor]:
+    """Equal weights in different places: enough of them that a GPU's cache holds none until it is read again."""
+    return [weight.clone() for _ in range(-(-READ_BYTES // weight.nbytes) if weight.is_cuda else 2)]
+
+
+def weight_of(num_outputs: int, depth: int, device: torch.device) -> Tensor:
+    """[N, K] float32 that keeps the size of its inputs."""
+    generator = torch.Generator(device).manual_seed(depth)
+    return torch.randn(num_outputs, depth, generator=generator, device=device).div_(depth**0.5)
+
+
+def rows_of(num_rows: int, depth: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[M, K]"""
+    generator = torch.Generator(device).manual_seed(num_rows)
+    return torch.randn(num_rows, depth, generator=generator, device=device).to(dtype)

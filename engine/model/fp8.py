@@ -1,0 +1,86 @@
+"""A linear layer with weights of 8 bits: e4m3 with a float32 scale for each output. How they come about and multiply.
+
+On a GPU the path depends on the number of rows: few are multiplied as they are, many are rounded to e4m3 themselves,
+because its matrix units take both operands in one type. Elsewhere the slow twin multiplies. The GPU's paths have not
+run on a card yet.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.model.head import multiply_widened
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+SMALLEST_PEAK = 1e-12  # a row of zeros gets a scale too
+NEEDED_CAPABILITY = (8, 9)  # the first GPUs that convert and multiply e4m3
+ALIGNED = 16  # elements: torch._scaled_mm wants both sizes of W in multiples of it
+
+
+class Fp8Linear:
+    """y[t, n] = scale[n] * sum_k x[t, k] w[n, k] + b[n], summed in float32."""
+
+    __slots__ = ("_bias", "_can_round", "_codes", "_kernel", "_scale")
+
+    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
+        """codes: [N, K] e4m3 and scale: [N] float32, as by `quantise_rows`; bias: [N] in the model's dtype."""
+        self._codes = codes
+        self._scale = scale
+        self._bias = bias
+        self._can_round = not any(size % ALIGNED for size in codes.shape)
+        # Triton is there where torch has CUDA, and only there for certain.
+        self._kernel: Any = importlib.import_module("engine.kernels.gpu_linear") if codes.is_cuda else None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if self._kernel is not None:
+            if len(rows) <= self._kernel.MAX_ROWS:
+                product: Tensor = self._kernel.multiply(rows, self._codes, self._scale, self._bias)
+                return product
+            if self._can_round and rows.dtype is torch.bfloat16:
+                return multiply_rounded(rows, self._codes, self._scale, self._bias)
+        return multiply_slowly(rows, self._codes, self._scale, self._bias)
+
+
+def multiply_slowly(rows: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """The slow twin: any device, any dtype. Widens some of the weights at a time."""
+    product = multiply_widened(rows, codes).mul_(scale)  # [T, N]
+    return (product if bias is None else product.add_(bias)).to(rows.dtype)
+
+
+def multiply_rounded(rows: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """The same with x rounded to e4m3 as the weights are: the GPU's matrix units at twice the speed of bfloat16.
+
+    rows: [T, K] bfloat16. An output is off by about 2.6 % of the root of its terms' squares.
+    """
+    rounded, row_scale = quantise_rows(rows)
+    return torch._scaled_mm(
+        rounded, codes.T, row_scale[:, None], scale[None, :], bias=bias, out_dtype=torch.bfloat16, use_fast_accum=False
+    )
+
+
+def quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """rows: [N, K], finite |-> codes [N, K] e4m3, scale [N] float32, with codes * scale near rows.
+
+    A row's largest value becomes 448. |row - code * scale| <= max(|row| / 16, scale / 1024): half a step of a mantissa
+    of 3 bits, or of the subnormals.
+    """
+    peak = rows.abs().amax(dim=1).float().clamp_(min=SMALLEST_PEAK)  # [N]
+    scale = peak / E4M3_MAX
+    # Rounding of the quotient may pass 448 by a hair, never 464, from where on it would not be rounded back to 448.
+    return (rows / scale[:, None]).to(E4M3), scale
+
+
+def check_fp8(device: torch.device) -> None:
+    """Raises ValueError where a GPU cannot multiply e4m3."""
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < NEEDED_CAPABILITY:
+        raise ValueError(
+            f"--quantization fp8 needs a GPU of compute capability {NEEDED_CAPABILITY[0]}.{NEEDED_CAPABILITY[1]} "
+            f"or higher; {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: "
+            "use --quantization none"
+        )
