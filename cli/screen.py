@@ -5,10 +5,20 @@ Knows words and layout; decides nothing.
 
 import json
 import sys
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 
 from runtime.addresses import is_any
 from runtime.events import Loading, Ready
@@ -21,6 +31,14 @@ client = OpenAI(base_url="{url}/v1", api_key="{key}")
 answer = client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "{prompt}"}}])
 print(answer.choices[0].message.content)"""
 PROMPT = "Hello! How are you?"
+LOADED: dict[str, Callable[[int], str]] = {
+    "weights": lambda total: f"loaded {total / 1e6:.1f} MB of weights",
+    "graphs": lambda total: f"captured {total} CUDA graphs",
+}
+COLUMNS: dict[str, Callable[[], tuple[ProgressColumn, ...]]] = {
+    "weights": lambda: (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn()),
+    "graphs": lambda: (TextColumn("capturing CUDA graphs"), BarColumn(), MofNCompleteColumn()),
+}
 LOG_FIELDS_LEFT_OUT = ("event", "level", "timestamp", "role")
 
 
@@ -44,14 +62,13 @@ class Screen:
         self.tell(f"starting {', '.join(names)}")
 
     def loading(self, name: str, event: Loading) -> None:
-        """A process loads weights: move the bar, which shows all processes together."""
+        """A process loads weights or captures graphs: move the bar, which shows all processes that do the same."""
         self._loads[name] = event
-        done = sum(load.done for load in self._loads.values())
-        total = sum(load.total for load in self._loads.values())
+        same = [load for load in self._loads.values() if load.what == event.what]
         if self._console.is_terminal:
-            self._move_bar(done, total)
+            self._move_bar(event.what, sum(load.done for load in same), sum(load.total for load in same))
         elif event.done >= event.total:
-            self.tell(f"{name} loaded {event.total / 1e6:.1f} MB of weights")
+            self.tell(f"{name} {LOADED[event.what](event.total)}")
 
     def ready(self, name: str, event: Ready) -> None:
         """A process takes requests."""
@@ -83,13 +100,11 @@ class Screen:
         elif (text := render_log_line(line)) is not None:
             self._console.print(f"[dim]{name:>10}[/dim] {escape(text)}", soft_wrap=True)
 
-    def _move_bar(self, done: int, total: int) -> None:
+    def _move_bar(self, what: str, done: int, total: int) -> None:
         if self._progress is None:
-            columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn())
-            self._progress = Progress(
-                *columns, TransferSpeedColumn(), TimeElapsedColumn(), console=self._console, transient=True
-            )
-            self._progress.add_task("weights", total=total)
+            columns = COLUMNS[what]()
+            self._progress = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True)
+            self._progress.add_task(what, total=total)
             self._progress.start()
         self._progress.update(self._progress.task_ids[0], completed=done, total=total)
         if done >= total:

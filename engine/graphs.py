@@ -33,6 +33,7 @@ NUM_WARM_UPS = 2  # before a capture: kernels are compiled and loaded, libraries
 Compute = Callable[[], None]
 Capture = Callable[[Compute], Compute]
 """Runs a function that only launches, and returns what repeats it on the same tensors."""
+OnCaptured = Callable[[int, int], None]  # (graphs done, graphs in all)
 
 
 def choose_sizes(max_rows: int) -> list[int]:
@@ -220,9 +221,9 @@ class DecodeGraphs:
         padding_page: int,
         max_rows: int,
         capture: Capture,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: OnCaptured,
     ) -> None:
-        """Captures all, the largest first, so that the others fit into its memory. on_progress(graphs done, total)."""
+        """Captures all, the largest first, so that the others fit into its memory."""
         rows.reserve_counts()
         self._sizes = choose_sizes(max_rows)
         graphs = []

@@ -115,8 +115,9 @@ class Rows:
         self._count(rows[owners] * self.width + positions, lines[owners], is_answer.astype(np.int32))
 
     def reserve_counts(self) -> None:
-        """Lines for all rows: `counts` stays where it is from now on."""
-        self._grow_counts(self.num_rows)
+        """Lines for all rows: `counts` stays where it is from now on. Idempotent."""
+        if len(self.counts) < self.num_rows:
+            self._grow_counts(self.num_rows)
 
     def _grow_counts(self, new: int) -> None:
         old = len(self.counts)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import Slice, build_batch
-from engine.graphs import DecodeGraph, DecodeGraphs
+from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured
 from engine.logprobs import FoundLogprobs, find_logprobs
 from engine.model.decoder import Decoder
 from engine.outputs import Piece
@@ -71,25 +71,23 @@ class Launched:
 class Runner:
     """Owns a model and the attention backend; writes KV into the pages of `rows`, and chosen tokens into `rows`."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        attention: AttentionBackend,
-        pages: Tensor,
-        rows: Rows,
-        graphs: DecodeGraphs | None = None,
-    ) -> None:
-        """pages: the part of a pool for this model. Runners of two models may have the same rows.
-
-        graphs: of the same model, pages and rows, for the steps that they can do; None: all steps launch their kernels.
-        """
+    def __init__(self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: Rows) -> None:
+        """pages: the part of a pool for this model. Runners of two models may have the same rows."""
         self._model = model
         self._attention = attention
         self._pages = pages
         self._rows = rows
-        self._graphs = graphs
+        self._graphs: DecodeGraphs | None = None
         self._preparer = Preparer(rows)
         self._stager = Stager(rows.device)
+
+    def capture_graphs(
+        self, capture: Capture, padding_page: int, max_rows: int, on_progress: OnCaptured = lambda done, total: None
+    ) -> None:
+        """From now on plain steps of up to `max_rows` sequences are captured graphs. See `DecodeGraphs`."""
+        self._graphs = DecodeGraphs(
+            self._model, self._attention, self._pages, self._rows, padding_page, max_rows, capture, on_progress
+        )  # fmt: skip
 
     @property
     def vocab_size(self) -> int:

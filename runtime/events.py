@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Weights are being read."""
+    """The process gets ready."""
 
-    done: int  # bytes
-    total: int  # bytes
+    done: int
+    total: int
+    what: str = "weights"  # that are read, in bytes, or "graphs" that are captured
 
 
 @dataclass(frozen=True, slots=True)

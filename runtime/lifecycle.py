@@ -46,14 +46,15 @@ class ReadyReporter:
         """`fd` is owned from now on."""
         self._fd = fd
         self._role = role
-        self._told = -1  # bytes loaded, as last told
+        self._told = Loading(-1, 0)
 
-    def loading(self, done: int, total: int) -> None:
-        """Tell progress in bytes; cheap to call for every tensor."""
-        if done == self._told or (done < total and done - self._told < total / LOADING_STEPS):
+    def loading(self, done: int, total: int, what: str = "weights") -> None:
+        """Tell progress, see `Loading`; cheap to call for every tensor."""
+        told = self._told.done if self._told.what == what else -1
+        if done == told or (done < total and done - told < total / LOADING_STEPS):
             return
-        self._told = done
-        self._write("loading", asdict(Loading(done, total)))
+        self._told = Loading(done, total, what)
+        self._write("loading", asdict(self._told))
 
     def ready(
         self, address: str, metrics_address: str, incarnation: str, detail: Mapping[str, str] | None = None

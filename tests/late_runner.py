@@ -14,7 +14,6 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import Slice
-from engine.graphs import DecodeGraphs
 from engine.model.decoder import Decoder
 from engine.prepared import Prepared
 from engine.ranges import Ints
@@ -78,11 +77,8 @@ class LateLaunched(Launched):
 class LateRunner(Runner):
     """Over `LateRows`, which several may share."""
 
-    def __init__(
-        self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: LateRows,
-        graphs: DecodeGraphs | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(model, attention, pages, rows, graphs)
+    def __init__(self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: LateRows) -> None:
+        super().__init__(model, attention, pages, rows)
         self._late_rows = rows
 
     def launch(self, slices: Sequence[Slice]) -> Launched:

@@ -20,7 +20,7 @@ from engine.attention.base import AttentionShape
 from engine.attention.heads import Heads
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Slice
-from engine.graphs import Compute, DecodeGraphs, choose_sizes
+from engine.graphs import Compute, choose_sizes
 from engine.model.decoder import Decoder
 from engine.rows import Rows
 from engine.runner import Answers, Runner
@@ -137,11 +137,10 @@ class Built:
         self.pages = torch.cat((pages, torch.zeros_like(pages[:1])))
         self.captures = Captures()
         self.progress: list[tuple[int, int]] = []
-        graphs = DecodeGraphs(
-            decoder, attention, self.pages, rows, len(pages), len(SAMPLINGS), self.captures,
-            lambda done, total: self.progress.append((done, total)),
-        )  # fmt: skip
-        self.runner = runner_type(decoder, attention, self.pages, rows, graphs)
+        self.runner = runner_type(decoder, attention, self.pages, rows)
+        self.runner.capture_graphs(
+            self.captures, len(pages), len(SAMPLINGS), lambda done, total: self.progress.append((done, total))
+        )
 
 
 def build(decoder: Decoder) -> Built:

@@ -32,7 +32,7 @@ MAX_AT_ONCE = 9  # sequences: later ones find their prompts in the cache
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
-    """One that computes at once and one that is late, each with a draft model that is right at times."""
+    """One that computes at once and one that is late and has graphs. A draft model each, which is right at times."""
     folders = [
         write_checkpoint(
             tmp_path_factory.mktemp(name), "llama", vocab=DEMO_SIZE, hidden=64, head_dim=16, layers=layers, tied=True
@@ -51,7 +51,7 @@ def expected(engines: tuple[Engine, Engine]) -> Answers:
 def build(folder: Path, draft_folder: Path) -> Engine:
     return build_engine(
         str(folder), str(draft_folder), "float32", "cpu", 1, PAGE_TOKENS, NUM_ROWS,
-        lambda _context, _bytes, _free: NUM_PAGES, lambda _done, _total: None, CONTEXT,
+        lambda _context, _bytes, _free: NUM_PAGES + 1, lambda _done, _total: None, CONTEXT,
     )  # fmt: skip
 
 
@@ -62,6 +62,8 @@ def make_late(engine: Engine, folder: Path, draft_folder: Path) -> Engine:
         LateRunner(load_model(path, "float32", engine.device), engine.attention.backend, pages, rows)
         for path, pages in ((folder, engine.pool.tensor), (draft_folder, engine.pool.draft_tensor))
     )
+    for one in (runner, draft_runner):
+        one.capture_graphs(lambda compute: compute, padding_page=NUM_PAGES, max_rows=NUM_ROWS)
     return replace(engine, rows=rows, runner=runner, draft_runner=draft_runner)
 
 
