@@ -93,7 +93,6 @@ def synchronize(device: torch.device) -> None:
 @contextmanager
 def without_waiting(device: torch.device) -> Iterator[None]:
     """On a GPU, whatever waits for it raises."""
-    synchronize(device)
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,0 +1,118 @@
+"""The engine on the device against transformers, graphs against eager steps, steps ahead against one by one."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from bench.batches import SAMPLINGS
+from bench.gpu_checks.attention import without_waiting
+from demo.paths import DRAFT_DIR, TARGET_DIR
+from engine.batch import Slice
+from engine.engine import Engine, build_engine
+from engine.rows import Rows
+from wire.sampling import SamplingParams
+from worker.table import num_rows_for
+
+PAGE_TOKENS, ROW_PAGES, NUM_TOKENS = 16, 8, 16
+PROMPT = list(range(20, 120))
+AHEAD = 2
+
+
+def build_demo_engine(dtype: str, device: torch.device, max_running: int, graph_rows: int = 0) -> Engine:
+    """The demo model and its draft model; a row's pages are beside each other."""
+    engine = build_engine(
+        str(TARGET_DIR), str(DRAFT_DIR), dtype, device.type, torch.get_num_threads(), PAGE_TOKENS,
+        num_rows_for(max_running), lambda _context, _bytes, _gpu: num_rows_for(max_running) * ROW_PAGES,
+        lambda _done, _total: None, ROW_PAGES * PAGE_TOKENS - 32,
+    )  # fmt: skip
+    engine.warm_up(graph_rows)
+    return engine
+
+
+def open_row(rows: Rows, row: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+    rows.open(row, np.array(prompt, np.int32), sampling, len(prompt))
+    rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
+
+
+@cache
+def reference_tokens() -> list[int]:
+    """transformers' greedy answer to PROMPT, in float32 on the CPU."""
+    model: Any = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=torch.float32)
+    ids = torch.tensor([PROMPT])
+    answer = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None,
+        pad_token_id=0,
+    )  # fmt: skip
+    tokens: list[int] = answer[0, len(PROMPT) :].tolist()
+    return tokens
+
+
+def check_greedy(device: torch.device) -> str:
+    """float32: transformers' tokens."""
+    engine = build_demo_engine("float32", device, 1)
+    open_row(engine.rows, 0, PROMPT, SamplingParams(temperature=0.0))
+    slices = [Slice(0, 0, len(PROMPT), 1), *(Slice(0, len(PROMPT) + i, 1, 1) for i in range(NUM_TOKENS - 1))]
+    launched = [engine.runner.launch([part]) for part in slices]  # each reads on the device what the last one chose
+    assert [step.collect().tokens[0] for step in launched] == reference_tokens(), "tokens differ"
+    return f"{NUM_TOKENS} tokens equal ({engine.attention.backend.name})"
+
+
+def check_logits(device: torch.device) -> str:
+    """Log-probabilities of a prompt's tokens: float32 near transformers', bfloat16 no worse than transformers' own."""
+    ids = torch.tensor([PROMPT])
+    truth = _transformers_logprobs(ids, torch.float32, torch.device("cpu"))
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        engine = build_demo_engine(dtype, device, 1)
+        open_row(engine.rows, 0, PROMPT, SamplingParams(temperature=0.0))
+        count = len(PROMPT) - 1
+        step = engine.runner.launch([Slice(0, 0, count, num_logits=count, num_given=count)]).collect()
+        ours = torch.tensor([one.logprob for one in step.logprobs if one is not None])
+        error = (ours - truth).abs().max().item()
+        bound = 1e-3
+        if dtype == "bfloat16":
+            theirs = _transformers_logprobs(ids, torch.bfloat16, device)
+            bound = 1.5 * (theirs - truth).abs().max().item() + 0.01
+        assert error <= bound, f"{dtype}: off by {error:.2g}, allowed {bound:.2g}"
+        found.append(f"{dtype} off by {error:.1e} (allowed {bound:.1e})")
+    return ", ".join(found)
+
+
+def _transformers_logprobs(ids: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of each token after the first."""
+    model: Any = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=dtype).to(device)
+    with torch.inference_mode():
+        logits = model(ids.to(device)).logits[0, :-1].float().cpu()
+    return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+def check_graphs(device: torch.device) -> str:
+    """Tokens of all kinds of sampling: eager step by step, graphs, and graphs two steps ahead without one wait."""
+    everyone = range(len(SAMPLINGS))
+    prompts = [PROMPT[: 3 + 5 * row] for row in everyone]
+    answers: dict[str, list[list[int]]] = {}
+    for name, graph_rows, ahead in (("eager", 0, 0), ("graphs", len(SAMPLINGS), 0), ("ahead", len(SAMPLINGS), AHEAD)):
+        engine = build_demo_engine("float32", device, len(SAMPLINGS), graph_rows)
+        for row in everyone:
+            open_row(engine.rows, row, prompts[row], SAMPLINGS[row])
+        launched, told = [], []
+        for step in range(NUM_TOKENS):
+            slices = [
+                Slice(row, 0, len(prompts[row]), 1) if step == 0 else Slice(row, len(prompts[row]) + step - 1, 1, 1)
+                for row in everyone
+            ]
+            with without_waiting(device):
+                launched.append(engine.runner.launch(slices))
+            if len(launched) > ahead:
+                told.append(launched.pop(0).collect().tokens)
+        told += [step.collect().tokens for step in launched]
+        answers[name] = [list(answer) for answer in zip(*told, strict=True)]
+    for name, own in answers.items():
+        different = [row for row in everyone if own[row] != answers["eager"][row]]
+        assert not different, f"{name}: rows {different} differ from eager's"
+    return f"{len(SAMPLINGS)} kinds of sampling, {NUM_TOKENS} tokens each equal; no launch waited"

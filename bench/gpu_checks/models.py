@@ -1,0 +1,97 @@
+"""Models with random weights in the shapes of well-known ones, made on the device: for checks that need no files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.engine import Engine, Loaded, assemble_engine
+from engine.model.assemble import build_decoder, expected_shapes
+from engine.model.checkpoint import Checkpoint, TensorEntry
+from engine.model.config import ModelConfig, build_config
+from engine.model.linear import Quantization
+from worker.table import num_rows_for
+
+PAGE_TOKENS = 16
+
+
+def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> Mapping[str, Any]:
+    """A config.json."""
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    }
+
+
+SHAPES = {
+    "1B": llama(2048, 8192, 16, 32, 8, 128_256, True),  # Llama-3.2-1B
+    "8B": llama(4096, 14336, 32, 32, 8, 128_256, False),  # Llama-3-8B
+    "tiny": llama(256, 512, 2, 4, 2, 1024, True),
+}
+
+
+class RandomCheckpoint(Checkpoint):
+    """Tensors of a config's shapes, drawn when they are taken; small enough that activations stay finite."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        shapes = expected_shapes(config)
+        if config.is_tied:
+            del shapes["lm_head.weight"]
+        self._device = device
+        self.entries = {
+            name: TensorEntry(Path(), "BF16", shape, 0, 2 * torch.Size(shape).numel()) for name, shape in shapes.items()
+        }
+
+    def tensor(self, name: str) -> Tensor:
+        """See `Checkpoint.tensor`, but on the device."""
+        shape = self.entries[name].shape
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16, device=self._device)
+        return torch.randn(shape, dtype=torch.bfloat16, device=self._device).mul_(shape[1] ** -0.5)
+
+    def borrow(self, name: str) -> Tensor:
+        """See `Checkpoint.borrow`, but on the device."""
+        return self.tensor(name)
+
+
+def load_random(shape: str, device: torch.device, quantization: Quantization = "none") -> Loaded:
+    """One of SHAPES in bfloat16."""
+    config = build_config(SHAPES[shape])
+    decoder = build_decoder(
+        config, RandomCheckpoint(config, device), torch.bfloat16, device, lambda done, total: None, quantization
+    )
+    return Loaded(Path(shape), shape, decoder)
+
+
+def build_random_engine(
+    shape: str,
+    device: torch.device,
+    max_running: int,
+    context_tokens: int,
+    draft: str = "",
+    quantization: Quantization = "none",
+    has_graphs: bool = True,
+) -> Engine:
+    """With room for `max_running` sequences of `context_tokens`; warmed up, with graphs for as many on a GPU."""
+    engine = assemble_engine(
+        load_random(shape, device, quantization),
+        load_random(draft, device, quantization) if draft else None,
+        page_tokens=PAGE_TOKENS,
+        num_rows=num_rows_for(max_running),
+        size_pool=lambda _context, _bytes, _gpu: max_running * -(-context_tokens // PAGE_TOKENS),
+        max_context_tokens=context_tokens,
+    )
+    engine.warm_up(max_running if has_graphs else 0)
+    return engine
