@@ -12,6 +12,7 @@ from engine.model.assemble import OnProgress
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.weights import load_model, resolve_model_folder, weight_fingerprint
+from engine.out_of_memory import explain_full_gpu
 from engine.rows import Rows
 from engine.runner import Runner
 
@@ -54,8 +55,8 @@ class Engine:
         return found
 
 
-SizePool = Callable[[int, int, int | None], int]
-"""(model's context in tokens, bytes of a page, free bytes of the GPU or None) |-> pages"""
+SizePool = Callable[[int, int, tuple[int, int] | None], int]
+"""(model's context in tokens, bytes of a page, bytes of the GPU and those taken of them or None) |-> pages"""
 
 
 def build_engine(
@@ -78,17 +79,18 @@ def build_engine(
     torch.set_num_threads(threads)
     device = choose_device(device_name)
     folder = resolve_model_folder(model)
-    decoder = load_model(folder, dtype, device, on_progress)
-    config = decoder.config
-    context_tokens = min(config.context_tokens, max_context_tokens or config.context_tokens)
-    draft = _load_draft(draft_model, decoder, context_tokens) if draft_model else None
+    with explain_full_gpu(device, folder):
+        decoder = load_model(folder, dtype, device, on_progress)
+        config = decoder.config
+        context_tokens = min(config.context_tokens, max_context_tokens or config.context_tokens)
+        draft = _load_draft(draft_model, decoder, context_tokens) if draft_model else None
     attention = choose_attention(config.attention_shape, device, decoder.dtype)
     shape = _pool_shape(decoder, page_tokens)
     draft_shape = _pool_shape(draft.decoder, page_tokens) if draft else None
     page_bytes = shape.page_bytes + (draft_shape.page_bytes if draft_shape else 0)
-    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     rows = Rows(num_rows, context_tokens, page_tokens, config.vocab_size, device)
-    pool = Pool(shape.with_pages(size_pool(config.context_tokens, page_bytes, free_bytes)), device, draft_shape)
+    num_pages = size_pool(config.context_tokens, page_bytes, _gpu_memory(device))
+    pool = Pool(shape.with_pages(num_pages), device, draft_shape)
     return Engine(
         folder=folder,
         config=config,
@@ -142,6 +144,14 @@ def _build_draft_runner(draft: _Draft, pool: Pool, rows: Rows) -> Runner:
 def _pool_shape(decoder: Decoder, page_tokens: int) -> PoolShape:
     config = decoder.config
     return PoolShape(1, config.num_layers, config.num_kv_heads, page_tokens, config.head_dim, decoder.dtype)
+
+
+def _gpu_memory(device: torch.device) -> tuple[int, int] | None:
+    """Bytes that the GPU has, and that torch holds of them in this process; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()  # what loading is done with
+    return torch.cuda.mem_get_info(device)[1], torch.cuda.memory_reserved(device)
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -21,6 +21,7 @@ NO_DRAFT = "none"
 MIN_SECRET_CHARS = 16
 MAX_THREADS = 4096  # OpenMP ends a process that cannot have all it wants
 MAX_MEMORY_MIB = 1 << 24  # 16 TiB: more than a host has
+GPU_SHARE = 0.9  # of a GPU's memory, for all workers on it together
 MAX_GRAMMAR_CPU_S = 86_400  # ten times that in milliseconds fits into the C int of poll()
 MAX_BODY_BYTES = 2**31 - 1  # gRPC's limit of a message is a C int
 
@@ -71,7 +72,9 @@ class EngineConfig(Settings):
     page_tokens: int = 16
     """Tokens in a KV page; the same on all workers."""
     kv_memory_mib: int = 0
-    """Memory of one worker's KV pool; 0 takes what its longest batch needs, within its share of what is free."""
+    """Memory of one worker's KV pool; 0 takes what its longest batch needs, within its share of memory."""
+    gpu_memory_share: float = 0.0
+    """Share of its GPU's whole memory that a worker may take; 0 is 0.9, divided among those of `baton serve` on it."""
     max_context_tokens: int = 0
     """Most tokens in prompt and answer together; 0 is the model's limit."""
     threads: int = 0
@@ -83,6 +86,9 @@ class EngineConfig(Settings):
         self.require("page_tokens", is_power, "a power of two such as 16")
         self.require_count("page_tokens", 1)
         self.require_count("kv_memory_mib", 0, MAX_MEMORY_MIB)
+        self.require(
+            "gpu_memory_share", 0 <= self.gpu_memory_share <= 1, "a number above 0 and at most 1, or 0 for auto"
+        )
         self.require_count("max_context_tokens", 0)
         self.require_count("threads", 0, MAX_THREADS)
         self.require("draft_model", bool(self.draft_model), 'a folder, a hub id, "auto" or "none"')
@@ -214,7 +220,7 @@ class ListenConfig(Settings):
     metrics_port: int = 0
     """Port of /metrics; 0 takes any free one."""
     kv_memory_share: float = 0.25
-    """Share of free memory that an automatic KV pool may take."""
+    """Share of free main memory that an automatic KV pool may take on a CPU; see gpu_memory_share for GPUs."""
     ready_fd: int | None = None
     """File descriptor on which to report progress, given by `baton serve`."""
 
