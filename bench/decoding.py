@@ -50,7 +50,7 @@ def build_eager_speculator(drafters: Mapping[str, Drafter]) -> Speculator:
 
 def build_table(engine: Engine) -> SequenceTable:
     """Of as many sequences as the engine has rows for. Nothing is cached."""
-    cache = PrefixCache(engine.pool.num_pages, engine.pool.generations)
+    cache = PrefixCache(engine.num_pages, engine.pool.generations)
     max_running = engine.rows.num_rows // num_rows_for(1)
     return SequenceTable(cache, engine.pool.shape.page_tokens, max_running, lease_s=60.0)
 

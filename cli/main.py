@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 from cli.certs import certs
 from cli.chat import chat
 from cli.decode import decode
+from cli.doctor import doctor
 from cli.drain import drain
 from cli.gateway import gateway
 from cli.prefill import prefill
@@ -23,8 +24,8 @@ from runtime.settings import ConfigError
 app = App(
     name="baton",
     help="LLM inference with prefill and decode in separate processes.",
-    help_epilogue="serve, gateway, prefill and decode take every option also as a variable, BATON_PORT for --port, and "
-    "as a key of the --config file. The command line is strongest, then the environment, then the file.",
+    help_epilogue="serve, gateway, prefill, decode and doctor take every option also as a variable, BATON_PORT for "
+    "--port, and as a key of the --config file. The command line is strongest, then the environment, then the file.",
     default_parameter=Parameter(env_var_split=split_variable, negative_iterable=()),
     result_action="return_value",
 )
@@ -32,6 +33,7 @@ app.command(serve)
 app.command(gateway)
 app.command(prefill)
 app.command(decode)
+app.command(doctor)
 app.command(chat, config=())
 app.command(status, config=())
 app.command(certs, config=())

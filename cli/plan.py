@@ -1,17 +1,18 @@
 """Which processes make up a service on one machine, and the command line of each. Pure: values in, values out."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
+from runtime.config_parts import GPU_SHARE
 from runtime.events import Ready
 from runtime.settings import Settings, field_names, flag
 
 LOOPBACK = "127.0.0.1"
-GPU_SHARE = 0.8  # of the memory left over by weights, for the KV pools of all workers together
-HOST_SHARE = 0.5
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+HOST_SHARE = 0.5  # of free main memory, for the KV pools of all workers together
 PROGRAM = (sys.executable, "-P", "-m", "cli.main")  # -P: a folder `cli` where the user stands is not ours
 
 SettingsType = TypeVar("SettingsType", bound=Settings)
@@ -26,17 +27,62 @@ class ChildSpec:
     environment: Mapping[str, str]  # added to the supervisor's own, from which BATON_* is removed
 
 
-def plan_workers(config: ServeConfig, program: tuple[str, ...] = PROGRAM) -> list[ChildSpec]:
-    """The workers, prefill first."""
-    total_share = GPU_SHARE if config.device == "cuda" else HOST_SHARE
-    share = total_share / (config.prefill_workers + config.decode_workers)
-    prefill = derive(PrefillConfig, config, max_running=config.prefill_max_running, kv_memory_share=share)
-    decode = derive(DecodeConfig, config, max_running=config.decode_max_running, kv_memory_share=share)
-    commands = {"prefill": (prefill, config.prefill_workers), "decode": (decode, config.decode_workers)}
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """A worker: its settings, and the GPUs that it sees."""
+
+    name: str  # such as "decode-0"
+    role: str
+    settings: PrefillConfig | DecodeConfig
+    gpu: int  # its own among those given; 0 without any
+    environment: Mapping[str, str]
+
+
+def divide(config: ServeConfig, gpus: Sequence[str]) -> list[WorkerPlan]:
+    """The workers, prefill first, and their shares of the machine.
+
+    `gpus`: what processes started here see, by names of CUDA_VISIBLE_DEVICES. Workers take them in turn, so that none
+    has two more than another, and no prefill worker shares with a decode worker while a GPU is free. Each sees all,
+    its own first: CUDA IPC needs the peer's. Raises ConfigError when those on one GPU want more than all of it.
+    """
+    gpus = () if config.device == "cpu" else tuple(gpus)
+    roles = ["prefill"] * config.prefill_workers + ["decode"] * config.decode_workers
+    num_places = max(1, len(gpus))  # where the driver could not be asked, all are taken to share one
+    plans = []
+    for rank, role in enumerate(roles):
+        gpu = rank % num_places
+        num_sharing = len(range(gpu, len(roles), num_places))
+        shares = {"kv_memory_share": HOST_SHARE / len(roles)}
+        if gpus or config.device == "cuda":
+            shares["gpu_memory_share"] = share_gpu(config, num_sharing)
+        order = (*gpus[gpu:], *gpus[:gpu])
+        environment = {VISIBLE: ",".join(order)} if len(gpus) > 1 else {}
+        name = f"{role}-{rank if role == 'prefill' else rank - config.prefill_workers}"
+        plans.append(WorkerPlan(name, role, derive_worker(role, config, shares), gpu, environment))
+    return plans
+
+
+def derive_worker(role: str, config: ServeConfig, shares: Mapping[str, float]) -> PrefillConfig | DecodeConfig:
+    """One worker's settings."""
+    if role == "prefill":
+        return derive(PrefillConfig, config, max_running=config.prefill_max_running, **shares)
+    return derive(DecodeConfig, config, max_running=config.decode_max_running, **shares)
+
+
+def share_gpu(config: ServeConfig, num_sharing: int) -> float:
+    """What one of the `num_sharing` workers on a GPU may take of it."""
+    most = 1 / num_sharing
+    is_possible = config.gpu_memory_share <= most
+    config.require("gpu_memory_share", is_possible, f"{most:.3g} or less: {num_sharing} workers share a GPU")
+    return config.gpu_memory_share or GPU_SHARE / num_sharing
+
+
+def plan_workers(config: ServeConfig, gpus: Sequence[str] = (), program: tuple[str, ...] = PROGRAM) -> list[ChildSpec]:
+    """The processes of the workers, prefill first. `gpus`: see `divide`."""
+    secret = secret_environment(config)
     return [
-        ChildSpec(f"{role}-{index}", (*program, role, *build_flags(settings)), secret_environment(config))
-        for role, (settings, count) in commands.items()
-        for index in range(count)
+        ChildSpec(plan.name, (*program, plan.role, *build_flags(plan.settings)), {**secret, **plan.environment})
+        for plan in divide(config, gpus)
     ]
 
 

@@ -17,6 +17,7 @@ from cli.supervisor import STOP_MARGIN_S, Supervisor
 from runtime import rpc
 from runtime.config import ServeConfig
 from runtime.events import Ready
+from runtime.gpus import visible_gpus
 from runtime.settings import ConfigError, flag
 from runtime.trust import load_trust
 
@@ -62,4 +63,5 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
                 left.enter_context(left_secret(config.fleet_secret, (*prefill, *decode), screen.tell))
             return plan_gateway(config, served_name, prefill, decode, program)
 
-        return await Supervisor(screen, config.start_timeout_s, stop_s).run(plan_workers(config, program), plan)
+        workers = plan_workers(config, visible_gpus(), program)
+        return await Supervisor(screen, config.start_timeout_s, stop_s).run(workers, plan)

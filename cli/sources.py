@@ -24,6 +24,7 @@ CONFIG_TYPES: Mapping[str, type[Settings]] = {  # command |-> its settings
     "gateway": GatewayConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
+    "doctor": ServeConfig,
 }
 OTHER_VARIABLES = ("config", "url")  # options of the program itself, and of `chat` and `status`
 

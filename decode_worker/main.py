@@ -40,7 +40,8 @@ class DecodeRole(Role):
         speculator = build_speculator(engine, config)
         budget = Budget(config.local_prefill_chunk_tokens, "--local-prefill-chunk-tokens")
         self.loop = DecodeLoop(
-            speculator, table, engine.runner, engine.rows, engine.pool, budget, publish, self.metrics
+            speculator, table, engine.runner, engine.rows, engine.pool, budget, publish, self.metrics,
+            worker.steps_ahead,
         )  # fmt: skip
         self._intake = Intake(worker, config, self.loop.thread, self.metrics)
         compiler = GrammarCompiler(engine.folder, engine.config.vocab_size, config.grammar_cpu_s)

@@ -2,19 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from engine.attention.choose import AttentionChoice, choose_attention
+from engine.graphs import CudaCapture, OnCaptured, choose_sizes
 from engine.kvcache.pool import Pool, PoolShape
 from engine.model.assemble import OnProgress
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.linear import Quantization
 from engine.model.weights import load_model, resolve_model_folder, weight_fingerprint
+from engine.out_of_memory import explain_failed_warm_up, explain_full_gpu
 from engine.rows import Rows
 from engine.runner import Runner
+
+KvDType = Literal["auto", "fp8"]  # of pages; auto: the model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +34,46 @@ class Engine:
     device: torch.device
     attention: AttentionChoice
     pool: Pool
+    padding_page: int | None  # the pool's last page on a GPU: captured steps use it, sequences do not
     rows: Rows  # of both models
     runner: Runner
     draft_weights: str  # fingerprint of the draft model; empty without one
     draft_runner: Runner | None  # the draft model over the second part of the same pages
     quantization: Quantization = "none"  # of both models
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool that sequences may have."""
+        return self.pool.num_pages if self.padding_page is None else self.padding_page
+
+    @property
+    def kv_dtype(self) -> str:
+        """Of the pages, like `dtype`, or "float8_e4m3fn"."""
+        return _name(self.pool.shape.dtype)
+
+    @property
+    def steps_ahead(self) -> int:
+        """How many steps are best launched before the last one is collected: a CPU computes when it launches."""
+        return 1 if self.device.type == "cuda" else 0
+
+    def warm_up(self, graph_rows: int, on_captured: OnCaptured = lambda done, total: None) -> None:
+        """On a GPU: build and load all kernels now rather than in the first requests, and capture graphs.
+
+        graph_rows: plain steps of up to so many sequences are graphs from now on; 0: none. ValueError says what cannot
+        be built. Nothing happens on a CPU.
+        """
+        if self.padding_page is None:
+            return
+        runners = [runner for runner in (self.runner, self.draft_runner) if runner is not None]
+        sizes = len(choose_sizes(graph_rows)) if graph_rows else 0
+        try:
+            for number, runner in enumerate(runners):
+                runner.warm_up(self.padding_page)
+                if graph_rows:
+                    told = partial(_tell_all, on_captured, number * sizes, len(runners) * sizes)
+                    runner.capture_graphs(CudaCapture(), self.padding_page, graph_rows, told)
+        except Exception as error:
+            raise explain_failed_warm_up(error) from error
 
     def describe(self) -> dict[str, str]:
         """What people want to know at start."""
@@ -57,8 +98,17 @@ class Engine:
         return found
 
 
-SizePool = Callable[[int, int, int | None], int]
-"""(model's context in tokens, bytes of a page, free bytes of the GPU or None) |-> pages"""
+SizePool = Callable[[int, int, tuple[int, int] | None], int]
+"""(model's context in tokens, bytes of a page, bytes of the GPU and those taken of them or None) |-> pages"""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model with its weights on the device."""
+
+    folder: Path  # of the checkpoint
+    weights: str  # fingerprint
+    decoder: Decoder
 
 
 def build_engine(
@@ -73,6 +123,7 @@ def build_engine(
     on_progress: OnProgress,
     max_context_tokens: int = 0,
     quantization: Quantization = "none",
+    kv_dtype: KvDType = "auto",
 ) -> Engine:
     """Load a model by folder or hub id, a draft model too unless `draft_model` is empty, and allocate their pool.
 
@@ -82,25 +133,47 @@ def build_engine(
     torch.set_num_threads(threads)
     device = choose_device(device_name)
     folder = resolve_model_folder(model)
-    decoder = load_model(folder, dtype, device, on_progress, quantization)
-    config = decoder.config
-    context_tokens = min(config.context_tokens, max_context_tokens or config.context_tokens)
-    draft = _load_draft(draft_model, decoder, context_tokens, quantization) if draft_model else None
-    attention = choose_attention(config.attention_shape, config.windows, device, decoder.dtype)
-    shape = _pool_shape(decoder, page_tokens)
-    draft_shape = _pool_shape(draft.decoder, page_tokens) if draft else None
+    with explain_full_gpu(device, folder):
+        decoder = load_model(folder, dtype, device, on_progress, quantization)
+        context_tokens = _resolve_context(decoder, max_context_tokens)
+        draft = _load_draft(draft_model, decoder, context_tokens, quantization) if draft_model else None
+    loaded = Loaded(folder, weight_fingerprint(folder, quantization), decoder)
+    return assemble_engine(
+        loaded, draft, page_tokens, num_rows, size_pool, max_context_tokens, quantization, kv_dtype
+    )  # fmt: skip
+
+
+def assemble_engine(
+    model: Loaded,
+    draft: Loaded | None,
+    page_tokens: int,
+    num_rows: int,
+    size_pool: SizePool,
+    max_context_tokens: int = 0,
+    quantization: Quantization = "none",
+    kv_dtype: KvDType = "auto",
+) -> Engine:
+    """Pages, rows and attention for models that are loaded; what `build_engine` says of the rest."""
+    decoder, config, device = model.decoder, model.decoder.config, model.decoder.device
+    attention = choose_attention(
+        config.attention_shape, config.windows, device, decoder.dtype, resolve_kv_dtype(kv_dtype, decoder.dtype)
+    )
+    shape = _pool_shape(decoder, page_tokens, kv_dtype)
+    draft_shape = _pool_shape(draft.decoder, page_tokens, kv_dtype) if draft else None
     page_bytes = shape.page_bytes + (draft_shape.page_bytes if draft_shape else 0)
-    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    rows = Rows(num_rows, context_tokens, page_tokens, config.vocab_size, device)
-    pool = Pool(shape.with_pages(size_pool(config.context_tokens, page_bytes, free_bytes)), device, draft_shape)
+    rows = Rows(num_rows, _resolve_context(decoder, max_context_tokens), page_tokens, config.vocab_size, device)
+    num_pages = size_pool(config.context_tokens, page_bytes, _gpu_memory(device))
+    has_padding = device.type == "cuda"
+    pool = Pool(shape.with_pages(num_pages + has_padding), device, draft_shape)
     return Engine(
-        folder=folder,
+        folder=model.folder,
         config=config,
-        weights=weight_fingerprint(folder, quantization),
-        dtype=str(decoder.dtype).removeprefix("torch."),
+        weights=model.weights,
+        dtype=_name(decoder.dtype),
         device=device,
         attention=attention,
         pool=pool,
+        padding_page=num_pages if has_padding else None,
         rows=rows,
         runner=Runner(decoder, attention.backend, pool.tensor, rows),
         draft_weights=draft.weights if draft else "",
@@ -109,19 +182,26 @@ def build_engine(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    weights: str  # fingerprint
-    decoder: Decoder
+def resolve_kv_dtype(kv_dtype: KvDType, model_dtype: torch.dtype) -> torch.dtype:
+    """Of the pages: the model's, unless asked for otherwise."""
+    return torch.float8_e4m3fn if kv_dtype == "fp8" else model_dtype
 
 
-def _load_draft(draft_model: str, target: Decoder, context_tokens: int, quantization: Quantization) -> _Draft:
+def _resolve_context(decoder: Decoder, max_context_tokens: int) -> int:
+    return min(decoder.config.context_tokens, max_context_tokens or decoder.config.context_tokens)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _load_draft(draft_model: str, target: Decoder, context_tokens: int, quantization: Quantization) -> Loaded:
     """The draft model in the dtype and on the device of `target`, quantised like it.
 
     Raises ValueError when it does not go with it, or takes fewer than `context_tokens`, the most in a sequence.
     """
     folder = resolve_model_folder(draft_model)
-    decoder = load_model(folder, str(target.dtype).removeprefix("torch."), target.device, quantization=quantization)
+    decoder = load_model(folder, _name(target.dtype), target.device, quantization=quantization)
     here, there = target.config.vocab_size, decoder.config.vocab_size
     if here != there:
         raise ValueError(
@@ -134,19 +214,34 @@ def _load_draft(draft_model: str, target: Decoder, context_tokens: int, quantiza
             f"{context_tokens}: set --max-context-tokens {decoder.config.context_tokens} or less, or choose another "
             "--draft-model, or none"
         )
-    return _Draft(weight_fingerprint(folder, quantization), decoder)
+    return Loaded(folder, weight_fingerprint(folder, quantization), decoder)
 
 
-def _build_draft_runner(draft: _Draft, pool: Pool, rows: Rows) -> Runner:
+def _build_draft_runner(draft: Loaded, pool: Pool, rows: Rows) -> Runner:
     assert pool.draft_tensor is not None
-    decoder = draft.decoder
-    attention = choose_attention(decoder.config.attention_shape, decoder.config.windows, decoder.device, decoder.dtype)
+    decoder, config = draft.decoder, draft.decoder.config
+    attention = choose_attention(
+        config.attention_shape, config.windows, decoder.device, decoder.dtype, pool.draft_tensor.dtype
+    )
     return Runner(decoder, attention.backend, pool.draft_tensor, rows)
 
 
-def _pool_shape(decoder: Decoder, page_tokens: int) -> PoolShape:
+def _pool_shape(decoder: Decoder, page_tokens: int, kv_dtype: KvDType) -> PoolShape:
     config = decoder.config
-    return PoolShape(1, config.num_layers, config.num_kv_heads, page_tokens, config.head_dim, decoder.dtype)
+    dtype = resolve_kv_dtype(kv_dtype, decoder.dtype)
+    return PoolShape(1, config.num_layers, config.num_kv_heads, page_tokens, config.head_dim, dtype)
+
+
+def _gpu_memory(device: torch.device) -> tuple[int, int] | None:
+    """Bytes that the GPU has, and that torch holds of them in this process; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()  # what loading is done with
+    return torch.cuda.mem_get_info(device)[1], torch.cuda.memory_reserved(device)
+
+
+def _tell_all(on_captured: OnCaptured, before: int, total: int, done: int, _own: int) -> None:
+    on_captured(before + done, total)
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -1,4 +1,8 @@
-"""How a step that ran out of memory is recognised, and what people are told of a step that failed."""
+"""How running out of memory is recognised, and what people are told of a step or a start that failed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -31,3 +35,32 @@ def explain_failure(error: Exception, setting: str, value: int) -> StepFailedErr
     if is_out_of_memory(error):
         return StepFailedError(f"out of memory in an engine step: lower {setting} (now {value})")
     return StepFailedError(f"the engine step failed: {error}")
+
+
+@contextmanager
+def explain_full_gpu(device: torch.device, folder: Path) -> Iterator[None]:
+    """While weights are loaded from `folder`: no room on the GPU is a ValueError with numbers and what to change."""
+    free_bytes = total_bytes = 0
+    try:
+        if device.type == "cuda":
+            free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        yield
+    except RuntimeError as error:
+        if device.type != "cuda" or not is_out_of_memory(error):
+            raise
+        checkpoint_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        raise ValueError(
+            f"no room on the GPU for the weights: their files have {checkpoint_bytes >> 20} MiB, and "
+            f"{free_bytes >> 20} of the GPU's {total_bytes >> 20} MiB were free at the start: set CUDA_VISIBLE_DEVICES "
+            "to a GPU with more, or a smaller --model"
+        ) from error
+
+
+def explain_failed_warm_up(error: Exception) -> ValueError:
+    """A GPU's kernels could not be built or run, or its graphs not be captured, before the first request."""
+    if is_out_of_memory(error):
+        return ValueError(f"no room on the GPU for the first steps and graphs: lower --gpu-memory-share ({error})")
+    return ValueError(
+        f"the GPU's kernels cannot be built or run: {type(error).__name__}: {error}. FlashInfer compiles its own on "
+        "first use, which needs nvcc, unless they are built ahead (deploy/Dockerfile); see `baton doctor`"
+    )

@@ -23,7 +23,9 @@ from engine.sampling import sample
 from engine.sampling_batch import SamplingBatch
 from engine.staging import Stager, download, upload
 from wire.logprobs import TokenLogprobs
+from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
+WARM_UP_TOKENS = (1, 5, 100)  # one new token, several, and more than kernels for few rows take
 PIECE_VALUES = 1 << 27  # logits held at once: 512 MiB of float32, 1,048 rows of 128,000 tokens
 
 
@@ -88,6 +90,16 @@ class Runner:
         self._graphs = DecodeGraphs(
             self._model, self._attention, self._pages, self._rows, padding_page, max_rows, capture, on_progress
         )  # fmt: skip
+
+    def warm_up(self, padding_page: int) -> None:
+        """Run prompts of a few lengths in the free row 0, all on one page: whatever is compiled or loaded then is."""
+        rows = self._rows
+        for count in WARM_UP_TOKENS:
+            count = min(count, rows.width - MAX_DRAFT_TOKENS)
+            rows.open(0, np.zeros(count, np.int32), SamplingParams(), count)
+            rows.write_pages(0, 0, [padding_page] * -(-count // rows.page_tokens))
+            self.launch([Slice(0, 0, count, num_logits=1)]).collect()
+            rows.close(0)
 
     @property
     def vocab_size(self) -> int:

@@ -41,7 +41,9 @@ class PrefillRole(Role):
 
         runner = engine.runner if engine.draft_runner is None else BothRunners(engine.runner, engine.draft_runner)
         budget = Budget(config.chunk_tokens, "--chunk-tokens")
-        self.loop = PrefillLoop(table, runner, engine.rows, engine.pool, budget, publish, self.metrics)
+        self.loop = PrefillLoop(
+            table, runner, engine.rows, engine.pool, budget, publish, self.metrics, worker.steps_ahead
+        )
         self._service = PrefillService(worker, config, self.loop.thread, self._offers, self.metrics)
 
     def add_to(self, server: grpc.aio.Server) -> None:

@@ -12,6 +12,7 @@ from wire.sampling import MAX_DRAFT_TOKENS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8"]
+KvDType = Literal["auto", "fp8"]
 Device = Literal["auto", "cpu", "cuda"]
 Transport = Literal["auto", "shm", "grpc"]
 ToolFormat = Literal["auto", "none", "hermes", "inline", "llama3", "mistral", "mistral-args"]
@@ -22,6 +23,7 @@ NO_DRAFT = "none"
 MIN_SECRET_CHARS = 16
 MAX_THREADS = 4096  # OpenMP ends a process that cannot have all it wants
 MAX_MEMORY_MIB = 1 << 24  # 16 TiB: more than a host has
+GPU_SHARE = 0.9  # of a GPU's memory, for all workers on it together
 MAX_GRAMMAR_CPU_S = 86_400  # ten times that in milliseconds fits into the C int of poll()
 MAX_BODY_BYTES = 2**31 - 1  # gRPC's limit of a message is a C int
 
@@ -67,6 +69,8 @@ class EngineConfig(Settings):
     """Number type of weights and KV; auto is the checkpoint's."""
     quantization: Quantization = "none"
     """Round the weights of layers at start: fp8 halves what a step reads of them; the same on all workers."""
+    kv_dtype: KvDType = "auto"
+    """Number type of KV pages: auto is that of the weights, fp8 halves them at some loss; the same on all workers."""
     draft_model: str = "auto"
     """Small model that guesses ahead: a folder, a hub id, "none", or auto: the demo's own beside the demo model."""
     device: Device = "auto"
@@ -74,9 +78,15 @@ class EngineConfig(Settings):
     page_tokens: int = 16
     """Tokens in a KV page; the same on all workers."""
     kv_memory_mib: int = 0
-    """Memory of one worker's KV pool; 0 takes what its longest batch needs, within its share of what is free."""
+    """Memory of one worker's KV pool; 0 takes what its longest batch needs, within its share of memory."""
+    gpu_memory_share: float = 0.0
+    """Share of its GPU's whole memory that a worker may take; 0 is 0.9, divided among those of `baton serve` on it."""
     max_context_tokens: int = 0
     """Most tokens in prompt and answer together; 0 is the model's limit."""
+    cuda_graphs: bool = True
+    """Decode on GPUs by captured graphs; without, each kernel is launched by itself."""
+    steps_ahead: int | None = None
+    """Steps launched before the last one is collected, 0 or 1. Default: 1 on a GPU, else 0."""
     threads: int = 0
     """CPU threads of each worker; 0 is one per core, because prefill and decode are rarely busy at once."""
 
@@ -86,8 +96,12 @@ class EngineConfig(Settings):
         self.require("page_tokens", is_power, "a power of two such as 16")
         self.require_count("page_tokens", 1)
         self.require_count("kv_memory_mib", 0, MAX_MEMORY_MIB)
+        self.require(
+            "gpu_memory_share", 0 <= self.gpu_memory_share <= 1, "a number above 0 and at most 1, or 0 for auto"
+        )
         self.require_count("max_context_tokens", 0)
         self.require_count("threads", 0, MAX_THREADS)
+        self.require("steps_ahead", self.steps_ahead in (None, 0, 1), "0 or 1")
         self.require("draft_model", bool(self.draft_model), 'a folder, a hub id, "auto" or "none"')
 
 
@@ -217,7 +231,7 @@ class ListenConfig(Settings):
     metrics_port: int = 0
     """Port of /metrics; 0 takes any free one."""
     kv_memory_share: float = 0.25
-    """Share of free memory that an automatic KV pool may take."""
+    """Share of free main memory that an automatic KV pool may take on a CPU; see gpu_memory_share for GPUs."""
     ready_fd: int | None = None
     """File descriptor on which to report progress, given by `baton serve`."""
 

@@ -3,14 +3,21 @@
 Knows cores and memory as containers limit them, nothing of torch: memory of a GPU is passed in.
 """
 
+import math
 import os
 import re
 from pathlib import Path
 
 from runtime.config import DecodeConfig, PrefillConfig
+from runtime.config_parts import GPU_SHARE
 from runtime.settings import ConfigError
 
 CGROUP = Path("/sys/fs/cgroup")
+GPU_RESERVE_BYTES = 2 << 30
+"""Left in a worker's share of a GPU for what comes after the pool: CUDA's context and libraries 0.5 GiB, workspaces of
+attention 0.4, CUDA graphs 0.3, and activations: logits of 64 rows x 128k tokens x 4 bytes, copied a few times when they
+are sampled, are most of 0.2. Not quite doubled, as none of it has been measured on a GPU yet."""
+MIB = 1 << 20
 
 
 def num_cores() -> int:
@@ -74,16 +81,64 @@ def resolve_num_pages(
     return num_pages
 
 
-def size_pool(
-    config: PrefillConfig | DecodeConfig, model_context_tokens: int, page_bytes: int, gpu_free_bytes: int | None
+def resolve_gpu_pages(
+    config: PrefillConfig | DecodeConfig, *, context_tokens: int, page_bytes: int, total_bytes: int, taken_bytes: int
 ) -> int:
-    """Pages of this worker's pool. Raises ConfigError when not even one context fits."""
-    return resolve_num_pages(
-        config,
-        context_tokens=resolve_context(config.max_context_tokens, model_context_tokens),
-        page_bytes=page_bytes,
-        available_bytes=available_memory_bytes() if gpu_free_bytes is None else gpu_free_bytes,
+    """Pages of an automatic pool on a GPU of `total_bytes`, of which this process has `taken_bytes`.
+
+    Room for `max_running` full contexts, within the worker's share of the GPU. What others have taken does not count:
+    workers whose shares fit together fit in any order of start. Raises ConfigError when not one full context fits.
+    """
+    share = config.gpu_memory_share or GPU_SHARE
+    left_bytes = max(0, int(total_bytes * share) - taken_bytes - GPU_RESERVE_BYTES)
+    affordable, pages_per_context = left_bytes // page_bytes, -(-context_tokens // config.page_tokens)
+    if affordable >= pages_per_context:
+        return min(config.max_running * pages_per_context, affordable)
+    wanted_bytes = pages_per_context * page_bytes
+    wanted_share = math.ceil((taken_bytes + GPU_RESERVE_BYTES + wanted_bytes) / total_bytes * 100) / 100
+    if affordable:
+        advice = f"--max-context-tokens {affordable * config.page_tokens} or less"
+    elif wanted_share <= 1:
+        advice = f"--gpu-memory-share {wanted_share:g} or more"
+    else:
+        advice = "--model to a smaller one"
+    raise ConfigError(
+        f"the GPU has no room for the KV of one context of {context_tokens} tokens: it takes {wanted_bytes // MIB} "
+        f"MiB, and {left_bytes // MIB} MiB are left of {share:.3g} x {total_bytes // MIB} MiB, of which weights take "
+        f"{taken_bytes // MIB} MiB and computing {GPU_RESERVE_BYTES // MIB} MiB: set {advice}"
     )
+
+
+def resolve_pool(
+    config: PrefillConfig | DecodeConfig,
+    model_context_tokens: int,
+    page_bytes: int,
+    gpu_memory: tuple[int, int] | None,
+    host_bytes: int,
+) -> int:
+    """Pages of a worker's pool. Raises ConfigError when not even one context fits.
+
+    `gpu_memory`: bytes that the GPU has, and that the worker has taken of them; None on a CPU, with `host_bytes` free.
+    """
+    context_tokens = resolve_context(config.max_context_tokens, model_context_tokens)
+    if gpu_memory is None or config.kv_memory_mib:
+        return resolve_num_pages(
+            config, context_tokens=context_tokens, page_bytes=page_bytes, available_bytes=host_bytes
+        )
+    total_bytes, taken_bytes = gpu_memory
+    return resolve_gpu_pages(
+        config, context_tokens=context_tokens, page_bytes=page_bytes, total_bytes=total_bytes, taken_bytes=taken_bytes
+    )
+
+
+def size_pool(
+    config: PrefillConfig | DecodeConfig,
+    model_context_tokens: int,
+    page_bytes: int,
+    gpu_memory: tuple[int, int] | None,
+) -> int:
+    """`resolve_pool` with what this host has free."""
+    return resolve_pool(config, model_context_tokens, page_bytes, gpu_memory, available_memory_bytes())
 
 
 def _meminfo_available_bytes() -> int:

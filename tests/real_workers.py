@@ -175,7 +175,7 @@ def build_kv_engine(
     runner = KvRunner(pool, rows)
     nothing = cast(AttentionChoice, None)
     engine = Engine(
-        TARGET_DIR, config, "w", "float32", device, nothing, pool, rows, cast(Runner, runner), draft_weights="",
+        TARGET_DIR, config, "w", "float32", device, nothing, pool, None, rows, cast(Runner, runner), draft_weights="",
         draft_runner=None,
     )  # fmt: skip
     return engine, runner

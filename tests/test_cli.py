@@ -170,7 +170,7 @@ class TestPlan:
     )
 
     def test_workers_get_what_is_theirs(self) -> None:
-        specs = plan_workers(self.CONFIG, ("baton",))
+        specs = plan_workers(self.CONFIG, program=("baton",))
         assert [spec.name for spec in specs] == ["prefill-0", "prefill-1", "decode-0"]
         prefill, decode = parse(*specs[0].command[1:]), parse(*specs[2].command[1:])
         assert isinstance(prefill, PrefillConfig)

@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 DEPLOY = ROOT / "deploy"
 HEAVY = {"torch", "safetensors", "xgrammar"}
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())["services"]
-STAGES = re.findall(r"^FROM \S+ AS (\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
+STAGES = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
+CUDA_OF_TORCH = {"2.11.0": "13.0"}  # by the requirements of its wheels on PyPI
 
 
 def fill_in(text: str) -> str:
@@ -93,6 +95,27 @@ def test_gpu_workers_see_both_gpus_and_use_different_ones() -> None:
     visible = [one["environment"]["CUDA_VISIBLE_DEVICES"].split(",") for one in (prefill, decode)]
     assert visible[0][0] != visible[1][0]
     assert sorted(visible[0]) == sorted(visible[1])
+
+
+def test_gpu_workers_take_a_gpu_each_by_the_programs_own_share() -> None:
+    for role in ("prefill", "decode"):
+        [worker] = find_services(role, "gpu")
+        assert parse(worker["command"]).gpu_memory_share == 0
+
+
+def test_the_cuda_image_has_flashinfers_modules_where_it_looks_and_one_cuda_throughout() -> None:
+    stages = dict(zip(STAGES, re.split(r"^FROM .*$", DOCKERFILE, flags=re.MULTILINE)[1:], strict=True))
+    [torch_version] = re.findall(r"^ARG TORCH=(\S+)$", stages["build-worker-cuda"], re.MULTILINE)
+    assert CUDA_OF_TORCH[torch_version] in re.findall(r"from=nvidia/cuda:(\d+\.\d+)", stages["build-flashinfer"])
+    assert '".[cuda]" "torch==$TORCH"' in stages["build-worker-cuda"]
+    [written] = re.findall(r"python -m bench\.gpu_checks\.prebuild (\S+)", stages["build-flashinfer"])
+    [(read, place)] = re.findall(r"^COPY --from=build-flashinfer (\S+) (\S+)$", stages["worker-cuda"], re.MULTILINE)
+    assert read == written
+    assert place.startswith("/opt/baton/") and place.endswith("/site-packages/flashinfer/data/aot")
+    [python] = set(re.findall(r"^FROM python:(\d\.\d+)-", DOCKERFILE, re.MULTILINE))
+    assert f"/python{python}/" in place
+    after = stages["worker-cuda"].index("COPY --from=build-worker-cuda")
+    assert stages["worker-cuda"].index("COPY --from=build-flashinfer") > after, "else it would be overwritten"
 
 
 @pytest.mark.parametrize("name", SERVICES)

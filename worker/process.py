@@ -36,6 +36,7 @@ class Worker:
     shutdown: Shutdown
     trust: Trust
     context_tokens: int
+    steps_ahead: int  # launched before the last one is collected
 
 
 class Role:
@@ -62,7 +63,7 @@ def run(role: str, config: ConfigT, build_role: Callable[[ConfigT, Worker], Role
 
 def _build_engine(config: ConfigT, reporter: ReadyReporter) -> Engine:
     load_trust(config)  # a bad --tls-dir is reported now rather than after loading
-    return build_engine(
+    engine = build_engine(
         config.model,
         "" if config.draft_model == NO_DRAFT else config.draft_model,
         config.dtype,
@@ -74,7 +75,11 @@ def _build_engine(config: ConfigT, reporter: ReadyReporter) -> Engine:
         reporter.loading,
         config.max_context_tokens,
         config.quantization,
+        config.kv_dtype,
     )
+    has_graphs = config.cuda_graphs and isinstance(config, DecodeConfig)  # prompts are of any length
+    engine.warm_up(config.max_running if has_graphs else 0, partial(reporter.loading, what="graphs"))
+    return engine
 
 
 async def _serve(
@@ -105,13 +110,14 @@ async def _serve(
 def build_worker(role: str, config: PrefillConfig | DecodeConfig, engine: Engine, address: str, trust: Trust) -> Worker:
     """The engine under a name of its own, with an empty table over its pages."""
     facts = PoolFacts(
-        engine.weights, engine.dtype, engine.config.num_layers, engine.config.num_kv_heads, config.page_tokens,
+        engine.weights, engine.kv_dtype, engine.config.num_layers, engine.config.num_kv_heads, config.page_tokens,
         engine.config.head_dim, engine.pool.num_pages, engine.pool.fd, engine.pool.pages_offset, engine.draft_weights,
     )  # fmt: skip
     me = build_peer(role, address, rpc.new_incarnation(), os.getpid(), rpc.host_identity(), facts)
-    cache = PrefixCache(engine.pool.num_pages, engine.pool.generations)
+    cache = PrefixCache(engine.num_pages, engine.pool.generations)
     table = SequenceTable(cache, config.page_tokens, config.max_running, config.lease_s, engine.weights)
     shutdown = Shutdown(config.drain_s, lambda: len(table))
     table.on_empty = shutdown.look_soon
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_tokens)
-    return Worker(engine, me, table, shutdown, trust, context_tokens)
+    steps_ahead = engine.steps_ahead if config.steps_ahead is None else config.steps_ahead
+    return Worker(engine, me, table, shutdown, trust, context_tokens, steps_ahead)

@@ -85,7 +85,8 @@ def check_logits(device: torch.device) -> str:
 
 def _transformers_logprobs(ids: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Of each token after the first."""
-    model: Any = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=dtype).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=dtype)
+    model.to(device)
     with torch.inference_mode():
         logits = model(ids.to(device)).logits[0, :-1].float().cpu()
     return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]

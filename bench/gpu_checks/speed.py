@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -81,7 +82,7 @@ def run_jobs(engine: Engine, jobs: Sequence[Job], speculator: Speculator = NO_SP
             tokens.setdefault(update.sequence.job.handle, []).extend(update.token_ids)
         if len([update for update in updates if update.token_ids]) == len(jobs):
             full.append((time.perf_counter(), len(tokens[jobs[0].handle])))
-    steps = [(b - a) / (n - m) for (a, m), (b, n) in zip(full, full[1:], strict=False) if n > m]
+    steps = [(b - a) / (n - m) for (a, m), (b, n) in pairwise(full) if n > m]
     return Decoded(statistics.median(steps), tokens, full[-1][0] - full[0][0])
 
 
@@ -183,7 +184,7 @@ def time_steps_alone(engine: Engine, count: int, context_tokens: int, device: to
     pages = engine.rows.page_table.shape[1]
     for row in range(count):
         engine.rows.open(row, np.zeros(context_tokens, np.int32), SamplingParams(temperature=0.0), context_tokens)
-        engine.rows.write_pages(row, 0, [page % engine.pool.num_pages for page in range(row * pages, (row + 1) * pages)])
+        engine.rows.write_pages(row, 0, [page % engine.num_pages for page in range(row * pages, (row + 1) * pages)])
     slices = [Slice(row, context_tokens - 1, 1, 1) for row in range(count)]
     seconds = time_calls(lambda: engine.runner.launch(slices), device, 20)
     for row in range(count):

@@ -8,6 +8,8 @@ from torch import Tensor
 from engine.attention.heads import Heads
 from engine.batch import Batch
 
+FP8_LIMIT = 448.0  # the largest float8_e4m3fn; pages of that type have no scale
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:

@@ -22,9 +22,13 @@ class AttentionChoice:
 
 
 def choose_attention(
-    shape: AttentionShape, windows: Collection[int | None], device: torch.device, dtype: torch.dtype
+    shape: AttentionShape,
+    windows: Collection[int | None],
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionChoice:
-    """The fastest backend that works for a model whose layers have these windows.
+    """The fastest backend that works for a model whose layers have these windows. kv_dtype: of pages; None: `dtype`.
 
     Builds the CPU kernel on first use (seconds); no compiler is no error, and neither is a missing FlashInfer.
     """
@@ -32,8 +36,8 @@ def choose_attention(
         return _choose_for_gpu(shape, windows, device, dtype)
     if device.type != "cpu":
         return AttentionChoice(TorchSdpaAttention(shape), f"device is {device.type}", is_fallback=False)
-    if dtype not in (torch.float32, torch.bfloat16):
-        return AttentionChoice(TorchSdpaAttention(shape), f"the CPU kernel has no {dtype}", is_fallback=True)
+    if unknown := {dtype, kv_dtype or dtype} - {torch.float32, torch.bfloat16}:
+        return AttentionChoice(TorchSdpaAttention(shape), f"the CPU kernel has no {unknown.pop()}", is_fallback=True)
     try:
         backend = CpuPagedAttention(shape, load_kernel("cpu_paged"))
     except BuildError as error:

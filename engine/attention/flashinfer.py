@@ -12,7 +12,7 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
-from engine.attention.base import AttentionShape
+from engine.attention.base import FP8_LIMIT, AttentionShape
 from engine.attention.heads import Heads
 from engine.batch import Batch
 from engine.kernels.gpu_layers import join_pages, turn_and_write
@@ -25,7 +25,6 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 BACKEND = "fa2"  # takes any strides; one family of modules for prefill, decode and the checking of guesses
 CUDA_CORE_GROUPS = (1, 2, 3)  # query heads a KV head up to which decode without tensor cores is as fast
-FP8_LIMIT = 448.0  # the largest float8_e4m3fn
 
 Window = int | None
 

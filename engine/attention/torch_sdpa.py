@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.attention.base import AttentionShape
+from engine.attention.base import FP8_LIMIT, AttentionShape
 from engine.attention.heads import Heads
 from engine.batch import Batch
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
@@ -36,8 +36,8 @@ class TorchSdpaAttention:
         batch = self._batch
         query, key, value = heads.turned()
         all_keys, all_values = self._layers[layer]  # each [num_pages, Hkv, page_tokens, D]
-        all_keys[batch.write_pages, :, batch.write_offsets] = key
-        all_values[batch.write_pages, :, batch.write_offsets] = value
+        all_keys[batch.write_pages, :, batch.write_offsets] = narrow(key, all_keys.dtype)
+        all_values[batch.write_pages, :, batch.write_offsets] = narrow(value, all_values.dtype)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         begin = 0
         for index, (query_len, context_len) in enumerate(
@@ -45,8 +45,8 @@ class TorchSdpaAttention:
         ):
             rows = slice(begin, begin + query_len)
             pages = batch.page_table[index, : -(-context_len // all_keys.shape[2])]
-            keys, values = (
-                rows_of_pages.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, :context_len]  # [Hkv, C, D]
+            keys, values = (  # [Hkv, C, D]
+                rows_of_pages.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, :context_len].to(query.dtype)
                 for rows_of_pages in (all_keys, all_values)
             )
             output[rows] = self._attend_one(query[rows], keys, values, window)
@@ -67,6 +67,13 @@ class TorchSdpaAttention:
             folded[None], keys[None], values[None], attn_mask=mask, scale=self._shape.scale
         )[0]
         return attended.view(num_kv_heads, group, query_len, dim).permute(2, 0, 1, 3).reshape(query.shape)
+
+
+def narrow(rows: Tensor, kv_dtype: torch.dtype) -> Tensor:
+    """Keys or values as pages hold them. Those of 8 bits have no larger numbers than 448: what is beyond becomes it."""
+    if kv_dtype is torch.float8_e4m3fn:
+        rows = rows.clamp(-FP8_LIMIT, FP8_LIMIT)
+    return rows.to(kv_dtype)
 
 
 def visible_keys(query_len: int, context_len: int, window: int | None, device: torch.device) -> Tensor:

@@ -1,0 +1,74 @@
+"""`baton doctor`: what this machine has, what `baton serve` would make of it, and why."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cli.doctor_facts import Machine, Model
+from cli.doctor_rules import Row, judge
+from runtime.config import ServeConfig
+from runtime.hardware import wait_without_spinning
+
+COLORS = {"ok": "green", "warning": "yellow", "missing": "red"}
+PIPE_WIDTH = 160  # characters, where there is no terminal to ask
+
+
+def doctor(
+    config: Annotated[ServeConfig, Parameter(name="*")] = ServeConfig(),  # noqa: B008  frozen
+    *,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Look at this machine with the settings of `baton serve`; exit code 1 when what they ask for cannot be had.
+
+    Parameters
+    ----------
+    as_json
+        Print one JSON object instead of a table.
+    """
+    wait_without_spinning()
+    from cli.doctor_probe import examine_machine, examine_model  # here, so that other commands do not wait for torch
+
+    machine = examine_machine()
+    if config.device == "cuda" and not machine.gpus:
+        model: Model | Exception = ValueError("--device cuda: there is no GPU")
+    else:
+        try:
+            model = examine_model(config)
+        except (ValueError, OSError, RuntimeError) as error:
+            model = error
+    rows = judge(config, machine, model)
+    is_ok = not any(row.status == "missing" for row in rows)
+    if as_json:
+        print(json.dumps(describe(rows, is_ok, machine, model)))
+    else:
+        show(rows)
+    return 0 if is_ok else 1
+
+
+def describe(rows: list[Row], is_ok: bool, machine: Machine, model: Model | Exception) -> dict[str, object]:
+    """The object of --json: keys stay, values may get more."""
+    return {
+        "ok": is_ok,
+        "rows": [asdict(row) for row in rows],
+        "machine": asdict(machine),
+        "model": None if isinstance(model, Exception) else asdict(model),
+    }
+
+
+def show(rows: list[Row], console: Console | None = None) -> None:
+    """A table, with advice below what was found."""
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    table = Table("part", "", "found", box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        found = Text(row.found)
+        if row.advice:
+            found.append(f"\n{row.advice}", style="dim" if row.status == "ok" else "bold")
+        table.add_row(row.part, Text(row.status, COLORS[row.status]), found)
+    console.print(table)

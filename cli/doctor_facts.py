@@ -1,0 +1,61 @@
+"""What `baton doctor` knows of a machine and of the model on it. Values: doctor_probe finds, doctor_rules judges."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU that torch can use."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    capability: tuple[int, int]  # compute capability, such as (9, 0)
+    uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What does not depend on a model. Empty strings: not there."""
+
+    num_cores: int  # within the container's quota
+    num_host_cores: int
+    memory_bytes: int  # available, within the container's limit
+    cpu_flags: tuple[str, ...]  # avx2, avx512f, ... that the CPU has
+    cpp_compiler: str
+    kernel_error: str  # why the CPU kernels cannot be built or loaded
+    c_compiler: str  # what Triton builds its launchers with
+    has_own_pid_namespace: bool  # not the host's
+    has_own_ipc_namespace: bool
+    memory_file_error: str  # why there is no memory file (memfd)
+    dev_shm_bytes: int
+    locked_bytes: int  # limit of locked memory; -1: none
+    torch: str
+    torch_cuda: str  # the CUDA version torch is built with
+    driver: str
+    num_driver_gpus: int
+    visible_gpus: tuple[str, ...]  # as `baton serve` deals them out
+    visible_setting: str  # CUDA_VISIBLE_DEVICES
+    gpus: tuple[Gpu, ...]  # as torch numbers them
+    strangers: tuple[tuple[int, int], ...]  # pairs of which the first cannot read the second's memory
+    triton: str
+    flashinfer: str
+    flashinfer_error: str  # why it cannot be imported
+    flashinfer_modules: tuple[str, ...]  # built ahead
+    nvcc: str
+    nixl: str
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model, in the dtype and on the device that the settings lead to."""
+
+    device: str
+    dtype: str
+    head_dim: int
+    context_tokens: int
+    page_bytes: int  # with the draft model's part
+    weight_bytes: int  # of both models' files
+    attention: str
+    attention_reason: str
+    is_fallback: bool  # a faster attention exists but cannot be used

@@ -1,0 +1,185 @@
+"""Finds out what `baton doctor` reports: small questions to the system, torch and packages, none judged.
+
+A question that fails has an answer too: the error's text, or nothing where there is nothing. Imports torch.
+"""
+
+import importlib
+import os
+import re
+import resource
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from itertools import permutations
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+
+from cli.doctor_facts import Gpu, Machine, Model
+from cli.models import locate_draft, locate_model
+from engine.attention.choose import choose_attention
+from engine.engine import choose_device, resolve_kv_dtype
+from engine.kernels.build import BuildError, find_compiler, load_kernel
+from engine.kvcache.pool import PoolShape
+from engine.model.checkpoint import Checkpoint, list_shards
+from engine.model.config import load_config
+from engine.model.weights import choose_dtype
+from runtime.config import ServeConfig
+from runtime.gpus import VISIBLE, ask_driver, visible_gpus
+from runtime.hardware import available_memory_bytes, num_cores
+
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+OWN_NAMESPACE = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}  # the host's, fixed in the kernel's proc_ns.h
+
+
+def examine_machine() -> Machine:
+    """Takes seconds: builds the CPU kernel where that was not done yet, and opens each GPU."""
+    driver = ask_driver()
+    gpus = tuple(map(examine_gpu, range(torch.cuda.device_count() if torch.cuda.is_available() else 0)))
+    cpp_compiler, kernel_error = try_kernel()
+    flashinfer, flashinfer_error, flashinfer_modules = examine_flashinfer()
+    soft_bytes, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return Machine(
+        num_cores=num_cores(),
+        num_host_cores=os.cpu_count() or 1,
+        memory_bytes=available_memory_bytes(),
+        cpu_flags=tuple(flag for flag in CPU_FLAGS if re.search(rf"^flags.*\b{flag}\b", read("/proc/cpuinfo"), re.M)),
+        cpp_compiler=cpp_compiler,
+        kernel_error=kernel_error,
+        c_compiler=next(filter(None, (os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))), ""),
+        has_own_pid_namespace=has_own_namespace("pid"),
+        has_own_ipc_namespace=has_own_namespace("ipc"),
+        memory_file_error=try_memory_file(),
+        dev_shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
+        locked_bytes=soft_bytes,
+        torch=torch.__version__,
+        torch_cuda=torch.version.cuda or "",
+        driver=driver.version,
+        num_driver_gpus=driver.num_gpus,
+        visible_gpus=visible_gpus(),
+        visible_setting=os.environ.get(VISIBLE, ""),
+        gpus=gpus,
+        strangers=tuple(find_strangers(len(gpus))),
+        triton=find_version("triton"),
+        flashinfer=flashinfer,
+        flashinfer_error=flashinfer_error,
+        flashinfer_modules=flashinfer_modules,
+        nvcc=find_nvcc(),
+        nixl=find_version("nixl-cu13"),
+    )
+
+
+def examine_model(config: ServeConfig) -> Model:
+    """Reads configurations and headers, no weights, and fetches nothing.
+
+    Raises OSError when the model is not on this machine, ValueError when a worker could not use it.
+    """
+    device = choose_device(config.device)
+    names = (locate_model(config.model), locate_draft(config.model, config.draft_model))
+    folder, *_draft = folders = [find_folder(name) for name in names if name]
+    model, dtype = load_config(folder), choose_dtype(Checkpoint(folder), config.dtype)
+    kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype)
+    shapes = []
+    for one in map(load_config, folders):
+        shapes.append(PoolShape(1, one.num_layers, one.num_kv_heads, config.page_tokens, one.head_dim, kv_dtype))
+    attention = choose_attention(model.attention_shape, model.windows, device, dtype, kv_dtype)
+    return Model(
+        device=device.type,
+        dtype=str(dtype).removeprefix("torch."),
+        head_dim=model.head_dim,
+        context_tokens=model.context_tokens,
+        page_bytes=sum(shape.page_bytes for shape in shapes),
+        weight_bytes=sum(path.stat().st_size for one in folders for path in list_shards(one)),
+        attention=attention.backend.name,
+        attention_reason=attention.reason,
+        is_fallback=attention.is_fallback,
+    )
+
+
+def find_folder(name: str) -> Path:
+    """A checkpoint's folder, or where a hub id was downloaded to. Raises OSError when it is in neither."""
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else Path(snapshot_download(name, local_files_only=True))
+
+
+def examine_gpu(index: int) -> Gpu:
+    """Opens the GPU, which takes some of its memory until this process ends."""
+    facts = torch.cuda.get_device_properties(index)
+    try:
+        free_bytes = torch.cuda.mem_get_info(index)[0]
+    except RuntimeError:  # full to the brim: not even a context fits
+        free_bytes = 0
+    return Gpu(facts.name, facts.total_memory, free_bytes, (facts.major, facts.minor), str(facts.uuid))
+
+
+def find_strangers(num_gpus: int) -> Iterator[tuple[int, int]]:
+    """Ordered pairs of GPUs without peer access."""
+    for one, other in permutations(range(num_gpus), 2):
+        if not torch.cuda.can_device_access_peer(one, other):
+            yield one, other
+
+
+def try_kernel() -> tuple[str, str]:
+    """The C++ compiler, and why the attention kernel cannot be built; empty where it can."""
+    try:
+        compiler = " ".join(find_compiler())
+    except BuildError as error:
+        return "", str(error)
+    try:
+        load_kernel("cpu_paged")
+    except BuildError as error:
+        return compiler, str(error)
+    return compiler, ""
+
+
+def try_memory_file() -> str:
+    """Why the system gives no memory file; empty when it does."""
+    try:
+        os.close(os.memfd_create("baton-doctor"))
+    except (OSError, AttributeError) as error:
+        return str(error)
+    return ""
+
+
+def has_own_namespace(kind: str) -> bool:
+    """Whether this process is in another namespace than the host's first process."""
+    link = Path(f"/proc/self/ns/{kind}")
+    return link.is_symlink() and str(link.readlink()) != OWN_NAMESPACE[kind]
+
+
+def find_version(distribution: str) -> str:
+    """Of an installed package; empty when it is not."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def examine_flashinfer() -> tuple[str, str, tuple[str, ...]]:
+    """Its version, why it cannot be imported, and the modules that were built ahead; all empty where it is not."""
+    spec = find_spec("flashinfer")
+    if spec is None or spec.origin is None:
+        return "", "", ()
+    folder = Path(spec.origin).parent / "data" / "aot"
+    modules = tuple(sorted(path.stem for path in folder.glob("*/*.so")))
+    try:
+        return str(importlib.import_module("flashinfer").__version__), "", modules
+    except Exception as error:  # of whatever kind its dependencies raise
+        return find_version("flashinfer-python") or "found", f"{type(error).__name__}: {error}", modules
+
+
+def find_nvcc() -> str:
+    """The compiler that FlashInfer would use."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    named = next((f"{home}/bin" for home in homes if home), None)
+    return shutil.which("nvcc", path=named) or "" if named else shutil.which("nvcc") or ""
+
+
+def read(path: str) -> str:
+    """A file's text; empty when there is none."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""

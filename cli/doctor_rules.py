@@ -1,0 +1,262 @@
+"""What the facts about a machine mean for `baton serve`: a row for each part. Pure: facts and settings in, rows out.
+
+ok: as it should be · warning: it works, but slower or not for everybody · missing: what was asked for cannot be had.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from cli.doctor_facts import Machine, Model
+from cli.plan import WorkerPlan, divide
+from kvtransfer.identity import PoolFacts, build_peer
+from kvtransfer.reader import choose_transport
+from protos import kv_pb2
+from runtime.config import DecodeConfig, PrefillConfig, ServeConfig
+from runtime.config_parts import GPU_SHARE
+from runtime.gpus import VISIBLE
+from runtime.hardware import GPU_RESERVE_BYTES, resolve_pool
+from runtime.settings import ConfigError
+
+GIB = 1 << 30
+SHORT = {"bfloat16": "bf16", "float16": "f16"}  # dtypes in the names of FlashInfer's modules
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the report. `part` is a stable key."""
+
+    part: str
+    status: Literal["ok", "warning", "missing"]
+    found: str
+    advice: str = ""  # one line: the setting or package that changes it
+
+
+def judge(config: ServeConfig, machine: Machine, model: Model | Exception) -> list[Row]:
+    """All rows. `model`: or why it cannot be examined."""
+    return [*judge_machine(config, machine, model), *judge_service(config, machine, model)]
+
+
+def judge_machine(config: ServeConfig, machine: Machine, model: Model | Exception) -> Iterator[Row]:
+    """Parts of the machine. Those that only a GPU needs are left out where none is used."""
+    yield Row("cores", "ok", f"{machine.num_cores} of {machine.num_host_cores} may be used")
+    yield Row(
+        "memory", "ok", f"{machine.memory_bytes / GIB:.1f} GiB may be taken, within the container's limit if it has one"
+    )
+    yield judge_cpu(machine)
+    yield judge_kernels(config, machine)
+    yield Row("torch", "ok", machine.torch + (f", CUDA {machine.torch_cuda}" if machine.torch_cuda else ", no CUDA"))
+    yield from judge_gpus(config, machine)
+    if uses_gpu(config, machine):
+        yield judge_triton(machine)
+        yield judge_flashinfer(machine, model)
+    yield from judge_peers(config, machine)
+    yield judge_namespaces(machine)
+    yield judge_shared_memory(machine)
+    yield Row("nixl", "ok", machine.nixl or "not installed", "" if machine.nixl else "Baton does not use it yet")
+
+
+def uses_gpu(config: ServeConfig, machine: Machine) -> bool:
+    """Where `--device` leads to."""
+    return config.device != "cpu" and bool(machine.gpus)
+
+
+def judge_cpu(machine: Machine) -> Row:
+    """Vector and matrix instructions."""
+    found = " ".join(machine.cpu_flags) or "neither AVX2 nor AVX-512 nor AMX"
+    return Row("cpu instructions", "ok", found)
+
+
+def judge_kernels(config: ServeConfig, machine: Machine) -> Row:
+    """The C++ kernels, without which a CPU attends and samples by torch."""
+    if not machine.kernel_error:
+        return Row("cpu kernels", "ok", f"built by {machine.cpp_compiler}")
+    if uses_gpu(config, machine):
+        return Row("cpu kernels", "ok", "not built, and not needed on a GPU")
+    advice = "install g++" if not machine.cpp_compiler else "set CXX to a compiler that works"
+    return Row("cpu kernels", "warning", machine.kernel_error, f"{advice}; until then attention is slow")
+
+
+def judge_gpus(config: ServeConfig, machine: Machine) -> Iterator[Row]:
+    """A row for each GPU, or one that says why there is none."""
+    if not machine.gpus:
+        yield explain_no_gpu(config, machine)
+    for index, gpu in enumerate(machine.gpus):
+        major, minor = gpu.capability
+        found = (
+            f"{gpu.name}, {gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free, compute capability "
+            f"{major}.{minor}, driver {machine.driver or 'unknown'}"
+        )
+        advice = ""
+        if major < 8 and config.dtype != "float16":
+            advice = "it computes bfloat16 slowly: set --dtype float16"
+        elif gpu.free_bytes < GPU_SHARE * gpu.total_bytes and not config.gpu_memory_share:
+            advice = f"workers count on {GPU_SHARE:g} of it: end other programs, or set --gpu-memory-share"
+        yield Row(f"gpu {index}", "warning" if advice and config.device != "cpu" else "ok", found, advice)
+
+
+def explain_no_gpu(config: ServeConfig, machine: Machine) -> Row:
+    """torch sees none: the reason, which matters unless the CPU is asked for."""
+    if not machine.num_driver_gpus:
+        found, advice = "the driver shows none", "install NVIDIA's driver, or start the container with --gpus all"
+    elif not machine.torch_cuda:
+        found = f"the driver shows {machine.num_driver_gpus}, but torch {machine.torch} is built without CUDA"
+        advice = "install torch's CUDA wheel"
+    elif not machine.visible_gpus:
+        found = f"the driver shows {machine.num_driver_gpus}, {VISIBLE}={machine.visible_setting!r} none"
+        advice = f"unset {VISIBLE}"
+    else:
+        found = f"driver {machine.driver or 'unknown'} does not start torch's CUDA {machine.torch_cuda}"
+        advice = "update NVIDIA's driver, or install a torch for an older CUDA"
+    if config.device == "cuda":
+        return Row("gpu", "missing", found, f"{advice}, or set --device cpu")
+    is_wasted = bool(machine.num_driver_gpus) and config.device == "auto"
+    return Row("gpu", "warning" if is_wasted else "ok", found, advice if is_wasted else "")
+
+
+def judge_triton(machine: Machine) -> Row:
+    """What Baton's own GPU kernels are compiled by, when they are first used."""
+    if not machine.triton:
+        return Row("triton", "warning", "not installed", "pip install triton; until then torch computes more slowly")
+    if not machine.c_compiler:
+        return Row("triton", "warning", f"{machine.triton}, no C compiler", "install gcc, which its launchers need")
+    return Row("triton", "ok", f"{machine.triton}, {machine.c_compiler}")
+
+
+def judge_flashinfer(machine: Machine, model: Model | Exception) -> Row:
+    """Installed, importable, and with modules for this model: built ahead, or by nvcc on first use."""
+    if not machine.flashinfer:
+        return Row("flashinfer", "warning", "not installed", "pip install 'baton[cuda]'; until then attention is slow")
+    if machine.flashinfer_error:
+        found = f"{machine.flashinfer} cannot be imported: {machine.flashinfer_error}"
+        return Row("flashinfer", "warning", found, "install what it lacks: pip install 'baton[cuda]'")
+    fitting = [name for name in machine.flashinfer_modules if is_for(name, model)]
+    num_modules = len(machine.flashinfer_modules)
+    found = f"{machine.flashinfer}, {len(fitting)} of {num_modules} modules built ahead fit the model"
+    if fitting:
+        return Row("flashinfer", "ok", found)
+    if machine.nvcc:
+        return Row("flashinfer", "ok", f"{found}; {machine.nvcc} builds them on first use, which takes minutes")
+    return Row("flashinfer", "warning", f"{found}; no nvcc", "set CUDA_HOME to CUDA's toolkit, or see docs/GPU.md")
+
+
+def is_for(module: str, model: Model | Exception) -> bool:
+    """Whether a module of FlashInfer computes with the model's dtype and head size."""
+    if isinstance(model, Exception):
+        return True
+    return f"dtype_q_{SHORT.get(model.dtype)}_" in module and f"head_dim_qk_{model.head_dim}_" in module
+
+
+def judge_peers(config: ServeConfig, machine: Machine) -> Iterator[Row]:
+    """Whether GPUs read each other's memory without the host."""
+    if len(machine.gpus) < 2 or config.device == "cpu":
+        return
+    if not machine.strangers:
+        yield Row("peer access", "ok", "between all GPUs")
+        return
+    pairs = ", ".join(sorted({f"{min(two)} and {max(two)}" for two in machine.strangers}))
+    advice = f"set {VISIBLE} to GPUs that have it; pages between others go through the host"
+    yield Row("peer access", "warning", f"not between {pairs}", advice)
+
+
+def judge_namespaces(machine: Machine) -> Row:
+    """Workers of one `baton serve` share theirs; others must, to read each other's pools."""
+    has = {"PID": machine.has_own_pid_namespace, "IPC": machine.has_own_ipc_namespace}
+    own = [name for name, is_own in has.items() if is_own]
+    if not own:
+        return Row("namespaces", "ok", "PID and IPC are the host's")
+    advice = "workers in other containers must share the PID namespace, and IPC for CUDA: docker run --pid, --ipc"
+    return Row("namespaces", "ok", f"{' and '.join(own)} of a container's own", advice)
+
+
+def judge_shared_memory(machine: Machine) -> Row:
+    """Pools on a CPU are memory files; /dev/shm is not used. Locked memory matters to RDMA alone."""
+    locked = "unlimited" if machine.locked_bytes == -1 else f"{machine.locked_bytes >> 20} MiB"
+    found = f"locked memory {locked}, /dev/shm {machine.dev_shm_bytes >> 20} MiB (not used)"
+    if not machine.memory_file_error:
+        return Row("shared memory", "ok", f"memory files work; {found}")
+    found = f"no memory file ({machine.memory_file_error}); {found}"
+    return Row("shared memory", "warning", found, "allow memfd_create, or pages go over gRPC even on this host")
+
+
+def judge_service(config: ServeConfig, machine: Machine, model: Model | Exception) -> Iterator[Row]:
+    """What `baton serve` would start."""
+    if config.device == "cuda" and not machine.gpus:
+        return  # said above
+    if isinstance(model, OSError):
+        advice = "workers fetch it when they start; or set --model to a folder"
+        yield Row("model", "warning", f"{config.model} is not on this machine", advice)
+        return
+    if isinstance(model, Exception):
+        yield split_advice("model", str(model))
+        return
+    found = (
+        f"{config.model} in {model.dtype}, weights {model.weight_bytes / GIB:.2f} GiB, context {model.context_tokens}"
+    )
+    yield Row("model", "ok", found)
+    try:
+        plans = divide(config, machine.visible_gpus[: len(machine.gpus)])
+    except ConfigError as error:
+        yield split_advice("workers", str(error))
+        return
+    for plan in plans:
+        yield judge_worker(plan, machine, model)
+    yield judge_hand_off(config, machine, model)
+
+
+def judge_worker(plan: WorkerPlan, machine: Machine, model: Model) -> Row:
+    """Where one worker computes, by what, and how large its pool becomes."""
+    gpu = machine.gpus[plan.gpu] if model.device == "cuda" else None
+    memory = (gpu.total_bytes, model.weight_bytes) if gpu else None
+    try:
+        pages = resolve_pool(plan.settings, model.context_tokens, model.page_bytes, memory, machine.memory_bytes)
+    except ConfigError as error:
+        return split_advice(plan.name, str(error))
+    tokens, pool_bytes = pages * plan.settings.page_tokens, pages * model.page_bytes
+    where = f"gpu {plan.gpu}" if gpu else "cpu"
+    rule = explain_pool(plan.settings, is_on_gpu=gpu is not None)
+    found = (
+        f"{where}; attention {model.attention} ({model.attention_reason}); KV pool of {tokens} tokens in "
+        f"{pool_bytes / GIB:.2f} GiB: {rule}"
+    )
+    return Row(plan.name, "warning" if model.is_fallback else "ok", found)
+
+
+def explain_pool(settings: PrefillConfig | DecodeConfig, is_on_gpu: bool) -> str:
+    """The rule by which a pool gets its size."""
+    if settings.kv_memory_mib:
+        return "--kv-memory-mib"
+    if is_on_gpu:
+        share = settings.gpu_memory_share or GPU_SHARE
+        within = f"{share:.3g} of the GPU beside weights and {GPU_RESERVE_BYTES >> 30} GiB for computing"
+    else:
+        within = f"{settings.kv_memory_share:.3g} of free memory"
+    return f"room for {settings.max_running} contexts, within {within}"
+
+
+def judge_hand_off(config: ServeConfig, machine: Machine, model: Model) -> Row:
+    """How decode workers would read pages of prefill workers, by the choice that they make themselves."""
+    if not config.prefill_workers:
+        return Row("hand-off", "ok", "none: decode workers prefill by themselves")
+    ours, theirs = (describe_peer(machine, model, pid) for pid in (1, 2))
+    try:
+        transport, why = choose_transport(ours, theirs, config.transport, config.require_transport)
+    except ValueError as error:
+        return Row("hand-off", "missing", str(error), "drop --require-transport")
+    if config.transport not in ("auto", transport):
+        return Row("hand-off", "missing", f"{transport}, not {config.transport}: {why}", "set --transport auto")
+    is_slow = transport == "grpc" and config.transport == "auto"
+    return Row("hand-off", "warning" if is_slow else "ok", f"{transport}: {why}")
+
+
+def describe_peer(machine: Machine, model: Model, pid: int) -> kv_pb2.Peer:
+    """A worker of `baton serve` on this machine, as its peers see it, as far as the choice of a transport goes."""
+    has_file = model.device == "cpu" and not machine.memory_file_error
+    facts = PoolFacts("", model.dtype, 0, 0, 0, model.head_dim, 1, 0 if has_file else None, 0)
+    return build_peer("", "another worker", "", pid, "this host", facts)
+
+
+def split_advice(part: str, error: str) -> Row:
+    """An error of the house, which ends in what to set."""
+    found, _, advice = error.rpartition(": ")
+    return Row(part, "missing", found or error, advice if found else "")

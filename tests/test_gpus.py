@@ -1,0 +1,213 @@
+"""Which GPUs a service sees, how its workers share them, and how much of one each takes."""
+
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cli.plan import VISIBLE, divide, plan_workers
+from engine.engine import _gpu_memory
+from engine.out_of_memory import explain_full_gpu
+from runtime import gpus
+from runtime.config import DecodeConfig, PrefillConfig, ServeConfig
+from runtime.config_parts import GPU_SHARE
+from runtime.gpus import Driver, ask_driver, list_visible
+from runtime.hardware import GPU_RESERVE_BYTES, resolve_gpu_pages, resolve_pool
+from runtime.settings import ConfigError
+
+GIB = 1 << 30
+COUNTS = st.tuples(st.integers(0, 6), st.integers(1, 6), st.integers(0, 6))  # prefill workers, decode workers, GPUs
+
+NVML_SOURCE = """
+#include <string.h>
+int nvmlInit_v2(void) { return FAILS; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return 0; }
+int nvmlSystemGetDriverVersion(char *version, unsigned length) { strncpy(version, "580.65.06", length); return 0; }
+"""
+
+
+def build_nvml(folder: Path, fails: bool) -> str:
+    """A library with NVML's four calls, as the driver would bring it."""
+    source, library = folder / "nvml.c", folder / f"libnvml-{fails}.so"
+    source.write_text(NVML_SOURCE)
+    command = ["cc", "-shared", "-fPIC", f"-DFAILS={int(fails)}", str(source), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=60)
+    return str(library)
+
+
+def build_proc(folder: Path, num_gpus: int) -> Path:
+    for index in range(num_gpus):
+        (folder / "gpus" / f"0000:0{index}:00.0").mkdir(parents=True)
+    return folder / "gpus"
+
+
+# -- which there are -------------------------------------------------------------------------------------------------
+
+
+def test_the_driver_is_asked_by_nvml_and_else_by_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "PROC", build_proc(tmp_path, 3))
+    monkeypatch.setattr(gpus, "NVML", build_nvml(tmp_path, fails=False))
+    assert ask_driver() == Driver(2, "580.65.06")
+    monkeypatch.setattr(gpus, "NVML", build_nvml(tmp_path, fails=True))
+    assert ask_driver() == Driver(3, "")
+    monkeypatch.setattr(gpus, "NVML", "libbaton-has-no-such.so.1")
+    assert ask_driver() == Driver(3, "")
+    monkeypatch.setattr(gpus, "PROC", tmp_path / "none")
+    assert ask_driver() == Driver(0, "")
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        (None, ("0", "1", "2")),
+        ("2,0", ("2", "0")),
+        (" 1 ", ("1",)),
+        ("GPU-ab12,MIG-cd34", ("GPU-ab12", "MIG-cd34")),
+        ("1,7,0", ("1",)),  # as for CUDA, the list ends there
+        ("0,-1,1", ("0",)),
+        ("1,1", ("1",)),
+        ("", ()),
+        ("-1", ()),
+        ("none", ()),
+    ],
+)
+def test_cuda_visible_devices_narrows_as_it_does_for_cuda(visible: str | None, found: tuple[str, ...]) -> None:
+    assert list_visible(visible, 3) == found
+    assert list_visible(visible, 0) == ()
+
+
+# -- who gets which --------------------------------------------------------------------------------------------------
+
+
+@given(COUNTS)
+def test_workers_are_spread_and_see_all_gpus_their_own_first(counts: tuple[int, int, int]) -> None:
+    num_prefill, num_decode, num_gpus = counts
+    names = tuple(f"GPU-{index}" for index in range(num_gpus))
+    plans = divide(ServeConfig(prefill_workers=num_prefill, decode_workers=num_decode), names)
+    assert len({plan.name for plan in plans}) == len(plans) == num_prefill + num_decode
+    for plan in plans:
+        if num_gpus > 1:
+            seen = plan.environment[VISIBLE].split(",")
+            assert seen[0] == names[plan.gpu]
+            assert sorted(seen) == sorted(names)
+        else:
+            assert plan.environment == {}
+    workers = Counter(plan.gpu for plan in plans)
+    assert max(workers.values()) <= -(-len(plans) // max(1, num_gpus))
+    if len(plans) <= num_gpus:
+        assert set(workers.values()) == {1}
+
+
+@given(COUNTS, st.integers(8, 192), st.integers(1, 40))
+def test_what_workers_take_of_a_gpu_together_is_less_than_all_of_it(
+    counts: tuple[int, int, int], total_gib: int, weights_gib: int
+) -> None:
+    """Whatever the order of start: a pool does not depend on what others have taken by then."""
+    num_prefill, num_decode, num_gpus = counts
+    config = ServeConfig(prefill_workers=num_prefill, decode_workers=num_decode, device="cuda")
+    total_bytes, taken_bytes, page_bytes = total_gib * GIB, weights_gib * GIB, 2 << 20
+    used: Counter[int] = Counter()
+    for plan in divide(config, tuple(map(str, range(num_gpus)))):
+        try:
+            pages = resolve_gpu_pages(
+                plan.settings,
+                context_tokens=64,
+                page_bytes=page_bytes,
+                total_bytes=total_bytes,
+                taken_bytes=taken_bytes,
+            )
+        except ConfigError:
+            continue  # it does not start, and takes nothing
+        assert pages >= 4
+        used[plan.gpu] += taken_bytes + GPU_RESERVE_BYTES + pages * page_bytes
+    assert all(bytes_used <= total_bytes * (GPU_SHARE + 1e-9) for bytes_used in used.values())
+
+
+def test_a_share_that_is_set_is_each_workers_and_may_not_exceed_the_gpu() -> None:
+    config = ServeConfig(device="cuda", gpu_memory_share=0.5)
+    assert [plan.settings.gpu_memory_share for plan in divide(config, ())] == [0.5, 0.5]
+    config = ServeConfig(device="cuda", gpu_memory_share=0.6)
+    assert [plan.settings.gpu_memory_share for plan in divide(config, ("0", "1"))] == [0.6, 0.6]
+    with pytest.raises(ConfigError, match=r"--gpu-memory-share needs 0\.5 or less: 2 workers share a GPU"):
+        divide(config, ("0",))
+
+
+def test_auto_counts_as_a_gpu_where_there_is_one_and_cpu_never_does() -> None:
+    def shares(device: str, names: tuple[str, ...]) -> list[float]:
+        return [plan.settings.gpu_memory_share for plan in divide(ServeConfig(device=device), names)]  # type: ignore[arg-type]
+
+    assert shares("auto", ("0",)) == [GPU_SHARE / 2] * 2
+    assert shares("auto", ("0", "1")) == [GPU_SHARE] * 2
+    assert shares("auto", ()) == shares("cpu", ("0",)) == [0, 0]
+    assert not any(VISIBLE in spec.environment for spec in plan_workers(ServeConfig(device="cpu"), ("0", "1")))
+
+
+# -- when it does not fit --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("share", "context_tokens", "weights_gib", "advice"),
+    [
+        (0.45, 131_072, 15, "--max-context-tokens 118784 or less"),  # 0.45 x 70 - 15 - 2 = 14.5 GiB: 7424 pages
+        (0.2, 131_072, 15, "--gpu-memory-share 0.48 or more"),  # (15 + 2 + 16) / 70
+        (0.9, 131_072, 70, "--model to a smaller one"),
+    ],
+)
+def test_a_context_that_does_not_fit_is_told_in_numbers_with_what_to_set(
+    share: float, context_tokens: int, weights_gib: int, advice: str
+) -> None:
+    config = DecodeConfig(gpu_memory_share=share)
+    with pytest.raises(ConfigError) as caught:
+        resolve_gpu_pages(
+            config,
+            context_tokens=context_tokens,
+            page_bytes=2 << 20,
+            total_bytes=70 * GIB,
+            taken_bytes=weights_gib * GIB,
+        )
+    said = str(caught.value)
+    assert said.endswith(f": set {advice}")
+    for number in (
+        "131072 tokens: it takes 16384 MiB",
+        f"{share:g} x 71680 MiB",
+        f"{weights_gib << 10} MiB",
+        "2048 MiB",
+    ):
+        assert number in said
+
+
+def test_a_pool_that_is_set_in_mib_is_taken_as_it_is() -> None:
+    config = PrefillConfig(kv_memory_mib=100)
+    assert resolve_pool(config, 64, 1 << 20, (10 * GIB, 9 * GIB), 0) == 100
+
+
+def test_no_room_for_weights_is_told_in_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (3 * GIB, 24 * GIB))
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(16 * GIB)
+    said = (
+        "their files have 16384 MiB, and 3072 of the GPU's 24576 MiB were free at the start: set CUDA_VISIBLE_DEVICES"
+    )
+    with pytest.raises(ValueError, match=said), explain_full_gpu(torch.device("cuda"), tmp_path):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.96 GiB.")
+
+
+def test_other_errors_while_loading_stay_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1, 2))
+    for device in ("cpu", "cuda"):
+        with pytest.raises(RuntimeError, match="shape"), explain_full_gpu(torch.device(device), tmp_path):
+            raise RuntimeError("shape mismatch")
+
+
+def test_the_engine_counts_what_torch_holds_when_loading_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [9 * GIB]  # with what loading has left behind
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.__setitem__(0, 5 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: held[0])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 * GIB, 24 * GIB))
+    assert _gpu_memory(torch.device("cuda")) == (24 * GIB, 5 * GIB)
+    assert _gpu_memory(torch.device("cpu")) is None

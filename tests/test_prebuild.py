@@ -1,0 +1,43 @@
+"""Which modules of FlashInfer are compiled ahead, and by what; nothing of FlashInfer is needed here."""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu_checks.prebuild import build_environment, build_specs, write_driver_stub
+
+
+class Modules:
+    """flashinfer.jit.attention.modules, as far as it is called: each call is its own specification."""
+
+    @staticmethod
+    def gen_batch_decode_module(*arguments: Any) -> tuple[Any, ...]:
+        return ("decode", *arguments)
+
+    @staticmethod
+    def _gen_batch_prefill_primary_module(*arguments: Any) -> tuple[Any, ...]:
+        return ("prefill", *arguments)
+
+
+def test_both_kinds_are_built_for_every_dtype_head_size_and_window() -> None:
+    """Arguments as FlashInfer 0.7.2 takes them: dtypes of q, kv, o and indices, head sizes, positions, window, cap."""
+    specs = list(build_specs(Modules, ("bfloat16", "float16"), (64, 128)))
+    wanted = set()
+    for dtype in (torch.bfloat16, torch.float16):
+        for head_dim in (64, 128):
+            for window in (False, True):
+                shared = (dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, window, False)
+                wanted |= {("decode", *shared), ("prefill", "fa2", *shared, False)}
+    assert len(specs) == 16
+    assert set(specs) == wanted
+
+
+def test_modules_are_linked_with_a_driver_that_is_not_there(tmp_path: Path) -> None:
+    write_driver_stub(tmp_path)
+    ctypes.CDLL(str(tmp_path / "libcuda.so"))
+    assert b"libcuda.so.1\0" in (tmp_path / "libcuda.so").read_bytes(), "what a module will ask for where it is used"
+    environment = build_environment(tmp_path)
+    assert environment["FLASHINFER_CUDA_ARCH_LIST"] == "9.0a"
+    assert environment["FLASHINFER_EXTRA_LDFLAGS"] == f"-L{tmp_path}"
