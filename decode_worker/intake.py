@@ -11,6 +11,7 @@ import structlog
 
 from decode_worker.metrics import DecodeMetrics
 from engine.thread import EngineThread
+from kvtransfer.cuda_ipc import CudaIpcReader
 from kvtransfer.grpc_bytes import GrpcReader
 from kvtransfer.layout import find_mismatch
 from kvtransfer.reader import PageRef, PageStore, Reader, ReadError, choose_transport
@@ -78,7 +79,7 @@ class Intake:
         if mismatch is not None:
             raise HandshakeRefusedError(f"{peer.address} cannot hand over its KV: {mismatch}")
         try:
-            reader, why = self._open_reader(peer)
+            reader, why = await self._open_reader(peer)
             rate = await self._measure(reader, peer)
         except (ReadError, ValueError) as error:
             raise HandshakeRefusedError(f"cannot read from {peer.address}: {error}") from error
@@ -112,18 +113,26 @@ class Intake:
             log.info("peer forgotten", peer=address, incarnation=self._peers[address].peer.incarnation)
         return [self._peers.pop(address).reader for address in forgotten]
 
-    def _open_reader(self, peer: kv_pb2.Peer) -> tuple[Reader, str]:
+    async def _open_reader(self, peer: kv_pb2.Peer) -> tuple[Reader, str]:
         transport, why = choose_transport(self._me, peer, self._transport, self._is_transport_required)
-        if transport == "shm":
-            try:
-                return ShmReader(peer, self._store, self._executor), why
-            except ReadError as error:
-                if self._is_transport_required:
-                    raise
-                why = f"shared memory failed: {error}"
-        if self._transport == "shm":
-            log.warning("transport is not the one asked for", peer=peer.address, asked="shm", used="grpc", why=why)
-        return GrpcReader(peer, self._store, self._open_channel(peer.address), self._read_timeout_s), why
+        reader: Reader | None = None
+        try:
+            if transport == "cuda_ipc":
+                reader = await CudaIpcReader.open(peer, self._store, self._executor)
+            elif transport == "shm":
+                reader = ShmReader(peer, self._store, self._executor)
+        except ReadError as error:
+            if self._is_transport_required:
+                raise
+            why = f"{transport} failed: {error}"
+        if reader is None:
+            reader = GrpcReader(peer, self._store, self._open_channel(peer.address), self._read_timeout_s)
+        if self._transport not in ("auto", reader.transport):
+            log.warning(
+                "transport is not the one asked for", peer=peer.address, asked=self._transport, used=reader.transport,
+                why=why,
+            )  # fmt: skip
+        return reader, why
 
     async def _measure(self, reader: Reader, peer: kv_pb2.Peer) -> float:
         """Bytes per second of reading the peer's first pages into nowhere."""

@@ -94,7 +94,7 @@ class Engine:
         if self.attention.is_fallback:
             found["slow attention"] = self.attention.reason
         if self.pool.why_private is not None:
-            found["pages go over gRPC even on this host"] = f"{self.pool.why_private}; allow memfd_create of that size"
+            found["pages go over gRPC even on this host"] = self.pool.why_private
         return found
 
 

@@ -7,6 +7,15 @@ from protos import kv_pb2
 
 
 @dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """The GPU that a pool lies on."""
+
+    uuid: str
+    ipc_handle: bytes  # opens the pool's memory; empty when that is not possible
+    readable: tuple[str, ...]  # UUIDs of GPUs whose memory it can read
+
+
+@dataclass(frozen=True, slots=True)
 class PoolFacts:
     """A pool, as peers must know it."""
 
@@ -17,9 +26,10 @@ class PoolFacts:
     page_tokens: int
     head_dim: int
     num_pages: int
-    fd: int | None  # of its memory file, when it is shared memory
+    fd: int | None  # of its memory file, when it has one
     pages_offset: int  # bytes before the first page in that file
     draft_weights: str = ""  # fingerprint of the draft model whose KV is in the pages too
+    gpu: GpuFacts | None = None  # when the pages are on one
 
 
 def build_peer(
@@ -47,4 +57,9 @@ def build_peer(
             tp_size=1,
             draft_weights=facts.draft_weights,
         ),
+        gpu=_build_gpu(facts.gpu) if facts.gpu else None,
     )
+
+
+def _build_gpu(gpu: GpuFacts) -> kv_pb2.Gpu:
+    return kv_pb2.Gpu(uuid=gpu.uuid, ipc_handle=gpu.ipc_handle, readable=gpu.readable)

@@ -12,7 +12,31 @@ from numpy.typing import NDArray
 
 from protos import kv_pb2
 
-Transport = Literal["shm", "grpc"]
+Transport = Literal["cuda_ipc", "shm", "grpc"]
+
+AUTO_TAKES_CUDA_IPC = False
+"""Whether --transport auto reads GPU memory of other processes. Not before it is measured on a card what becomes of a
+reader's CUDA context when the owner is killed in mid-copy (bench/gpu_checks/ipc.py): were it lost, the death of a
+prefill worker would end all answers of its decode workers. --transport cuda_ipc takes that risk."""
+
+
+class PeerPages(Protocol):
+    """The pool of another process, opened on a GPU. Raises RuntimeError in the driver's words. One caller at a time."""
+
+    def copy(self, pages: Sequence[int], into: Sequence[int]) -> None:
+        """Copy each of its pages to the store's page beside it; returns when the bytes are there.
+
+        All within both pools. The caller holds the store's pages.
+        """
+        ...
+
+    def probe(self, num_pages: int) -> None:
+        """Copy its first pages into nowhere."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent. What copies after that raises."""
+        ...
 
 
 class PageStore(Protocol):
@@ -28,6 +52,13 @@ class PageStore(Protocol):
 
     def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]]) -> None:
         """Overwrite each page with the row beside it, of page_bytes bytes. The caller holds the pages."""
+        ...
+
+    def open_peer(self, handle: bytes, num_pages: int) -> PeerPages:
+        """The GPU memory of another process on this host, with pages of page_bytes. May take seconds the first time.
+
+        Raises RuntimeError in the driver's words, or when this pool is not on a GPU.
+        """
         ...
 
 
@@ -75,24 +106,59 @@ class Reader(Protocol):
 
 
 def choose_transport(
-    ours: kv_pb2.Peer, theirs: kv_pb2.Peer, wanted: Literal["auto", "shm", "grpc"], is_required: bool
+    ours: kv_pb2.Peer, theirs: kv_pb2.Peer, wanted: Transport | Literal["auto"], is_required: bool
 ) -> tuple[Transport, str]:
     """The fastest transport for reading `theirs` from `ours` within `wanted`, and why. Pure.
 
-    shm that cannot be had gives grpc; when that `is_required` to be otherwise, ValueError says why.
+    One that cannot be had gives what auto would; when `is_required`, ValueError says why it cannot.
     """
     if wanted == "grpc":
         return "grpc", "asked for by --transport grpc"
-    obstacle = None
-    if ours.host != theirs.host:
-        obstacle = "the workers share no host and PID namespace"
-    elif not theirs.HasField("pool_fd"):
-        obstacle = "the peer's pool is not shared memory"
+    transport, why = _choose_fastest(ours, theirs)
+    if wanted == "auto" or wanted == transport:
+        return transport, why
+    obstacle = _find_ipc_obstacle(ours, theirs) if wanted == "cuda_ipc" else _find_shm_obstacle(ours, theirs)
     if obstacle is None:
-        return "shm", "the peer's pool is shared memory on this host"
-    if wanted == "shm" and is_required:
-        raise ValueError(f"shm cannot be had with {theirs.address}: {obstacle}; drop --require-transport to use grpc")
-    return "grpc", obstacle
+        return wanted, f"asked for by --transport {wanted}"
+    if is_required:
+        raise ValueError(
+            f"{wanted} cannot be had with {theirs.address}: {obstacle}; drop --require-transport to use {transport}"
+        )
+    return transport, obstacle
+
+
+def _choose_fastest(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> tuple[Transport, str]:
+    if theirs.HasField("gpu"):
+        obstacle = _find_ipc_obstacle(ours, theirs)
+        if obstacle is None and AUTO_TAKES_CUDA_IPC:
+            return "cuda_ipc", "the peer's GPU memory can be opened on this host"
+        return "grpc", obstacle or "the peer's pool is GPU memory, which only --transport cuda_ipc opens"
+    obstacle = _find_shm_obstacle(ours, theirs)
+    return ("grpc", obstacle) if obstacle else ("shm", "the peer's pool is shared memory on this host")
+
+
+def _find_shm_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
+    if ours.host != theirs.host:
+        return "the workers share no host and PID namespace"
+    if theirs.HasField("gpu") or not theirs.HasField("pool_fd"):
+        return "the peer's pool is not shared memory"
+    return None
+
+
+def _find_ipc_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
+    if not ours.HasField("gpu"):
+        return "this worker's pool is not on a GPU"
+    if not theirs.HasField("gpu"):
+        return "the peer's pool is not on a GPU"
+    if ours.host != theirs.host:
+        return "the workers share no host and PID namespace"
+    if ours.pid == theirs.pid:
+        return "the workers are one process, which cannot open its own handles"
+    if not theirs.gpu.ipc_handle or not theirs.HasField("pool_fd"):
+        return "the peer gives no handle of its GPU memory"
+    if theirs.gpu.uuid not in ours.gpu.readable:
+        return f"GPU {ours.gpu.uuid} has no peer access to the peer's {theirs.gpu.uuid}, or this process cannot see it"
+    return None
 
 
 def check_generations(sources: Sequence[PageRef], found: Sequence[int]) -> None:

@@ -1,10 +1,6 @@
 """Reads pages straight from a peer's memory file on the same host. Nothing runs on the peer."""
 
 import asyncio
-import fcntl
-import mmap
-import os
-import stat
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path
@@ -13,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.copying import copy_in_thread
-from kvtransfer.reader import PageRef, PageStore, ReadError, Transport, check_bounds, check_generations
+from kvtransfer.memory_file import PeerFile
+from kvtransfer.reader import PageRef, PageStore, Transport, check_bounds, check_generations
 from protos import kv_pb2
-
-GENERATION_BYTES = 8
 
 
 class ShmReader:
@@ -34,15 +29,9 @@ class ShmReader:
         self._executor = executor
         self._num_pages = peer.num_pages
         self._process = Path(f"/proc/{peer.pid}")
-        if not peer.num_pages:
-            raise ReadError("layout", "a pool without pages")
-        offset = peer.pages_offset
-        if offset < peer.num_pages * GENERATION_BYTES:
-            raise ReadError("layout", f"pages at byte {offset} leave no room for {peer.num_pages} generations")
-        expected = offset + peer.num_pages * store.page_bytes
-        memory = _map_file(f"/proc/{peer.pid}/fd/{peer.pool_fd}", expected)
-        self._generations: NDArray[np.uint64] = np.frombuffer(memory, np.uint64, peer.num_pages)
-        self._pages: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, offset=offset).reshape(
+        file = PeerFile(peer, store.page_bytes)
+        self._generations = file.generations
+        self._pages: NDArray[np.uint8] = np.frombuffer(file.memory, np.uint8, offset=peer.pages_offset).reshape(
             peer.num_pages, store.page_bytes
         )
 
@@ -72,30 +61,3 @@ class ShmReader:
         held = [self._pages, self._generations]
         del self._pages, self._generations
         await asyncio.to_thread(held.clear)  # the last one to hold a pool frees it: 0.5 s a GiB (measured)
-
-
-def _map_file(path: str, expected_bytes: int) -> mmap.mmap:
-    """Map what a peer calls its pool: opened only when it is a plain file, mapped only when it is sealed memory."""
-    try:
-        if not stat.S_ISREG(Path(path).stat().st_mode):  # to open a pipe may wait, to open a device may do things
-            raise ReadError("layout", f"{path} is not the memory file of a pool")
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError as error:
-        raise ReadError("transport", f"cannot open the peer's pool {path}: {error.strerror}") from error
-    try:
-        if not _is_sealed(fd):
-            raise ReadError("layout", f"{path} is not the memory file of a pool")
-        size = os.fstat(fd).st_size
-        if size != expected_bytes:
-            raise ReadError("layout", f"the peer's pool has {size} bytes where {expected_bytes} were announced")
-        return mmap.mmap(fd, size, prot=mmap.PROT_READ)
-    finally:
-        os.close(fd)
-
-
-def _is_sealed(fd: int) -> bool:
-    """Whether it is a memory file that will never shrink: a mapping of one that does kills its reader (SIGBUS)."""
-    try:
-        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:  # files on disk have no seals
-        return False

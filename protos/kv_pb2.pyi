@@ -31,7 +31,7 @@ class KvLayout(_message.Message):
     def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., weights: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., page_tokens: _Optional[int] = ..., head_dim: _Optional[int] = ..., tp_size: _Optional[int] = ..., draft_weights: _Optional[str] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("role", "address", "incarnation", "pid", "host", "layout", "num_pages", "pool_fd", "pages_offset")
+    __slots__ = ("role", "address", "incarnation", "pid", "host", "layout", "num_pages", "pool_fd", "pages_offset", "gpu")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class Peer(_message.Message):
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     POOL_FD_FIELD_NUMBER: _ClassVar[int]
     PAGES_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
     role: str
     address: str
     incarnation: str
@@ -50,7 +51,18 @@ class Peer(_message.Message):
     num_pages: int
     pool_fd: int
     pages_offset: int
-    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_pages: _Optional[int] = ..., pool_fd: _Optional[int] = ..., pages_offset: _Optional[int] = ...) -> None: ...
+    gpu: Gpu
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_pages: _Optional[int] = ..., pool_fd: _Optional[int] = ..., pages_offset: _Optional[int] = ..., gpu: _Optional[_Union[Gpu, _Mapping]] = ...) -> None: ...
+
+class Gpu(_message.Message):
+    __slots__ = ("uuid", "ipc_handle", "readable")
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    READABLE_FIELD_NUMBER: _ClassVar[int]
+    uuid: str
+    ipc_handle: bytes
+    readable: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, uuid: _Optional[str] = ..., ipc_handle: _Optional[bytes] = ..., readable: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("address", "incarnation", "session", "attempt", "begin", "end")

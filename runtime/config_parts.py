@@ -14,7 +14,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8"]
 KvDType = Literal["auto", "fp8"]
 Device = Literal["auto", "cpu", "cuda"]
-Transport = Literal["auto", "shm", "grpc"]
+Transport = Literal["auto", "cuda_ipc", "shm", "grpc"]
 ToolFormat = Literal["auto", "none", "hermes", "inline", "llama3", "mistral", "mistral-args"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Speculate = Literal["auto", "off", "ngram", "draft"]
@@ -127,7 +127,7 @@ class TransferConfig(Settings):
     """How a decode worker reads pages."""
 
     transport: Transport = "auto"
-    """How decode reads pages: shm (same host), grpc (anywhere), or auto for the fastest that works."""
+    """How decode reads pages: shm (same host), cuda_ipc (GPUs of one host), grpc (anywhere), or auto: shm or grpc."""
     require_transport: bool = False
     """Refuse a prefill worker that cannot be read by --transport, instead of falling back."""
 

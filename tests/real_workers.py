@@ -24,6 +24,7 @@ from demo.paths import TARGET_DIR
 from engine.attention.choose import AttentionChoice
 from engine.batch import Slice
 from engine.engine import Engine
+from engine.kvcache.gpu import Gpu
 from engine.kvcache.pool import Pool
 from engine.model.config import load_config
 from engine.rows import Rows
@@ -161,10 +162,11 @@ class TellingCache(PrefixCache):
 
 
 def build_kv_engine(
-    max_running: int = MAX_RUNNING, num_pages: int = NUM_PAGES, context_tokens: int = CONTEXT_TOKENS
-) -> tuple[Engine, KvRunner]:
+    max_running: int = MAX_RUNNING, num_pages: int = NUM_PAGES, context_tokens: int = CONTEXT_TOKENS,
+    gpu: Gpu | None = None,
+) -> tuple[Engine, KvRunner]:  # fmt: skip
     """An engine of `KvRunner`, with the vocabulary that tests want and the demo model's grammars."""
-    pool = build_pool(num_pages)
+    pool = build_pool(num_pages, gpu)
     shape = pool.shape
     config = replace(
         load_config(TARGET_DIR), vocab_size=VOCAB, num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads,

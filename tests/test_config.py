@@ -26,6 +26,7 @@ IN_WORDS = {  # what the document says |-> the default that it means
     "on": (True,),
     "folder's name or hub id": ("",),
     "the model's": (0,),
+    "1 on a GPU, else 0": (None,),
     "none; `serve` draws one": ("",),
 }
 IN_OTHER_PLACES = {

@@ -54,8 +54,8 @@ class Readers:
         self._open = worker.intake._open_reader
         worker.intake._open_reader = self._note  # type: ignore[method-assign]
 
-    def _note(self, peer: object) -> tuple[Reader, str]:
-        reader, why = self._open(peer)  # type: ignore[arg-type]
+    async def _note(self, peer: kv_pb2.Peer) -> tuple[Reader, str]:
+        reader, why = await self._open(peer)
         close = reader.close
 
         async def close_noting() -> None:

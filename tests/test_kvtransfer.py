@@ -1,10 +1,8 @@
 """Pages between pools: who may exchange them, by which way, and the same promises kept by every reader."""
 
 import asyncio
-import json
 import os
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -19,19 +17,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from bench.gpu_checks.ipc import Exporter
+from bench.gpu_checks.ipc_exporter import page_content, recycle
 from engine.kvcache.pool import Pool
 from kvtransfer import grpc_bytes
+from kvtransfer.cuda_ipc import CudaIpcReader
 from kvtransfer.grpc_bytes import GrpcReader, PageServer, cut_pages, decode, encode_data
 from kvtransfer.identity import PoolFacts, build_peer
 from kvtransfer.layout import find_mismatch
-from kvtransfer.reader import PageRef, Reader, ReadError, choose_transport
+from kvtransfer.reader import PageRef, PeerPages, Reader, ReadError, choose_transport
 from kvtransfer.shm import ShmReader
 from protos import kv_pb2
 from runtime.rpc import bind, build_server, open_channel
-from tests.pool_process import build_pool, page_content, recycle
+from tests.fake_cuda import FakeGpu
+from tests.pool_process import build_pool
 
 PATIENCE_S = 30.0
 NUM_REMOTE, NUM_LOCAL = 9, 7
+POOL_PROCESS = (sys.executable, "-m", "tests.pool_process")
+GPU_PROCESS = (*POOL_PROCESS, "fake-gpu")
 FACTS = PoolFacts("weights-1", "float32", 2, 1, 4, 8, NUM_REMOTE, fd=5, pages_offset=4096)
 
 
@@ -163,48 +167,18 @@ class Remote:
         return page_content(page, self.generations[page], self.local.page_bytes)
 
 
-def build_local() -> Pool:
-    local = build_pool(NUM_LOCAL)
+def build_local(gpu: FakeGpu | None = None) -> Pool:
+    local = build_pool(NUM_LOCAL, gpu)
     for page in range(NUM_LOCAL):
         local.store([page], [np.full(local.page_bytes, 255 - page, np.uint8)])
     return local
 
 
-class PoolProcess:
-    """The other process of tests/pool_process.py."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.pool_process", str(NUM_REMOTE)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdin and self._process.stdout
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        told = json.loads(self._stdout.readline())
-        self.pid, self.fd = told["pid"], told["fd"]
-
-    def recycle(self, page: int) -> None:
-        self._stdin.write(f"recycle {page}\n")
-        self._stdin.flush()
-        assert self._stdout.readline() == "done\n"
-
-    def peer(self, num_pages: int = NUM_REMOTE) -> kv_pb2.Peer:
-        return peer(PoolFacts("weights-1", "float32", 2, 1, 4, 8, num_pages, self.fd, 4096), self.pid)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(PATIENCE_S)
-        self._stdin.close()
-        self._stdout.close()
-
-
 @pytest.fixture
-def pool_process() -> Iterator[PoolProcess]:
-    process = PoolProcess()
-    yield process
-    process.kill()
+def pool_process() -> Iterator[Exporter]:
+    with Exporter(POOL_PROCESS, NUM_REMOTE) as process:
+        process.recycle(*range(NUM_REMOTE))
+        yield process
 
 
 def build_remote_pool() -> Pool:
@@ -229,12 +203,16 @@ async def grpc_server(pool: Pool, incarnation: str = "P1") -> AsyncIterator[str]
 
 @asynccontextmanager
 async def open_remote(transport: str, request: pytest.FixtureRequest) -> AsyncIterator[Remote]:
-    local = build_local()
+    local = build_local(FakeGpu() if transport == "cuda_ipc" else None)
     async with AsyncExitStack() as stack:
-        if transport == "shm":
-            process: PoolProcess = request.getfixturevalue("pool_process")
-            executor = stack.enter_context(ThreadPoolExecutor(1))
-            remote = Remote(process.recycle, ShmReader(process.peer(), local, executor), local)
+        executor = stack.enter_context(ThreadPoolExecutor(1))
+        if transport == "cuda_ipc":
+            exporter = stack.enter_context(Exporter(GPU_PROCESS, NUM_REMOTE))
+            exporter.recycle(*range(NUM_REMOTE))
+            remote = Remote(exporter.recycle, await CudaIpcReader.open(exporter.peer, local, executor), local)
+        elif transport == "shm":
+            process: Exporter = request.getfixturevalue("pool_process")
+            remote = Remote(process.recycle, ShmReader(process.peer, local, executor), local)
         else:
             pool = build_remote_pool()
             address = await stack.enter_async_context(grpc_server(pool))
@@ -245,9 +223,9 @@ async def open_remote(transport: str, request: pytest.FixtureRequest) -> AsyncIt
 
 
 def over_every_transport(scenario: Callable[[Remote], Awaitable[None]]) -> Callable[[str, pytest.FixtureRequest], None]:
-    """The same test for both readers."""
+    """The same test for all readers."""
 
-    @pytest.mark.parametrize("transport", ["shm", "grpc"])
+    @pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "grpc"])
     def test(transport: str, request: pytest.FixtureRequest) -> None:
         async def run() -> None:
             async with open_remote(transport, request) as remote:
@@ -307,24 +285,25 @@ async def test_a_probe_reads_into_nowhere(remote: Remote) -> None:
 # -- shared memory ---------------------------------------------------------------------------------------------------
 
 
-def test_a_pool_of_another_size_than_announced_is_refused(pool_process: PoolProcess) -> None:
+def test_a_pool_of_another_size_than_announced_is_refused(pool_process: Exporter) -> None:
+    pool_process.peer.num_pages = NUM_REMOTE + 1
     with ThreadPoolExecutor(1) as executor:
         with pytest.raises(ReadError, match=rf"has {4096 + 512 * 9} bytes where {4096 + 512 * 10} were") as error:
-            ShmReader(pool_process.peer(num_pages=NUM_REMOTE + 1), build_local(), executor)
+            ShmReader(pool_process.peer, build_local(), executor)
         assert error.value.reason == "layout"
 
 
-def test_a_dead_peers_memory_cannot_be_opened_but_stays_readable_once_mapped(pool_process: PoolProcess) -> None:
+def test_a_dead_peers_memory_cannot_be_opened_but_stays_readable_once_mapped(pool_process: Exporter) -> None:
     async def scenario() -> None:
         local = build_local()
         with ThreadPoolExecutor(1) as executor:
-            reader = ShmReader(pool_process.peer(), local, executor)
+            reader = ShmReader(pool_process.peer, local, executor)
             pool_process.kill()
             await reader.read([PageRef(3, 1)], [0])
             assert np.array_equal(local.load([0])[0], page_content(3, 1, local.page_bytes))
             await reader.close()
             with pytest.raises(ReadError, match="cannot open the peer's pool /proc/") as error:
-                ShmReader(pool_process.peer(), local, executor)
+                ShmReader(pool_process.peer, local, executor)
             assert error.value.reason == "transport"
 
     asyncio.run(scenario())
@@ -359,9 +338,12 @@ class WatchedStore:
         assert len(pages) == len(rows)
         self._on_store(pages)
 
+    def open_peer(self, handle: bytes, num_pages: int) -> PeerPages:
+        raise NotImplementedError
+
 
 def test_generations_are_read_after_the_copy_and_on_another_thread(
-    pool_process: PoolProcess, monkeypatch: pytest.MonkeyPatch
+    pool_process: Exporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hand-over between the threads is the fence that a weakly ordered CPU needs between the two."""
     seen: list[tuple[str, int]] = []
@@ -377,7 +359,7 @@ def test_generations_are_read_after_the_copy_and_on_another_thread(
     async def scenario() -> None:
         with ThreadPoolExecutor(1) as executor:
             store = WatchedStore(lambda pages: seen.append(("copy", threading.get_ident())))
-            reader = ShmReader(pool_process.peer(), store, executor)
+            reader = ShmReader(pool_process.peer, store, executor)
             monkeypatch.setattr(reader, "_generations", Generations(reader._generations))
             await reader.read([PageRef(0, 1), PageRef(1, 1)], [3, 4])
             monkeypatch.undo()
@@ -389,7 +371,7 @@ def test_generations_are_read_after_the_copy_and_on_another_thread(
     assert copied_on != read_on == threading.get_ident()
 
 
-def test_a_cancelled_copy_is_over_before_its_caller_hears_of_it(pool_process: PoolProcess) -> None:
+def test_a_cancelled_copy_is_over_before_its_caller_hears_of_it(pool_process: Exporter) -> None:
     """The caller frees the target pages when the read ends, so no thread may still write to them then."""
     entered, leave = threading.Event(), threading.Event()
     written: list[int] = []
@@ -401,7 +383,7 @@ def test_a_cancelled_copy_is_over_before_its_caller_hears_of_it(pool_process: Po
 
     async def scenario() -> None:
         with ThreadPoolExecutor(1) as executor:
-            reader = ShmReader(pool_process.peer(), WatchedStore(store), executor)
+            reader = ShmReader(pool_process.peer, WatchedStore(store), executor)
             reading = asyncio.create_task(reader.read([PageRef(0, 1), PageRef(1, 1)], [3, 4]))
             assert await asyncio.to_thread(entered.wait, PATIENCE_S)
             reading.cancel()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kvcache.pool import Pool, PoolShape
+from tests.fake_cuda import FakeGpu
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
 CPU = torch.device("cpu")
@@ -41,12 +42,12 @@ def test_keys_and_values_of_a_layer_are_views_with_equal_strides() -> None:
     assert keys.stride()[2:] == (16, 1)
 
 
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_stored_pages_are_loaded_as_they_were(is_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not is_shared:
+@pytest.mark.parametrize("memory", ["shared", "private", "gpu"])
+def test_stored_pages_are_loaded_as_they_were(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if memory == "private":
         monkeypatch.delattr(os, "memfd_create")
-    pool = Pool(SHAPE, CPU, DRAFT_SHAPE)
-    assert (pool.fd is not None) == is_shared
+    pool = Pool(SHAPE, CPU, DRAFT_SHAPE, FakeGpu() if memory == "gpu" else None)
+    assert (pool.fd is not None) == (memory != "private")
     rows = np.random.default_rng(1).integers(0, 256, (3, pool.page_bytes), np.uint8)
     pool.store([4, 0, 2], list(rows))
     pool.store([], [])

@@ -10,7 +10,7 @@ from typing import TypeVar
 import grpc
 
 from engine.engine import Engine, build_engine
-from kvtransfer.identity import PoolFacts, build_peer
+from kvtransfer.identity import GpuFacts, PoolFacts, build_peer
 from protos import kv_pb2
 from runtime import rpc
 from runtime.config import DecodeConfig, PrefillConfig
@@ -109,12 +109,14 @@ async def _serve(
 
 def build_worker(role: str, config: PrefillConfig | DecodeConfig, engine: Engine, address: str, trust: Trust) -> Worker:
     """The engine under a name of its own, with an empty table over its pages."""
+    pool = engine.pool
     facts = PoolFacts(
         engine.weights, engine.kv_dtype, engine.config.num_layers, engine.config.num_kv_heads, config.page_tokens,
-        engine.config.head_dim, engine.pool.num_pages, engine.pool.fd, engine.pool.pages_offset, engine.draft_weights,
+        engine.config.head_dim, pool.num_pages, pool.fd, pool.pages_offset, engine.draft_weights,
+        GpuFacts(pool.gpu.uuid, pool.ipc_handle, pool.gpu.readable) if pool.gpu else None,
     )  # fmt: skip
     me = build_peer(role, address, rpc.new_incarnation(), os.getpid(), rpc.host_identity(), facts)
-    cache = PrefixCache(engine.num_pages, engine.pool.generations)
+    cache = PrefixCache(engine.num_pages, pool.generations)
     table = SequenceTable(cache, config.page_tokens, config.max_running, config.lease_s, engine.weights)
     shutdown = Shutdown(config.drain_s, lambda: len(table))
     table.on_empty = shutdown.look_soon

@@ -6,7 +6,7 @@ Knows shapes and memory, not who holds which page (worker/prefix_cache.py) nor h
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -16,6 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.kvcache.cuda_memory import CudaError, DeviceBytes
+from engine.kvcache.gpu import CudaGpu, Gpu
+from engine.kvcache.peer_pages import GpuPeerPages
 from wire.kv_layout import pool_sizes
 
 OS_PAGE_BYTES = 4096
@@ -64,14 +67,16 @@ class Pool:
                  `tensor` is a view of all first parts    `draft_tensor` of all second parts
 
     On the CPU one memory file that peers on this host can map: generations (uint64 a page, padded to 4096 bytes), then
-    pages. On another device, or where the system gives no memory file, one plain allocation with generations on the
-    host, which peers then read over the network.
+    pages. On a GPU the file has the generations only, and the pages are one allocation outside torch's allocator, which
+    peers open by `ipc_handle`. Where the system gives neither, plain memory that peers read over the network.
     """
 
-    def __init__(self, shape: PoolShape, device: torch.device, draft_shape: PoolShape | None = None) -> None:
+    def __init__(
+        self, shape: PoolShape, device: torch.device, draft_shape: PoolShape | None = None, gpu: Gpu | None = None
+    ) -> None:
         """`draft_shape` has the page_tokens and dtype of `shape`; its num_pages does not matter.
 
-        Raises ValueError when there is not that much memory.
+        `gpu`: that of `device`, found when that is CUDA. Raises ValueError when there is not that much memory.
         """
         if draft_shape is not None and (draft_shape.page_tokens, draft_shape.dtype) != (shape.page_tokens, shape.dtype):
             raise ValueError(f"draft pages {draft_shape} do not go with pages {shape}")
@@ -81,12 +86,14 @@ class Pool:
         self.page_bytes = page_elements * shape.dtype.itemsize
         self.fd: int | None = None  # the memory file, when there is one
         self._bytes: NDArray[np.uint8] | None = None  # [num_pages, page_bytes], the same memory as the tensors'
-        self.pages_offset = 0  # bytes before the first page in the memory file
-        self.why_private: str | None = None  # why it is no memory file although it is a CPU's
+        self.pages_offset = -(-self.num_pages * 8 // OS_PAGE_BYTES) * OS_PAGE_BYTES  # in the memory file
+        self.why_private: str | None = None  # why peers on this host cannot open its memory
         self.generations: NDArray[np.uint64] = np.zeros(shape.num_pages, np.uint64)
-        elements = self._allocate_shared() if device.type == "cpu" else None
+        self.gpu = CudaGpu(device) if gpu is None and device.type == "cuda" else gpu
+        self.ipc_handle = b""  # of the pages on a GPU, when they can be opened
+        elements = self._allocate_shared() if self.gpu is None else self._allocate_on(self.gpu)
         if elements is None:
-            elements = self._allocate_private(page_elements, device)
+            elements = self._allocate_private(page_elements)
         self._pages = elements.view(shape.num_pages, page_elements)
         self.tensor: Tensor = self._pages[:, : shape.page_elements].view(shape.sizes)
         self.draft_tensor: Tensor | None = None
@@ -99,32 +106,61 @@ class Pool:
         """What --kv-memory-mib asks for: it is rounded down to whole pages."""
         return -(-self.num_pages * self.page_bytes >> 20)
 
-    def _allocate_private(self, page_elements: int, device: torch.device) -> Tensor:
+    def _allocate_private(self, page_elements: int) -> Tensor:
         try:
-            return torch.zeros(self.num_pages, page_elements, dtype=self.shape.dtype, device=device)
+            return torch.zeros(self.num_pages, page_elements, dtype=self.shape.dtype)
         except RuntimeError as error:  # torch's word for too little memory
-            raise ValueError(
-                f"no memory for a KV pool of {self.size_mib} MiB: lower --kv-memory-mib (now {self.size_mib})"
-            ) from error
+            raise self._no_memory("") from error
+
+    def _no_memory(self, why: str) -> ValueError:
+        return ValueError(
+            f"no memory for a KV pool of {self.size_mib} MiB{why}: lower --kv-memory-mib (now {self.size_mib})"
+        )
 
     def _allocate_shared(self) -> Tensor | None:
         """The elements of all pages in a new memory file; None, and `why_private`, when the system gives none."""
-        offset = -(-self.num_pages * 8 // OS_PAGE_BYTES) * OS_PAGE_BYTES
-        try:
-            self.fd, memory = _map_new_file(offset + self.num_pages * self.page_bytes)
-        except (OSError, AttributeError) as error:  # a sandbox or limit forbids it, or this is no Linux
-            self.why_private = f"no memory file of {self.size_mib} MiB for the KV pool: {error}"
+        memory = self._map_file(self.pages_offset + self.num_pages * self.page_bytes)
+        if memory is None:
             return None
-        self.pages_offset = offset
+        pages = np.frombuffer(memory, np.uint8, offset=self.pages_offset)
+        self._bytes = pages.reshape(self.num_pages, self.page_bytes)
+        return torch.frombuffer(memory, dtype=self.shape.dtype, offset=self.pages_offset)  # keeps the mapping alive
+
+    def _allocate_on(self, gpu: Gpu) -> Tensor:
+        """The elements of all pages in the memory of `gpu`, and the handle by which peers open it."""
+        try:
+            memory = DeviceBytes(gpu.cudart, self.num_pages * self.page_bytes)
+        except CudaError as error:
+            raise self._no_memory(f" on the GPU ({error})") from error
+        pages = gpu.view(memory)
+        gpu.run(pages.zero_)
+        if self._map_file(self.pages_offset) is not None:
+            try:
+                self.ipc_handle = gpu.cudart.export(memory.address)
+            except CudaError as error:
+                self.why_private = f"the GPU's memory cannot be exported: {error}"
+        return pages.view(self.shape.dtype)
+
+    def _map_file(self, num_bytes: int) -> mmap.mmap | None:
+        """A new memory file that begins with the generations; None, and `why_private`, when the system gives none."""
+        try:
+            self.fd, memory = _map_new_file(num_bytes)
+        except (OSError, AttributeError) as error:  # a sandbox or limit forbids it, or this is no Linux
+            mib = -(-num_bytes >> 20)
+            self.why_private = f"no memory file of {mib} MiB for the KV pool: {error}; allow memfd_create of that size"
+            return None
         self.generations = np.frombuffer(memory, np.uint64, self.num_pages)
-        self._bytes = np.frombuffer(memory, np.uint8, offset=offset).reshape(self.num_pages, self.page_bytes)
-        return torch.frombuffer(memory, dtype=self.shape.dtype, offset=offset)  # keeps the mapping alive
+        return memory
+
+    def open_peer(self, handle: bytes, num_pages: int) -> GpuPeerPages:
+        """The pool of another process on this host, of pages like ours. Raises RuntimeError in CUDA's words."""
+        if self.gpu is None:
+            raise RuntimeError("this pool is not on a GPU")
+        return GpuPeerPages(self.gpu, self._pages.view(torch.int32), handle, num_pages)
 
     def load(self, pages: Sequence[int]) -> NDArray[np.uint8]:
         """A copy of `pages`: [len(pages), page_bytes] uint8."""
-        index = torch.tensor(pages, dtype=torch.int64, device=self._pages.device)
-        rows = self._pages.index_select(0, index).cpu()
-        copied: NDArray[np.uint8] = rows.view(torch.uint8).numpy()
+        copied: NDArray[np.uint8] = self._wait_for(lambda: self._select(pages).cpu()).view(torch.uint8).numpy()
         return copied
 
     def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]]) -> None:
@@ -133,9 +169,18 @@ class Pool:
             for page, row in zip(pages, rows, strict=True):
                 np.copyto(self._bytes[page], row)
         elif pages:
-            index = torch.tensor(pages, dtype=torch.int64, device=self._pages.device)
             data = torch.from_numpy(np.stack(rows)).view(self.shape.dtype)
-            self._pages.index_copy_(0, index, data.to(self._pages.device))
+            self._wait_for(lambda: self._pages.index_copy_(0, self._index(pages), data.to(self._pages.device)))
+
+    def _select(self, pages: Sequence[int]) -> Tensor:
+        return self._pages.index_select(0, self._index(pages))
+
+    def _index(self, pages: Sequence[int]) -> Tensor:
+        return torch.tensor(pages, dtype=torch.int64, device=self._pages.device)
+
+    def _wait_for(self, launch: Callable[[], Tensor]) -> Tensor:
+        """The result of work on the pages: done, also before steps on another stream of the GPU."""
+        return launch() if self.gpu is None else self.gpu.run(launch)
 
 
 def _map_new_file(num_bytes: int) -> tuple[int, mmap.mmap]:

@@ -1,0 +1,196 @@
+"""Pages of one process read by another on one GPU: are they right, what does a killed owner do, how fast is it?
+
+    python -m bench.gpu_checks.ipc copy|kill|time
+
+Each part runs in a process of its own, as what it tries may cost that process its CUDA context. Has not run on a card.
+"""
+
+import asyncio
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+
+import torch
+from google.protobuf.json_format import Parse
+
+from bench.gpu_checks.ipc_exporter import SHAPE_8B, page_content
+from engine.kvcache.pool import Pool
+from kvtransfer.cuda_ipc import CudaIpcReader
+from kvtransfer.reader import PageRef, ReadError
+from protos import kv_pb2
+
+EXPORTER = (sys.executable, "-m", "bench.gpu_checks.ipc_exporter")
+PROMPT_PAGES = 128  # 2,048 tokens of 16 a page
+PART_S = 120.0
+EXPORTER_S = 30.0  # longest that one may take to obey
+NUM_KILLS = 6  # each starts a process with torch and CUDA
+KILL_REPEATS = 1000  # of PROMPT_PAGES in one copy: a quarter of a terabyte takes some 100 ms
+NUM_TIMES = 20
+
+
+def check_ipc_copy(device: torch.device) -> str:
+    """Pages of another process arrive as they are there, and a recycled one is refused."""
+    return _run_part("copy", device)
+
+
+def check_ipc_kill(device: torch.device) -> str:
+    """Owners are killed while their pages are copied. A lost context of the reader is a finding, not a failure."""
+    return _run_part("kill", device)
+
+
+def time_ipc(device: torch.device) -> str:
+    """The pages of a 2,048-token prompt of an 8B model, against a copy within the device."""
+    return _run_part("time", device)
+
+
+def _run_part(name: str, device: torch.device) -> str:
+    if device.type != "cuda":
+        return "skipped: CUDA IPC needs a GPU"
+    command = [sys.executable, "-m", "bench.gpu_checks.ipc", name]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PART_S, check=False)
+    assert ended.returncode == 0, f"exit {ended.returncode}: {''.join(ended.stderr.splitlines()[-1:])}"
+    return ended.stdout.splitlines()[-1]
+
+
+class Exporter:
+    """The process of ipc_exporter.py. Ends with the block."""
+
+    def __init__(self, command: Sequence[str], num_pages: int) -> None:
+        self._process = subprocess.Popen(
+            [*command, str(num_pages)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.peer = Parse(self._read(), kv_pb2.Peer())
+
+    def __enter__(self) -> "Exporter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream
+            stream.close()
+
+    def recycle(self, *pages: int) -> None:
+        assert self._process.stdin
+        for page in pages:
+            self._process.stdin.write(f"recycle {page}\n")
+            self._process.stdin.flush()
+            assert self._read() == "done\n"
+
+    def kill(self) -> None:
+        """kill -9; over when the process is. Idempotent."""
+        self._process.kill()
+        self._process.wait(EXPORTER_S)
+
+    def _read(self) -> str:
+        """The next line; none, and the process' end, when it takes too long."""
+        assert self._process.stdout
+        with ThreadPoolExecutor(1) as executor:
+            reading = executor.submit(self._process.stdout.readline)
+            try:
+                return reading.result(EXPORTER_S)
+            except TimeoutError:
+                self._process.kill()
+                raise
+
+
+def copy_pages(pool: Pool, command: Sequence[str]) -> str:
+    """See check_ipc_copy."""
+
+    async def run() -> None:
+        with Exporter(command, pool.num_pages) as exporter, ThreadPoolExecutor(1) as executor:
+            exporter.recycle(*range(pool.num_pages))
+            reader = await CudaIpcReader.open(exporter.peer, pool, executor)
+            pages = random.Random(0).sample(range(pool.num_pages), pool.num_pages)
+            into = list(range(pool.num_pages))
+            await reader.read([PageRef(page, 1) for page in pages], into)
+            for row, page in zip(pool.load(into), pages, strict=True):
+                assert (row == page_content(page, 1, pool.page_bytes)).all(), f"page {page} differs"
+            exporter.recycle(pages[-1])
+            try:
+                await reader.read([PageRef(page, 1) for page in pages], into)
+                raise AssertionError("a recycled page was believed")
+            except ReadError as error:
+                assert error.reason == "generation", error
+            await reader.close()
+
+    asyncio.run(run())
+    return f"{pool.num_pages} pages of {pool.page_bytes} bytes equal, a recycled one refused"
+
+
+def kill_exporters(pool: Pool, command: Sequence[str], num_kills: int = NUM_KILLS, repeats: int = KILL_REPEATS) -> str:
+    """See check_ipc_kill. The kills are spread over the time that a copy takes."""
+    pages = list(range(pool.num_pages)) * repeats
+    num_midway, failures = 0, []
+    copy_s = 0.0  # of a whole one: the first is not disturbed
+    for kill in range(-1, num_kills):
+        with Exporter(command, pool.num_pages) as exporter, ThreadPoolExecutor(1) as executor:
+            opened = pool.open_peer(exporter.peer.gpu.ipc_handle, pool.num_pages)
+            started = time.perf_counter()
+            copying = executor.submit(opened.copy, pages, pages)
+            if kill < 0:
+                copying.result()
+                copy_s = time.perf_counter() - started
+            else:
+                time.sleep(copy_s * (kill + 0.5) / num_kills)
+                exporter.kill()
+                num_midway += not copying.done()
+            for step in (copying.result, opened.close):
+                try:
+                    step()
+                except RuntimeError as error:
+                    failures.append(str(error).splitlines()[0])
+        try:
+            pool.load([0])
+        except RuntimeError as error:
+            return f"FINDING: the reader's context is lost after kill {kill + 1}: {error}; before: {failures}"
+    told = f"; FINDING: {len(failures)} calls failed: {failures[0]}" if failures else ", no call failed"
+    return f"{num_kills} owners killed, {num_midway} in mid-copy ({copy_s * 1e3:.0f} ms): context works{told}"
+
+
+def time_copies(pool: Pool, command: Sequence[str]) -> str:
+    """See time_ipc: the host's part is in both, that of the reader's threads and checks in the first."""
+    assert pool.gpu is not None
+    count = pool.num_pages // 2
+    gigabytes = count * pool.page_bytes / 1e9
+
+    async def run() -> float:
+        with Exporter(command, count) as exporter, ThreadPoolExecutor(1) as executor:
+            reader = await CudaIpcReader.open(exporter.peer, pool, executor)
+            sources = [PageRef(page, 0) for page in random.Random(0).sample(range(count), count)]
+            times = []
+            for _ in range(NUM_TIMES):
+                started = time.perf_counter()
+                await reader.read(sources, range(count))
+                times.append(time.perf_counter() - started)
+            await reader.close()
+            return median(times)
+
+    hand_over_s = asyncio.run(run())
+    target, source = pool.tensor[:count], pool.tensor[count : 2 * count]
+    times = []
+    for _ in range(NUM_TIMES):
+        started = time.perf_counter()
+        pool.gpu.run(lambda: target.copy_(source))
+        times.append(time.perf_counter() - started)
+    copy_s = median(times)
+    return (
+        f"{count} pages: {hand_over_s * 1e3:.2f} ms, {gigabytes / hand_over_s:.0f} GB/s; within the device "
+        f"{copy_s * 1e3:.2f} ms, {gigabytes / copy_s:.0f} GB/s: ratio {copy_s / hand_over_s:.2f}"
+    )
+
+
+PARTS: dict[str, tuple[Callable[[Pool, Sequence[str]], str], int]] = {  # name |-> what runs, pages of its pool
+    "copy": (copy_pages, 16),
+    "kill": (kill_exporters, PROMPT_PAGES),
+    "time": (time_copies, 2 * PROMPT_PAGES),
+}
+
+
+if __name__ == "__main__":
+    run, num_pages = PARTS[sys.argv[1]]
+    print(run(Pool(SHAPE_8B.with_pages(num_pages), torch.device("cuda")), EXPORTER))

@@ -1,0 +1,56 @@
+"""A process that owns a pool and obeys lines on its stdin, so that others can read another process' memory.
+
+python -m bench.gpu_checks.ipc_exporter NUM_PAGES     prints its Peer, as JSON on one line
+recycle PAGE                                          gives the page a new owner and new bytes; prints "done"
+
+It ends with its stdin.
+"""
+
+import os
+import sys
+
+import numpy as np
+import torch
+from google.protobuf.json_format import MessageToJson
+from numpy.typing import NDArray
+
+from engine.kvcache.pool import Pool, PoolShape
+from kvtransfer.identity import GpuFacts, PoolFacts, build_peer
+from protos import kv_pb2
+from runtime.rpc import host_identity
+
+SHAPE_8B = PoolShape(1, num_layers=32, num_kv_heads=8, page_tokens=16, head_dim=128, dtype=torch.bfloat16)  # 2 MiB
+
+
+def page_content(page: int, generation: int, page_bytes: int) -> NDArray[np.uint8]:
+    """What an owner writes into a page: other bytes for each page and each owner."""
+    return ((np.arange(page_bytes) * 7 + page * 31 + generation * 101) % 251).astype(np.uint8)
+
+
+def recycle(pool: Pool, page: int) -> None:
+    """As an allocator and an engine would: first the generation changes, then the bytes."""
+    pool.generations[page] += 1
+    pool.store([page], [page_content(page, int(pool.generations[page]), pool.page_bytes)])
+
+
+def describe(pool: Pool) -> kv_pb2.Peer:
+    """This process, as its peers see it."""
+    shape = pool.shape
+    facts = PoolFacts(
+        "w", str(shape.dtype).removeprefix("torch."), shape.num_layers, shape.num_kv_heads, shape.page_tokens,
+        shape.head_dim, pool.num_pages, pool.fd, pool.pages_offset,
+        gpu=GpuFacts(pool.gpu.uuid, pool.ipc_handle, pool.gpu.readable) if pool.gpu else None,
+    )  # fmt: skip
+    return build_peer("prefill", "127.0.0.1:1", "exporter", os.getpid(), host_identity(), facts)
+
+
+def obey(pool: Pool) -> None:
+    """Say who this is, and do as told until stdin ends."""
+    print(MessageToJson(describe(pool), indent=None), flush=True)
+    for line in sys.stdin:
+        recycle(pool, int(line.split()[1]))
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    obey(Pool(SHAPE_8B.with_pages(int(sys.argv[1])), torch.device("cuda")))

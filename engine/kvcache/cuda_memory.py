@@ -1,0 +1,131 @@
+"""GPU memory outside torch's allocator, which other processes can open: libcudart by ctypes.
+
+Knows addresses, sizes and handles of one device, not what lies there. Has not run on a card yet; the tests call a
+library with the same functions over host memory (tests/fake_cudart.c), and the real one where it has no driver.
+"""
+
+import ctypes
+import weakref
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+IPC_HANDLE_BYTES = 64
+LAZY_ENABLE_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
+DEVICE_MEMORY = 2  # cudaMemoryTypeDevice
+
+
+class CudaError(RuntimeError):
+    """A call of libcudart failed; the message has its own words."""
+
+
+class _Handle(ctypes.Structure):  # cudaIpcMemHandle_t, which is passed by value
+    _fields_ = (("reserved", c_ubyte * IPC_HANDLE_BYTES),)
+
+
+class _Attributes(ctypes.Structure):  # cudaPointerAttributes of CUDA 13, larger than that of 12
+    _fields_ = (
+        ("type", c_int), ("device", c_int), ("device_pointer", c_void_p), ("host_pointer", c_void_p),
+        ("reserved", c_ubyte * 64),
+    )  # fmt: skip
+
+
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "cudaSetDevice": (c_int,),
+    "cudaMalloc": (POINTER(c_void_p), c_size_t),
+    "cudaFree": (c_void_p,),
+    "cudaIpcGetMemHandle": (POINTER(_Handle), c_void_p),
+    "cudaIpcOpenMemHandle": (POINTER(c_void_p), _Handle, c_uint),
+    "cudaIpcCloseMemHandle": (c_void_p,),
+    "cudaPointerGetAttributes": (POINTER(_Attributes), c_void_p),
+}
+
+
+class Cudart:
+    """Calls for one device, from any thread. Each raises CudaError when CUDA says no."""
+
+    def __init__(self, path: str, device_index: int) -> None:
+        """Raises OSError when there is no such library."""
+        self._library = ctypes.CDLL(path)
+        self._library.cudaGetErrorString.restype = c_char_p
+        for name, arguments in _ARGUMENTS.items():
+            getattr(self._library, name).argtypes = arguments
+        self._device_index = device_index
+
+    def allocate(self, num_bytes: int) -> int:
+        """The address of new memory with any content."""
+        address = c_void_p()
+        self._call("cudaMalloc", byref(address), num_bytes)
+        return address.value or 0
+
+    def free(self, address: int) -> None:
+        self._call("cudaFree", address)
+
+    def export(self, address: int) -> bytes:
+        """The handle with which another process opens the allocation that begins at `address`."""
+        handle = _Handle()
+        self._call("cudaIpcGetMemHandle", byref(handle), address)
+        return bytes(handle.reserved)
+
+    def open(self, handle: bytes, num_bytes: int) -> int:
+        """Map an allocation of another process, with peer access if it is on another GPU; its address here.
+
+        Not one of this process. Opened twice it is the same address, to be closed twice. CudaError also when it has
+        visibly fewer than `num_bytes`: a read beyond its end would be the end of this process' CUDA context.
+        """
+        if len(handle) != IPC_HANDLE_BYTES:
+            raise CudaError(f"an IPC handle has {IPC_HANDLE_BYTES} bytes, not {len(handle)}")
+        address = c_void_p()
+        self._call("cudaIpcOpenMemHandle", byref(address), _Handle.from_buffer_copy(handle), LAZY_ENABLE_PEER_ACCESS)
+        opened = address.value or 0
+        try:
+            if not self._is_device_memory(opened + num_bytes - 1):
+                raise CudaError(f"the memory opened by an IPC handle has fewer than {num_bytes} bytes")
+        except CudaError:
+            self.close(opened)
+            raise
+        return opened
+
+    def close(self, address: int) -> None:
+        """Unmap what `open` gave. No copy from there may be under way."""
+        self._call("cudaIpcCloseMemHandle", address)
+
+    def _is_device_memory(self, address: int) -> bool:
+        attributes = _Attributes()
+        self._call("cudaPointerGetAttributes", byref(attributes), address)
+        return bool(attributes.type == DEVICE_MEMORY)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        self._check("cudaSetDevice", self._device_index)  # the current device is each thread's own
+        self._check(name, *arguments)
+
+    def _check(self, name: str, *arguments: Any) -> None:
+        error = getattr(self._library, name)(*arguments)
+        if error:
+            self._library.cudaGetLastError()  # or torch reports it after its next launch
+            words = self._library.cudaGetErrorString(error).decode()
+            raise CudaError(f"{name}: {words} (error {error})")
+
+
+class DeviceBytes:
+    """Owns an allocation; a tensor made of it keeps it. Freed with the last of them, or by the end of the process."""
+
+    def __init__(self, cudart: Cudart, num_bytes: int) -> None:
+        self.address = cudart.allocate(num_bytes)
+        self.num_bytes = num_bytes
+        weakref.finalize(self, cudart.free, self.address).atexit = False
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+
+def find_cudart() -> str:
+    """The libcudart that torch has loaded, so that both have the same contexts; else a name for the linker."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        name = line.split(maxsplit=5)[5:]
+        if name and Path(name[0]).name.startswith("libcudart"):
+            return name[0]
+    return f"libcudart.so.{(torch.version.cuda or '13').partition('.')[0]}"

@@ -1,0 +1,59 @@
+"""The GPU that a pool lies on: its name, its memory, and work that the host waits for. Has not run on a card yet."""
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.kvcache.cuda_memory import Cudart, DeviceBytes, find_cudart
+
+T = TypeVar("T")
+
+
+class Gpu(Protocol):
+    """What a pool needs of a GPU. Tests give one over host memory (tests/fake_cuda.py)."""
+
+    uuid: str
+    readable: tuple[str, ...]  # UUIDs of GPUs whose memory it can read: its own first
+    cudart: Cudart
+
+    def view(self, memory: DeviceBytes) -> Tensor:
+        """[memory.num_bytes] uint8, the same memory."""
+        ...
+
+    def run(self, launch: Callable[[], T]) -> T:
+        """Launch work aside from the engine's, and wait until it is done. From any thread; others run meanwhile.
+
+        Raises RuntimeError in the driver's words.
+        """
+        ...
+
+
+class CudaGpu:
+    """The real one."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises OSError where there is no libcudart."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
+        self.cudart = Cudart(find_cudart(), index)
+        visible = range(torch.cuda.device_count())
+        peers = [other for other in visible if other != index and torch.cuda.can_device_access_peer(index, other)]
+        self.readable = tuple(str(torch.cuda.get_device_properties(one).uuid) for one in (index, *peers))
+        self.uuid = self.readable[0]
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def view(self, memory: DeviceBytes) -> Tensor:
+        tensor = torch.as_tensor(memory, device=self._device)
+        assert tensor.data_ptr() == memory.address, "a copy: peers would open other memory"
+        return tensor
+
+    def run(self, launch: Callable[[], T]) -> T:
+        with torch.cuda.stream(self._stream):
+            result = launch()
+            # blocking: waiting for it leaves the core to others
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record()
+        done.synchronize()
+        return result

@@ -1,0 +1,83 @@
+"""A peer's memory file on this host: opened only when it is what a pool's must be, and mapped read-only.
+
+Knows /proc, seals and sizes; where the pages are is the readers' business.
+"""
+
+import fcntl
+import mmap
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.reader import ReadError
+from protos import kv_pb2
+
+GENERATION_BYTES = 8
+
+
+class PeerFile:
+    """The generations of a peer's pages, and its pages too where they are in main memory.
+
+    The mapping stays valid after the peer's death: it then shows what was there.
+    """
+
+    def __init__(self, peer: kv_pb2.Peer, page_bytes: int) -> None:
+        """`page_bytes`: of each page in the file; 0 when there are none.
+
+        Raises ReadError("transport") when it cannot be opened, "layout" when it is not what was announced.
+        """
+        if not peer.num_pages:
+            raise ReadError("layout", "a pool without pages")
+        offset = peer.pages_offset
+        if offset < peer.num_pages * GENERATION_BYTES:
+            raise ReadError("layout", f"pages at byte {offset} leave no room for {peer.num_pages} generations")
+        self._path = Path(f"/proc/{peer.pid}/fd/{peer.pool_fd}")
+        self.memory = _map_file(self._path, offset + peer.num_pages * page_bytes)
+        self.generations: NDArray[np.uint64] = np.frombuffer(self.memory, np.uint64, peer.num_pages)
+        self._identity = _identify(self._path)
+
+    def is_held(self) -> bool:
+        """Whether the peer still has the very file open. A process that dies lets go of its files first.
+
+        So what it had on a GPU was there up to now, which a process of its number, or a dead one not yet waited for,
+        would not tell.
+        """
+        return self._identity is not None and _identify(self._path) == self._identity
+
+
+def _identify(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _map_file(path: Path, expected_bytes: int) -> mmap.mmap:
+    """Map what a peer calls its pool: opened only when it is a plain file, mapped only when it is sealed memory."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe may wait, to open a device may do things
+            raise ReadError("layout", f"{path} is not the memory file of a pool")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        raise ReadError("transport", f"cannot open the peer's pool {path}: {error.strerror}") from error
+    try:
+        if not _is_sealed(fd):
+            raise ReadError("layout", f"{path} is not the memory file of a pool")
+        size = os.fstat(fd).st_size
+        if size != expected_bytes:
+            raise ReadError("layout", f"the peer's pool has {size} bytes where {expected_bytes} were announced")
+        return mmap.mmap(fd, size, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+
+
+def _is_sealed(fd: int) -> bool:
+    """Whether it is a memory file that will never shrink: a mapping of one that does kills its reader (SIGBUS)."""
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # files on disk have no seals
+        return False

@@ -1,0 +1,54 @@
+"""A GPU over host memory: the engine's own calls to the library of fake_cudart.cpp, kernels in the interpreter."""
+
+import ctypes
+import gc
+import hashlib
+import os
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.kernels.build import cache_folder, find_compiler
+from engine.kvcache.cuda_memory import Cudart, DeviceBytes
+
+SOURCE = Path(__file__).with_name("fake_cudart.cpp")
+T = TypeVar("T")
+
+
+@cache
+def fake_cudart() -> str:
+    """The library's path, built if nobody did so before."""
+    path = cache_folder() / f"fake_cudart-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
+    if not path.exists():
+        building = path.with_suffix(f".{os.getpid()}")
+        subprocess.run([*find_compiler(), "-shared", "-fPIC", "-o", str(building), str(SOURCE)], check=True)
+        building.rename(path)
+    return str(path)
+
+
+class FakeGpu:
+    """Satisfies engine.kvcache.gpu.Gpu. All processes have the same one."""
+
+    def __init__(self) -> None:
+        self.cudart = Cudart(fake_cudart(), 0)
+        self.uuid = "gpu-0"
+        self.readable: tuple[str, ...] = (self.uuid,)
+
+    def view(self, memory: DeviceBytes) -> Tensor:
+        buffer = (ctypes.c_ubyte * memory.num_bytes).from_address(memory.address)
+        buffer.owner = memory  # type: ignore[attr-defined]  # as long as the tensor
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def run(self, launch: Callable[[], T]) -> T:
+        return launch()
+
+
+def count_opened() -> int:
+    """Allocations of any process that are mapped here."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:fake-cuda")
