@@ -1,203 +1,181 @@
-"""Does everything hold on a GPU? A list of checks in one call, with a table at the end.
+"""Does everything hold on a GPU, and how fast is it? A list of checks in one call, with a table at the end.
 
-    python -m bench.gpu_check            (make gpu-check)
+    python -m bench.gpu_check                        (make gpu-check)
+    python -m bench.gpu_check --device cpu           the same on small shapes, which shows that the checks work
+    python -m bench.gpu_check --parts engine ipc     only these
 
-Each check compares the device with the CPU or with transformers. `--device cpu` runs the same checks without a GPU,
-which shows that they themselves work.
+Each part runs in a process of its own with a time limit, so that a hang or a lost GPU context costs no other part. Rows
+are written as they come. Knows parts and processes; what is checked is in bench/gpu_checks/.
 """
 
+import importlib
+import json
+import os
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
 
-import grpc
-import numpy as np
 import torch
 from cyclopts import App
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoModelForCausalLM
 
-from bench.batches import Part, build_sampling_batch, pack
-from bench.live import serve
-from demo.paths import TARGET_DIR
-from engine.attention.base import AttentionShape
-from engine.attention.heads import Heads
-from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.batch import Slice
-from engine.kvcache.pool import Pool, PoolShape
-from engine.model.weights import load_model
-from engine.rows import Rows
-from engine.runner import Runner
-from engine.sampling import sample
-from protos import inference_pb2, inference_pb2_grpc
-from wire.sampling import SamplingParams
-
-PAGE_TOKENS, ROW_PAGES = 16, 8
-PROMPT = list(range(20, 120))
-NUM_TOKENS = 16
+MISSED = "MissedError"  # of bench.gpu_checks.speed: right, but slower than its goal
 
 app = App(help=__doc__)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Checks that share a process."""
+
+    name: str
+    limit_s: float
+    checks: tuple[str, ...]  # module:function of bench.gpu_checks
+
+
+PARTS = (
+    Part("attention", 90, ("attention:check_attention", "attention:time_plan")),
+    Part("kernels", 90, ("layers:check_layers", "sampling:check_sampling", "fp8:check_fp8")),
+    Part("engine", 90, ("engine:check_greedy", "engine:check_logits", "engine:check_graphs")),
+    Part("service", 120, ("service:check_service",)),
+    Part("ipc", 150, ("ipc:check_ipc_copy", "ipc:time_ipc", "ipc:check_ipc_kill")),
+    Part("deaths", 120, ("service:check_deaths",)),
+    Part("one stream", 60, ("speed:time_one_stream",)),
+    Part("host", 60, ("speed:time_host",)),
+    Part("many streams", 60, ("speed:time_many_streams",)),
+    Part("prefill", 60, ("speed:time_prefill",)),
+    Part("speculation", 60, ("speed:time_speculation",)),
+    Part("fp8", 60, ("speed:time_fp8",)),
+    Part("start", 60, ("speed:time_start",)),
+    Part("kernel times", 90, ("attention:time_layouts", "sampling:time_sampling", "fp8:time_linear")),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """One row of the table."""
 
-    name: str
-    is_passed: bool
+    part: str
+    check: str  # its docstring's first line
+    result: Literal["ok", "missed", "FAILED"]
     detail: str
     seconds: float
 
 
-def check_attention(device: torch.device) -> str:
-    """torch_sdpa gives on the device what it gives on the CPU, for a ragged batch on shuffled pages."""
-    shape = AttentionShape(8, 2, 64, 0.125)
-    parts = [
-        Part(range(40), 0, [5, 1, 7], num_logits=0),
-        Part([3], 20, [2, 6], num_logits=1),
-    ]
-    outputs = []
-    for where in (torch.device("cpu"), device):
-        generator = torch.Generator().manual_seed(0)
-        pool = torch.randn(PoolShape(8, 1, 2, PAGE_TOKENS, 64, torch.float32).sizes, generator=generator).to(where)
-        query_key, value = (torch.randn(41, heads, 64, generator=generator).to(where) for heads in (10, 2))
-        batch = pack(parts, PAGE_TOKENS, where)
-        backend = TorchSdpaAttention(shape)
-        backend.plan(pool, batch)
-        outputs.append(backend.attend(0, Heads(query_key, value), None).cpu())
-    worst = (outputs[0] - outputs[1]).abs().max().item()
-    assert worst < 1e-4, f"differs by {worst:.2g}"
-    return f"largest difference {worst:.1e}"
+def run_part(part: Part, device: torch.device) -> Iterator[Outcome]:
+    """In this process."""
+    for path in part.checks:
+        module, _, function = path.partition(":")
+        started = time.monotonic()
+        result: Literal["ok", "missed", "FAILED"] = "ok"
+        title = function
+        try:
+            check = getattr(importlib.import_module(f"bench.gpu_checks.{module}"), function)
+            title = (check.__doc__ or function).splitlines()[0].removesuffix(".")
+            detail = check(device)
+        except Exception as error:  # a failed check is a row, and the others still run
+            name = type(error).__name__
+            result = "missed" if name == MISSED else "FAILED"
+            detail = str(error) if name == MISSED else f"{name}: {error}"
+        yield Outcome(part.name, title, result, " ".join(detail.split()), time.monotonic() - started)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
-def check_noise(device: torch.device) -> str:
-    """Sampled tokens do not depend on the device."""
-    logits = torch.randn(64, 32000, generator=torch.Generator().manual_seed(1))
-    params = [SamplingParams(temperature=1.0, top_p=0.95, top_k=0, min_p=0.0, seed=seed) for seed in range(64)]
-    batch = build_sampling_batch(params, range(64))
-    there = sample(logits.to(device, copy=True), batch).cpu()
-    here = sample(logits, batch)
-    same = (here == there).sum().item()
-    assert same == 64, f"{64 - same} of 64 tokens differ"
-    return "64 of 64 tokens equal"
-
-
-def check_pool(device: torch.device) -> str:
-    """Pages leave and enter a pool as the same bytes."""
-    pool = Pool(PoolShape(8, 4, 2, PAGE_TOKENS, 64, torch.bfloat16), device)
-    pool.tensor.copy_(torch.randn(pool.shape.sizes, generator=torch.Generator().manual_seed(2)))
-    rows = pool.load([6, 1])
-    pool.store([3, 5], [rows[0], rows[1]])
-    assert torch.equal(pool.tensor[[3, 5]], pool.tensor[[6, 1]])
-    assert (pool.load([3, 5]) == rows).all()
-    return f"{rows.nbytes} bytes"
-
-
-def check_greedy(device: torch.device) -> str:
-    """The engine alone gives transformers' greedy tokens in float32."""
-    runner, rows = build_runner("float32", device, num_rows=1)
-    open_row(rows, 0)
-    steps = [Slice(0, 0, len(PROMPT), 1), *(Slice(0, len(PROMPT) + i, 1, 1) for i in range(NUM_TOKENS - 1))]
-    launched = [runner.launch([step]) for step in steps]  # each reads on the device what the last one chose
-    assert [step.collect().tokens[0] for step in launched] == reference_tokens(), "tokens differ"
-    return f"{NUM_TOKENS} tokens equal"
-
-
-def check_service(device: torch.device) -> str:
-    """The whole ring on the device gives the same tokens; pages travel by grpc where memory is not shared."""
-    with serve(TARGET_DIR, "--dtype=float32", f"--device={device.type}") as live:
-        with grpc.insecure_channel(live.grpc_address) as channel:
-            ids = inference_pb2.TokenIds(ids=PROMPT)
-            request = inference_pb2.GenerateRequest(
-                token_ids=ids, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True
-            )
-            parts = list(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=120))
-        assert [token for part in parts for token in part.token_ids] == reference_tokens(), "tokens differ"
-        moved = live.metric("decode-0", "kv_transfer_bytes_total")
-        live.wait_until_unused()
-    return f"{moved:.0f} bytes of KV handed over"
-
-
-def time_steps(device: torch.device) -> str:
-    """Time of one decode step of the demo model, alone and for 16 sequences."""
-    runner, rows = build_runner("bfloat16", device, num_rows=16)
-    for row in range(16):
-        open_row(rows, row)
-    found = []
-    for size in (1, 16):
-        slices = [Slice(row, 40, 1, 1) for row in range(size)]
-        times = []
-        for _ in range(20):
-            started = time.perf_counter()
-            runner.launch(slices).collect()
-            times.append(time.perf_counter() - started)
-        found.append(f"{sorted(times)[10] * 1e3:.2f} ms for {size}")
-    return ", ".join(found)
-
-
-def build_runner(dtype: str, device: torch.device, num_rows: int) -> tuple[Runner, Rows]:
-    """The demo model with rows and a pool, without a worker around it."""
-    model = load_model(TARGET_DIR, dtype, device)
-    config = model.config
-    num_pages = num_rows * ROW_PAGES
-    shape = PoolShape(num_pages, config.num_layers, config.num_kv_heads, PAGE_TOKENS, config.head_dim, model.dtype)
-    rows = Rows(num_rows, ROW_PAGES * PAGE_TOKENS, PAGE_TOKENS, config.vocab_size, device)
-    return Runner(model, TorchSdpaAttention(config.attention_shape), Pool(shape, device).tensor, rows), rows
-
-
-def open_row(rows: Rows, row: int) -> None:
-    """PROMPT, to be answered greedily."""
-    rows.open(row, np.array(PROMPT, np.int32), SamplingParams(temperature=0.0), len(PROMPT))
-    rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
-
-
-def reference_tokens() -> list[int]:
-    model: Any = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=torch.float32)
-    ids = torch.tensor([PROMPT])
-    answer = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None,
-        pad_token_id=0,
-    )  # fmt: skip
-    tokens: list[int] = answer[0, len(PROMPT) :].tolist()
-    return tokens
-
-
-CHECKS: dict[str, Callable[[torch.device], str]] = {
-    "attention equals the CPU's": check_attention,
-    "sampling noise equals the CPU's": check_noise,
-    "pages survive a round trip": check_pool,
-    "engine gives transformers' tokens": check_greedy,
-    "service gives transformers' tokens": check_service,
-    "decode step, demo model (timing)": time_steps,
-}
-
-
-def run_check(name: str, check: Callable[[torch.device], str], device: torch.device) -> Outcome:
+def run_apart(part: Part, device: str, limit_s: float) -> Iterator[Outcome]:
+    """In a process of its own, which is killed with all that it started when its time is over."""
+    command = [sys.executable, "-m", "bench.gpu_check", "--inside", part.name, "--device", device]
     started = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        detail, is_passed = check(device), True
-    except Exception as error:  # a failed check is a row, and the others still run
-        detail, is_passed = f"{type(error).__name__}: {error}", False
-    return Outcome(name, is_passed, detail, time.monotonic() - started)
+        shown, _ = process.communicate(timeout=limit_s)
+        trouble = f"ended with {process.returncode}" if process.returncode else ""
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        shown, _ = process.communicate()
+        trouble = f"killed after {limit_s:.0f} s"
+    outcomes = [Outcome(**json.loads(line)) for line in shown.splitlines() if line.startswith('{"part"')]
+    yield from outcomes
+    if len(outcomes) < len(part.checks):
+        missing = ", ".join(part.checks[len(outcomes) :])
+        detail = f"not done: {missing} ({trouble or 'it said nothing'})"
+        yield Outcome(part.name, "the part's process", "FAILED", detail, time.monotonic() - started)
+
+
+def describe_machine(device: str) -> str:
+    """One line above the table: date, GPU, driver, versions."""
+    facts = [time.strftime("%Y-%m-%d"), torch.cuda.get_device_name() if device == "cuda" else "CPU"]
+    if device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        facts.append("driver " + subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip())
+    facts.append(f"torch {torch.__version__}")
+    for name in ("triton", "flashinfer", "transformers"):
+        try:
+            facts.append(f"{name} {importlib.import_module(name).__version__}")
+        except ImportError as error:
+            facts.append(f"no {name} ({error})")
+    return ", ".join(facts)
+
+
+def build_table(machine: str, outcomes: Sequence[Outcome]) -> str:
+    """Markdown for docs/GPU.md."""
+    lines = [machine, "", "| part | check | result | detail | s |", "|---|---|---|---|---|"]
+    for row in outcomes:
+        detail = row.detail.replace("|", "/")[:300]
+        lines.append(f"| {row.part} | {row.check} | {row.result} | {detail} | {row.seconds:.1f} |")
+    return "\n".join(lines)
 
 
 @app.default
-def main(*, device: Literal["cuda", "cpu"] = "cuda") -> int:
-    """Run all checks. Exit code 1 when one fails, 2 without a GPU."""
-    console = Console(width=140)
+def main(
+    *,
+    device: Literal["cuda", "cpu"] = "cuda",
+    parts: tuple[str, ...] = (),
+    budget_s: float = 520,
+    out: Path | None = None,
+    inside: str = "",
+) -> int:
+    """Run the checks. Exit code 1 when one fails, 2 without a GPU; a missed goal is no failure.
+
+    Parameters
+    ----------
+    parts: names of parts; default: all.
+    budget_s: no part begins after so many seconds, and none lasts longer.
+    out: file to which rows are appended as JSON lines.
+    inside: of the process of one part, which prints its rows.
+    """
+    named = {part.name: part for part in PARTS}
+    if inside:
+        for outcome in run_part(named[inside], torch.device(device)):
+            print(json.dumps(asdict(outcome)), flush=True)
+        return 0
     if device == "cuda" and not torch.cuda.is_available():
-        console.print("torch sees no GPU here: nothing was checked. `--device cpu` tries the checks themselves.")
+        print("torch sees no GPU here: nothing was checked. `--device cpu` tries the checks themselves.")
         return 2
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    outcomes = [run_check(title, check, torch.device(device)) for title, check in CHECKS.items()]
-    table = Table("check", "result", "detail", "s", title=f"{name}, torch {torch.__version__}")
-    for outcome in outcomes:
-        table.add_row(outcome.name, "ok" if outcome.is_passed else "FAILED", outcome.detail, f"{outcome.seconds:.1f}")
-    console.print(table)
-    return 0 if all(outcome.is_passed for outcome in outcomes) else 1
+    deadline = time.monotonic() + budget_s
+    outcomes: list[Outcome] = []
+    for part in [named[name] for name in parts] or PARTS:
+        left_s = deadline - time.monotonic()
+        rows = (
+            run_apart(part, device, min(part.limit_s, left_s))
+            if left_s > 0
+            else [Outcome(part.name, "all", "FAILED", "not begun: the time was over", 0.0)]
+        )
+        for outcome in rows:
+            outcomes.append(outcome)
+            print(
+                f"{outcome.result:6} {outcome.part}: {outcome.check} [{outcome.seconds:.1f} s] {outcome.detail}",
+                flush=True,
+            )
+            if out is not None:
+                with out.open("a") as file:
+                    file.write(json.dumps(asdict(outcome)) + "\n")
+    print(build_table(describe_machine(device), outcomes))
+    return 1 if any(outcome.result == "FAILED" for outcome in outcomes) else 0
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 ok: as it should be · warning: it works, but slower or not for everybody · missing: what was asked for cannot be had.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from cli.doctor_facts import Machine, Model
 from cli.plan import WorkerPlan, divide
-from kvtransfer.identity import PoolFacts, build_peer
+from kvtransfer.identity import GpuFacts, PoolFacts, build_peer
 from kvtransfer.reader import choose_transport
 from protos import kv_pb2
 from runtime.config import DecodeConfig, PrefillConfig, ServeConfig
@@ -201,7 +201,7 @@ def judge_service(config: ServeConfig, machine: Machine, model: Model | Exceptio
         return
     for plan in plans:
         yield judge_worker(plan, machine, model)
-    yield judge_hand_off(config, machine, model)
+    yield judge_hand_off(config, plans, machine, model)
 
 
 def judge_worker(plan: WorkerPlan, machine: Machine, model: Model) -> Row:
@@ -234,11 +234,11 @@ def explain_pool(settings: PrefillConfig | DecodeConfig, is_on_gpu: bool) -> str
     return f"room for {settings.max_running} contexts, within {within}"
 
 
-def judge_hand_off(config: ServeConfig, machine: Machine, model: Model) -> Row:
+def judge_hand_off(config: ServeConfig, plans: Sequence[WorkerPlan], machine: Machine, model: Model) -> Row:
     """How decode workers would read pages of prefill workers, by the choice that they make themselves."""
     if not config.prefill_workers:
         return Row("hand-off", "ok", "none: decode workers prefill by themselves")
-    ours, theirs = (describe_peer(machine, model, pid) for pid in (1, 2))
+    ours, theirs = (describe_peer(machine, model, pid, plan.gpu) for pid, plan in ((1, plans[-1]), (2, plans[0])))
     try:
         transport, why = choose_transport(ours, theirs, config.transport, config.require_transport)
     except ValueError as error:
@@ -249,11 +249,19 @@ def judge_hand_off(config: ServeConfig, machine: Machine, model: Model) -> Row:
     return Row("hand-off", "warning" if is_slow else "ok", f"{transport}: {why}")
 
 
-def describe_peer(machine: Machine, model: Model, pid: int) -> kv_pb2.Peer:
+def describe_peer(machine: Machine, model: Model, pid: int, gpu: int) -> kv_pb2.Peer:
     """A worker of `baton serve` on this machine, as its peers see it, as far as the choice of a transport goes."""
-    has_file = model.device == "cpu" and not machine.memory_file_error
-    facts = PoolFacts("", model.dtype, 0, 0, 0, model.head_dim, 1, 0 if has_file else None, 0)
+    has_file = not machine.memory_file_error
+    gpu_facts = describe_gpu(machine, gpu) if model.device == "cuda" else None
+    facts = PoolFacts("", model.dtype, 0, 0, 0, model.head_dim, 1, 0 if has_file else None, 0, gpu=gpu_facts)
     return build_peer("", "another worker", "", pid, "this host", facts)
+
+
+def describe_gpu(machine: Machine, gpu: int) -> GpuFacts:
+    """The GPU of a pool whose memory can be exported."""
+    others = (other for other in range(len(machine.gpus)) if (gpu, other) not in machine.strangers)
+    readable = tuple(machine.gpus[other].uuid for other in others)
+    return GpuFacts(machine.gpus[gpu].uuid, b"a handle", readable)
 
 
 def split_advice(part: str, error: str) -> Row:

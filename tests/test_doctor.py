@@ -60,7 +60,7 @@ NODE = replace(
     driver="580.65",
     num_driver_gpus=2,
     visible_gpus=("0", "1"),
-    gpus=(H200, H200),
+    gpus=(H200, replace(H200, uuid="GPU-b")),
     triton="3.6.0",
     flashinfer="0.7.2",
     flashinfer_modules=MODULES,
@@ -98,6 +98,7 @@ NO_FILE = replace(CPU, memory_file_error="ENOSYS")
 NO_CXX = replace(CPU, kernel_error="no C++ compiler", cpp_compiler="")
 NO_MODULES = replace(NODE, flashinfer_modules=())
 UNSEEN = replace(NODE, gpus=())  # by torch
+FAR_APART = replace(NODE, strangers=((1, 0),))  # decode cannot read prefill
 OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
 
 
@@ -109,6 +110,14 @@ OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
         (ServeConfig(device="cuda"), replace(UNSEEN, torch_cuda=""), "gpu", "missing", "torch's CUDA wheel"),
         (ServeConfig(transport="shm"), NO_FILE, "hand-off", "missing", "--transport auto"),
         (ServeConfig(transport="shm", require_transport=True), NO_FILE, "hand-off", "missing", "--require-transport"),
+        (ServeConfig(transport="cuda_ipc"), CPU, "hand-off", "missing", "--transport auto"),
+        (
+            ServeConfig(transport="cuda_ipc"),
+            replace(NODE, strangers=((1, 0),)),
+            "hand-off",
+            "missing",
+            "--transport auto",
+        ),
         (ServeConfig(max_context_tokens=9000), CPU, "prefill-0", "missing", "--max-context-tokens 8192 or less"),
         (ServeConfig(kv_memory_mib=100), CPU, "decode-0", "missing", "--kv-memory-mib 1024 or more"),
         (ServeConfig(), replace(CPU, memory_bytes=GIB), "decode-0", "missing", "--kv-memory-mib 1024 or more"),
@@ -139,6 +148,7 @@ OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
         (ServeConfig(), replace(NO_MODULES, nvcc="/cuda/bin/nvcc"), "flashinfer", "ok", ""),
         (ServeConfig(), replace(CPU, has_own_pid_namespace=True), "namespaces", "ok", "docker run --pid"),
         (ServeConfig(prefill_workers=0), CPU, "hand-off", "ok", ""),
+        (ServeConfig(transport="cuda_ipc"), replace(NODE, strangers=((0, 1),)), "hand-off", "ok", ""),
         (ServeConfig(device="cpu"), UNSEEN, "gpu", "ok", ""),
         (ServeConfig(), replace(NODE, kernel_error="no C++ compiler"), "cpu kernels", "ok", ""),
     ],
@@ -151,11 +161,6 @@ def test_what_is_wrong_is_told_with_what_changes_it(
     row = look(config, machine, model)[part]
     assert row.status == status, row
     assert advice in row.advice if advice else not row.advice
-
-
-def test_a_transport_that_nobody_offers_is_missing() -> None:
-    config = ServeConfig(transport="cuda_ipc")  # type: ignore[arg-type,unused-ignore]
-    assert look(config, CPU, ON_CPU)["hand-off"].status == "missing"
 
 
 def test_a_model_that_cannot_be_examined() -> None:

@@ -1,0 +1,83 @@
+"""The whole ring on the device, in real processes: tokens, hand-off, and the death of workers."""
+
+import os
+import signal
+import threading
+import time
+
+import grpc
+import torch
+
+from bench.gpu_checks.engine import NUM_TOKENS, PROMPT, reference_tokens
+from bench.live import Live, serve
+from demo.paths import TARGET_DIR
+from protos import inference_pb2, inference_pb2_grpc
+
+ANSWER_S = 120.0
+NUM_ROUNDS = 12  # requests beside each other while workers die
+
+
+def check_service(device: torch.device) -> str:
+    """transformers' tokens through every transport that the device has; every pool empty afterwards."""
+    found = []
+    for transport in ("grpc", "cuda_ipc") if device.type == "cuda" else ("shm",):
+        with serve_demo(device, f"--transport={transport}", "--require-transport") as live:
+            assert ask(live, "") == reference_tokens(), f"{transport}: tokens differ"
+            moved = live.metric("decode-0", "kv_transfer_bytes_total")
+            assert moved, f"{transport}: no KV was handed over"
+            live.wait_until_unused()
+            found.append(f"{transport}: {moved:.0f} bytes handed over")
+    return "; ".join(found)
+
+
+def check_deaths(device: torch.device) -> str:
+    """Both workers are killed in turn while requests run: every answer is whole and right."""
+    transport = "cuda_ipc" if device.type == "cuda" else "shm"
+    wrong: list[str] = []
+
+    def run(number: int) -> None:
+        try:
+            for turn in range(3):
+                if ask(live, f"{number} {turn}") != reference_tokens():
+                    wrong.append(f"request {number}: other tokens")
+        except (grpc.RpcError, AssertionError) as error:
+            wrong.append(f"request {number}: {error}")
+
+    with serve_demo(device, f"--transport={transport}", "--patience-s=120") as live:
+        threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(NUM_ROUNDS)]
+        for thread in threads:
+            thread.start()
+        for name in ("prefill-0", "decode-0"):
+            time.sleep(0.3)
+            os.kill(find_pid(live, name), signal.SIGKILL)
+        for thread in threads:
+            thread.join(2 * ANSWER_S)
+        assert not any(thread.is_alive() for thread in threads), "a request hangs"
+        assert not wrong, wrong[0]
+        live.wait_until_unused()
+    return f"{3 * NUM_ROUNDS} answers equal although both workers were killed ({transport})"
+
+
+def serve_demo(device: torch.device, *flags: str):  # type: ignore[no-untyped-def]
+    """The demo model in float32."""
+    shares = ("--gpu-memory-share=0.2",) if device.type == "cuda" else ()
+    return serve(TARGET_DIR, "--dtype=float32", "--draft-model=none", f"--device={device.type}", *shares, *flags)
+
+
+def ask(live: Live, salt: str) -> list[int]:
+    """The greedy answer to PROMPT, whose KV is not found in a cache."""
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=PROMPT), max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True,
+        cache_salt=salt,
+    )  # fmt: skip
+    with grpc.insecure_channel(live.grpc_address) as channel:
+        parts = list(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=ANSWER_S))
+    return [token for part in parts for token in part.token_ids]
+
+
+def find_pid(live: Live, name: str) -> int:
+    """Of the process that `baton serve` told last under this name."""
+    for line in reversed(live.shown):
+        if line.startswith(f"{name} is ready"):
+            return int(line.partition("pid ")[2].partition(",")[0])
+    raise AssertionError(f"{name} was never ready")
