@@ -68,10 +68,10 @@ def _count(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return counts
 
 
-def _flat_places(starts: NDArray[np.int32], ids: NDArray[np.int32], logits: Tensor) -> Tensor:
+def _flat_places(starts: NDArray[np.int32], ids: NDArray[np.int32] | Tensor, logits: Tensor) -> Tensor:
     """[S + 1], [n] -> [n] int64: where each row's ids lie in the flattened logits."""
-    rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    return torch.from_numpy(rows * logits.shape[1] + ids).to(logits.device)
+    begins = np.repeat(np.arange(len(starts) - 1), np.diff(starts)) * logits.shape[1]
+    return torch.from_numpy(begins).to(logits.device) + torch.as_tensor(ids, device=logits.device)
 
 
 def can_choose(mask: TokenMask, vocabulary: int) -> bool:

@@ -159,13 +159,14 @@ class Runner:
         return tokens
 
     def _complete(self, piece: Piece) -> SamplingBatch:
-        """With what the device knows. Waits for it only where penalties ask for guesses."""
+        """With what the device knows, without waiting for it."""
         if not piece.has_penalties:
             return piece.sampling
         extra_ids = None
         if piece.guesses is not None:
             (guesses,) = upload([piece.guesses], self._rows.device)
-            extra_ids = self._rows.tokens.take(guesses).cpu().numpy()
+            taken = self._rows.tokens.take(guesses)
+            extra_ids = taken if taken.is_cuda else taken.numpy()
         return piece.sampling._replace(counts=self._rows.counts, extra_ids=extra_ids)
 
 

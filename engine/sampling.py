@@ -4,6 +4,8 @@ The noise is counter-based (`noise.py`). So a token depends on nothing but its o
 on the batch, the worker, the device's generator or earlier draws.
 """
 
+from importlib import import_module
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,23 +23,30 @@ PIECE_VALUES = 1 << 21  # logits drawn from at once: bounds memory
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """[S, V] float32 -> [S] int64 on the same device. Modifies `logits`.
+    """[S, V] float32 -> [S] int64 on the same device. May modify `logits`.
 
     First `adjust_logits_`. Below LEAST_TEMPERATURE the first of the largest logits wins. Else temperature applies, then
     the filters (`keep_tokens`), then noise. No row depends on another. ValueError names a field of the batch that does
-    not fit, and, on the CPU, a mask that allows no token (`allowed_words` tells beforehand).
+    not fit, and, on the CPU, a mask that allows no token (`allowed_words` tells beforehand). On a GPU that row's token
+    is -1, and the host does not wait.
     """
     batch.check(logits)
-    kernel = load_cpu_sampling() if logits.is_cpu else None
+    if logits.is_cuda:  # triton may be missing elsewhere
+        found: Tensor = import_module("engine.gpu_sampling").sample(logits, batch)
+        return found
+    kernel = load_cpu_sampling()
     tokens = sample_slowly(logits, batch) if kernel is None else kernel.sample(logits, batch)
-    if batch.masks is not None and tokens.is_cpu and bool((tokens < 0).any()):
+    if batch.masks is not None and bool((tokens < 0).any()):
         raise ValueError(f"the masks of rows {(tokens < 0).nonzero()[:, 0].tolist()} allow no token")
     return tokens
 
 
 def choose_tokens(logits: Tensor, fields: SamplingTensors, out: Tensor) -> None:
     """`sample` into `out`, [S] int64, by fields that lie on the device of the logits. Does not modify `logits`."""
-    out.copy_(sample(logits.clone(), _read_fields(fields)))
+    if logits.is_cuda:
+        import_module("engine.kernels.gpu_sampling").choose_tokens(logits, fields, out)
+    else:
+        out.copy_(sample(logits.clone(), _read_fields(fields)))
 
 
 def _read_fields(fields: SamplingTensors) -> SamplingBatch:

@@ -33,7 +33,7 @@ class SamplingBatch(NamedTuple):
     counts: Tensor | None = None  # [k, V] int32 beside the logits, see SEEN_BIT
     counts_line: NDArray[np.int32] | None = None  # [S] line of `counts`; -1: the row has seen no token but extra ones
     extra_starts: NDArray[np.int32] | None = None  # [S + 1] of extra_ids
-    extra_ids: NDArray[np.int32] | None = None  # [..] tokens of the answer that `counts` lacks: guesses
+    extra_ids: NDArray[np.int32] | Tensor | None = None  # [..] guesses: tokens of the answer that `counts` lacks
     bias_starts: NDArray[np.int32] | None = None  # [S + 1] of bias_ids and bias_values
     bias_ids: NDArray[np.int32] | None = None  # [..] each once in a row
     bias_values: NDArray[np.float32] | None = None  # [..]
@@ -58,9 +58,9 @@ class SamplingBatch(NamedTuple):
             self._check_counts(self.counts, logits)
             _check_lines("counts_line", self.counts_line, rows, self.counts.shape[0])
         if self.extra_starts is not None:
-            _check_ragged("extra", self.extra_starts, self.extra_ids, rows, vocabulary)
+            _check_ragged("extra", self.extra_starts, self.extra_ids, logits)
         if self.bias_starts is not None:
-            _check_ragged("bias", self.bias_starts, self.bias_ids, rows, vocabulary)
+            _check_ragged("bias", self.bias_starts, self.bias_ids, logits)
             _check("bias_values", self.bias_values, np.float32, len(_given("bias_ids", self.bias_ids)))
         if self.masks is not None:
             _check("masks", self.masks, np.int32, len(self.masks), -(-vocabulary // 32))
@@ -102,12 +102,17 @@ def _check_lines(name: str, lines: NDArray[np.int32] | None, rows: int, num_line
     _check_range(name, lines, -1, num_lines)
 
 
-def _check_ragged(
-    name: str, starts: NDArray[np.int32], ids: NDArray[np.int32] | None, rows: int, vocabulary: int
-) -> None:
-    _check(f"{name}_starts", starts, np.int32, rows + 1)
-    _check(f"{name}_ids", ids, np.int32, len(_given(f"{name}_ids", ids)))
-    assert ids is not None
+def _check_ragged(name: str, starts: NDArray[np.int32], ids: NDArray[np.int32] | Tensor | None, logits: Tensor) -> None:
+    _check(f"{name}_starts", starts, np.int32, logits.shape[0] + 1)
+    if ids is None:
+        raise ValueError(f"{name}_ids is missing")
+    if isinstance(ids, Tensor) and not ids.is_cpu:  # values that the host does not wait for
+        if ids.dtype is not torch.int32 or ids.shape != (starts[-1],) or ids.device != logits.device:
+            expected = f"int32 {(int(starts[-1]),)} on {logits.device}"
+            raise ValueError(f"{name}_ids are {ids.dtype} {tuple(ids.shape)} on {ids.device}, expected {expected}")
+    else:
+        array = np.asarray(ids)
+        _check(f"{name}_ids", array, np.int32, len(array))
+        _check_range(f"{name}_ids", array, 0, logits.shape[1])
     if starts[0] != 0 or starts[-1] != len(ids) or (np.diff(starts) < 0).any():
         raise ValueError(f"{name}_starts do not rise from 0 to {len(ids)}")
-    _check_range(f"{name}_ids", ids, 0, vocabulary)

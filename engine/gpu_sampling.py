@@ -1,0 +1,44 @@
+"""`sample` for logits on a GPU: uploads the batch, launches kernels/gpu_sampling.py, and waits for nothing.
+
+Imports triton: load it by `importlib` where logits are on a GPU. Trusts a checked batch.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kernels.gpu_sampling import choose_tokens
+from engine.sampling_batch import SamplingBatch
+from engine.sampling_tensors import SamplingTensors
+from engine.staging import upload
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """[S, V] float32 -> [S] int64 on the same device; -1 for a row whose mask allows no token."""
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    choose_tokens(logits, upload_batch(batch, logits.device), tokens)
+    return tokens
+
+
+def upload_batch(batch: SamplingBatch, device: torch.device) -> SamplingTensors:
+    """By one copy. `counts`, and extra ids that are a tensor, stay where they are."""
+    rows = len(batch.temperature)
+    fields = batch._asdict() | {"seeds": batch.seeds.view(np.int64)}
+    for name, field in fields.items():
+        if field is None:
+            fields[name] = _build_none(name, rows)
+    arrays: dict[str, NDArray[Any]] = {name: field for name, field in fields.items() if not isinstance(field, Tensor)}
+    fields |= dict(zip(arrays, upload(list(arrays.values()), device), strict=True))
+    return SamplingTensors(**fields)
+
+
+def _build_none(name: str, rows: int) -> NDArray[Any]:
+    """Stands for a field that no row has."""
+    if name.endswith("_line"):
+        return np.full(rows, -1, np.int32)
+    if name.endswith("_starts"):
+        return np.zeros(rows + 1, np.int32)
+    return np.zeros(1, np.float32 if name == "bias_values" else np.int32)
