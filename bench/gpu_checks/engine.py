@@ -15,7 +15,7 @@ from demo.paths import DRAFT_DIR, TARGET_DIR
 from engine.batch import Slice
 from engine.engine import Engine, build_engine
 from engine.rows import Rows
-from wire.sampling import SamplingParams
+from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 from worker.table import num_rows_for
 
 PAGE_TOKENS, ROW_PAGES, NUM_TOKENS = 16, 8, 16
@@ -28,7 +28,7 @@ def build_demo_engine(dtype: str, device: torch.device, max_running: int, graph_
     engine = build_engine(
         str(TARGET_DIR), str(DRAFT_DIR), dtype, device.type, torch.get_num_threads(), PAGE_TOKENS,
         num_rows_for(max_running), lambda _context, _bytes, _gpu: num_rows_for(max_running) * ROW_PAGES,
-        lambda _done, _total: None, ROW_PAGES * PAGE_TOKENS - 32,
+        lambda _done, _total: None, ROW_PAGES * PAGE_TOKENS - MAX_DRAFT_TOKENS,
     )  # fmt: skip
     engine.warm_up(graph_rows)
     return engine

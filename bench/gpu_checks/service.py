@@ -32,13 +32,13 @@ def check_service(device: torch.device) -> str:
 
 def check_deaths(device: torch.device) -> str:
     """Both workers are killed in turn while requests run: every answer is whole and right."""
-    transport = "cuda_ipc" if device.type == "cuda" else "shm"
+    transport, expected = "cuda_ipc" if device.type == "cuda" else "shm", reference_tokens()
     wrong: list[str] = []
 
     def run(number: int) -> None:
         try:
             for turn in range(3):
-                if ask(live, f"{number} {turn}") != reference_tokens():
+                if ask(live, f"{number} {turn}") != expected:
                     wrong.append(f"request {number}: other tokens")
         except (grpc.RpcError, AssertionError) as error:
             wrong.append(f"request {number}: {error}")
