@@ -1,0 +1,75 @@
+"""`make gpu-check` on the CPU: each check does what it says, and no part can stop the others."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import gpu_check
+from bench.gpu_check import PARTS, Outcome, Part, build_table, main, run_apart, run_part
+from bench.gpu_checks import attention
+from bench.gpu_checks.speed import require
+
+CPU = torch.device("cpu")
+WITH_PROCESSES = {"deaths"}  # workers are killed: by `make faults`
+MANY_CHECKS = 20
+
+
+@pytest.mark.parametrize(
+    "part", [part for part in PARTS if part.name not in WITH_PROCESSES], ids=lambda part: part.name
+)
+def test_every_check_holds_on_the_cpu(part: Part) -> None:
+    outcomes = list(run_part(part, CPU))
+    assert len(outcomes) == len(part.checks)
+    assert not [one for one in outcomes if one.result != "ok"]
+    assert all(one.detail for one in outcomes)
+
+
+@pytest.mark.faults
+def test_workers_may_die_on_the_cpu() -> None:
+    (part,) = (part for part in PARTS if part.name in WITH_PROCESSES)
+    assert [one.result for one in run_part(part, CPU)] == ["ok"]
+
+
+def test_the_checks_are_many_and_fit_into_nine_minutes() -> None:
+    assert sum(len(part.checks) for part in PARTS) >= MANY_CHECKS
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    budget_s = 520  # the default
+    assert max(part.limit_s for part in PARTS) < budget_s < 9 * 60
+
+
+def test_a_part_runs_in_a_process_of_its_own_and_its_rows_come_back(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "rows"
+    assert main(device="cpu", parts=("ipc",), out=out) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["result"] for row in rows] == ["ok"] * 3 and {row["part"] for row in rows} == {"ipc"}
+    shown = capsys.readouterr().out
+    assert shown.count("| ipc |") == 3 and f"torch {torch.__version__}" in shown
+
+
+def test_a_failed_a_slow_and_a_hanging_check_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = Part("none", 60, ("attention:check_nothing", "nowhere:check", "layers:is_interpreted"))
+    assert [one.result for one in run_part(failing, CPU)] == ["FAILED"] * 3
+    hanging = Part("engine", 1, ("engine:check_greedy",))
+    (row,) = run_apart(hanging, "cpu", 1)
+    assert row.result == "FAILED" and "killed after 1 s" in row.detail and "engine:check_greedy" in row.detail
+    monkeypatch.setattr(gpu_check, "PARTS", (hanging,))
+    assert main(device="cpu", budget_s=0) == 1
+
+
+def test_a_goal_that_is_not_reached_on_a_gpu_is_a_row_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def miss(device: torch.device) -> str:
+        return require(False, "5 ms (goal 4)", torch.device("cuda"))
+
+    monkeypatch.setattr(attention, "check_attention", miss)
+    (row,) = run_part(Part("attention", 1, ("attention:check_attention",)), CPU)
+    assert (row.result, row.detail) == ("missed", "5 ms (goal 4)")
+    assert require(False, "5 ms", CPU) == "5 ms"
+
+
+def test_the_table_is_markdown() -> None:
+    table = build_table("a machine", [Outcome("part", "a check", "missed", "a | b", 1.25)])
+    assert table.splitlines()[-1] == "| part | a check | missed | a / b | 1.2 |"
