@@ -38,6 +38,7 @@ class Part:
 
 
 PARTS = (
+    Part("machine", 60, ("machine:check_doctor",)),
     Part("attention", 90, ("attention:check_attention", "attention:time_plan")),
     Part("kernels", 90, ("layers:check_layers", "sampling:check_sampling", "fp8:check_fp8")),
     Part("engine", 90, ("engine:check_greedy", "engine:check_logits", "engine:check_graphs")),

@@ -52,6 +52,7 @@ class Model:
 
     device: str
     dtype: str
+    kv_dtype: str
     head_dim: int
     context_tokens: int
     page_bytes: int  # with the draft model's part

@@ -88,6 +88,7 @@ def examine_model(config: ServeConfig) -> Model:
     return Model(
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
         head_dim=model.head_dim,
         context_tokens=model.context_tokens,
         page_bytes=sum(shape.page_bytes for shape in shapes),

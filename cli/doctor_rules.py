@@ -19,7 +19,7 @@ from runtime.hardware import GPU_RESERVE_BYTES, resolve_pool
 from runtime.settings import ConfigError
 
 GIB = 1 << 30
-SHORT = {"bfloat16": "bf16", "float16": "f16"}  # dtypes in the names of FlashInfer's modules
+SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}  # dtypes in the names of FlashInfer's modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +141,11 @@ def judge_flashinfer(machine: Machine, model: Model | Exception) -> Row:
 
 
 def is_for(module: str, model: Model | Exception) -> bool:
-    """Whether a module of FlashInfer computes with the model's dtype and head size."""
+    """Whether a module of FlashInfer computes with the model's dtypes and head size."""
     if isinstance(model, Exception):
         return True
-    return f"dtype_q_{SHORT.get(model.dtype)}_" in module and f"head_dim_qk_{model.head_dim}_" in module
+    types = f"dtype_q_{SHORT.get(model.dtype)}_dtype_kv_{SHORT.get(model.kv_dtype)}_"
+    return types in module and f"head_dim_qk_{model.head_dim}_" in module
 
 
 def judge_peers(config: ServeConfig, machine: Machine) -> Iterator[Row]:

@@ -65,7 +65,7 @@ NODE = replace(
     flashinfer="0.7.2",
     flashinfer_modules=MODULES,
 )
-ON_CPU = Model("cpu", "bfloat16", 128, 8192, 2 << 20, 16 * GIB, "cpu_paged", "CPU kernel, AMX", False)
+ON_CPU = Model("cpu", "bfloat16", "bfloat16", 128, 8192, 2 << 20, 16 * GIB, "cpu_paged", "CPU kernel, AMX", False)
 ON_GPU = replace(ON_CPU, device="cuda", attention="flashinfer", attention_reason="GPU of compute capability 9.0")
 
 
@@ -140,6 +140,7 @@ OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
         (ServeConfig(), replace(NODE, flashinfer_error="No module tvm_ffi"), "flashinfer", "warning", "baton[cuda]"),
         (ServeConfig(), NO_MODULES, "flashinfer", "warning", "set CUDA_HOME"),
         (ServeConfig(dtype="float16"), NODE, "flashinfer", "warning", "set CUDA_HOME"),
+        (ServeConfig(kv_dtype="fp8"), NODE, "flashinfer", "warning", "set CUDA_HOME"),
         (ServeConfig(), replace(NODE, triton=""), "triton", "warning", "pip install triton"),
         (ServeConfig(), replace(NODE, c_compiler=""), "triton", "warning", "install gcc"),
         (ServeConfig(), replace(NODE, gpus=(replace(H200, free_bytes=GIB),)), "gpu 0", "warning", "--gpu-memory-share"),
@@ -157,7 +158,8 @@ def test_what_is_wrong_is_told_with_what_changes_it(
     config: ServeConfig, machine: Machine, part: str, status: str, advice: str
 ) -> None:
     model = ON_GPU if machine.gpus and config.device != "cpu" else ON_CPU
-    model = replace(model, dtype="float16" if config.dtype == "float16" else model.dtype)
+    dtype = "float16" if config.dtype == "float16" else model.dtype
+    model = replace(model, dtype=dtype, kv_dtype="float8_e4m3fn" if config.kv_dtype == "fp8" else dtype)
     row = look(config, machine, model)[part]
     assert row.status == status, row
     assert advice in row.advice if advice else not row.advice

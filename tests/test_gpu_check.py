@@ -12,24 +12,16 @@ from bench.gpu_checks import attention
 from bench.gpu_checks.speed import require
 
 CPU = torch.device("cpu")
-WITH_PROCESSES = {"deaths"}  # workers are killed: by `make faults`
+HERE = [part for part in PARTS if part.name != "deaths"]  # which is in tests/faults
 MANY_CHECKS = 20
 
 
-@pytest.mark.parametrize(
-    "part", [part for part in PARTS if part.name not in WITH_PROCESSES], ids=lambda part: part.name
-)
+@pytest.mark.parametrize("part", HERE, ids=lambda part: part.name)
 def test_every_check_holds_on_the_cpu(part: Part) -> None:
     outcomes = list(run_part(part, CPU))
     assert len(outcomes) == len(part.checks)
     assert not [one for one in outcomes if one.result != "ok"]
     assert all(one.detail for one in outcomes)
-
-
-@pytest.mark.faults
-def test_workers_may_die_on_the_cpu() -> None:
-    (part,) = (part for part in PARTS if part.name in WITH_PROCESSES)
-    assert [one.result for one in run_part(part, CPU)] == ["ok"]
 
 
 def test_the_checks_are_many_and_fit_into_nine_minutes() -> None:

@@ -21,16 +21,17 @@ class Modules:
         return ("prefill", *arguments)
 
 
-def test_both_kinds_are_built_for_every_dtype_head_size_and_window() -> None:
+def test_both_kinds_are_built_for_every_dtype_head_size_kind_of_kv_and_window() -> None:
     """Arguments as FlashInfer 0.7.2 takes them: dtypes of q, kv, o and indices, head sizes, positions, window, cap."""
-    specs = list(build_specs(Modules, ("bfloat16", "float16"), (64, 128)))
+    specs = list(build_specs(Modules, ("bfloat16", "float16"), (64, 128), ("auto", "fp8")))
     wanted = set()
     for dtype in (torch.bfloat16, torch.float16):
         for head_dim in (64, 128):
-            for window in (False, True):
-                shared = (dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, window, False)
-                wanted |= {("decode", *shared), ("prefill", "fa2", *shared, False)}
-    assert len(specs) == 16
+            for kv_dtype in (dtype, torch.float8_e4m3fn):
+                for window in (False, True):
+                    shared = (dtype, kv_dtype, dtype, torch.int32, head_dim, head_dim, 0, window, False)
+                    wanted |= {("decode", *shared), ("prefill", "fa2", *shared, False)}
+    assert len(specs) == 32
     assert set(specs) == wanted
 
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ import torch
 from cyclopts import App
 
 DType = Literal["bfloat16", "float16"]
+KvDType = Literal["auto", "fp8"]
 CUDA_ARCHITECTURE = "9.0a"  # H100, H200
 NO_POSITIONS = 0  # FlashInfer's PosEncodingMode.NONE: queries and keys come rotated
 
@@ -43,17 +45,19 @@ def write_driver_stub(folder: Path) -> None:
     subprocess.run(command, check=True, timeout=60)
 
 
-def build_specs(modules: Any, dtypes: tuple[DType, ...], head_dims: tuple[int, ...]) -> Iterator[Any]:
-    """For each dtype and head size, with a window and without: decode on CUDA cores, and fa2 for all else.
+def build_specs(
+    modules: Any, dtypes: tuple[DType, ...], head_dims: tuple[int, ...], kv_dtypes: tuple[KvDType, ...]
+) -> Iterator[Any]:
+    """For each dtype, head size and type of KV, with a window and without: decode on CUDA cores, and fa2 for all else.
 
     `modules` is flashinfer.jit.attention.modules. Our K and V have equal strides, for which fa2 has its primary module.
     """
-    for dtype in (getattr(torch, name) for name in dtypes):
-        for head_dim in head_dims:
-            for has_window in (False, True):
-                shared = (dtype, dtype, dtype, torch.int32, head_dim, head_dim, NO_POSITIONS, has_window, False)
-                yield modules.gen_batch_decode_module(*shared)
-                yield modules._gen_batch_prefill_primary_module("fa2", *shared, False)
+    for dtype, head_dim, kv_dtype, has_window in product(dtypes, head_dims, kv_dtypes, (False, True)):
+        own = getattr(torch, dtype)
+        kv = torch.float8_e4m3fn if kv_dtype == "fp8" else own
+        shared = (own, kv, own, torch.int32, head_dim, head_dim, NO_POSITIONS, has_window, False)
+        yield modules.gen_batch_decode_module(*shared)
+        yield modules._gen_batch_prefill_primary_module("fa2", *shared, False)
 
 
 @app.default
@@ -62,6 +66,7 @@ def main(
     *,
     dtypes: tuple[DType, ...] = ("bfloat16", "float16"),
     head_dims: tuple[int, ...] = (64, 128),
+    kv_dtypes: tuple[KvDType, ...] = ("auto", "fp8"),
 ) -> int:
     """Compile into `folder`; MAX_JOBS says how many compilers run at once."""
     started = time.monotonic()
@@ -69,7 +74,7 @@ def main(
         os.environ.update(build_environment(Path(scratch)))
         write_driver_stub(Path(scratch))
         core, modules = map(importlib.import_module, ("flashinfer.jit.core", "flashinfer.jit.attention.modules"))
-        specs = list(build_specs(modules, dtypes, head_dims))
+        specs = list(build_specs(modules, dtypes, head_dims, kv_dtypes))
         core.build_jit_specs(specs, verbose=True, skip_prebuilt=False)
         for spec in specs:
             target = folder / spec.name / f"{spec.name}.so"
