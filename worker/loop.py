@@ -40,7 +40,7 @@ class Flight:
     step: LaunchedStep
     num_rows: int  # positions computed
     started: float  # time.perf_counter()
-    seconds: float = 0.0  # until it was collected
+    seconds: float = 0.0  # that the device took for it, or its share of them
 
 
 class WorkerLoop:
@@ -60,6 +60,7 @@ class WorkerLoop:
         self._metrics = metrics
         self._steps_ahead = steps_ahead
         self._flights: deque[Flight] = deque()
+        self._last_over = 0.0  # time.perf_counter() when the last step was collected
 
     def step(self) -> bool:
         """Plan and launch a step, collect one. Whether there was work; called again until there is none."""
@@ -165,7 +166,10 @@ class WorkerLoop:
         """Wait for the oldest launched step; what it changed."""
         flight = self._flights.popleft()
         answers = flight.step.collect()
-        flight.seconds = time.perf_counter() - flight.started
+        now = time.perf_counter()
+        # The device works on one step at a time: before the last one was over, this one had not begun.
+        flight.seconds = now - max(flight.started, self._last_over)
+        self._last_over = now
         self._metrics.step_seconds.observe(flight.seconds)
         chosen = []
         for step, at in zip(flight.planned, answers.begins, strict=True):
@@ -173,8 +177,7 @@ class WorkerLoop:
             chosen.append(self._accept(step, answers.tokens[begin : begin + step.num_chosen]))
         judged = self._judge(flight, chosen, answers.failed)
         with self.thread.lock:
-            now = time.monotonic()
-            updates = self._finish(flight.planned, chosen, answers, judged, now)
+            updates = self._finish(flight.planned, chosen, answers, judged, time.monotonic())
         self._metrics.count_step(flight.planned, updates, answers.failed)
         return updates
 
