@@ -136,7 +136,8 @@ class Bench:
             assert self._loop.step(), "nothing to do, and not all is done"
             self.table.check()
         assert not self.table.cache.num_held and not self.table.num_launched
-        (total,) = (one.value for one in self._step_seconds.collect()[0].samples if one.name.endswith("_sum"))
+        (metric,) = self._step_seconds.collect()
+        (total,) = (one.value for one in metric.samples if one.name.endswith("_sum"))
         assert total < time.perf_counter() - started, "time is counted for two steps"
         return self.answers
 
