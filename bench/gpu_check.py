@@ -41,7 +41,9 @@ PARTS = (
     Part("machine", 60, ("machine:check_doctor",)),
     Part("attention", 90, ("attention:check_attention", "attention:time_plan")),
     Part("kernels", 90, ("layers:check_layers", "sampling:check_sampling", "fp8:check_fp8")),
-    Part("engine", 90, ("engine:check_greedy", "engine:check_logits", "engine:check_graphs")),
+    Part(
+        "engine", 90, ("engine:check_greedy", "engine:check_logits", "engine:check_graphs", "engine:check_eager_ahead")
+    ),
     Part("service", 120, ("service:check_service",)),
     Part("ipc", 150, ("ipc:check_ipc_copy", "ipc:time_ipc", "ipc:check_ipc_kill")),
     Part("deaths", 120, ("service:check_deaths",)),

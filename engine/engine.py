@@ -59,19 +59,20 @@ class Engine:
     def warm_up(self, graph_rows: int, on_captured: OnCaptured = lambda done, total: None) -> None:
         """On a GPU: build and load all kernels now rather than in the first requests, and capture graphs.
 
-        graph_rows: plain steps of up to so many sequences are graphs from now on; 0: none. ValueError says what cannot
-        be built. Nothing happens on a CPU.
+        graph_rows: plain steps of up to so many sequences are graphs from now on, where attention can be captured; 0:
+        none. ValueError says what cannot be built. Nothing happens on a CPU.
         """
         if self.padding_page is None:
             return
         runners = [runner for runner in (self.runner, self.draft_runner) if runner is not None]
-        sizes = len(choose_sizes(graph_rows)) if graph_rows else 0
+        captured = [runner for runner in runners if graph_rows and runner.is_capturable]
         try:
-            for number, runner in enumerate(runners):
+            for runner in runners:
                 runner.warm_up(self.padding_page)
-                if graph_rows:
-                    told = partial(_tell_all, on_captured, number * sizes, len(runners) * sizes)
-                    runner.capture_graphs(CudaCapture(), self.padding_page, graph_rows, told)
+            for number, runner in enumerate(captured):
+                sizes = len(choose_sizes(graph_rows))
+                told = partial(_tell_all, on_captured, number * sizes, len(captured) * sizes)
+                runner.capture_graphs(CudaCapture(), self.padding_page, graph_rows, told)
         except Exception as error:
             raise explain_failed_warm_up(error) from error
 

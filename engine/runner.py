@@ -102,6 +102,11 @@ class Runner:
             rows.close(0)
 
     @property
+    def is_capturable(self) -> bool:
+        """Whether its steps can be CUDA graphs."""
+        return self._attention.is_capturable
+
+    @property
     def vocab_size(self) -> int:
         return self._rows.vocab_size
 

@@ -295,6 +295,7 @@ class NoAttention:
     """Attends to nothing: enough to see what a model multiplies its last hidden state by."""
 
     name = "none"
+    is_capturable = False
 
     def plan(self, pool: Tensor, batch: Batch) -> None:
         pass

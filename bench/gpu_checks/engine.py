@@ -21,6 +21,7 @@ from worker.table import num_rows_for
 PAGE_TOKENS, ROW_PAGES, NUM_TOKENS = 16, 8, 16
 PROMPT = list(range(20, 120))
 AHEAD = 2
+MOST_TIES = 2  # of 12 answers, which rounding may turn
 
 
 def build_demo_engine(dtype: str, device: torch.device, max_running: int, graph_rows: int = 0) -> Engine:
@@ -93,12 +94,13 @@ def _transformers_logprobs(ids: Tensor, dtype: torch.dtype, device: torch.device
 
 
 def check_graphs(device: torch.device) -> str:
-    """Tokens of all kinds of sampling: eager step by step, graphs, and graphs two steps ahead without one wait."""
+    """Tokens of all kinds of sampling: graphs give those of eager steps, and steps ahead those of graphs."""
     everyone = range(len(SAMPLINGS))
+    dtype = "bfloat16" if device.type == "cuda" else "float32"  # FlashInfer has no float32
     prompts = [PROMPT[: 3 + 5 * row] for row in everyone]
     answers: dict[str, list[list[int]]] = {}
     for name, graph_rows, ahead in (("eager", 0, 0), ("graphs", len(SAMPLINGS), 0), ("ahead", len(SAMPLINGS), AHEAD)):
-        engine = build_demo_engine("float32", device, len(SAMPLINGS), graph_rows)
+        engine = build_demo_engine(dtype, device, len(SAMPLINGS), graph_rows)
         for row in everyone:
             open_row(engine.rows, row, prompts[row], SAMPLINGS[row])
         launched, told = [], []
@@ -113,7 +115,34 @@ def check_graphs(device: torch.device) -> str:
                 told.append(launched.pop(0).collect().tokens)
         told += [step.collect().tokens for step in launched]
         answers[name] = [list(answer) for answer in zip(*told, strict=True)]
-    for name, own in answers.items():
-        different = [row for row in everyone if own[row] != answers["eager"][row]]
-        assert not different, f"{name}: rows {different} differ from eager's"
-    return f"{len(SAMPLINGS)} kinds of sampling, {NUM_TOKENS} tokens each equal; no launch waited"
+    assert answers["ahead"] == answers["graphs"], "steps ahead change tokens"
+    different = [row for row in everyone if answers["graphs"][row] != answers["eager"][row]]
+    allowed = MOST_TIES if device.type == "cuda" else 0  # attention is cut otherwise there, which moves last bits
+    assert len(different) <= allowed, f"rows {different} differ from eager's"
+    return f"{len(SAMPLINGS)} kinds of sampling, {NUM_TOKENS} tokens each, {len(different)} differ; no launch waited"
+
+
+def check_eager_ahead(device: torch.device) -> str:
+    """float32, no graphs: two steps ahead give the tokens of one by one."""
+    answers = []
+    for ahead in (0, AHEAD):
+        engine = build_demo_engine("float32", device, 1)
+        open_row(engine.rows, 0, PROMPT, SAMPLINGS[5])
+        launched, told = [engine.runner.launch([Slice(0, 0, len(PROMPT), 1)])], []
+        for step in range(NUM_TOKENS):
+            launched.append(engine.runner.launch([Slice(0, len(PROMPT) + step, 1, 1)]))
+            if len(launched) > ahead:
+                told += launched.pop(0).collect().tokens
+        answers.append(told + [token for step in launched for token in step.collect().tokens])
+    assert answers[0] == answers[1], "tokens differ"
+    return f"{len(answers[0])} tokens equal"
+
+
+def find_regret(tokens: Sequence[int]) -> float:
+    """How much less likely, in float32 by transformers, a token of an answer to PROMPT is than the likeliest there."""
+    ids = torch.tensor([[*PROMPT, *tokens]])
+    model: Any = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=torch.float32)
+    with torch.inference_mode():
+        logprobs = torch.log_softmax(model(ids).logits[0, len(PROMPT) - 1 : -1].float(), -1)
+    own = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return (logprobs.max(-1).values - own).max().item()

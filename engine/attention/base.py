@@ -25,6 +25,7 @@ class AttentionBackend(Protocol):
     """Causal attention of a ragged batch over a paged pool: `plan` once a step, then `attend` for each layer."""
 
     name: str  # "torch_sdpa", "cpu_paged", ...
+    is_capturable: bool  # what `attend` launches depends on the plan's tensors alone, so that a CUDA graph can hold it
 
     def plan(self, pool: Tensor, batch: Batch) -> None:
         """Prepare for `batch` over `pool`, until the next plan. Does not modify either.

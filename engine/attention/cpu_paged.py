@@ -64,6 +64,7 @@ class CpuPagedAttention:
     """Owns the loaded kernel and the plan of the step under way. One caller at a time."""
 
     name = "cpu_paged"
+    is_capturable = False
 
     def __init__(self, shape: AttentionShape, kernel: ctypes.CDLL, *, use_amx: bool = True) -> None:
         """ValueError if the heads do not divide or the scale is not positive."""

@@ -33,6 +33,7 @@ class FlashInferAttention:
     """Owns FlashInfer's wrappers and workspace. One caller at a time, on one stream."""
 
     name = "flashinfer"
+    is_capturable = True
 
     def __init__(
         self,

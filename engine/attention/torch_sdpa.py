@@ -17,6 +17,7 @@ class TorchSdpaAttention:
     """Owns the model's shape, and knows the pool and the batch of the last plan."""
 
     name = "torch_sdpa"
+    is_capturable = False
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
