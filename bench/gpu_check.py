@@ -8,6 +8,7 @@ Each part runs in a process of its own with a time limit, so that a hang or a lo
 are written as they come. Knows parts and processes; what is checked is in bench/gpu_checks/.
 """
 
+import faulthandler
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Literal
 import torch
 from cyclopts import App
 
+LAST_WORDS_S = 3
 MISSED = "MissedError"  # of bench.gpu_checks.speed: right, but slower than its goal
 
 app = App(help=__doc__)
@@ -44,7 +47,7 @@ PARTS = (
     Part(
         "engine", 90, ("engine:check_greedy", "engine:check_logits", "engine:check_graphs", "engine:check_eager_ahead")
     ),
-    Part("service", 120, ("service:check_service",)),
+    Part("service", 150, ("service:check_service",)),
     Part("ipc", 150, ("ipc:check_ipc_copy", "ipc:time_ipc", "ipc:check_ipc_kill")),
     Part("deaths", 120, ("service:check_deaths",)),
     Part("one stream", 60, ("speed:time_one_stream",)),
@@ -82,6 +85,8 @@ def run_part(part: Part, device: torch.device) -> Iterator[Outcome]:
             detail = check(device)
         except Exception as error:  # a failed check is a row, and the others still run
             name = type(error).__name__
+            if name != MISSED:
+                traceback.print_exc()
             result = "missed" if name == MISSED else "FAILED"
             detail = str(error) if name == MISSED else f"{name}: {error}"
         yield Outcome(part.name, title, result, " ".join(detail.split()), time.monotonic() - started)
@@ -91,7 +96,8 @@ def run_part(part: Part, device: torch.device) -> Iterator[Outcome]:
 
 def run_apart(part: Part, device: str, limit_s: float) -> Iterator[Outcome]:
     """In a process of its own, which is killed with all that it started when its time is over."""
-    command = [sys.executable, "-m", "bench.gpu_check", "--inside", part.name, "--device", device]
+    command = [sys.executable, "-X", "faulthandler", "-m", "bench.gpu_check", "--inside", part.name]
+    command += ["--device", device, "--budget-s", str(limit_s)]
     started = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
@@ -153,6 +159,7 @@ def main(
     """
     named = {part.name: part for part in PARTS}
     if inside:
+        faulthandler.dump_traceback_later(max(budget_s - LAST_WORDS_S, 1))  # where it hangs, before it is killed
         for outcome in run_part(named[inside], torch.device(device)):
             print(json.dumps(asdict(outcome)), flush=True)
         return 0

@@ -76,7 +76,7 @@ def serve(model: Path | str, *flags: str, env: Mapping[str, str] | None = None) 
         ]
         with log.open("w") as out:
             process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=out, text=True, env={**os.environ, **(env or {})}
+                command, stdout=subprocess.PIPE, stderr=out, text=True, env=build_environment(env or {})
             )
         live = Live(process, log)
         reader = threading.Thread(target=_read_start, args=(live,), daemon=True)
@@ -87,6 +87,12 @@ def serve(model: Path | str, *flags: str, env: Mapping[str, str] | None = None) 
             yield live
         finally:
             _stop(process, log)
+
+
+def build_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """Ours, in which workers find this checkout although it may not be installed."""
+    paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **extra}
 
 
 def _read_start(live: Live) -> None:

@@ -1,5 +1,6 @@
 """A model ready to compute, with its pool: what a worker builds once at start."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Literal
 import torch
 
 from engine.attention.choose import AttentionChoice, choose_attention
-from engine.graphs import CudaCapture, OnCaptured, choose_sizes
+from engine.graphs import CudaCapture, OnCaptured, choose_shapes
 from engine.kvcache.pool import Pool, PoolShape
 from engine.model.assemble import OnProgress
 from engine.model.config import ModelConfig
@@ -56,11 +57,14 @@ class Engine:
         """How many steps are best launched before the last one is collected: a CPU computes when it launches."""
         return 1 if self.device.type == "cuda" else 0
 
-    def warm_up(self, graph_rows: int, on_captured: OnCaptured = lambda done, total: None) -> None:
+    def warm_up(
+        self, graph_rows: int, max_guesses: int = 0, on_captured: OnCaptured = lambda done, total: None
+    ) -> None:
         """On a GPU: build and load all kernels now rather than in the first requests, and capture graphs.
 
-        graph_rows: plain steps of up to so many sequences are graphs from now on, where attention can be captured; 0:
-        none. ValueError says what cannot be built. Nothing happens on a CPU.
+        graph_rows: decode steps of up to so many sequences are graphs from now on, where attention can be captured, and
+        of few sequences those with up to `max_guesses`; 0: none. ValueError says what cannot be built. Nothing happens
+        on a CPU.
         """
         if self.padding_page is None:
             return
@@ -69,12 +73,16 @@ class Engine:
         try:
             for runner in runners:
                 runner.warm_up(self.padding_page)
+            gc.collect()
+            gc.disable()  # what garbage frees on the GPU during a capture would spoil it
             for number, runner in enumerate(captured):
-                sizes = len(choose_sizes(graph_rows))
-                told = partial(_tell_all, on_captured, number * sizes, len(captured) * sizes)
-                runner.capture_graphs(CudaCapture(), self.padding_page, graph_rows, told)
+                shapes = choose_shapes(graph_rows, max_guesses)
+                told = partial(_tell_all, on_captured, number * len(shapes), len(captured) * len(shapes))
+                runner.capture_graphs(shapes, CudaCapture(), self.padding_page, told)
         except Exception as error:
             raise explain_failed_warm_up(error) from error
+        finally:
+            gc.enable()
 
     def describe(self) -> dict[str, str]:
         """What people want to know at start."""
@@ -94,6 +102,8 @@ class Engine:
         found = {}
         if self.attention.is_fallback:
             found["slow attention"] = self.attention.reason
+        if self.device.type == "cuda" and not self.attention.backend.is_capturable:
+            found["no CUDA graphs"] = f"{self.attention.backend.name} cannot be captured: {self.attention.reason}"
         if self.pool.why_private is not None:
             found["pages go over gRPC even on this host"] = self.pool.why_private
         return found

@@ -1,13 +1,14 @@
-"""Plain decode steps as captured graphs: one launch for the forward, the choice of tokens and their write to the rows.
+"""Decode steps as captured graphs: one launch for the forward, the choice of tokens and their write to the rows.
 
-A graph exists for a few numbers of sequences; a step takes the next larger one, and rows that it has too many work on
-a page and a row of tokens that no sequence has. Knows nothing of CUDA but `CudaCapture`: any `Capture` will do.
+A graph exists for a few numbers of sequences, and of new tokens of each. A step takes the next larger one; rows that it
+has too many work on a page and a row of tokens that no sequence has. Knows nothing of CUDA but `CudaCapture`: any
+`Capture` will do.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +16,10 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import Batch
+from engine.batch import Batch, Layout
 from engine.model.decoder import Decoder
 from engine.prepared import Prepared
+from engine.ranges import Ints
 from engine.rows import Rows
 from engine.sampling import choose_tokens
 from engine.sampling_batch import SamplingBatch
@@ -28,6 +30,8 @@ from engine.static_block import StaticBlock
 DENSE_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seeds", "repetition", "frequency", "presence")
 LINE_FIELDS = ("counts_line", "mask_line")
 MAX_BIASES = 4096  # entries of logit_bias in a step that a graph takes
+GUESSED_LENGTHS = (2, 4)  # tokens of a sequence, besides the most that there may be
+MAX_GUESSING = 16  # sequences in a graph of guesses: with more, guesses seldom pay
 NUM_WARM_UPS = 2  # before a capture: kernels are compiled and loaded, libraries take their workspaces
 
 Compute = Callable[[], None]
@@ -36,9 +40,24 @@ Capture = Callable[[Compute], Compute]
 OnCaptured = Callable[[int, int], None]  # (graphs done, graphs in all)
 
 
-def choose_sizes(max_rows: int) -> list[int]:
-    """Numbers of sequences to have graphs for, ascending: powers of two up to `max_rows`, and that."""
-    return [*(1 << power for power in range(max_rows.bit_length()) if 1 << power < max_rows), max_rows]
+class Shape(NamedTuple):
+    """What a graph computes: so many new tokens of each of so many sequences."""
+
+    num_sequences: int
+    num_tokens: int = 1  # of a sequence: with guesses, or what a draft model lacks
+
+
+def choose_shapes(max_sequences: int, max_guesses: int) -> list[Shape]:
+    """Of 1, 2, 4, ... sequences with one token, and of a few sequences with up to 1 + max_guesses."""
+    shapes = [Shape(size) for size in powers_to(max_sequences)]
+    lengths = sorted({min(length, 1 + max_guesses) for length in GUESSED_LENGTHS} | {1 + max_guesses})
+    sizes = powers_to(min(max_sequences, MAX_GUESSING))
+    return shapes + [Shape(size, length) for length in lengths if length > 1 for size in sizes]
+
+
+def powers_to(most: int) -> list[int]:
+    """1, 2, 4, ... below `most`, and that."""
+    return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
 
 
 class CudaCapture:
@@ -63,54 +82,60 @@ class CudaCapture:
 
 
 class DecodeGraph:
-    """Owns the inputs and outputs of one captured step of exactly `size` rows."""
+    """Owns the inputs and outputs of one captured step of exactly one shape.
+
+    A sequence with fewer new tokens than the shape has also computes tokens before them, whose results go nowhere: so
+    the rows of each sequence are its last positions.
+
+        rows of a sequence:  [ tokens before, KV to the padding page | new tokens ]
+    """
 
     def __init__(
-        self, size: int, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: Rows, padding_page: int
+        self, shape: Shape, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: Rows, padding_page: int
     ) -> None:
         """padding_page: one that no sequence has."""
-        self.size = size
+        self.shape = shape
         self._model, self._pages, self._rows = model, pages, rows
         width = rows.page_table.shape[1]
-        self._attention = attention.for_graph(size, size * width)
-        device = rows.device
-        self._block = StaticBlock(_build_padding(size, rows, padding_page), device)
-        self._page_table = torch.full((size, width), padding_page, dtype=torch.int32, device=device)
+        self._attention = attention.for_graph(shape.num_sequences, shape.num_tokens, shape.num_sequences * width)
+        device, num_rows = rows.device, shape.num_sequences * shape.num_tokens
+        self._block = StaticBlock(_build_padding(shape, rows, padding_page), device)
+        self._page_table = torch.full((shape.num_sequences, width), padding_page, dtype=torch.int32, device=device)
         self._last_table: NDArray[np.int32] | None = None  # what `_page_table` was filled with
-        self._masks = torch.full((size, -(-rows.vocab_size // 32)), -1, dtype=torch.int32, device=device)
+        self._masks = torch.full((num_rows, -(-rows.vocab_size // 32)), -1, dtype=torch.int32, device=device)
         self._biases = StaticBlock(
             {"ids": np.zeros(MAX_BIASES, np.int32), "values": np.zeros(MAX_BIASES, np.float32)}, device
         )
-        self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._logits = torch.zeros(0)
         self._places, self._answer_places = map(self._block.tensor, ("places", "answer_places"))
-        self._batch = self._build_batch()
-        self._sampling = self._build_sampling()
+        self._batch = self._build_batch(num_rows)
+        self._sampling = self._build_sampling(num_rows)
         self._replay: Compute = self._compute
 
-    def _build_batch(self) -> Batch:
-        take, ones = self._block.tensor, np.ones(self.size, np.int32)
-        starts = torch.arange(self.size + 1, device=self._rows.device)
+    def _build_batch(self, num_rows: int) -> Batch:
+        take, (num_sequences, num_tokens) = self._block.tensor, self.shape
+        every = torch.arange(num_rows + 1, device=self._rows.device)
         return Batch(
             token_ids=self._places,  # until `_compute` reads the tokens there
             positions=take("positions"),
-            query_starts=starts.to(torch.int32),
+            query_starts=every[::num_tokens].to(torch.int32),
             context_lens=take("context_lens"),
             page_table=self._page_table,
             write_pages=take("write_pages"),
             write_offsets=take("write_offsets"),
-            logits_rows=starts[:-1].clone(),
-            query_lens_host=ones,
-            context_lens_host=ones,
+            logits_rows=every[:-1].clone(),
+            query_lens_host=np.full(num_sequences, num_tokens, np.int32),
+            context_lens_host=np.full(num_sequences, num_tokens, np.int32),
         )
 
-    def _build_sampling(self) -> SamplingTensors:
+    def _build_sampling(self, num_rows: int) -> SamplingTensors:
         take, nothing = self._block.tensor, torch.zeros(1, dtype=torch.int32, device=self._rows.device)
         return SamplingTensors(
             **{name: take(name) for name in (*DENSE_FIELDS, *LINE_FIELDS, "bias_starts")},
             positions=take("answer_positions"),
             counts=self._rows.counts,
-            extra_starts=nothing.expand(self.size + 1).contiguous(),
+            extra_starts=nothing.expand(num_rows + 1).contiguous(),
             extra_ids=nothing,
             bias_ids=self._biases.tensor("ids"),
             bias_values=self._biases.tensor("values"),
@@ -119,40 +144,56 @@ class DecodeGraph:
 
     def capture(self, capture: Capture) -> None:
         """Once, before the first replay. Works on padding alone."""
-        self._block.fill({})
+        with self._block.fill():
+            pass
         self._attention.plan(self._pages, self._batch)
         self._replay = capture(self._compute)
 
-    def replay(self, step: Prepared) -> tuple[Tensor, Tensor]:
-        """Run a step of n sequences that fits. Returns [n] int64 chosen tokens, [n, V] logits as the model gave them.
+    def replay(self, step: Prepared) -> tuple[Tensor, Tensor, Ints]:
+        """Run a step that fits.
 
-        The logits last until the next replay.
+        Returns the S tokens chosen, [S] int64; logits as the model gave them, until the next replay, [R, V]; and which
+        row of these each output is, [S].
         """
         layout, outputs, sampling = step.layout, step.outputs, step.pieces[0].sampling
-        num_rows = len(layout.places)
+        num_sequences, num_tokens = len(layout.query_lens), self.shape.num_tokens
+        rows = np.arange(len(layout.places))  # of the new tokens
+        if num_tokens > 1:
+            ends = np.arange(1, num_sequences + 1) * num_tokens
+            rows += np.repeat(ends - layout.query_starts[1:], layout.query_lens)
+        outs = rows[layout.logits_rows]
         self._fill_page_table(layout.page_table)
         if sampling.masks is not None:
             (masks,) = upload([sampling.masks], self._masks.device)
             self._masks[: len(masks)].copy_(masks)
-        self._block.fill(
-            {
-                "places": layout.places,
-                "positions": layout.positions,
-                "context_lens": layout.context_lens,
-                "write_pages": layout.write_pages,
-                "write_offsets": layout.write_offsets,
-                "answer_places": outputs.places,
-                "answer_positions": sampling.positions,
-                **{name: getattr(sampling, name) for name in DENSE_FIELDS},
-                **{name: own for name in LINE_FIELDS if (own := getattr(sampling, name)) is not None},
-                **self._fill_biases(sampling),
-            }
-        )
-        context_lens = np.ones(self.size, np.int32)
-        context_lens[:num_rows] = layout.context_lens
+        with self._block.fill() as arrays:
+            if num_tokens > 1:
+                self._fill_before(arrays, layout)
+            for name in ("places", "positions", "write_pages", "write_offsets"):
+                arrays[name][rows] = getattr(layout, name)
+            arrays["context_lens"][:num_sequences] = layout.context_lens
+            arrays["answer_places"][outs], arrays["answer_positions"][outs] = outputs.places, sampling.positions
+            for name in DENSE_FIELDS:
+                arrays[name][outs] = getattr(sampling, name)
+            for name in LINE_FIELDS:
+                if (lines := getattr(sampling, name)) is not None:
+                    arrays[name][outs] = lines
+            self._fill_biases(arrays["bias_starts"], sampling, outs)
+            context_lens = arrays["context_lens"].copy()
         self._attention.plan(self._pages, replace(self._batch, context_lens_host=context_lens))
         self._replay()
-        return self._tokens[:num_rows].clone(), self._logits[:num_rows]
+        if len(outs) == len(rows) and num_tokens == 1:
+            return self._tokens[:num_sequences].clone(), self._logits, outs
+        return self._tokens.index_select(0, upload([outs], self._tokens.device)[0]), self._logits, outs
+
+    def _fill_before(self, arrays: Mapping[str, NDArray[Any]], layout: Layout) -> None:
+        """All rows of sequences as if their new tokens filled the shape; those that are new are overwritten later."""
+        num_sequences, num_tokens = len(layout.query_lens), self.shape.num_tokens
+        steps = np.arange(-num_tokens, 0)
+        lasts = layout.query_starts[1:] - 1  # of each sequence's new tokens
+        for name, values in (("positions", layout.positions), ("places", layout.places)):
+            before = values[lasts, None] + 1 + steps  # [B, num_tokens]
+            arrays[name][: num_sequences * num_tokens] = before.reshape(-1)
 
     def _fill_page_table(self, table: NDArray[np.int32]) -> None:
         """Rows of padding read their first page: it exists. Steps over the same pages have the same object."""
@@ -161,13 +202,16 @@ class DecodeGraph:
             self._page_table[: len(table), : table.shape[1]].copy_(pages)
             self._last_table = table
 
-    def _fill_biases(self, sampling: SamplingBatch) -> dict[str, NDArray[np.int32]]:
+    def _fill_biases(self, starts: NDArray[np.int32], sampling: SamplingBatch, outs: Ints) -> None:
+        """starts: [R + 1] of all rows, to be written."""
         if sampling.bias_starts is None or sampling.bias_ids is None or sampling.bias_values is None:
-            return {}
-        self._biases.fill({"ids": sampling.bias_ids, "values": sampling.bias_values})
-        starts = np.full(self.size + 1, sampling.bias_starts[-1], np.int32)
-        starts[: len(sampling.bias_starts)] = sampling.bias_starts
-        return {"bias_starts": starts}
+            return
+        counts = np.zeros(len(starts) - 1, np.int32)
+        counts[outs] = np.diff(sampling.bias_starts)
+        np.cumsum(counts, out=starts[1:])
+        with self._biases.fill() as arrays:
+            arrays["ids"][: len(sampling.bias_ids)] = sampling.bias_ids
+            arrays["values"][: len(sampling.bias_values)] = sampling.bias_values
 
     @torch.inference_mode()
     def _compute(self) -> None:
@@ -180,9 +224,9 @@ class DecodeGraph:
         rows.flat_tokens.index_copy_(0, self._answer_places, self._tokens.to(torch.int32))
 
 
-def _build_padding(size: int, rows: Rows, page: int) -> dict[str, NDArray[Any]]:
+def _build_padding(shape: Shape, rows: Rows, page: int) -> dict[str, NDArray[Any]]:
     """What a row does that has no sequence: token 0 of the row behind all others, alone on a page of its own."""
-    place = rows.num_rows * rows.width
+    place, size = rows.num_rows * rows.width, shape.num_sequences * shape.num_tokens
 
     def repeat(value: float, dtype: DTypeLike) -> NDArray[Any]:
         return np.full(size, value, dtype)
@@ -190,7 +234,7 @@ def _build_padding(size: int, rows: Rows, page: int) -> dict[str, NDArray[Any]]:
     return {
         "places": repeat(place, np.int64),
         "positions": repeat(0, np.int64),
-        "context_lens": repeat(1, np.int32),
+        "context_lens": np.full(shape.num_sequences, shape.num_tokens, np.int32),
         "write_pages": repeat(page, np.int64),
         "write_offsets": repeat(0, np.int64),
         "answer_places": repeat(place + 1, np.int64),
@@ -214,33 +258,36 @@ class DecodeGraphs:
 
     def __init__(
         self,
+        shapes: Collection[Shape],
         model: Decoder,
         attention: AttentionBackend,
         pages: Tensor,
         rows: Rows,
         padding_page: int,
-        max_rows: int,
         capture: Capture,
         on_progress: OnCaptured,
     ) -> None:
         """Captures all, the largest first, so that the others fit into its memory."""
         rows.reserve_counts()
-        self._sizes = choose_sizes(max_rows)
-        graphs = []
-        for size in reversed(self._sizes):
-            graphs.append(DecodeGraph(size, model, attention, pages, rows, padding_page))
-            graphs[-1].capture(capture)
-            on_progress(len(graphs), len(self._sizes))
-        self._graphs = graphs[::-1]
+        self._graphs: dict[Shape, DecodeGraph] = {}
+        for shape in sorted(shapes, key=prod, reverse=True):
+            self._graphs[shape] = graph = DecodeGraph(shape, model, attention, pages, rows, padding_page)
+            graph.capture(capture)
+            on_progress(len(self._graphs), len(shapes))
+        self._shapes = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_sequences))
 
     def find(self, step: Prepared) -> DecodeGraph | None:
-        """The smallest for the step. None if it is no plain step, or asks for more than graphs can do."""
-        num_rows = len(step.layout.places)
-        is_plain = len(step.layout.query_lens) == len(step.outputs.rows) == num_rows and len(step.pieces) == 1
-        if not is_plain or num_rows > self._sizes[-1]:
+        """The smallest for the step. None if it is larger than any, or asks for more than they can do."""
+        layout, num_sequences = step.layout, len(step.layout.query_lens)
+        num_tokens = 1 if len(layout.places) == num_sequences else int(layout.query_lens.max())
+        if len(step.pieces) != 1:
             return None
         piece = step.pieces[0]
         num_biases = 0 if piece.sampling.bias_ids is None else len(piece.sampling.bias_ids)
         if piece.chosen is not None or piece.guesses is not None or num_biases > MAX_BIASES:
             return None
-        return self._graphs[bisect_left(self._sizes, num_rows)]
+        for shape in self._shapes:
+            if shape.num_tokens >= num_tokens and shape.num_sequences >= num_sequences:
+                has_before = shape.num_tokens == 1 or layout.context_lens.min() >= shape.num_tokens
+                return self._graphs[shape] if has_before else None
+        return None

@@ -4,7 +4,7 @@ A step is launched, and collected later. On a GPU several may be launched before
 out a step from lengths alone, and the device reads and writes `Rows` in the order of launches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import Slice, build_batch
-from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured
+from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured, Shape
 from engine.logprobs import FoundLogprobs, find_logprobs
 from engine.model.decoder import Decoder
 from engine.outputs import Piece
@@ -25,8 +25,8 @@ from engine.staging import Stager, download, upload
 from wire.logprobs import TokenLogprobs
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
-WARM_UP_TOKENS = (1, 5, 100)  # one new token, several, and more than kernels for few rows take
-PIECE_VALUES = 1 << 27  # logits held at once: 512 MiB of float32, 1,048 rows of 128,000 tokens
+WARM_UP_TOKENS = (1, 5, 20, 40, 100)  # a prompt for each kernel that depends on the number of rows
+PIECE_VALUES = 1 << 25  # logits held at once: 128 MiB of float32, 262 rows of 128,000 tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,16 @@ class Runner:
         self._stager = Stager(rows.device)
 
     def capture_graphs(
-        self, capture: Capture, padding_page: int, max_rows: int, on_progress: OnCaptured = lambda done, total: None
+        self,
+        shapes: Collection[Shape],
+        capture: Capture,
+        padding_page: int,
+        on_progress: OnCaptured = lambda done, total: None,
     ) -> None:
-        """From now on plain steps of up to `max_rows` sequences are captured graphs. See `DecodeGraphs`."""
+        """From now on steps that fit into the shapes are captured graphs. See `DecodeGraphs`."""
         self._graphs = DecodeGraphs(
-            self._model, self._attention, self._pages, self._rows, padding_page, max_rows, capture, on_progress
-        )  # fmt: skip
+            shapes, self._model, self._attention, self._pages, self._rows, padding_page, capture, on_progress
+        )
 
     def warm_up(self, padding_page: int) -> None:
         """Run prompts of a few lengths in the free row 0, all on one page: whatever is compiled or loaded then is."""
@@ -130,8 +134,10 @@ class Runner:
 
     def _replay(self, graph: DecodeGraph, step: Prepared) -> Launched:
         piece = step.pieces[0]
-        tokens, logits = graph.replay(step)
-        scores = [_score(piece, _log_softmax(piece, logits), tokens)] if piece.scored else []
+        tokens, logits, rows = graph.replay(step)
+        scores = []
+        if piece.scored:
+            scores.append(_score(piece, _log_softmax(logits, rows[piece.scored].tolist()), tokens))
         return Launched(tokens, scores)
 
     def _compute(self, step: Prepared) -> Launched:
@@ -145,7 +151,7 @@ class Runner:
         scores: list[Scores] = []
         for piece in step.pieces:
             logits = self._model.logits(hidden[piece.span])  # [n, V]
-            logprobs = _log_softmax(piece, logits) if piece.scored else None
+            logprobs = _log_softmax(logits, piece.scored) if piece.scored else None
             parts.append(self._choose(piece, logits, places[piece.span]))
             if logprobs is not None:
                 scores.append(_score(piece, logprobs, parts[-1]))
@@ -175,9 +181,9 @@ class Runner:
         return piece.sampling._replace(counts=self._rows.counts, extra_ids=extra_ids)
 
 
-def _log_softmax(piece: Piece, logits: Tensor) -> Tensor:
-    """[n, V] as the model gave them -> [R, V] of the outputs that are scored."""
-    return torch.log_softmax(_take(logits, piece.scored), -1)
+def _log_softmax(logits: Tensor, rows: list[int]) -> Tensor:
+    """[n, V] as the model gave them -> [R, V] of R rows."""
+    return torch.log_softmax(_take(logits, rows), -1)
 
 
 def _score(piece: Piece, logprobs: Tensor, tokens: Tensor) -> Scores:

@@ -1,6 +1,7 @@
 """Tensors whose addresses never change, filled together by one copy: the inputs of a captured step."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -35,20 +36,17 @@ class StaticBlock:
         dtype = torch.from_numpy(np.empty(0, signed)).dtype
         return self._block[begin : begin + array.nbytes].view(dtype).view(array.shape)
 
-    def fill(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Each array at the beginning of its tensor, padding behind it and wherever no array is given.
+    @contextmanager
+    def fill(self) -> Iterator[Mapping[str, NDArray[Any]]]:
+        """Arrays of all tensors, full of padding, to write into. They go to the device when the block is left.
 
-        Takes effect on the device after all that was launched before. ValueError if one is longer than its tensor.
+        That takes effect after all that was launched before.
         """
         is_cpu = self._device.type == "cpu"
         target = self._block if is_cpu else torch.empty(len(self._template), dtype=torch.uint8, pin_memory=True)
         memory = target.numpy()
         memory[:] = self._template
-        for name, array in arrays.items():
-            view = self._view(memory, name)
-            if len(array) > len(view) or array.dtype != view.dtype:
-                raise ValueError(f"{name} is {array.dtype} {array.shape}, expected {view.dtype} up to {view.shape}")
-            view[: len(array)] = array
+        yield {name: self._view(memory, name) for name in self._padding}
         if not is_cpu:
             self._block.copy_(target, non_blocking=True)
 

@@ -111,7 +111,9 @@ class Decode(Wrapper):
 
     @property
     def query_starts(self) -> Sequence[int]:
-        return range(len(self.planned["indptr"]))
+        length = self.planned["q_len_per_req"]
+        assert length == 1 or self.made["use_tensor_cores"]
+        return range(0, length * len(self.planned["indptr"]), length)
 
 
 class Prefill(Wrapper):
@@ -162,12 +164,18 @@ def test_steps_are_those_of_torch_sdpa(lens: list[tuple[int, int]], heads: tuple
 
 def test_a_captured_step_is_planned_into_buffers_of_its_own() -> None:
     problem = Problem([(1, 1), (1, 40), (1, 17)], head_dim=16)
-    check(problem, build(problem, None).for_graph(3, 6), None)
-    with pytest.raises(AssertionError):  # other numbers than it was made for: FlashInfer refuses them
-        check(problem, build(problem, None).for_graph(4, 6), None)
-    with pytest.raises(AssertionError):
-        check(problem, build(problem, None).for_graph(3, 5), None)
-    assert build(problem, None).for_graph(1, 1)._workspace.data_ptr()
+    check(problem, build(problem, None).for_graph(3, 1, 6), None)
+    for other in ((4, 1, 6), (3, 1, 5)):  # other numbers than it was made for: FlashInfer refuses them
+        with pytest.raises(AssertionError):
+            check(problem, build(problem, None).for_graph(*other), None)
+    backend = build(problem, None)
+    assert backend.for_graph(1, 1, 1)._workspace is backend._workspace
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_captured_step_of_guesses_has_as_many_for_each_sequence(window: int | None) -> None:
+    problem = Problem([(4, 4), (4, 40), (4, 17)], heads=(2, 2), head_dim=16)
+    check(problem, build(problem, None, 20).for_graph(3, 4, 6), window)
 
 
 def test_keys_and_values_fit_into_fp8_pages() -> None:

@@ -20,7 +20,7 @@ from engine.attention.base import AttentionShape
 from engine.attention.heads import Heads
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Slice
-from engine.graphs import Compute, choose_sizes
+from engine.graphs import Compute, Shape, choose_shapes, powers_to
 from engine.model.decoder import Decoder
 from engine.rows import Rows
 from engine.runner import Answers, Runner
@@ -46,6 +46,7 @@ from wire.sampling import SamplingParams
 __all__ = ["decoder", "expected", "one_thread"]  # fixtures
 
 EVERYONE = range(len(SAMPLINGS))
+MOST_GUESSES = 3
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
 
 
@@ -119,7 +120,7 @@ class Unwatched(TorchSdpaAttention):
         super().__init__(shape)
         self._outs: dict[tuple[int, int], Tensor] = {}  # (layer, tokens) |-> [T, Hq, D]
 
-    def for_graph(self, num_sequences: int, num_pages: int) -> "Unwatched":
+    def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "Unwatched":
         return self
 
     def attend(self, layer: int, heads: Heads, window: int | None) -> Tensor:
@@ -139,24 +140,30 @@ class Built:
         self.progress: list[tuple[int, int]] = []
         self.runner = runner_type(decoder, attention, self.pages, rows)
         self.runner.capture_graphs(
-            self.captures, len(pages), len(SAMPLINGS), lambda done, total: self.progress.append((done, total))
-        )
+            choose_shapes(len(SAMPLINGS), MOST_GUESSES), self.captures, len(pages),
+            lambda done, total: self.progress.append((done, total)),
+        )  # fmt: skip
 
 
 def build(decoder: Decoder) -> Built:
     return Built(decoder, Rows(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU))
 
 
-def test_every_number_of_sequences_has_a_graph() -> None:
-    assert choose_sizes(1) == [1]
-    assert choose_sizes(12) == [1, 2, 4, 8, 12]
-    assert choose_sizes(64) == [1, 2, 4, 8, 16, 32, 64]
+def test_every_number_of_sequences_has_a_graph_and_few_those_with_guesses() -> None:
+    assert powers_to(1) == [1]
+    assert powers_to(12) == [1, 2, 4, 8, 12]
+    assert powers_to(64) == [1, 2, 4, 8, 16, 32, 64]
+    assert choose_shapes(3, 0) == [Shape(1), Shape(2), Shape(3)]
+    assert choose_shapes(2, 1) == [Shape(1), Shape(2), Shape(1, 2), Shape(2, 2)]
+    lengths = {shape.num_tokens for shape in choose_shapes(64, 8)}
+    assert lengths == {1, 2, 4, 9} and max(shape for shape in choose_shapes(64, 8) if shape.num_tokens > 1) == (16, 9)
 
 
 def test_tokens_are_those_of_eager_steps_whatever_the_sampling(decoder: Decoder, expected: list[list[int]]) -> None:
     """One after the other leaves, so that steps need every graph, with padding and without."""
     built = build(decoder)
-    assert built.progress == [(done, 5) for done in range(1, 6)]
+    total = len(choose_shapes(len(SAMPLINGS), MOST_GUESSES))
+    assert built.progress == [(done, total) for done in range(1, total + 1)]
     before = built.pages.clone()
     for row in EVERYONE:
         open_row(built.rows, row, row)
@@ -189,7 +196,8 @@ def test_steps_ahead_go_through_graphs(decoder: Decoder, expected: list[list[int
 def pair(decoder: Decoder) -> Iterator[Callable[[Sequence[Slice]], Answers]]:
     """Both runners take the same steps from the same prompts: their answers are equal, and the graphs' are given."""
     built, eager_rows = build(decoder), Rows(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU)
-    eager = Runner(decoder, TorchSdpaAttention(decoder.config.attention_shape), build_pages(decoder), eager_rows)
+    eager_pages = build_pages(decoder)
+    eager = Runner(decoder, TorchSdpaAttention(decoder.config.attention_shape), eager_pages, eager_rows)
     runners = (built.runner, eager)
 
     def both(slices: Sequence[Slice]) -> Answers:
@@ -207,6 +215,7 @@ def pair(decoder: Decoder) -> Iterator[Callable[[Sequence[Slice]], Answers]]:
             open_row(rows, row, row)
     both(plan(0, range(3), range(3)))
     both.rows = (built.rows, eager_rows)  # type: ignore[attr-defined]
+    both.pages = (built.pages, eager_pages)  # type: ignore[attr-defined]
     yield both
 
 
@@ -236,21 +245,44 @@ def test_more_biases_than_a_graph_takes_go_without_one(decoder: Decoder, monkeyp
         assert built.captures.num_replays == num_replays
 
 
-def test_steps_that_are_not_plain_go_without_a_graph(pair: Any) -> None:
-    """A prompt beside them, given tokens, two new tokens, guesses that penalties have to count."""
+def test_guesses_and_missing_tokens_go_through_graphs_of_several_tokens(pair: Any) -> None:
+    """Of other lengths than the graph's, with masks, without answers; what is before the new tokens stays as it was."""
     first, second, third = plan(1, range(3), range(3))
-    for slices in (
-        [first, second._replace(num_logits=0)],
-        [first, second._replace(begin=second.begin - 1, count=2)],
-        [first, third._replace(num_given=1)],
+    for rows in pair.rows:
+        for part in (first, second):
+            rows.write_tokens(part.row, part.begin + 1, np.array([5, 6, 7], np.int32))
+    mask = np.full((3, -(-VOCAB // 32)), -1, np.int32)
+    mask[1] = 1 << 9
+    for number, slices in enumerate(
+        (
+            [first._replace(count=4, num_logits=4), second._replace(count=2, num_logits=2), third],
+            [first._replace(count=3, num_logits=3, mask=mask, chosen_logprobs=2), third._replace(num_logits=0)],
+            [second._replace(begin=second.begin - 1, count=2)],
+            [first, second._replace(num_logits=0)],
+        ),
+        start=1,
     ):
         pair(slices)
-        assert pair.num_replays == 0
+        assert pair.num_replays == number
+    ours, theirs = pair.pages
+    assert torch.allclose(ours[:-1], theirs, atol=1e-5)
+
+
+def test_steps_that_graphs_cannot_do_go_without_one(pair: Any) -> None:
+    """Given tokens, too many new ones, more tokens than the sequence has, guesses that penalties have to count."""
+    first, _second, third = plan(1, range(3), range(3))
     for rows in pair.rows:
+        rows.write_tokens(0, first.begin + 1, np.array([5, 6, 7, 8], np.int32))
         open_row(rows, 3, 7)  # with penalties
     length = len(PROMPTS[7])
     pair([Slice(3, 0, length, 1)])
-    pair([Slice(3, length, 1, 1, num_guessed=1)])
-    assert pair.num_replays == 0
+    for slices in (
+        [first, third._replace(num_given=1)],
+        [first._replace(count=5, num_logits=5)],
+        [Slice(1, 0, 3, 1)],
+        [Slice(3, length, 1, 1, num_guessed=1)],
+    ):
+        pair(slices)
+        assert pair.num_replays == 0
     pair([first])
     assert pair.num_replays == 1

@@ -18,6 +18,7 @@ from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
 from decode_worker.speculation.speculator import Speculator
 from engine.engine import Engine, build_engine
+from engine.graphs import choose_shapes
 from engine.model.weights import load_model
 from tests.checkpoints import write_checkpoint
 from tests.grammars import DEMO_SIZE, compile_here, vocabulary
@@ -64,7 +65,7 @@ def make_late(engine: Engine, folder: Path, draft_folder: Path) -> Engine:
         for path, pages in ((folder, engine.pool.tensor), (draft_folder, engine.pool.draft_tensor))
     )
     for one in (runner, draft_runner):
-        one.capture_graphs(lambda compute: compute, padding_page=NUM_PAGES, max_rows=NUM_ROWS)
+        one.capture_graphs(choose_shapes(NUM_ROWS, 6), lambda compute: compute, padding_page=NUM_PAGES)
     return replace(engine, rows=rows, runner=runner, draft_runner=draft_runner)
 
 

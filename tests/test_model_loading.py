@@ -300,7 +300,7 @@ class NoAttention:
     def plan(self, pool: Tensor, batch: Batch) -> None:
         pass
 
-    def for_graph(self, num_sequences: int, num_pages: int) -> "NoAttention":
+    def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "NoAttention":
         return self
 
     def attend(self, layer: int, heads: Heads, window: int | None) -> Tensor:

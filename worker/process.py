@@ -77,8 +77,11 @@ def _build_engine(config: ConfigT, reporter: ReadyReporter) -> Engine:
         config.quantization,
         config.kv_dtype,
     )
-    has_graphs = config.cuda_graphs and isinstance(config, DecodeConfig)  # prompts are of any length
-    engine.warm_up(config.max_running if has_graphs else 0, partial(reporter.loading, what="graphs"))
+    graph_rows = max_guesses = 0  # prompts are of any length
+    if isinstance(config, DecodeConfig) and config.cuda_graphs:
+        graph_rows = config.max_running
+        max_guesses = 0 if config.speculate == "off" else config.max_draft_tokens
+    engine.warm_up(graph_rows, max_guesses, partial(reporter.loading, what="graphs"))
     return engine
 
 

@@ -119,7 +119,7 @@ def check_graphs(device: torch.device) -> str:
     different = [row for row in everyone if answers["graphs"][row] != answers["eager"][row]]
     allowed = MOST_TIES if device.type == "cuda" else 0  # attention is cut otherwise there, which moves last bits
     assert len(different) <= allowed, f"rows {different} differ from eager's"
-    return f"{len(SAMPLINGS)} kinds of sampling, {NUM_TOKENS} tokens each, {len(different)} differ; no launch waited"
+    return f"{len(SAMPLINGS)} kinds of sampling, {NUM_TOKENS} tokens each, {len(different)} differ; no hidden wait"
 
 
 def check_eager_ahead(device: torch.device) -> str:

@@ -52,7 +52,7 @@ def _run_part(name: str, device: torch.device) -> str:
         return "skipped: CUDA IPC needs a GPU"
     command = [sys.executable, "-m", "bench.gpu_checks.ipc", name]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PART_S, check=False)
-    assert ended.returncode == 0, f"exit {ended.returncode}: {''.join(ended.stderr.splitlines()[-1:])}"
+    assert ended.returncode == 0, f"exit {ended.returncode}: {' '.join(ended.stderr.splitlines()[-15:])}"
     return ended.stdout.splitlines()[-1]
 
 

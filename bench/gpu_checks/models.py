@@ -15,6 +15,7 @@ from engine.model.linear import Quantization
 from worker.table import num_rows_for
 
 PAGE_TOKENS = 16
+MAX_GUESSES = 3
 
 
 def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> Mapping[str, Any]:
@@ -93,5 +94,5 @@ def build_random_engine(
         size_pool=lambda _context, _bytes, _gpu: max_running * -(-context_tokens // PAGE_TOKENS),
         max_context_tokens=context_tokens,
     )
-    engine.warm_up(max_running if has_graphs else 0)
+    engine.warm_up(max_running if has_graphs else 0, MAX_GUESSES if draft else 0)
     return engine

@@ -62,6 +62,9 @@ class Decoded:
 
     tpot_s: float  # median over steps that gave every sequence a token
     tokens: dict[int, list[int]]  # by handle
+    num_drafted: int
+    num_accepted: int
+    num_steps: int  # that gave tokens
     decode_s: float  # from the first such step to the last
 
 
@@ -74,6 +77,7 @@ def run_jobs(engine: Engine, jobs: Sequence[Job], speculator: Speculator = NO_SP
     )  # fmt: skip
     for job in jobs:
         table.admit(job, time.monotonic())
+    sequences = list(table)
     full: list[tuple[float, int]] = []  # moments after steps of all sequences, tokens of one until then
     while len(table):
         updates.clear()
@@ -83,7 +87,14 @@ def run_jobs(engine: Engine, jobs: Sequence[Job], speculator: Speculator = NO_SP
         if len([update for update in updates if update.token_ids]) == len(jobs):
             full.append((time.perf_counter(), len(tokens[jobs[0].handle])))
     steps = [(b - a) / (n - m) for (a, m), (b, n) in pairwise(full) if n > m]
-    return Decoded(statistics.median(steps), tokens, full[-1][0] - full[0][0])
+    return Decoded(
+        statistics.median(steps),
+        tokens,
+        sum(sequence.num_drafted for sequence in sequences),
+        sum(sequence.num_accepted for sequence in sequences),
+        len(full),
+        full[-1][0] - full[0][0],
+    )
 
 
 def build_jobs(count: int, prompt_tokens: int, num_tokens: int, vocab_size: int, drafter: str = "off") -> list[Job]:
@@ -221,7 +232,10 @@ def time_speculation(device: torch.device) -> str:
     on = run_jobs(engine, build_jobs(1, 64, scale.num_steps, vocab_size, "draft"), speculator)
     per_token = on.decode_s / (len(on.tokens[1]) - 1)
     ratio = per_token / off.tpot_s
-    detail = f"{ratio:.2f} of the TPOT without ({off.tpot_s * 1e3:.2f} ms), goal 0.75"
+    guesses = (
+        f"{on.num_drafted / on.num_steps:.1f} guesses a step, {on.num_accepted / max(on.num_drafted, 1):.0%} right"
+    )
+    detail = f"{ratio:.2f} of the TPOT without ({off.tpot_s * 1e3:.2f} ms), goal 0.75; {guesses}"
     return require(ratio <= 0.75, detail, device)
 
 

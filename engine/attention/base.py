@@ -34,8 +34,8 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def for_graph(self, num_sequences: int, num_pages: int) -> "AttentionBackend":
-        """One for steps that are captured and replayed: of exactly so many sequences with a new token each.
+    def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "AttentionBackend":
+        """One for steps that are captured and replayed: of exactly so many sequences with so many new tokens each.
 
         `plan` is called before each replay, with tensors at the same addresses; all sequences together have up to
         `num_pages` pages. Not at the same time as this one.

@@ -126,7 +126,7 @@ class CpuPagedAttention:
             scale=shape.scale,
         )
 
-    def for_graph(self, num_sequences: int, num_pages: int) -> "CpuPagedAttention":
+    def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "CpuPagedAttention":
         """See `AttentionBackend.for_graph`."""
         return self
 

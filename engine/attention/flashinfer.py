@@ -6,6 +6,7 @@ kernels of a layer are launched by `attend`, which a CUDA graph may capture: it 
 """
 
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,14 @@ CUDA_CORE_GROUPS = (1, 2, 3)  # query heads a KV head up to which decode without
 Window = int | None
 
 
+class GraphSize(NamedTuple):
+    """What a captured step has."""
+
+    num_sequences: int
+    num_tokens: int  # new ones of each sequence
+    num_pages: int  # of all sequences together, at most
+
+
 class FlashInferAttention:
     """Owns FlashInfer's wrappers and workspace. One caller at a time, on one stream."""
 
@@ -42,38 +51,41 @@ class FlashInferAttention:
         dtype: torch.dtype,
         device: torch.device,
         workspace: Tensor | None = None,
-        graph: tuple[int, int] | None = None,
+        graph: GraphSize | None = None,
     ) -> None:
         """windows: all that layers ask for; dtype: of queries. `workspace` is shared by backends that run in turn.
 
-        graph: (sequences, pages of all together at most) of plain decode steps that are captured; None: any steps.
+        graph: of steps that are captured; None: any steps.
         """
         self._shape, self._windows, self._dtype, self._device = shape, tuple(windows), dtype, device
         self._workspace = (
             torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device) if workspace is None else workspace
         )
+        self._num_tokens = 1 if graph is None else graph.num_tokens
         self._decode = {window: self._build_decode(graph) for window in windows}
         self._prefill = {} if graph else {window: self._build_prefill() for window in windows}
         self._planned: Mapping[Window, BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper] = {}
         self._is_staged: torch.cuda.Event | None = None  # FlashInfer's pinned buffers have been read up to here
 
-    def for_graph(self, num_sequences: int, num_pages: int) -> "FlashInferAttention":
+    def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "FlashInferAttention":
         """See `AttentionBackend.for_graph`."""
-        graph = num_sequences, num_pages
+        graph = GraphSize(num_sequences, num_tokens, num_pages)
         return FlashInferAttention(self._shape, self._windows, self._dtype, self._device, self._workspace, graph)
 
-    def _build_decode(self, graph: tuple[int, int] | None) -> BatchDecodeWithPagedKVCacheWrapper:
+    def _build_decode(self, graph: GraphSize | None) -> BatchDecodeWithPagedKVCacheWrapper:
         group = self._shape.num_heads // self._shape.num_kv_heads
+        has_tensor_cores = group not in CUDA_CORE_GROUPS or (graph is not None and graph.num_tokens > 1)
         buffers = {}
         if graph is not None:
-            num_sequences, num_pages = graph
-            sizes = {"indptr": num_sequences + 1, "indices": num_pages, "last_page_len": num_sequences}
+            sizes = {
+                "indptr": graph.num_sequences + 1, "indices": graph.num_pages, "last_page_len": graph.num_sequences
+            }  # fmt: skip
             buffers = {
                 f"paged_kv_{name}_buffer": torch.zeros(size, dtype=torch.int32, device=self._device)
                 for name, size in sizes.items()
             }
         return BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "HND", use_cuda_graph=graph is not None, use_tensor_cores=group not in CUDA_CORE_GROUPS,
+            self._workspace, "HND", use_cuda_graph=graph is not None, use_tensor_cores=has_tensor_cores,
             backend=BACKEND, **buffers,
         )  # fmt: skip
 
@@ -95,16 +107,18 @@ class FlashInferAttention:
         )
         indices = torch.empty(int(starts[-1]), dtype=torch.int32, device=self._device)
         join_pages(batch.page_table, upload([starts], self._device)[0], indices)
-        is_decode = query_starts[-1] == len(context_lens)
+        is_decode = query_starts[-1] == self._num_tokens * len(context_lens)
         if self._is_staged is not None:
             self._is_staged.synchronize()
         self._planned = self._decode if is_decode else self._prefill
+        starts_of_queries = () if is_decode else (host_query_starts,)
+        kind = {"q_len_per_req": self._num_tokens} if is_decode else {"causal": True}
         for window, wrapper in self._planned.items():
             wrapper.plan(
-                *(() if is_decode else (host_query_starts,)), host_starts, indices, host_last_lens,
+                *starts_of_queries, host_starts, indices, host_last_lens,
                 self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim, page_tokens,
-                **({} if is_decode else {"causal": True}), window_left=-1 if window is None else window - 1,
-                sm_scale=self._shape.scale, q_data_type=self._dtype, kv_data_type=pool.dtype, seq_lens=host_lens,
+                **kind, window_left=-1 if window is None else window - 1, sm_scale=self._shape.scale,
+                q_data_type=self._dtype, kv_data_type=pool.dtype, seq_lens=host_lens,
             )  # fmt: skip
         if self._device.type == "cuda":
             self._is_staged = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

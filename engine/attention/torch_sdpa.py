@@ -28,7 +28,7 @@ class TorchSdpaAttention:
         # [L, 2, num_pages, Hkv, page_tokens, D], a view
         self._layers = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)
 
-    def for_graph(self, num_sequences: int, num_pages: int) -> "TorchSdpaAttention":
+    def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "TorchSdpaAttention":
         """See `AttentionBackend.for_graph`."""
         return self
 

@@ -6,7 +6,7 @@ Knows shapes and memory, not who holds which page (worker/prefix_cache.py) nor h
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.kvcache.cuda_memory import CudaError, DeviceBytes
 from engine.kvcache.gpu import CudaGpu, Gpu
 from engine.kvcache.peer_pages import GpuPeerPages
+from engine.staging import download, upload
 from wire.kv_layout import pool_sizes
 
 OS_PAGE_BYTES = 4096
@@ -160,8 +161,9 @@ class Pool:
 
     def load(self, pages: Sequence[int]) -> NDArray[np.uint8]:
         """A copy of `pages`: [len(pages), page_bytes] uint8."""
-        copied: NDArray[np.uint8] = self._wait_for(lambda: self._select(pages).cpu()).view(torch.uint8).numpy()
-        return copied
+        if self.gpu is None:
+            return self._select(pages).view(torch.uint8).numpy()
+        return self.gpu.run(lambda: download(self._select(pages))).view(torch.uint8).numpy()
 
     def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]]) -> None:
         """Overwrite `pages`, each with page_bytes bytes; one copy if to a device. The caller holds the pages."""
@@ -169,18 +171,18 @@ class Pool:
             for page, row in zip(pages, rows, strict=True):
                 np.copyto(self._bytes[page], row)
         elif pages:
-            data = torch.from_numpy(np.stack(rows)).view(self.shape.dtype)
-            self._wait_for(lambda: self._pages.index_copy_(0, self._index(pages), data.to(self._pages.device)))
+            run = (lambda launch: launch()) if self.gpu is None else self.gpu.run
+            run(lambda: self._put(pages, np.stack(rows).view(np.int32)))
 
     def _select(self, pages: Sequence[int]) -> Tensor:
-        return self._pages.index_select(0, self._index(pages))
+        """[len(pages), page_bytes / 4] int32, on the pool's device"""
+        words = self._pages.view(torch.int32)
+        return words.index_select(0, upload([np.array(pages, np.int64)], words.device)[0])
 
-    def _index(self, pages: Sequence[int]) -> Tensor:
-        return torch.tensor(pages, dtype=torch.int64, device=self._pages.device)
-
-    def _wait_for(self, launch: Callable[[], Tensor]) -> Tensor:
-        """The result of work on the pages: done, also before steps on another stream of the GPU."""
-        return launch() if self.gpu is None else self.gpu.run(launch)
+    def _put(self, pages: Sequence[int], rows: NDArray[np.int32]) -> None:
+        words = self._pages.view(torch.int32)  # torch has no such copy for numbers of 8 bits
+        index, data = upload([np.array(pages, np.int64), rows], words.device)
+        words.index_copy_(0, index, data)
 
 
 def _map_new_file(num_bytes: int) -> tuple[int, mmap.mmap]:
