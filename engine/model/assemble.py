@@ -13,14 +13,18 @@ from torch import Tensor
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder, DecoderLayer
+from engine.model.embedding import Embedding, SummedEmbedding
 from engine.model.fp8 import E4M3, Fp8Linear, quantise_rows
-from engine.model.head import Head
-from engine.model.linear import Linear, PlainLinear, Quantization
+from engine.model.head import Head, JoinedHead
+from engine.model.linear import Linear, PlainLinear, Quantization, SummedLinear
+from engine.model.shard import EMBEDDING, LM_HEAD, Shard, ShardedCheckpoint, shard_config
+from engine.ranks import OneRank, Ranks
 
 OnProgress = Callable[[int, int], None]  # (done_bytes, total_bytes) of the checkpoint
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # old Llama checkpoints carry it; it follows from the config
-EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
+ONE_RANK = OneRank()
 PAGE_BYTES = 4096
 MAX_FAULTS_SHOWN = 8
 
@@ -32,17 +36,27 @@ def build_decoder(
     device: torch.device,
     on_progress: OnProgress,
     quantization: Quantization = "none",
+    ranks: Ranks = ONE_RANK,
 ) -> Decoder:
-    """Convert and fuse layer by layer. The caller has run `check_tensors`."""
+    """Convert and fuse layer by layer. The caller has run `check_tensors`.
+
+    config: of the whole model, of which this rank loads its shard.
+    """
+    if ranks.size > 1:
+        shard = Shard(ranks.rank, ranks.size)
+        config, checkpoint = shard_config(config, shard), ShardedCheckpoint(checkpoint, config, shard)
     loader = _Loader(checkpoint, dtype, device, on_progress, quantization)
     embedding = loader.take(EMBEDDING)  # [V, H]
-    layers = [_build_layer(loader, config, f"model.layers.{index}.") for index in range(config.num_layers)]
+    layers = [_build_layer(loader, config, f"model.layers.{index}.", ranks) for index in range(config.num_layers)]
     final_norm = loader.take(FINAL_NORM)  # [H]
     lm_head = loader.take(LM_HEAD) if LM_HEAD in checkpoint.entries else embedding  # [V, H]
     if config.is_tied and lm_head is not embedding and torch.equal(lm_head, embedding):
         lm_head = embedding  # some tied checkpoints carry a copy; one that differs is meant, as in transformers
     loader.finish()
-    return Decoder(config, embedding, layers, final_norm, Head(lm_head))
+    if ranks.size == 1:
+        return Decoder(config, Embedding(embedding), layers, final_norm, Head(lm_head))
+    table = SummedEmbedding(embedding, ranks.rank * len(embedding), ranks)
+    return Decoder(config, table, layers, final_norm, JoinedHead(Head(lm_head), ranks))
 
 
 def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -166,10 +180,14 @@ class _Loader:
         self._on_progress(self._done_bytes, self._total_bytes)
 
 
-def _build_layer(loader: _Loader, config: ModelConfig, prefix: str) -> DecoderLayer:
+def _build_layer(loader: _Loader, config: ModelConfig, prefix: str, ranks: Ranks) -> DecoderLayer:
     def product(names: list[str], has_bias: bool) -> Linear:
         bias = loader.fuse([f"{prefix}{name}.bias" for name in names]) if has_bias else None
         return loader.linear([f"{prefix}{name}.weight" for name in names], bias)
+
+    def summed(name: str, has_bias: bool) -> Linear:
+        own = product([name], has_bias)
+        return own if ranks.size == 1 else SummedLinear(own, ranks)
 
     query_key_norm = None
     if config.has_qk_norm:
@@ -180,8 +198,8 @@ def _build_layer(loader: _Loader, config: ModelConfig, prefix: str) -> DecoderLa
         input_norm=loader.take(f"{prefix}input_layernorm.weight"),
         qkv=product(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], config.has_qkv_bias),
         query_key_norm=query_key_norm,
-        output=product(["self_attn.o_proj"], config.has_output_bias),
+        output=summed("self_attn.o_proj", config.has_output_bias),
         mlp_norm=loader.take(f"{prefix}post_attention_layernorm.weight"),
         gate_up=product(["mlp.gate_proj", "mlp.up_proj"], config.has_mlp_bias),
-        down=product(["mlp.down_proj"], config.has_mlp_bias),
+        down=summed("mlp.down_proj", config.has_mlp_bias),
     )

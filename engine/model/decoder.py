@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from engine.attention.base import AttentionBackend
 from engine.attention.heads import Heads, Turn
 from engine.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.head import Head
+from engine.model.embedding import Embedding
+from engine.model.head import Head, JoinedHead
 from engine.model.linear import Linear
 from engine.model.operations import Operations, choose_operations
 from engine.model.rope import build_rope_table, gather_rotation
@@ -40,15 +40,15 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        embedding: Tensor,
+        embedding: Embedding,
         layers: Sequence[DecoderLayer],
         final_norm: Tensor,
-        lm_head: Head,
+        lm_head: Head | JoinedHead,
     ) -> None:
-        """embedding: [V, H], whose dtype and device are the model's; final_norm: [H]; lm_head: H -> V."""
+        """config: of what this rank computes. The embedding's dtype and device are the model's; final_norm: [H]."""
         self.config = config
-        self.dtype = embedding.dtype
-        self.device = embedding.device
+        self.dtype = embedding.weight.dtype
+        self.device = embedding.weight.device
         self._embedding = embedding
         self._layers = tuple(layers)
         self._final_norm = final_norm
@@ -71,7 +71,7 @@ class Decoder:
         """`forward` after the plan: launches only, of shapes that follow from those of `batch`."""
         operations, eps = self._operations, self.config.rms_eps
         turn = Turn(*gather_rotation(self._rope_table, batch.positions), None, eps)
-        hidden = functional.embedding(batch.token_ids, self._embedding)  # [T, H]
+        hidden = self._embedding(batch.token_ids)  # [T, H]
         normed = operations.norm(hidden, self._layers[0].input_norm, eps)
         norms = [*(layer.input_norm for layer in self._layers[1:]), self._final_norm]  # each after its layer
         for index, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.build import BuildError, load_kernel
+from engine.ranks import Ranks
 
 BLOCK_BYTES = 32 << 20  # of weights widened to float32 at a time
 
@@ -35,6 +36,20 @@ class Head:
         if self._kernel is not None:
             return _multiply(self._kernel, rows.contiguous(), self._weight)
         return multiply_widened(rows, self._weight)
+
+
+class JoinedHead:
+    """A head of which each rank has some of the vocabulary: all ranks get all logits."""
+
+    __slots__ = ("_own", "_ranks")
+
+    def __init__(self, own: Head, ranks: Ranks) -> None:
+        self._own = own
+        self._ranks = ranks
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """See `Head`."""
+        return self._ranks.join(self._own(rows))
 
 
 def multiply_widened(rows: Tensor, weight: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.ranks import Ranks
+
 Quantization = Literal["none", "fp8"]  # of the weights of a model's layers
 
 
@@ -15,6 +17,19 @@ class Linear(Protocol):
     def __call__(self, rows: Tensor) -> Tensor:
         """rows: [T, K] in the model's dtype |-> [T, N] in the same, contiguous."""
         ...
+
+
+class SummedLinear:
+    """The product of which each rank has some inputs: theirs are added."""
+
+    __slots__ = ("_own", "_ranks")
+
+    def __init__(self, own: Linear, ranks: Ranks) -> None:
+        self._own = own
+        self._ranks = ranks
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self._ranks.add_(self._own(rows))
 
 
 class PlainLinear:

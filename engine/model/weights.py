@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 
-from engine.model.assemble import EMBEDDING, OnProgress, build_decoder, check_tensors
+from engine.model.assemble import ONE_RANK, OnProgress, build_decoder, check_tensors
 from engine.model.checkpoint import Checkpoint, TensorEntry, list_shards, read_header, read_samples
 from engine.model.config import load_config
 from engine.model.decoder import Decoder
 from engine.model.fp8 import check_fp8
 from engine.model.linear import Quantization
+from engine.model.shard import EMBEDDING
+from engine.ranks import Ranks
 
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,10 +33,12 @@ def load_model(
     device: torch.device,
     on_progress: OnProgress | None = None,
     quantization: Quantization = "none",
+    ranks: Ranks = ONE_RANK,
 ) -> Decoder:
     """Load the checkpoint in `folder` onto `device`, in "float32", "bfloat16", "float16" or "auto" (its own dtype).
 
     With `quantization` the weights of its layers are rounded on the way; the rest stays in that dtype.
+    As one of several `ranks` it loads the rank's shard.
     Calls on_progress(done_bytes, total_bytes) after each tensor, the last time with both equal; bytes are those of the
     files. Raises FileNotFoundError for a missing file, ValueError for an unsupported config or dtype, a damaged file,
     tensors that are missing, unexpected or mis-shaped, or a device that cannot compute with such weights.
@@ -46,7 +50,7 @@ def load_model(
     check_tensors(config, checkpoint)
     chosen = choose_dtype(checkpoint, dtype)
     on_progress = on_progress or (lambda done_bytes, total_bytes: None)
-    return build_decoder(config, checkpoint, chosen, device, on_progress, quantization)
+    return build_decoder(config, checkpoint, chosen, device, on_progress, quantization, ranks)
 
 
 def choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:

@@ -1,0 +1,125 @@
+"""Which part of a model one of several ranks has: its heads, its share of the MLPs and of the vocabulary.
+
+Query, key and value products and the MLP's first ones are cut by outputs, the products after them by inputs, so that
+ranks exchange one sum after attention and one after the MLP. With more ranks than KV heads, several have the same one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from engine.model.checkpoint import Checkpoint, TensorEntry
+from engine.model.config import ModelConfig
+
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of `size` equal parts."""
+
+    rank: int = 0
+    size: int = 1
+
+    def of(self, total: int) -> range:
+        """Its part of so many, which `size` divides."""
+        count = total // self.size
+        return range(self.rank * count, (self.rank + 1) * count)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What of a tensor a rank has."""
+
+    axis: int
+    part: range
+
+
+def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
+    """The model as one rank computes it; its vocabulary stays whole. ValueError names what cannot be divided."""
+    size = shard.size
+    for name in ("num_heads", "intermediate_size", "vocab_size"):
+        if getattr(config, name) % size:
+            raise ValueError(f"{size} ranks do not divide {name} {getattr(config, name)}: set --tp to a divisor of it")
+    if config.num_kv_heads % size and size % config.num_kv_heads:
+        raise ValueError(
+            f"{size} ranks and {config.num_kv_heads} KV heads: set --tp to a divisor or a multiple of them"
+        )
+    return replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=len(kv_heads_of(config, shard)),
+        intermediate_size=config.intermediate_size // size,
+    )
+
+
+def kv_heads_of(config: ModelConfig, shard: Shard) -> range:
+    """The KV heads that the shard's query heads attend to."""
+    if config.num_kv_heads >= shard.size:
+        return shard.of(config.num_kv_heads)
+    head = shard.rank * config.num_kv_heads // shard.size
+    return range(head, head + 1)
+
+
+def find_cut(config: ModelConfig, shard: Shard, name: str) -> Cut | None:
+    """What the shard has of the tensor `name`; None: all of it."""
+    queries, keys = shard.of(config.num_heads), kv_heads_of(config, shard)
+    inner, words = shard.of(config.intermediate_size), shard.of(config.vocab_size)
+    if name in (EMBEDDING, LM_HEAD):
+        return Cut(0, words)
+    cuts = {
+        "q_proj": Cut(0, scale(queries, config.head_dim)),
+        "k_proj": Cut(0, scale(keys, config.head_dim)),
+        "v_proj": Cut(0, scale(keys, config.head_dim)),
+        "gate_proj": Cut(0, inner),
+        "up_proj": Cut(0, inner),
+        "o_proj": Cut(1, scale(queries, config.head_dim)),
+        "down_proj": Cut(1, inner),
+    }
+    *_, module, kind = name.split(".")
+    cut = cuts.get(module)
+    return None if cut is None or (cut.axis == 1 and kind == "bias") else cut
+
+
+def scale(part: range, width: int) -> range:
+    """Heads |-> their rows."""
+    return range(part.start * width, part.stop * width)
+
+
+class ShardedCheckpoint(Checkpoint):
+    """The shard's parts of a checkpoint's tensors. Reads nothing else.
+
+    A bias that is added after the sum over ranks would be added by each: rank 0 has it, the others zeros.
+    """
+
+    def __init__(self, whole: Checkpoint, config: ModelConfig, shard: Shard) -> None:
+        """config: of the whole model."""
+        self._whole = whole
+        self._config = config
+        self._shard = shard
+        self.entries = {name: self._cut_entry(name, entry) for name, entry in whole.entries.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """See `Checkpoint.tensor`: a copy where the part is no run of memory."""
+        return self._cut(name, self._whole.tensor)
+
+    def borrow(self, name: str) -> Tensor:
+        """See `Checkpoint.borrow`."""
+        return self._cut(name, self._whole.borrow)
+
+    def _cut(self, name: str, take: Callable[[str], Tensor]) -> Tensor:
+        tensor, cut = take(name), find_cut(self._config, self._shard, name)
+        if cut is not None:
+            return tensor.narrow(cut.axis, cut.part.start, len(cut.part)).contiguous()
+        is_summed = name.endswith(("o_proj.bias", "down_proj.bias"))
+        return tensor.new_zeros(tensor.shape) if is_summed and self._shard.rank else tensor
+
+    def _cut_entry(self, name: str, entry: TensorEntry) -> TensorEntry:
+        cut = find_cut(self._config, self._shard, name)
+        if cut is None:
+            return entry
+        shape = list(entry.shape)
+        num_bytes = entry.num_bytes // shape[cut.axis] * len(cut.part)
+        shape[cut.axis] = len(cut.part)
+        return replace(entry, shape=tuple(shape), num_bytes=num_bytes)

@@ -1,0 +1,58 @@
+"""One rank of some models: runs every sampling step by step, and prints the tokens.
+
+python -m tests.rank_process RENDEZVOUS_FILE RANK SIZE MODEL...
+"""
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench.batches import SAMPLINGS
+from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.batch import Slice
+from engine.kvcache.pool import PoolShape
+from engine.model.weights import load_model
+from engine.ranks import GroupRanks, Ranks
+from engine.rows import Rows
+from engine.runner import Runner
+
+PAGE_TOKENS, ROW_PAGES, NUM_TOKENS = 16, 4, 10
+CPU = torch.device("cpu")
+
+
+def run(model: Path, ranks: Ranks) -> list[list[int]]:
+    """Prompts of several lengths together, then their answers."""
+    decoder = load_model(model, "float32", CPU, ranks=ranks)
+    config, count = decoder.config, len(SAMPLINGS)
+    rows = Rows(count, ROW_PAGES * PAGE_TOKENS - 16, PAGE_TOKENS, config.vocab_size, CPU)
+    shape = PoolShape(
+        count * ROW_PAGES, config.num_layers, config.num_kv_heads, PAGE_TOKENS, config.head_dim, torch.float32
+    )
+    runner = Runner(decoder, TorchSdpaAttention(config.attention_shape), torch.zeros(shape.sizes), rows)
+    lengths = [3 + 2 * row for row in range(count)]
+    for row, length in enumerate(lengths):
+        prompt = torch.arange(2, 2 + length, dtype=torch.int32).mul_(row + 3).remainder_(config.vocab_size)
+        rows.open(row, prompt.numpy(), SAMPLINGS[row], length)
+        rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
+    told = [runner.launch([Slice(row, 0, length, 1) for row, length in enumerate(lengths)]).collect().tokens]
+    for step in range(NUM_TOKENS - 1):
+        slices = [Slice(row, length + step, 1, 1) for row, length in enumerate(lengths)]
+        told.append(runner.launch(slices).collect().tokens)
+    return [list(answer) for answer in zip(*told, strict=True)]
+
+
+def main(rendezvous: str, rank: str, size: str, *models: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{rendezvous}", timedelta(seconds=60), world_size=int(size), rank=int(rank))
+    assert dist.group.WORLD is not None
+    ranks = GroupRanks(dist.group.WORLD)
+    print(json.dumps([run(Path(model), ranks) for model in models]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
