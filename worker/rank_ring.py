@@ -1,0 +1,125 @@
+"""A stream of bytes from one process to several through shared memory: how ranks learn of steps. Knows no messages.
+
+    memory file:  [ written | read by follower 0 | read by follower 1 | ... | data, a ring ]
+
+Counters are bytes since the start and only grow. A follower sleeps on an eventfd of its own until there is more, the
+leader on one of its own until there is room; every wait has a limit.
+"""
+
+import mmap
+import os
+import select
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+RING_BYTES = 1 << 24
+COUNTER_BYTES = 8
+
+
+class RingError(Exception):
+    """The other side did not do its part in time, or is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingFds:
+    """What a process needs of a ring; to be inherited."""
+
+    memory: int
+    more: tuple[int, ...]  # eventfd of each follower
+    room: int  # eventfd of the leader
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        return (self.memory, *self.more, self.room)
+
+
+def open_ring(num_followers: int, num_bytes: int = RING_BYTES) -> RingFds:
+    """A new ring. The file descriptors are the caller's."""
+    memory = os.memfd_create("baton-ranks", os.MFD_CLOEXEC)
+    os.ftruncate(memory, (1 + num_followers) * COUNTER_BYTES + num_bytes)
+    more = tuple(os.eventfd(0, os.EFD_CLOEXEC) for _ in range(num_followers))
+    return RingFds(memory, more, os.eventfd(0, os.EFD_CLOEXEC))
+
+
+class _Ring:
+    def __init__(self, fds: RingFds) -> None:
+        self._fds = fds
+        self._mapping = mmap.mmap(fds.memory, 0)
+        num_counters = 1 + len(fds.more)
+        self._counters: NDArray[np.uint64] = np.frombuffer(self._mapping, np.uint64, num_counters)
+        self._data: NDArray[np.uint8] = np.frombuffer(self._mapping, np.uint8, offset=num_counters * COUNTER_BYTES)
+
+    def _runs(self, begin: int, count: int) -> list[slice]:
+        """Where `count` bytes from the stream's `begin` on lie."""
+        first, size = begin % len(self._data), len(self._data)
+        end = first + count
+        return [slice(first, end)] if end <= size else [slice(first, size), slice(0, end - size)]
+
+
+class RingLeader(_Ring):
+    """The writing end."""
+
+    def write(self, message: bytes, timeout_s: float) -> None:
+        """A message after its length. RingError when a follower leaves no room for so long."""
+        stream = np.frombuffer(len(message).to_bytes(COUNTER_BYTES, "little") + message, np.uint8)
+        done = 0
+        while done < len(stream):
+            written, slowest = int(self._counters[0]), int(self._counters[1:].min())
+            room = len(self._data) - (written - slowest)
+            if not room:
+                _wait(self._fds.room, timeout_s, "a rank does not read its steps")
+                continue
+            part = stream[done : done + room]
+            at = 0
+            for run in self._runs(written, len(part)):
+                self._data[run] = part[at : at + run.stop - run.start]
+                at += run.stop - run.start
+            self._counters[0] = written + len(part)  # after the bytes; the system call below is a barrier
+            done += len(part)
+            for fd in self._fds.more:
+                os.eventfd_write(fd, 1)
+
+
+class RingFollower(_Ring):
+    """One of the reading ends."""
+
+    def __init__(self, fds: RingFds, number: int) -> None:
+        super().__init__(fds)
+        self._number = number
+
+    def read(self, timeout_s: float | None = None) -> bytes:
+        """The next message. RingError when none comes for so long; None: any time."""
+        size = int.from_bytes(self._take(COUNTER_BYTES, timeout_s), "little")
+        return self._take(size, timeout_s)
+
+    def _take(self, count: int, timeout_s: float | None) -> bytes:
+        parts: list[bytes] = []
+        while count:
+            read = int(self._counters[1 + self._number])
+            available = min(int(self._counters[0]) - read, count)
+            if not available:
+                _wait(self._fds.more[self._number], timeout_s, "no step came")
+                continue
+            parts += [self._data[run].tobytes() for run in self._runs(read, available)]
+            self._counters[1 + self._number] = read + available
+            os.eventfd_write(self._fds.room, 1)
+            count -= available
+        return b"".join(parts)
+
+
+def _wait(fd: int, timeout_s: float | None, trouble: str) -> None:
+    """Until the eventfd was written to since the last wait."""
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    if not poller.poll(None if timeout_s is None else timeout_s * 1000):
+        raise RingError(f"{trouble} for {timeout_s:g} s")
+    os.eventfd_read(fd)
+
+
+def parse_fds(numbers: Sequence[int]) -> RingFds:
+    """The ring of inherited file descriptors."""
+    memory, *more, room = numbers
+    return RingFds(memory, tuple(more), room)

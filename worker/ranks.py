@@ -1,0 +1,171 @@
+"""Rank 0 leads, the others follow: every change of rows and every step is told through a ring, and done by all alike.
+
+The leader's tables and loop know nothing of it: they have `LedRows` and `LedRunner` instead of rows and runner.
+Followers have the same rows and runners over their own shards, and find the same tokens, as all have all logits.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from engine.batch import Slice
+from engine.rows import Rows
+from engine.runner import Launched, Runner
+from engine.thread import end_process
+from wire.sampling import SamplingParams
+from worker.rank_ring import RingFollower, RingLeader
+
+log = structlog.get_logger()
+
+TELL_S = 30.0  # for followers to make room in the ring: they are at most a few steps behind
+MOST_BEHIND = 2  # steps that a follower's device may have before it
+
+
+class Open(msgspec.Struct, tag=True, array_like=True):
+    """Rows.open without tokens, which follow."""
+
+    row: int
+    sampling: SamplingParams
+    answer_begin: int
+
+
+class Close(msgspec.Struct, tag=True, array_like=True):
+    """Rows.close"""
+
+    row: int
+
+
+class Tokens(msgspec.Struct, tag=True, array_like=True):
+    """Rows.write_tokens"""
+
+    row: int
+    begin: int
+    token_ids: bytes  # int32
+
+
+class Pages(msgspec.Struct, tag=True, array_like=True):
+    """Rows.write_pages"""
+
+    row: int
+    first: int
+    pages: list[int]
+
+
+Delta = Open | Close | Tokens | Pages
+
+
+class Step(msgspec.Struct, array_like=True):
+    """What happened to rows since the last step, and the step."""
+
+    deltas: list[Delta]
+    runner: int  # 0: the model's, 1: the draft model's
+    slices: list[tuple[Any, ...]]  # fields of `Slice` but the mask
+    masks: dict[int, bytes]  # index of a slice |-> its mask, int32
+
+
+MASK = Slice._fields.index("mask")
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Step)
+
+
+class Leader:
+    """Tells followers. Owned by the engine thread, once it runs."""
+
+    def __init__(self, ring: RingLeader) -> None:
+        self._ring = ring
+        self._deltas: list[Delta] = []
+
+    def note(self, delta: Delta) -> None:
+        """To be told with the next step."""
+        self._deltas.append(delta)
+
+    def tell(self, runner: int, slices: Sequence[Slice]) -> None:
+        """A step, before rank 0 computes it. Raises RingError."""
+        masks = {index: part.mask.tobytes() for index, part in enumerate(slices) if part.mask is not None}
+        plain = [part[:MASK] + part[MASK + 1 :] for part in slices]
+        deltas, self._deltas = self._deltas, []
+        self._ring.write(_encoder.encode(Step(deltas, runner, plain, masks)), TELL_S)
+
+
+class LedRows(Rows):
+    """Rank 0's rows."""
+
+    def __init__(self, leader: Leader, *sizes: Any) -> None:
+        """sizes: see `Rows`."""
+        super().__init__(*sizes)
+        self._leader = leader
+
+    def open(self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int) -> None:
+        self._leader.note(Open(row, sampling, answer_begin))
+        super().open(row, token_ids, sampling, answer_begin)
+
+    def close(self, row: int) -> None:
+        self._leader.note(Close(row))
+        super().close(row)
+
+    def write_tokens(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
+        self._leader.note(Tokens(row, begin, token_ids.tobytes()))
+        super().write_tokens(row, begin, token_ids)
+
+    def write_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
+        self._leader.note(Pages(row, first, list(pages)))
+        super().write_pages(row, first, pages)
+
+
+class LedRunner(Runner):
+    """Rank 0's runner of one model. A step that fails after it was told ends the process: ranks are no longer alike."""
+
+    def __init__(self, leader: Leader, number: int, *parts: Any) -> None:
+        """number: see `Step.runner`; parts: see `Runner`."""
+        super().__init__(*parts)
+        self._leader = leader
+        self._number = number
+
+    def launch(self, slices: Sequence[Slice]) -> Launched:
+        step = self._prepare(slices)  # what is wrong with a slice is found before anybody is told
+        try:
+            self._leader.tell(self._number, slices)
+            return self._run(step)
+        except Exception:
+            log.exception("a step of several ranks failed; this process ends")
+            end_process()
+            raise
+
+
+def follow(ring: RingFollower, rows: Rows, runners: Sequence[Runner]) -> None:
+    """Do what the leader tells, until RingError or any failure: the process is of no use then."""
+    behind: deque[Launched] = deque()
+    while True:
+        step = _decoder.decode(ring.read())
+        for delta in step.deltas:
+            apply(rows, delta)
+        behind.append(runners[step.runner].launch(_slices(step, rows.vocab_size)))
+        if len(behind) > MOST_BEHIND:
+            behind.popleft().collect()
+
+
+def apply(rows: Rows, delta: Delta) -> None:
+    """What the leader did to its rows."""
+    match delta:
+        case Open():
+            rows.open(delta.row, np.zeros(0, np.int32), delta.sampling, delta.answer_begin)
+        case Close():
+            rows.close(delta.row)
+        case Tokens():
+            rows.write_tokens(delta.row, delta.begin, np.frombuffer(delta.token_ids, np.int32).copy())
+        case Pages():
+            rows.write_pages(delta.row, delta.first, delta.pages)
+
+
+def _slices(step: Step, vocab_size: int) -> list[Slice]:
+    slices = []
+    for index, fields in enumerate(step.slices):
+        mask = step.masks.get(index)
+        words = None if mask is None else np.frombuffer(mask, np.int32).reshape(-1, -(-vocab_size // 32))
+        slices.append(Slice._make((*fields[:MASK], words, *fields[MASK:])))
+    return slices
