@@ -21,7 +21,7 @@ from gateway.rest.connection import BoundedConnection, ServerConfig
 from gateway.rest.disconnect import until_disconnect
 from gateway.rest.sse import EventStream
 
-CLIENT_S = 3.0
+CLIENT_S = 1.5
 NUM_BYTES = 6 << 20  # far more than the kernel holds
 BYTES_PER_S = NUM_BYTES / (4 * CLIENT_S)
 PATIENCE_S = 60.0  # on a loaded machine

@@ -4,9 +4,6 @@ Kernels run in Triton's interpreter, where bfloat16 cannot be multiplied by tl.d
 """
 
 import asyncio
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +12,6 @@ import torch
 from torch import Tensor
 
 from bench.batches import Part, pack
-from bench.gpu_checks.fp8 import check_fp8 as check_on
-from bench.gpu_checks.fp8 import time_linear
 from demo.paths import TARGET_DIR
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.engine import Engine, build_engine
@@ -122,53 +117,6 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     for rows in (randn(gpu_linear.MAX_ROWS + 1, 32), randn(2, 31), randn(32, 2).T):
         with pytest.raises(ValueError, match="expected at most 64 rows of 32"):
             gpu_linear.multiply(rows, weight)
-
-
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from engine.kernels import gpu_linear as kernels
-
-def compile(function, types, constants):
-    names = function.arg_names
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in types if not name.startswith("num_r")}
-    signature = {name: types.get(name, "constexpr") for name in names}
-    constants = {(names.index(name),): value for name, value in constants.items()}
-    built = triton.compile(ASTSource(function, signature, constants, aligned), target=GPUTarget("cuda", 90, 32))
-    assert built.asm["cubin"], function
-    return built.asm["ptx"], built.metadata.shared
-
-sizes = dict(num_outputs="i32")
-common = dict(x="*bf16", w="*fp8e4nv", scale="*fp32", bias="*bf16", y="*bf16", row_stride="i32", depth="i32") | sizes
-outputs, columns = kernels.VECTOR_TILE
-ptx, _ = compile(
-    kernels.multiply_row, common, dict(OUTPUTS=outputs, COLUMNS=columns, STAGES=kernels.STAGES)
-)
-assert "cp.async.cg.shared.global" in ptx, "weights are not read by 16 bytes"
-outputs, columns = kernels.TILE
-ptx, shared = compile(
-    kernels.multiply_rows, common | dict(num_rows="i32", num_splits="i32"),
-    dict(IS_SPLIT=False, ROWS=kernels.MAX_ROWS, OUTPUTS=outputs, COLUMNS=columns, STAGES=kernels.STAGES),
-)
-assert "wgmma.mma_async" in ptx, "not by Hopper's tensor cores"
-assert 2 * (shared + 1024) <= 228 << 10, "no two programs on a multiprocessor"
-compile(
-    kernels.add_splits,
-    dict(sums="*fp32", scale="*fp32", bias="*bf16", y="*bf16", num_rows="i32", num_splits="i32") | sizes,
-    dict(OUTPUTS=kernels.SUM_TILE),
-)
-"""
-
-
-def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
-    """In a process that does not interpret; needs no GPU."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, timeout=300,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 # -- the layer -------------------------------------------------------------------------------------------------------
@@ -285,8 +233,3 @@ def test_gpus_without_fp8_are_refused(
     said = rf"--quantization fp8 needs .* 8\.9 or higher; NVIDIA A100 has {capability[0]}\.{capability[1]}: use --quan"
     with pytest.raises(ValueError, match=said):
         load_model(write_checkpoint(tmp_path, "llama", layers=1), "auto", torch.device("cuda"), quantization="fp8")
-
-
-@pytest.mark.parametrize("check", [check_on, time_linear])
-def test_the_gpu_checks_run_without_one(check: Callable[[torch.device], str]) -> None:
-    assert check(CPU)
