@@ -39,7 +39,7 @@ class Wrapper:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.made = bind(self.real.__init__, *args, **kwargs)
         workspace = self.made["float_workspace_buffer"]
-        assert workspace.dtype is torch.uint8 and not workspace.any()
+        assert workspace.dtype is torch.uint8 and (workspace.is_cuda or not workspace.any())
         assert self.made["kv_layout"] == "HND" and self.made["backend"] == "fa2"
         self.planned: dict[str, Any] = {}
 

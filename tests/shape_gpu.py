@@ -1,0 +1,199 @@
+"""A GPU whose tensors have shapes and no values, on any machine: what would wait for it raises.
+
+Tensors of the host are real, those of the device fake; kernels of ours only look at their arguments. Waits inside
+libraries are not seen: in FlashInfer's plan, cuBLAS, torch's allocator.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import KernelInterface
+
+aten = torch.ops.aten
+CUDA = torch.device("cuda", 0)
+READ_BY_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
+COPIES = (aten._to_copy.default, aten.copy_.default)
+PRODUCTS = (aten.mm, aten.addmm, aten._scaled_mm)
+KERNEL_DTYPES = {
+    "write_pages": torch.int64,
+    "write_offsets": torch.int64,
+    "table": torch.int32,
+    "starts": torch.int32,
+}  # argument of a kernel |-> as the kernel reads it, contiguous
+
+
+class WaitsError(AssertionError):
+    """The host waits for the GPU, or uses memory that is elsewhere."""
+
+
+class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """torch works on it in `on`, and may not wait for it in `step`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_replays = 0
+        self.num_products = 0  # matrix products launched
+        self.num_done = 0  # of those, which have been waited for where one step is launched ahead
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._step_begin = 0  # products before the last step
+        self._pinned: dict[int, Tensor] = {}  # by address; kept, so that none is used twice
+        self._is_step = self.is_captured = False
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Without a use of the machine's own GPU, if it has one."""
+        with pytest.MonkeyPatch.context() as patch, cuda_guard():
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+            patch.setattr(torch.cuda, "Event", lambda *args, **kwargs: Event(self))
+            patch.setattr(torch.cuda, "synchronize", lambda *args: wait("torch.cuda.synchronize"))
+            patch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: Launch(kernel))
+            with self._fake, self:
+                yield
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step is launched; the one before it may be on its way, those before that are collected."""
+        self.num_done, self._step_begin = self._step_begin, self.num_products
+        self._is_step = True
+        try:
+            yield
+        finally:
+            self._is_step = False
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """See engine.graphs.Capture. What is captured runs again at each replay."""
+
+        def run() -> None:
+            was_step, self._is_step, self.is_captured = self._is_step, True, True
+            try:
+                compute()
+            finally:
+                self._is_step, self.is_captured = was_step, False
+
+        def replay() -> None:
+            self.num_replays += 1
+            run()
+
+        run()
+        return replay
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether it lies in pinned memory."""
+        return tensor.untyped_storage().data_ptr() in self._pinned
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is torch.ops.prim.device.default:
+            return CUDA
+        tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
+        is_used = any(map(is_here, tensors))
+        target = torch.device(given.get("device") or (CUDA if is_used and is_here(tensors[0]) else "cpu"))
+        if target.type == "cpu" and not is_used:
+            return self._run_on_host(func, args, given)
+        if func.namespace == "aten" and func._can_decompose():  # in inference mode torch leaves it to us
+            with self:
+                return func.decompose(*args, **given)
+        if self._is_step and func not in COPIES:
+            check(func, args, tensors)
+        elif self._is_step and (target.type == "cpu" or not all(map(is_here, tensors))):
+            self._check_copy(func, tensors, bool(given.get("non_blocking") or True in args[2:3]))
+        if target.type == "cpu":
+            if func is not aten.copy_.default:
+                raise NotImplementedError(f"{func} gives a tensor of the host that would have values of the device")
+            return args[0]
+        if func.overloadpacket in PRODUCTS:
+            self.num_products += 1
+        if func is aten.mm.dtype:  # torch knows its shape on a real GPU only
+            return torch.empty(args[0].shape[0], args[1].shape[1], dtype=args[2], device=CUDA)
+        return func(*args, **given)
+
+    def _run_on_host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        is_pinned = kwargs.pop("pin_memory", False)
+        with unset_fake_temporarily():
+            result = func(*args, **kwargs)
+        if is_pinned:
+            self._pinned[result.data_ptr()] = result
+        return result
+
+    def _check_copy(self, func: Any, tensors: Sequence[Tensor], non_blocking: bool) -> None:
+        """Between host and device."""
+        if self.is_captured:
+            wait(f"{func}: a graph would repeat a copy between host and device")
+        if not any(self.is_pinned(tensor) for tensor in tensors if not is_here(tensor)):
+            wait(f"{func} between the device and memory of the host that is not pinned")
+        if not non_blocking:
+            wait(f"{func} without non_blocking")
+
+
+class Event:
+    """Of torch.cuda. Satisfies what the engine calls."""
+
+    def __init__(self, gpu: ShapeGpu) -> None:
+        self._gpu = gpu
+
+    def record(self) -> None:
+        if self._gpu.is_captured:
+            wait("Event.record in a graph")
+        self._num_products = self._gpu.num_products
+
+    def synchronize(self) -> None:
+        """Of no effect if the step before the last one had been launched by then, and no more."""
+        if self._num_products > self._gpu.num_done:
+            wait(f"Event.synchronize, with {self._num_products - self._gpu.num_done} products before it on their way")
+
+
+class Launch:
+    """One of our kernels with its grid."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._names: list[str] = kernel.arg_names
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in [*zip(self._names, args, strict=False), *kwargs.items()]:
+            for leaf in tree_leaves(value):
+                assert not isinstance(leaf, Tensor) or leaf.is_cuda, f"{name} is on {leaf.device}"
+            if name in KERNEL_DTYPES:
+                assert value.dtype is KERNEL_DTYPES[name] and value.stride(-1) == 1, (name, value)
+
+
+def check(func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+    """Of an operation that has a tensor on the device."""
+    if func.overloadpacket in INDEXING:
+        if any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
+            wait(f"{func} by a mask: the host reads how many are set")
+    elif READ_BY_HOST.intersection(func.tags):
+        wait(f"{func}: the host reads its result or its size")
+    if any(tensor.dim() and not is_here(tensor) for tensor in tensors):
+        wait(f"{func} of tensors of host and device")
+
+
+def is_here(tensor: Tensor) -> bool:
+    """Whether it is on the device. Cheaper than to ask it."""
+    return isinstance(tensor, FakeTensor)
+
+
+def wait(what: str) -> NoReturn:
+    raise WaitsError(what)
+
+
+@contextmanager
+def cuda_guard() -> Iterator[None]:
+    """Slices set the current device, where torch built without CUDA has nothing to do so: nothing is done."""
+    guards = (ctypes.c_void_p * 2).in_dll(ctypes.CDLL(torch._C.__file__), "_ZN3c104impl26device_guard_impl_registryE")
+    cpu, before = guards  # in the order of c10::DeviceType
+    guards[1] = cpu
+    try:
+        yield
+    finally:
+        guards[1] = before
