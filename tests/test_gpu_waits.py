@@ -20,6 +20,7 @@ from engine.attention import flashinfer
 from engine.attention.base import AttentionBackend
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Slice
+from engine.graphs import choose_shapes
 from engine.kernels import gpu_sampling as sampling_kernels
 from engine.model.assemble import build_decoder
 from engine.model.config import build_config
@@ -57,7 +58,7 @@ class Built:
         self.rows = Rows(len(SAMPLINGS), 48, PAGE_TOKENS, CONFIG.vocab_size, CUDA)
         self.runner = Runner(decoder, attention, pool, self.rows)
         if self.has_graphs:
-            self.runner.capture_graphs(gpu.capture, PADDING_PAGE, len(SAMPLINGS))
+            self.runner.capture_graphs(choose_shapes(len(SAMPLINGS), 3), gpu.capture, PADDING_PAGE)
 
     def launch(self, *steps: Sequence[Slice]) -> int:
         """Sequences begin, and steps work on them. Returns how many steps were graphs."""
