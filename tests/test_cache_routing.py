@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import grpc
 import pytest
@@ -52,6 +53,7 @@ def placed(router: Router, workers: Sequence[WorkerView], wanted: Request) -> tu
     return choice.decode.incarnation, choice.prefill.incarnation if choice.prefill else None
 
 
+MOST_ATTEMPTS = 10
 ALL = [PREFILL, PREFILL_2, DECODE, DECODE_2]
 
 
@@ -396,9 +398,19 @@ async def test_what_a_worker_had_is_forgotten_when_it_comes_back() -> None:
         await stack.enter_async_context(serving(after, port=int(address.rsplit(":")[1])))
         stack.push_async_callback(built.is_idle)
         task = built.start(long())
-        await signal.until(lambda: bool(after.sessions) and len(memory) == 0)  # a first attempt may find no stream
-        after.sessions[-1].emit(4, "length")
+
+        def has_session(number: int) -> bool:
+            return len(after.sessions) > number and len(memory) == 0
+
+        async def answer_all() -> None:
+            """A first attempt may find no stream, and others follow it."""
+            for number in range(MOST_ATTEMPTS):
+                await signal.until(partial(has_session, number))
+                after.sessions[number].emit(4, "length")
+
+        answering = asyncio.create_task(answer_all())
         assert await task == WHOLE
+        answering.cancel()
 
 
 @pytest.mark.usefixtures("fast_polls")
