@@ -44,6 +44,7 @@ class Machine:
     flashinfer_modules: tuple[str, ...]  # built ahead
     nvcc: str
     nixl: str
+    rdma_devices: tuple[str, ...]  # that the kernel has, such as mlx5_0
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ def examine_machine() -> Machine:
         flashinfer_modules=flashinfer_modules,
         nvcc=find_nvcc(),
         nixl=find_version("nixl-cu13"),
+        rdma_devices=tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))),
     )
 
 

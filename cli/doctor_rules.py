@@ -10,6 +10,7 @@ from typing import Literal
 from cli.doctor_facts import Machine, Model
 from cli.plan import WorkerPlan, divide
 from kvtransfer.identity import GpuFacts, PoolFacts, build_peer
+from kvtransfer.nixl_agent import NOT_INSTALLED
 from kvtransfer.reader import choose_transport
 from protos import kv_pb2
 from runtime.config import DecodeConfig, PrefillConfig, ServeConfig
@@ -53,7 +54,7 @@ def judge_machine(config: ServeConfig, machine: Machine, model: Model | Exceptio
     yield from judge_peers(config, machine)
     yield judge_namespaces(machine)
     yield judge_shared_memory(machine)
-    yield Row("nixl", "ok", machine.nixl or "not installed", "" if machine.nixl else "Baton does not use it yet")
+    yield judge_nixl(config, machine)
 
 
 def uses_gpu(config: ServeConfig, machine: Machine) -> bool:
@@ -180,6 +181,22 @@ def judge_shared_memory(machine: Machine) -> Row:
     return Row("shared memory", "warning", found, "allow memfd_create, or pages go over gRPC even on this host")
 
 
+def judge_nixl(config: ServeConfig, machine: Machine) -> Row:
+    """What --transport nixl needs on this host. Whether UCX takes a device, only a hand-off shows."""
+    if machine.nixl:
+        devices = ", ".join(machine.rdma_devices)
+        found = f"{machine.nixl}, {f'RDMA by {devices}' if devices else 'no RDMA device'}"
+    else:
+        found = "not installed"
+    if config.transport != "nixl":
+        return Row("nixl", "ok", found)
+    if not machine.nixl:
+        return Row("nixl", "missing", found, "pip install 'baton[nixl]'")
+    if not machine.rdma_devices and not config.nixl_allow_tcp:
+        return Row("nixl", "warning", found, "between hosts it would read by TCP, which takes --nixl-allow-tcp")
+    return Row("nixl", "ok", found)
+
+
 def judge_service(config: ServeConfig, machine: Machine, model: Model | Exception) -> Iterator[Row]:
     """What `baton serve` would start."""
     if config.device == "cuda" and not machine.gpus:
@@ -240,8 +257,11 @@ def judge_hand_off(config: ServeConfig, plans: Sequence[WorkerPlan], machine: Ma
     if not config.prefill_workers:
         return Row("hand-off", "ok", "none: decode workers prefill by themselves")
     ours, theirs = (describe_peer(machine, model, pid, plan.gpu) for pid, plan in ((1, plans[-1]), (2, plans[0])))
+    if config.transport == "nixl" and machine.nixl:
+        theirs.nixl.SetInParent()
     try:
-        transport, why = choose_transport(ours, theirs, config.transport, config.require_transport)
+        obstacle = None if machine.nixl else NOT_INSTALLED
+        transport, why = choose_transport(ours, theirs, config.transport, config.require_transport, obstacle)
     except ValueError as error:
         return Row("hand-off", "missing", str(error), "drop --require-transport")
     if config.transport not in ("auto", transport):

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 from weakref import WeakValueDictionary
 
 import structlog
@@ -14,9 +15,12 @@ from engine.thread import EngineThread
 from kvtransfer.cuda_ipc import CudaIpcReader
 from kvtransfer.grpc_bytes import GrpcReader
 from kvtransfer.layout import find_mismatch
+from kvtransfer.nixl import NixlReader
+from kvtransfer.nixl_agent import find_obstacle
 from kvtransfer.reader import PageRef, PageStore, Reader, ReadError, choose_transport
 from kvtransfer.shm import ShmReader
 from protos import kv_pb2
+from runtime.addresses import is_loopback
 from runtime.config import DecodeConfig
 from worker.process import Worker
 from worker.table import OfferRefusedError
@@ -53,6 +57,8 @@ class Intake:
         self._metrics = metrics
         self._transport = config.transport
         self._is_transport_required = config.require_transport
+        self._may_nixl_use_tcp = config.nixl_allow_tcp
+        self._is_local = is_loopback(config.host)
         self._read_timeout_s = config.lease_s
         self._open_channel = worker.trust.open_channel
         self._peers: dict[str, KnownPeer] = {}  # address |-> peer
@@ -60,6 +66,7 @@ class Intake:
         self._greeting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._reads: dict[asyncio.Future[kv_pb2.OfferResponse], Reader] = {}  # under way |-> what it reads with
         self._watching: asyncio.Task[None] | None = None  # while there are peers
+        self._num_opened = count()  # names agents: none is used twice
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-read")
 
     def transports(self) -> dict[str, str]:
@@ -114,36 +121,53 @@ class Intake:
         return [self._peers.pop(address).reader for address in forgotten]
 
     async def _open_reader(self, peer: kv_pb2.Peer) -> tuple[Reader, str]:
-        transport, why = choose_transport(self._me, peer, self._transport, self._is_transport_required)
+        transport, why = choose_transport(
+            self._me, peer, self._transport, self._is_transport_required, find_obstacle()
+        )  # fmt: skip
         reader: Reader | None = None
         try:
             if transport == "cuda_ipc":
                 reader = await CudaIpcReader.open(peer, self._store, self._executor)
             elif transport == "shm":
                 reader = ShmReader(peer, self._store, self._executor)
+            elif transport == "nixl":
+                reader = await self._open_nixl(peer)
         except ReadError as error:
             if self._is_transport_required:
                 raise
             why = f"{transport} failed: {error}"
         if reader is None:
             reader = GrpcReader(peer, self._store, self._open_channel(peer.address), self._read_timeout_s)
-        if self._transport not in ("auto", reader.transport):
+            transport = "grpc"
+        if self._transport not in ("auto", transport):
             log.warning(
                 "transport is not the one asked for", peer=peer.address, asked=self._transport, used=reader.transport,
                 why=why,
             )  # fmt: skip
         return reader, why
 
+    async def _open_nixl(self, peer: kv_pb2.Peer) -> NixlReader:
+        """Raises ReadError, also when UCX has nothing better than TCP and that is not allowed."""
+        name = f"{self._me.incarnation}-{next(self._num_opened)}"
+        channel = self._open_channel(peer.address)
+        reader = await NixlReader.open(peer, name, self._is_local, self._store, channel, self._read_timeout_s)
+        if not reader.is_fast and not self._may_nixl_use_tcp:
+            await reader.close()
+            raise ReadError(
+                "transport", f"UCX reads by {reader.link}, which takes --nixl-allow-tcp, or RDMA on both hosts"
+            )
+        return reader
+
     async def _measure(self, reader: Reader, peer: kv_pb2.Peer) -> float:
         """Bytes per second of reading the peer's first pages into nowhere."""
-        count = max(1, min(peer.num_pages, PROBE_BYTES // self._store.page_bytes))
+        num_pages = max(1, min(peer.num_pages, PROBE_BYTES // self._store.page_bytes))
         started = time.perf_counter()
         try:
-            await reader.probe(count)
+            await reader.probe(num_pages)
         except BaseException:  # cancelled as well: the peer gave up waiting
             await reader.close()
             raise
-        return count * self._store.page_bytes / (time.perf_counter() - started)
+        return num_pages * self._store.page_bytes / (time.perf_counter() - started)
 
     async def take(self, offer: kv_pb2.OfferRequest) -> kv_pb2.OfferResponse:
         """Read offered pages into their session. The answer is the acknowledgement, or says why not."""

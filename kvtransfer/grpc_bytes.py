@@ -69,6 +69,14 @@ def cut_pages(parts: Sequence[memoryview], page_bytes: int) -> list[NDArray[np.u
     return pages
 
 
+def is_unreachable(channel: grpc.aio.Channel) -> bool:
+    """Nothing answers at the peer's address; a peer that is back there shakes hands again.
+
+    A channel that lost its peer rests until it is used: asking makes it look, and the next question is answered.
+    """
+    return channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
+
 class PageServer:
     """Serves this worker's pages to grpc readers."""
 
@@ -168,11 +176,7 @@ class GrpcReader:
         raise ReadError("transport", f"the stream ended after {received // page_bytes} of {wanted} pages")
 
     def is_gone(self) -> bool:
-        """Nobody answers at its address; a peer that is back there shakes hands again.
-
-        A channel that lost its peer rests until it is used: asking makes it look, and the next question is answered.
-        """
-        return self._channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+        return is_unreachable(self._channel)
 
     async def close(self) -> None:
         await self._channel.close()

@@ -33,9 +33,10 @@ class PoolFacts:
 
 
 def build_peer(
-    role: str, address: str, incarnation: str, pid: int, host_identity: str, facts: PoolFacts
-) -> kv_pb2.Peer:
-    """The message for handshakes and Status."""
+    role: str, address: str, incarnation: str, pid: int, host_identity: str, facts: PoolFacts,
+    nixl: kv_pb2.Nixl | None = None,
+) -> kv_pb2.Peer:  # fmt: skip
+    """The message for handshakes and Status. `nixl`: when the pool is open to it."""
     return kv_pb2.Peer(
         role=role,
         address=address,
@@ -58,6 +59,7 @@ def build_peer(
             draft_weights=facts.draft_weights,
         ),
         gpu=_build_gpu(facts.gpu) if facts.gpu else None,
+        nixl=nixl,
     )
 
 

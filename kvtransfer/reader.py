@@ -3,7 +3,7 @@
 Knows pages as bytes through PageStore; nothing of sessions, offers or models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from protos import kv_pb2
 
-Transport = Literal["cuda_ipc", "shm", "grpc"]
+Transport = Literal["cuda_ipc", "shm", "nixl", "grpc"]
 
 AUTO_TAKES_CUDA_IPC = False
 """Whether --transport auto reads GPU memory of other processes. Not before it is measured on a card what becomes of a
@@ -39,6 +39,26 @@ class PeerPages(Protocol):
         ...
 
 
+class Landing(Protocol):
+    """Pages beside a store, on the same device, where bytes arrive before they are believed. One caller at a time."""
+
+    @property
+    def address(self) -> int:
+        """Of the first one; the others follow without gaps."""
+        ...
+
+    def copy(self, pages: Sequence[int], into: Sequence[int]) -> None:
+        """Copy each of these pages to the store's beside it; returns when the bytes are there. Raises RuntimeError.
+
+        The caller holds the store's pages.
+        """
+        ...
+
+    def close(self) -> None:
+        """Nothing may write to them any more. Idempotent."""
+        ...
+
+
 class PageStore(Protocol):
     """A pool, as transfers see it."""
 
@@ -59,6 +79,20 @@ class PageStore(Protocol):
 
         Raises RuntimeError in the driver's words, or when this pool is not on a GPU.
         """
+        ...
+
+    @property
+    def address(self) -> int:
+        """Of the first page."""
+        ...
+
+    @property
+    def device_index(self) -> int:
+        """Of the GPU that the pages are on; -1 for main memory."""
+        ...
+
+    def open_landing(self, num_pages: int) -> Landing:
+        """New pages of page_bytes on the device of this pool. Raises RuntimeError in the driver's words."""
         ...
 
 
@@ -82,7 +116,10 @@ class ReadError(Exception):
 class Reader(Protocol):
     """Reads pages of one incarnation of one peer into the local store."""
 
-    transport: Transport
+    @property
+    def transport(self) -> str:
+        """As people are told: a Transport; NIXL's with what UCX uses, such as "nixl:rc_mlx5"."""
+        ...
 
     async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
         """Copy each source page into the local page beside it, then check every source's generation.
@@ -106,18 +143,25 @@ class Reader(Protocol):
 
 
 def choose_transport(
-    ours: kv_pb2.Peer, theirs: kv_pb2.Peer, wanted: Transport | Literal["auto"], is_required: bool
-) -> tuple[Transport, str]:
+    ours: kv_pb2.Peer, theirs: kv_pb2.Peer, wanted: Transport | Literal["auto"], is_required: bool,
+    nixl_obstacle: str | None = None,
+) -> tuple[Transport, str]:  # fmt: skip
     """The fastest transport for reading `theirs` from `ours` within `wanted`, and why. Pure.
 
-    One that cannot be had gives what auto would; when `is_required`, ValueError says why it cannot.
+    One that cannot be had gives what auto would; when `is_required`, ValueError says why it cannot. `nixl_obstacle`:
+    why this process cannot use NIXL.
     """
     if wanted == "grpc":
         return "grpc", "asked for by --transport grpc"
-    transport, why = _choose_fastest(ours, theirs)
+    obstacles = {
+        "cuda_ipc": _find_ipc_obstacle(ours, theirs),
+        "shm": _find_shm_obstacle(ours, theirs),
+        "nixl": nixl_obstacle or _find_nixl_obstacle(theirs),
+    }
+    transport, why = _choose_fastest(theirs, obstacles)
     if wanted == "auto" or wanted == transport:
         return transport, why
-    obstacle = _find_ipc_obstacle(ours, theirs) if wanted == "cuda_ipc" else _find_shm_obstacle(ours, theirs)
+    obstacle = obstacles[wanted]
     if obstacle is None:
         return wanted, f"asked for by --transport {wanted}"
     if is_required:
@@ -127,14 +171,16 @@ def choose_transport(
     return transport, obstacle
 
 
-def _choose_fastest(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> tuple[Transport, str]:
+def _choose_fastest(theirs: kv_pb2.Peer, obstacles: Mapping[str, str | None]) -> tuple[Transport, str]:
+    if obstacles["cuda_ipc"] is None and AUTO_TAKES_CUDA_IPC:
+        return "cuda_ipc", "the peer's GPU memory can be opened on this host"
+    if obstacles["shm"] is None:
+        return "shm", "the peer's pool is shared memory on this host"
+    if obstacles["nixl"] is None:
+        return "nixl", "the peer's pool is open to NIXL"
     if theirs.HasField("gpu"):
-        obstacle = _find_ipc_obstacle(ours, theirs)
-        if obstacle is None and AUTO_TAKES_CUDA_IPC:
-            return "cuda_ipc", "the peer's GPU memory can be opened on this host"
-        return "grpc", obstacle or "the peer's pool is GPU memory, which only --transport cuda_ipc opens"
-    obstacle = _find_shm_obstacle(ours, theirs)
-    return ("grpc", obstacle) if obstacle else ("shm", "the peer's pool is shared memory on this host")
+        return "grpc", obstacles["cuda_ipc"] or "the peer's pool is GPU memory, which only --transport cuda_ipc opens"
+    return "grpc", obstacles["shm"]
 
 
 def _find_shm_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
@@ -142,6 +188,12 @@ def _find_shm_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
         return "the workers share no host and PID namespace"
     if theirs.HasField("gpu") or not theirs.HasField("pool_fd"):
         return "the peer's pool is not shared memory"
+    return None
+
+
+def _find_nixl_obstacle(theirs: kv_pb2.Peer) -> str | None:
+    if not theirs.HasField("nixl"):
+        return "the peer's pool is not open to NIXL: start the peer with --transport nixl, and look into its log"
     return None
 
 

@@ -31,7 +31,7 @@ class KvLayout(_message.Message):
     def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., weights: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., page_tokens: _Optional[int] = ..., head_dim: _Optional[int] = ..., tp_size: _Optional[int] = ..., draft_weights: _Optional[str] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("role", "address", "incarnation", "pid", "host", "layout", "num_pages", "pool_fd", "pages_offset", "gpu")
+    __slots__ = ("role", "address", "incarnation", "pid", "host", "layout", "num_pages", "pool_fd", "pages_offset", "gpu", "nixl")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class Peer(_message.Message):
     POOL_FD_FIELD_NUMBER: _ClassVar[int]
     PAGES_OFFSET_FIELD_NUMBER: _ClassVar[int]
     GPU_FIELD_NUMBER: _ClassVar[int]
+    NIXL_FIELD_NUMBER: _ClassVar[int]
     role: str
     address: str
     incarnation: str
@@ -52,7 +53,20 @@ class Peer(_message.Message):
     pool_fd: int
     pages_offset: int
     gpu: Gpu
-    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_pages: _Optional[int] = ..., pool_fd: _Optional[int] = ..., pages_offset: _Optional[int] = ..., gpu: _Optional[_Union[Gpu, _Mapping]] = ...) -> None: ...
+    nixl: Nixl
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_pages: _Optional[int] = ..., pool_fd: _Optional[int] = ..., pages_offset: _Optional[int] = ..., gpu: _Optional[_Union[Gpu, _Mapping]] = ..., nixl: _Optional[_Union[Nixl, _Mapping]] = ...) -> None: ...
+
+class Nixl(_message.Message):
+    __slots__ = ("metadata", "pages_address", "generations_address", "device_index")
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    PAGES_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    metadata: bytes
+    pages_address: int
+    generations_address: int
+    device_index: int
+    def __init__(self, metadata: _Optional[bytes] = ..., pages_address: _Optional[int] = ..., generations_address: _Optional[int] = ..., device_index: _Optional[int] = ...) -> None: ...
 
 class Gpu(_message.Message):
     __slots__ = ("uuid", "ipc_handle", "readable")

@@ -11,6 +11,7 @@ from runtime.config_parts import (
     PublicConfig,
     SpeculationConfig,
     TransferConfig,
+    TransportConfig,
     WorkerConfig,
 )
 from runtime.settings import MAX_PORT, ConfigError, flag
@@ -19,7 +20,7 @@ MAX_WORKERS = 1024  # processes of a role on one machine
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillConfig(HeartbeatConfig, WorkerConfig):
+class PrefillConfig(HeartbeatConfig, TransportConfig, WorkerConfig):
     """One prefill worker."""
 
     chunk_tokens: int = 512

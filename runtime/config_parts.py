@@ -14,7 +14,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8"]
 KvDType = Literal["auto", "fp8"]
 Device = Literal["auto", "cpu", "cuda"]
-Transport = Literal["auto", "cuda_ipc", "shm", "grpc"]
+Transport = Literal["auto", "cuda_ipc", "shm", "nixl", "grpc"]
 ToolFormat = Literal["auto", "none", "hermes", "inline", "llama3", "mistral", "mistral-args"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Speculate = Literal["auto", "off", "ngram", "draft"]
@@ -123,13 +123,21 @@ class HeartbeatConfig(ProcessConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransferConfig(Settings):
-    """How a decode worker reads pages."""
+class TransportConfig(Settings):
+    """How pages get from prefill to decode."""
 
     transport: Transport = "auto"
-    """How decode reads pages: shm (same host), cuda_ipc (GPUs of one host), grpc (anywhere), or auto: shm or grpc."""
+    """How decode reads pages: shm (same host), cuda_ipc (GPUs of one host), nixl (RDMA; for both roles), grpc, auto."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig(TransportConfig):
+    """How a decode worker reads pages."""
+
     require_transport: bool = False
     """Refuse a prefill worker that cannot be read by --transport, instead of falling back."""
+    nixl_allow_tcp: bool = False
+    """Read by NIXL also where UCX has nothing better than TCP, or does not say what it has."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

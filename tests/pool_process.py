@@ -1,6 +1,6 @@
 """The process of bench/gpu_checks/ipc_exporter.py with small pages, so that tests can read another process's memory.
 
-python -m tests.pool_process [fake-gpu] NUM_PAGES
+python -m tests.pool_process [fake-gpu] [nixl] NUM_PAGES
 """
 
 import sys
@@ -10,6 +10,7 @@ import torch
 from bench.gpu_checks.ipc_exporter import obey
 from engine.kvcache.gpu import Gpu
 from engine.kvcache.pool import Pool, PoolShape
+from kvtransfer.nixl_pool import NixlPool
 from tests.fake_cuda import FakeGpu
 
 
@@ -19,4 +20,5 @@ def build_pool(num_pages: int, gpu: Gpu | None = None) -> Pool:
 
 
 if __name__ == "__main__":
-    obey(build_pool(int(sys.argv[-1]), FakeGpu() if "fake-gpu" in sys.argv else None))
+    pool = build_pool(int(sys.argv[-1]), FakeGpu() if "fake-gpu" in sys.argv else None)
+    obey(pool, NixlPool("exporter", pool, is_local=True) if "nixl" in sys.argv else None)

@@ -237,11 +237,12 @@ async def decode_worker(
     lease_s: float = PATIENCE_S,
     port: int = 0,
     built: tuple[Engine, KvRunner] | None = None,
+    **others: Any,
 ) -> AsyncIterator[DecodeWorker]:
     """Reads pages by no other transport than the best that there is, or the one asked for."""
     config = DecodeConfig(
         **SETTINGS, local_prefill_chunk_tokens=CHUNK_TOKENS, lease_s=lease_s, transport=transport, speculate="off",
-        grammar_cpu_s=1,
+        grammar_cpu_s=1, **others,
     )  # fmt: skip
     async with _serving("decode", config, DecodeRole, signal, port, built) as (worker, role, runner):
         role._intake._is_transport_required = True

@@ -52,6 +52,7 @@ CPU = Machine(
     flashinfer_modules=(),
     nvcc="",
     nixl="",
+    rdma_devices=(),
 )
 NODE = replace(
     CPU,
@@ -118,6 +119,12 @@ OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
             "missing",
             "--transport auto",
         ),
+        (ServeConfig(transport="nixl"), CPU, "nixl", "missing", "pip install 'baton[nixl]'"),
+        (ServeConfig(transport="nixl"), CPU, "hand-off", "missing", "--transport auto"),
+        (ServeConfig(transport="nixl"), replace(CPU, nixl="1.5.1"), "nixl", "warning", "takes --nixl-allow-tcp"),
+        (ServeConfig(transport="nixl", nixl_allow_tcp=True), replace(CPU, nixl="1.5.1"), "nixl", "ok", ""),
+        (ServeConfig(transport="nixl"), replace(NODE, nixl="1.5.1", rdma_devices=("mlx5_0",)), "nixl", "ok", ""),
+        (ServeConfig(transport="nixl"), replace(CPU, nixl="1.5.1"), "hand-off", "ok", ""),
         (ServeConfig(max_context_tokens=9000), CPU, "prefill-0", "missing", "--max-context-tokens 8192 or less"),
         (ServeConfig(kv_memory_mib=100), CPU, "decode-0", "missing", "--kv-memory-mib 1024 or more"),
         (ServeConfig(), replace(CPU, memory_bytes=GIB), "decode-0", "missing", "--kv-memory-mib 1024 or more"),

@@ -25,7 +25,8 @@ from kvtransfer.cuda_ipc import CudaIpcReader
 from kvtransfer.grpc_bytes import GrpcReader, PageServer, cut_pages, decode, encode_data
 from kvtransfer.identity import PoolFacts, build_peer
 from kvtransfer.layout import find_mismatch
-from kvtransfer.reader import PageRef, PeerPages, Reader, ReadError, choose_transport
+from kvtransfer.nixl import NixlReader
+from kvtransfer.reader import Landing, PageRef, PeerPages, Reader, ReadError, choose_transport
 from kvtransfer.shm import ShmReader
 from protos import kv_pb2
 from runtime.rpc import bind, build_server, open_channel
@@ -213,6 +214,12 @@ async def open_remote(transport: str, request: pytest.FixtureRequest) -> AsyncIt
         elif transport == "shm":
             process: Exporter = request.getfixturevalue("pool_process")
             remote = Remote(process.recycle, ShmReader(process.peer, local, executor), local)
+        elif transport == "nixl:cma":
+            exporter = stack.enter_context(Exporter((*POOL_PROCESS, "nixl"), NUM_REMOTE))
+            exporter.recycle(*range(NUM_REMOTE))
+            channel = open_channel(exporter.peer.address)
+            opened = await NixlReader.open(exporter.peer, "a reader", True, local, channel, PATIENCE_S)
+            remote = Remote(exporter.recycle, opened, local)
         else:
             pool = build_remote_pool()
             address = await stack.enter_async_context(grpc_server(pool))
@@ -225,7 +232,7 @@ async def open_remote(transport: str, request: pytest.FixtureRequest) -> AsyncIt
 def over_every_transport(scenario: Callable[[Remote], Awaitable[None]]) -> Callable[[str, pytest.FixtureRequest], None]:
     """The same test for all readers."""
 
-    @pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "grpc"])
+    @pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "nixl:cma", "grpc"])
     def test(transport: str, request: pytest.FixtureRequest) -> None:
         async def run() -> None:
             async with open_remote(transport, request) as remote:
@@ -339,6 +346,17 @@ class WatchedStore:
         self._on_store(pages)
 
     def open_peer(self, handle: bytes, num_pages: int) -> PeerPages:
+        raise NotImplementedError
+
+    @property
+    def address(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def device_index(self) -> int:
+        raise NotImplementedError
+
+    def open_landing(self, num_pages: int) -> Landing:
         raise NotImplementedError
 
 

@@ -14,7 +14,7 @@ class Timing:
     prefill_s: float = 0.0  # until the prompt's KV was computed, the wait for its turn included
     transfer_s: float = 0.0  # prefill: reads by the decode worker; overlaps with prefill_s
     transfer_bytes: int = 0  # prefill
-    transport: str = ""  # prefill: "cuda_ipc", "shm" or "grpc"; empty when nothing was transferred
+    transport: str = ""  # prefill: as in HandshakeResponse; empty when nothing was transferred
     first_step_s: float = 0.0  # decode: from complete KV to the first token
     decode_s: float = 0.0  # decode: from the first token to the last
     cached_tokens: int = 0  # prompt tokens whose KV was not computed for this request

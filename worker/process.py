@@ -8,11 +8,16 @@ from functools import partial
 from typing import TypeVar
 
 import grpc
+import structlog
 
 from engine.engine import Engine, build_engine
+from engine.kvcache.pool import Pool
 from kvtransfer.identity import GpuFacts, PoolFacts, build_peer
+from kvtransfer.nixl_agent import NixlError, find_obstacle
+from kvtransfer.nixl_pool import NixlPool
 from protos import kv_pb2
 from runtime import rpc
+from runtime.addresses import is_loopback
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
 from runtime.hardware import num_cores, resolve_context, resolve_threads, size_pool
@@ -23,6 +28,7 @@ from worker.metrics import WorkerMetrics
 from worker.prefix_cache import PrefixCache
 from worker.table import SequenceTable, num_rows_for
 
+log = structlog.get_logger()
 ConfigT = TypeVar("ConfigT", PrefillConfig, DecodeConfig)
 
 
@@ -37,6 +43,7 @@ class Worker:
     trust: Trust
     context_tokens: int
     steps_ahead: int  # launched before the last one is collected
+    nixl: NixlPool | None  # what opens the pool to peers' NIXL
 
 
 class Role:
@@ -108,6 +115,8 @@ async def _serve(
     parts.end_streams()
     await server.stop(rpc.STOP_GRACE_S)
     await parts.close()
+    if worker.nixl is not None:
+        worker.nixl.close()
 
 
 def build_worker(role: str, config: PrefillConfig | DecodeConfig, engine: Engine, address: str, trust: Trust) -> Worker:
@@ -118,11 +127,31 @@ def build_worker(role: str, config: PrefillConfig | DecodeConfig, engine: Engine
         engine.config.head_dim, pool.num_pages, pool.fd, pool.pages_offset, engine.draft_weights,
         GpuFacts(pool.gpu.uuid, pool.ipc_handle, pool.gpu.readable) if pool.gpu else None,
     )  # fmt: skip
-    me = build_peer(role, address, rpc.new_incarnation(), os.getpid(), rpc.host_identity(), facts)
+    incarnation = rpc.new_incarnation()
+    nixl = (
+        _open_to_nixl(incarnation, config, pool)
+        if isinstance(config, PrefillConfig) and config.transport == "nixl"
+        else None
+    )
+    me = build_peer(
+        role, address, incarnation, os.getpid(), rpc.host_identity(), facts, nixl.facts if nixl else None
+    )  # fmt: skip
     cache = PrefixCache(engine.num_pages, pool.generations)
     table = SequenceTable(cache, config.page_tokens, config.max_running, config.lease_s, engine.weights)
     shutdown = Shutdown(config.drain_s, lambda: len(table))
     table.on_empty = shutdown.look_soon
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_tokens)
     steps_ahead = engine.steps_ahead if config.steps_ahead is None else config.steps_ahead
-    return Worker(engine, me, table, shutdown, trust, context_tokens, steps_ahead)
+    return Worker(engine, me, table, shutdown, trust, context_tokens, steps_ahead, nixl)
+
+
+def _open_to_nixl(incarnation: str, config: PrefillConfig, pool: Pool) -> NixlPool | None:
+    """None, and a warning, where that cannot be had: decode workers then read by another way, or refuse to."""
+    obstacle = find_obstacle()
+    try:
+        if obstacle is None:
+            return NixlPool(incarnation, pool, is_loopback(config.host))
+    except NixlError as error:
+        obstacle = str(error)
+    log.warning("the pool is not open to NIXL", reason=obstacle)
+    return None

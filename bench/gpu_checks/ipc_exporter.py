@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from engine.kvcache.pool import Pool, PoolShape
 from kvtransfer.identity import GpuFacts, PoolFacts, build_peer
+from kvtransfer.nixl_pool import NixlPool
 from protos import kv_pb2
 from runtime.rpc import host_identity
 
@@ -33,20 +34,22 @@ def recycle(pool: Pool, page: int) -> None:
     pool.store([page], [page_content(page, int(pool.generations[page]), pool.page_bytes)])
 
 
-def describe(pool: Pool) -> kv_pb2.Peer:
-    """This process, as its peers see it."""
+def describe(pool: Pool, nixl: NixlPool | None = None) -> kv_pb2.Peer:
+    """This process, as its peers see it. `nixl`: of incarnation "exporter"."""
     shape = pool.shape
     facts = PoolFacts(
         "w", str(shape.dtype).removeprefix("torch."), shape.num_layers, shape.num_kv_heads, shape.page_tokens,
         shape.head_dim, pool.num_pages, pool.fd, pool.pages_offset,
         gpu=GpuFacts(pool.gpu.uuid, pool.ipc_handle, pool.gpu.readable) if pool.gpu else None,
     )  # fmt: skip
-    return build_peer("prefill", "127.0.0.1:1", "exporter", os.getpid(), host_identity(), facts)
+    return build_peer(
+        "prefill", "127.0.0.1:1", "exporter", os.getpid(), host_identity(), facts, nixl.facts if nixl else None
+    )  # fmt: skip
 
 
-def obey(pool: Pool) -> None:
+def obey(pool: Pool, nixl: NixlPool | None = None) -> None:
     """Say who this is, and do as told until stdin ends."""
-    print(MessageToJson(describe(pool), indent=None), flush=True)
+    print(MessageToJson(describe(pool, nixl), indent=None), flush=True)
     for line in sys.stdin:
         recycle(pool, int(line.split()[1]))
         print("done", flush=True)

@@ -1,46 +1,51 @@
-"""Another process' pages in GPU memory, opened here. Satisfies kvtransfer's PeerPages."""
+"""Pages beside the pool, on its device, that are copied into it: kvtransfer's PeerPages and Landing.
+
+Knows addresses and copies, not what is written there: by another process that owns them, or by a network card.
+"""
 
 import importlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kvcache.gpu import Gpu
 from engine.staging import upload
 
 
-class GpuPeerPages:
-    """Owns the mapping of a peer's pool. One caller at a time: a copy must not run into `close`."""
+class GpuPages:
+    """Owns memory on a GPU: another process' pool, opened here, or our own. One caller at a time."""
 
-    def __init__(self, gpu: Gpu, ours: Tensor, handle: bytes, num_pages: int) -> None:
-        """ours: [P, W] int32, our pages; the peer has `num_pages` of the same size.
+    def __init__(self, gpu: Gpu, ours: Tensor, address: int, let_go: Callable[[int], None]) -> None:
+        """ours: [P, W] int32, the pool's pages; those at `address` are as large. `let_go` closes or frees them.
 
         Raises RuntimeError in CUDA's words.
         """
-        self._copy_pages = importlib.import_module("engine.kernels.gpu_pages").copy_pages  # needs triton
         self._gpu = gpu
         self._ours = ours
-        self._address = gpu.cudart.open(handle, num_pages * ours.shape[1] * ours.itemsize)  # 0 once it is closed
+        self._let_go = let_go
+        self.address = address  # 0 once it is closed
         try:
+            self._copy_pages = importlib.import_module("engine.kernels.gpu_pages").copy_pages  # needs triton
             self.probe(1)  # builds the kernel: no read is to wait for that
         except BaseException:
             self.close()
             raise
 
     def copy(self, pages: Sequence[int], into: Sequence[int]) -> None:
-        """Copy each of the peer's pages to ours beside it; returns when the bytes are there. Within both pools."""
+        """Copy each page to the pool's beside it; returns when the bytes are there. All within both."""
         self._copy(lambda: self._ours, pages, into)
 
     def probe(self, num_pages: int) -> None:
-        """Copy the peer's first pages into nowhere."""
+        """Copy the first pages into nowhere."""
         sizes, device = (num_pages, self._ours.shape[1]), self._ours.device
         self._copy(lambda: torch.empty(sizes, dtype=torch.int32, device=device), range(num_pages), range(num_pages))
 
     def _copy(self, find_target: Callable[[], Tensor], pages: Sequence[int], into: Sequence[int]) -> None:
-        if not self._address:
-            raise RuntimeError("the peer's pool was closed before the copy")
+        if not self.address:
+            raise RuntimeError("the pages were closed before the copy")
         if not pages:
             return
 
@@ -48,12 +53,33 @@ class GpuPeerPages:
             target = find_target()  # new memory must come from this stream: another one's may still be in use
             # each begins on 16 bytes, whatever n: otherwise Triton builds the kernel again
             index = upload([np.array(pages, np.int64), np.array(into, np.int64)], target.device)
-            self._copy_pages(self._address, target, *index)
+            self._copy_pages(self.address, target, *index)
 
         self._gpu.run(launch)
 
     def close(self) -> None:
         """Idempotent."""
-        address, self._address = self._address, 0
+        address, self.address = self.address, 0
         if address:
-            self._gpu.cudart.close(address)
+            self._let_go(address)
+
+
+class HostPages:
+    """Owns pages in main memory beside a pool in main memory."""
+
+    def __init__(
+        self, store: Callable[[Sequence[int], Sequence[NDArray[np.uint8]]], None], num_pages: int, page_bytes: int
+    ) -> None:
+        self._store = store
+        self._rows = np.zeros((num_pages, page_bytes), np.uint8)
+
+    @property
+    def address(self) -> int:
+        return int(self._rows.ctypes.data)
+
+    def copy(self, pages: Sequence[int], into: Sequence[int]) -> None:
+        """Copy each page to the pool's beside it."""
+        self._store(into, [self._rows[page] for page in pages])
+
+    def close(self) -> None:
+        """Nothing to do: the memory goes with the last reference."""

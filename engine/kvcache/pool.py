@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.kvcache.cuda_memory import CudaError, DeviceBytes
 from engine.kvcache.gpu import CudaGpu, Gpu
-from engine.kvcache.peer_pages import GpuPeerPages
+from engine.kvcache.peer_pages import GpuPages, HostPages
 from engine.staging import download, upload
 from wire.kv_layout import pool_sizes
 
@@ -153,11 +153,31 @@ class Pool:
         self.generations = np.frombuffer(memory, np.uint64, self.num_pages)
         return memory
 
-    def open_peer(self, handle: bytes, num_pages: int) -> GpuPeerPages:
+    @property
+    def address(self) -> int:
+        """Of the first page."""
+        return self._pages.data_ptr()
+
+    @property
+    def device_index(self) -> int:
+        """Of the GPU that the pages are on; -1 for main memory."""
+        return self._pages.get_device()
+
+    def open_peer(self, handle: bytes, num_pages: int) -> GpuPages:
         """The pool of another process on this host, of pages like ours. Raises RuntimeError in CUDA's words."""
         if self.gpu is None:
             raise RuntimeError("this pool is not on a GPU")
-        return GpuPeerPages(self.gpu, self._pages.view(torch.int32), handle, num_pages)
+        cudart = self.gpu.cudart
+        address = cudart.open(handle, num_pages * self.page_bytes)
+        return GpuPages(self.gpu, self._pages.view(torch.int32), address, cudart.close)
+
+    def open_landing(self, num_pages: int) -> GpuPages | HostPages:
+        """New pages like ours, on the same device, for what arrives from elsewhere. Raises RuntimeError."""
+        if self.gpu is None:
+            return HostPages(self.store, num_pages, self.page_bytes)
+        cudart = self.gpu.cudart
+        address = cudart.allocate(num_pages * self.page_bytes)
+        return GpuPages(self.gpu, self._pages.view(torch.int32), address, cudart.free)
 
     def load(self, pages: Sequence[int]) -> NDArray[np.uint8]:
         """A copy of `pages`: [len(pages), page_bytes] uint8."""

@@ -1,0 +1,117 @@
+"""Reads pages of a peer's pool through NIXL, by RDMA between hosts: what is believed of it, and for how long it waits.
+
+Over GPU memory and RDMA devices it has not run yet.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from kvtransfer.copying import copy_in_thread
+from kvtransfer.grpc_bytes import is_unreachable
+from kvtransfer.nixl_agent import NixlError
+from kvtransfer.nixl_pages import NixlPages
+from kvtransfer.nixl_pool import check_facts
+from kvtransfer.reader import PageRef, PageStore, ReadError, check_bounds
+from kvtransfer.ucx_log import is_fast
+from protos import kv_pb2
+
+
+class NixlReader:
+    """An agent and a thread for each peer: one that does not answer delays no other, and its end ends what goes on."""
+
+    def __init__(self, peer: kv_pb2.Peer, channel: grpc.aio.Channel, timeout_s: float) -> None:
+        """See `open`."""
+        self._peer = peer
+        self._channel = channel
+        self._timeout_s = timeout_s
+        self._end = threading.Event()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-nixl")
+        self._opened: list[NixlPages] = []  # one, used on that thread alone
+        self._is_lost = False
+        self.link = ""  # what UCX reads by
+
+    @property
+    def transport(self) -> str:
+        return f"nixl:{self.link}"
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether UCX says that it uses something better than TCP."""
+        return is_fast(self.link)
+
+    @classmethod
+    async def open(
+        cls,
+        peer: kv_pb2.Peer,
+        name: str,
+        is_local: bool,
+        store: PageStore,
+        channel: grpc.aio.Channel,
+        timeout_s: float,
+    ) -> "NixlReader":
+        """`name`: an agent's, used once. `is_local`: the peer is on this host. `timeout_s`: of each read.
+
+        Owns `channel`, which only shows whether the peer lives. Raises ReadError: "layout" when there can be no such
+        pool, "transport" when it cannot be read.
+        """
+        reader = cls(peer, channel, timeout_s)
+
+        def connect(deadline: float) -> None:
+            check_facts(peer, store.page_bytes)
+            reader._opened.append(NixlPages(name, is_local, peer, store, reader._end))
+            reader.link = reader._opened[0].find_link(deadline)
+
+        try:
+            await reader._run(connect)
+        except BaseException:  # cancelled as well
+            await reader.close()
+            raise
+        return reader
+
+    async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
+        check_bounds(sources, self._peer.num_pages)
+        await self._run(lambda deadline: self._opened[0].read(sources, into, deadline))
+
+    async def probe(self, num_pages: int) -> None:
+        await self._run(lambda deadline: self._opened[0].probe(num_pages, deadline))
+
+    async def _run(self, work: Callable[[float], None]) -> None:
+        """Run it on the thread, with the time when it has to end. What goes wrong becomes a ReadError.
+
+        After an error of NIXL nothing is read any more: parts of what failed may still arrive.
+        """
+        deadline = time.monotonic() + self._timeout_s  # what waits for the thread uses it up too
+
+        def run() -> None:
+            if self._is_lost:
+                raise NixlError("an earlier read failed; the peer has to shake hands again")
+            try:
+                work(deadline)
+            except NixlError:
+                self._is_lost = True
+                raise
+
+        try:
+            await copy_in_thread(self._executor, run)
+        except (NixlError, TimeoutError, RuntimeError) as error:
+            raise ReadError("transport", f"{self._peer.address}: {error}") from error
+
+    def is_gone(self) -> bool:
+        """A read failed, or nothing answers at the peer's address."""
+        return self._is_lost or is_unreachable(self._channel)
+
+    async def close(self) -> None:
+        """Ends a read under way, too."""
+        self._end.set()
+
+        def close() -> None:
+            for pages in self._opened:
+                pages.close()
+
+        await copy_in_thread(self._executor, close)
+        self._executor.shutdown()
+        await self._channel.close()

@@ -1,0 +1,119 @@
+"""One peer's pages through NIXL, copied into our store: the calls of one thread. Knows when memory may be used again.
+
+What may be believed is nixl.py's; what NIXL calls things, nixl_agent's.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.nixl_agent import Agent, NixlError, Transfer
+from kvtransfer.nixl_pool import GENERATION_BYTES
+from kvtransfer.reader import PageRef, PageStore, check_generations
+from kvtransfer.ucx_log import find_link
+from protos import kv_pb2
+
+LANDING_BYTES = 64 << 20  # read at once: what a chunk of 512 tokens of an 8B model takes
+MIN_PAUSE_S, MAX_PAUSE_S, PAUSE_SHARE = 20e-6, 2e-3, 0.1  # between two looks: this share of the time waited
+
+
+class NixlPages:
+    """Reads into a landing, compares generations, and only then copies into the store.
+
+        landing:  free ──begin──► being written ──done, copied──► free
+                                       └──deadline──► stuck ──done──► free
+
+    A transfer cannot be called back: a stopped peer's bytes arrive when it goes on. So they arrive where nothing else
+    is. While the landing is stuck reads are refused; it is freed after the agent, whose end is the transfer's.
+    """
+
+    def __init__(self, name: str, is_local: bool, peer: kv_pb2.Peer, store: PageStore, end: threading.Event) -> None:
+        """Connects. `end`: nothing waits once it is set.
+
+        `name`: the agent's, used once. `is_local`: see Agent. `peer` was checked. Raises NixlError; RuntimeError of the
+        store's device.
+        """
+        self._end = end
+        self._stuck: Transfer | None = None
+        num_slots = max(1, min(store.num_pages, LANDING_BYTES // store.page_bytes))
+        self._found: NDArray[np.uint64] = np.zeros(num_slots, np.uint64)  # where generations land
+        self._landing = store.open_landing(num_slots)  # first: on a GPU this thread gets a context, which UCX wants
+        try:
+            self._agent = agent = Agent(name, answers_alone=False, is_local=is_local)
+        except BaseException:
+            self._landing.close()
+            raise
+        try:
+            found, there, num_pages = int(self._found.ctypes.data), peer.nixl, peer.num_pages
+            page_bytes, device = store.page_bytes, store.device_index
+            agent.register(self._landing.address, num_slots * page_bytes, device)
+            agent.register(found, num_slots * GENERATION_BYTES, -1)
+            other = agent.connect(there.metadata)
+            if other != peer.incarnation:
+                raise NixlError(f"the metadata is of agent {other[:64]!r}, not of incarnation {peer.incarnation}")
+            self._pages = (
+                agent.prepare(None, self._landing.address, num_slots, page_bytes, device),
+                agent.prepare(other, there.pages_address, num_pages, page_bytes, there.device_index),
+            )
+            self._generations = (
+                agent.prepare(None, found, num_slots, GENERATION_BYTES, -1),
+                agent.prepare(other, there.generations_address, num_pages, GENERATION_BYTES, -1),
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def find_link(self, deadline: float) -> str:
+        """What UCX reads by, such as "rc_mlx5" or "tcp": it says so when it first does."""
+        self.probe(1, deadline)
+        return find_link(self._agent.read_log(), self._agent.name)
+
+    def read(self, sources: Sequence[PageRef], into: Sequence[int], deadline: float) -> None:
+        """Copy each source page to the store's page beside it.
+
+        Raises ReadError("generation"), NixlError, and TimeoutError at `deadline`, on the clock of time.monotonic.
+        """
+        num_slots = len(self._found)
+        for first in range(0, len(sources), num_slots):
+            some = sources[first : first + num_slots]
+            check_generations(some, self._fetch([source.page for source in some], deadline))
+            self._landing.copy(range(len(some)), into[first : first + num_slots])
+
+    def probe(self, num_pages: int, deadline: float) -> None:
+        """Read the first pages into nowhere. Raises as `read`."""
+        num_slots = len(self._found)
+        for first in range(0, num_pages, num_slots):
+            self._fetch(range(first, min(first + num_slots, num_pages)), deadline)
+
+    def _fetch(self, pages: Sequence[int], deadline: float) -> list[int]:
+        """Read pages into the landing; their generations, read after them.
+
+        The owner raises a generation before it writes to the page: a read that saw new bytes sees the new generation.
+        """
+        for here, there in (self._pages, self._generations):
+            self._transfer(here, there, pages, deadline)
+        return [int(generation) for generation in self._found[: len(pages)]]
+
+    def _transfer(self, here: int, there: int, pages: Sequence[int], deadline: float) -> None:
+        if self._stuck is not None:
+            if not self._stuck.is_done():
+                raise TimeoutError("an earlier read has not ended yet: the peer does not answer")
+            self._stuck = None
+        self._stuck = transfer = self._agent.begin_read(there, pages, here)
+        began = time.monotonic()
+        while not transfer.is_done():
+            now = time.monotonic()
+            if now >= deadline:
+                raise TimeoutError(f"{len(pages)} pages were not there in time: the peer does not answer")
+            pause = min(max((now - began) * PAUSE_SHARE, MIN_PAUSE_S), MAX_PAUSE_S)
+            if self._end.wait(min(pause, deadline - now)):
+                raise TimeoutError("closed during the read")
+        self._stuck = None
+
+    def close(self) -> None:
+        """End what goes on, and only then free the landing. Idempotent."""
+        self._agent.close()
+        self._landing.close()

@@ -1,0 +1,50 @@
+"""A pool that is open to NIXL: registered by the process that has it, and announced to peers, who check what they hear.
+
+Over GPU memory and RDMA devices it has not run yet.
+"""
+
+from kvtransfer.nixl_agent import Agent
+from kvtransfer.reader import PageStore, ReadError
+from protos import kv_pb2
+
+GENERATION_BYTES = 8
+MAX_METADATA_BYTES = 64 << 10  # a few hundred are usual, some more for each network device
+MAX_PAGES = 1 << 22  # of a peer: its list takes 24 bytes a page here
+MAX_DEVICES = 1024
+ADDRESS_END = 1 << 64
+
+
+class NixlPool:
+    """Owns the agent that answers for this process' pool. Its name is the incarnation."""
+
+    def __init__(self, incarnation: str, store: PageStore, is_local: bool) -> None:
+        """`is_local`: for peers on this host alone. Raises NixlError."""
+        generations = int(store.generations.ctypes.data)
+        self._agent = Agent(incarnation, answers_alone=True, is_local=is_local)
+        self._agent.register(store.address, store.num_pages * store.page_bytes, store.device_index)
+        self._agent.register(generations, store.num_pages * GENERATION_BYTES, -1)
+        self.facts = kv_pb2.Nixl(
+            metadata=self._agent.metadata(), pages_address=store.address, generations_address=generations,
+            device_index=store.device_index,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Peers cannot read any more."""
+        self._agent.close()
+
+
+def check_facts(peer: kv_pb2.Peer, page_bytes: int) -> None:
+    """Raise ReadError("layout") when there can be no such pool. Whether there is one, NIXL finds out."""
+    nixl, num_pages = peer.nixl, peer.num_pages
+    if not 0 < num_pages <= MAX_PAGES:
+        raise ReadError("layout", f"a pool of {num_pages} pages cannot be read through NIXL: 1 to {MAX_PAGES} can")
+    if not 0 < len(nixl.metadata) <= MAX_METADATA_BYTES:
+        raise ReadError("layout", f"NIXL metadata of {len(nixl.metadata)} bytes: 1 to {MAX_METADATA_BYTES} are taken")
+    for name, address, num_bytes in (
+        ("pages", nixl.pages_address, page_bytes),
+        ("generations", nixl.generations_address, GENERATION_BYTES),
+    ):
+        if address == 0 or address % GENERATION_BYTES or address + num_pages * num_bytes > ADDRESS_END:
+            raise ReadError("layout", f"{num_pages} {name} cannot lie at address {address:#x}")
+    if not -1 <= nixl.device_index < MAX_DEVICES:
+        raise ReadError("layout", f"there is no GPU {nixl.device_index}")

@@ -1,0 +1,48 @@
+"""Hand-off through NIXL while workers die and stop, over TCP: there the owner's process sends what is read."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from bench.fleet import ProcessFleet, run_fleet, wait_until
+from tests.faults.answers import Truth
+from tests.faults.load import Load
+
+FLAGS = ["--transport=nixl", "--require-transport", "--nixl-allow-tcp"]
+STOP_S = 6.0  # longer than a lease
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[ProcessFleet]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", "tcp,self")
+        with run_fleet(2, 2, {"prefill": ["--transport=nixl"], "decode": FLAGS}) as running:
+            yield running
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("what", ["killed", "stopped"])
+def test_workers_that_die_or_stop_in_mid_read_cost_no_answer(
+    fleet: ProcessFleet, truth: Truth, role: str, what: str
+) -> None:
+    """UCX may abort an owner whose reader dies in mid-read; it then comes back as any worker that died."""
+    before = fleet.count("decode", "kv_transfer_bytes_total", {"transport": "nixl:tcp"})
+    with Load(fleet) as load:
+        wait_until(lambda: len(load.ended) >= 4)
+        worker = fleet[f"{role}-0"]
+        if what == "killed":
+            worker.kill()
+        else:
+            worker.stop()
+            time.sleep(STOP_S)
+            worker.resume()
+        wait_until(lambda: len(load.ended) >= 12)
+    load.check_clean(truth)
+    assert fleet.count("decode", "kv_transfer_bytes_total", {"transport": "nixl:tcp"}) > before or what == "killed"
+    for process in fleet.workers():
+        if not process.is_running:
+            process.restart()
+    fleet.wait_until_whole()
+    fleet.wait_until_unused()
+    truth.check_crowd(fleet)
