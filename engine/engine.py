@@ -70,13 +70,13 @@ class Engine:
             return
         runners = [runner for runner in (self.runner, self.draft_runner) if runner is not None]
         captured = [runner for runner in runners if graph_rows and runner.is_capturable]
+        shapes = choose_shapes(graph_rows, max_guesses) if captured else []
         try:
             for runner in runners:
                 runner.warm_up(self.padding_page)
             gc.collect()
             gc.disable()  # what garbage frees on the GPU during a capture would spoil it
             for number, runner in enumerate(captured):
-                shapes = choose_shapes(graph_rows, max_guesses)
                 told = partial(_tell_all, on_captured, number * len(shapes), len(captured) * len(shapes))
                 runner.capture_graphs(shapes, CudaCapture(), self.padding_page, told)
         except Exception as error:

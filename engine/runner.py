@@ -21,7 +21,7 @@ from engine.prepared import Prepared, Preparer
 from engine.rows import Rows
 from engine.sampling import sample
 from engine.sampling_batch import SamplingBatch
-from engine.staging import Stager, download, upload
+from engine.staging import Stager, download, mark, upload
 from wire.logprobs import TokenLogprobs
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
@@ -52,11 +52,7 @@ class Launched:
         """tokens: [S] on the device. Call it when all else of the step is launched."""
         self._tokens = download(tokens)
         self._scores = scores
-        self._done: torch.cuda.Event | None = None
-        if tokens.is_cuda:
-            # blocking: waiting for it leaves the core to others
-            self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._done.record()
+        self._done = mark() if tokens.is_cuda else None
 
     def collect(self) -> Answers:
         """Waits until the step is done; its KV is in the pages then. Raises what went wrong on the device."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.memory_file import GENERATION_BYTES
 from kvtransfer.nixl_agent import Agent, NixlError, Transfer
-from kvtransfer.nixl_pool import GENERATION_BYTES
 from kvtransfer.reader import PageRef, PageStore, check_generations
 from kvtransfer.ucx_log import find_link
 from protos import kv_pb2

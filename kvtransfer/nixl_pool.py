@@ -3,11 +3,11 @@
 Over GPU memory and RDMA devices it has not run yet.
 """
 
+from kvtransfer.memory_file import GENERATION_BYTES
 from kvtransfer.nixl_agent import Agent
 from kvtransfer.reader import PageStore, ReadError
 from protos import kv_pb2
 
-GENERATION_BYTES = 8
 MAX_METADATA_BYTES = 64 << 10  # a few hundred are usual, some more for each network device
 MAX_PAGES = 1 << 22  # of a peer: its list takes 24 bytes a page here
 MAX_DEVICES = 1024

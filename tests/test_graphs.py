@@ -37,10 +37,10 @@ from tests.test_steps_ahead import (
     build_pages,
     decoder,
     expected,
-    one_thread,
     open_row,
     plan,
 )  # fmt: skip
+from tests.threads import one_thread
 from wire.sampling import SamplingParams
 
 __all__ = ["decoder", "expected", "one_thread"]  # fixtures

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,8 +19,11 @@ from tests.checkpoints import write_checkpoint
 from tests.grammars import DEMO_SIZE
 from tests.rank_follower import build_parts, meet
 from tests.test_loop_ahead import NUM_PAGES, Bench, build, build_jobs, speculators
+from tests.threads import one_thread
 from worker.rank_ring import RingError, RingFollower, RingLeader, open_ring
 from worker.ranks import Leader, LedRows, LedRunner
+
+__all__ = ["one_thread"]  # a fixture
 
 END_S = 60
 
@@ -45,8 +47,6 @@ def alone(folders: tuple[Path, Path]) -> Engine:
 @pytest.fixture(scope="module")
 def led(folders: tuple[Path, Path], alone: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Rank 0 of 2."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     rendezvous, fds = str(tmp_path_factory.mktemp("ranks") / "meet"), open_ring(1)
     command = [sys.executable, "-m", "tests.rank_follower", *map(str, folders), rendezvous, "1", "2"]
     follower = subprocess.Popen([*command, *map(str, fds.all)], pass_fds=fds.all)
@@ -63,7 +63,6 @@ def led(folders: tuple[Path, Path], alone: Engine, tmp_path_factory: pytest.Temp
     dist.destroy_process_group()
     for fd in fds.all:
         os.close(fd)
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

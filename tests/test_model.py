@@ -1,6 +1,5 @@
 """The decoder against transformers: logits, greedy text, rope tables. Loading has its own file."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,9 @@ from engine.model.linear import PlainLinear
 from engine.model.rope import FREQUENCIES, build_rope_table
 from engine.model.weights import load_model
 from tests.checkpoints import EOS_ID, write_checkpoint
+from tests.threads import one_thread
+
+__all__ = ["one_thread"]  # a fixture
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 16
@@ -103,15 +105,6 @@ class Pair:
     decoder: Decoder
     ids: list[int]  # 75 tokens: longer than any window, four pages and a bit
     logits: Tensor  # [75, VOCAB]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: on a busy machine a second thread costs a scheduling quantum at every operation."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module", params=list(SHAPES))

@@ -18,6 +18,7 @@ from engine.model.shard import Shard, ShardedCheckpoint, find_cut, kv_heads_of, 
 from engine.ranks import OneRank
 from tests import rank_process
 from tests.checkpoints import write_checkpoint
+from tests.threads import on_one_thread
 
 RUN_S = 120
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -49,12 +50,8 @@ def run_ranks(models: Sequence[Path], folder: Path, size: int) -> list[list[list
 
 def test_every_rank_chooses_the_tokens_of_one_process(models: Sequence[Path], tmp_path: Path) -> None:
     """Also with more ranks than KV heads. float32, in which sums in another order turn no token here."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with on_one_thread():
         alone = [rank_process.run(model, OneRank()) for model in models]
-    finally:
-        torch.set_num_threads(num_threads)
     for size in (2, 4):
         assert run_ranks(models, tmp_path, size) == [alone] * size
 

@@ -1,6 +1,5 @@
 """The runner: a token for every wanted row, scores of given tokens, and no row that knows of another."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,15 @@ from engine.rows import Rows
 from engine.runner import Runner
 from engine.speculative import count_accepted
 from tests.checkpoints import write_checkpoint
+from tests.threads import one_thread
 from wire.kv_layout import pool_sizes
 from wire.logprobs import TokenLogprobs
 from wire.sampling import SamplingParams
 
+__all__ = ["one_thread"]  # a fixture
+
 VOCAB, PAGE_TOKENS, NUM_TOKENS, ROW_PAGES = 300, 16, 60, 5
 GREEDY = SamplingParams(temperature=0.0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Two steps launched ahead of the one that is collected give the tokens of step by step, whatever the sampling."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,20 +16,15 @@ from engine.rows import Rows
 from engine.runner import Runner
 from tests.checkpoints import write_checkpoint
 from tests.late_runner import LateRows, LateRunner
+from tests.threads import one_thread
 from wire.kv_layout import pool_sizes
+
+__all__ = ["one_thread"]  # a fixture
 
 CPU = torch.device("cpu")
 VOCAB, PAGE_TOKENS, CONTEXT, ROW_PAGES = 300, 16, 64, 5
 NUM_TOKENS, AHEAD = 16, 2
 PROMPTS = [np.random.default_rng(row).integers(2, VOCAB, 3 + 3 * row, np.int32) for row in range(len(SAMPLINGS))]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

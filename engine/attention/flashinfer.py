@@ -18,7 +18,7 @@ from engine.attention.heads import Heads
 from engine.batch import Batch
 from engine.kernels.gpu_layers import join_pages, turn_and_write
 from engine.ranges import find_starts
-from engine.staging import pin, upload
+from engine.staging import mark, pin
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; zero at first use
@@ -106,7 +106,7 @@ class FlashInferAttention:
             [starts, last_lens, batch.context_lens_host, query_starts], self._device
         )
         indices = torch.empty(int(starts[-1]), dtype=torch.int32, device=self._device)
-        join_pages(batch.page_table, upload([starts], self._device)[0], indices)
+        join_pages(batch.page_table, host_starts.to(self._device, non_blocking=True), indices)
         is_decode = query_starts[-1] == self._num_tokens * len(context_lens)
         if self._is_staged is not None:
             self._is_staged.synchronize()
@@ -121,8 +121,7 @@ class FlashInferAttention:
                 q_data_type=self._dtype, kv_data_type=pool.dtype, seq_lens=host_lens,
             )  # fmt: skip
         if self._device.type == "cuda":
-            self._is_staged = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._is_staged.record()
+            self._is_staged = mark()
 
     def attend(self, layer: int, heads: Heads, window: Window) -> Tensor:
         """See `AttentionBackend.attend`."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.kvcache.cuda_memory import Cudart, DeviceBytes, find_cudart
+from engine.staging import mark
 
 T = TypeVar("T")
 
@@ -52,8 +53,6 @@ class CudaGpu:
     def run(self, launch: Callable[[], T]) -> T:
         with torch.cuda.stream(self._stream):
             result = launch()
-            # blocking: waiting for it leaves the core to others
-            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            done.record()
+            done = mark()
         done.synchronize()
         return result
