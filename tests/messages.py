@@ -25,8 +25,10 @@ _TEXTS = [
 _KINDS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_UINT32: st.sampled_from(_EDGES_32) | st.integers(0, 2**32 - 1),
     FieldDescriptor.TYPE_UINT64: st.sampled_from([*_EDGES_32, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1),
+    FieldDescriptor.TYPE_INT32: st.sampled_from([0, 1, 2, -1, 2**31 - 1, -(2**31)]) | st.integers(-(2**31), 2**31 - 1),
     FieldDescriptor.TYPE_INT64: st.sampled_from([*_EDGES_32, -1, 2**63 - 1, -(2**63)]),
     FieldDescriptor.TYPE_DOUBLE: st.sampled_from([0.0, 0.5, 1.0, -1.0, 1e300, 5e-324]) | st.floats(),
+    FieldDescriptor.TYPE_FLOAT: st.sampled_from([0.0, 0.5, 1.0, -1.0]) | st.floats(width=32),
     FieldDescriptor.TYPE_BOOL: st.booleans(),
     FieldDescriptor.TYPE_STRING: st.sampled_from(_TEXTS) | st.text(max_size=20),
     FieldDescriptor.TYPE_BYTES: st.binary(max_size=50),
