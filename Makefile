@@ -9,6 +9,8 @@ DTYPE ?= auto
 TRANSPORT ?= auto
 DEVICE ?= auto
 MINUTES ?=
+# Tensor-parallel ranks of decode workers in fault suites.
+DECODE_TP ?= 1
 # Whose signatures the tests read; without its CUDA dependencies, which are gigabytes.
 FLASHINFER := 0.7.2.post1
 # Processes that run tests, a file each.
@@ -57,11 +59,11 @@ gpu-check: $(DEV_STAMP) ## Run the checks that need a GPU and print a table
 bench-spec: $(DEV_STAMP) ## Measure TPOT with and without guessing ahead; ARGS= goes to bench.spec
 	$(BIN)/python -m bench.spec $(ARGS)
 
-faults: $(DEV_STAMP) ## Test faults between real processes; docs/RELIABILITY.md lists which
-	$(BIN)/python -m pytest -m faults tests/faults $(ARGS)
+faults: $(DEV_STAMP) ## Test faults between real processes; docs/RELIABILITY.md lists which; takes DECODE_TP
+	DECODE_TP="$(DECODE_TP)" $(BIN)/python -m pytest -m faults tests/faults $(ARGS)
 
-chaos: $(DEV_STAMP) ## Kill workers under load and compare every answer; takes MINUTES
-	$(BIN)/python -m bench.chaos --minutes $(or $(MINUTES),5) $(ARGS)
+chaos: $(DEV_STAMP) ## Kill workers under load and compare every answer; takes MINUTES DECODE_TP
+	DECODE_TP="$(DECODE_TP)" $(BIN)/python -m bench.chaos --minutes $(or $(MINUTES),5) $(ARGS)
 
 soak: $(DEV_STAMP) ## Load with cancels, bad input and restarts; memory, files and pages must stay flat; takes MINUTES
 	$(BIN)/python -m bench.soak --minutes $(or $(MINUTES),15) --restart-every-s 120 $(ARGS)

@@ -230,9 +230,11 @@ def run_fleet(
 
     `flags`: further ones by role or name. `links`: worker name |-> the address by which the gateway shall reach it.
     `ports`: two for each process, in the order gateway, prefill, decode. `kv_memory_mib`: by role, 64 unless given.
-    `programs`: worker name |-> what to run instead of PROGRAM.
+    `programs`: worker name |-> what to run instead of PROGRAM. Decode workers have as many ranks as the environment's
+    DECODE_TP says, so that a whole suite can be run with several.
     """
     flags, links, programs = flags or {}, links or {}, programs or {}
+    decode_tp = os.environ.get("DECODE_TP", "1")
     names = ["gateway", *(f"prefill-{i}" for i in range(num_prefill)), *(f"decode-{i}" for i in range(num_decode))]
     ports = ports or free_ports(2 * len(names))
     fleet = ProcessFleet()
@@ -249,6 +251,8 @@ def run_fleet(
                     f"--kv-memory-mib={(kv_memory_mib or {}).get(role, 64)}",
                 )
             extra = (*flags.get(role, ()), *(flags.get(name, ()) if name != role else ()))
+            if role == "decode" and decode_tp != "1" and not any(flag.startswith("--tp=") for flag in extra):
+                own = (*own, f"--tp={decode_tp}")
             fleet.processes[name] = Process(
                 name, role, ports[2 * index], ports[2 * index + 1], (*own, *extra), Path(folder) / f"{name}.log",
                 tuple(programs.get(name, PROGRAM)),

@@ -67,7 +67,7 @@ async def open_readers(peer: kv_pb2.Peer, pool: Pool) -> AsyncIterator[list[Read
             if name == "tcp":
                 os.environ["UCX_TLS"] = "tcp,self"
             readers.append(await NixlReader.open(peer, name, True, pool, open_channel(peer.address), READ_S))
-        readers.append(GrpcReader(peer, pool, open_channel(peer.address), READ_S))
+        readers.append(GrpcReader(peer, pool, open_channel, READ_S))
         for reader in readers * NUM_WARM:
             await reader.probe(OFFERS[-1])
         yield readers

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from wire.kv_layout import PagePart
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -56,7 +58,7 @@ class Model:
     kv_dtype: str
     head_dim: int
     context_tokens: int
-    page_bytes: int  # with the draft model's part
+    parts: tuple[PagePart, ...]  # of a page: the model's and the draft model's
     weight_bytes: int  # of both models' files
     attention: str
     attention_reason: str

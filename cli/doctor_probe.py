@@ -25,10 +25,12 @@ from engine.kernels.build import BuildError, find_compiler, load_kernel
 from engine.kvcache.pool import PoolShape
 from engine.model.checkpoint import Checkpoint, list_shards
 from engine.model.config import load_config
+from engine.model.shard import Shard, shard_config
 from engine.model.weights import choose_dtype
 from runtime.config import ServeConfig
 from runtime.gpus import VISIBLE, ask_driver, visible_gpus
 from runtime.hardware import available_memory_bytes, num_cores
+from wire.kv_layout import PagePart
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 OWN_NAMESPACE = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}  # the host's, fixed in the kernel's proc_ns.h
@@ -84,6 +86,8 @@ def examine_model(config: ServeConfig) -> Model:
     kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype)
     shapes = []
     for one in map(load_config, folders):
+        for size in (config.prefill_tp, config.decode_tp):
+            shard_config(one, Shard(0, size))
         shapes.append(PoolShape(1, one.num_layers, one.num_kv_heads, config.page_tokens, one.head_dim, kv_dtype))
     attention = choose_attention(model.attention_shape, model.windows, device, dtype, kv_dtype)
     return Model(
@@ -92,7 +96,7 @@ def examine_model(config: ServeConfig) -> Model:
         kv_dtype=str(kv_dtype).removeprefix("torch."),
         head_dim=model.head_dim,
         context_tokens=model.context_tokens,
-        page_bytes=sum(shape.page_bytes for shape in shapes),
+        parts=tuple(PagePart(shape.num_kv_heads, shape.head_bytes) for shape in shapes),
         weight_bytes=sum(path.stat().st_size for one in folders for path in list_shards(one)),
         attention=attention.backend.name,
         attention_reason=attention.reason,

@@ -9,7 +9,7 @@ from typing import Literal
 
 from cli.doctor_facts import Machine, Model
 from cli.plan import WorkerPlan, divide
-from kvtransfer.identity import GpuFacts, PoolFacts, build_peer
+from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank
 from kvtransfer.nixl_agent import NOT_INSTALLED
 from kvtransfer.reader import choose_transport
 from protos import kv_pb2
@@ -18,6 +18,7 @@ from runtime.config_parts import GPU_SHARE
 from runtime.gpus import VISIBLE
 from runtime.hardware import GPU_RESERVE_BYTES, resolve_pool
 from runtime.settings import ConfigError
+from wire.kv_layout import page_bytes_of
 
 GIB = 1 << 30
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}  # dtypes in the names of FlashInfer's modules
@@ -224,14 +225,16 @@ def judge_service(config: ServeConfig, machine: Machine, model: Model | Exceptio
 
 def judge_worker(plan: WorkerPlan, machine: Machine, model: Model) -> Row:
     """Where one worker computes, by what, and how large its pool becomes."""
-    gpu = machine.gpus[plan.gpu] if model.device == "cuda" else None
-    memory = (gpu.total_bytes, model.weight_bytes) if gpu else None
+    tp = plan.settings.tp
+    gpu = machine.gpus[plan.gpus[0]] if model.device == "cuda" else None
+    memory = (gpu.total_bytes, model.weight_bytes // tp) if gpu else None
+    page_bytes = page_bytes_of(model.parts, 0, tp)
     try:
-        pages = resolve_pool(plan.settings, model.context_tokens, model.page_bytes, memory, machine.memory_bytes)
+        pages = resolve_pool(plan.settings, model.context_tokens, page_bytes, tp, memory, machine.memory_bytes)
     except ConfigError as error:
         return split_advice(plan.name, str(error))
-    tokens, pool_bytes = pages * plan.settings.page_tokens, pages * model.page_bytes
-    where = f"gpu {plan.gpu}" if gpu else "cpu"
+    tokens, pool_bytes = pages * plan.settings.page_tokens, pages * tp * page_bytes
+    where = f"gpu {', '.join(map(str, plan.gpus))}" if gpu else "cpu" if tp == 1 else f"cpu, {tp} ranks"
     rule = explain_pool(plan.settings, is_on_gpu=gpu is not None)
     found = (
         f"{where}; attention {model.attention} ({model.attention_reason}); KV pool of {tokens} tokens in "
@@ -256,9 +259,10 @@ def judge_hand_off(config: ServeConfig, plans: Sequence[WorkerPlan], machine: Ma
     """How decode workers would read pages of prefill workers, by the choice that they make themselves."""
     if not config.prefill_workers:
         return Row("hand-off", "ok", "none: decode workers prefill by themselves")
-    ours, theirs = (describe_peer(machine, model, pid, plan.gpu) for pid, plan in ((1, plans[-1]), (2, plans[0])))
+    ours, theirs = (describe_peer(machine, model, pid, plan) for pid, plan in ((1, plans[-1]), (2, plans[0])))
     if config.transport == "nixl" and machine.nixl:
-        theirs.nixl.SetInParent()
+        for rank in theirs.ranks:
+            rank.nixl.SetInParent()
     try:
         obstacle = None if machine.nixl else NOT_INSTALLED
         transport, why = choose_transport(ours, theirs, config.transport, config.require_transport, obstacle)
@@ -270,12 +274,13 @@ def judge_hand_off(config: ServeConfig, plans: Sequence[WorkerPlan], machine: Ma
     return Row("hand-off", "warning" if is_slow else "ok", f"{transport}: {why}")
 
 
-def describe_peer(machine: Machine, model: Model, pid: int, gpu: int) -> kv_pb2.Peer:
+def describe_peer(machine: Machine, model: Model, pid: int, plan: WorkerPlan) -> kv_pb2.Peer:
     """A worker of `baton serve` on this machine, as its peers see it, as far as the choice of a transport goes."""
     has_file = not machine.memory_file_error
-    gpu_facts = describe_gpu(machine, gpu) if model.device == "cuda" else None
-    facts = PoolFacts("", model.dtype, 0, 0, 0, model.head_dim, 1, 0 if has_file else None, 0, gpu=gpu_facts)
-    return build_peer("", "another worker", "", pid, "this host", facts)
+    gpus = [describe_gpu(machine, gpu) if model.device == "cuda" else None for gpu in plan.gpus]
+    facts = PoolFacts("", model.dtype, 0, 0, 0, model.head_dim, 1, 0 if has_file else None, 0)
+    ranks = [build_rank("another worker", pid, gpu) for gpu in gpus]
+    return build_peer("", "another worker", "", "this host", facts, ranks)
 
 
 def describe_gpu(machine: Machine, gpu: int) -> GpuFacts:

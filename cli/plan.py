@@ -1,6 +1,7 @@
 """Which processes make up a service on one machine, and the command line of each. Pure: values in, values out."""
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ class WorkerPlan:
     name: str  # such as "decode-0"
     role: str
     settings: PrefillConfig | DecodeConfig
-    gpu: int  # its own among those given; 0 without any
+    gpus: tuple[int, ...]  # of its ranks, among those given; (0,) without any
     environment: Mapping[str, str]
 
 
@@ -47,26 +48,41 @@ def divide(config: ServeConfig, gpus: Sequence[str]) -> list[WorkerPlan]:
     """
     gpus = () if config.device == "cpu" else tuple(gpus)
     roles = ["prefill"] * config.prefill_workers + ["decode"] * config.decode_workers
-    num_places = max(1, len(gpus))  # where the driver could not be asked, all are taken to share one
+    places = place_ranks(config, roles, len(gpus))
+    num_sharing = Counter(gpu for own in places for gpu in own)
     plans = []
-    for rank, role in enumerate(roles):
-        gpu = rank % num_places
-        num_sharing = len(range(gpu, len(roles), num_places))
+    for number, (role, own) in enumerate(zip(roles, places, strict=True)):
         shares = {"kv_memory_share": HOST_SHARE / len(roles)}
         if gpus or config.device == "cuda":
-            shares["gpu_memory_share"] = share_gpu(config, num_sharing)
-        order = (*gpus[gpu:], *gpus[:gpu])
-        environment = {VISIBLE: ",".join(order)} if len(gpus) > 1 else {}
-        name = f"{role}-{rank if role == 'prefill' else rank - config.prefill_workers}"
-        plans.append(WorkerPlan(name, role, derive_worker(role, config, shares), gpu, environment))
+            shares["gpu_memory_share"] = share_gpu(config, max(num_sharing[gpu] for gpu in own))
+        order = (*own, *(gpu for gpu in range(len(gpus)) if gpu not in own))
+        environment = {VISIBLE: ",".join(gpus[gpu] for gpu in order)} if len(gpus) > 1 else {}
+        name = f"{role}-{number if role == 'prefill' else number - config.prefill_workers}"
+        plans.append(WorkerPlan(name, role, derive_worker(role, config, shares), own, environment))
     return plans
+
+
+def place_ranks(config: ServeConfig, roles: Sequence[str], num_gpus: int) -> list[tuple[int, ...]]:
+    """The GPUs of each worker's ranks: in turn. Where the driver could not be asked, all are taken to share one."""
+    places: list[tuple[int, ...]] = []
+    begin = 0
+    for role in roles:
+        name = f"{role}_tp"
+        size = getattr(config, name)
+        if num_gpus:
+            config.require(name, size <= num_gpus, f"{num_gpus} or less: each rank has a GPU of its own")
+        places.append(tuple((begin + rank) % num_gpus for rank in range(size)) if num_gpus else (0,))
+        begin += size
+    return places
 
 
 def derive_worker(role: str, config: ServeConfig, shares: Mapping[str, float]) -> PrefillConfig | DecodeConfig:
     """One worker's settings."""
     if role == "prefill":
-        return derive(PrefillConfig, config, max_running=config.prefill_max_running, **shares)
-    return derive(DecodeConfig, config, max_running=config.decode_max_running, **shares)
+        return derive(
+            PrefillConfig, config, max_running=config.prefill_max_running, tp=config.prefill_tp, **shares
+        )  # fmt: skip
+    return derive(DecodeConfig, config, max_running=config.decode_max_running, tp=config.decode_tp, **shares)
 
 
 def share_gpu(config: ServeConfig, num_sharing: int) -> float:

@@ -3,26 +3,20 @@
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count
 from weakref import WeakValueDictionary
 
 import structlog
 
 from decode_worker.metrics import DecodeMetrics
 from engine.thread import EngineThread
-from kvtransfer.cuda_ipc import CudaIpcReader
-from kvtransfer.grpc_bytes import GrpcReader
-from kvtransfer.layout import find_mismatch
-from kvtransfer.nixl import NixlReader
+from kvtransfer.layout import find_bad_ranks, find_mismatch
 from kvtransfer.nixl_agent import find_obstacle
-from kvtransfer.reader import PageRef, PageStore, Reader, ReadError, choose_transport
-from kvtransfer.shm import ShmReader
+from kvtransfer.reader import PageRef, Reader, ReadError, Transport, choose_transport
 from protos import kv_pb2
-from runtime.addresses import is_loopback
 from runtime.config import DecodeConfig
-from worker.process import Worker
+from worker.process import Worker, build_opener
+from worker.rank_reads import RanksReader
 from worker.table import OfferRefusedError
 
 log = structlog.get_logger()
@@ -51,23 +45,19 @@ class Intake:
 
     def __init__(self, worker: Worker, config: DecodeConfig, thread: EngineThread, metrics: DecodeMetrics) -> None:
         self._me = worker.me
-        self._store: PageStore = worker.engine.pool
+        self._pool = worker.engine.pool
         self._table = worker.table
         self._thread = thread
         self._metrics = metrics
         self._transport = config.transport
         self._is_transport_required = config.require_transport
-        self._may_nixl_use_tcp = config.nixl_allow_tcp
-        self._is_local = is_loopback(config.host)
-        self._read_timeout_s = config.lease_s
-        self._open_channel = worker.trust.open_channel
+        self._opener = build_opener(f"{worker.me.incarnation}.0", config, self._pool, worker.trust)
+        self._children = worker.children
         self._peers: dict[str, KnownPeer] = {}  # address |-> peer
         # address |-> held in a handshake; there while a handshake is under way or waits
         self._greeting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._reads: dict[asyncio.Future[kv_pb2.OfferResponse], Reader] = {}  # under way |-> what it reads with
         self._watching: asyncio.Task[None] | None = None  # while there are peers
-        self._num_opened = count()  # names agents: none is used twice
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-read")
 
     def transports(self) -> dict[str, str]:
         """address |-> transport, of every peer."""
@@ -82,7 +72,7 @@ class Intake:
         known = self._peers.get(peer.address)
         if known is not None and known.peer.incarnation == peer.incarnation:
             return known.reader.transport
-        mismatch = find_mismatch(self._me.layout, peer.layout)
+        mismatch = find_mismatch(self._me.layout, peer.layout) or find_bad_ranks(self._pool.parts, len(peer.ranks))
         if mismatch is not None:
             raise HandshakeRefusedError(f"{peer.address} cannot hand over its KV: {mismatch}")
         try:
@@ -124,21 +114,13 @@ class Intake:
         transport, why = choose_transport(
             self._me, peer, self._transport, self._is_transport_required, find_obstacle()
         )  # fmt: skip
-        reader: Reader | None = None
         try:
-            if transport == "cuda_ipc":
-                reader = await CudaIpcReader.open(peer, self._store, self._executor)
-            elif transport == "shm":
-                reader = ShmReader(peer, self._store, self._executor)
-            elif transport == "nixl":
-                reader = await self._open_nixl(peer)
+            reader = await self._open(transport, peer)
         except ReadError as error:
             if self._is_transport_required:
                 raise
-            why = f"{transport} failed: {error}"
-        if reader is None:
-            reader = GrpcReader(peer, self._store, self._open_channel(peer.address), self._read_timeout_s)
-            transport = "grpc"
+            transport, why = "grpc", f"{transport} failed: {error}"
+            reader = await self._open(transport, peer)
         if self._transport not in ("auto", transport):
             log.warning(
                 "transport is not the one asked for", peer=peer.address, asked=self._transport, used=reader.transport,
@@ -146,28 +128,28 @@ class Intake:
             )  # fmt: skip
         return reader, why
 
-    async def _open_nixl(self, peer: kv_pb2.Peer) -> NixlReader:
-        """Raises ReadError, also when UCX has nothing better than TCP and that is not allowed."""
-        name = f"{self._me.incarnation}-{next(self._num_opened)}"
-        channel = self._open_channel(peer.address)
-        reader = await NixlReader.open(peer, name, self._is_local, self._store, channel, self._read_timeout_s)
-        if not reader.is_fast and not self._may_nixl_use_tcp:
-            await reader.close()
-            raise ReadError(
-                "transport", f"UCX reads by {reader.link}, which takes --nixl-allow-tcp, or RDMA on both hosts"
-            )
-        return reader
+    async def _open(self, transport: Transport, peer: kv_pb2.Peer) -> Reader:
+        """For all ranks of this worker. Raises ReadError."""
+        own = await self._opener.open(transport, peer)
+        if self._children is None:
+            return own
+        try:
+            return RanksReader([own, *await self._children.open(transport, peer)])
+        except BaseException:
+            await own.close()
+            raise
 
     async def _measure(self, reader: Reader, peer: kv_pb2.Peer) -> float:
         """Bytes per second of reading the peer's first pages into nowhere."""
-        num_pages = max(1, min(peer.num_pages, PROBE_BYTES // self._store.page_bytes))
+        page_bytes = self._pool.all_page_bytes
+        num_pages = max(1, min(peer.num_pages, PROBE_BYTES // page_bytes))
         started = time.perf_counter()
         try:
             await reader.probe(num_pages)
         except BaseException:  # cancelled as well: the peer gave up waiting
             await reader.close()
             raise
-        return num_pages * self._store.page_bytes / (time.perf_counter() - started)
+        return num_pages * page_bytes / (time.perf_counter() - started)
 
     async def take(self, offer: kv_pb2.OfferRequest) -> kv_pb2.OfferResponse:
         """Read offered pages into their session. The answer is the acknowledgement, or says why not."""
@@ -221,7 +203,7 @@ class Intake:
         with self._thread.lock:
             self._table.finish_read(session, offer.end, time.monotonic())
             self._thread.wake()
-        num_bytes = len(targets) * self._store.page_bytes
+        num_bytes = len(targets) * self._pool.all_page_bytes
         self._metrics.offers_accepted.inc()
         self._metrics.transfer_bytes.labels(reader.transport).inc(num_bytes)
         self._metrics.transfer_seconds.observe(seconds)
@@ -237,4 +219,4 @@ class Intake:
             self._watching.cancel()
         for known in self._peers.values():
             await known.reader.close()
-        self._executor.shutdown(wait=True)
+        self._opener.close()

@@ -11,15 +11,17 @@ import torch
 
 from engine.attention.choose import AttentionChoice, choose_attention
 from engine.graphs import CudaCapture, OnCaptured, choose_shapes
-from engine.kvcache.pool import Pool, PoolShape
+from engine.kvcache.pool import Pool, PoolShape, PoolShare
 from engine.model.assemble import OnProgress
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, load_config
 from engine.model.decoder import Decoder
 from engine.model.linear import Quantization
 from engine.model.weights import load_model, resolve_model_folder, weight_fingerprint
 from engine.out_of_memory import explain_failed_warm_up, explain_full_gpu
+from engine.ranks import ONE_RANK, Ranks
 from engine.rows import Rows
 from engine.runner import Runner
+from wire.kv_layout import PagePart
 
 KvDType = Literal["auto", "fp8"]  # of pages; auto: the model's
 
@@ -29,7 +31,7 @@ class Engine:
     """Owns everything large."""
 
     folder: Path  # of the checkpoint
-    config: ModelConfig
+    config: ModelConfig  # as this rank computes it
     weights: str  # fingerprint
     dtype: str  # "float32", "bfloat16" or "float16"
     device: torch.device
@@ -93,8 +95,9 @@ class Engine:
             "quantization": self.quantization,
             "attention": self.attention.backend.name,
             "attention_reason": self.attention.reason,
-            "pool": f"{shape.num_pages} pages of {shape.page_tokens} tokens, {self.pool.page_bytes} bytes each",
+            "pool": f"{shape.num_pages} pages of {shape.page_tokens} tokens, {self.pool.all_page_bytes} bytes each",
             "draft_model": self.draft_weights[:12] or "none",
+            **({"ranks": str(self.pool.num_ranks)} if self.pool.num_ranks > 1 else {}),
         }
 
     def find_weaknesses(self) -> dict[str, str]:
@@ -109,8 +112,23 @@ class Engine:
         return found
 
 
-SizePool = Callable[[int, int, tuple[int, int] | None], int]
-"""(model's context in tokens, bytes of a page, bytes of the GPU and those taken of them or None) |-> pages"""
+SizePool = Callable[[int, int, int, tuple[int, int] | None], int]
+"""(model's context in tokens, bytes of a page of one rank, ranks, bytes of the GPU and those taken of them or None)
+|-> pages"""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an engine stands among the ranks of its worker, and what its steps are told to."""
+
+    ranks: Ranks = ONE_RANK
+    pool_fd: int = -1  # an empty memory file that all ranks have; unless there is one rank
+    build_rows: Callable[..., Rows] = Rows
+    build_runner: Callable[..., Runner] = lambda number, *parts: Runner(*parts)
+    """(0 for the model, 1 for the draft model; what Runner takes)"""
+
+
+ALONE = Place()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +138,7 @@ class Loaded:
     folder: Path  # of the checkpoint
     weights: str  # fingerprint
     decoder: Decoder
+    num_kv_heads: int  # over all ranks
 
 
 def build_engine(
@@ -135,6 +154,7 @@ def build_engine(
     max_context_tokens: int = 0,
     quantization: Quantization = "none",
     kv_dtype: KvDType = "auto",
+    place: Place = ALONE,
 ) -> Engine:
     """Load a model by folder or hub id, a draft model too unless `draft_model` is empty, and allocate their pool.
 
@@ -142,16 +162,16 @@ def build_engine(
     Raises FileNotFoundError or ValueError that say what is wrong with the checkpoint or the device.
     """
     torch.set_num_threads(threads)
-    device = choose_device(device_name)
+    ranks = place.ranks
+    device = choose_device(device_name, ranks.rank, ranks.size)
     folder = resolve_model_folder(model)
     with explain_full_gpu(device, folder):
-        decoder = load_model(folder, dtype, device, on_progress, quantization)
-        context_tokens = _resolve_context(decoder, max_context_tokens)
-        draft = _load_draft(draft_model, decoder, context_tokens, quantization) if draft_model else None
-    loaded = Loaded(folder, weight_fingerprint(folder, quantization), decoder)
+        loaded = _load(folder, dtype, device, quantization, ranks, on_progress)
+        context_tokens = _resolve_context(loaded.decoder, max_context_tokens)
+        draft = _load_draft(draft_model, loaded.decoder, context_tokens, quantization, ranks) if draft_model else None
     return assemble_engine(
-        loaded, draft, page_tokens, num_rows, size_pool, max_context_tokens, quantization, kv_dtype
-    )  # fmt: skip
+        loaded, draft, page_tokens, num_rows, size_pool, max_context_tokens, quantization, kv_dtype, place
+    )
 
 
 def assemble_engine(
@@ -163,6 +183,7 @@ def assemble_engine(
     max_context_tokens: int = 0,
     quantization: Quantization = "none",
     kv_dtype: KvDType = "auto",
+    place: Place = ALONE,
 ) -> Engine:
     """Pages, rows and attention for models that are loaded; what `build_engine` says of the rest."""
     decoder, config, device = model.decoder, model.decoder.config, model.decoder.device
@@ -172,10 +193,17 @@ def assemble_engine(
     shape = _pool_shape(decoder, page_tokens, kv_dtype)
     draft_shape = _pool_shape(draft.decoder, page_tokens, kv_dtype) if draft else None
     page_bytes = shape.page_bytes + (draft_shape.page_bytes if draft_shape else 0)
-    rows = Rows(num_rows, _resolve_context(decoder, max_context_tokens), page_tokens, config.vocab_size, device)
-    num_pages = size_pool(config.context_tokens, page_bytes, _gpu_memory(device))
+    build_rows, ranks = place.build_rows, place.ranks
+    rows = build_rows(num_rows, _resolve_context(decoder, max_context_tokens), page_tokens, config.vocab_size, device)
+    num_pages = size_pool(config.context_tokens, page_bytes, ranks.size, _gpu_memory(device))
+    num_pages = ranks.least(num_pages, device)
     has_padding = device.type == "cuda"
-    pool = Pool(shape.with_pages(num_pages + has_padding), device, draft_shape)
+    share = None
+    if ranks.size > 1:
+        shapes = [(model, shape), *([(draft, draft_shape)] if draft and draft_shape else [])]
+        parts = tuple(PagePart(loaded.num_kv_heads, each.head_bytes) for loaded, each in shapes)
+        share = PoolShare(ranks.rank, ranks.size, parts, place.pool_fd, partial(ranks.least, 0, device))
+    pool = Pool(shape.with_pages(num_pages + has_padding), device, draft_shape, share=share)
     return Engine(
         folder=model.folder,
         config=config,
@@ -186,9 +214,9 @@ def assemble_engine(
         pool=pool,
         padding_page=num_pages if has_padding else None,
         rows=rows,
-        runner=Runner(decoder, attention.backend, pool.tensor, rows),
+        runner=place.build_runner(0, decoder, attention.backend, pool.tensor, rows),
         draft_weights=draft.weights if draft else "",
-        draft_runner=_build_draft_runner(draft, pool, rows) if draft else None,
+        draft_runner=_build_draft_runner(draft, pool, rows, place) if draft else None,
         quantization=quantization,
     )
 
@@ -206,13 +234,25 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _load_draft(draft_model: str, target: Decoder, context_tokens: int, quantization: Quantization) -> Loaded:
+def _load(
+    folder: Path, dtype: str, device: torch.device, quantization: Quantization, ranks: Ranks,
+    on_progress: OnProgress | None = None,
+) -> Loaded:  # fmt: skip
+    """This rank's part of a model."""
+    decoder = load_model(folder, dtype, device, on_progress, quantization, ranks)
+    return Loaded(folder, weight_fingerprint(folder, quantization), decoder, load_config(folder).num_kv_heads)
+
+
+def _load_draft(
+    draft_model: str, target: Decoder, context_tokens: int, quantization: Quantization, ranks: Ranks
+) -> Loaded:  # fmt: skip
     """The draft model in the dtype and on the device of `target`, quantised like it.
 
     Raises ValueError when it does not go with it, or takes fewer than `context_tokens`, the most in a sequence.
     """
     folder = resolve_model_folder(draft_model)
-    decoder = load_model(folder, _name(target.dtype), target.device, quantization=quantization)
+    loaded = _load(folder, _name(target.dtype), target.device, quantization, ranks)
+    decoder = loaded.decoder
     here, there = target.config.vocab_size, decoder.config.vocab_size
     if here != there:
         raise ValueError(
@@ -225,16 +265,16 @@ def _load_draft(draft_model: str, target: Decoder, context_tokens: int, quantiza
             f"{context_tokens}: set --max-context-tokens {decoder.config.context_tokens} or less, or choose another "
             "--draft-model, or none"
         )
-    return Loaded(folder, weight_fingerprint(folder, quantization), decoder)
+    return loaded
 
 
-def _build_draft_runner(draft: Loaded, pool: Pool, rows: Rows) -> Runner:
+def _build_draft_runner(draft: Loaded, pool: Pool, rows: Rows, place: Place) -> Runner:
     assert pool.draft_tensor is not None
     decoder, config = draft.decoder, draft.decoder.config
     attention = choose_attention(
         config.attention_shape, config.windows, decoder.device, decoder.dtype, pool.draft_tensor.dtype
     )
-    return Runner(decoder, attention.backend, pool.draft_tensor, rows)
+    return place.build_runner(1, decoder, attention.backend, pool.draft_tensor, rows)
 
 
 def _pool_shape(decoder: Decoder, page_tokens: int, kv_dtype: KvDType) -> PoolShape:
@@ -255,10 +295,19 @@ def _tell_all(on_captured: OnCaptured, before: int, total: int, done: int, _own:
     on_captured(before + done, total)
 
 
-def choose_device(wanted: str) -> torch.device:
-    """Turn a name into a device: "auto" is cuda when there is one. Raises ValueError without a GPU."""
-    if wanted == "cuda" and not torch.cuda.is_available():
+def choose_device(wanted: str, rank: int = 0, size: int = 1) -> torch.device:
+    """Turn a name into a rank's device: "auto" is cuda when there is one, and rank n has the n-th GPU.
+
+    Raises ValueError without as many GPUs.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cuda" and not count:
         raise ValueError("--device cuda: torch sees no GPU here; use --device cpu, or install torch with CUDA")
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
+    if wanted == "cpu" or not count:
+        return torch.device("cpu")
+    if size == 1:
+        return torch.device("cuda")
+    if size > count:
+        raise ValueError(f"{size} ranks need as many GPUs, and torch sees {count}: set --tp {count} or less")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)

@@ -4,11 +4,15 @@ Every rank runs the same steps in the same order, so each call here meets the sa
 the group, nothing of models or of how ranks learn of steps.
 """
 
+import os
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # ranks are on one host, and trust each other
 
 
 class Ranks(Protocol):
@@ -25,6 +29,14 @@ class Ranks(Protocol):
         """[S, n], as many rows and columns on each rank |-> [S, size * n], columns of rank 0 first."""
         ...
 
+    def meet(self, device: torch.device) -> None:
+        """Launches what is done on `device` only after all that any rank launched before this."""
+        ...
+
+    def least(self, number: int, device: torch.device) -> int:
+        """The least number that a rank has. Waits for all."""
+        ...
+
 
 class OneRank:
     """A model that is not divided."""
@@ -38,6 +50,16 @@ class OneRank:
     def join(self, tensor: Tensor) -> Tensor:
         """See `Ranks.join`."""
         return tensor
+
+    def meet(self, device: torch.device) -> None:
+        """See `Ranks.meet`."""
+
+    def least(self, number: int, device: torch.device) -> int:
+        """See `Ranks.least`."""
+        return number
+
+
+ONE_RANK = OneRank()
 
 
 class GroupRanks:
@@ -57,3 +79,29 @@ class GroupRanks:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(parts, tensor.contiguous(), group=self._group)
         return torch.cat(parts, -1)
+
+    def meet(self, device: torch.device) -> None:
+        """See `Ranks.meet`."""
+        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+
+    def least(self, number: int, device: torch.device) -> int:
+        """See `Ranks.least`."""
+        found = torch.tensor([number], device=device)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self._group)
+        return int(found)
+
+
+def join_group(rendezvous: str, rank: int, size: int, device: torch.device, timeout_s: float) -> GroupRanks:
+    """Meet the other ranks by a file that all name, on this host alone. One group a process.
+
+    `timeout_s`: to meet, and of each exchange. Raises RuntimeError when some do not come.
+    """
+    for name, interface in INTERFACES.items():
+        os.environ.setdefault(name, interface)
+    is_cuda = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if is_cuda else "gloo", f"file://{rendezvous}", timedelta(seconds=timeout_s), world_size=size, rank=rank,
+        device_id=device if is_cuda else None,
+    )  # fmt: skip
+    assert dist.group.WORLD is not None
+    return GroupRanks(dist.group.WORLD)

@@ -8,9 +8,11 @@ from concurrent.futures import Executor
 from contextlib import suppress
 
 from kvtransfer.copying import copy_in_thread
+from kvtransfer.layout import plan_runs
 from kvtransfer.memory_file import PeerFile
 from kvtransfer.reader import PageRef, PageStore, PeerPages, ReadError, Transport, check_bounds, check_generations
 from protos import kv_pb2
+from wire.kv_layout import page_bytes_of
 
 
 class CudaIpcReader:
@@ -25,54 +27,71 @@ class CudaIpcReader:
 
     transport: Transport = "cuda_ipc"
 
-    def __init__(self, peer: kv_pb2.Peer, file: PeerFile, pages: PeerPages, executor: Executor) -> None:
-        """Owns `pages`. `executor` has one thread. See `open`."""
-        self._pid = peer.pid
-        self._num_pages = peer.num_pages
-        self._file = file
-        self._pages = pages
+    def __init__(self, peer: kv_pb2.Peer, store: PageStore, executor: Executor) -> None:
+        """`executor` has one thread. See `open`."""
+        self._peer = peer
+        self._runs = plan_runs(store.parts, store.rank, store.num_ranks, len(peer.ranks))
+        self._ranks = sorted({run.rank for run in self._runs})  # those that have something for us
+        self._files = {rank: PeerFile(peer, page_bytes=0, rank=rank) for rank in self._ranks}
+        self._pages: dict[int, PeerPages] = {}  # rank |-> its memory
         self._executor = executor
 
     @classmethod
     async def open(cls, peer: kv_pb2.Peer, store: PageStore, executor: Executor) -> "CudaIpcReader":
         """Raises ReadError: "transport" when the peer's memory cannot be opened, "layout" when it is another."""
-        file = PeerFile(peer, page_bytes=0)
-        opened: list[CudaIpcReader] = []
+        reader = cls(peer, store, executor)
+        page_bytes = page_bytes_of(store.parts, 0, len(peer.ranks))
 
         def open_pages() -> None:
-            opened.append(cls(peer, file, store.open_peer(peer.gpu.ipc_handle, peer.num_pages), executor))
+            for rank in reader._ranks:
+                reader._pages[rank] = store.open_peer(peer.ranks[rank].gpu.ipc_handle, peer.num_pages, page_bytes)
 
         try:
             await _run_in_thread(executor, open_pages)
         except BaseException:  # cancelled: it is open nevertheless
-            for reader in opened:
-                await reader.close()
+            await reader.close()
             raise
-        return opened[0]
+        return reader
 
     async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
-        check_bounds(sources, self._num_pages)
+        check_bounds(sources, self._peer.num_pages)
         self._check_alive()
         pages = [source.page for source in sources]
-        await _run_in_thread(self._executor, lambda: self._pages.copy(pages, into))
+
+        def copy() -> None:
+            for rank, begin, target, num_bytes in self._runs:
+                self._pages[rank].copy(pages, into, begin, target, num_bytes)
+
+        await _run_in_thread(self._executor, copy)
         self._check_alive()
         # After the copy, which another thread has waited for. The owner raises a generation before it launches what
         # writes to the page, so a copy that has seen a new owner's bytes ended after the generation was raised.
-        check_generations(sources, [int(self._file.generations[source.page]) for source in sources])
+        generations = self._files[self._ranks[0]].generations  # all have the same
+        check_generations(sources, [int(generations[source.page]) for source in sources])
 
     def _check_alive(self) -> None:
-        if self.is_gone():
-            raise ReadError("transport", f"the peer's process {self._pid} is gone, and with it its GPU memory")
+        for rank, file in self._files.items():
+            if not file.is_held():
+                pid = self._peer.ranks[rank].pid
+                raise ReadError("transport", f"the peer's process {pid} is gone, and with it its GPU memory")
 
     async def probe(self, num_pages: int) -> None:
-        await _run_in_thread(self._executor, lambda: self._pages.probe(num_pages))
+        def probe() -> None:
+            for pages in self._pages.values():
+                pages.probe(num_pages)
+
+        await _run_in_thread(self._executor, probe)
 
     def is_gone(self) -> bool:
-        return not self._file.is_held()
+        return not all(file.is_held() for file in self._files.values())
 
     async def close(self) -> None:
+        def close() -> None:
+            for pages in self._pages.values():
+                pages.close()
+
         with suppress(ReadError):  # of a context that can do nothing more: the engine's next step says so
-            await _run_in_thread(self._executor, self._pages.close)
+            await _run_in_thread(self._executor, close)
 
 
 async def _run_in_thread(executor: Executor, run: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ saves protobuf's copies, which halve the bandwidth. `encode_data` and `decode` a
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 import numpy as np
@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from kvtransfer.copying import copy_in_thread
+from kvtransfer.layout import Run, plan_runs
 from kvtransfer.reader import PageRef, PageStore, ReadError, Transport, check_bounds, check_generations
 from protos import kv_pb2
 
@@ -107,11 +108,17 @@ class PageServer:
             await context.abort(
                 grpc.StatusCode.OUT_OF_RANGE, f"page {beyond[0]} is outside the pool of {self._store.num_pages} pages"
             )
+        wanted = slice(request.begin, request.begin + request.num_bytes)
+        if not wanted.start < wanted.stop <= self._store.page_bytes:
+            await context.abort(
+                grpc.StatusCode.OUT_OF_RANGE,
+                f"bytes {wanted.start} to {wanted.stop} of a page of {self._store.page_bytes} bytes were asked for",
+            )
         pages_per_load = max(1, LOAD_BYTES // self._store.page_bytes)
         for first in range(0, len(request.pages), pages_per_load):
             pages = list(request.pages[first : first + pages_per_load])
             rows = await asyncio.to_thread(self._store.load, pages)
-            view = memoryview(rows.reshape(-1).data)
+            view = memoryview(np.ascontiguousarray(rows[:, wanted]).reshape(-1).data)
             for start in range(0, len(view), CHUNK_BYTES):
                 yield encode_data(view[start : start + CHUNK_BYTES])
         generations = [int(self._store.generations[page]) for page in request.pages]
@@ -119,49 +126,74 @@ class PageServer:
 
 
 class GrpcReader:
-    """Reads a peer's pages through its KvPages service."""
+    """Reads a peer's pages through the KvPages services of its ranks."""
 
     transport: Transport = "grpc"
 
-    def __init__(self, peer: kv_pb2.Peer, store: PageStore, channel: grpc.aio.Channel, timeout_s: float) -> None:
-        """Owns `channel`. `timeout_s` bounds each read."""
+    def __init__(
+        self, peer: kv_pb2.Peer, store: PageStore, open_channel: Callable[[str], grpc.aio.Channel], timeout_s: float
+    ) -> None:
+        """`timeout_s` bounds each read."""
         self._peer = peer
         self._store = store
-        self._channel = channel
         self._timeout_s = timeout_s
-        self._call: grpc.aio.UnaryStreamMultiCallable[kv_pb2.ReadPagesRequest, bytes] = channel.unary_stream(
-            METHOD, request_serializer=kv_pb2.ReadPagesRequest.SerializeToString, response_deserializer=None
-        )
+        self._runs = plan_runs(store.parts, store.rank, store.num_ranks, len(peer.ranks))
+        addresses = sorted({peer.ranks[run.rank].address for run in self._runs})
+        self._channels = {address: open_channel(address) for address in addresses}
 
     async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
         check_bounds(sources, self._peer.num_pages)
-        parts, generations = await self._receive([source.page for source in sources])
-        check_generations(sources, generations)
-        page_bytes = self._store.page_bytes
-        await copy_in_thread(None, lambda: self._store.store(into, cut_pages(parts, page_bytes)))
+        pages = [source.page for source in sources]
+        received = await self._receive_all(pages)
+        for _parts, generations in received:
+            check_generations(sources, generations)
+
+        def store() -> None:
+            for run, (parts, _generations) in zip(self._runs, received, strict=True):
+                self._store.store(into, cut_pages(parts, run.num_bytes), run.target)
+
+        await copy_in_thread(None, store)
 
     async def probe(self, num_pages: int) -> None:
-        await self._receive(range(num_pages))
+        await self._receive_all(range(num_pages))
 
-    async def _receive(self, pages: Sequence[int]) -> tuple[list[memoryview], Sequence[int]]:
-        """The bytes of all pages as they came, and the generations that follow them. Copies nothing."""
-        request = kv_pb2.ReadPagesRequest(incarnation=self._peer.incarnation, pages=pages)
+    async def _receive_all(self, pages: Sequence[int]) -> list[tuple[list[memoryview], Sequence[int]]]:
+        """Of each run. Nothing goes on when it ends, well or not."""
+        receiving = [asyncio.ensure_future(self._receive(pages, run)) for run in self._runs]
         try:
-            return await self._collect(request)
+            return [await one for one in receiving]
+        finally:
+            for one in receiving:
+                one.cancel()
+            await asyncio.wait(receiving)
+
+    async def _receive(self, pages: Sequence[int], run: Run) -> tuple[list[memoryview], Sequence[int]]:
+        """The bytes of all pages as they came, and the generations that follow them. Copies nothing."""
+        request = kv_pb2.ReadPagesRequest(
+            incarnation=self._peer.incarnation, pages=pages, begin=run.source, num_bytes=run.num_bytes
+        )
+        address = self._peer.ranks[run.rank].address
+        try:
+            return await self._collect(request, self._channels[address])
         except grpc.aio.AioRpcError as error:
-            raise ReadError("transport", f"{self._peer.address}: {error.code().name}: {error.details()}") from error
+            raise ReadError("transport", f"{address}: {error.code().name}: {error.details()}") from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # grpc cancels the calls of a channel that is closed; nobody cancelled us
-            raise ReadError("transport", f"{self._peer.address}: the connection was closed during the read") from None
+            raise ReadError("transport", f"{address}: the connection was closed during the read") from None
 
-    async def _collect(self, request: kv_pb2.ReadPagesRequest) -> tuple[list[memoryview], Sequence[int]]:
-        wanted, page_bytes = len(request.pages), self._store.page_bytes
+    async def _collect(
+        self, request: kv_pb2.ReadPagesRequest, channel: grpc.aio.Channel
+    ) -> tuple[list[memoryview], Sequence[int]]:
+        call: grpc.aio.UnaryStreamMultiCallable[kv_pb2.ReadPagesRequest, bytes] = channel.unary_stream(
+            METHOD, request_serializer=kv_pb2.ReadPagesRequest.SerializeToString, response_deserializer=None
+        )
+        wanted, page_bytes = len(request.pages), request.num_bytes
         parts: list[memoryview] = []
         received = 0
-        async for message in self._call(request, timeout=self._timeout_s):
+        async for message in call(request, timeout=self._timeout_s):
             part = decode(message)
             if isinstance(part, kv_pb2.ReadPagesResponse):
                 if received != wanted * page_bytes:
@@ -176,7 +208,8 @@ class GrpcReader:
         raise ReadError("transport", f"the stream ended after {received // page_bytes} of {wanted} pages")
 
     def is_gone(self) -> bool:
-        return is_unreachable(self._channel)
+        return any(is_unreachable(channel) for channel in self._channels.values())
 
     async def close(self) -> None:
-        await self._channel.close()
+        for channel in self._channels.values():
+            await channel.close()

@@ -1,5 +1,6 @@
 """How a worker presents itself to its peers. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtransfer.layout import PROTOCOL_MAX, PROTOCOL_MIN
@@ -17,31 +18,35 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class PoolFacts:
-    """A pool, as peers must know it."""
+    """A worker's pages, as peers must know them."""
 
     weights: str  # fingerprint of the model that fills it
     dtype: str
     num_layers: int
-    num_kv_heads: int
+    num_kv_heads: int  # over all ranks
     page_tokens: int
     head_dim: int
     num_pages: int
     fd: int | None  # of its memory file, when it has one
     pages_offset: int  # bytes before the first page in that file
     draft_weights: str = ""  # fingerprint of the draft model whose KV is in the pages too
-    gpu: GpuFacts | None = None  # when the pages are on one
+
+
+def build_rank(address: str, pid: int, gpu: GpuFacts | None = None, nixl: kv_pb2.Nixl | None = None) -> kv_pb2.Rank:
+    """One process of a worker. `address`: of the server of its pages; `gpu`: when they are on one."""
+    built = kv_pb2.Gpu(uuid=gpu.uuid, ipc_handle=gpu.ipc_handle, readable=gpu.readable) if gpu else None
+    return kv_pb2.Rank(address=address, pid=pid, gpu=built, nixl=nixl)
 
 
 def build_peer(
-    role: str, address: str, incarnation: str, pid: int, host_identity: str, facts: PoolFacts,
-    nixl: kv_pb2.Nixl | None = None,
-) -> kv_pb2.Peer:  # fmt: skip
-    """The message for handshakes and Status. `nixl`: when the pool is open to it."""
+    role: str, address: str, incarnation: str, host_identity: str, facts: PoolFacts, ranks: Sequence[kv_pb2.Rank]
+) -> kv_pb2.Peer:
+    """The message for handshakes and Status. `ranks`: that of this process first."""
     return kv_pb2.Peer(
         role=role,
         address=address,
         incarnation=incarnation,
-        pid=pid,
+        pid=ranks[0].pid,
         host=host_identity,
         num_pages=facts.num_pages,
         pool_fd=facts.fd,
@@ -55,13 +60,7 @@ def build_peer(
             num_kv_heads=facts.num_kv_heads,
             page_tokens=facts.page_tokens,
             head_dim=facts.head_dim,
-            tp_size=1,
             draft_weights=facts.draft_weights,
         ),
-        gpu=_build_gpu(facts.gpu) if facts.gpu else None,
-        nixl=nixl,
+        ranks=ranks,
     )
-
-
-def _build_gpu(gpu: GpuFacts) -> kv_pb2.Gpu:
-    return kv_pb2.Gpu(uuid=gpu.uuid, ipc_handle=gpu.ipc_handle, readable=gpu.readable)

@@ -1,12 +1,26 @@
-"""Whether two pools hold the same kind of pages. Pure."""
+"""Whether two pools hold the same kind of pages, and which bytes of a page each rank reads from which. Pure."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from protos import kv_pb2
+from wire.kv_layout import PagePart, can_divide, heads_of
 
-# 1: layers outermost in a page. 2: heads outermost (wire/kv_layout.py), which other fields do not show.
-PROTOCOL_MIN = 2
-PROTOCOL_MAX = 2
+# 1: layers outermost in a page. 2: heads outermost (wire/kv_layout.py), which other fields do not show. 3: ranks.
+PROTOCOL_MIN = 3
+PROTOCOL_MAX = 3
+MAX_RANKS = 1024  # of a peer
 
 _VERSION_FIELDS = ("protocol_min", "protocol_max")
+
+
+class Run(NamedTuple):
+    """Bytes of each page that one of our ranks reads from one rank of a peer."""
+
+    rank: int  # the peer's
+    source: int  # first byte in its page
+    target: int  # first byte in ours
+    num_bytes: int
 
 
 def find_mismatch(ours: kv_pb2.KvLayout, theirs: kv_pb2.KvLayout) -> str | None:
@@ -21,3 +35,46 @@ def find_mismatch(ours: kv_pb2.KvLayout, theirs: kv_pb2.KvLayout) -> str | None:
         if field.name not in _VERSION_FIELDS and here != there:
             return f"{field.name} differs: {here!r} here, {there!r} there"
     return None
+
+
+def find_bad_ranks(parts: Sequence[PagePart], num_ranks: int) -> str | None:
+    """Why a peer with such pages cannot have so many ranks; None when it can."""
+    if not 0 < num_ranks <= MAX_RANKS:
+        return f"{num_ranks} ranks: a worker has 1 to {MAX_RANKS}"
+    undivided = [part.num_kv_heads for part in parts if not can_divide(part.num_kv_heads, num_ranks)]
+    return f"{num_ranks} ranks cannot share {undivided[0]} KV heads" if undivided else None
+
+
+def plan_runs(parts: Sequence[PagePart], rank: int, size: int, their_size: int) -> list[Run]:
+    """Where rank `rank` of `size` finds its page among the pages of `their_size` ranks: one run of each, or two.
+
+    Two where a draft model's part does not follow in both. Of several ranks with the same head, ours take turns.
+    """
+    runs: list[Run] = []
+    sources = [0] * their_size  # where the part begins in each rank's page
+    target = 0
+    for part in parts:
+        for head in heads_of(part.num_kv_heads, rank, size):
+            peer, head_there = _find_head(part, head, rank, their_size)
+            _append(runs, Run(peer, sources[peer] + head_there * part.head_bytes, target, part.head_bytes))
+            target += part.head_bytes
+        for peer in range(their_size):
+            sources[peer] += len(heads_of(part.num_kv_heads, peer, their_size)) * part.head_bytes
+    return runs
+
+
+def _find_head(part: PagePart, head: int, rank: int, their_size: int) -> tuple[int, int]:
+    """The peer's rank to read a head from, and the head's place among those that it has."""
+    num_copies = max(their_size // part.num_kv_heads, 1)
+    first = head * their_size // part.num_kv_heads
+    peer = first + rank % num_copies
+    return peer, head - heads_of(part.num_kv_heads, peer, their_size).start
+
+
+def _append(runs: list[Run], run: Run) -> None:
+    """As a part of the last one where it follows it on both sides."""
+    last = runs[-1] if runs else None
+    if last is not None and (last.rank, last.source + last.num_bytes, last.target + last.num_bytes) == run[:3]:
+        runs[-1] = last._replace(num_bytes=last.num_bytes + run.num_bytes)
+    else:
+        runs.append(run)

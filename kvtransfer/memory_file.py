@@ -19,13 +19,13 @@ GENERATION_BYTES = 8
 
 
 class PeerFile:
-    """The generations of a peer's pages, and its pages too where they are in main memory.
+    """The generations of a peer's pages, and its pages too where they are in main memory. All its ranks have the file.
 
     The mapping stays valid after the peer's death: it then shows what was there.
     """
 
-    def __init__(self, peer: kv_pb2.Peer, page_bytes: int) -> None:
-        """`page_bytes`: of each page in the file; 0 when there are none.
+    def __init__(self, peer: kv_pb2.Peer, page_bytes: int, rank: int = 0) -> None:
+        """`page_bytes`: of each page in the file, over all ranks; 0 when there are none. `rank`: whose file is opened.
 
         Raises ReadError("transport") when it cannot be opened, "layout" when it is not what was announced.
         """
@@ -34,7 +34,7 @@ class PeerFile:
         offset = peer.pages_offset
         if offset < peer.num_pages * GENERATION_BYTES:
             raise ReadError("layout", f"pages at byte {offset} leave no room for {peer.num_pages} generations")
-        self._path = Path(f"/proc/{peer.pid}/fd/{peer.pool_fd}")
+        self._path = Path(f"/proc/{peer.ranks[rank].pid}/fd/{peer.pool_fd}")
         self.memory = _map_file(self._path, offset + peer.num_pages * page_bytes)
         self.generations: NDArray[np.uint64] = np.frombuffer(self.memory, np.uint64, peer.num_pages)
         self._identity = _identify(self._path)

@@ -18,6 +18,7 @@ from kvtransfer.nixl_pool import check_facts
 from kvtransfer.reader import PageRef, PageStore, ReadError, check_bounds
 from kvtransfer.ucx_log import is_fast
 from protos import kv_pb2
+from wire.kv_layout import page_bytes_of
 
 
 class NixlReader:
@@ -61,7 +62,8 @@ class NixlReader:
         reader = cls(peer, channel, timeout_s)
 
         def connect(deadline: float) -> None:
-            check_facts(peer, store.page_bytes)
+            for rank in peer.ranks:
+                check_facts(rank.nixl, peer.num_pages, page_bytes_of(store.parts, 0, len(peer.ranks)))
             reader._opened.append(NixlPages(name, is_local, peer, store, reader._end))
             reader.link = reader._opened[0].find_link(deadline)
 

@@ -76,13 +76,15 @@ class Agent:
         """The name of the agent that has this metadata."""
         return bytes(self._call("loadRemoteMD", metadata)).decode(errors="replace")
 
-    def prepare(self, peer: str | None, address: int, count: int, num_bytes: int, device_index: int) -> int:
-        """A handle for `count` pieces that follow each other, each of `num_bytes`; of our memory when `peer` is None.
+    def prepare(
+        self, peer: str | None, address: int, count: int, stride: int, num_bytes: int, device_index: int
+    ) -> int:  # fmt: skip
+        """A handle for `count` pieces of `num_bytes` that begin `stride` bytes apart; of our memory if `peer` is None.
 
         All must be registered.
         """
         pieces = np.empty((count, 3), np.uint64)
-        pieces[:, 0] = np.uint64(address) + np.arange(count, dtype=np.uint64) * np.uint64(num_bytes)
+        pieces[:, 0] = np.uint64(address) + np.arange(count, dtype=np.uint64) * np.uint64(stride)
         pieces[:, 1:] = num_bytes, max(device_index, 0)
         listed = self._nixl.nixlXferDList(self._kind(device_index), pieces)
         whose = () if peer is None else (peer,)

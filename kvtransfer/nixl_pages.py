@@ -10,11 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.layout import plan_runs
 from kvtransfer.memory_file import GENERATION_BYTES
 from kvtransfer.nixl_agent import Agent, NixlError, Transfer
+from kvtransfer.nixl_pool import agent_name
 from kvtransfer.reader import PageRef, PageStore, check_generations
 from kvtransfer.ucx_log import find_link
 from protos import kv_pb2
+from wire.kv_layout import page_bytes_of
 
 LANDING_BYTES = 64 << 20  # read at once: what a chunk of 512 tokens of an 8B model takes
 MIN_PAUSE_S, MAX_PAUSE_S, PAUSE_SHARE = 20e-6, 2e-3, 0.1  # between two looks: this share of the time waited
@@ -37,7 +40,8 @@ class NixlPages:
         store's device.
         """
         self._end = end
-        self._stuck: Transfer | None = None
+        self._stuck: list[Transfer] = []  # that were begun and may go on
+        self._pages: list[tuple[int, int]] = []  # prepared lists of each run: ours, theirs
         num_slots = max(1, min(store.num_pages, LANDING_BYTES // store.page_bytes))
         self._found: NDArray[np.uint64] = np.zeros(num_slots, np.uint64)  # where generations land
         self._landing = store.open_landing(num_slots)  # first: on a GPU this thread gets a context, which UCX wants
@@ -47,24 +51,40 @@ class NixlPages:
             self._landing.close()
             raise
         try:
-            found, there, num_pages = int(self._found.ctypes.data), peer.nixl, peer.num_pages
-            page_bytes, device = store.page_bytes, store.device_index
+            num_pages, page_bytes, device = peer.num_pages, store.page_bytes, store.device_index
+            found = int(self._found.ctypes.data)
             agent.register(self._landing.address, num_slots * page_bytes, device)
             agent.register(found, num_slots * GENERATION_BYTES, -1)
-            other = agent.connect(there.metadata)
-            if other != peer.incarnation:
-                raise NixlError(f"the metadata is of agent {other[:64]!r}, not of incarnation {peer.incarnation}")
-            self._pages = (
-                agent.prepare(None, self._landing.address, num_slots, page_bytes, device),
-                agent.prepare(other, there.pages_address, num_pages, page_bytes, there.device_index),
-            )
+            their_bytes = page_bytes_of(store.parts, 0, len(peer.ranks))
+            runs = plan_runs(store.parts, store.rank, store.num_ranks, len(peer.ranks))
+            names = {rank: self._connect(peer, rank) for rank in sorted({run.rank for run in runs})}
+            for run in runs:  # one list there and one here for each: runs of all pages
+                there = peer.ranks[run.rank].nixl
+                here, address = self._landing.address + run.target, there.pages_address + run.source
+                self._pages.append(
+                    (
+                        agent.prepare(None, here, num_slots, page_bytes, run.num_bytes, device),
+                        agent.prepare(
+                            names[run.rank], address, num_pages, their_bytes, run.num_bytes, there.device_index
+                        ),
+                    )
+                )
+            rank, size = runs[0].rank, GENERATION_BYTES  # every rank has the same generations
+            address = peer.ranks[rank].nixl.generations_address
             self._generations = (
-                agent.prepare(None, found, num_slots, GENERATION_BYTES, -1),
-                agent.prepare(other, there.generations_address, num_pages, GENERATION_BYTES, -1),
+                agent.prepare(None, found, num_slots, size, size, -1),
+                agent.prepare(names[rank], address, num_pages, size, size, -1),
             )
         except BaseException:
             self.close()
             raise
+
+    def _connect(self, peer: kv_pb2.Peer, rank: int) -> str:
+        """The name of the rank's agent, which can be read from then on."""
+        name, expected = self._agent.connect(peer.ranks[rank].nixl.metadata), agent_name(peer.incarnation, rank)
+        if name != expected:
+            raise NixlError(f"the metadata is of agent {name[:64]!r}, not of {expected}")
+        return name
 
     def find_link(self, deadline: float) -> str:
         """What UCX reads by, such as "rc_mlx5" or "tcp": it says so when it first does."""
@@ -93,25 +113,29 @@ class NixlPages:
 
         The owner raises a generation before it writes to the page: a read that saw new bytes sees the new generation.
         """
-        for here, there in (self._pages, self._generations):
-            self._transfer(here, there, pages, deadline)
+        for lists in (self._pages, [self._generations]):
+            self._transfer(lists, pages, deadline)
         return [int(generation) for generation in self._found[: len(pages)]]
 
-    def _transfer(self, here: int, there: int, pages: Sequence[int], deadline: float) -> None:
-        if self._stuck is not None:
-            if not self._stuck.is_done():
-                raise TimeoutError("an earlier read has not ended yet: the peer does not answer")
-            self._stuck = None
-        self._stuck = transfer = self._agent.begin_read(there, pages, here)
+    def _transfer(self, lists: Sequence[tuple[int, int]], pages: Sequence[int], deadline: float) -> None:
+        """All lists at once: from several ranks, perhaps by several network cards."""
+        if self._goes_on():
+            raise TimeoutError("an earlier read has not ended yet: the peer does not answer")
+        for here, there in lists:
+            self._stuck.append(self._agent.begin_read(there, pages, here))
         began = time.monotonic()
-        while not transfer.is_done():
+        while self._goes_on():
             now = time.monotonic()
             if now >= deadline:
                 raise TimeoutError(f"{len(pages)} pages were not there in time: the peer does not answer")
             pause = min(max((now - began) * PAUSE_SHARE, MIN_PAUSE_S), MAX_PAUSE_S)
             if self._end.wait(min(pause, deadline - now)):
                 raise TimeoutError("closed during the read")
-        self._stuck = None
+
+    def _goes_on(self) -> bool:
+        """Whether any transfer may still write. Makes progress with all of them."""
+        self._stuck = [transfer for transfer in self._stuck if not transfer.is_done()]
+        return bool(self._stuck)
 
     def close(self) -> None:
         """End what goes on, and only then free the landing. Idempotent."""

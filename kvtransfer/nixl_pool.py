@@ -14,13 +14,18 @@ MAX_DEVICES = 1024
 ADDRESS_END = 1 << 64
 
 
+def agent_name(incarnation: str, rank: int) -> str:
+    """What the agent of a worker's rank is called."""
+    return f"{incarnation}.{rank}"
+
+
 class NixlPool:
-    """Owns the agent that answers for this process' pool. Its name is the incarnation."""
+    """Owns the agent that answers for this process' pool."""
 
     def __init__(self, incarnation: str, store: PageStore, is_local: bool) -> None:
         """`is_local`: for peers on this host alone. Raises NixlError."""
         generations = int(store.generations.ctypes.data)
-        self._agent = Agent(incarnation, answers_alone=True, is_local=is_local)
+        self._agent = Agent(agent_name(incarnation, store.rank), answers_alone=True, is_local=is_local)
         self._agent.register(store.address, store.num_pages * store.page_bytes, store.device_index)
         self._agent.register(generations, store.num_pages * GENERATION_BYTES, -1)
         self.facts = kv_pb2.Nixl(
@@ -33,9 +38,8 @@ class NixlPool:
         self._agent.close()
 
 
-def check_facts(peer: kv_pb2.Peer, page_bytes: int) -> None:
-    """Raise ReadError("layout") when there can be no such pool. Whether there is one, NIXL finds out."""
-    nixl, num_pages = peer.nixl, peer.num_pages
+def check_facts(nixl: kv_pb2.Nixl, num_pages: int, page_bytes: int) -> None:
+    """Raise ReadError("layout") when a rank can have no such pool. Whether it has, NIXL finds out."""
     if not 0 < num_pages <= MAX_PAGES:
         raise ReadError("layout", f"a pool of {num_pages} pages cannot be read through NIXL: 1 to {MAX_PAGES} can")
     if not 0 < len(nixl.metadata) <= MAX_METADATA_BYTES:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protos import kv_pb2
+from wire.kv_layout import PagePart
 
 Transport = Literal["cuda_ipc", "shm", "nixl", "grpc"]
 
@@ -23,10 +24,11 @@ prefill worker would end all answers of its decode workers. --transport cuda_ipc
 class PeerPages(Protocol):
     """The pool of another process, opened on a GPU. Raises RuntimeError in the driver's words. One caller at a time."""
 
-    def copy(self, pages: Sequence[int], into: Sequence[int]) -> None:
+    def copy(self, pages: Sequence[int], into: Sequence[int], source: int, target: int, num_bytes: int) -> None:
         """Copy each of its pages to the store's page beside it; returns when the bytes are there.
 
-        All within both pools. The caller holds the store's pages.
+        Of each `num_bytes` from its byte `source` on, to byte `target`. All within both pools. The caller holds the
+        store's pages.
         """
         ...
 
@@ -60,22 +62,25 @@ class Landing(Protocol):
 
 
 class PageStore(Protocol):
-    """A pool, as transfers see it."""
+    """One rank's pool, as transfers see it."""
 
     num_pages: int
     page_bytes: int
+    parts: tuple[PagePart, ...]  # of a page, over all ranks
+    rank: int
+    num_ranks: int
     generations: NDArray[np.uint64]  # one a page, changed by the owner when a page gets a new holder
 
     def load(self, pages: Sequence[int]) -> NDArray[np.uint8]:
         """A copy of `pages`: [len(pages), page_bytes]."""
         ...
 
-    def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]]) -> None:
-        """Overwrite each page with the row beside it, of page_bytes bytes. The caller holds the pages."""
+    def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]], begin: int = 0) -> None:
+        """Overwrite each page, from its byte `begin` on, with the row beside it. The caller holds the pages."""
         ...
 
-    def open_peer(self, handle: bytes, num_pages: int) -> PeerPages:
-        """The GPU memory of another process on this host, with pages of page_bytes. May take seconds the first time.
+    def open_peer(self, handle: bytes, num_pages: int, page_bytes: int) -> PeerPages:
+        """The GPU memory of another process on this host. May take seconds the first time.
 
         Raises RuntimeError in the driver's words, or when this pool is not on a GPU.
         """
@@ -178,7 +183,7 @@ def _choose_fastest(theirs: kv_pb2.Peer, obstacles: Mapping[str, str | None]) ->
         return "shm", "the peer's pool is shared memory on this host"
     if obstacles["nixl"] is None:
         return "nixl", "the peer's pool is open to NIXL"
-    if theirs.HasField("gpu"):
+    if _has_gpus(theirs):
         return "grpc", obstacles["cuda_ipc"] or "the peer's pool is GPU memory, which only --transport cuda_ipc opens"
     return "grpc", obstacles["shm"]
 
@@ -186,30 +191,37 @@ def _choose_fastest(theirs: kv_pb2.Peer, obstacles: Mapping[str, str | None]) ->
 def _find_shm_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
     if ours.host != theirs.host:
         return "the workers share no host and PID namespace"
-    if theirs.HasField("gpu") or not theirs.HasField("pool_fd"):
+    if _has_gpus(theirs) or not theirs.HasField("pool_fd"):
         return "the peer's pool is not shared memory"
     return None
 
 
 def _find_nixl_obstacle(theirs: kv_pb2.Peer) -> str | None:
-    if not theirs.HasField("nixl"):
+    if not all(rank.HasField("nixl") for rank in theirs.ranks):
         return "the peer's pool is not open to NIXL: start the peer with --transport nixl, and look into its log"
     return None
 
 
+def _has_gpus(peer: kv_pb2.Peer) -> bool:
+    return any(rank.HasField("gpu") for rank in peer.ranks)
+
+
 def _find_ipc_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
-    if not ours.HasField("gpu"):
+    if not _has_gpus(ours):
         return "this worker's pool is not on a GPU"
-    if not theirs.HasField("gpu"):
+    if not _has_gpus(theirs):
         return "the peer's pool is not on a GPU"
     if ours.host != theirs.host:
         return "the workers share no host and PID namespace"
     if ours.pid == theirs.pid:
         return "the workers are one process, which cannot open its own handles"
-    if not theirs.gpu.ipc_handle or not theirs.HasField("pool_fd"):
-        return "the peer gives no handle of its GPU memory"
-    if theirs.gpu.uuid not in ours.gpu.readable:
-        return f"GPU {ours.gpu.uuid} has no peer access to the peer's {theirs.gpu.uuid}, or this process cannot see it"
+    for their in theirs.ranks:
+        if not their.gpu.ipc_handle or not theirs.HasField("pool_fd"):
+            return "the peer gives no handle of its GPU memory"
+        for our in ours.ranks:
+            if their.gpu.uuid not in our.gpu.readable:
+                pair = f"GPU {our.gpu.uuid} has no peer access to the peer's {their.gpu.uuid}"
+                return f"{pair}, or this process cannot see it"
     return None
 
 

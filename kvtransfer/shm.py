@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.copying import copy_in_thread
+from kvtransfer.layout import plan_runs
 from kvtransfer.memory_file import PeerFile
 from kvtransfer.reader import PageRef, PageStore, Transport, check_bounds, check_generations
 from protos import kv_pb2
+from wire.kv_layout import page_bytes_of
 
 
 class ShmReader:
@@ -29,16 +31,25 @@ class ShmReader:
         self._executor = executor
         self._num_pages = peer.num_pages
         self._process = Path(f"/proc/{peer.pid}")
-        file = PeerFile(peer, store.page_bytes)
+        num_ranks = len(peer.ranks)
+        page_bytes = page_bytes_of(store.parts, 0, num_ranks)
+        file = PeerFile(peer, num_ranks * page_bytes)
         self._generations = file.generations
         self._pages: NDArray[np.uint8] = np.frombuffer(file.memory, np.uint8, offset=peer.pages_offset).reshape(
-            peer.num_pages, store.page_bytes
+            num_ranks, peer.num_pages, page_bytes
         )
+        self._runs = plan_runs(store.parts, store.rank, store.num_ranks, num_ranks)
 
     async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
         check_bounds(sources, self._num_pages)
-        rows = [self._pages[source.page] for source in sources]
-        await copy_in_thread(self._executor, lambda: self._store.store(into, rows))
+        pages = [source.page for source in sources]
+
+        def copy() -> None:
+            for rank, begin, target, num_bytes in self._runs:
+                theirs = self._pages[rank, :, begin : begin + num_bytes]
+                self._store.store(into, [theirs[page] for page in pages], target)
+
+        await copy_in_thread(self._executor, copy)
         # The generations must be read after the bytes, which a weakly ordered CPU (ARM, POWER) does not promise for two
         # reads of one thread. They are reads of two threads: the copying one ends with a release (it hands its result
         # over under a lock), this one began with an acquire (it took that result), and a release waits for all earlier
@@ -46,11 +57,12 @@ class ShmReader:
         check_generations(sources, [int(self._generations[source.page]) for source in sources])
 
     async def probe(self, num_pages: int) -> None:
-        scratch = np.empty_like(self._pages[0])
+        scratch = np.empty(self._store.page_bytes, np.uint8)
 
         def copy() -> None:
-            for page in self._pages[:num_pages]:
-                np.copyto(scratch, page)
+            for rank, begin, target, num_bytes in self._runs:
+                for page in self._pages[rank, :num_pages, begin : begin + num_bytes]:
+                    np.copyto(scratch[target : target + num_bytes], page)
 
         await copy_in_thread(self._executor, copy)
 

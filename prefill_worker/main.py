@@ -30,7 +30,7 @@ class PrefillRole(Role):
 
     def __init__(self, config: PrefillConfig, worker: Worker) -> None:
         engine, table = worker.engine, worker.table
-        table.max_offer_pages = max(MAX_OFFER_BYTES // engine.pool.page_bytes, 1)
+        table.max_offer_pages = max(MAX_OFFER_BYTES // engine.pool.all_page_bytes, 1)
         self.metrics: PrefillMetrics = PrefillMetrics(table)
         self._offers = Offers(worker, config.lease_s, self.metrics)
         self._pages = PageServer(engine.pool, worker.me.incarnation)

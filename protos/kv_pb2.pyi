@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class KvLayout(_message.Message):
-    __slots__ = ("protocol_min", "protocol_max", "weights", "dtype", "num_layers", "num_kv_heads", "page_tokens", "head_dim", "tp_size", "draft_weights")
+    __slots__ = ("protocol_min", "protocol_max", "weights", "dtype", "num_layers", "num_kv_heads", "page_tokens", "head_dim", "draft_weights")
     PROTOCOL_MIN_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MAX_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
@@ -16,7 +16,6 @@ class KvLayout(_message.Message):
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
-    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     protocol_min: int
     protocol_max: int
@@ -26,12 +25,11 @@ class KvLayout(_message.Message):
     num_kv_heads: int
     page_tokens: int
     head_dim: int
-    tp_size: int
     draft_weights: str
-    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., weights: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., page_tokens: _Optional[int] = ..., head_dim: _Optional[int] = ..., tp_size: _Optional[int] = ..., draft_weights: _Optional[str] = ...) -> None: ...
+    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., weights: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., page_tokens: _Optional[int] = ..., head_dim: _Optional[int] = ..., draft_weights: _Optional[str] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("role", "address", "incarnation", "pid", "host", "layout", "num_pages", "pool_fd", "pages_offset", "gpu", "nixl")
+    __slots__ = ("role", "address", "incarnation", "pid", "host", "layout", "num_pages", "pool_fd", "pages_offset", "ranks")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -41,8 +39,7 @@ class Peer(_message.Message):
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     POOL_FD_FIELD_NUMBER: _ClassVar[int]
     PAGES_OFFSET_FIELD_NUMBER: _ClassVar[int]
-    GPU_FIELD_NUMBER: _ClassVar[int]
-    NIXL_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     role: str
     address: str
     incarnation: str
@@ -52,9 +49,20 @@ class Peer(_message.Message):
     num_pages: int
     pool_fd: int
     pages_offset: int
+    ranks: _containers.RepeatedCompositeFieldContainer[Rank]
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_pages: _Optional[int] = ..., pool_fd: _Optional[int] = ..., pages_offset: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ...) -> None: ...
+
+class Rank(_message.Message):
+    __slots__ = ("address", "pid", "gpu", "nixl")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
+    NIXL_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    pid: int
     gpu: Gpu
     nixl: Nixl
-    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_pages: _Optional[int] = ..., pool_fd: _Optional[int] = ..., pages_offset: _Optional[int] = ..., gpu: _Optional[_Union[Gpu, _Mapping]] = ..., nixl: _Optional[_Union[Nixl, _Mapping]] = ...) -> None: ...
+    def __init__(self, address: _Optional[str] = ..., pid: _Optional[int] = ..., gpu: _Optional[_Union[Gpu, _Mapping]] = ..., nixl: _Optional[_Union[Nixl, _Mapping]] = ...) -> None: ...
 
 class Nixl(_message.Message):
     __slots__ = ("metadata", "pages_address", "generations_address", "device_index")
@@ -133,12 +141,16 @@ class OfferResponse(_message.Message):
     def __init__(self, accepted: _Optional[bool] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class ReadPagesRequest(_message.Message):
-    __slots__ = ("incarnation", "pages")
+    __slots__ = ("incarnation", "pages", "begin", "num_bytes")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     pages: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, incarnation: _Optional[str] = ..., pages: _Optional[_Iterable[int]] = ...) -> None: ...
+    begin: int
+    num_bytes: int
+    def __init__(self, incarnation: _Optional[str] = ..., pages: _Optional[_Iterable[int]] = ..., begin: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class ReadPagesResponse(_message.Message):
     __slots__ = ("data", "generations")

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class KvPagesStub:
-    """Serves the pages of this worker's pool as bytes, for readers that share no memory with it.
+    """Serves the pages of one rank's pool as bytes, for readers that share no memory with it.
     """
 
     def __init__(self, channel):
@@ -43,12 +43,12 @@ class KvPagesStub:
 
 
 class KvPagesServicer:
-    """Serves the pages of this worker's pool as bytes, for readers that share no memory with it.
+    """Serves the pages of one rank's pool as bytes, for readers that share no memory with it.
     """
 
     def Read(self, request, context):
         """Streams the pages in the order asked, in chunks; the last message carries their generations, read after the bytes.
-        FAILED_PRECONDITION: another incarnation; OUT_OF_RANGE: a page beyond the pool.
+        FAILED_PRECONDITION: another incarnation; OUT_OF_RANGE: a page beyond the pool, or bytes beyond a page.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,7 +71,7 @@ def add_KvPagesServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvPages:
-    """Serves the pages of this worker's pool as bytes, for readers that share no memory with it.
+    """Serves the pages of one rank's pool as bytes, for readers that share no memory with it.
     """
 
     @staticmethod

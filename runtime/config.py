@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from runtime.addresses import bracketed
 from runtime.config_parts import (
+    MAX_TP,
     EngineConfig,
     GrammarConfig,
     HeartbeatConfig,
@@ -81,6 +82,10 @@ class ServeConfig(
     """Prefill processes; with 0, decode workers prefill by themselves."""
     decode_workers: int = 1
     """Decode processes."""
+    prefill_tp: int = 1
+    """Tensor-parallel ranks of each prefill worker; see --tp of `baton prefill`."""
+    decode_tp: int = 1
+    """Tensor-parallel ranks of each decode worker; may differ from --prefill-tp."""
     chunk_tokens: int = PrefillConfig.chunk_tokens
     """Most prompt tokens in one step of a prefill worker."""
     prefill_max_running: int = PrefillConfig.max_running
@@ -96,6 +101,8 @@ class ServeConfig(
         super().__post_init__()
         self.require_count("prefill_workers", 0, MAX_WORKERS)
         self.require_count("decode_workers", 1, MAX_WORKERS)
+        self.require_count("prefill_tp", 1, MAX_TP)
+        self.require_count("decode_tp", 1, MAX_TP)
         self.require_count("chunk_tokens", self.page_tokens)
         for name in ("prefill_max_running", "decode_max_running", "local_prefill_chunk_tokens"):
             self.require_count(name, 1)

@@ -24,6 +24,7 @@ MIN_SECRET_CHARS = 16
 MAX_THREADS = 4096  # OpenMP ends a process that cannot have all it wants
 MAX_MEMORY_MIB = 1 << 24  # 16 TiB: more than a host has
 GPU_SHARE = 0.9  # of a GPU's memory, for all workers on it together
+MAX_TP = 1024  # no model has more heads
 MAX_GRAMMAR_CPU_S = 86_400  # ten times that in milliseconds fits into the C int of poll()
 MAX_BODY_BYTES = 2**31 - 1  # gRPC's limit of a message is a C int
 
@@ -78,7 +79,7 @@ class EngineConfig(Settings):
     page_tokens: int = 16
     """Tokens in a KV page; the same on all workers."""
     kv_memory_mib: int = 0
-    """Memory of one worker's KV pool; 0 takes what its longest batch needs, within its share of memory."""
+    """Memory of one worker's KV pool, over its ranks; 0 is what its longest batch needs, within its share of memory."""
     gpu_memory_share: float = 0.0
     """Share of its GPU's whole memory that a worker may take; 0 is 0.9, divided among those of `baton serve` on it."""
     max_context_tokens: int = 0
@@ -88,7 +89,7 @@ class EngineConfig(Settings):
     steps_ahead: int | None = None
     """Steps launched before the last one is collected, 0 or 1. Default: 1 on a GPU, else 0."""
     threads: int = 0
-    """CPU threads of each worker; 0 is one per core, because prefill and decode are rarely busy at once."""
+    """CPU threads of each worker, over its ranks; 0 is one per core, as prefill and decode are rarely busy at once."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -254,8 +255,12 @@ class ListenConfig(Settings):
 class WorkerConfig(ListenConfig, EngineConfig, ProcessConfig):
     """What prefill and decode workers share."""
 
+    tp: int = 1
+    """Processes that compute the model together, a part of its heads and weights each: tensor-parallel ranks."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require_count("tp", 1, MAX_TP)
         is_reachable = bool(self.advertise_host) or not is_any(self.host)
         self.require("advertise_host", is_reachable, f"the name by which others reach this --host {self.host}")
         is_safe = bool(self.tls_dir or self.fleet_secret) or is_loopback(self.host)

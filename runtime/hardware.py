@@ -113,17 +113,19 @@ def resolve_pool(
     config: PrefillConfig | DecodeConfig,
     model_context_tokens: int,
     page_bytes: int,
+    num_ranks: int,
     gpu_memory: tuple[int, int] | None,
     host_bytes: int,
 ) -> int:
     """Pages of a worker's pool. Raises ConfigError when not even one context fits.
 
-    `gpu_memory`: bytes that the GPU has, and that the worker has taken of them; None on a CPU, with `host_bytes` free.
+    `page_bytes`: of one rank. `gpu_memory`: bytes that a rank's GPU has, and that the rank has taken of them; None on a
+    CPU, with `host_bytes` free for all.
     """
     context_tokens = resolve_context(config.max_context_tokens, model_context_tokens)
     if gpu_memory is None or config.kv_memory_mib:
         return resolve_num_pages(
-            config, context_tokens=context_tokens, page_bytes=page_bytes, available_bytes=host_bytes
+            config, context_tokens=context_tokens, page_bytes=num_ranks * page_bytes, available_bytes=host_bytes
         )
     total_bytes, taken_bytes = gpu_memory
     return resolve_gpu_pages(
@@ -135,10 +137,11 @@ def size_pool(
     config: PrefillConfig | DecodeConfig,
     model_context_tokens: int,
     page_bytes: int,
+    num_ranks: int,
     gpu_memory: tuple[int, int] | None,
 ) -> int:
     """`resolve_pool` with what this host has free."""
-    return resolve_pool(config, model_context_tokens, page_bytes, gpu_memory, available_memory_bytes())
+    return resolve_pool(config, model_context_tokens, page_bytes, num_ranks, gpu_memory, available_memory_bytes())
 
 
 def _meminfo_available_bytes() -> int:

@@ -185,13 +185,18 @@ def follow_supervisor(ready_fd: int | None) -> None:
     if ready_fd is None:
         return
     os.set_inheritable(ready_fd, False)  # compilers and helpers started here must not keep the pipe open
+    die_with_parent()
+    if is_abandoned(ready_fd):  # it died before we asked the kernel
+        sys.exit(1)
+
+
+def die_with_parent() -> None:
+    """From now on the kernel kills this process when the thread that started it ends. No-op off Linux."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
-    if is_abandoned(ready_fd):  # it died before we asked the kernel
-        sys.exit(1)
 
 
 def is_abandoned(ready_fd: int) -> bool:

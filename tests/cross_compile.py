@@ -92,7 +92,7 @@ def launch_product(num_rows: int, dtype: torch.dtype, num_outputs: int) -> None:
 
 def launch_pages() -> None:
     pages = empty(3, dtype=torch.int64)
-    copy_pages(16, empty(4, 1 << 16, dtype=torch.int32), pages, pages)
+    copy_pages(16, 1 << 16, empty(4, 1 << 16, dtype=torch.int32), pages, pages)
 
 
 def launch_sampling(vocabulary: int) -> None:

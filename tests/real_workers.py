@@ -29,7 +29,7 @@ from engine.kvcache.pool import Pool
 from engine.model.config import load_config
 from engine.rows import Rows
 from engine.runner import Answers, Launched, Runner
-from kvtransfer.identity import PoolFacts, build_peer
+from kvtransfer.identity import PoolFacts, build_peer, build_rank
 from prefill_worker.main import PrefillRole
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.offers import Offers
@@ -186,7 +186,8 @@ def build_kv_engine(
 def build_identity(role: str, address: str, pool: Pool) -> kv_pb2.Peer:
     """What somebody with such a pool would tell in a handshake."""
     facts = PoolFacts("w", "float32", 2, 1, PAGE_TOKENS, 8, pool.num_pages, pool.fd, pool.pages_offset)
-    return build_peer(role, address, new_incarnation(), os.getpid(), host_identity(), facts)
+    ranks = [build_rank(address, os.getpid())]
+    return build_peer(role, address, new_incarnation(), host_identity(), facts, ranks)
 
 
 @asynccontextmanager
@@ -203,7 +204,7 @@ async def _serving(
     server = trust.build_server()
     address = f"127.0.0.1:{bind(server, '127.0.0.1', port)}"
     engine, runner = built or build_kv_engine()
-    worker = build_worker(name, config, engine, address, trust)
+    worker = build_worker(name, config, engine, address, trust, new_incarnation())
     worker.table.cache = TellingCache(engine.pool, signal)
     role = build_role(config, worker)
     role.add_to(server)

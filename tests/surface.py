@@ -68,6 +68,10 @@ def page_bytes(*folders: Path) -> int:
     return elements * PAGE_TOKENS * 4
 
 
-def transferred_bytes(num_prompt: int) -> int:
-    """What a prompt's hand-off moves: whole pages of all positions but the last token's."""
-    return -(-(num_prompt - 1) // PAGE_TOKENS) * page_bytes()
+def transferred_bytes(num_prompt: int, num_ranks: int = 1) -> int:
+    """What a prompt's hand-off moves: whole pages of all positions but the last token's.
+
+    `num_ranks`: up to two; each has the draft model's one KV head.
+    """
+    all_page_bytes = page_bytes() + (num_ranks - 1) * page_bytes(DRAFT_DIR)
+    return -(-(num_prompt - 1) // PAGE_TOKENS) * all_page_bytes

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import grpc
 import pytest
@@ -116,12 +117,13 @@ async def test_handshakes_that_lie_are_refused(
     lies: list[dict[str, object]] = [
         {"num_pages": 0}, {"num_pages": EDGE - 1}, {"num_pages": NUM_PAGES + 1}, {"num_pages": NUM_PAGES - 1},
         {"pages_offset": 0}, {"pages_offset": 2**64 - 1}, {"pages_offset": prefill.peer.pages_offset + 512},
-        {"pool_fd": 0}, {"pool_fd": EDGE - 1}, {"pid": 1}, {"pid": 0}, {"pid": EDGE - 1},
+        {"pool_fd": 0}, {"pool_fd": EDGE - 1}, {"pid": 1}, {"pid": 0}, {"pid": EDGE - 1}, {"ranks": 0}, {"ranks": 2},
+        {"ranks": 1025},
     ]  # fmt: skip
     for lie in lies:
         code = await shake_hands(stub, prefill.peer, **lie)
         assert code is grpc.StatusCode.FAILED_PRECONDITION, lie
-    decode.intake._read_timeout_s = 1.0  # nobody may answer to resolve them
+    decode.intake._opener._timeout_s = 1.0  # nobody may answer to resolve them
     for address in ("", "unix:/etc/passwd", "127.0.0.1:1", "127.0.0.1", "a b", "x\0y", "%41:1", "[::1]:1"):
         code = await shake_hands(stub, prefill.peer, address=address, host="elsewhere")
         assert code is grpc.StatusCode.FAILED_PRECONDITION, address
@@ -133,7 +135,13 @@ async def shake_hands(stub: decode_pb2_grpc.DecodeStub, peer: kv_pb2.Peer, **lie
     changed.CopyFrom(peer)
     changed.incarnation = "liar"
     for field, value in lie.items():
+        if field == "ranks":
+            del changed.ranks[:]
+            changed.ranks.extend([peer.ranks[0]] * cast(int, value))
+            continue
         setattr(changed, field, value)
+        if field in ("address", "pid"):  # its only rank's
+            setattr(changed.ranks[0], field, value)
     with pytest.raises(grpc.aio.AioRpcError) as refusal:
         await stub.Handshake(decode_pb2.HandshakeRequest(peer=changed), timeout=PATIENCE_S)
     return refusal.value.code()
@@ -169,7 +177,8 @@ def test_only_sealed_memory_is_mapped(kind: str, tmp_path: Path) -> None:
     store = build_pool(NUM_PAGES)
     size = store.pages_offset + NUM_PAGES * store.page_bytes
     with opened_file(kind, tmp_path, size) as fd, ThreadPoolExecutor(1) as executor:
-        peer = kv_pb2.Peer(pid=os.getpid(), pool_fd=fd, num_pages=NUM_PAGES, pages_offset=store.pages_offset)
+        peer = kv_pb2.Peer(pool_fd=fd, num_pages=NUM_PAGES, pages_offset=store.pages_offset)
+        peer.ranks.add(pid=os.getpid())
         with pytest.raises(ReadError) as refusal:
             ShmReader(peer, store, executor)
     assert refusal.value.reason in ("layout", "transport")

@@ -23,10 +23,9 @@ from bench.gpu_checks import ipc
 from bench.gpu_checks.ipc import Exporter
 from bench.gpu_checks.ipc_exporter import page_content
 from decode_worker import intake
-from kvtransfer import reader
+from kvtransfer import cuda_ipc, reader
 from kvtransfer.cuda_ipc import CudaIpcReader
-from kvtransfer.identity import GpuFacts, PoolFacts, build_peer
-from kvtransfer.memory_file import PeerFile
+from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank
 from kvtransfer.reader import PageRef, PageStore, PeerPages, ReadError, choose_transport
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
 from runtime.garbage import spare_what_is_here
@@ -34,6 +33,7 @@ from tests.fake_cuda import FakeGpu, count_opened
 from tests.fake_workers import PATIENCE_S, Signal
 from tests.pool_process import build_pool
 from tests.real_workers import NUM_PAGES, build_kv_engine, decode_worker, gateway, prefill_worker
+from wire.kv_layout import PagePart
 
 GPU_PROCESS = (sys.executable, "-m", "tests.pool_process", "fake-gpu")
 PROMPT = [(number * 7) % 50 + 1 for number in range(23)]
@@ -54,7 +54,18 @@ def build(
     pid: int, uuid: str | None, host: str = "host-1", handle: bytes = bytes(64), fd: int | None = 5
 ) -> kv_pb2.Peer:
     gpu = None if uuid is None else GpuFacts(uuid, handle, (uuid, "near"))
-    return build_peer("prefill", "p:1", "P", pid, host, PoolFacts("w", "bfloat16", 2, 1, 4, 8, 9, fd, 4096, gpu=gpu))
+    facts = PoolFacts("w", "bfloat16", 2, 1, 4, 8, 9, fd, 4096)
+    return build_peer("prefill", "p:1", "P", host, facts, [build_rank("p:1", pid, gpu)])
+
+
+def together(*peers: kv_pb2.Peer) -> kv_pb2.Peer:
+    """The first one, with the ranks of all."""
+    joined = kv_pb2.Peer()
+    for peer in reversed(peers):
+        ranks = list(joined.ranks)
+        joined.CopyFrom(peer)
+        joined.ranks.extend(ranks)
+    return joined
 
 
 GOOD = build(2, "near")
@@ -72,6 +83,10 @@ GOOD = build(2, "near")
         (build(1, "a"), build(2, "near", handle=b""), "grpc", "no handle of its GPU memory"),
         (build(1, "a"), build(2, "near", fd=None), "grpc", "no handle of its GPU memory"),
         (build(1, "a"), build(2, "far"), "grpc", "GPU a has no peer access to the peer's far"),
+        (together(build(1, "a"), build(3, "b")), together(GOOD, build(4, "near")), "grpc", None),
+        (build(1, "a"), together(GOOD, build(4, "far")), "grpc", "GPU a has no peer access to the peer's far"),
+        (together(build(1, "far"), build(3, "b")), build(2, "far"), "grpc", "GPU b has no peer access to the peer's"),
+        (build(1, "a"), together(GOOD, build(4, "near", handle=b"")), "grpc", "no handle of its GPU memory"),
     ],
 )
 def test_the_choice_names_what_stands_in_the_way(
@@ -100,7 +115,12 @@ def test_memory_of_a_gpu_is_not_taken_for_shared_memory() -> None:
 
 
 class Peer:
-    """All that a reader sees of a peer: its file, and its pages, whose copies wait until they may end."""
+    """All that a reader sees of a peer: its file, and its pages, whose copies wait until they may end.
+
+    It plays our store, too, which opens the pages.
+    """
+
+    parts, rank, num_ranks, page_bytes = (PagePart(1, 512),), 0, 1, 512
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -126,7 +146,12 @@ class Peer:
 
     # the pages
 
-    def copy(self, pages: Sequence[int], into: Sequence[int]) -> None:
+    def open_peer(self, handle: bytes, num_pages: int, page_bytes: int) -> "Peer":
+        assert (handle, num_pages, page_bytes) == (b"a handle", 9, 512)
+        return self
+
+    def copy(self, pages: Sequence[int], into: Sequence[int], source: int, target: int, num_bytes: int) -> None:
+        assert (source, target, num_bytes) == (0, 0, 512)
         self.threads.add(threading.get_ident())
         self.has_begun.set()
         assert self.may_end.wait(PATIENCE_S)
@@ -135,7 +160,7 @@ class Peer:
         self.events.append(f"copied {list(pages)} to {list(into)}")
 
     def probe(self, num_pages: int) -> None:
-        self.copy(range(num_pages), range(num_pages))
+        self.copy(range(num_pages), range(num_pages), 0, 0, 512)
 
     def close(self) -> None:
         self.events.append("closed")
@@ -147,9 +172,11 @@ def with_peer(scenario: Callable[[Peer, CudaIpcReader], Any]) -> Callable[[], No
     def test() -> None:
         async def run() -> None:
             peer = Peer()
-            with ThreadPoolExecutor(1) as executor:
-                message = kv_pb2.Peer(pid=77, num_pages=9)
-                opened = CudaIpcReader(message, cast(PeerFile, peer), peer, executor)
+            message = kv_pb2.Peer(num_pages=9)
+            message.ranks.add(pid=77).gpu.ipc_handle = b"a handle"
+            with ThreadPoolExecutor(1) as executor, pytest.MonkeyPatch.context() as patch:
+                patch.setattr(cuda_ipc, "PeerFile", lambda _message, page_bytes, rank: peer)
+                opened = await CudaIpcReader.open(message, cast(PageStore, peer), executor)
                 await asyncio.wait_for(scenario(peer, opened), PATIENCE_S)
 
         asyncio.run(run())
@@ -246,7 +273,9 @@ def changed(peer: kv_pb2.Peer, **values: object) -> kv_pb2.Peer:
     copied = kv_pb2.Peer()
     copied.CopyFrom(peer)
     for field, value in values.items():
-        setattr(copied.gpu if field == "ipc_handle" else copied, field, value)
+        if field in ("pid", "address"):  # its only rank's
+            setattr(copied.ranks[0], field, value)
+        setattr(copied.ranks[0].gpu if field == "ipc_handle" else copied, field, value)
     return copied
 
 
@@ -287,7 +316,7 @@ def test_peers_that_lie_are_refused_and_nothing_stays_open(
 def test_a_pool_is_closed_once_and_then_no_longer_read(lasting: kv_pb2.Peer) -> None:
     store = build_pool(3, FakeGpu())
     before = count_opened()
-    pages = store.open_peer(lasting.gpu.ipc_handle, NUM_PAGES)
+    pages = store.open_peer(lasting.ranks[0].gpu.ipc_handle, NUM_PAGES, store.page_bytes)
     assert count_opened() == before + 1
     for _again in range(2):
         pages.close()
@@ -299,13 +328,16 @@ def test_a_pool_is_closed_once_and_then_no_longer_read(lasting: kv_pb2.Peer) -> 
 def test_an_opening_that_is_cancelled_is_closed(lasting: kv_pb2.Peer) -> None:
     has_begun, may_end = threading.Event(), threading.Event()
 
+    pool = build_pool(3, FakeGpu())
+
     class SlowStore:
-        def open_peer(self, handle: bytes, num_pages: int) -> PeerPages:
+        parts, rank, num_ranks, page_bytes = pool.parts, 0, 1, pool.page_bytes
+
+        def open_peer(self, handle: bytes, num_pages: int, page_bytes: int) -> PeerPages:
             has_begun.set()
             assert may_end.wait(PATIENCE_S)
-            return pool.open_peer(handle, num_pages)
+            return pool.open_peer(handle, num_pages, page_bytes)
 
-    pool = build_pool(3, FakeGpu())
     before = count_opened()
 
     async def run() -> None:

@@ -88,7 +88,7 @@ def test_a_pool_that_peers_cannot_open_says_why(
 
 def test_a_pool_on_the_cpu_opens_no_gpu_memory() -> None:
     with pytest.raises(RuntimeError, match="not on a GPU"):
-        build_pool(NUM_PAGES).open_peer(bytes(64), 1)
+        build_pool(NUM_PAGES).open_peer(bytes(64), 1, 512)
 
 
 def test_work_aside_from_the_engines_is_waited_for_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import threading
 import tomllib
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -26,9 +28,9 @@ STAGES = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
 CUDA_OF_TORCH = {"2.11.0": "13.0"}  # by the requirements of its wheels on PyPI
 
 
-def fill_in(text: str) -> str:
-    """Compose's `${NAME:-default}` with the defaults."""
-    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+def fill_in(text: str, values: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Compose's `${NAME:-default}` with values where there are some, else with the defaults."""
+    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: values.get(found[1], found[2]), text)
 
 
 def parse(command: list[str]) -> Any:
@@ -87,14 +89,22 @@ def test_workers_share_namespaces_that_outlive_them(profile: str) -> None:
     assert service["entrypoint"] == ["sleep", "infinity"]
 
 
-def test_gpu_workers_see_both_gpus_and_use_different_ones() -> None:
+def test_gpu_workers_see_the_same_gpus_and_use_different_ones() -> None:
     [prefill], [decode] = find_services("prefill", "gpu"), find_services("decode", "gpu")
     [first], [second] = (one["deploy"]["resources"]["reservations"]["devices"] for one in (prefill, decode))
-    assert [fill_in(device) for device in first["device_ids"]] == ["0", "1"]
+    assert first["count"] == "all"
     assert second == first
-    visible = [one["environment"]["CUDA_VISIBLE_DEVICES"].split(",") for one in (prefill, decode)]
+    visible = [fill_in(one["environment"]["CUDA_VISIBLE_DEVICES"]).split(",") for one in (prefill, decode)]
     assert visible[0][0] != visible[1][0]
     assert sorted(visible[0]) == sorted(visible[1])
+
+
+def test_ranks_and_transport_of_gpu_workers_are_variables() -> None:
+    [prefill], [decode] = find_services("prefill", "gpu"), find_services("decode", "gpu")
+    for worker, values in ((prefill, {"PREFILL_TP": "4", "TRANSPORT": "nixl"}), (decode, {"DECODE_TP": "4"})):
+        settings = parse([fill_in(word, values) for word in worker["command"]])
+        assert (settings.tp, settings.transport) == (4, values.get("TRANSPORT", "auto"))
+        assert parse(worker["command"]).tp == 1
 
 
 def test_gpu_workers_take_a_gpu_each_by_the_programs_own_share() -> None:
@@ -107,7 +117,7 @@ def test_the_cuda_image_has_flashinfers_modules_where_it_looks_and_one_cuda_thro
     stages = dict(zip(STAGES, re.split(r"^FROM .*$", DOCKERFILE, flags=re.MULTILINE)[1:], strict=True))
     [torch_version] = re.findall(r"^ARG TORCH=(\S+)$", stages["build-worker-cuda"], re.MULTILINE)
     assert CUDA_OF_TORCH[torch_version] in re.findall(r"from=nvidia/cuda:(\d+\.\d+)", stages["build-flashinfer"])
-    assert '".[cuda]" "torch==$TORCH"' in stages["build-worker-cuda"]
+    assert '".[cuda,nixl]" "torch==$TORCH"' in stages["build-worker-cuda"]
     [written] = re.findall(r"python -m bench\.gpu_checks\.prebuild (\S+)", stages["build-flashinfer"])
     [(read, place)] = re.findall(r"^COPY --from=build-flashinfer (\S+) (\S+)$", stages["worker-cuda"], re.MULTILINE)
     assert read == written

@@ -17,6 +17,7 @@ from cli.doctor_probe import examine_flashinfer, examine_machine
 from cli.doctor_rules import Row, judge
 from runtime.config import ServeConfig
 from runtime.settings import field_names
+from wire.kv_layout import PagePart
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
@@ -66,7 +67,8 @@ NODE = replace(
     flashinfer="0.7.2",
     flashinfer_modules=MODULES,
 )
-ON_CPU = Model("cpu", "bfloat16", "bfloat16", 128, 8192, 2 << 20, 16 * GIB, "cpu_paged", "CPU kernel, AMX", False)
+PARTS = (PagePart(8, (2 << 20) // 8),)
+ON_CPU = Model("cpu", "bfloat16", "bfloat16", 128, 8192, PARTS, 16 * GIB, "cpu_paged", "CPU kernel, AMX", False)
 ON_GPU = replace(ON_CPU, device="cuda", attention="flashinfer", attention_reason="GPU of compute capability 9.0")
 
 
@@ -257,9 +259,8 @@ def test_this_machine_in_json() -> None:
     assert all(set(row) == {"part", "status", "found", "advice"} for row in report["rows"])
     assert report["machine"]["num_cores"] >= 1
     assert (report["model"]["device"], report["model"]["head_dim"]) == ("cpu", 64)
-    assert report["model"]["page_bytes"] == 16 * 2 * 2 * 64 * (6 * 2 + 2 * 1), (
-        "tokens, K and V, bf16, D, layers x heads"
-    )
+    head_bytes = 16 * 2 * 2 * 64  # of a layer: tokens, K and V, bf16, D
+    assert report["model"]["parts"] == [[2, 6 * head_bytes], [1, 2 * head_bytes]], "heads and layers of both models"
 
 
 def test_the_exit_code_says_that_something_is_missing() -> None:

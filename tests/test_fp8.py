@@ -201,7 +201,7 @@ def test_layers_are_rounded_and_fused_as_each_weight_alone(tmp_path: Path) -> No
 
 def build(folder: Path, quantization: Quantization) -> Engine:
     return build_engine(
-        str(folder), str(folder), "float32", "cpu", 1, 16, 4, lambda _context, _bytes, _free: 4,
+        str(folder), str(folder), "float32", "cpu", 1, 16, 4, lambda *_: 4,
         lambda _done, _total: None, 64, quantization,
     )  # fmt: skip
 
@@ -211,7 +211,7 @@ def test_workers_of_unlike_weights_are_told_apart(tmp_path: Path) -> None:
     config = PrefillConfig(model=str(folder))
 
     async def present(engine: Engine) -> Worker:
-        return build_worker("prefill", config, engine, "localhost:1", load_trust(config))
+        return build_worker("prefill", config, engine, "localhost:1", load_trust(config), "P1")
 
     engines = [build(folder, "none"), build(folder, "fp8")]
     plain, rounded = (asyncio.run(present(engine)) for engine in engines)

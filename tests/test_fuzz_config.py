@@ -83,8 +83,8 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LAYOUT = kv_pb2.KvLayout(
-    protocol_min=2, protocol_max=2, weights="w", dtype="float32", num_layers=2, num_kv_heads=1, page_tokens=4,
-    head_dim=8, tp_size=1,
+    protocol_min=3, protocol_max=3, weights="w", dtype="float32", num_layers=2, num_kv_heads=1, page_tokens=4,
+    head_dim=8,
 )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def test_layouts_match_only_when_they_are_the_same(layout: Message) -> None:
     mismatch = find_mismatch(LAYOUT, layout)
     plain = kv_pb2.KvLayout()
     plain.CopyFrom(layout)
-    overlaps = layout.protocol_min <= 2 <= layout.protocol_max
-    plain.protocol_min = plain.protocol_max = 2
+    overlaps = layout.protocol_min <= 3 <= layout.protocol_max
+    plain.protocol_min = plain.protocol_max = 3
     assert (mismatch is None) == (overlaps and plain == LAYOUT)
     assert mismatch is None or "differs" in mismatch or "overlap" in mismatch

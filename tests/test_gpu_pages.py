@@ -23,7 +23,20 @@ def test_pages_are_copied_where_they_belong_and_nowhere_else(num_words: int) -> 
     target = torch.randint(-(1 << 31), (1 << 31) - 1, (5, num_words), dtype=torch.int32, generator=generator)
     expected = target.clone()
     expected[[3, 0, 4]] = source[[6, 1, 6]]
-    copy_pages(source.data_ptr(), target, ids(6, 1, 6), ids(3, 0, 4))
+    copy_pages(source.data_ptr(), num_words, target, ids(6, 1, 6), ids(3, 0, 4))
+    assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize(("source_words", "target_words", "num_words"), [(16, 8, 8), (8, 24, 8), (12, 20, 7)])
+def test_the_same_part_of_each_page_is_copied_to_another_place(
+    source_words: int, target_words: int, num_words: int
+) -> None:
+    """Pages of other sizes on the two sides, as ranks of unlike worker sizes have them."""
+    source = torch.arange(7 * source_words, dtype=torch.int32).view(7, source_words)
+    target = torch.full((5, target_words), -1, dtype=torch.int32)
+    expected, theirs, ours = target.clone(), slice(4, 4 + num_words), slice(1, 1 + num_words)
+    expected[[3, 0], ours] = source[[6, 1], theirs]
+    copy_pages(source.data_ptr() + 4 * 4, source_words, target[:, ours], ids(6, 1), ids(3, 0))
     assert torch.equal(target, expected)
 
 
@@ -34,14 +47,14 @@ def test_pools_may_be_larger_than_32_bits_count() -> None:
     memory = mmap.mmap(-1, 12 << 30, flags=flags)
     pool = torch.from_numpy(np.frombuffer(memory, np.int32)).view(-1, num_words)
     pool[far] = torch.arange(num_words, dtype=torch.int32)
-    copy_pages(pool.data_ptr(), pool, ids(far), ids(2))
-    copy_pages(pool.data_ptr(), pool, ids(2), ids(far + 1))
+    copy_pages(pool.data_ptr(), num_words, pool, ids(far), ids(2))
+    copy_pages(pool.data_ptr(), num_words, pool, ids(2), ids(far + 1))
     assert torch.equal(pool[2], pool[far]) and torch.equal(pool[far + 1], pool[far])
 
 
 def test_pages_that_are_not_aligned_or_have_no_place_are_refused() -> None:
     pool = torch.zeros(2, 8, dtype=torch.int32)
     with pytest.raises(ValueError, match="2 pages cannot be copied into 1"):
-        copy_pages(pool.data_ptr(), pool, ids(0, 1), ids(1))
+        copy_pages(pool.data_ptr(), 8, pool, ids(0, 1), ids(1))
     with pytest.raises(ValueError, match="do not begin on 16 bytes"):
-        copy_pages(pool.data_ptr() + 4, pool, ids(0), ids(1))
+        copy_pages(pool.data_ptr() + 4, 8, pool, ids(0), ids(1))

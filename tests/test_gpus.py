@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cli.plan import VISIBLE, divide, plan_workers
@@ -14,13 +14,14 @@ from engine.engine import _gpu_memory
 from engine.out_of_memory import explain_full_gpu
 from runtime import gpus
 from runtime.config import DecodeConfig, PrefillConfig, ServeConfig
-from runtime.config_parts import GPU_SHARE
+from runtime.config_parts import GPU_SHARE, Device
 from runtime.gpus import Driver, ask_driver, list_visible
 from runtime.hardware import GPU_RESERVE_BYTES, resolve_gpu_pages, resolve_pool
 from runtime.settings import ConfigError
 
 GIB = 1 << 30
 COUNTS = st.tuples(st.integers(0, 6), st.integers(1, 6), st.integers(0, 6))  # prefill workers, decode workers, GPUs
+RANKS = st.tuples(st.integers(1, 7), st.integers(1, 7))  # of each prefill worker, of each decode worker
 
 NVML_SOURCE = """
 #include <string.h>
@@ -84,32 +85,61 @@ def test_cuda_visible_devices_narrows_as_it_does_for_cuda(visible: str | None, f
 # -- who gets which --------------------------------------------------------------------------------------------------
 
 
-@given(COUNTS)
-def test_workers_are_spread_and_see_all_gpus_their_own_first(counts: tuple[int, int, int]) -> None:
+def configure(counts: tuple[int, int, int], tp: tuple[int, int], device: Device = "auto") -> ServeConfig:
+    (num_prefill, num_decode, _num_gpus), (prefill_tp, decode_tp) = counts, tp
+    return ServeConfig(
+        prefill_workers=num_prefill, decode_workers=num_decode, prefill_tp=prefill_tp, decode_tp=decode_tp,
+        device=device,
+    )  # fmt: skip
+
+
+def find_excess(counts: tuple[int, int, int], tp: tuple[int, int]) -> str | None:
+    """The first setting that wants more GPUs for a worker than there are."""
+    num_prefill, _num_decode, num_gpus = counts
+    if num_gpus and num_prefill and tp[0] > num_gpus:
+        return "--prefill-tp"
+    return "--decode-tp" if num_gpus and tp[1] > num_gpus else None
+
+
+@given(COUNTS, RANKS)
+def test_ranks_are_spread_and_workers_see_all_gpus_their_own_first(
+    counts: tuple[int, int, int], tp: tuple[int, int]
+) -> None:
     num_prefill, num_decode, num_gpus = counts
     names = tuple(f"GPU-{index}" for index in range(num_gpus))
-    plans = divide(ServeConfig(prefill_workers=num_prefill, decode_workers=num_decode), names)
+    config, excess = configure(counts, tp), find_excess(counts, tp)
+    if excess:
+        with pytest.raises(ConfigError, match=f": {excess} needs {num_gpus} or less: each rank has a GPU of its own"):
+            divide(config, names)
+        return
+    plans = divide(config, names)
     assert len({plan.name for plan in plans}) == len(plans) == num_prefill + num_decode
     for plan in plans:
+        size = tp[plan.role == "decode"]
+        assert plan.settings.tp == size
+        if num_gpus:
+            assert len(set(plan.gpus)) == len(plan.gpus) == size, "a GPU for each rank"
+        else:
+            assert plan.gpus == (0,)
         if num_gpus > 1:
             seen = plan.environment[VISIBLE].split(",")
-            assert seen[0] == names[plan.gpu]
+            assert seen[: len(plan.gpus)] == [names[gpu] for gpu in plan.gpus], "rank n takes the n-th"
             assert sorted(seen) == sorted(names)
         else:
             assert plan.environment == {}
-    workers = Counter(plan.gpu for plan in plans)
-    assert max(workers.values()) <= -(-len(plans) // max(1, num_gpus))
-    if len(plans) <= num_gpus:
-        assert set(workers.values()) == {1}
+    ranks = Counter(gpu for plan in plans for gpu in plan.gpus)
+    assert max(ranks.values()) <= -(-ranks.total() // max(1, num_gpus))
+    if ranks.total() <= num_gpus:
+        assert set(ranks.values()) == {1}
 
 
-@given(COUNTS, st.integers(8, 192), st.integers(1, 40))
+@given(COUNTS, RANKS, st.integers(8, 192), st.integers(1, 40))
 def test_what_workers_take_of_a_gpu_together_is_less_than_all_of_it(
-    counts: tuple[int, int, int], total_gib: int, weights_gib: int
+    counts: tuple[int, int, int], tp: tuple[int, int], total_gib: int, weights_gib: int
 ) -> None:
     """Whatever the order of start: a pool does not depend on what others have taken by then."""
-    num_prefill, num_decode, num_gpus = counts
-    config = ServeConfig(prefill_workers=num_prefill, decode_workers=num_decode, device="cuda")
+    assume(not find_excess(counts, tp))
+    config, num_gpus = configure(counts, tp, "cuda"), counts[2]
     total_bytes, taken_bytes, page_bytes = total_gib * GIB, weights_gib * GIB, 2 << 20
     used: Counter[int] = Counter()
     for plan in divide(config, tuple(map(str, range(num_gpus)))):
@@ -124,7 +154,8 @@ def test_what_workers_take_of_a_gpu_together_is_less_than_all_of_it(
         except ConfigError:
             continue  # it does not start, and takes nothing
         assert pages >= 4
-        used[plan.gpu] += taken_bytes + GPU_RESERVE_BYTES + pages * page_bytes
+        for gpu in plan.gpus:
+            used[gpu] += taken_bytes + GPU_RESERVE_BYTES + pages * page_bytes
     assert all(bytes_used <= total_bytes * (GPU_SHARE + 1e-9) for bytes_used in used.values())
 
 
@@ -183,7 +214,25 @@ def test_a_context_that_does_not_fit_is_told_in_numbers_with_what_to_set(
 
 def test_a_pool_that_is_set_in_mib_is_taken_as_it_is() -> None:
     config = PrefillConfig(kv_memory_mib=100)
-    assert resolve_pool(config, 64, 1 << 20, (10 * GIB, 9 * GIB), 0) == 100
+    assert resolve_pool(config, 64, 1 << 20, 1, (10 * GIB, 9 * GIB), 0) == 100
+
+
+@given(st.integers(1, 8), st.integers(1, 64), st.integers(0, 4096))
+def test_main_memory_is_that_of_all_ranks_and_a_gpu_that_of_one(num_ranks: int, page_kib: int, mib: int) -> None:
+    """As many pages as a worker of one rank has whose pages are as large as those of all ranks together."""
+    page_bytes, gpu, host_bytes = page_kib << 10, (80 * GIB, 9 * GIB), 64 * GIB
+
+    def resolve(page_bytes: int, num_ranks: int, gpu_memory: tuple[int, int] | None) -> int:
+        config = DecodeConfig(kv_memory_mib=mib, max_running=2000, kv_memory_share=0.25)
+        try:
+            return resolve_pool(config, 4096, page_bytes, num_ranks, gpu_memory, host_bytes)
+        except ConfigError:
+            return 0
+
+    pages = resolve(page_bytes, num_ranks, None)
+    assert pages == resolve(num_ranks * page_bytes, 1, None)
+    assert pages * num_ranks * page_bytes <= (mib << 20 or host_bytes // 4)
+    assert resolve(page_bytes, num_ranks, gpu) == (pages if mib else resolve(page_bytes, 1, gpu))
 
 
 def test_no_room_for_weights_is_told_in_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

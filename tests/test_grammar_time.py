@@ -244,7 +244,7 @@ def test_the_thread_ends_with_its_helper() -> None:
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return build_engine(
-        str(TARGET_DIR), "", "float32", "cpu", 1, 16, 128, lambda _context, _bytes, _free: 200,
+        str(TARGET_DIR), "", "float32", "cpu", 1, 16, 128, lambda *_: 200,
         lambda _done, _total: None,
     )  # fmt: skip
 

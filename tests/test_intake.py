@@ -172,7 +172,7 @@ def test_what_is_being_read_of_a_dead_process_is_read_to_its_end() -> None:
             process, peer = await start_owner(pool)
             await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=peer))
             is_stuck = threading.Event()
-            decode.intake._executor.submit(is_stuck.wait, PATIENCE_S)  # the copy has to wait
+            decode.intake._opener._executor.submit(is_stuck.wait, PATIENCE_S)  # the copy has to wait
             ticket = await opened.reserve(1, PROMPT)
             refs = [kv_pb2.PageRef(page=page) for page in range(-(-ticket.end // PAGE_TOKENS))]
             offer = kv_pb2.OfferRequest(ticket=ticket, incarnation=peer.incarnation, end=ticket.end, pages=refs)

@@ -8,7 +8,9 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -21,27 +23,28 @@ from bench.gpu_checks.ipc import Exporter
 from bench.gpu_checks.ipc_exporter import page_content, recycle
 from engine.kvcache.pool import Pool
 from kvtransfer import grpc_bytes
-from kvtransfer.cuda_ipc import CudaIpcReader
-from kvtransfer.grpc_bytes import GrpcReader, PageServer, cut_pages, decode, encode_data
-from kvtransfer.identity import PoolFacts, build_peer
-from kvtransfer.layout import find_mismatch
-from kvtransfer.nixl import NixlReader
-from kvtransfer.reader import Landing, PageRef, PeerPages, Reader, ReadError, choose_transport
+from kvtransfer.grpc_bytes import METHOD, GrpcReader, PageServer, cut_pages, decode, encode_data
+from kvtransfer.identity import PoolFacts, build_peer, build_rank
+from kvtransfer.layout import Run, find_bad_ranks, find_mismatch, plan_runs
+from kvtransfer.opener import Opener
+from kvtransfer.reader import Landing, PageRef, PeerPages, Reader, ReadError, Transport, choose_transport
 from kvtransfer.shm import ShmReader
 from protos import kv_pb2
 from runtime.rpc import bind, build_server, open_channel
 from tests.fake_cuda import FakeGpu
-from tests.pool_process import build_pool
+from tests.pool_process import build_pool, build_ranks, find_share, find_share_of_page, recycle_ranks
+from wire.kv_layout import PagePart, page_bytes_of
 
 PATIENCE_S = 30.0
 NUM_REMOTE, NUM_LOCAL = 9, 7
 POOL_PROCESS = (sys.executable, "-m", "tests.pool_process")
-GPU_PROCESS = (*POOL_PROCESS, "fake-gpu")
+OWNER_WORDS = {"cuda_ipc": ("fake-gpu",), "shm": (), "nixl:cma": ("nixl",)}  # that the process is told
+TRANSPORTS = (*OWNER_WORDS, "grpc")
 FACTS = PoolFacts("weights-1", "float32", 2, 1, 4, 8, NUM_REMOTE, fd=5, pages_offset=4096)
 
 
 def peer(facts: PoolFacts = FACTS, pid: int = 1, host: str = "host-1", address: str = "p:1") -> kv_pb2.Peer:
-    return build_peer("prefill", address, "P1", pid, host, facts)
+    return build_peer("prefill", address, "P1", host, facts, [build_rank(address, pid)])
 
 
 # -- who may exchange pages ------------------------------------------------------------------------------------------
@@ -55,8 +58,8 @@ def test_a_peer_of_version_1_is_refused_naming_both() -> None:
     """Its pages have as many bytes, in another order."""
     theirs = peer().layout
     theirs.protocol_min = theirs.protocol_max = 1
-    assert find_mismatch(peer().layout, theirs) == "protocol versions do not overlap: 2-2 here, 1-1 there"
-    assert find_mismatch(theirs, peer().layout) == "protocol versions do not overlap: 1-1 here, 2-2 there"
+    assert find_mismatch(peer().layout, theirs) == "protocol versions do not overlap: 3-3 here, 1-1 there"
+    assert find_mismatch(theirs, peer().layout) == "protocol versions do not overlap: 1-1 here, 3-3 there"
 
 
 @pytest.mark.parametrize(
@@ -112,6 +115,58 @@ def test_choice_of_transport(wanted: Any, same_host: bool, has_file: bool, expec
             choose_transport(peer(), theirs, wanted, True)
 
 
+# -- which bytes a rank reads -----------------------------------------------------------------------------------------
+
+SIZES = (1, 2, 4, 8)
+PAGE_PARTS = st.lists(st.builds(PagePart, st.integers(1, 8), st.integers(1, 5)), min_size=1, max_size=2)
+
+
+def can_share(parts: Sequence[PagePart], size: int) -> bool:
+    return all(max(size, heads) % min(size, heads) == 0 for heads, _ in parts)
+
+
+@settings(max_examples=200)
+@given(PAGE_PARTS, st.data())
+def test_runs_make_up_exactly_each_ranks_page(parts: list[PagePart], data: st.DataObject) -> None:
+    sizes = st.sampled_from([size for size in SIZES if can_share(parts, size)])
+    size, their_size = data.draw(sizes), data.draw(sizes)
+    whole = np.arange(sum(heads * head_bytes for heads, head_bytes in parts))  # no two bytes of a page are the same
+    theirs = [find_share(parts, whole, rank, their_size) for rank in range(their_size)]
+    for rank in range(size):
+        expected, runs = find_share(parts, whole, rank, size), plan_runs(parts, rank, size, their_size)
+        assert page_bytes_of(parts, rank, size) == len(expected)
+        found = np.full(len(expected), -1)
+        for run in runs:
+            target = slice(run.target, run.target + run.num_bytes)
+            assert run.num_bytes and (found[target] == -1).all(), "nothing is read twice"
+            found[target] = theirs[run.rank][run.source : run.source + run.num_bytes]
+        assert np.array_equal(found, expected)
+        ends = accumulate((page_bytes_of([part], rank, size) for part in parts), initial=0)
+        pairs = [
+            (run.rank, begin)
+            for begin, end in pairwise(ends)
+            for run in runs
+            if run.target < end and begin < run.target + run.num_bytes
+        ]
+        assert len(set(pairs)) == len(pairs), "one run of each rank and part"
+        if size == their_size:
+            assert runs == [Run(rank, 0, 0, len(expected))]
+
+
+@given(PAGE_PARTS, st.integers(1, 40))
+def test_ranks_that_cannot_share_the_heads_are_named_with_them(parts: list[PagePart], size: int) -> None:
+    why = find_bad_ranks(parts, size)
+    assert (why is None) == can_share(parts, size)
+    assert why is None or why in {f"{size} ranks cannot share {heads} KV heads" for heads, _ in parts}
+
+
+def test_a_worker_has_1_to_1024_ranks() -> None:
+    one_head = [PagePart(1, 512)]
+    assert find_bad_ranks(one_head, 1) is find_bad_ranks(one_head, 1024) is None
+    for size in (-1, 0, 1025, 2**31):
+        assert find_bad_ranks(one_head, size) == f"{size} ranks: a worker has 1 to 1024"
+
+
 # -- the wire format -------------------------------------------------------------------------------------------------
 
 
@@ -148,21 +203,30 @@ def test_any_bytes_are_either_a_message_or_a_read_error(message: bytes) -> None:
 # -- readers ---------------------------------------------------------------------------------------------------------
 
 
-class Remote:
-    """The peer's pool, wherever it is; what its pages hold follows from their generations."""
+class Owner:
+    """A peer, wherever it is; what its pages hold follows from their generations."""
 
-    def __init__(self, recycle_page: Callable[[int], None], reader: Reader, local: Pool) -> None:
-        self._recycle = recycle_page
-        self.reader = reader
-        self.local = local
-        self.generations = [1] * NUM_REMOTE
+    def __init__(self, message: kv_pb2.Peer, recycle_page: Callable[[int], None]) -> None:
+        self.peer = message
+        self.recycle_page = recycle_page
+        self.generations = [0] * NUM_REMOTE
 
     def recycle(self, page: int) -> None:
-        self._recycle(page)
+        self.recycle_page(page)
         self.generations[page] += 1
 
     def ref(self, page: int) -> PageRef:
         return PageRef(page, self.generations[page])
+
+
+class Remote(Owner):
+    """One that is read."""
+
+    def __init__(self, owner: Owner, reader: Reader, local: Pool) -> None:
+        super().__init__(owner.peer, owner.recycle_page)
+        self.generations = owner.generations
+        self.reader = reader
+        self.local = local
 
     def content(self, page: int) -> NDArray[np.uint8]:
         return page_content(page, self.generations[page], self.local.page_bytes)
@@ -203,41 +267,45 @@ async def grpc_server(pool: Pool, incarnation: str = "P1") -> AsyncIterator[str]
 
 
 @asynccontextmanager
-async def open_remote(transport: str, request: pytest.FixtureRequest) -> AsyncIterator[Remote]:
-    local = build_local(FakeGpu() if transport == "cuda_ipc" else None)
+async def open_owner(transport: str, num_ranks: int = 0) -> AsyncIterator[Owner]:
+    """With the pools of `build_ranks` for so many ranks; unless given, that of `build_pool`."""
     async with AsyncExitStack() as stack:
-        executor = stack.enter_context(ThreadPoolExecutor(1))
-        if transport == "cuda_ipc":
-            exporter = stack.enter_context(Exporter(GPU_PROCESS, NUM_REMOTE))
-            exporter.recycle(*range(NUM_REMOTE))
-            remote = Remote(exporter.recycle, await CudaIpcReader.open(exporter.peer, local, executor), local)
-        elif transport == "shm":
-            process: Exporter = request.getfixturevalue("pool_process")
-            remote = Remote(process.recycle, ShmReader(process.peer, local, executor), local)
-        elif transport == "nixl:cma":
-            exporter = stack.enter_context(Exporter((*POOL_PROCESS, "nixl"), NUM_REMOTE))
-            exporter.recycle(*range(NUM_REMOTE))
-            channel = open_channel(exporter.peer.address)
-            opened = await NixlReader.open(exporter.peer, "a reader", True, local, channel, PATIENCE_S)
-            remote = Remote(exporter.recycle, opened, local)
+        if transport == "grpc":
+            pools = build_ranks(NUM_REMOTE, num_ranks) if num_ranks else [build_pool(NUM_REMOTE)]
+            addresses = [await stack.enter_async_context(grpc_server(pool)) for pool in pools]
+            message = peer(address=addresses[0])
+            message.ranks.extend(build_rank(address, 1) for address in addresses[1:])
+            owner = Owner(message, partial(recycle_ranks, pools) if num_ranks else partial(recycle, pools[0]))
         else:
-            pool = build_remote_pool()
-            address = await stack.enter_async_context(grpc_server(pool))
-            reader = GrpcReader(peer(address=address), local, open_channel(address), PATIENCE_S)
-            remote = Remote(lambda page: recycle(pool, page), reader, local)
-        stack.push_async_callback(remote.reader.close)
-        yield remote
+            words = [*OWNER_WORDS[transport], *([f"ranks={num_ranks}"] if num_ranks else [])]
+            exporter = stack.enter_context(Exporter([*POOL_PROCESS, *words], NUM_REMOTE))
+            owner = Owner(exporter.peer, exporter.recycle)
+        for page in range(NUM_REMOTE):
+            owner.recycle(page)
+        yield owner
 
 
-def over_every_transport(scenario: Callable[[Remote], Awaitable[None]]) -> Callable[[str, pytest.FixtureRequest], None]:
+@asynccontextmanager
+async def open_reader(transport: str, theirs: kv_pb2.Peer, local: Pool) -> AsyncIterator[Reader]:
+    opener = Opener(f"reader {local.rank}", local, open_channel, True, False, PATIENCE_S)
+    reader = await opener.open(cast(Transport, transport.partition(":")[0]), theirs)
+    assert reader.transport == transport
+    try:
+        yield reader
+    finally:
+        await reader.close()
+        opener.close()
+
+
+def over_every_transport(scenario: Callable[[Remote], Awaitable[None]]) -> Callable[[str], None]:
     """The same test for all readers."""
 
-    @pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "nixl:cma", "grpc"])
-    def test(transport: str, request: pytest.FixtureRequest) -> None:
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test(transport: str) -> None:
         async def run() -> None:
-            async with open_remote(transport, request) as remote:
-                assert remote.reader.transport == transport
-                await asyncio.wait_for(scenario(remote), PATIENCE_S)
+            local = build_local(FakeGpu() if transport == "cuda_ipc" else None)
+            async with open_owner(transport) as owner, open_reader(transport, owner.peer, local) as reader:
+                await asyncio.wait_for(scenario(Remote(owner, reader, local)), PATIENCE_S)
 
         asyncio.run(run())
 
@@ -289,6 +357,51 @@ async def test_a_probe_reads_into_nowhere(remote: Remote) -> None:
     assert np.array_equal(remote.local.load(range(NUM_LOCAL)), before)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("their_size", "our_sizes"), [(1, [2]), (2, [1, 4]), (4, [2])])
+def test_ranks_read_their_heads_from_a_peer_of_another_number_of_ranks(
+    transport: str, their_size: int, our_sizes: list[int]
+) -> None:
+    """Of two models' pages. With four ranks, two have the same head of the draft model."""
+
+    async def run() -> None:
+        async with open_owner(transport, their_size) as owner:
+            for our_size in our_sizes:
+                await asyncio.wait_for(read_by_ranks(transport, owner, our_size), PATIENCE_S)
+
+    asyncio.run(run())
+
+
+async def read_by_ranks(transport: str, owner: Owner, our_size: int) -> None:
+    dice = random.Random(our_size)
+    pools = build_ranks(NUM_LOCAL, our_size, FakeGpu() if transport == "cuda_ipc" else None)
+    expected = [np.full((NUM_LOCAL, pool.page_bytes), 255, np.uint8) for pool in pools]
+    for pool, rows in zip(pools, expected, strict=True):
+        pool.store(range(NUM_LOCAL), list(rows))
+    async with AsyncExitStack() as stack:
+        readers = [await stack.enter_async_context(open_reader(transport, owner.peer, pool)) for pool in pools]
+        for _ in range(6):
+            for page in dice.sample(range(NUM_REMOTE), 2):
+                owner.recycle(page)
+            sources, targets = (dice.sample(range(many), dice.randint(1, 5)) for many in (NUM_REMOTE, NUM_LOCAL))
+            both = list(zip(sources, targets, strict=False))
+            refs, into = [owner.ref(source) for source, _ in both], [target for _, target in both]
+            for reader in readers:  # one after the other: Triton's interpreter is for one thread
+                await reader.read(refs, into)
+            for pool, rows in zip(pools, expected, strict=True):
+                for source, target in both:
+                    rows[target] = find_share_of_page(source, owner.generations[source], pool)
+                assert np.array_equal(pool.load(range(NUM_LOCAL)), rows), "theirs, and no other page"
+        stale = [owner.ref(page) for page in (2, 4, 6)]
+        owner.recycle(4)
+        for reader, pool, rows in zip(readers, pools, expected, strict=True):
+            with pytest.raises(ReadError, match="page 4 was recycled") as error:
+                await reader.read(stale, [0, 2, 4])
+            await reader.probe(NUM_REMOTE)
+            assert error.value.reason == "generation"
+            assert np.array_equal(pool.load([1, 3, 5, 6]), rows[[1, 3, 5, 6]])
+
+
 # -- shared memory ---------------------------------------------------------------------------------------------------
 
 
@@ -332,7 +445,8 @@ def test_a_file_descriptor_that_is_no_pool_is_refused() -> None:
 class WatchedStore:
     """Keeps nothing; calls `on_store` with the pages."""
 
-    num_pages, page_bytes = NUM_LOCAL, 512
+    num_pages, page_bytes, rank, num_ranks = NUM_LOCAL, 512, 0, 1
+    parts: tuple[PagePart, ...] = (PagePart(1, 512),)
     generations = np.zeros(NUM_LOCAL, np.uint64)
 
     def __init__(self, on_store: Callable[[Sequence[int]], None]) -> None:
@@ -341,11 +455,11 @@ class WatchedStore:
     def load(self, pages: Sequence[int]) -> NDArray[np.uint8]:
         raise NotImplementedError
 
-    def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]]) -> None:
-        assert len(pages) == len(rows)
+    def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]], begin: int = 0) -> None:
+        assert len(pages) == len(rows) and begin == 0
         self._on_store(pages)
 
-    def open_peer(self, handle: bytes, num_pages: int) -> PeerPages:
+    def open_peer(self, handle: bytes, num_pages: int, page_bytes: int) -> PeerPages:
         raise NotImplementedError
 
     @property
@@ -435,7 +549,7 @@ async def scripted_reader(answer: Callable[[], AsyncIterator[bytes]], local: Poo
     )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.v1.KvPages", {"Read": handler}),))
     await server.start()
-    reader = GrpcReader(peer(address=address), local, open_channel(address), PATIENCE_S)
+    reader = GrpcReader(peer(address=address), local, open_channel, PATIENCE_S)
     try:
         yield reader
     finally:
@@ -450,7 +564,7 @@ def test_pages_and_chunks_need_not_end_together(chunk_bytes: int, monkeypatch: p
     async def scenario() -> None:
         local, pool = build_local(), build_remote_pool()
         async with grpc_server(pool) as address:
-            reader = GrpcReader(peer(address=address), local, open_channel(address), PATIENCE_S)
+            reader = GrpcReader(peer(address=address), local, open_channel, PATIENCE_S)
             await reader.read([PageRef(page, 1) for page in (8, 0, 3)], [1, 5, 2])
             assert np.array_equal(local.load([1, 5, 2]), pool.load([8, 0, 3]))
             await reader.close()
@@ -465,7 +579,7 @@ def test_pages_over_grpc_are_stored_at_once_off_the_event_loop(monkeypatch: pyte
     async def scenario() -> None:
         async with grpc_server(build_remote_pool()) as address:
             store = WatchedStore(lambda pages: stored.append((list(pages), threading.get_ident())))
-            reader = GrpcReader(peer(address=address), store, open_channel(address), PATIENCE_S)
+            reader = GrpcReader(peer(address=address), store, open_channel, PATIENCE_S)
             await reader.read([PageRef(page, 1) for page in (8, 0, 3)], [1, 5, 2])
             await reader.close()
 
@@ -520,7 +634,7 @@ def test_a_peer_that_talks_nonsense_is_a_read_error(messages: list[bytes], detai
 def test_another_incarnation_is_refused_naming_both() -> None:
     async def scenario() -> None:
         async with grpc_server(build_remote_pool(), incarnation="P2") as address:
-            reader = GrpcReader(peer(address=address), build_local(), open_channel(address), PATIENCE_S)
+            reader = GrpcReader(peer(address=address), build_local(), open_channel, PATIENCE_S)
             with pytest.raises(ReadError, match="incarnation P1 was asked for; this worker is P2") as error:
                 await reader.read([PageRef(0, 1)], [0])
             assert error.value.reason == "transport"
@@ -535,7 +649,7 @@ def test_the_server_itself_refuses_a_page_outside_its_pool() -> None:
             wider = peer(
                 PoolFacts("w", "float32", 2, 1, 4, 8, 1000, None, 0), address=address
             )  # as a liar announces it
-            reader = GrpcReader(wider, build_local(), open_channel(address), PATIENCE_S)
+            reader = GrpcReader(wider, build_local(), open_channel, PATIENCE_S)
             with pytest.raises(ReadError, match=f"OUT_OF_RANGE: page 999 is outside the pool of {NUM_REMOTE} pages"):
                 await reader.read([PageRef(999, 1)], [0])
             await reader.close()
@@ -543,10 +657,58 @@ def test_the_server_itself_refuses_a_page_outside_its_pool() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("begin", "num_bytes"),
+    [(0, 0), (100, 0), (0, 513), (1, 512), (512, 1), (2**64 - 1, 1), (0, 2**64 - 1), (2**64 - 1, 2**64 - 1)],
+)
+def test_the_server_refuses_bytes_outside_a_page(begin: int, num_bytes: int) -> None:
+    async def scenario() -> None:
+        pool = build_remote_pool()
+        async with grpc_server(pool) as address, open_channel(address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await ask(channel, begin, num_bytes)
+            assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
+            said = f"bytes {begin} to {begin + num_bytes} of a page of 512 bytes were asked for"
+            assert refused.value.details() == said
+            assert await ask(channel, 100, 412) == pool.load([8, 0])[:, 100:].tobytes()
+
+    async def ask(channel: grpc.aio.Channel, begin: int, num_bytes: int) -> bytes:
+        call: grpc.aio.UnaryStreamMultiCallable[kv_pb2.ReadPagesRequest, kv_pb2.ReadPagesResponse]
+        call = channel.unary_stream(
+            METHOD, kv_pb2.ReadPagesRequest.SerializeToString, kv_pb2.ReadPagesResponse.FromString
+        )
+        request = kv_pb2.ReadPagesRequest(incarnation="P1", pages=[8, 0], begin=begin, num_bytes=num_bytes)
+        return b"".join([answer.data async for answer in call(request, timeout=PATIENCE_S)])
+
+    asyncio.run(scenario())
+
+
+def test_one_rank_that_is_gone_fails_the_whole_read() -> None:
+    async def scenario() -> None:
+        (local,) = build_ranks(NUM_LOCAL, 1)
+        before = local.load(range(NUM_LOCAL))
+        alive, dead = build_ranks(NUM_REMOTE, 2)
+        async with grpc_server(alive) as address:
+            async with grpc_server(dead) as gone:
+                theirs = peer(address=address)
+                theirs.ranks.add(address=gone, pid=1)
+                async with open_reader("grpc", theirs, local) as reader:
+                    await reader.read([PageRef(0, 0)], [0])
+            async with open_reader("grpc", theirs, local) as reader:
+                with pytest.raises(ReadError, match=rf"{gone}: UNAVAILABLE") as error:
+                    await reader.read([PageRef(0, 0)], [1])
+                assert error.value.reason == "transport"
+                while not reader.is_gone():  # noqa: ASYNC110, nothing tells of it
+                    await asyncio.sleep(0.005)
+        assert np.array_equal(local.load(range(1, NUM_LOCAL)), before[1:])
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+
+
 def test_a_peer_that_is_gone_is_a_read_error() -> None:
     async def scenario() -> None:
         async with grpc_server(build_remote_pool()) as address:
-            reader = GrpcReader(peer(address=address), build_local(), open_channel(address), PATIENCE_S)
+            reader = GrpcReader(peer(address=address), build_local(), open_channel, PATIENCE_S)
             await reader.read([PageRef(0, 1)], [0])
         with pytest.raises(ReadError, match=rf"{address}: UNAVAILABLE") as error:
             await reader.read([PageRef(0, 1)], [0])

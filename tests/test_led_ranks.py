@@ -56,6 +56,7 @@ def led(folders: tuple[Path, Path], alone: Engine, tmp_path_factory: pytest.Temp
         folders, ranks, lambda *sizes: LedRows(leader, *sizes), lambda *parts: LedRunner(leader, *parts)
     )
     assert pool.page_bytes * 2 == alone.pool.page_bytes  # each rank has one of two heads
+    leader.is_leading = True
     yield replace(alone, rows=rows, pool=pool, runner=runner, draft_runner=draft_runner)
     assert follower.poll() is None, "the follower ended by itself"
     follower.kill()

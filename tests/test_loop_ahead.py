@@ -53,7 +53,7 @@ def expected(engines: tuple[Engine, Engine]) -> Answers:
 def build(folder: Path, draft_folder: Path) -> Engine:
     return build_engine(
         str(folder), str(draft_folder), "float32", "cpu", 1, PAGE_TOKENS, NUM_ROWS,
-        lambda _context, _bytes, _free: NUM_PAGES + 1, lambda _done, _total: None, CONTEXT,
+        lambda *_: NUM_PAGES + 1, lambda _done, _total: None, CONTEXT,
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from bench.live import Live, serve
 from demo.paths import TARGET_DIR
 from engine.kvcache.peer_pages import GpuPages, HostPages
 from kvtransfer import nixl_pages
-from kvtransfer.identity import PoolFacts, build_peer
+from kvtransfer.identity import PoolFacts, build_peer, build_rank
 from kvtransfer.nixl import NixlReader
 from kvtransfer.nixl_agent import Agent, Transfer
 from kvtransfer.nixl_pool import MAX_METADATA_BYTES, MAX_PAGES
@@ -96,7 +96,8 @@ def ref(page: int) -> PageRef:
 
 def build(host: str, has_nixl: bool = True, has_file: bool = True) -> kv_pb2.Peer:
     facts = PoolFacts("w", "float32", 2, 1, 4, 8, 9, 5 if has_file else None, 4096)
-    return build_peer("prefill", "p:1", "P", 2, host, facts, kv_pb2.Nixl() if has_nixl else None)
+    ranks = [build_rank("p:1", 2, nixl=kv_pb2.Nixl() if has_nixl else None)]
+    return build_peer("prefill", "p:1", "P", host, facts, ranks)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def count_listening(address: str = "") -> int:
         ({"metadata": b""}, "layout", "metadata of 0 bytes"),
         ({"metadata": bytes(MAX_METADATA_BYTES + 1)}, "layout", f"1 to {MAX_METADATA_BYTES} are taken"),
         ({"metadata": bytes(400)}, "transport", "NIXL_ERR_MISMATCH"),
-        ({"incarnation": "another"}, "transport", "of agent 'exporter', not of incarnation another"),
+        ({"incarnation": "another"}, "transport", "of agent 'exporter.0', not of another.0"),
         ({"pages_address": 0}, "layout", "64 pages cannot lie at address 0x0"),
         ({"pages_address": 2**64 - 8}, "layout", "64 pages cannot lie"),
         ({"pages_address": 4096}, "transport", "NIXL_ERR_NOT_FOUND"),
@@ -211,7 +212,7 @@ def test_peers_that_lie_are_refused_and_nothing_stays_open(
         peer = kv_pb2.Peer()
         peer.CopyFrom(lasting)
         for field, value in lie.items():
-            setattr(peer if field in ("num_pages", "incarnation") else peer.nixl, field, value)
+            setattr(peer if field in ("num_pages", "incarnation") else peer.ranks[0].nixl, field, value)
         before = count_listening()
         with pytest.raises(ReadError) as error:
             await open_reader(peer)
@@ -347,7 +348,7 @@ async def test_nothing_is_written_after_the_close(owner: Exporter) -> None:
 
 
 async def until_in_flight(reader: NixlReader) -> None:
-    while reader._opened[0]._stuck is None:  # noqa: ASYNC110, nothing tells of it
+    while not reader._opened[0]._stuck:  # noqa: ASYNC110, nothing tells of it
         await asyncio.sleep(0.001)
 
 

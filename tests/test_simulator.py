@@ -43,7 +43,7 @@ def test_no_schedule_breaks_an_invariant() -> None:
 
 
 def test_a_seed_gives_the_same_schedule_again() -> None:
-    assert run_schedule(17) == run_schedule(17)
+    assert repr(run_schedule(17)) == repr(run_schedule(17))  # errors in it are equal to none
 
 
 @pytest.mark.parametrize("name", sorted(MUTATIONS))

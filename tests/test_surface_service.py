@@ -29,11 +29,13 @@ MODEL = "baton-demo"
 CHUNK = 64  # prompt tokens a step
 LOCAL = 200  # decode prefills prompts of up to so many tokens and one
 TOLERANCE = 1e-4
+RANKS = 2  # of both workers: what is asked for here does not depend on it
 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with serve_calmly("demo", "--dtype=float32", f"--chunk-tokens={CHUNK}") as service:
+    flags = (f"--chunk-tokens={CHUNK}", f"--prefill-tp={RANKS}", f"--decode-tp={RANKS}")
+    with serve_calmly("demo", "--dtype=float32", *flags) as service:
         yield service
         service.wait_until_unused()
 
@@ -94,7 +96,8 @@ def test_choices_are_the_answers_of_single_requests_after_one_hand_off(
 ) -> None:
     """The others find the first one's whole pages; what is less than a page, each of them computes anew."""
     prompt = random_prompt(length, VOCAB, seed=length)
-    expected = [transferred_bytes(length), *[transferred_bytes(length) if length <= PAGE_TOKENS else 0] * 2]
+    moved = transferred_bytes(length, RANKS)
+    expected = [moved, *[moved if length <= PAGE_TOKENS else 0] * 2]
     for number in range(20):
         before = read_bytes(live)
         choices = surface.ask(prompt, n=3, seed=7, max_tokens=30, temperature=1, cache_salt=str(number))
@@ -238,7 +241,7 @@ def test_timing_is_plausible(surface: Surface, speculation: str) -> None:
     assert min(parts) >= 0 and timing.prefill_seconds > 0 and timing.decode_seconds > 0
     assert sum(parts) <= whole
     assert 0 < timing.transfer_seconds <= whole
-    assert (timing.transport, timing.transfer_bytes) == ("shm", transferred_bytes(500))
+    assert (timing.transport, timing.transfer_bytes) == ("shm", transferred_bytes(500, RANKS))
     assert (timing.attempts, timing.cached_tokens) == (1, 0)
     assert 0 <= timing.accepted_tokens <= timing.draft_tokens
     assert speculation != "off" or not timing.draft_tokens

@@ -1,8 +1,11 @@
-"""In which order KV lies in a pool's pages. Pure; the only file that knows it: others name the axes.
+"""In which order KV lies in a pool's pages, and which of it each rank has. Pure; the only file that knows the order.
 
 A page is contiguous, and so is any range of its heads: a rank of another tensor-parallel degree reads its heads in one
 run. A change of the order is a new protocol version (kvtransfer/layout.py).
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 PAGES, KV_HEADS, LAYERS, KEY_VALUE, TOKENS, HEAD_DIM = range(6)  # the axes of a pool, the outermost first
 
@@ -20,3 +23,27 @@ def pool_sizes(
         HEAD_DIM: head_dim,
     }
     return tuple(sizes[axis] for axis in sorted(sizes))
+
+
+class PagePart(NamedTuple):
+    """One model's KV in a page, over all ranks: the model's own, or the draft model's after it."""
+
+    num_kv_heads: int
+    head_bytes: int  # of all layers, keys and values
+
+
+def can_divide(num_kv_heads: int, size: int) -> bool:
+    """Whether so many ranks can share the heads: each has as many, or several have the same one."""
+    return size > 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
+
+
+def heads_of(num_kv_heads: int, rank: int, size: int) -> range:
+    """The heads that a rank has, when the ranks can share them."""
+    count = max(num_kv_heads // size, 1)
+    first = rank * num_kv_heads // size
+    return range(first, first + count)
+
+
+def page_bytes_of(parts: Sequence[PagePart], rank: int, size: int) -> int:
+    """Of a page as one rank has it."""
+    return sum(len(heads_of(part.num_kv_heads, rank, size)) * part.head_bytes for part in parts)

@@ -2,19 +2,22 @@
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import grpc
 import structlog
+import torch
 
-from engine.engine import Engine, build_engine
+from engine.engine import ALONE, Engine, Place, build_engine, choose_device
 from engine.kvcache.pool import Pool
-from kvtransfer.identity import GpuFacts, PoolFacts, build_peer
+from engine.ranks import join_group
+from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank
 from kvtransfer.nixl_agent import NixlError, find_obstacle
 from kvtransfer.nixl_pool import NixlPool
+from kvtransfer.opener import Opener
 from protos import kv_pb2
 from runtime import rpc
 from runtime.addresses import is_loopback
@@ -26,10 +29,24 @@ from runtime.trust import Trust, load_trust
 from worker.loop import WorkerLoop
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import PrefixCache
+from worker.rank_children import RankChildren
+from worker.ranks import Leader, LedRows, LedRunner
 from worker.table import SequenceTable, num_rows_for
 
 log = structlog.get_logger()
 ConfigT = TypeVar("ConfigT", PrefillConfig, DecodeConfig)
+
+
+RANKS_S = 1800.0  # for all ranks to load their parts, and for any exchange: a hung one is seen by the age of its step
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What takes long at start."""
+
+    engine: Engine
+    incarnation: str
+    children: RankChildren | None  # the other ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +61,7 @@ class Worker:
     context_tokens: int
     steps_ahead: int  # launched before the last one is collected
     nixl: NixlPool | None  # what opens the pool to peers' NIXL
+    children: RankChildren | None = None
 
 
 class Role:
@@ -65,41 +83,67 @@ class Role:
 
 def run(role: str, config: ConfigT, build_role: Callable[[ConfigT, Worker], Role]) -> int:
     """Serve until a signal. Returns the exit code."""
-    return run_worker(role, config, _build_engine, partial(_serve, role, build_role))
+    return run_worker(role, config, partial(_build, role), partial(_serve, role, build_role))
 
 
-def _build_engine(config: ConfigT, reporter: ReadyReporter) -> Engine:
+def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built:
     load_trust(config)  # a bad --tls-dir is reported now rather than after loading
+    incarnation = rpc.new_incarnation()
+    if config.tp == 1:
+        return Built(build_rank_engine(config, ALONE, reporter.loading), incarnation, None)
+    children = RankChildren(role, config, incarnation)
+    leader = Leader(children.ring)
+    ranks = join_group(children.rendezvous, 0, config.tp, choose_rank_device(config, 0), RANKS_S)
+    place = Place(ranks, children.pool_fd, partial(LedRows, leader), partial(LedRunner, leader))
+    engine = build_rank_engine(config, place, reporter.loading)
+    leader.is_leading = True
+    return Built(engine, incarnation, children)
+
+
+def choose_rank_device(config: PrefillConfig | DecodeConfig, rank: int) -> torch.device:
+    """Raises ValueError when there is none."""
+    return choose_device(config.device, rank, config.tp)
+
+
+def build_rank_engine(
+    config: PrefillConfig | DecodeConfig,
+    place: Place,
+    on_progress: Callable[..., None] = lambda done, total, what="": None,
+) -> Engine:
+    """What each rank of a worker builds, all at the same time."""
     engine = build_engine(
         config.model,
         "" if config.draft_model == NO_DRAFT else config.draft_model,
         config.dtype,
         config.device,
-        resolve_threads(config.threads, num_cores()),
+        max(1, resolve_threads(config.threads, num_cores()) // config.tp),
         config.page_tokens,
         num_rows_for(config.max_running),
         partial(size_pool, config),
-        reporter.loading,
+        on_progress,
         config.max_context_tokens,
         config.quantization,
         config.kv_dtype,
+        place,
     )
     graph_rows = max_guesses = 0  # prompts are of any length
     if isinstance(config, DecodeConfig) and config.cuda_graphs:
         graph_rows = config.max_running
         max_guesses = 0 if config.speculate == "off" else config.max_draft_tokens
-    engine.warm_up(graph_rows, max_guesses, partial(reporter.loading, what="graphs"))
+    engine.warm_up(graph_rows, max_guesses, partial(on_progress, what="graphs"))
     return engine
 
 
 async def _serve(
-    role: str, build_role: Callable[[ConfigT, Worker], Role], config: ConfigT, engine: Engine, reporter: ReadyReporter
+    role: str, build_role: Callable[[ConfigT, Worker], Role], config: ConfigT, built: Built, reporter: ReadyReporter
 ) -> None:
+    engine, children = built.engine, built.children
     trust = load_trust(config)
     trust.watch_handshakes()
     server = trust.build_server()
     address = f"{config.reachable_host}:{trust.bind(server, config.host, config.port)}"
-    worker = build_worker(role, config, engine, address, trust)
+    others = await children.connect(config.lease_s) if children else []
+    worker = build_worker(role, config, engine, address, trust, built.incarnation, others, children)
     shutdown = worker.shutdown
     parts = build_role(config, worker)
     parts.metrics.registry.register(trust.refusals.metric)
@@ -117,36 +161,52 @@ async def _serve(
     await parts.close()
     if worker.nixl is not None:
         worker.nixl.close()
+    if children is not None:
+        await asyncio.to_thread(children.close)
 
 
-def build_worker(role: str, config: PrefillConfig | DecodeConfig, engine: Engine, address: str, trust: Trust) -> Worker:
-    """The engine under a name of its own, with an empty table over its pages."""
+def build_worker(
+    role: str,
+    config: PrefillConfig | DecodeConfig,
+    engine: Engine,
+    address: str,
+    trust: Trust,
+    incarnation: str,
+    others: Sequence[kv_pb2.Rank] = (),
+    children: RankChildren | None = None,
+) -> Worker:
+    """The engine under a name of its own, with an empty table over its pages. `others`: ranks 1 and up."""
     pool = engine.pool
     facts = PoolFacts(
-        engine.weights, engine.kv_dtype, engine.config.num_layers, engine.config.num_kv_heads, config.page_tokens,
+        engine.weights, engine.kv_dtype, engine.config.num_layers, pool.parts[0].num_kv_heads, config.page_tokens,
         engine.config.head_dim, pool.num_pages, pool.fd, pool.pages_offset, engine.draft_weights,
-        GpuFacts(pool.gpu.uuid, pool.ipc_handle, pool.gpu.readable) if pool.gpu else None,
     )  # fmt: skip
-    incarnation = rpc.new_incarnation()
-    nixl = (
-        _open_to_nixl(incarnation, config, pool)
-        if isinstance(config, PrefillConfig) and config.transport == "nixl"
-        else None
-    )
-    me = build_peer(
-        role, address, incarnation, os.getpid(), rpc.host_identity(), facts, nixl.facts if nixl else None
-    )  # fmt: skip
+    nixl = open_to_nixl(incarnation, config, pool) if isinstance(config, PrefillConfig) else None
+    own = build_rank(address, os.getpid(), describe_gpu(pool), nixl.facts if nixl else None)
+    me = build_peer(role, address, incarnation, rpc.host_identity(), facts, [own, *others])
     cache = PrefixCache(engine.num_pages, pool.generations)
     table = SequenceTable(cache, config.page_tokens, config.max_running, config.lease_s, engine.weights)
     shutdown = Shutdown(config.drain_s, lambda: len(table))
     table.on_empty = shutdown.look_soon
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_tokens)
     steps_ahead = engine.steps_ahead if config.steps_ahead is None else config.steps_ahead
-    return Worker(engine, me, table, shutdown, trust, context_tokens, steps_ahead, nixl)
+    return Worker(engine, me, table, shutdown, trust, context_tokens, steps_ahead, nixl, children)
 
 
-def _open_to_nixl(incarnation: str, config: PrefillConfig, pool: Pool) -> NixlPool | None:
-    """None, and a warning, where that cannot be had: decode workers then read by another way, or refuse to."""
+def describe_gpu(pool: Pool) -> GpuFacts | None:
+    """Of the pool's pages, when they are on one."""
+    return GpuFacts(pool.gpu.uuid, pool.ipc_handle, pool.gpu.readable) if pool.gpu else None
+
+
+def build_opener(name: str, config: DecodeConfig, pool: Pool, trust: Trust) -> Opener:
+    """For one rank's pool. `name`: that of no other process."""
+    return Opener(name, pool, trust.open_channel, is_loopback(config.host), config.nixl_allow_tcp, config.lease_s)
+
+
+def open_to_nixl(incarnation: str, config: PrefillConfig, pool: Pool) -> NixlPool | None:
+    """None where that is not asked for, or, with a warning, cannot be had: decode workers then read by another way."""
+    if config.transport != "nixl":
+        return None
     obstacle = find_obstacle()
     try:
         if obstacle is None:

@@ -79,13 +79,17 @@ class Leader:
     def __init__(self, ring: RingLeader) -> None:
         self._ring = ring
         self._deltas: list[Delta] = []
+        self.is_leading = False  # before that all ranks do the same by themselves: they warm up
 
     def note(self, delta: Delta) -> None:
         """To be told with the next step."""
-        self._deltas.append(delta)
+        if self.is_leading:
+            self._deltas.append(delta)
 
     def tell(self, runner: int, slices: Sequence[Slice]) -> None:
         """A step, before rank 0 computes it. Raises RingError."""
+        if not self.is_leading:
+            return
         masks = {index: part.mask.tobytes() for index, part in enumerate(slices) if part.mask is not None}
         plain = [part[:MASK] + part[MASK + 1 :] for part in slices]
         deltas, self._deltas = self._deltas, []

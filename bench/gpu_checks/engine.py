@@ -28,7 +28,7 @@ def build_demo_engine(dtype: str, device: torch.device, max_running: int, graph_
     """The demo model and its draft model; a row's pages are beside each other."""
     engine = build_engine(
         str(TARGET_DIR), str(DRAFT_DIR), dtype, device.type, torch.get_num_threads(), PAGE_TOKENS,
-        num_rows_for(max_running), lambda _context, _bytes, _gpu: num_rows_for(max_running) * ROW_PAGES,
+        num_rows_for(max_running), lambda *_: num_rows_for(max_running) * ROW_PAGES,
         lambda _done, _total: None, ROW_PAGES * PAGE_TOKENS - MAX_DRAFT_TOKENS,
     )  # fmt: skip
     engine.warm_up(graph_rows)

@@ -129,7 +129,7 @@ def kill_exporters(pool: Pool, command: Sequence[str], num_kills: int = NUM_KILL
     copy_s = 0.0  # of a whole one: the first is not disturbed
     for kill in range(-1, num_kills):
         with Exporter(command, pool.num_pages) as exporter, ThreadPoolExecutor(1) as executor:
-            opened = pool.open_peer(exporter.peer.gpu.ipc_handle, pool.num_pages)
+            opened = pool.open_peer(exporter.peer.ranks[0].gpu.ipc_handle, pool.num_pages, pool.page_bytes)
             started = time.perf_counter()
             copying = executor.submit(opened.copy, pages, pages)
             if kill < 0:

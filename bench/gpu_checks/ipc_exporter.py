@@ -15,7 +15,7 @@ from google.protobuf.json_format import MessageToJson
 from numpy.typing import NDArray
 
 from engine.kvcache.pool import Pool, PoolShape
-from kvtransfer.identity import GpuFacts, PoolFacts, build_peer
+from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank
 from kvtransfer.nixl_pool import NixlPool
 from protos import kv_pb2
 from runtime.rpc import host_identity
@@ -40,11 +40,10 @@ def describe(pool: Pool, nixl: NixlPool | None = None) -> kv_pb2.Peer:
     facts = PoolFacts(
         "w", str(shape.dtype).removeprefix("torch."), shape.num_layers, shape.num_kv_heads, shape.page_tokens,
         shape.head_dim, pool.num_pages, pool.fd, pool.pages_offset,
-        gpu=GpuFacts(pool.gpu.uuid, pool.ipc_handle, pool.gpu.readable) if pool.gpu else None,
     )  # fmt: skip
-    return build_peer(
-        "prefill", "127.0.0.1:1", "exporter", os.getpid(), host_identity(), facts, nixl.facts if nixl else None
-    )  # fmt: skip
+    gpu = GpuFacts(pool.gpu.uuid, pool.ipc_handle, pool.gpu.readable) if pool.gpu else None
+    rank = build_rank("127.0.0.1:1", os.getpid(), gpu, nixl.facts if nixl else None)
+    return build_peer("prefill", "127.0.0.1:1", "exporter", host_identity(), facts, [rank])
 
 
 def obey(pool: Pool, nixl: NixlPool | None = None) -> None:

@@ -73,7 +73,7 @@ def load_random(shape: str, device: torch.device, quantization: Quantization = "
     decoder = build_decoder(
         config, RandomCheckpoint(config, device), torch.bfloat16, device, lambda done, total: None, quantization
     )
-    return Loaded(Path(shape), shape, decoder)
+    return Loaded(Path(shape), shape, decoder, config.num_kv_heads)
 
 
 def build_random_engine(
@@ -91,7 +91,7 @@ def build_random_engine(
         load_random(draft, device, quantization) if draft else None,
         page_tokens=PAGE_TOKENS,
         num_rows=num_rows_for(max_running),
-        size_pool=lambda _context, _bytes, _gpu: max_running * -(-context_tokens // PAGE_TOKENS),
+        size_pool=lambda *_sizes: max_running * -(-context_tokens // PAGE_TOKENS),
         max_context_tokens=context_tokens,
     )
     engine.warm_up(max_running if has_graphs else 0, MAX_GUESSES if draft else 0)

@@ -1,4 +1,4 @@
-"""Whole pages copied from one pool to another on a GPU: one launch for any number of pages.
+"""Pages, or the same part of each, copied from one pool to another on a GPU: one launch for any number of them.
 
 Knows words and addresses, not whose pages they are. Needs triton: load it where a CUDA device was chosen.
 """
@@ -11,10 +11,12 @@ BLOCK_WORDS = 4096  # of 4 bytes: a program copies 16 KiB, eight 16-byte words a
 
 
 @triton.jit
-def copy_pages_kernel(source: tl.int64, target, pages, into, num_words, BLOCK: tl.constexpr):
+def copy_pages_kernel(
+    source: tl.int64, source_stride, target, target_stride, pages, into, num_words, BLOCK: tl.constexpr
+):
     """Program (i, j) copies the j-th BLOCK of num_words words of page pages[i] to page into[i].
 
-    source: an address, as memory of another process is no tensor here. target: [P, num_words] int32.
+    source: an address, as memory of another process is no tensor here. target: int32. Strides: words between pages.
     """
     # int -> pointer loses what is known of the alignment, and with it the 16-byte loads
     words = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
@@ -22,15 +24,15 @@ def copy_pages_kernel(source: tl.int64, target, pages, into, num_words, BLOCK: t
     home = tl.load(into + tl.program_id(0)).to(tl.int64)
     offsets = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_inside = offsets < num_words
-    values = tl.load(words + page * num_words + offsets, mask=is_inside)
-    tl.store(target + home * num_words + offsets, values, mask=is_inside)
+    values = tl.load(words + page * source_stride + offsets, mask=is_inside)
+    tl.store(target + home * target_stride + offsets, values, mask=is_inside)
 
 
-def copy_pages(source: int, target: Tensor, pages: Tensor, into: Tensor) -> None:
-    """target[into[i]] = page pages[i] of the memory at `source`, on the current stream. Does not wait.
+def copy_pages(source: int, source_words: int, target: Tensor, pages: Tensor, into: Tensor) -> None:
+    """target[into[i]] = the first words of page pages[i] at `source`, on the current stream. Does not wait.
 
-    source: address divisible by 16 that target's device can read, of pages as large as target's.
-    target: [P, W] int32, contiguous. pages, into: [n] int64 on its device, n > 0. The caller checks bounds.
+    source: address divisible by 16 that target's device can read, of pages that begin `source_words` apart.
+    target: [P, W] int32, rows contiguous. pages, into: [n] int64 on its device, n > 0. The caller checks bounds.
     """
     if source % 16:
         raise ValueError(f"pages at address {source:#x} do not begin on 16 bytes")
@@ -38,4 +40,6 @@ def copy_pages(source: int, target: Tensor, pages: Tensor, into: Tensor) -> None
         raise ValueError(f"{len(pages)} pages cannot be copied into {len(into)}")
     num_words = target.shape[1]
     grid = (len(pages), triton.cdiv(num_words, BLOCK_WORDS))
-    copy_pages_kernel[grid](source, target, pages, into, num_words, BLOCK=BLOCK_WORDS)
+    copy_pages_kernel[grid](
+        source, source_words, target, target.stride(0), pages, into, num_words, BLOCK=BLOCK_WORDS
+    )  # fmt: skip

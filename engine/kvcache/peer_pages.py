@@ -8,23 +8,27 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kvcache.gpu import Gpu
 from engine.staging import upload
 
+WORD_BYTES = 4  # the kernel copies int32
+
 
 class GpuPages:
     """Owns memory on a GPU: another process' pool, opened here, or our own. One caller at a time."""
 
-    def __init__(self, gpu: Gpu, ours: Tensor, address: int, let_go: Callable[[int], None]) -> None:
-        """ours: [P, W] int32, the pool's pages; those at `address` are as large. `let_go` closes or frees them.
+    def __init__(
+        self, gpu: Gpu, ours: Tensor, address: int, page_bytes: int, let_go: Callable[[int], None]
+    ) -> None:  # fmt: skip
+        """ours: [P, W] int32, the pool's pages. `page_bytes`: of those at `address`. `let_go` closes or frees them.
 
         Raises RuntimeError in CUDA's words.
         """
         self._gpu = gpu
         self._ours = ours
+        self._page_words = page_bytes // WORD_BYTES
         self._let_go = let_go
         self.address = address  # 0 once it is closed
         try:
@@ -34,16 +38,22 @@ class GpuPages:
             self.close()
             raise
 
-    def copy(self, pages: Sequence[int], into: Sequence[int]) -> None:
-        """Copy each page to the pool's beside it; returns when the bytes are there. All within both."""
-        self._copy(lambda: self._ours, pages, into)
+    def copy(
+        self, pages: Sequence[int], into: Sequence[int], source: int = 0, target: int = 0, num_bytes: int | None = None
+    ) -> None:
+        """Copy each page to the pool's beside it; returns when the bytes are there. All within both.
+
+        Of each `num_bytes` from its byte `source` on, to byte `target`; all unless given.
+        """
+        words = slice(target // WORD_BYTES, None if num_bytes is None else (target + num_bytes) // WORD_BYTES)
+        self._copy(lambda: self._ours[:, words], pages, into, source)
 
     def probe(self, num_pages: int) -> None:
         """Copy the first pages into nowhere."""
-        sizes, device = (num_pages, self._ours.shape[1]), self._ours.device
-        self._copy(lambda: torch.empty(sizes, dtype=torch.int32, device=device), range(num_pages), range(num_pages))
+        sizes, device = (num_pages, self._page_words), self._ours.device
+        self._copy(lambda: torch.empty(sizes, dtype=torch.int32, device=device), range(num_pages), range(num_pages), 0)
 
-    def _copy(self, find_target: Callable[[], Tensor], pages: Sequence[int], into: Sequence[int]) -> None:
+    def _copy(self, find_target: Callable[[], Tensor], pages: Sequence[int], into: Sequence[int], source: int) -> None:
         if not self.address:
             raise RuntimeError("the pages were closed before the copy")
         if not pages:
@@ -53,7 +63,7 @@ class GpuPages:
             target = find_target()  # new memory must come from this stream: another one's may still be in use
             # each begins on 16 bytes, whatever n: otherwise Triton builds the kernel again
             index = upload([np.array(pages, np.int64), np.array(into, np.int64)], target.device)
-            self._copy_pages(self.address, target, *index)
+            self._copy_pages(self.address + source, self._page_words, target, *index)
 
         self._gpu.run(launch)
 
@@ -67,9 +77,7 @@ class GpuPages:
 class HostPages:
     """Owns pages in main memory beside a pool in main memory."""
 
-    def __init__(
-        self, store: Callable[[Sequence[int], Sequence[NDArray[np.uint8]]], None], num_pages: int, page_bytes: int
-    ) -> None:
+    def __init__(self, store: Callable[..., None], num_pages: int, page_bytes: int) -> None:
         self._store = store
         self._rows = np.zeros((num_pages, page_bytes), np.uint8)
 

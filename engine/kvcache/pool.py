@@ -6,7 +6,7 @@ Knows shapes and memory, not who holds which page (worker/prefix_cache.py) nor h
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,7 +20,7 @@ from engine.kvcache.cuda_memory import CudaError, DeviceBytes
 from engine.kvcache.gpu import CudaGpu, Gpu
 from engine.kvcache.peer_pages import GpuPages, HostPages
 from engine.staging import download, upload
-from wire.kv_layout import pool_sizes
+from wire.kv_layout import PagePart, pool_sizes
 
 OS_PAGE_BYTES = 4096
 
@@ -44,6 +44,11 @@ class PoolShape:
     def page_bytes(self) -> int:
         return self.page_elements * self.dtype.itemsize
 
+    @property
+    def head_bytes(self) -> int:
+        """Of one head in a page: all layers, keys and values."""
+        return self.page_bytes // self.num_kv_heads
+
     def with_pages(self, num_pages: int) -> "PoolShape":
         return replace(self, num_pages=num_pages)
 
@@ -58,6 +63,17 @@ class PoolShape:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PoolShare:
+    """Whose heads a pool has, when several ranks have those of the same pages."""
+
+    rank: int
+    size: int
+    parts: tuple[PagePart, ...]  # of a page over all ranks
+    fd: int  # an empty memory file that all ranks have
+    meet: Callable[[], object]  # returns when all ranks have called it
+
+
 class Pool:
     """Page memory, zeroed at birth. Satisfies kvtransfer's PageStore.
 
@@ -68,16 +84,23 @@ class Pool:
                  `tensor` is a view of all first parts    `draft_tensor` of all second parts
 
     On the CPU one memory file that peers on this host can map: generations (uint64 a page, padded to 4096 bytes), then
-    pages. On a GPU the file has the generations only, and the pages are one allocation outside torch's allocator, which
-    peers open by `ipc_handle`. Where the system gives neither, plain memory that peers read over the network.
+    pages: those of rank 0, of rank 1 and so on, where several ranks share it. On a GPU the file has the generations
+    only, and the pages are one allocation outside torch's allocator, which peers open by `ipc_handle`. Where the system
+    gives neither, plain memory that peers read over the network. Generations are rank 0's to change.
     """
 
     def __init__(
-        self, shape: PoolShape, device: torch.device, draft_shape: PoolShape | None = None, gpu: Gpu | None = None
+        self,
+        shape: PoolShape,
+        device: torch.device,
+        draft_shape: PoolShape | None = None,
+        gpu: Gpu | None = None,
+        share: PoolShare | None = None,
     ) -> None:
         """`draft_shape` has the page_tokens and dtype of `shape`; its num_pages does not matter.
 
-        `gpu`: that of `device`, found when that is CUDA. Raises ValueError when there is not that much memory.
+        Both are of what this rank has. `gpu`: that of `device`, found when that is CUDA. Raises ValueError when there
+        is not that much memory, RuntimeError when another rank does not come.
         """
         if draft_shape is not None and (draft_shape.page_tokens, draft_shape.dtype) != (shape.page_tokens, shape.dtype):
             raise ValueError(f"draft pages {draft_shape} do not go with pages {shape}")
@@ -85,6 +108,11 @@ class Pool:
         self.num_pages = shape.num_pages
         page_elements = shape.page_elements + (draft_shape.page_elements if draft_shape else 0)
         self.page_bytes = page_elements * shape.dtype.itemsize
+        self._share = share
+        self.rank, self.num_ranks = (share.rank, share.size) if share else (0, 1)
+        shapes = (shape, draft_shape) if draft_shape else (shape,)
+        own_parts = tuple(PagePart(each.num_kv_heads, each.head_bytes) for each in shapes)
+        self.parts: tuple[PagePart, ...] = share.parts if share else own_parts
         self.fd: int | None = None  # the memory file, when there is one
         self._bytes: NDArray[np.uint8] | None = None  # [num_pages, page_bytes], the same memory as the tensors'
         self.pages_offset = -(-self.num_pages * 8 // OS_PAGE_BYTES) * OS_PAGE_BYTES  # in the memory file
@@ -105,7 +133,12 @@ class Pool:
     @property
     def size_mib(self) -> int:
         """What --kv-memory-mib asks for: it is rounded down to whole pages."""
-        return -(-self.num_pages * self.page_bytes >> 20)
+        return -(-self.num_pages * self.all_page_bytes >> 20)
+
+    @property
+    def all_page_bytes(self) -> int:
+        """Of a page over all ranks."""
+        return self.num_ranks * self.page_bytes
 
     def _allocate_private(self, page_elements: int) -> Tensor:
         try:
@@ -120,12 +153,14 @@ class Pool:
 
     def _allocate_shared(self) -> Tensor | None:
         """The elements of all pages in a new memory file; None, and `why_private`, when the system gives none."""
-        memory = self._map_file(self.pages_offset + self.num_pages * self.page_bytes)
+        num_bytes = self.num_pages * self.page_bytes
+        memory = self._map_file(self.pages_offset + self.num_ranks * num_bytes)
         if memory is None:
             return None
-        pages = np.frombuffer(memory, np.uint8, offset=self.pages_offset)
-        self._bytes = pages.reshape(self.num_pages, self.page_bytes)
-        return torch.frombuffer(memory, dtype=self.shape.dtype, offset=self.pages_offset)  # keeps the mapping alive
+        begin = self.pages_offset + self.rank * num_bytes
+        self._bytes = np.frombuffer(memory, np.uint8, num_bytes, begin).reshape(self.num_pages, self.page_bytes)
+        count = num_bytes // self.shape.dtype.itemsize
+        return torch.frombuffer(memory, dtype=self.shape.dtype, count=count, offset=begin)  # keeps the mapping alive
 
     def _allocate_on(self, gpu: Gpu) -> Tensor:
         """The elements of all pages in the memory of `gpu`, and the handle by which peers open it."""
@@ -145,10 +180,14 @@ class Pool:
     def _map_file(self, num_bytes: int) -> mmap.mmap | None:
         """A new memory file that begins with the generations; None, and `why_private`, when the system gives none."""
         try:
-            self.fd, memory = _map_new_file(num_bytes)
+            self.fd, memory = (
+                _map_new_file(num_bytes) if self._share is None else _map_shared_file(self._share, num_bytes)
+            )
         except (OSError, AttributeError) as error:  # a sandbox or limit forbids it, or this is no Linux
             mib = -(-num_bytes >> 20)
             self.why_private = f"no memory file of {mib} MiB for the KV pool: {error}; allow memfd_create of that size"
+            if self._share is not None:
+                raise ValueError(f"ranks cannot share their pages: {self.why_private}, or set --tp 1") from error
             return None
         self.generations = np.frombuffer(memory, np.uint64, self.num_pages)
         return memory
@@ -163,13 +202,13 @@ class Pool:
         """Of the GPU that the pages are on; -1 for main memory."""
         return self._pages.get_device()
 
-    def open_peer(self, handle: bytes, num_pages: int) -> GpuPages:
-        """The pool of another process on this host, of pages like ours. Raises RuntimeError in CUDA's words."""
+    def open_peer(self, handle: bytes, num_pages: int, page_bytes: int) -> GpuPages:
+        """The pool of another process on this host. Raises RuntimeError in CUDA's words."""
         if self.gpu is None:
             raise RuntimeError("this pool is not on a GPU")
         cudart = self.gpu.cudart
-        address = cudart.open(handle, num_pages * self.page_bytes)
-        return GpuPages(self.gpu, self._pages.view(torch.int32), address, cudart.close)
+        address = cudart.open(handle, num_pages * page_bytes)
+        return GpuPages(self.gpu, self._pages.view(torch.int32), address, page_bytes, cudart.close)
 
     def open_landing(self, num_pages: int) -> GpuPages | HostPages:
         """New pages like ours, on the same device, for what arrives from elsewhere. Raises RuntimeError."""
@@ -177,7 +216,7 @@ class Pool:
             return HostPages(self.store, num_pages, self.page_bytes)
         cudart = self.gpu.cudart
         address = cudart.allocate(num_pages * self.page_bytes)
-        return GpuPages(self.gpu, self._pages.view(torch.int32), address, cudart.free)
+        return GpuPages(self.gpu, self._pages.view(torch.int32), address, self.page_bytes, cudart.free)
 
     def load(self, pages: Sequence[int]) -> NDArray[np.uint8]:
         """A copy of `pages`: [len(pages), page_bytes] uint8."""
@@ -185,36 +224,60 @@ class Pool:
             return self._select(pages).view(torch.uint8).numpy()
         return self.gpu.run(lambda: download(self._select(pages))).view(torch.uint8).numpy()
 
-    def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]]) -> None:
-        """Overwrite `pages`, each with page_bytes bytes; one copy if to a device. The caller holds the pages."""
+    def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]], begin: int = 0) -> None:
+        """Overwrite as many bytes of each page, from its byte `begin` on, as the row beside it has.
+
+        All rows are as long; one copy if to a device. The caller holds the pages.
+        """
         if self._bytes is not None:
             for page, row in zip(pages, rows, strict=True):
-                np.copyto(self._bytes[page], row)
+                np.copyto(self._bytes[page, begin : begin + len(row)], row)
         elif pages:
             run = (lambda launch: launch()) if self.gpu is None else self.gpu.run
-            run(lambda: self._put(pages, np.stack(rows).view(np.int32)))
+            run(lambda: self._put(pages, np.stack(rows).view(np.int32), begin // 4))
 
     def _select(self, pages: Sequence[int]) -> Tensor:
         """[len(pages), page_bytes / 4] int32, on the pool's device"""
         words = self._pages.view(torch.int32)
         return words.index_select(0, upload([np.array(pages, np.int64)], words.device)[0])
 
-    def _put(self, pages: Sequence[int], rows: NDArray[np.int32]) -> None:
-        words = self._pages.view(torch.int32)  # torch has no such copy for numbers of 8 bits
+    def _put(self, pages: Sequence[int], rows: NDArray[np.int32], begin: int) -> None:
+        words = self._pages.view(torch.int32)[:, begin : begin + rows.shape[1]]  # torch has no such copy for 8 bits
         index, data = upload([np.array(pages, np.int64), rows], words.device)
         words.index_copy_(0, index, data)
 
 
 def _map_new_file(num_bytes: int) -> tuple[int, mmap.mmap]:
     """A memory file that readers may map: were it to shrink, they would die of SIGBUS. Raises OSError."""
-    fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = create_file()
     try:
-        os.ftruncate(fd, num_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        memory = mmap.mmap(fd, 0)
-        with suppress(OSError, AttributeError):  # fewer page faults and misses where the system allows it
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return fd, memory
+        _size_file(fd, num_bytes)
+        return fd, _map_file(fd)
     except OSError:
         os.close(fd)
         raise
+
+
+def _map_shared_file(share: PoolShare, num_bytes: int) -> tuple[int, mmap.mmap]:
+    """The file of several ranks, sized by the first. Raises OSError."""
+    if share.rank == 0:
+        _size_file(share.fd, num_bytes)
+    share.meet()
+    return share.fd, _map_file(share.fd)
+
+
+def create_file() -> int:
+    """The file descriptor of a memory file that has no size yet. Raises OSError."""
+    return os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def _size_file(fd: int, num_bytes: int) -> None:
+    os.ftruncate(fd, num_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+def _map_file(fd: int) -> mmap.mmap:
+    memory = mmap.mmap(fd, 0)
+    with suppress(OSError, AttributeError):  # fewer page faults and misses where the system allows it
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

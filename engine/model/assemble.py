@@ -18,13 +18,12 @@ from engine.model.fp8 import E4M3, Fp8Linear, quantise_rows
 from engine.model.head import Head, JoinedHead
 from engine.model.linear import Linear, PlainLinear, Quantization, SummedLinear
 from engine.model.shard import EMBEDDING, LM_HEAD, Shard, ShardedCheckpoint, shard_config
-from engine.ranks import OneRank, Ranks
+from engine.ranks import ONE_RANK, Ranks
 
 OnProgress = Callable[[int, int], None]  # (done_bytes, total_bytes) of the checkpoint
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # old Llama checkpoints carry it; it follows from the config
 FINAL_NORM = "model.norm.weight"
-ONE_RANK = OneRank()
 PAGE_BYTES = 4096
 MAX_FAULTS_SHOWN = 8
 
@@ -56,7 +55,7 @@ def build_decoder(
     if ranks.size == 1:
         return Decoder(config, Embedding(embedding), layers, final_norm, Head(lm_head))
     table = SummedEmbedding(embedding, ranks.rank * len(embedding), ranks)
-    return Decoder(config, table, layers, final_norm, JoinedHead(Head(lm_head), ranks))
+    return Decoder(config, table, layers, final_norm, JoinedHead(Head(lm_head), ranks), ranks)
 
 
 def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:

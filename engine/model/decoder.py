@@ -19,6 +19,7 @@ from engine.model.head import Head, JoinedHead
 from engine.model.linear import Linear
 from engine.model.operations import Operations, choose_operations
 from engine.model.rope import build_rope_table, gather_rotation
+from engine.ranks import ONE_RANK, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Decoder:
         layers: Sequence[DecoderLayer],
         final_norm: Tensor,
         lm_head: Head | JoinedHead,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         """config: of what this rank computes. The embedding's dtype and device are the model's; final_norm: [H]."""
         self.config = config
@@ -53,6 +55,7 @@ class Decoder:
         self._layers = tuple(layers)
         self._final_norm = final_norm
         self._lm_head = lm_head
+        self._ranks = ranks
         table = build_rope_table(config.rope, config.head_dim, config.context_tokens)
         self._rope_table = table.to(self.device, self.dtype)  # [context_tokens, 2, D / 2]
         self._operations: Operations = choose_operations(self.device)
@@ -79,6 +82,7 @@ class Decoder:
             if index == len(self._layers) - 1:
                 # Only rows with logits matter after the last layer's KV is written.
                 if not batch.logits_rows.numel():
+                    self._ranks.meet(self.device)  # a step that is done is done on all ranks: they have no sum after it
                     return hidden[:0]
                 attended, hidden = _keep_rows(attended, batch), _keep_rows(hidden, batch)  # [S, ...]
             normed = operations.add_norm_(hidden, layer.output(attended), layer.mlp_norm, eps)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.model.checkpoint import Checkpoint, TensorEntry
 from engine.model.config import ModelConfig
+from wire.kv_layout import can_divide, heads_of
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -42,7 +43,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     for name in ("num_heads", "intermediate_size", "vocab_size"):
         if getattr(config, name) % size:
             raise ValueError(f"{size} ranks do not divide {name} {getattr(config, name)}: set --tp to a divisor of it")
-    if config.num_kv_heads % size and size % config.num_kv_heads:
+    if not can_divide(config.num_kv_heads, size):
         raise ValueError(
             f"{size} ranks and {config.num_kv_heads} KV heads: set --tp to a divisor or a multiple of them"
         )
@@ -56,10 +57,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 
 def kv_heads_of(config: ModelConfig, shard: Shard) -> range:
     """The KV heads that the shard's query heads attend to."""
-    if config.num_kv_heads >= shard.size:
-        return shard.of(config.num_kv_heads)
-    head = shard.rank * config.num_kv_heads // shard.size
-    return range(head, head + 1)
+    return heads_of(config.num_kv_heads, shard.rank, shard.size)
 
 
 def find_cut(config: ModelConfig, shard: Shard, name: str) -> Cut | None:

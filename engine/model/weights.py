@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 
-from engine.model.assemble import ONE_RANK, OnProgress, build_decoder, check_tensors
+from engine.model.assemble import OnProgress, build_decoder, check_tensors
 from engine.model.checkpoint import Checkpoint, TensorEntry, list_shards, read_header, read_samples
 from engine.model.config import load_config
 from engine.model.decoder import Decoder
 from engine.model.fp8 import check_fp8
 from engine.model.linear import Quantization
 from engine.model.shard import EMBEDDING
-from engine.ranks import Ranks
+from engine.ranks import ONE_RANK, Ranks
 
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -20,7 +20,6 @@ from tests.faults.answers import Truth, prompt_of
 from tests.real_workers import packed
 
 GATEWAY, HANDLE, NUM_PAGES, GENERATION = "played", 1, 4, 7
-PAGE_BYTES = (6 * 2 + 2 * 1) * 2 * 16 * 64 * 4  # layers x heads, the draft model's too, K and V, 16 x 64 float32
 CALL_S = 60.0
 
 Serve = Callable[[kv_pb2.ReadPagesRequest], Iterator[bytes]]
@@ -28,7 +27,7 @@ Serve = Callable[[kv_pb2.ReadPagesRequest], Iterator[bytes]]
 
 def whole(request: kv_pb2.ReadPagesRequest) -> Iterator[bytes]:
     for _ in request.pages:
-        yield encode_data(memoryview(bytes(PAGE_BYTES)))
+        yield encode_data(memoryview(bytes(request.num_bytes)))
     yield generations(*[GENERATION for _ in request.pages])
 
 
@@ -37,13 +36,13 @@ def generations(*numbers: int) -> bytes:
 
 
 def truncated(request: kv_pb2.ReadPagesRequest) -> Iterator[bytes]:
-    yield encode_data(memoryview(bytes(PAGE_BYTES // 2)))
+    yield encode_data(memoryview(bytes(request.num_bytes // 2)))
     yield generations(*[GENERATION for _ in request.pages])
 
 
 def too_much(request: kv_pb2.ReadPagesRequest) -> Iterator[bytes]:
     for _ in range(len(request.pages) + 1):
-        yield encode_data(memoryview(bytes(PAGE_BYTES)))
+        yield encode_data(memoryview(bytes(request.num_bytes)))
     yield generations(*[GENERATION for _ in request.pages])
 
 
@@ -77,6 +76,7 @@ class Played:
             role="prefill", address=self.address, incarnation=self.incarnation, pid=1, host="elsewhere", num_pages=64
         )
         peer.layout.CopyFrom(real.layout)
+        peer.ranks.add(address=self.address, pid=1)
         for name, value in layout.items():
             setattr(peer.layout, name, value)
         return peer
@@ -187,7 +187,6 @@ def test_row_08_offers_of_another_attempt_session_or_incarnation(quad: ProcessFl
         ("page_tokens", 32),
         ("weights", "another model"),
         ("num_layers", 7),
-        ("tp_size", 2),
         ("draft_weights", "a draft"),
     ],
 )
@@ -205,7 +204,25 @@ def test_row_09_versions_that_do_not_overlap(played: Played) -> None:
         peer = played.peer(protocol_min=8, protocol_max=9)
         played.decode.Handshake(decode_pb2.HandshakeRequest(peer=peer), timeout=CALL_S)
     detail = refused.value.details() or ""
-    assert "8-9" in detail and "2-2" in detail
+    assert "8-9" in detail and "3-3" in detail
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "words"),
+    [
+        (3, "3 ranks cannot share 2 KV heads"),
+        (0, "0 ranks: a worker has 1 to 1024"),
+        (1026, "1026 ranks: a worker has 1 to 1024"),
+    ],
+)
+def test_row_09_ranks_that_cannot_share_the_heads(played: Played, num_ranks: int, words: str) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        peer = played.peer()
+        rank = peer.ranks.pop()
+        peer.ranks.extend([rank] * num_ranks)
+        played.decode.Handshake(decode_pb2.HandshakeRequest(peer=peer), timeout=CALL_S)
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert words in (refused.value.details() or "")
 
 
 def test_row_09_what_differs_may_be_long(played: Played) -> None:

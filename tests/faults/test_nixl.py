@@ -17,7 +17,8 @@ STOP_S = 6.0  # longer than a lease
 def fleet() -> Iterator[ProcessFleet]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCX_TLS", "tcp,self")
-        with run_fleet(2, 2, {"prefill": ["--transport=nixl"], "decode": FLAGS}) as running:
+        flags = {"prefill": ["--transport=nixl"], "decode": FLAGS, "prefill-0": ["--tp=2"], "decode-1": ["--tp=2"]}
+        with run_fleet(2, 2, flags) as running:
             yield running
 
 
@@ -26,10 +27,13 @@ def fleet() -> Iterator[ProcessFleet]:
 def test_workers_that_die_or_stop_in_mid_read_cost_no_answer(
     fleet: ProcessFleet, truth: Truth, role: str, what: str
 ) -> None:
-    """UCX may abort an owner whose reader dies in mid-read; it then comes back as any worker that died."""
+    """32 streams, between workers of one rank and of two.
+
+    UCX may abort an owner whose reader dies in mid-read; it then comes back as any worker that died.
+    """
     before = fleet.count("decode", "kv_transfer_bytes_total", {"transport": "nixl:tcp"})
-    with Load(fleet) as load:
-        wait_until(lambda: len(load.ended) >= 4)
+    with Load(fleet, num_clients=32) as load:
+        wait_until(lambda: len(load.ended) >= 32)
         worker = fleet[f"{role}-0"]
         if what == "killed":
             worker.kill()
@@ -37,7 +41,7 @@ def test_workers_that_die_or_stop_in_mid_read_cost_no_answer(
             worker.stop()
             time.sleep(STOP_S)
             worker.resume()
-        wait_until(lambda: len(load.ended) >= 12)
+        wait_until(lambda: len(load.ended) >= 80)
     load.check_clean(truth)
     assert fleet.count("decode", "kv_transfer_bytes_total", {"transport": "nixl:tcp"}) > before or what == "killed"
     for process in fleet.workers():

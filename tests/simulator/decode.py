@@ -13,6 +13,7 @@ from tests.simulator.engine import VirtualDraftRunner, VirtualRunner
 from tests.simulator.model import Memory, Offer, Ticket
 from tests.simulator.worker import BUDGET, NO_METRICS, POOL, Answer, SimWorker, SteppedLoop
 from tests.simulator.world import Failure, Process, ViolationError
+from worker import rank_reads
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.sequences import Job, Phase, Update
 from worker.table import OfferRefusedError
@@ -147,7 +148,7 @@ class SimDecode(SimWorker):
             answer(None)
 
     def offer(self, offer: Offer, answer: Answer) -> None:
-        """Read the pages, one after the other; the answer is the acknowledgement."""
+        """Each rank reads the pages, one after the other; the answer is the acknowledgement."""
         ticket = offer.ticket
         try:
             self._check_ticket(ticket)
@@ -162,25 +163,40 @@ class SimDecode(SimWorker):
         sequence = self.table._sequences[ticket.session]
         if offer.owner != (sequence.job.request_id, sequence.job.attempt):
             raise ViolationError(f"{sequence.job.request_id}#{ticket.attempt} reads an offer made for {offer.owner}")
-        self._read(offer, memory, targets, 0, answer)
+        results: list[BaseException | None] = []
+        for rank in range(self.num_ranks):
+            self._read(rank, offer, memory, targets, 0, results, answer)
 
     def _check_ticket(self, ticket: Ticket) -> None:
         if ticket.incarnation != self.incarnation:
             raise OfferRefusedError("incarnation", ticket.incarnation)
 
-    def _read(self, offer: Offer, memory: Memory, targets: Sequence[int], done: int, answer: Answer) -> None:
-        if done < len(targets):
-            self.memory.read_page(targets[done], memory, offer.pages[done])
-            after = self.world.slow_delay(self.world.faults.slow_reads)
-            self.later(after, lambda: self._read(offer, memory, targets, done + 1, answer))
-            return
-        sources = [reader.PageRef(*promised) for promised in zip(offer.pages, offer.generations, strict=True)]
+    def _read(
+        self, rank: int, offer: Offer, memory: Memory, targets: Sequence[int], done: int,
+        results: list[BaseException | None], answer: Answer,
+    ) -> None:  # fmt: skip
+        """`results`: of the ranks that are done. When all are, the read is over."""
+        if rank in self.memory.dead:
+            return  # the worker is about to die with it
         try:
+            if done < len(targets):
+                self.memory.read_page(rank, targets[done], memory, offer.pages[done])
+                after = self.world.slow_delay(self.world.faults.slow_reads)
+                self.later(after, lambda: self._read(rank, offer, memory, targets, done + 1, results, answer))
+                return
+            sources = [reader.PageRef(*promised) for promised in zip(offer.pages, offer.generations, strict=True)]
             reader.check_generations(sources, [memory.generations[page] for page in offer.pages])
-        except reader.ReadError as error:
-            self.world.note("read failed", self.name, offer.ticket, error.detail)
+            results.append(None)
+        except (reader.ReadError, RuntimeError) as error:
+            results.append(error)
+        if len(results) == self.num_ranks:
+            self._end_read(offer, rank_reads.find_failure(results), answer)
+
+    def _end_read(self, offer: Offer, failure: BaseException | None, answer: Answer) -> None:
+        if failure is not None:
+            self.world.note("read failed", self.name, offer.ticket, str(failure))
             self.table.fail_read(offer.ticket.session)
-            answer(Failure(error.reason))
+            answer(Failure(getattr(failure, "reason", "transport")))
         else:
             self.table.finish_read(offer.ticket.session, offer.positions.stop, self.world.now)
             sequence = self.table._sequences.get(offer.ticket.session)

@@ -80,10 +80,10 @@ class VirtualLaunched:
 class VirtualRunner:
     """As engine.runner.Runner: computes the KV of slices, and the tokens that they want."""
 
-    def __init__(self, world: World, rows: VirtualRows, cells: Cells) -> None:
+    def __init__(self, world: World, rows: VirtualRows, ranks: Sequence[Cells]) -> None:
         self._world = world
         self._rows = rows
-        self._cells = cells
+        self._ranks = ranks
         self.vocab_size = rows.vocab_size
         self._poisoned = -1  # a row that no launch can compute
 
@@ -114,10 +114,11 @@ class VirtualRunner:
         chosen: list[int] = []
         for part, pages in parts:
             begin, end, tokens = part.begin, part.begin + part.count, self._rows.tokens[part.row]
-            contents = read(self._cells, pages, begin)
+            contents = read(self._ranks[0], pages, begin)
             extend(contents, self._find_seed(part.row), tokens[begin:end])
             for position in range(begin, end):
-                self._cells[pages[position // PAGE_TOKENS]][position % PAGE_TOKENS] = contents[position]
+                for cells in self._ranks:
+                    cells[pages[position // PAGE_TOKENS]][position % PAGE_TOKENS] = contents[position]
             for last in range(end - part.num_logits, end):
                 token = self._choose(part, pages, contents[: last + 1])
                 tokens[last + 1] = token
@@ -136,7 +137,7 @@ class VirtualDraftRunner(VirtualRunner):
 
     def __init__(self, world: World, rows: VirtualRows, memory: Memory) -> None:
         super().__init__(world, rows, memory.draft)
-        self._main = memory.main
+        self._main = memory.main[0]
 
     def _fail(self, slices: Sequence[Slice]) -> str:
         return ""

@@ -14,16 +14,28 @@ Cells = list[list[int]]  # page |-> content of each of its positions
 
 
 class Memory:
-    """The pool of one incarnation. Peers that mapped it can read it after its owner's death."""
+    """The pools of one incarnation's ranks. Peers that mapped them can read them after their owner's death.
 
-    def __init__(self, num_pages: int) -> None:
-        self.main: Cells = [[0] * PAGE_TOKENS for _ in range(num_pages)]
-        self.draft: Cells = [[0] * PAGE_TOKENS for _ in range(num_pages)]  # the draft model's part of the same pages
+    Each rank has its part of every page: here all of it, so that each part alone shows what is wrong with it.
+    """
+
+    def __init__(self, num_pages: int, num_ranks: int = 1) -> None:
+        self.main = [_empty(num_pages) for _ in range(num_ranks)]
+        self.draft = [_empty(num_pages) for _ in range(num_ranks)]  # the draft model's part of the same pages
         self.generations = [0] * num_pages
+        self.dead: set[int] = set()  # ranks; the whole worker dies a little later
 
-    def read_page(self, page: int, peer: "Memory", peer_page: int) -> None:
-        self.main[page] = list(peer.main[peer_page])
-        self.draft[page] = list(peer.draft[peer_page])
+    def read_page(self, rank: int, page: int, peer: "Memory", peer_page: int) -> None:
+        """Into one rank's part. RuntimeError: the peer's rank that has it is dead."""
+        there = rank % len(peer.main)
+        if there in peer.dead:
+            raise RuntimeError(f"rank {there} is gone")
+        self.main[rank][page] = list(peer.main[there][peer_page])
+        self.draft[rank][page] = list(peer.draft[there][peer_page])
+
+
+def _empty(num_pages: int) -> Cells:
+    return [[0] * PAGE_TOKENS for _ in range(num_pages)]
 
 
 def read(cells: Cells, pages: Iterable[int], num_tokens: int) -> list[int]:

@@ -23,6 +23,7 @@ from tests.simulator.prefill import HandOver, SimPrefill
 from tests.simulator.values import Work
 from wire import page_keys
 from wire.page_keys import PageKey
+from worker import rank_reads
 from worker import table as worker_table
 from worker.prefix_cache import PrefixCache
 from worker.sequences import Job, Phase, Planned, Update
@@ -104,6 +105,10 @@ def _release_for_all(self: PrefixCache, pages: Sequence[int]) -> None:
 
 def _check_nothing(sources: Sequence[reader.PageRef], found: Sequence[int]) -> None:
     pass
+
+
+def _find_common_failure(results: Sequence[BaseException | None]) -> BaseException | None:
+    return None if None in results else results[0]
 
 
 def _promise_nothing_of_cached(self: SimPrefill, work: HandOver, pages: Sequence[int]) -> list[int]:
@@ -247,6 +252,7 @@ MUTATIONS: dict[str, Mutation] = {
     "decode frees pages under a step": _patched(
         (SequenceTable, "_end", _end_freeing(lambda it: it.num_steps_launched and it.job.max_tokens))
     ),
+    "a read is good when one rank's was": _patched((rank_reads, "find_failure", _find_common_failure)),
     "decode frees pages under a read": _patched((SequenceTable, "_end", _end_freeing(lambda it: it.is_read))),
     "a sequence is preempted under a step": _patched((SequenceTable, "make_room", _make_room_in_flight)),
     "decode forgets the attempt": _patched(

@@ -43,11 +43,11 @@ class SimPrefill(SimWorker):
 
     def __init__(
         self, world: World, name: str, num_pages: int, max_running: int, steps_ahead: int, has_draft: bool,
-        max_offer_pages: int, decodes: dict[str, SimDecode],
+        num_ranks: int, max_offer_pages: int, decodes: dict[str, SimDecode],
     ) -> None:  # fmt: skip
         self._max_offer_pages = max_offer_pages
         self._decodes = decodes
-        super().__init__(world, name, num_pages, max_running, steps_ahead, has_draft)
+        super().__init__(world, name, num_pages, max_running, steps_ahead, has_draft, num_ranks)
 
     def boot(self) -> None:
         super().boot()

@@ -61,8 +61,15 @@ class Schedule:
             self.world.faults = Faults(0.0, 0.0, 0.0, 0.5, 0.0)
         num_pages, max_running = rng.randint(6, 7 if self.is_crowded else 11), rng.randint(2, 4)
         has_draft = rng.random() < 0.5
+        # of their own, so that schedules without ranks stay what they are
+        self._ranks_rng = ranks_rng = random.Random(~seed)
+        has_ranks = ranks_rng.random() < 0.3
+
+        def draw_ranks() -> int:
+            return ranks_rng.choice([1, 2, 2]) if has_ranks else 1
+
         decodes = [
-            SimDecode(self.world, f"D{n}", num_pages, max_running, rng.randint(0, 1), has_draft)
+            SimDecode(self.world, f"D{n}", num_pages, max_running, rng.randint(0, 1), has_draft, draw_ranks())
             for n in range(rng.randint(1, 2))
         ]
         by_name = {decode.name: decode for decode in decodes}
@@ -73,8 +80,8 @@ class Schedule:
             num_prefill_pages, max_offer_pages = rng.randint(4, 5), 9
         prefills = [
             SimPrefill(
-                self.world, f"P{n}", num_prefill_pages, max_running, rng.randint(0, 1), has_draft, max_offer_pages,
-                by_name,
+                self.world, f"P{n}", num_prefill_pages, max_running, rng.randint(0, 1), has_draft, draw_ranks(),
+                max_offer_pages, by_name,
             )
             for n in range(1 if self.is_crowded else rng.randint(1, 2))
         ]  # fmt: skip
@@ -102,6 +109,9 @@ class Schedule:
             center = rng.random() * FAULTS_END_S  # faults that come together are the hard ones
             for _ in range(rng.randint(1, 4)):
                 self._plan_fault(rng, center + rng.random() * rng.choice([0.3, FAULTS_END_S]))
+            for worker in self.workers:
+                if worker.num_ranks > 1 and ranks_rng.random() < 0.5:
+                    self._plan_rank_death(worker, ranks_rng)
         for gateway in self.gateways:
             gateway.boot()
 
@@ -191,6 +201,16 @@ class Schedule:
     def _plan_crash(self, process: Process, after: float, length: float) -> None:
         self.world.at(after, self.nobody, -1, lambda: self._crash(process))
         self.world.at(after + length, self.nobody, -1, lambda: self._note("restart", process, process.restart))
+
+    def _plan_rank_death(self, worker: SimPrefill | SimDecode, rng: random.Random) -> None:
+        """A rank dies, perhaps between two reads of an offer; its worker follows when it notices."""
+        after, rank = 0.1 + rng.random() * FAULTS_END_S, rng.randrange(1, worker.num_ranks)
+        self.world.at(after, self.nobody, -1, lambda: self._kill_rank(worker, rank))
+        self._plan_crash(worker, after + rng.random(), 0.05)
+
+    def _kill_rank(self, worker: SimPrefill | SimDecode, rank: int) -> None:
+        self.world.note("rank dies", worker.incarnation, rank)
+        worker.memory.dead.add(rank)
 
     def _plan_pause(self, process: Process, after: float, length: float) -> None:
         self.world.at(after, self.nobody, -1, lambda: self._note("pause", process, process.pause))

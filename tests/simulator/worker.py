@@ -127,16 +127,18 @@ class SimWorker(Process):
     is_changed = False  # and not checked yet
 
     def __init__(
-        self, world: World, name: str, num_pages: int, max_running: int, steps_ahead: int, has_draft: bool
-    ) -> None:
+        self, world: World, name: str, num_pages: int, max_running: int, steps_ahead: int, has_draft: bool,
+        num_ranks: int,
+    ) -> None:  # fmt: skip
         self.num_pages = num_pages
         self.max_running = max_running
         self.steps_ahead = steps_ahead
         self.has_draft = has_draft
+        self.num_ranks = num_ranks
         super().__init__(world, name)
 
     def boot(self) -> None:
-        self.memory = Memory(self.num_pages)
+        self.memory = Memory(self.num_pages, self.num_ranks)
         cache = PrefixCache(self.num_pages, self.memory.generations)
         self.table = SequenceTable(cache, PAGE_TOKENS, self.max_running, LEASE_S, WEIGHTS)
         self.rows = VirtualRows(num_rows_for(self.max_running))
@@ -173,10 +175,12 @@ class SimWorker(Process):
         truth.follow(sequence.tokens)
         name = f"{sequence.job.request_id}#{sequence.job.attempt}"
         computed, pages = sequence.computed, sequence.pages
-        if read(self.memory.main, pages, computed) != truth.main[:computed]:
+        if any(read(cells, pages, computed) != truth.main[:computed] for cells in self.memory.main):
             raise ViolationError(f"{name} runs on KV that is not its own")
         computed = sequence.draft_computed
-        if self.has_draft and computed and read(self.memory.draft, pages, computed) != truth.draft[:computed]:
+        if not self.has_draft or not computed:
+            return
+        if any(read(cells, pages, computed) != truth.draft[:computed] for cells in self.memory.draft):
             raise ViolationError(f"{name} guesses from KV that is not its own")
 
 

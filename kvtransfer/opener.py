@@ -1,0 +1,63 @@
+"""Opens readers of peers' pages by a transport that was chosen before. Knows what each of them needs."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+import grpc
+
+from kvtransfer.cuda_ipc import CudaIpcReader
+from kvtransfer.grpc_bytes import GrpcReader
+from kvtransfer.nixl import NixlReader
+from kvtransfer.reader import PageStore, Reader, ReadError, Transport
+from kvtransfer.shm import ShmReader
+from protos import kv_pb2
+
+
+class Opener:
+    """For one process' pool. Owns the thread that readers copy in."""
+
+    def __init__(
+        self,
+        name: str,
+        store: PageStore,
+        open_channel: Callable[[str], grpc.aio.Channel],
+        is_local: bool,
+        may_nixl_use_tcp: bool,
+        timeout_s: float,
+    ) -> None:
+        """`name`: of this process alone. `is_local`: peers are on this host. `timeout_s`: of each read."""
+        self._name = name
+        self._store = store
+        self._open_channel = open_channel
+        self._is_local = is_local
+        self._may_nixl_use_tcp = may_nixl_use_tcp
+        self._timeout_s = timeout_s
+        self._num_opened = count()  # names agents: none is used twice
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-read")
+
+    async def open(self, transport: Transport, peer: kv_pb2.Peer) -> Reader:
+        """Raises ReadError when the peer cannot be read like that."""
+        if transport == "cuda_ipc":
+            return await CudaIpcReader.open(peer, self._store, self._executor)
+        if transport == "shm":
+            return ShmReader(peer, self._store, self._executor)
+        if transport == "nixl":
+            return await self._open_nixl(peer)
+        return GrpcReader(peer, self._store, self._open_channel, self._timeout_s)
+
+    async def _open_nixl(self, peer: kv_pb2.Peer) -> NixlReader:
+        """Raises ReadError, also when UCX has nothing better than TCP and that is not allowed."""
+        name = f"{self._name}-{next(self._num_opened)}"
+        channel = self._open_channel(peer.address)
+        reader = await NixlReader.open(peer, name, self._is_local, self._store, channel, self._timeout_s)
+        if not reader.is_fast and not self._may_nixl_use_tcp:
+            await reader.close()
+            raise ReadError(
+                "transport", f"UCX reads by {reader.link}, which takes --nixl-allow-tcp, or RDMA on both hosts"
+            )
+        return reader
+
+    def close(self) -> None:
+        """When all readers are closed."""
+        self._executor.shutdown(wait=True)

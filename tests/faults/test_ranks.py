@@ -1,0 +1,88 @@
+"""Ranks that die or stop: their worker is one incarnation, and leaves no process behind. Rows 3, 4, 10, 12 and 13."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.fleet import WAIT_S, Process, ProcessFleet, run_fleet, wait_until
+from tests.faults.answers import Truth, ask, find_busy, is_alive
+from tests.faults.load import Load
+
+STALL_S = 5.0  # in one step, before the gateway leaves a worker: more than a loaded machine takes for one
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[ProcessFleet]:
+    """Two workers of two ranks each, of both roles."""
+    stall = [f"--stall-s={STALL_S:g}"]
+    with run_fleet(2, 2, {"gateway": stall, "prefill": [*stall, "--tp=2"], "decode": ["--tp=2"]}) as running:
+        yield running
+
+
+def find_rank(worker: Process) -> int:
+    """The process id of its rank 1."""
+    folder = Path(f"/proc/{worker.pid}/task")
+    pids = [int(pid) for task in folder.iterdir() for pid in (task / "children").read_text().split()]
+    (rank,) = [pid for pid in pids if "worker.rank_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return rank
+
+
+def is_there(pid: int) -> bool:
+    """Not yet ended, or not yet taken note of by who started it."""
+    return Path(f"/proc/{pid}").exists()
+
+
+def mend(fleet: ProcessFleet, truth: Truth) -> None:
+    for process in fleet.workers():
+        if not process.is_running:
+            process.restart()
+    fleet.wait_until_whole()
+    fleet.wait_until_unused()
+    truth.check_crowd(fleet)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_worker_ends_with_its_rank_and_others_go_on(fleet: ProcessFleet, truth: Truth, role: str) -> None:
+    streams = [ask(fleet, num_prompt=3000 if role == "prefill" else 200, seed=seed) for seed in (1, 2)]
+    if role == "decode":
+        for stream in streams:
+            stream.wait_for_tokens(5)
+    worker = find_busy(fleet, role)
+    os.kill(find_rank(worker), signal.SIGKILL)
+    assert worker.wait_exited(WAIT_S) == 1
+    assert "a rank ended; its worker ends with it" in worker.read_log()
+    for stream in streams:
+        truth.check(stream)
+    mend(fleet, truth)
+
+
+def test_stopped_rank_is_noticed_by_the_age_of_its_step_and_comes_back(fleet: ProcessFleet, truth: Truth) -> None:
+    stream = ask(fleet)
+    stream.wait_for_tokens(5)
+    worker = find_busy(fleet, "decode")
+    rank = find_rank(worker)
+    os.kill(rank, signal.SIGSTOP)
+    truth.check(stream)
+    assert not is_alive(fleet, worker)
+    os.kill(rank, signal.SIGCONT)
+    mend(fleet, truth)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_no_rank_outlives_its_worker(fleet: ProcessFleet, truth: Truth, role: str) -> None:
+    """Told to stop it drains first, although ranks hear a terminal's Ctrl-C too. Then it is killed."""
+    for end in (signal.SIGTERM, signal.SIGKILL):
+        worker = fleet[f"{role}-0"]
+        rank = find_rank(worker)
+        with Load(fleet) as load:
+            wait_until(lambda load=load: len(load.ended) >= 4)  # type: ignore[misc]
+            if end is signal.SIGTERM:
+                os.kill(rank, signal.SIGINT)
+            worker.signal(end)
+            assert worker.wait_exited(WAIT_S) == (0 if end is signal.SIGTERM else -signal.SIGKILL)
+            wait_until(lambda rank=rank: not is_there(rank))  # type: ignore[misc]
+        load.check(truth) if end is signal.SIGTERM else load.check_clean(truth)
+        mend(fleet, truth)

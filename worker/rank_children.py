@@ -1,0 +1,201 @@
+"""Rank 0's side of its worker's other ranks: starts them, has them read pages, and ends with any of them.
+
+A worker is one incarnation: when a rank ends by itself, this process ends at once, and whoever watches starts it again.
+"""
+
+import asyncio
+import itertools
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from engine.kvcache.pool import create_file
+from engine.thread import end_process
+from kvtransfer.reader import PageRef, ReadError, Transport
+from protos import kv_pb2
+from runtime.config import DecodeConfig, PrefillConfig
+from worker import rank_link as link
+from worker.rank_reads import run_all
+from worker.rank_ring import RingFds, RingLeader, open_ring
+
+log = structlog.get_logger()
+
+END_S = 5.0  # that a child has to end by itself
+MARGIN_S = 10.0  # of answers, beyond the time that a read may take
+
+
+class RankChildren:
+    """Owns the processes of ranks 1 and up, and what they share with this one. To be made on the main thread.
+
+    The children die with the thread that made them.
+    """
+
+    def __init__(self, role: str, config: PrefillConfig | DecodeConfig, incarnation: str) -> None:
+        """Starts them: they load their parts of the model from now on. Raises OSError where there is no such memory."""
+        self.size = config.tp
+        self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
+        self.rendezvous = str(self._folder / "meet")
+        self.pool_fd = create_file()
+        self._ring_fds: RingFds = open_ring(config.tp - 1)
+        self.ring = RingLeader(self._ring_fds)
+        self._is_closing = False
+        start = link.Start(
+            role, msgspec.json.encode(asdict(config)), incarnation, 0, config.tp, self.rendezvous,
+            list(self._ring_fds.all), self.pool_fd,
+        )  # fmt: skip
+        self._children = [self._start(msgspec.structs.replace(start, rank=rank)) for rank in range(1, config.tp)]
+
+    def _start(self, start: link.Start) -> "RankChild":
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fds = (theirs.fileno(), self.pool_fd, *self._ring_fds.all)
+            command = [sys.executable, "-P", "-m", "worker.rank_main", str(theirs.fileno())]
+            popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
+        ours.sendall(link.encode(start))
+        threading.Thread(target=self._watch, args=(start.rank, popen), name="rank-watch", daemon=True).start()
+        return RankChild(start.rank, popen, ours)
+
+    def _watch(self, rank: int, popen: subprocess.Popen[bytes]) -> None:
+        status = popen.wait()
+        if not self._is_closing:
+            log.error("a rank ended; its worker ends with it", rank=rank, status=status)
+            end_process()
+
+    async def connect(self, timeout_s: float) -> list[kv_pb2.Rank]:
+        """All children serve their pages; how peers reach these. `timeout_s`: of each read that they are asked for."""
+        shutil.rmtree(self._folder, ignore_errors=True)  # all have met
+        return [await child.connect(timeout_s + MARGIN_S) for child in self._children]
+
+    async def open(self, transport: Transport, peer: kv_pb2.Peer) -> list["ChildReader"]:
+        """A reader in each child. Raises ReadError when one cannot be opened; none is open then."""
+        readers = [ChildReader(child) for child in self._children]
+        try:
+            await run_all([reader.open(transport, peer) for reader in readers])
+        except BaseException:
+            await run_all([reader.close() for reader in readers])
+            raise
+        return readers
+
+    def close(self) -> None:
+        """End them. Idempotent."""
+        self._is_closing = True
+        for child in self._children:
+            child.hang_up()
+        for child in self._children:
+            child.end()
+
+
+class RankChild:
+    """One process. Calls live on the asyncio thread."""
+
+    def __init__(self, rank: int, popen: subprocess.Popen[bytes], sock: socket.socket) -> None:
+        self._rank = rank
+        self._popen = popen
+        self._sock = sock
+        self._writer: asyncio.StreamWriter | None = None
+        self._calls: dict[int, asyncio.Future[link.Done]] = {}
+        self._numbers = itertools.count()
+        self._timeout_s = 0.0
+        self._receiving: asyncio.Task[None] | None = None
+
+    async def connect(self, timeout_s: float) -> kv_pb2.Rank:
+        """See `RankChildren.connect`. `timeout_s`: of any answer. A child that fails at its start ends this process."""
+        self._timeout_s = timeout_s
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)
+        ready = await link.receive(reader)
+        assert isinstance(ready, link.Ready)
+        self._receiving = asyncio.create_task(self._receive(reader))
+        return kv_pb2.Rank.FromString(ready.rank)
+
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):  # whoever watches the process says so
+            while True:
+                done = await link.receive(reader)
+                assert isinstance(done, link.Done)
+                self._calls.pop(done.call).set_result(done)
+
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+    async def ask(self, call: link.Call) -> link.Done:
+        """The answer: nothing of the call goes on then, also when this is cancelled.
+
+        Pages that a child may still write to can be neither used nor freed: one that does not answer ends this process.
+        """
+        assert self._writer is not None
+        answer = self._calls[call.call] = asyncio.get_running_loop().create_future()
+        self._writer.write(link.encode(call))
+        waiting = asyncio.ensure_future(asyncio.wait([answer], timeout=self._timeout_s))
+        try:
+            await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            await waiting
+            raise
+        finally:
+            if not answer.done():
+                log.error("a rank does not answer; this process ends", rank=self._rank, timeout_s=self._timeout_s)
+                end_process()
+        done: link.Done = answer.result()
+        return done
+
+    def hang_up(self) -> None:
+        if self._receiving is not None:
+            self._receiving.cancel()
+        with suppress(OSError):  # its process is gone
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        try:
+            self._popen.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+        if self._writer is not None:
+            self._writer.close()
+        self._sock.close()
+
+
+class ChildReader:
+    """One child's reader of one peer; see kvtransfer's Reader."""
+
+    transport = ""
+
+    def __init__(self, child: RankChild) -> None:
+        self._child = child
+        self._number = child.next_number()
+        self._is_gone = False
+
+    async def open(self, transport: Transport, peer: kv_pb2.Peer) -> None:
+        done = await self._ask(
+            link.Open(self._child.next_number(), self._number, transport, peer.SerializeToString())
+        )  # fmt: skip
+        self.transport = done.transport
+
+    async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
+        pages, generations = [source.page for source in sources], [source.generation for source in sources]
+        await self._ask(link.Read(self._child.next_number(), self._number, pages, generations, list(into)))
+
+    async def probe(self, num_pages: int) -> None:
+        await self._ask(link.Probe(self._child.next_number(), self._number, num_pages))
+
+    def is_gone(self) -> bool:
+        return self._is_gone
+
+    async def close(self) -> None:
+        await self._ask(link.Close(self._child.next_number(), self._number))
+
+    async def _ask(self, call: link.Call) -> link.Done:
+        done = await self._child.ask(call)
+        self._is_gone = self._is_gone or done.is_gone
+        if done.reason:
+            raise ReadError(done.reason, done.detail)
+        return done

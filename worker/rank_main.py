@@ -1,0 +1,138 @@
+"""A rank of a worker other than 0: follows its steps, serves its part of the pages, or reads into it, as rank 0 says.
+
+    python -m worker.rank_main FD
+
+FD is one end of a socket pair. It ends when the other end closes, or with the thread that started it.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass, field
+
+import msgspec
+import structlog
+
+from engine.engine import Engine, Place
+from engine.ranks import join_group
+from engine.thread import end_process
+from kvtransfer.grpc_bytes import PageServer
+from kvtransfer.identity import build_rank
+from kvtransfer.opener import Opener
+from kvtransfer.reader import PageRef, Reader, ReadError
+from protos import kv_pb2
+from runtime import rpc
+from runtime.config import DecodeConfig, PrefillConfig
+from runtime.lifecycle import die_with_parent
+from runtime.logs import setup_logging
+from runtime.trust import load_trust
+from worker import rank_link as link
+from worker.process import RANKS_S, build_opener, build_rank_engine, choose_rank_device, describe_gpu, open_to_nixl
+from worker.rank_ring import RingFollower, parse_fds
+from worker.ranks import follow
+
+log = structlog.get_logger()
+CONFIGS: dict[str, type[PrefillConfig] | type[DecodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
+
+
+def main(fd: int) -> None:
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal's Ctrl-C is for rank 0, which drains first
+        signal.signal(number, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    start = link.receive_start(sock)
+    config = msgspec.json.decode(start.config, type=CONFIGS[start.role])
+    setup_logging(f"{start.role} rank {start.rank}", config.log_level)
+    try:
+        ranks = join_group(start.rendezvous, start.rank, start.size, choose_rank_device(config, start.rank), RANKS_S)
+        engine = build_rank_engine(config, Place(ranks, start.pool_fd))
+    except (ValueError, OSError, RuntimeError) as error:
+        log.error("cannot start", reason=str(error))
+        sys.exit(1)
+    ring = RingFollower(parse_fds(start.ring_fds), start.rank - 1)
+    threading.Thread(target=_follow, args=(ring, engine), name="engine", daemon=True).start()
+    asyncio.run(_serve(sock, start, config, engine))
+
+
+def _follow(ring: RingFollower, engine: Engine) -> None:
+    try:
+        follow(ring, engine.rows, [engine.runner, *([engine.draft_runner] if engine.draft_runner else [])])
+    except Exception:
+        log.exception("this rank can follow no more")
+    finally:
+        end_process()
+
+
+async def _serve(
+    sock: socket.socket, start: link.Start, config: PrefillConfig | DecodeConfig, engine: Engine
+) -> None:  # fmt: skip
+    reader, writer = await asyncio.open_unix_connection(sock=sock)
+    trust = load_trust(config)
+    server, pool = trust.build_server(), engine.pool
+    nixl = None
+    if isinstance(config, PrefillConfig):
+        PageServer(pool, start.incarnation).add_to(server)
+        nixl = open_to_nixl(start.incarnation, config, pool)
+    address = f"{config.reachable_host}:{trust.bind(server, config.host, 0)}"
+    await rpc.start(server)
+    facts = build_rank(address, os.getpid(), describe_gpu(pool), nixl.facts if nixl else None)
+    writer.write(link.encode(link.Ready(facts.SerializeToString())))
+    name = f"{start.incarnation}.{start.rank}"
+    readers = _Readers(build_opener(name, config, pool, trust) if isinstance(config, DecodeConfig) else None)
+    try:
+        while True:
+            call = await link.receive(reader)
+            assert isinstance(call, link.Call)
+            readers.begin(call, writer)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        os._exit(0)  # rank 0 is gone, or has said all: nothing here is to be kept
+
+
+@dataclass(slots=True)
+class _Readers:
+    """What rank 0 has opened here."""
+
+    opener: Opener | None  # of a decode worker
+    opened: dict[int, Reader] = field(default_factory=dict)
+    _going_on: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def begin(self, call: link.Call, writer: asyncio.StreamWriter) -> None:
+        """Calls go on beside each other; the answer follows."""
+        task = asyncio.create_task(self._answer(call, writer))
+        self._going_on.add(task)
+        task.add_done_callback(self._going_on.discard)
+
+    async def _answer(self, call: link.Call, writer: asyncio.StreamWriter) -> None:
+        done = link.Done(call.call)
+        try:
+            await self._do(call)
+        except ReadError as error:
+            done.reason, done.detail = error.reason, error.detail
+        except Exception as error:
+            log.exception("a call of rank 0 failed")
+            done.reason, done.detail = "transport", str(error) or type(error).__name__
+        if (reader := self.opened.get(call.reader)) is not None:
+            done.transport, done.is_gone = reader.transport, bool(done.reason) and reader.is_gone()
+        writer.write(link.encode(done))
+
+    async def _do(self, call: link.Call) -> None:
+        match call:
+            case link.Open():
+                assert self.opener is not None
+                peer = kv_pb2.Peer.FromString(call.peer)
+                self.opened[call.reader] = await self.opener.open(call.transport, peer)
+            case link.Read():
+                sources = [PageRef(*pair) for pair in zip(call.pages, call.generations, strict=True)]
+                await self.opened[call.reader].read(sources, call.into)
+            case link.Probe():
+                await self.opened[call.reader].probe(call.num_pages)
+            case link.Close():
+                if (reader := self.opened.pop(call.reader, None)) is not None:
+                    await reader.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
