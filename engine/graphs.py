@@ -111,6 +111,10 @@ class DecodeGraph:
         self._places, self._answer_places = map(self._block.tensor, ("places", "answer_places"))
         self._batch = self._build_batch(num_rows)
         self._sampling = self._build_sampling(num_rows)
+        ranks = model.ranks
+        self._own = ranks.own_rows(num_rows)  # rows whose tokens this rank chooses
+        self._own_sampling = self._sampling if ranks.size == 1 else self._sampling.take(self._own)
+        self._own_tokens = self._tokens if ranks.size == 1 else self._tokens[self._own].clone()
         self._replay: Compute = self._compute
 
     def _build_batch(self, num_rows: int) -> Batch:
@@ -152,8 +156,8 @@ class DecodeGraph:
     def replay(self, step: Prepared) -> tuple[Tensor, Tensor, Ints]:
         """Run a step that fits.
 
-        Returns the S tokens chosen, [S] int64; logits as the model gave them, until the next replay, [R, V]; and which
-        row of these each output is, [S].
+        Returns the S tokens chosen, [S] int64; logits as the model gave them, until the next replay, [R, V], of several
+        ranks only this one's; and which row of these each output is, [S].
         """
         layout, outputs, sampling = step.layout, step.outputs, step.pieces[0].sampling
         num_sequences, num_tokens = len(layout.query_lens), self.shape.num_tokens
@@ -219,8 +223,11 @@ class DecodeGraph:
         rows = self._rows
         token_ids = rows.flat_tokens.index_select(0, self._places).long()
         hidden = self._model.run_planned(replace(self._batch, token_ids=token_ids), self._attention)
-        self._logits = self._model.logits(hidden)
-        choose_tokens(self._logits, self._sampling, self._tokens)
+        self._logits = self._model.deal_logits(hidden)
+        if len(self._own_tokens):
+            choose_tokens(self._logits, self._own_sampling, self._own_tokens)
+        if self._model.ranks.size > 1:
+            self._tokens.copy_(self._model.ranks.share(self._own_tokens, len(self._tokens)))
         rows.flat_tokens.index_copy_(0, self._answer_places, self._tokens.to(torch.int32))
 
 
@@ -269,6 +276,7 @@ class DecodeGraphs:
     ) -> None:
         """Captures all, the largest first, so that the others fit into its memory."""
         rows.reserve_counts()
+        self._can_score = model.ranks.size == 1  # of several, no rank has all logits
         self._graphs: dict[Shape, DecodeGraph] = {}
         for shape in sorted(shapes, key=prod, reverse=True):
             self._graphs[shape] = graph = DecodeGraph(shape, model, attention, pages, rows, padding_page)
@@ -284,6 +292,8 @@ class DecodeGraphs:
             return None
         piece = step.pieces[0]
         num_biases = 0 if piece.sampling.bias_ids is None else len(piece.sampling.bias_ids)
+        if piece.scored and not self._can_score:
+            return None
         if piece.chosen is not None or piece.guesses is not None or num_biases > MAX_BIASES:
             return None
         for shape in self._shapes:

@@ -29,6 +29,18 @@ class Ranks(Protocol):
         """[S, n], as many rows and columns on each rank |-> [S, size * n], columns of rank 0 first."""
         ...
 
+    def own_rows(self, count: int) -> slice:
+        """Which of so many rows this rank chooses tokens for."""
+        ...
+
+    def deal(self, tensor: Tensor) -> Tensor:
+        """[S, n], as in `join` |-> [m, size * n]: the same, but of this rank's own rows alone."""
+        ...
+
+    def share(self, tensor: Tensor, count: int) -> Tensor:
+        """[m], a value for each of this rank's own rows |-> [count], those of all ranks."""
+        ...
+
     def meet(self, device: torch.device) -> None:
         """Launches what is done on `device` only after all that any rank launched before this."""
         ...
@@ -49,6 +61,18 @@ class OneRank:
 
     def join(self, tensor: Tensor) -> Tensor:
         """See `Ranks.join`."""
+        return tensor
+
+    def own_rows(self, count: int) -> slice:
+        """See `Ranks.own_rows`."""
+        return slice(0, count)
+
+    def deal(self, tensor: Tensor) -> Tensor:
+        """See `Ranks.deal`."""
+        return tensor
+
+    def share(self, tensor: Tensor, count: int) -> Tensor:
+        """See `Ranks.share`."""
         return tensor
 
     def meet(self, device: torch.device) -> None:
@@ -79,6 +103,32 @@ class GroupRanks:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(parts, tensor.contiguous(), group=self._group)
         return torch.cat(parts, -1)
+
+    def own_rows(self, count: int) -> slice:
+        """See `Ranks.own_rows`."""
+        most = -(-count // self.size)
+        return slice(min(self.rank * most, count), min((self.rank + 1) * most, count))
+
+    def deal(self, tensor: Tensor) -> Tensor:
+        """See `Ranks.deal`."""
+        count, width = tensor.shape
+        most = -(-count // self.size)
+        given = tensor.new_zeros(self.size * most, width)
+        given[:count] = tensor
+        taken = torch.empty_like(given)  # [size, most, n]: the columns of each rank
+        dist.all_to_all_single(taken, given, group=self._group)
+        rows = taken.view(self.size, most, width).transpose(0, 1).reshape(most, self.size * width)
+        own = self.own_rows(count)
+        return rows[: own.stop - own.start]
+
+    def share(self, tensor: Tensor, count: int) -> Tensor:
+        """See `Ranks.share`."""
+        most = -(-count // self.size)
+        given = tensor.new_zeros(most)
+        given[: len(tensor)] = tensor
+        parts = [torch.empty_like(given) for _ in range(self.size)]
+        dist.all_gather(parts, given, group=self._group)
+        return torch.cat(parts)[:count]
 
     def meet(self, device: torch.device) -> None:
         """See `Ranks.meet`."""

@@ -146,6 +146,9 @@ class Runner:
         parts: list[Tensor] = []
         scores: list[Scores] = []
         for piece in step.pieces:
+            if self._model.ranks.size > 1 and not piece.scored and piece.chosen is None:
+                parts.append(self._choose_among_ranks(piece, hidden[piece.span]))
+                continue
             logits = self._model.logits(hidden[piece.span])  # [n, V]
             logprobs = _log_softmax(logits, piece.scored) if piece.scored else None
             parts.append(self._choose(piece, logits, places[piece.span]))
@@ -164,6 +167,14 @@ class Runner:
             (chosen,) = upload([piece.chosen], logits.device)
             tokens.index_copy_(0, chosen, sample(logits.index_select(0, chosen), self._complete(piece)))
         return tokens
+
+    def _choose_among_ranks(self, piece: Piece, hidden: Tensor) -> Tensor:
+        """[n, H] -> [n] int64: each rank chooses for some of the rows. Others have no use for their logits."""
+        ranks = self._model.ranks
+        own, logits = ranks.own_rows(len(hidden)), self._model.deal_logits(hidden)
+        if own.start == own.stop:
+            return ranks.share(logits.new_empty(0, dtype=torch.int64), len(hidden))
+        return ranks.share(sample(logits, self._complete(piece).take(own)), len(hidden))
 
     def _complete(self, piece: Piece) -> SamplingBatch:
         """With what the device knows, without waiting for it."""

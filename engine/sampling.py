@@ -52,9 +52,10 @@ def choose_tokens(logits: Tensor, fields: SamplingTensors, out: Tensor) -> None:
 def _read_fields(fields: SamplingTensors) -> SamplingBatch:
     """On the CPU: a batch in the memory of the fields."""
     arrays = {name: tensor.numpy() for name, tensor in fields._asdict().items()}
-    num_biases = arrays["bias_starts"][-1]
+    begin, end = arrays["bias_starts"][[0, -1]]
     arrays["seeds"] = arrays["seeds"].view(np.uint64)
-    arrays |= {name: arrays[name][:num_biases] for name in ("bias_ids", "bias_values")}
+    arrays |= {name: arrays[name][begin:end] for name in ("bias_ids", "bias_values")}
+    arrays["bias_starts"] = arrays["bias_starts"] - begin
     return SamplingBatch(**arrays | {"counts": fields.counts, "extra_starts": None, "extra_ids": None})
 
 

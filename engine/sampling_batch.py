@@ -40,6 +40,17 @@ class SamplingBatch(NamedTuple):
     masks: NDArray[np.int32] | None = None  # [m, ceil(V / 32)] bit t % 32 of word t // 32 |-> whether t may come
     mask_line: NDArray[np.int32] | None = None  # [S] line of `masks`; -1: every token may come
 
+    def take(self, rows: slice) -> "SamplingBatch":
+        """A run of the rows."""
+        per_row = {name: getattr(self, name)[rows] for name in ROW_FIELDS if getattr(self, name) is not None}
+        ragged = {}
+        for starts, *values in RAGGED_FIELDS:
+            if (all_starts := getattr(self, starts)) is not None:
+                own = all_starts[rows.start : rows.stop + 1]
+                ragged[starts] = own - own[0]
+                ragged |= {name: getattr(self, name)[own[0] : own[-1]] for name in values}
+        return self._replace(**per_row, **ragged)
+
     def check(self, logits: Tensor) -> None:
         """ValueError names the first field that does not fit `logits` [S, V]."""
         if logits.dim() != 2 or logits.dtype is not torch.float32 or not logits.is_contiguous():
@@ -75,6 +86,13 @@ class SamplingBatch(NamedTuple):
                 f"counts are {counts.dtype} {tuple(counts.shape)} on {counts.device}, "
                 f"expected contiguous int32 {expected} on {logits.device}"
             )
+
+
+ROW_FIELDS = (
+    "temperature", "top_k", "top_p", "min_p", "seeds", "positions", "repetition", "frequency", "presence",
+    "counts_line", "mask_line",
+)  # fmt: skip
+RAGGED_FIELDS = (("extra_starts", "extra_ids"), ("bias_starts", "bias_ids", "bias_values"))
 
 
 def _given(name: str, array: NDArray[np.generic] | None) -> NDArray[np.generic]:

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from engine.sampling_batch import ROW_FIELDS
+
 
 class SamplingTensors(NamedTuple):
     """The fields of a `SamplingBatch` on the device, all contiguous. Parts that no row has: one element.
@@ -29,3 +31,9 @@ class SamplingTensors(NamedTuple):
     bias_values: Tensor  # [..] float32
     masks: Tensor  # [m, ceil(V / 32)] int32
     mask_line: Tensor  # [S] int32
+
+    def take(self, rows: slice) -> "SamplingTensors":
+        """A run of the rows: views, so ragged parts of it begin where those before it end."""
+        starts = slice(rows.start, rows.stop + 1)
+        cut = {name: getattr(self, name)[rows] for name in ROW_FIELDS}
+        return self._replace(**cut, extra_starts=self.extra_starts[starts], bias_starts=self.bias_starts[starts])

@@ -20,6 +20,7 @@ from engine.model.weights import load_model
 from engine.ranks import GroupRanks
 from engine.rows import Rows
 from engine.runner import Runner
+from runtime.lifecycle import die_with_parent
 from worker.rank_ring import RingError, RingFollower, parse_fds
 from worker.ranks import follow
 
@@ -55,6 +56,7 @@ def shape_of(decoder: Decoder) -> PoolShape:
 
 
 def main(model: str, draft: str, rendezvous: str, rank: str, size: str, *fds: str) -> None:
+    die_with_parent()
     torch.set_num_threads(1)
     ring = RingFollower(parse_fds(list(map(int, fds))), int(rank) - 1)
     ranks = meet(rendezvous, int(rank), int(size))

@@ -36,8 +36,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
 
 
-def run_ranks(models: Sequence[Path], folder: Path, size: int) -> list[list[list[list[int]]]]:
-    """What each of `size` processes chose, model by model."""
+def run_ranks(models: Sequence[Path], folder: Path, size: int) -> list[list[list[list[list[int]]]]]:
+    """What each of `size` processes chose, without and with graphs, model by model."""
     command = [sys.executable, "-m", "tests.rank_process", str(folder / f"meet-{size}")]
     processes = [
         subprocess.Popen([*command, str(rank), str(size), *map(str, models)], stdout=subprocess.PIPE, text=True)
@@ -53,7 +53,7 @@ def test_every_rank_chooses_the_tokens_of_one_process(models: Sequence[Path], tm
     with on_one_thread():
         alone = [rank_process.run(model, OneRank()) for model in models]
     for size in (2, 4):
-        assert run_ranks(models, tmp_path, size) == [alone] * size
+        assert run_ranks(models, tmp_path, size) == [[alone] * 2] * size
 
 
 @pytest.mark.parametrize("which", range(len(FAMILIES)), ids=list(FAMILIES))

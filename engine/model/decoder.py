@@ -55,7 +55,7 @@ class Decoder:
         self._layers = tuple(layers)
         self._final_norm = final_norm
         self._lm_head = lm_head
-        self._ranks = ranks
+        self.ranks = ranks
         table = build_rope_table(config.rope, config.head_dim, config.context_tokens)
         self._rope_table = table.to(self.device, self.dtype)  # [context_tokens, 2, D / 2]
         self._operations: Operations = choose_operations(self.device)
@@ -82,7 +82,7 @@ class Decoder:
             if index == len(self._layers) - 1:
                 # Only rows with logits matter after the last layer's KV is written.
                 if not batch.logits_rows.numel():
-                    self._ranks.meet(self.device)  # a step that is done is done on all ranks: they have no sum after it
+                    self.ranks.meet(self.device)  # a step that is done is done on all ranks: they have no sum after it
                     return hidden[:0]
                 attended, hidden = _keep_rows(attended, batch), _keep_rows(hidden, batch)  # [S, ...]
             normed = operations.add_norm_(hidden, layer.output(attended), layer.mlp_norm, eps)
@@ -94,6 +94,11 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] rows that `forward` returned, or some of them |-> [S, V], float32 from here on; the caller's own."""
         return self._lm_head(hidden)
+
+    @torch.inference_mode()
+    def deal_logits(self, hidden: Tensor) -> Tensor:
+        """As `logits`, but only those rows that this rank chooses tokens for (`Ranks.own_rows`): [m, V]."""
+        return self._lm_head(hidden) if isinstance(self._lm_head, Head) else self._lm_head.deal(hidden)
 
     def _attend(
         self, index: int, layer: DecoderLayer, normed: Tensor, turn: Turn, attention: AttentionBackend

@@ -39,7 +39,7 @@ class Head:
 
 
 class JoinedHead:
-    """A head of which each rank has some of the vocabulary: all ranks get all logits."""
+    """A head of which each rank has some of the vocabulary."""
 
     __slots__ = ("_own", "_ranks")
 
@@ -50,6 +50,10 @@ class JoinedHead:
     def __call__(self, rows: Tensor) -> Tensor:
         """See `Head`."""
         return self._ranks.join(self._own(rows))
+
+    def deal(self, rows: Tensor) -> Tensor:
+        """rows: [S, K] |-> [m, V]: all logits of those rows that this rank chooses tokens for."""
+        return self._ranks.deal(self._own(rows))
 
 
 def multiply_widened(rows: Tensor, weight: Tensor) -> Tensor:

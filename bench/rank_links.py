@@ -1,0 +1,114 @@
+"""How fast a prompt's pages get from prefill to decode workers of one and two ranks: real workers, each transport.
+
+    python -m bench.rank_links [--rounds 7] [--tokens 2048]
+
+All workers run at once, and pairs take turns. A decode worker's ranks read at the same time, each its heads.
+"""
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from statistics import median
+
+import grpc
+import numpy as np
+
+from bench.fleet import ProcessFleet, run_fleet
+from demo.shapes import llama_config, new_model
+from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from runtime.rpc import new_incarnation, open_channel
+from wire.messages import pack_tokens
+
+VOCAB = 1024
+READERS: Mapping[str, Sequence[str]] = {
+    "shm": ("--transport=shm",),
+    "nixl": ("--transport=nixl", "--nixl-allow-tcp"),
+    "grpc": ("--transport=grpc",),
+}
+WAYS = ((1, 1), (2, 1), (1, 2), (2, 2))  # ranks of prefill, of decode
+CALL_S = 120.0
+NUM_WARM = 3
+PREFILL = {1: "prefill-0", 2: "prefill-1"}  # ranks |-> worker
+DECODE = {(name, size): f"decode-{2 * i + size - 1}" for i, name in enumerate(READERS) for size in (1, 2)}
+
+
+@asynccontextmanager
+async def listen(address: str) -> AsyncIterator[decode_pb2_grpc.DecodeStub]:
+    """A gateway's place at a decode worker."""
+    async with open_channel(address) as channel:
+        stub = decode_pb2_grpc.DecodeStub(channel)
+        steps = stub.Steps(decode_pb2.StepsRequest(gateway="bench"))
+
+        async def drop_news() -> None:
+            with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+                async for _news in steps:
+                    pass
+
+        listening = asyncio.create_task(drop_news())
+        await steps.wait_for_connection()
+        yield stub
+        steps.cancel()
+        await listening
+
+
+async def hand_over(
+    decode: decode_pb2_grpc.DecodeStub, prefill: prefill_pb2_grpc.PrefillStub, handle: int, num_tokens: int
+) -> prefill_pb2.RunResponse:
+    """A prompt that nobody has seen."""
+    prompt = pack_tokens(np.arange(num_tokens, dtype=np.int32) % (VOCAB - 10) + 5)
+    salt = new_incarnation()
+    request = decode_pb2.ReserveRequest(
+        request_id=str(handle), gateway="bench", handle=handle, attempt=1, prompt=prompt, max_tokens=1, cache_salt=salt,
+        sampling=decode_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0),
+    )  # fmt: skip
+    ticket = (await decode.Reserve(request, timeout=CALL_S)).ticket
+    run = prefill_pb2.RunRequest(request_id=str(handle), prompt=prompt, ticket=ticket, cache_salt=salt)
+    response: prefill_pb2.RunResponse = await prefill.Run(run, timeout=CALL_S)
+    return response
+
+
+async def measure(fleet: ProcessFleet, num_rounds: int, num_tokens: int) -> None:
+    """Prints the table."""
+    rates: dict[tuple[tuple[int, int], str], list[float]] = {}
+    told: dict[str, str] = {}
+    for number in range(num_rounds + NUM_WARM):
+        for index, (way, name) in enumerate((way, name) for way in WAYS for name in READERS):
+            prefill, decode = fleet[PREFILL[way[0]]], fleet[DECODE[name, way[1]]]
+            async with listen(decode.address) as stub, open_channel(prefill.address) as channel:
+                handle = number * 100 + index
+                done = await hand_over(stub, prefill_pb2_grpc.PrefillStub(channel), handle, num_tokens)
+            if number >= NUM_WARM:
+                rates.setdefault((way, name), []).append(done.transfer_bytes / done.transfer_seconds / 1e9)
+            told[name] = done.transport
+            mebibytes = done.transfer_bytes / 2**20
+    print(f"GB/s of {mebibytes:g} MiB, medians of {num_rounds} rounds")
+    print("| ranks | " + " | ".join(told.values()) + " |\n" + "|---" * (len(told) + 1) + "|")
+    for way in WAYS:
+        print(f"| {way[0]} → {way[1]} | " + " | ".join(f"{median(rates[way, name]):.2f}" for name in READERS) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=2048)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        shape = llama_config(width=64, inner=64, num_layers=8, num_heads=8, num_kv_heads=8, vocab_size=VOCAB)
+        new_model(shape, seed=0).save_pretrained(Path(folder))  # 512 KiB a page, and little else
+        model = [f"--model={folder}", "--draft-model=none", "--max-running=4"]
+        flags = {
+            "prefill": [*model, f"--chunk-tokens={arguments.tokens}", "--transport=nixl"],
+            "decode": model, PREFILL[2]: ["--tp=2"],
+        }  # fmt: skip
+        for (name, size), worker in DECODE.items():
+            flags[worker] = [*READERS[name], "--require-transport", f"--tp={size}"]
+        memory = {"prefill": 144, "decode": 144}  # little: after NUM_WARM rounds all of it was touched
+        with run_fleet(2, len(DECODE), flags, lease_s=60.0, heartbeat_s=30.0, kv_memory_mib=memory) as fleet:
+            asyncio.run(measure(fleet, arguments.rounds, arguments.tokens))
+
+
+if __name__ == "__main__":
+    main()
