@@ -49,6 +49,7 @@ PARTS = (
     ),
     Part("service", 150, ("service:check_service",)),
     Part("ipc", 150, ("ipc:check_ipc_copy", "ipc:time_ipc", "ipc:check_ipc_kill")),
+    Part("nixl", 120, ("nixl:check_nixl",)),
     Part("deaths", 120, ("service:check_deaths",)),
     Part("one stream", 60, ("speed:time_one_stream",)),
     Part("host", 60, ("speed:time_host",)),

@@ -194,7 +194,7 @@ async def test_a_peer_of_protocol_version_1_is_refused_by_name() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert "protocol versions do not overlap: 2-2 here, 1-1 there" in (refused.value.details() or "")
+        assert "protocol versions do not overlap: 3-3 here, 1-1 there" in (refused.value.details() or "")
         assert not decode.intake.transports()
 
 

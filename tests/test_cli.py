@@ -199,9 +199,11 @@ class TestPlan:
         assert parse("serve", *build_flags(config)) == config
 
     def test_every_setting_of_a_process_can_be_set_through_serve(self) -> None:
-        own = {"advertise_host", "metrics_port", "kv_memory_share", "ready_fd", "max_running", "prefill", "decode"}
+        own = {"advertise_host", "metrics_port", "kv_memory_share", "ready_fd", "prefill", "decode"}
+        by_role = {"max_running", "tp"}  # such as prefill_tp
         for config_type in (PrefillConfig, DecodeConfig, GatewayConfig):
-            assert set(field_names(config_type)) - set(field_names(ServeConfig)) <= own
+            assert set(field_names(config_type)) - set(field_names(ServeConfig)) <= own | by_role
+        assert {f"{role}_{name}" for role in ("prefill", "decode") for name in by_role} <= set(field_names(ServeConfig))
 
 
 class TestModels:

@@ -32,6 +32,7 @@ IN_WORDS = {  # what the document says |-> the default that it means
 IN_OTHER_PLACES = {
     "--port, --grpc-port": f"`{ServeConfig.port}`, the next",
     "--max-running": f"prefill `{PrefillConfig.max_running}`, decode `{DecodeConfig.max_running}`",
+    "--tp, --prefill-tp, --decode-tp, serve": f"`{DecodeConfig.tp}`",
 }
 
 
@@ -40,6 +41,9 @@ IN_OTHER_PLACES = {
     [
         (ServeConfig, "port", 70000, "--port needs 0 to 65535"),
         (ServeConfig, "decode_workers", 0, "--decode-workers needs 1 or more"),
+        (ServeConfig, "decode_tp", 0, "--decode-tp needs 1 or more"),
+        (ServeConfig, "prefill_tp", 1025, "--prefill-tp needs 1024 or less"),
+        (DecodeConfig, "tp", 0, "--tp needs 1 or more"),
         (ServeConfig, "heartbeat_s", 60.0, "--heartbeat-s needs a number below --lease-s, which is 30"),
         (ServeConfig, "drain_s", -1.0, "--drain-s needs 0 or more"),
         (ServeConfig, "stall_s", 0.0, "--stall-s needs a number above 0"),
@@ -191,6 +195,7 @@ class TestDocument:
         for name in ("prefill_workers", "decode_workers", "start_timeout_s"):
             assert flag(name) in DOCUMENT
         assert ServeConfig.prefill_workers == ServeConfig.decode_workers == 1 and "(`1` each;" in DOCUMENT
+        assert ServeConfig.prefill_tp == ServeConfig.decode_tp == PrefillConfig.tp == DecodeConfig.tp
         assert f"`--start-timeout-s` (`{ServeConfig.start_timeout_s:g}`)" in DOCUMENT
         assert f"(of free memory, `{PrefillConfig.kv_memory_share:g}`;" in DOCUMENT
 

@@ -97,11 +97,20 @@ def test_machines_as_they_should_be() -> None:
     assert rows["peer access"].found == "between all GPUs"
 
 
+def test_ranks_share_what_a_worker_has_in_main_memory_and_have_a_gpu_each() -> None:
+    alone, shared = (look(ServeConfig(decode_tp=tp), CPU, ON_CPU)["decode-0"].found for tp in (1, 2))
+    assert shared == alone.replace("cpu; ", "cpu, 2 ranks; ", 1)
+    rows = look(ServeConfig(transport="grpc", decode_tp=2), NODE, ON_GPU)
+    assert troubles(rows) == {}
+    assert rows["decode-0"].found.startswith("gpu 1, 0; ")
+
+
 NO_FILE = replace(CPU, memory_file_error="ENOSYS")
 NO_CXX = replace(CPU, kernel_error="no C++ compiler", cpp_compiler="")
 NO_MODULES = replace(NODE, flashinfer_modules=())
 UNSEEN = replace(NODE, gpus=())  # by torch
 FAR_APART = replace(NODE, strangers=((1, 0),))  # decode cannot read prefill
+FAR_FROM_1 = replace(NODE, strangers=((0, 1),))  # which only a rank of prefill is on, as decode is on 0
 OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
 
 
@@ -131,6 +140,8 @@ OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
         (ServeConfig(kv_memory_mib=100), CPU, "decode-0", "missing", "--kv-memory-mib 1024 or more"),
         (ServeConfig(), replace(CPU, memory_bytes=GIB), "decode-0", "missing", "--kv-memory-mib 1024 or more"),
         (ServeConfig(gpu_memory_share=0.6, decode_workers=3), NODE, "workers", "missing", "2 workers share a GPU"),
+        (ServeConfig(prefill_tp=3), NODE, "workers", "missing", "each rank has a GPU of its own"),
+        (ServeConfig(transport="cuda_ipc", prefill_tp=2), FAR_FROM_1, "hand-off", "missing", "--transport auto"),
         (ServeConfig(gpu_memory_share=0.05), NODE, "decode-0", "missing", "--gpu-memory-share 0.14 or more"),
         # it works, but worse than it could
         (ServeConfig(), UNSEEN, "gpu", "warning", "update NVIDIA's driver"),

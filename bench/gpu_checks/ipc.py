@@ -20,10 +20,10 @@ from google.protobuf.json_format import Parse
 from bench.gpu_checks.ipc_exporter import SHAPE_8B, page_content
 from engine.kvcache.pool import Pool
 from kvtransfer.cuda_ipc import CudaIpcReader
-from kvtransfer.reader import PageRef, ReadError
+from kvtransfer.reader import PageRef, Reader, ReadError
 from protos import kv_pb2
 
-EXPORTER = (sys.executable, "-m", "bench.gpu_checks.ipc_exporter")
+EXPORTER = (sys.executable, "-m", "bench.gpu_checks.ipc_exporter", "cuda")
 PROMPT_PAGES = 128  # 2,048 tokens of 16 a page
 PART_S = 120.0
 EXPORTER_S = 30.0  # longest that one may take to obey
@@ -101,25 +101,42 @@ class Exporter:
 def copy_pages(pool: Pool, command: Sequence[str]) -> str:
     """See check_ipc_copy."""
 
-    async def run() -> None:
+    async def run() -> str:
         with Exporter(command, pool.num_pages) as exporter, ThreadPoolExecutor(1) as executor:
-            exporter.recycle(*range(pool.num_pages))
             reader = await CudaIpcReader.open(exporter.peer, pool, executor)
-            pages = random.Random(0).sample(range(pool.num_pages), pool.num_pages)
-            into = list(range(pool.num_pages))
-            await reader.read([PageRef(page, 1) for page in pages], into)
-            for row, page in zip(pool.load(into), pages, strict=True):
-                assert (row == page_content(page, 1, pool.page_bytes)).all(), f"page {page} differs"
-            exporter.recycle(pages[-1])
-            try:
-                await reader.read([PageRef(page, 1) for page in pages], into)
-                raise AssertionError("a recycled page was believed")
-            except ReadError as error:
-                assert error.reason == "generation", error
+            found = await check_reader(reader, exporter, pool)
             await reader.close()
+            return found
 
-    asyncio.run(run())
+    return asyncio.run(run())
+
+
+async def check_reader(reader: Reader, exporter: Exporter, pool: Pool) -> str:
+    """All pages of the exporter, which has as many as the pool, arrive as they are; a recycled one is noticed."""
+    exporter.recycle(*range(pool.num_pages))
+    pages = random.Random(0).sample(range(pool.num_pages), pool.num_pages)
+    into = list(range(pool.num_pages))
+    await reader.read([PageRef(page, 1) for page in pages], into)
+    for row, page in zip(pool.load(into), pages, strict=True):
+        assert (row == page_content(page, 1, pool.page_bytes)).all(), f"page {page} differs"
+    exporter.recycle(pages[-1])
+    try:
+        await reader.read([PageRef(page, 1) for page in pages], into)
+        raise AssertionError("a recycled page was believed")
+    except ReadError as error:
+        assert error.reason == "generation", error
     return f"{pool.num_pages} pages of {pool.page_bytes} bytes equal, a recycled one refused"
+
+
+async def time_reads(reader: Reader, num_pages: int) -> float:
+    """Median seconds of reading so many pages, which nobody has given out, to the same places."""
+    sources = [PageRef(page, 0) for page in random.Random(0).sample(range(num_pages), num_pages)]
+    times = []
+    for _ in range(NUM_TIMES):
+        started = time.perf_counter()
+        await reader.read(sources, range(num_pages))
+        times.append(time.perf_counter() - started)
+    return median(times)
 
 
 def kill_exporters(pool: Pool, command: Sequence[str], num_kills: int = NUM_KILLS, repeats: int = KILL_REPEATS) -> str:
@@ -161,14 +178,9 @@ def time_copies(pool: Pool, command: Sequence[str]) -> str:
     async def run() -> float:
         with Exporter(command, count) as exporter, ThreadPoolExecutor(1) as executor:
             reader = await CudaIpcReader.open(exporter.peer, pool, executor)
-            sources = [PageRef(page, 0) for page in random.Random(0).sample(range(count), count)]
-            times = []
-            for _ in range(NUM_TIMES):
-                started = time.perf_counter()
-                await reader.read(sources, range(count))
-                times.append(time.perf_counter() - started)
+            seconds = await time_reads(reader, count)
             await reader.close()
-            return median(times)
+            return seconds
 
     hand_over_s = asyncio.run(run())
     target, source = pool.tensor[:count], pool.tensor[count : 2 * count]

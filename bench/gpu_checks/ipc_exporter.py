@@ -1,7 +1,7 @@
 """A process that owns a pool and obeys lines on its stdin, so that others can read another process' memory.
 
-python -m bench.gpu_checks.ipc_exporter NUM_PAGES     prints its Peer, as JSON on one line
-recycle PAGE                                          gives the page a new owner and new bytes; prints "done"
+python -m bench.gpu_checks.ipc_exporter [nixl-]DEVICE NUM_PAGES     prints its Peer, as JSON on one line
+recycle PAGE                            gives the page a new owner and new bytes; prints "done"
 
 It ends with its stdin.
 """
@@ -55,4 +55,5 @@ def obey(pool: Pool, nixl: NixlPool | None = None) -> None:
 
 
 if __name__ == "__main__":
-    obey(Pool(SHAPE_8B.with_pages(int(sys.argv[1])), torch.device("cuda")))
+    pool = Pool(SHAPE_8B.with_pages(int(sys.argv[2])), torch.device(sys.argv[1].removeprefix("nixl-")))
+    obey(pool, NixlPool("exporter", pool, is_local=True) if sys.argv[1].startswith("nixl-") else None)

@@ -1,0 +1,50 @@
+"""Pages of one process read by another through NIXL, in the memory of a GPU or a CPU.
+
+    python -m bench.gpu_checks.nixl DEVICE
+
+It runs in a process of its own, as UCX may end the one that it runs in. Has not run on a card.
+"""
+
+import asyncio
+import subprocess
+import sys
+
+import torch
+
+from bench.gpu_checks.ipc import PART_S, Exporter, check_reader, time_reads
+from bench.gpu_checks.ipc_exporter import SHAPE_8B
+from engine.kvcache.pool import Pool
+from kvtransfer.nixl import NixlReader
+from kvtransfer.nixl_agent import find_obstacle
+from runtime.rpc import open_channel
+
+NUM_PAGES = {"cuda": 128, "cpu": 8}  # of 2 MiB: a prompt of 2,048 tokens; little where speed says nothing
+READ_S = 30.0
+
+
+def check_nixl(device: torch.device) -> str:
+    """Pages through NIXL arrive as they are there, and a recycled one is refused: by what UCX uses, and how fast."""
+    if (obstacle := find_obstacle()) is not None:
+        return f"skipped: {obstacle}"
+    command = [sys.executable, "-m", "bench.gpu_checks.nixl", device.type]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PART_S, check=False)
+    assert ended.returncode == 0, f"exit {ended.returncode}: {' '.join(ended.stderr.splitlines()[-15:])}"
+    return ended.stdout.splitlines()[-1]
+
+
+async def read_pages(device: torch.device) -> str:
+    """See check_nixl."""
+    pool = Pool(SHAPE_8B.with_pages(NUM_PAGES[device.type]), device)
+    exporter_command = (sys.executable, "-m", "bench.gpu_checks.ipc_exporter", f"nixl-{device.type}")
+    with Exporter(exporter_command, pool.num_pages) as exporter:
+        peer = exporter.peer
+        reader = await NixlReader.open(peer, "reader", True, pool, open_channel(peer.address), READ_S)
+        seconds = await time_reads(reader, pool.num_pages)
+        found = await check_reader(reader, exporter, pool)
+        rate = pool.num_pages * pool.page_bytes / seconds / 1e9
+        await reader.close()
+    return f"{reader.transport}: {found}; {seconds * 1e3:.1f} ms, {rate:.1f} GB/s"
+
+
+if __name__ == "__main__":
+    print(asyncio.run(read_pages(torch.device(sys.argv[1]))))
