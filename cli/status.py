@@ -13,8 +13,8 @@ from rich.text import Text
 from cli.connect import AddressError, open_client
 
 COLUMNS = (
-    "role", "address", "pid", "incarnation", "transport", "free_pages", "used_pages", "cached_pages", "prefix_hits",
-    "running", "trouble",
+    "role", "address", "pid", "incarnation", "ranks", "transport", "free_pages", "used_pages", "cached_pages",
+    "prefix_hits", "running", "trouble",
 )  # fmt: skip
 TIMEOUT = httpx.Timeout(10.0)
 PIPE_WIDTH = 160  # characters, where there is no terminal to ask

@@ -35,6 +35,7 @@ class KnownPeer:
 
     peer: kv_pb2.Peer
     reader: Reader
+    bytes_per_s: float  # of a first large read
 
 
 class Intake:
@@ -63,6 +64,10 @@ class Intake:
         """address |-> transport, of every peer."""
         return {address: known.reader.transport for address, known in self._peers.items()}
 
+    def probed_bytes_per_s(self) -> dict[str, float]:
+        """address |-> bytes a second of a first large read, of every peer."""
+        return {address: known.bytes_per_s for address, known in self._peers.items()}
+
     async def shake_hands(self, peer: kv_pb2.Peer) -> str:
         """Compare layouts, open a reader and measure it. Returns the transport. Idempotent per incarnation."""
         async with self._greeting.setdefault(peer.address, asyncio.Lock()):
@@ -72,7 +77,7 @@ class Intake:
         known = self._peers.get(peer.address)
         if known is not None and known.peer.incarnation == peer.incarnation:
             return known.reader.transport
-        mismatch = find_mismatch(self._me.layout, peer.layout) or find_bad_ranks(self._pool.parts, len(peer.ranks))
+        mismatch = find_mismatch(self._me.layout, peer.layout) or find_bad_ranks(self._pool.parts, peer)
         if mismatch is not None:
             raise HandshakeRefusedError(f"{peer.address} cannot hand over its KV: {mismatch}")
         try:
@@ -81,7 +86,8 @@ class Intake:
         except (ReadError, ValueError) as error:
             raise HandshakeRefusedError(f"cannot read from {peer.address}: {error}") from error
         forgotten = self._forget(lambda other: other is known or self._is_dead(other))
-        self._peers[peer.address] = KnownPeer(peer, reader)
+        self._peers[peer.address] = KnownPeer(peer, reader, rate)
+        self._metrics.probed_bytes_per_s.labels(reader.transport).set(rate)
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
         log.info(

@@ -3,6 +3,8 @@
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 
+from prometheus_client import Gauge
+
 from worker.metrics import WorkerMetrics
 from worker.sequences import Planned, Update
 from worker.table import SequenceTable
@@ -15,6 +17,10 @@ class DecodeMetrics(WorkerMetrics):
         super().__init__(table)
         self.transfer_bytes = self.counter("kv_transfer_bytes", "Bytes read from prefill workers", ("transport",))
         self.transfer_seconds = self.histogram("kv_transfer_seconds", "Time of one read of offered pages")
+        self.probed_bytes_per_s = Gauge(
+            "baton:kv_transfer_probed_bytes_per_second", "A first large read, of the last peer that shook hands",
+            ("transport",), registry=self.registry,
+        )  # fmt: skip
         self.draft_tokens = self.counter("spec_draft_tokens", "Tokens guessed ahead")
         self.accepted_tokens = self.counter("spec_accepted_tokens", "Tokens guessed ahead that were right")
 

@@ -142,6 +142,9 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, error.detail)
         return decode_pb2.RenewResponse()
 
+    def probed_bytes_per_s(self) -> dict[str, float]:
+        return self._intake.probed_bytes_per_s()
+
     async def Offer(self, request: kv_pb2.OfferRequest, context: Context) -> kv_pb2.OfferResponse:
         return await self._intake.take(request)
 

@@ -88,10 +88,10 @@ class CudaIpcReader:
     async def close(self) -> None:
         def close() -> None:
             for pages in self._pages.values():
-                pages.close()
+                with suppress(RuntimeError):  # of a context that can do nothing more: the engine's next step says so
+                    pages.close()
 
-        with suppress(ReadError):  # of a context that can do nothing more: the engine's next step says so
-            await _run_in_thread(self._executor, close)
+        await copy_in_thread(self._executor, close)
 
 
 async def _run_in_thread(executor: Executor, run: Callable[[], None]) -> None:

@@ -37,12 +37,19 @@ def find_mismatch(ours: kv_pb2.KvLayout, theirs: kv_pb2.KvLayout) -> str | None:
     return None
 
 
-def find_bad_ranks(parts: Sequence[PagePart], num_ranks: int) -> str | None:
-    """Why a peer with such pages cannot have so many ranks; None when it can."""
+def find_bad_ranks(parts: Sequence[PagePart], peer: kv_pb2.Peer) -> str | None:
+    """Why a peer with such pages cannot have its ranks; None when it can."""
+    num_ranks = len(peer.ranks)
     if not 0 < num_ranks <= MAX_RANKS:
         return f"{num_ranks} ranks: a worker has 1 to {MAX_RANKS}"
     undivided = [part.num_kv_heads for part in parts if not can_divide(part.num_kv_heads, num_ranks)]
-    return f"{num_ranks} ranks cannot share {undivided[0]} KV heads" if undivided else None
+    if undivided:
+        return f"{num_ranks} ranks cannot share {undivided[0]} KV heads"
+    first = peer.ranks[0]
+    if (first.address, first.pid) != (peer.address, peer.pid):
+        whole = f"the worker {peer.pid} at {peer.address[:64]!r}"
+        return f"rank 0 is process {first.pid} at {first.address[:64]!r}, {whole}"
+    return None
 
 
 def plan_runs(parts: Sequence[PagePart], rank: int, size: int, their_size: int) -> list[Run]:

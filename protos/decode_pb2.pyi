@@ -216,7 +216,7 @@ class DrainResponse(_message.Message):
     def __init__(self, num_left: _Optional[int] = ..., drain_s: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("peer", "context_tokens", "free_pages", "used_pages", "num_running", "num_waiting", "max_running", "steps", "step_age_s", "draining", "transports", "cached_pages", "prefix_queries", "prefix_hits")
+    __slots__ = ("peer", "context_tokens", "free_pages", "used_pages", "num_running", "num_waiting", "max_running", "steps", "step_age_s", "draining", "transports", "cached_pages", "prefix_queries", "prefix_hits", "probed_bytes_per_s")
     class TransportsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +224,13 @@ class WorkerStatus(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class ProbedBytesPerSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     PEER_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -238,6 +245,7 @@ class WorkerStatus(_message.Message):
     CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_QUERIES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
+    PROBED_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     peer: _kv_pb2.Peer
     context_tokens: int
     free_pages: int
@@ -252,4 +260,5 @@ class WorkerStatus(_message.Message):
     cached_pages: int
     prefix_queries: int
     prefix_hits: int
-    def __init__(self, peer: _Optional[_Union[_kv_pb2.Peer, _Mapping]] = ..., context_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., steps: _Optional[int] = ..., step_age_s: _Optional[float] = ..., draining: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ...) -> None: ...
+    probed_bytes_per_s: _containers.ScalarMap[str, float]
+    def __init__(self, peer: _Optional[_Union[_kv_pb2.Peer, _Mapping]] = ..., context_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., steps: _Optional[int] = ..., step_age_s: _Optional[float] = ..., draining: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., probed_bytes_per_s: _Optional[_Mapping[str, float]] = ...) -> None: ...

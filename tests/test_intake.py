@@ -134,7 +134,7 @@ async def start_owner(pool: Pool) -> tuple[asyncio.subprocess.Process, kv_pb2.Pe
     assert pool.fd is not None
     process = await asyncio.create_subprocess_exec("sleep", str(PATIENCE_S), pass_fds=[pool.fd])
     peer = build_identity("prefill", "127.0.0.1:1", pool)
-    peer.pid = process.pid
+    peer.pid = peer.ranks[0].pid = process.pid
     return process, peer
 
 

@@ -153,18 +153,28 @@ def test_runs_make_up_exactly_each_ranks_page(parts: list[PagePart], data: st.Da
             assert runs == [Run(rank, 0, 0, len(expected))]
 
 
+def peer_of(num_ranks: int) -> kv_pb2.Peer:
+    return build_peer("prefill", "p:1", "P1", "host-1", FACTS, [build_rank("p:1", 1)] * max(num_ranks, 1))
+
+
 @given(PAGE_PARTS, st.integers(1, 40))
 def test_ranks_that_cannot_share_the_heads_are_named_with_them(parts: list[PagePart], size: int) -> None:
-    why = find_bad_ranks(parts, size)
+    why = find_bad_ranks(parts, peer_of(size))
     assert (why is None) == can_share(parts, size)
     assert why is None or why in {f"{size} ranks cannot share {heads} KV heads" for heads, _ in parts}
 
 
-def test_a_worker_has_1_to_1024_ranks() -> None:
+def test_a_worker_has_1_to_1024_ranks_the_first_of_which_is_itself() -> None:
     one_head = [PagePart(1, 512)]
-    assert find_bad_ranks(one_head, 1) is find_bad_ranks(one_head, 1024) is None
-    for size in (-1, 0, 1025, 2**31):
-        assert find_bad_ranks(one_head, size) == f"{size} ranks: a worker has 1 to 1024"
+    assert find_bad_ranks(one_head, peer_of(1)) is find_bad_ranks(one_head, peer_of(1024)) is None
+    for size in (0, 1025):
+        theirs = peer_of(size)
+        del theirs.ranks[size:]
+        assert find_bad_ranks(one_head, theirs) == f"{size} ranks: a worker has 1 to 1024"
+    for name, value in (("pid", 2), ("address", "p:2")):
+        theirs = peer_of(2)
+        setattr(theirs.ranks[0], name, value)
+        assert "rank 0 is process" in str(find_bad_ranks(one_head, theirs))
 
 
 # -- the wire format -------------------------------------------------------------------------------------------------

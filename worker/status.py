@@ -79,4 +79,9 @@ class WorkerService:
             step_age_s=progress.step_age_s,
             draining=self._shutdown.is_draining,
             transports=self._transports(),
+            probed_bytes_per_s=self.probed_bytes_per_s(),
         )
+
+    def probed_bytes_per_s(self) -> Mapping[str, float]:
+        """See the message. Workers that read no pages have none."""
+        return {}

@@ -16,6 +16,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     address: str
     pid: int
     incarnation: str
+    ranks: int  # processes that compute its model together
     transport: str  # in use with its peers; "none" before the first hand-off
     free_pages: int  # cached ones included
     used_pages: int
@@ -47,6 +48,7 @@ def _describe(link: WorkerLink) -> WorkerStatus:
         address=link.address,
         pid=status.peer.pid,
         incarnation=status.peer.incarnation,
+        ranks=len(status.peer.ranks),
         transport="+".join(sorted(set(status.transports.values()))) or "none",
         free_pages=status.free_pages,
         used_pages=status.used_pages,

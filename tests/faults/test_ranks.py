@@ -24,10 +24,9 @@ def fleet() -> Iterator[ProcessFleet]:
 
 def find_rank(worker: Process) -> int:
     """The process id of its rank 1."""
-    folder = Path(f"/proc/{worker.pid}/task")
-    pids = [int(pid) for task in folder.iterdir() for pid in (task / "children").read_text().split()]
-    (rank,) = [pid for pid in pids if "worker.rank_main" in Path(f"/proc/{pid}/cmdline").read_text()]
-    return rank
+    children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()  # of its main thread
+    (rank,) = [pid for pid in children if "worker.rank_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return int(rank)
 
 
 def is_there(pid: int) -> bool:
