@@ -5,16 +5,14 @@ A worker is one incarnation: when a rank ends by itself, this process ends at on
 
 import asyncio
 import itertools
-import shutil
+import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 
 import msgspec
 import structlog
@@ -43,8 +41,8 @@ class RankChildren:
     def __init__(self, role: str, config: PrefillConfig | DecodeConfig, incarnation: str) -> None:
         """Starts them: they load their parts of the model from now on. Raises OSError where there is no such memory."""
         self.size = config.tp
-        self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
-        self.rendezvous = str(self._folder / "meet")
+        meeting = os.memfd_create("baton-meeting", os.MFD_CLOEXEC)
+        self.rendezvous = f"/proc/{os.getpid()}/fd/{meeting}"  # goes with this process, however it ends
         self.pool_fd = create_file()
         self._ring_fds: RingFds = open_ring(config.tp - 1)
         self.ring = RingLeader(self._ring_fds)
@@ -73,7 +71,6 @@ class RankChildren:
 
     async def connect(self, timeout_s: float) -> list[kv_pb2.Rank]:
         """All children serve their pages; how peers reach these. `timeout_s`: of each read that they are asked for."""
-        shutil.rmtree(self._folder, ignore_errors=True)  # all have met
         return [await child.connect(timeout_s + MARGIN_S) for child in self._children]
 
     async def open(self, transport: Transport, peer: kv_pb2.Peer) -> list["ChildReader"]:
