@@ -1,6 +1,6 @@
 """Through the whole service, greedy tokens in float32 are transformers' own: every family, odd shapes, both transports.
 
-Alone and in a batch of 16 that arrive and leave at different times.
+Alone and in a batch of 16 that arrive and leave at different times. The demo model is in test_surface_service.py.
 """
 
 import threading
@@ -14,7 +14,6 @@ import grpc
 import pytest
 
 from bench.live import Live
-from demo.paths import TARGET_DIR
 from protos import inference_pb2, inference_pb2_grpc
 from tests.calm import serve_calmly
 from tests.checkpoints import write_checkpoint, write_tokenizer
@@ -41,8 +40,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # A model and how its pages travel: each family and each GQA ratio by both.
 WAYS = [
-    ("demo", "shm"),
-    ("demo", "grpc"),
     ("llama-gqa1-hd64-tied", "shm"),
     ("llama-gqa8-hd128-llama3", "grpc"),
     ("mistral-gqa3-hd80-window", "shm"),
@@ -75,8 +72,6 @@ def way(request: pytest.FixtureRequest) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def checkpoint(way: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     name, _ = way
-    if name == "demo":
-        return TARGET_DIR
     folder = tmp_path_factory.mktemp(name)
     write_checkpoint(folder, hidden=HIDDEN, vocab=VOCAB, seed=len(name), **SHAPES[name])
     return write_tokenizer(folder, VOCAB)

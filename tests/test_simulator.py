@@ -12,7 +12,7 @@ import pytest
 from tests.simulator.mutations import MUTATIONS
 from tests.simulator.schedule import run_schedule
 
-NUM_SCHEDULES = int(os.environ.get("TEST_SCHEDULES", "20000"))
+NUM_SCHEDULES = int(os.environ.get("TEST_SCHEDULES", "10000"))
 NUM_PROCESSES = 2
 RARE = range(800, 2000)  # few schedules recycle a page under a read
 SEEDS = {
