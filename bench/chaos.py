@@ -6,8 +6,10 @@ Exit code 1 when an answer differs from the undisturbed one, a request hangs or 
 """
 
 import argparse
+import os
 import queue
 import random
+import signal
 import sys
 import threading
 import time
@@ -91,6 +93,8 @@ def keep_asking(fleet: ProcessFleet, cases: "queue.SimpleQueue[Case]", tally: Ta
 def disturb(fleet: ProcessFleet, until: float, every_s: float, seed: int) -> Counter[str]:
     """Kill a random one of those that serve every so often, and start it again, whether the others are back or not.
 
+    Of one with several ranks half of the time another rank than the first, with which it must end.
+
     Returns how often each was killed. Runs on the main thread.
     """
     dice = random.Random(seed)
@@ -103,9 +107,14 @@ def disturb(fleet: ProcessFleet, until: float, every_s: float, seed: int) -> Cou
         victims = [worker for worker in fleet.workers() if worker.address in alive]
         if victims:
             victim = dice.choice(victims)
+            name = victim.name
+            if (ranks := victim.find_ranks()) and dice.random() < 0.5:
+                os.kill(dice.choice(ranks), signal.SIGKILL)
+                victim.wait_exited(HANG_S)
+                name += " by its rank"
             victim.kill()
             victim.start()
-            kills[victim.name] += 1
+            kills[name] += 1
     return kills
 
 

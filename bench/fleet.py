@@ -114,6 +114,14 @@ class Process:
             os.close(self._events)
             self._events = -1
 
+    def find_ranks(self) -> list[int]:
+        """Process ids of its ranks but the first, itself."""
+        try:
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()  # of its main thread
+        except OSError:  # it has ended
+            return []
+        return [int(pid) for pid in children if "worker.rank_main" in _read_command(pid)]
+
     def restart(self) -> None:
         """Kill it if need be, start it again and wait until it serves."""
         self.kill()
@@ -127,6 +135,13 @@ class Process:
 
     def read_log(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
+
+
+def _read_command(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:  # it has ended
+        return ""
 
 
 @dataclass

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.fleet import WAIT_S, Process, ProcessFleet, run_fleet, wait_until
+from bench.fleet import WAIT_S, ProcessFleet, run_fleet, wait_until
 from tests.faults.answers import Truth, ask, find_busy, is_alive
 from tests.faults.load import Load
 
@@ -20,13 +20,6 @@ def fleet() -> Iterator[ProcessFleet]:
     stall = [f"--stall-s={STALL_S:g}"]
     with run_fleet(2, 2, {"gateway": stall, "prefill": [*stall, "--tp=2"], "decode": ["--tp=2"]}) as running:
         yield running
-
-
-def find_rank(worker: Process) -> int:
-    """The process id of its rank 1."""
-    children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()  # of its main thread
-    (rank,) = [pid for pid in children if "worker.rank_main" in Path(f"/proc/{pid}/cmdline").read_text()]
-    return int(rank)
 
 
 def is_there(pid: int) -> bool:
@@ -50,7 +43,8 @@ def test_worker_ends_with_its_rank_and_others_go_on(fleet: ProcessFleet, truth: 
         for stream in streams:
             stream.wait_for_tokens(5)
     worker = find_busy(fleet, role)
-    os.kill(find_rank(worker), signal.SIGKILL)
+    (rank,) = worker.find_ranks()
+    os.kill(rank, signal.SIGKILL)
     assert worker.wait_exited(WAIT_S) == 1
     assert "a rank ended; its worker ends with it" in worker.read_log()
     for stream in streams:
@@ -62,7 +56,7 @@ def test_stopped_rank_is_noticed_by_the_age_of_its_step_and_comes_back(fleet: Pr
     stream = ask(fleet)
     stream.wait_for_tokens(5)
     worker = find_busy(fleet, "decode")
-    rank = find_rank(worker)
+    (rank,) = worker.find_ranks()
     os.kill(rank, signal.SIGSTOP)
     truth.check(stream)
     assert not is_alive(fleet, worker)
@@ -75,7 +69,7 @@ def test_no_rank_outlives_its_worker(fleet: ProcessFleet, truth: Truth, role: st
     """Told to stop it drains first, although ranks hear a terminal's Ctrl-C too. Then it is killed."""
     for end in (signal.SIGTERM, signal.SIGKILL):
         worker = fleet[f"{role}-0"]
-        rank = find_rank(worker)
+        (rank,) = worker.find_ranks()
         with Load(fleet) as load:
             wait_until(lambda load=load: len(load.ended) >= 4)  # type: ignore[misc]
             if end is signal.SIGTERM:
