@@ -35,7 +35,7 @@ def run() -> None:
     wait_without_spinning()
     from engine.runner import Runner  # here, because it imports torch
 
-    Runner.launch = holdable(Runner.launch, file)  # type: ignore[method-assign]
+    Runner._run = holdable(Runner._run, file)  # type: ignore[method-assign]
     main()
 
 

@@ -23,7 +23,8 @@ def little_prefill() -> Iterator[ProcessFleet]:
 
 @pytest.fixture(scope="module")
 def little_decode() -> Iterator[ProcessFleet]:
-    with run_fleet(flags={"decode": LITTLE}, kv_memory_mib={"decode": LITTLE_MIB}) as fleet:
+    flags = {"decode": [*LITTLE, "--tp=1"]}  # with more ranks than KV heads of the draft model pages are larger
+    with run_fleet(flags=flags, kv_memory_mib={"decode": LITTLE_MIB}) as fleet:
         yield fleet
 
 
