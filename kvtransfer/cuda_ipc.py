@@ -77,8 +77,8 @@ class CudaIpcReader:
 
     async def probe(self, num_pages: int) -> None:
         def probe() -> None:
-            for pages in self._pages.values():
-                pages.probe(num_pages)
+            for rank, begin, _target, num_bytes in self._runs:
+                self._pages[rank].probe(num_pages, begin, num_bytes)
 
         await _run_in_thread(self._executor, probe)
 

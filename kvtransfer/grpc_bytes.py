@@ -114,11 +114,11 @@ class PageServer:
                 grpc.StatusCode.OUT_OF_RANGE,
                 f"bytes {wanted.start} to {wanted.stop} of a page of {self._store.page_bytes} bytes were asked for",
             )
-        pages_per_load = max(1, LOAD_BYTES // self._store.page_bytes)
+        pages_per_load = max(1, LOAD_BYTES // request.num_bytes)
         for first in range(0, len(request.pages), pages_per_load):
             pages = list(request.pages[first : first + pages_per_load])
-            rows = await asyncio.to_thread(self._store.load, pages)
-            view = memoryview(np.ascontiguousarray(rows[:, wanted]).reshape(-1).data)
+            rows = await asyncio.to_thread(self._store.load, pages, request.begin, request.num_bytes)
+            view = memoryview(rows.reshape(-1).data)
             for start in range(0, len(view), CHUNK_BYTES):
                 yield encode_data(view[start : start + CHUNK_BYTES])
         generations = [int(self._store.generations[page]) for page in request.pages]

@@ -12,6 +12,7 @@ import grpc
 
 from kvtransfer.copying import copy_in_thread
 from kvtransfer.grpc_bytes import is_unreachable
+from kvtransfer.layout import plan_runs
 from kvtransfer.nixl_agent import NixlError
 from kvtransfer.nixl_pages import NixlPages
 from kvtransfer.nixl_pool import check_facts
@@ -62,8 +63,10 @@ class NixlReader:
         reader = cls(peer, channel, timeout_s)
 
         def connect(deadline: float) -> None:
+            runs = plan_runs(store.parts, store.rank, store.num_ranks, len(peer.ranks))
             for rank in peer.ranks:
-                check_facts(rank.nixl, peer.num_pages, page_bytes_of(store.parts, 0, len(peer.ranks)))
+                page_bytes = page_bytes_of(store.parts, 0, len(peer.ranks))
+                check_facts(rank.nixl, peer.num_pages, page_bytes, len(runs))
             reader._opened.append(NixlPages(name, is_local, peer, store, reader._end))
             reader.link = reader._opened[0].find_link(deadline)
 

@@ -9,7 +9,7 @@ from kvtransfer.reader import PageStore, ReadError
 from protos import kv_pb2
 
 MAX_METADATA_BYTES = 64 << 10  # a few hundred are usual, some more for each network device
-MAX_PAGES = 1 << 22  # of a peer: its list takes 24 bytes a page here
+MAX_PAGES = 1 << 22  # of a peer, over the runs that are read of each: their lists take 24 bytes a page here
 MAX_DEVICES = 1024
 ADDRESS_END = 1 << 64
 
@@ -38,10 +38,11 @@ class NixlPool:
         self._agent.close()
 
 
-def check_facts(nixl: kv_pb2.Nixl, num_pages: int, page_bytes: int) -> None:
+def check_facts(nixl: kv_pb2.Nixl, num_pages: int, page_bytes: int, num_runs: int = 1) -> None:
     """Raise ReadError("layout") when a rank can have no such pool. Whether it has, NIXL finds out."""
-    if not 0 < num_pages <= MAX_PAGES:
-        raise ReadError("layout", f"a pool of {num_pages} pages cannot be read through NIXL: 1 to {MAX_PAGES} can")
+    most = MAX_PAGES // num_runs
+    if not 0 < num_pages <= most:
+        raise ReadError("layout", f"a pool of {num_pages} pages cannot be read through NIXL: 1 to {most} can")
     if not 0 < len(nixl.metadata) <= MAX_METADATA_BYTES:
         raise ReadError("layout", f"NIXL metadata of {len(nixl.metadata)} bytes: 1 to {MAX_METADATA_BYTES} are taken")
     for name, address, num_bytes in (

@@ -32,8 +32,8 @@ class PeerPages(Protocol):
         """
         ...
 
-    def probe(self, num_pages: int) -> None:
-        """Copy its first pages into nowhere."""
+    def probe(self, num_pages: int, source: int, num_bytes: int) -> None:
+        """Copy `num_bytes` of each of its first pages, from byte `source` on, into nowhere."""
         ...
 
     def close(self) -> None:
@@ -71,8 +71,8 @@ class PageStore(Protocol):
     num_ranks: int
     generations: NDArray[np.uint64]  # one a page, changed by the owner when a page gets a new holder
 
-    def load(self, pages: Sequence[int]) -> NDArray[np.uint8]:
-        """A copy of `pages`: [len(pages), page_bytes]."""
+    def load(self, pages: Sequence[int], begin: int = 0, num_bytes: int | None = None) -> NDArray[np.uint8]:
+        """[len(pages), num_bytes]: a copy of so many bytes of each, all unless given, from its byte `begin` on."""
         ...
 
     def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]], begin: int = 0) -> None:

@@ -159,7 +159,7 @@ class Peer:
             raise self.error
         self.events.append(f"copied {list(pages)} to {list(into)}")
 
-    def probe(self, num_pages: int) -> None:
+    def probe(self, num_pages: int, source: int, num_bytes: int) -> None:
         self.copy(range(num_pages), range(num_pages), 0, 0, 512)
 
     def close(self) -> None:

@@ -462,7 +462,7 @@ class WatchedStore:
     def __init__(self, on_store: Callable[[Sequence[int]], None]) -> None:
         self._on_store = on_store
 
-    def load(self, pages: Sequence[int]) -> NDArray[np.uint8]:
+    def load(self, pages: Sequence[int], begin: int = 0, num_bytes: int | None = None) -> NDArray[np.uint8]:
         raise NotImplementedError
 
     def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]], begin: int = 0) -> None:

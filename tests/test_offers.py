@@ -202,12 +202,12 @@ async def test_a_new_incarnation_in_the_middle_of_a_read_fails_the_read_and_leak
         has_begun, is_stuck = threading.Event(), threading.Event()
         load = prefill.pool.load
 
-        def slow_load(pages: Any) -> Any:
+        def slow_load(*what: Any) -> Any:
             has_begun.set()
             is_stuck.wait(PATIENCE_S)
-            return load(pages)
+            return load(*what)
 
-        prefill.pool.load = slow_load  # type: ignore[method-assign]
+        prefill.pool.load = slow_load  # type: ignore[method-assign, assignment]
         ticket = await opened.reserve(1, PROMPT)
         offering = asyncio.ensure_future(opened.stub.Offer(offer_of(prefill, ticket)))
         assert await asyncio.to_thread(has_begun.wait, PATIENCE_S)

@@ -92,7 +92,7 @@ def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built:
     if config.tp == 1:
         return Built(build_rank_engine(config, ALONE, reporter.loading), incarnation, None)
     children = RankChildren(role, config, incarnation)
-    leader = Leader(children.ring)
+    leader = Leader(children.ring, lambda: children.is_closing)
     ranks = join_group(children.rendezvous, 0, config.tp, choose_rank_device(config, 0), RANKS_S)
     place = Place(ranks, children.pool_fd, partial(LedRows, leader), partial(LedRunner, leader))
     engine = build_rank_engine(config, place, reporter.loading)
@@ -162,7 +162,7 @@ async def _serve(
     if worker.nixl is not None:
         worker.nixl.close()
     if children is not None:
-        await asyncio.to_thread(children.close)
+        await children.close()
 
 
 def build_worker(

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -39,14 +39,18 @@ class RankChildren:
     """
 
     def __init__(self, role: str, config: PrefillConfig | DecodeConfig, incarnation: str) -> None:
-        """Starts them: they load their parts of the model from now on. Raises OSError where there is no such memory."""
-        self.size = config.tp
-        meeting = os.memfd_create("baton-meeting", os.MFD_CLOEXEC)
+        """Starts them: they load their parts of the model at once. Raises ValueError where memory cannot be shared."""
+        try:
+            meeting = os.memfd_create("baton-meeting", os.MFD_CLOEXEC)
+            self.pool_fd = create_file()
+            self._ring_fds: RingFds = open_ring(config.tp - 1)
+        except (OSError, AttributeError) as error:  # a sandbox or limit forbids it, or this is no Linux
+            raise ValueError(
+                f"{config.tp} ranks share memory files, and there are none: {error}; allow memfd_create, or set --tp 1"
+            ) from error
         self.rendezvous = f"/proc/{os.getpid()}/fd/{meeting}"  # goes with this process, however it ends
-        self.pool_fd = create_file()
-        self._ring_fds: RingFds = open_ring(config.tp - 1)
         self.ring = RingLeader(self._ring_fds)
-        self._is_closing = False
+        self.is_closing = False  # what fails from then on is no news
         start = link.Start(
             role, msgspec.json.encode(asdict(config)), incarnation, 0, config.tp, self.rendezvous,
             list(self._ring_fds.all), self.pool_fd,
@@ -61,11 +65,11 @@ class RankChildren:
             popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
         ours.sendall(link.encode(start))
         threading.Thread(target=self._watch, args=(start.rank, popen), name="rank-watch", daemon=True).start()
-        return RankChild(start.rank, popen, ours)
+        return RankChild(start.rank, popen, ours, lambda: self.is_closing)
 
     def _watch(self, rank: int, popen: subprocess.Popen[bytes]) -> None:
         status = popen.wait()
-        if not self._is_closing:
+        if not self.is_closing:
             log.error("a rank ended; its worker ends with it", rank=rank, status=status)
             end_process()
 
@@ -83,20 +87,22 @@ class RankChildren:
             raise
         return readers
 
-    def close(self) -> None:
-        """End them. Idempotent."""
-        self._is_closing = True
+    async def close(self) -> None:
+        """End them."""
+        self.is_closing = True
         for child in self._children:
             child.hang_up()
-        for child in self._children:
-            child.end()
+        await asyncio.gather(*(asyncio.to_thread(child.wait) for child in self._children))
 
 
 class RankChild:
     """One process. Calls live on the asyncio thread."""
 
-    def __init__(self, rank: int, popen: subprocess.Popen[bytes], sock: socket.socket) -> None:
+    def __init__(
+        self, rank: int, popen: subprocess.Popen[bytes], sock: socket.socket, is_closing: Callable[[], bool]
+    ) -> None:  # fmt: skip
         self._rank = rank
+        self._is_closing = is_closing
         self._popen = popen
         self._sock = sock
         self._writer: asyncio.StreamWriter | None = None
@@ -139,26 +145,25 @@ class RankChild:
             await waiting
             raise
         finally:
-            if not answer.done():
+            if not answer.done() and not self._is_closing():
                 log.error("a rank does not answer; this process ends", rank=self._rank, timeout_s=self._timeout_s)
                 end_process()
         done: link.Done = answer.result()
         return done
 
     def hang_up(self) -> None:
+        """It ends by itself then."""
         if self._receiving is not None:
             self._receiving.cancel()
-        with suppress(OSError):  # its process is gone
-            self._sock.shutdown(socket.SHUT_RDWR)
+        if self._writer is not None:
+            self._writer.close()
 
-    def end(self) -> None:
+    def wait(self) -> None:
+        """Until it has ended. From any thread."""
         try:
             self._popen.wait(END_S)
         except subprocess.TimeoutExpired:
             self._popen.kill()
-        if self._writer is not None:
-            self._writer.close()
-        self._sock.close()
 
 
 class ChildReader:

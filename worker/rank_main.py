@@ -7,6 +7,7 @@ FD is one end of a socket pair. It ends when the other end closes, or with the t
 
 import asyncio
 import os
+import select
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import structlog
+import torch
 
 from engine.engine import Engine, Place
 from engine.ranks import join_group
@@ -26,6 +28,7 @@ from kvtransfer.reader import PageRef, Reader, ReadError
 from protos import kv_pb2
 from runtime import rpc
 from runtime.config import DecodeConfig, PrefillConfig
+from runtime.garbage import spare_what_is_here
 from runtime.lifecycle import die_with_parent
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
@@ -40,9 +43,11 @@ CONFIGS: dict[str, type[PrefillConfig] | type[DecodeConfig]] = {"prefill": Prefi
 
 def main(fd: int) -> None:
     die_with_parent()
+    sock = socket.socket(fileno=fd)
+    if _is_closed(sock):  # its starter died before we asked the kernel
+        sys.exit(1)
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal's Ctrl-C is for rank 0, which drains first
         signal.signal(number, signal.SIG_IGN)
-    sock = socket.socket(fileno=fd)
     start = link.receive_start(sock)
     config = msgspec.json.decode(start.config, type=CONFIGS[start.role])
     setup_logging(f"{start.role} rank {start.rank}", config.log_level)
@@ -52,12 +57,22 @@ def main(fd: int) -> None:
     except (ValueError, OSError, RuntimeError) as error:
         log.error("cannot start", reason=str(error))
         sys.exit(1)
+    spare_what_is_here()
     ring = RingFollower(parse_fds(start.ring_fds), start.rank - 1)
     threading.Thread(target=_follow, args=(ring, engine), name="engine", daemon=True).start()
     asyncio.run(_serve(sock, start, config, engine))
 
 
+def _is_closed(sock: socket.socket) -> bool:
+    """Whether nobody has the other end."""
+    poller = select.poll()
+    poller.register(sock, 0)
+    return any(flags & (select.POLLHUP | select.POLLERR) for _fd, flags in poller.poll(0))
+
+
 def _follow(ring: RingFollower, engine: Engine) -> None:
+    if engine.device.type == "cuda":
+        torch.cuda.set_device(engine.device)  # each thread begins with the first
     try:
         follow(ring, engine.rows, [engine.runner, *([engine.draft_runner] if engine.draft_runner else [])])
     except Exception:
@@ -70,18 +85,20 @@ async def _serve(
     sock: socket.socket, start: link.Start, config: PrefillConfig | DecodeConfig, engine: Engine
 ) -> None:  # fmt: skip
     reader, writer = await asyncio.open_unix_connection(sock=sock)
-    trust = load_trust(config)
-    server, pool = trust.build_server(), engine.pool
-    nixl = None
-    if isinstance(config, PrefillConfig):
+    trust, pool = load_trust(config), engine.pool
+    trust.watch_handshakes()
+    opener, nixl, address = None, None, ""
+    if isinstance(config, DecodeConfig):
+        opener = build_opener(f"{start.incarnation}.{start.rank}", config, pool, trust)
+    else:
+        server = trust.build_server()
         PageServer(pool, start.incarnation).add_to(server)
+        address = f"{config.reachable_host}:{trust.bind(server, config.host, 0)}"
+        await rpc.start(server)
         nixl = open_to_nixl(start.incarnation, config, pool)
-    address = f"{config.reachable_host}:{trust.bind(server, config.host, 0)}"
-    await rpc.start(server)
     facts = build_rank(address, os.getpid(), describe_gpu(pool), nixl.facts if nixl else None)
     writer.write(link.encode(link.Ready(facts.SerializeToString())))
-    name = f"{start.incarnation}.{start.rank}"
-    readers = _Readers(build_opener(name, config, pool, trust) if isinstance(config, DecodeConfig) else None)
+    readers = _Readers(opener)
     try:
         while True:
             call = await link.receive(reader)

@@ -77,7 +77,7 @@ class RingLeader(_Ring):
             for run in self._runs(written, len(part)):
                 self._data[run] = part[at : at + run.stop - run.start]
                 at += run.stop - run.start
-            self._counters[0] = written + len(part)  # after the bytes; the system call below is a barrier
+            self._counters[0] = written + len(part)  # after the bytes: an x86 keeps that order, others may not
             done += len(part)
             for fd in self._fds.more:
                 os.eventfd_write(fd, 1)

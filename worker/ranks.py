@@ -5,7 +5,7 @@ Followers have the same rows and runners over their own shards, and find the sam
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -76,8 +76,10 @@ _decoder = msgspec.msgpack.Decoder(Step)
 class Leader:
     """Tells followers. Owned by the engine thread, once it runs."""
 
-    def __init__(self, ring: RingLeader) -> None:
+    def __init__(self, ring: RingLeader, is_closing: Callable[[], bool] = lambda: False) -> None:
+        """`is_closing`: whether the worker ends anyway; followers may be gone then."""
         self._ring = ring
+        self.is_closing = is_closing
         self._deltas: list[Delta] = []
         self.is_leading = False  # before that all ranks do the same by themselves: they warm up
 
@@ -136,8 +138,9 @@ class LedRunner(Runner):
             self._leader.tell(self._number, slices)
             return self._run(step)
         except Exception:
-            log.exception("a step of several ranks failed; this process ends")
-            end_process()
+            if not self._leader.is_closing():
+                log.exception("a step of several ranks failed; this process ends")
+                end_process()
             raise
 
 

@@ -48,10 +48,11 @@ class GpuPages:
         words = slice(target // WORD_BYTES, None if num_bytes is None else (target + num_bytes) // WORD_BYTES)
         self._copy(lambda: self._ours[:, words], pages, into, source)
 
-    def probe(self, num_pages: int) -> None:
-        """Copy the first pages into nowhere."""
-        sizes, device = (num_pages, self._page_words), self._ours.device
-        self._copy(lambda: torch.empty(sizes, dtype=torch.int32, device=device), range(num_pages), range(num_pages), 0)
+    def probe(self, num_pages: int, source: int = 0, num_bytes: int | None = None) -> None:
+        """Copy the first pages into nowhere: of each what `copy` would."""
+        num_words = self._page_words if num_bytes is None else num_bytes // WORD_BYTES
+        sizes, device, pages = (num_pages, num_words), self._ours.device, range(num_pages)
+        self._copy(lambda: torch.empty(sizes, dtype=torch.int32, device=device), pages, pages, source)
 
     def _copy(self, find_target: Callable[[], Tensor], pages: Sequence[int], into: Sequence[int], source: int) -> None:
         if not self.address:

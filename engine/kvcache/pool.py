@@ -218,11 +218,15 @@ class Pool:
         address = cudart.allocate(num_pages * self.page_bytes)
         return GpuPages(self.gpu, self._pages.view(torch.int32), address, self.page_bytes, cudart.free)
 
-    def load(self, pages: Sequence[int]) -> NDArray[np.uint8]:
-        """A copy of `pages`: [len(pages), page_bytes] uint8."""
+    def load(self, pages: Sequence[int], begin: int = 0, num_bytes: int | None = None) -> NDArray[np.uint8]:
+        """[len(pages), num_bytes]: a copy of so many bytes of each, all unless given, from its byte `begin` on.
+
+        Both are multiples of 4.
+        """
+        words = slice(begin // 4, None if num_bytes is None else (begin + num_bytes) // 4)
         if self.gpu is None:
-            return self._select(pages).view(torch.uint8).numpy()
-        return self.gpu.run(lambda: download(self._select(pages))).view(torch.uint8).numpy()
+            return self._select(pages, words).view(torch.uint8).numpy()
+        return self.gpu.run(lambda: download(self._select(pages, words))).view(torch.uint8).numpy()
 
     def store(self, pages: Sequence[int], rows: Sequence[NDArray[np.uint8]], begin: int = 0) -> None:
         """Overwrite as many bytes of each page, from its byte `begin` on, as the row beside it has.
@@ -236,9 +240,9 @@ class Pool:
             run = (lambda launch: launch()) if self.gpu is None else self.gpu.run
             run(lambda: self._put(pages, np.stack(rows).view(np.int32), begin // 4))
 
-    def _select(self, pages: Sequence[int]) -> Tensor:
-        """[len(pages), page_bytes / 4] int32, on the pool's device"""
-        words = self._pages.view(torch.int32)
+    def _select(self, pages: Sequence[int], part: slice) -> Tensor:
+        """[len(pages), words of the part] int32, on the pool's device"""
+        words = self._pages.view(torch.int32)[:, part]
         return words.index_select(0, upload([np.array(pages, np.int64)], words.device)[0])
 
     def _put(self, pages: Sequence[int], rows: NDArray[np.int32], begin: int) -> None:

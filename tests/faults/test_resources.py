@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -35,7 +35,9 @@ NUM_IDLE = 200
 
 
 @contextmanager
-def _run_wrapped(folder: Path, setup: str, wrapper: Sequence[str] = ()) -> Iterator[ProcessFleet]:
+def _run_wrapped(
+    folder: Path, setup: str, wrapper: Sequence[str] = (), flags: Mapping[str, Sequence[str]] | None = None
+) -> Iterator[ProcessFleet]:
     """A pair whose processes run the shell commands `setup`, and then themselves under `wrapper`."""
     script = folder / "python"
     start = shlex.join([*wrapper, sys.executable])
@@ -43,7 +45,7 @@ def _run_wrapped(folder: Path, setup: str, wrapper: Sequence[str] = ()) -> Itera
     script.chmod(0o755)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", str(script))
-        with run_fleet() as fleet:
+        with run_fleet(flags=flags) as fleet:
             yield fleet
 
 
@@ -107,8 +109,18 @@ def _check_canary_soon(fleet: ProcessFleet, truth: Truth) -> None:
 
 
 def test_row_24_no_memory_for_a_shared_pool(tmp_path: Path, truth: Truth) -> None:
-    """Files may have 1 MiB, and the pool's memory file is one: it is then private, and read over gRPC."""
-    with _run_wrapped(tmp_path, "", ["prlimit", f"--fsize={1 << 20}"]) as fleet:
+    """Files may have 1 MiB, and the pool's memory file is one: it is then private, and read over gRPC.
+
+    Several ranks share a pool, and say that they cannot.
+    """
+    limit = ["prlimit", f"--fsize={1 << 20}"]
+    refusal = r"2 ranks share memory files, and there are none: .*File too large; allow memfd_create, or set --tp 1"
+    with (
+        pytest.raises(AssertionError, match=refusal),
+        _run_wrapped(tmp_path, "", limit, {"prefill": ["--tp=2"]}),
+    ):
+        pass
+    with _run_wrapped(tmp_path, "", limit, {"decode": ["--tp=1"]}) as fleet:
         said = _warnings(fleet, "pages go over gRPC even on this host")
         for name in ("prefill-0", "decode-0"):
             assert len(said[name]) == 1 and "File too large" in said[name][0] and "64 MiB" in said[name][0], said

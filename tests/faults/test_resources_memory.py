@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(900)  # a loaded machine takes minutes to start
 HEADROOM_MIB = 24  # for short prompts, and for new threads of gRPC, whose stacks count as 8 MiB each
 # The long prompt needs more: 10 MiB for each of the MLP's tensors [3500, 768], 3.4 MiB for each [3500, 256].
 LONG = 3500
-WHOLE_PROMPT_FLAGS = {"prefill": ["--chunk-tokens=4096"], "decode": ["--local-prefill-chunk-tokens=4096"]}
+WHOLE_PROMPT_FLAGS = {"prefill": ["--chunk-tokens=4096"], "decode": ["--local-prefill-chunk-tokens=4096", "--tp=1"]}
 PREFILL_ADVICE = "out of memory in an engine step: lower --chunk-tokens (now 4096)"
 DECODE_ADVICE = "out of memory in an engine step: lower --local-prefill-chunk-tokens (now 4096)"
 
