@@ -59,6 +59,16 @@ class Truth:
         wait_until(ask_all, MET_S, lambda: f"some workers have no part in it: {before}, {_offers_accepted(fleet)}")
 
 
+def mend(fleet: ProcessFleet, truth: Truth) -> None:
+    """All workers run again, and have their part in answers that are right."""
+    for process in fleet.workers():
+        if not process.is_running:
+            process.restart()
+    fleet.wait_until_whole()
+    fleet.wait_until_unused()
+    truth.check_crowd(fleet)
+
+
 def ask(
     fleet: ProcessFleet, num_prompt: int = 200, num_tokens: int = 250, seed: int = 1, timeout_s: float = CLIENT_S
 ) -> Asking:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from bench.fleet import ProcessFleet, run_fleet, wait_until
-from tests.faults.answers import Truth
+from tests.faults.answers import Truth, mend
 from tests.faults.load import Load
 
 FLAGS = ["--transport=nixl", "--require-transport", "--nixl-allow-tcp"]
@@ -44,9 +44,4 @@ def test_workers_that_die_or_stop_in_mid_read_cost_no_answer(
         wait_until(lambda: len(load.ended) >= 80)
     load.check_clean(truth)
     assert fleet.count("decode", "kv_transfer_bytes_total", {"transport": "nixl:tcp"}) > before or what == "killed"
-    for process in fleet.workers():
-        if not process.is_running:
-            process.restart()
-    fleet.wait_until_whole()
-    fleet.wait_until_unused()
-    truth.check_crowd(fleet)
+    mend(fleet, truth)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.fleet import WAIT_S, ProcessFleet, run_fleet, wait_until
-from tests.faults.answers import Truth, ask, find_busy, is_alive
+from tests.faults.answers import Truth, ask, find_busy, is_alive, mend
 from tests.faults.load import Load
 
 STALL_S = 5.0  # in one step, before the gateway leaves a worker: more than a loaded machine takes for one
@@ -25,15 +25,6 @@ def fleet() -> Iterator[ProcessFleet]:
 def is_there(pid: int) -> bool:
     """Not yet ended, or not yet taken note of by who started it."""
     return Path(f"/proc/{pid}").exists()
-
-
-def mend(fleet: ProcessFleet, truth: Truth) -> None:
-    for process in fleet.workers():
-        if not process.is_running:
-            process.restart()
-    fleet.wait_until_whole()
-    fleet.wait_until_unused()
-    truth.check_crowd(fleet)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
