@@ -19,7 +19,7 @@ from tests.fake_workers import PATIENCE_S, Signal
 from tests.oracle import Oracle, random_prompt
 from tests.real_workers import Gateway, gateway, packed
 
-VOCAB, PAGE_TOKENS = 320, 16
+VOCAB, PAGE_TOKENS, NUM_TOKENS = 320, 16, 16
 RANKS = (1, 2, 4)  # of 4 KV heads
 NIXL = ("--transport=nixl", "--require-transport", "--nixl-allow-tcp")
 READERS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # decode worker |-> its ranks, transport and flags
@@ -66,14 +66,14 @@ def test_every_pair_gives_the_tokens_of_one_process(fleet: ProcessFleet, oracle:
 
     async def check(opened: Gateway, prefill: Process, prompt: list[int], num_cached: int) -> list[int]:
         handle = len(opened.ends) + 1
-        ticket = await opened.reserve(handle, prompt, 30)
+        ticket = await opened.reserve(handle, prompt, NUM_TOKENS)
         assert ticket.begin == num_cached
         request = prefill_pb2.RunRequest(request_id=f"r{handle}", prompt=packed(prompt), ticket=ticket)
         async with open_channel(prefill.address) as channel:
             await prefill_pb2_grpc.PrefillStub(channel).Run(request, timeout=PATIENCE_S)
         assert await opened.end_of(handle) == ("length", "")
         tokens = opened.tokens[handle]
-        assert tokens == oracle.answer(prompt, 30, guess=tokens), f"{prefill.name}, {len(prompt)} tokens"
+        assert tokens == oracle.answer(prompt, NUM_TOKENS, guess=tokens), f"{prefill.name}, {len(prompt)} tokens"
         return tokens
 
     async def scenario() -> None:
