@@ -200,8 +200,8 @@ def assemble_engine(
     has_padding = device.type == "cuda"
     share = None
     if ranks.size > 1:
-        shapes = [(model, shape), *([(draft, draft_shape)] if draft and draft_shape else [])]
-        parts = tuple(PagePart(loaded.num_kv_heads, each.head_bytes) for loaded, each in shapes)
+        shapes = ((model, shape), (draft, draft_shape))
+        parts = tuple(PagePart(loaded.num_kv_heads, own.head_bytes) for loaded, own in shapes if loaded and own)
         share = PoolShare(ranks.rank, ranks.size, parts, place.pool_fd, partial(ranks.least, 0, device))
     pool = Pool(shape.with_pages(num_pages + has_padding), device, draft_shape, share=share)
     return Engine(

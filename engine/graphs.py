@@ -111,10 +111,8 @@ class DecodeGraph:
         self._places, self._answer_places = map(self._block.tensor, ("places", "answer_places"))
         self._batch = self._build_batch(num_rows)
         self._sampling = self._build_sampling(num_rows)
-        ranks = model.ranks
-        self._own = ranks.own_rows(num_rows)  # rows whose tokens this rank chooses
-        self._own_sampling = self._sampling if ranks.size == 1 else self._sampling.take(self._own)
-        self._own_tokens = self._tokens if ranks.size == 1 else self._tokens[self._own].clone()
+        own = model.ranks.own_rows(num_rows)  # whose tokens this rank chooses
+        self._own_sampling, self._own_tokens = self._sampling.take(own), self._tokens[own]
         self._replay: Compute = self._compute
 
     def _build_batch(self, num_rows: int) -> Batch:

@@ -140,6 +140,12 @@ class GrpcReader:
         self._runs = plan_runs(store.parts, store.rank, store.num_ranks, len(peer.ranks))
         addresses = sorted({peer.ranks[run.rank].address for run in self._runs})
         self._channels = {address: open_channel(address) for address in addresses}
+        self._calls: dict[str, grpc.aio.UnaryStreamMultiCallable[kv_pb2.ReadPagesRequest, bytes]] = {
+            address: channel.unary_stream(
+                METHOD, request_serializer=kv_pb2.ReadPagesRequest.SerializeToString, response_deserializer=None
+            )
+            for address, channel in self._channels.items()
+        }
 
     async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
         check_bounds(sources, self._peer.num_pages)
@@ -174,7 +180,7 @@ class GrpcReader:
         )
         address = self._peer.ranks[run.rank].address
         try:
-            return await self._collect(request, self._channels[address])
+            return await self._collect(request, self._calls[address])
         except grpc.aio.AioRpcError as error:
             raise ReadError("transport", f"{address}: {error.code().name}: {error.details()}") from error
         except asyncio.CancelledError:
@@ -185,11 +191,10 @@ class GrpcReader:
             raise ReadError("transport", f"{address}: the connection was closed during the read") from None
 
     async def _collect(
-        self, request: kv_pb2.ReadPagesRequest, channel: grpc.aio.Channel
+        self,
+        request: kv_pb2.ReadPagesRequest,
+        call: grpc.aio.UnaryStreamMultiCallable[kv_pb2.ReadPagesRequest, bytes],
     ) -> tuple[list[memoryview], Sequence[int]]:
-        call: grpc.aio.UnaryStreamMultiCallable[kv_pb2.ReadPagesRequest, bytes] = channel.unary_stream(
-            METHOD, request_serializer=kv_pb2.ReadPagesRequest.SerializeToString, response_deserializer=None
-        )
         wanted, page_bytes = len(request.pages), request.num_bytes
         parts: list[memoryview] = []
         received = 0

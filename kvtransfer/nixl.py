@@ -64,8 +64,8 @@ class NixlReader:
 
         def connect(deadline: float) -> None:
             runs = plan_runs(store.parts, store.rank, store.num_ranks, len(peer.ranks))
+            page_bytes = page_bytes_of(store.parts, 0, len(peer.ranks))
             for rank in peer.ranks:
-                page_bytes = page_bytes_of(store.parts, 0, len(peer.ranks))
                 check_facts(rank.nixl, peer.num_pages, page_bytes, len(runs))
             reader._opened.append(NixlPages(name, is_local, peer, store, reader._end))
             reader.link = reader._opened[0].find_link(deadline)

@@ -38,7 +38,7 @@ class NixlPool:
         self._agent.close()
 
 
-def check_facts(nixl: kv_pb2.Nixl, num_pages: int, page_bytes: int, num_runs: int = 1) -> None:
+def check_facts(nixl: kv_pb2.Nixl, num_pages: int, page_bytes: int, num_runs: int) -> None:
     """Raise ReadError("layout") when a rank can have no such pool. Whether it has, NIXL finds out."""
     most = MAX_PAGES // num_runs
     if not 0 < num_pages <= most:

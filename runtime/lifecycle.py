@@ -199,8 +199,8 @@ def die_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
 
 
-def is_abandoned(ready_fd: int) -> bool:
-    """True when nobody holds the pipe's reading end."""
+def is_abandoned(fd: int) -> bool:
+    """True when nobody holds the other end: the reading one of a pipe, or that of a socket pair."""
     poller = select.poll()
-    poller.register(ready_fd, 0)
-    return any(flags & select.POLLERR for _fd, flags in poller.poll(0))
+    poller.register(fd, 0)
+    return any(flags & (select.POLLERR | select.POLLHUP) for _fd, flags in poller.poll(0))

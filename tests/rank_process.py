@@ -5,7 +5,6 @@ python -m tests.rank_process RENDEZVOUS_FILE RANK SIZE MODEL...
 
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from engine.batch import Slice
 from engine.graphs import Compute, choose_shapes
 from engine.kvcache.pool import PoolShape
 from engine.model.weights import load_model
-from engine.ranks import GroupRanks, Ranks
+from engine.ranks import Ranks, join_group
 from engine.rows import Rows
 from engine.runner import Runner
 from tests.test_graphs import Unwatched
@@ -60,9 +59,7 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
 
 def main(rendezvous: str, rank: str, size: str, *models: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{rendezvous}", timedelta(seconds=60), world_size=int(size), rank=int(rank))
-    assert dist.group.WORLD is not None
-    ranks = GroupRanks(dist.group.WORLD)
+    ranks = join_group(rendezvous, int(rank), int(size), CPU, timeout_s=60)
     print(json.dumps([[run(Path(model), ranks, has_graphs) for model in models] for has_graphs in (False, True)]))
     dist.destroy_process_group()
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.decoding import NO_SPECULATION, Answers
-from engine.engine import Engine
+from engine.engine import Engine, Place
+from engine.kvcache.pool import create_file
+from engine.ranks import join_group
 from tests.checkpoints import write_checkpoint
 from tests.grammars import DEMO_SIZE
-from tests.rank_follower import build_parts, meet
+from tests.rank_follower import CPU, MEET_S
 from tests.test_loop_ahead import NUM_PAGES, Bench, build, build_jobs, speculators
 from tests.threads import one_thread
 from worker.rank_ring import RingError, RingFollower, RingLeader, open_ring
@@ -47,22 +49,22 @@ def alone(folders: tuple[Path, Path]) -> Engine:
 @pytest.fixture(scope="module")
 def led(folders: tuple[Path, Path], alone: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Rank 0 of 2."""
-    rendezvous, fds = str(tmp_path_factory.mktemp("ranks") / "meet"), open_ring(1)
+    rendezvous, fds, pool_fd = str(tmp_path_factory.mktemp("ranks") / "meet"), open_ring(1), create_file()
     command = [sys.executable, "-m", "tests.rank_follower", *map(str, folders), rendezvous, "1", "2"]
-    follower = subprocess.Popen([*command, *map(str, fds.all)], pass_fds=fds.all)
+    passed = (pool_fd, *fds.all)
+    follower = subprocess.Popen([*command, *map(str, passed)], pass_fds=passed)
     leader = Leader(RingLeader(fds))
-    ranks = meet(rendezvous, 0, 2)
-    rows, pool, (runner, draft_runner) = build_parts(
-        folders, ranks, lambda *sizes: LedRows(leader, *sizes), lambda *parts: LedRunner(leader, *parts)
-    )
-    assert pool.page_bytes * 2 == alone.pool.page_bytes  # each rank has one of two heads
+    ranks = join_group(rendezvous, 0, 2, CPU, MEET_S)
+    place = Place(ranks, pool_fd, partial(LedRows, leader), partial(LedRunner, leader))
+    engine = build(*folders, place)
+    assert engine.pool.page_bytes * 2 == alone.pool.page_bytes  # each rank has one of two heads
     leader.is_leading = True
-    yield replace(alone, rows=rows, pool=pool, runner=runner, draft_runner=draft_runner)
+    yield engine
     assert follower.poll() is None, "the follower ended by itself"
     follower.kill()
     follower.wait(END_S)
     dist.destroy_process_group()
-    for fd in fds.all:
+    for fd in passed:
         os.close(fd)
 
 

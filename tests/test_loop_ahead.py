@@ -17,7 +17,7 @@ from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
 from decode_worker.speculation.speculator import Speculator
-from engine.engine import Engine, build_engine
+from engine.engine import ALONE, Engine, Place, build_engine
 from engine.graphs import choose_shapes
 from engine.model.weights import load_model
 from tests.checkpoints import write_checkpoint
@@ -35,13 +35,13 @@ MAX_AT_ONCE = 9  # sequences: later ones find their prompts in the cache
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
     """One that computes at once and one that is late and has graphs. A draft model each, which is right at times."""
-    folders = [
+    model, draft = (
         write_checkpoint(
             tmp_path_factory.mktemp(name), "llama", vocab=DEMO_SIZE, hidden=64, head_dim=16, layers=layers, tied=True
         )
         for name, layers in (("model", 2), ("draft", 1))
-    ]  # fmt: skip
-    return build(*folders), make_late(build(*folders), *folders)
+    )  # fmt: skip
+    return build(model, draft), make_late(build(model, draft), model, draft)
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +50,10 @@ def expected(engines: tuple[Engine, Engine]) -> Answers:
     return Bench(engines[0], NO_SPECULATION, 0, NUM_PAGES, {}).run(build_jobs("off"))
 
 
-def build(folder: Path, draft_folder: Path) -> Engine:
+def build(folder: Path, draft_folder: Path, place: Place = ALONE) -> Engine:
     return build_engine(
         str(folder), str(draft_folder), "float32", "cpu", 1, PAGE_TOKENS, NUM_ROWS,
-        lambda *_: NUM_PAGES + 1, lambda _done, _total: None, CONTEXT,
+        lambda *_: NUM_PAGES + 1, lambda _done, _total: None, CONTEXT, place=place,
     )  # fmt: skip
 
 

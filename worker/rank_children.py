@@ -169,18 +169,15 @@ class RankChild:
 class ChildReader:
     """One child's reader of one peer; see kvtransfer's Reader."""
 
-    transport = ""
-
     def __init__(self, child: RankChild) -> None:
         self._child = child
+        self.transport = ""  # that was chosen
         self._number = child.next_number()
         self._is_gone = False
 
     async def open(self, transport: Transport, peer: kv_pb2.Peer) -> None:
-        done = await self._ask(
-            link.Open(self._child.next_number(), self._number, transport, peer.SerializeToString())
-        )  # fmt: skip
-        self.transport = done.transport
+        self.transport = transport
+        await self._ask(link.Open(self._child.next_number(), self._number, transport, peer.SerializeToString()))
 
     async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
         pages, generations = [source.page for source in sources], [source.generation for source in sources]
@@ -195,9 +192,8 @@ class ChildReader:
     async def close(self) -> None:
         await self._ask(link.Close(self._child.next_number(), self._number))
 
-    async def _ask(self, call: link.Call) -> link.Done:
+    async def _ask(self, call: link.Call) -> None:
         done = await self._child.ask(call)
         self._is_gone = self._is_gone or done.is_gone
         if done.reason:
             raise ReadError(done.reason, done.detail)
-        return done

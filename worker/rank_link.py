@@ -77,16 +77,15 @@ class Done(msgspec.Struct, tag=True):
     call: int
     reason: str = ""  # of the ReadError; empty when all went well
     detail: str = ""
-    transport: str = ""  # of the reader that was opened
     is_gone: bool = False  # the reader can do nothing more
 
 
 Call = Open | Read | Probe | Close
-Message = Start | Ready | Call | Done
+Message = Ready | Call | Done
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Start | Message) -> bytes:
     """With its length before it."""
     data = msgspec.msgpack.encode(message)
     return len(data).to_bytes(LENGTH_BYTES, "little") + data

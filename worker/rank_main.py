@@ -7,7 +7,6 @@ FD is one end of a socket pair. It ends when the other end closes, or with the t
 
 import asyncio
 import os
-import select
 import signal
 import socket
 import sys
@@ -29,7 +28,7 @@ from protos import kv_pb2
 from runtime import rpc
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.garbage import spare_what_is_here
-from runtime.lifecycle import die_with_parent
+from runtime.lifecycle import die_with_parent, is_abandoned
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
 from worker import rank_link as link
@@ -44,7 +43,7 @@ CONFIGS: dict[str, type[PrefillConfig] | type[DecodeConfig]] = {"prefill": Prefi
 def main(fd: int) -> None:
     die_with_parent()
     sock = socket.socket(fileno=fd)
-    if _is_closed(sock):  # its starter died before we asked the kernel
+    if is_abandoned(fd):  # its starter died before we asked the kernel
         sys.exit(1)
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal's Ctrl-C is for rank 0, which drains first
         signal.signal(number, signal.SIG_IGN)
@@ -61,13 +60,6 @@ def main(fd: int) -> None:
     ring = RingFollower(parse_fds(start.ring_fds), start.rank - 1)
     threading.Thread(target=_follow, args=(ring, engine), name="engine", daemon=True).start()
     asyncio.run(_serve(sock, start, config, engine))
-
-
-def _is_closed(sock: socket.socket) -> bool:
-    """Whether nobody has the other end."""
-    poller = select.poll()
-    poller.register(sock, 0)
-    return any(flags & (select.POLLHUP | select.POLLERR) for _fd, flags in poller.poll(0))
 
 
 def _follow(ring: RingFollower, engine: Engine) -> None:
@@ -132,7 +124,7 @@ class _Readers:
             log.exception("a call of rank 0 failed")
             done.reason, done.detail = "transport", str(error) or type(error).__name__
         if (reader := self.opened.get(call.reader)) is not None:
-            done.transport, done.is_gone = reader.transport, bool(done.reason) and reader.is_gone()
+            done.is_gone = bool(done.reason) and reader.is_gone()
         writer.write(link.encode(done))
 
     async def _do(self, call: link.Call) -> None:

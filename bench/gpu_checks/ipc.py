@@ -50,7 +50,12 @@ def time_ipc(device: torch.device) -> str:
 def _run_part(name: str, device: torch.device) -> str:
     if device.type != "cuda":
         return "skipped: CUDA IPC needs a GPU"
-    command = [sys.executable, "-m", "bench.gpu_checks.ipc", name]
+    return run_apart("bench.gpu_checks.ipc", name)
+
+
+def run_apart(module: str, argument: str) -> str:
+    """What a module of checks prints last, in a process of its own."""
+    command = [sys.executable, "-m", module, argument]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PART_S, check=False)
     assert ended.returncode == 0, f"exit {ended.returncode}: {' '.join(ended.stderr.splitlines()[-15:])}"
     return ended.stdout.splitlines()[-1]

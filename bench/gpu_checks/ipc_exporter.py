@@ -15,10 +15,11 @@ from google.protobuf.json_format import MessageToJson
 from numpy.typing import NDArray
 
 from engine.kvcache.pool import Pool, PoolShape
-from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank
+from kvtransfer.identity import PoolFacts, build_peer, build_rank
 from kvtransfer.nixl_pool import NixlPool
 from protos import kv_pb2
 from runtime.rpc import host_identity
+from worker.process import describe_gpu
 
 SHAPE_8B = PoolShape(1, num_layers=32, num_kv_heads=8, page_tokens=16, head_dim=128, dtype=torch.bfloat16)  # 2 MiB
 
@@ -41,8 +42,7 @@ def describe(pool: Pool, nixl: NixlPool | None = None) -> kv_pb2.Peer:
         "w", str(shape.dtype).removeprefix("torch."), shape.num_layers, shape.num_kv_heads, shape.page_tokens,
         shape.head_dim, pool.num_pages, pool.fd, pool.pages_offset,
     )  # fmt: skip
-    gpu = GpuFacts(pool.gpu.uuid, pool.ipc_handle, pool.gpu.readable) if pool.gpu else None
-    rank = build_rank("127.0.0.1:1", os.getpid(), gpu, nixl.facts if nixl else None)
+    rank = build_rank("127.0.0.1:1", os.getpid(), describe_gpu(pool), nixl.facts if nixl else None)
     return build_peer("prefill", "127.0.0.1:1", "exporter", host_identity(), facts, [rank])
 
 

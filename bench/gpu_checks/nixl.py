@@ -6,12 +6,11 @@ It runs in a process of its own, as UCX may end the one that it runs in. Has not
 """
 
 import asyncio
-import subprocess
 import sys
 
 import torch
 
-from bench.gpu_checks.ipc import PART_S, Exporter, check_reader, time_reads
+from bench.gpu_checks.ipc import Exporter, check_reader, run_apart, time_reads
 from bench.gpu_checks.ipc_exporter import SHAPE_8B
 from engine.kvcache.pool import Pool
 from kvtransfer.nixl import NixlReader
@@ -26,10 +25,7 @@ def check_nixl(device: torch.device) -> str:
     """Pages through NIXL arrive as they are there, and a recycled one is refused: by what UCX uses, and how fast."""
     if (obstacle := find_obstacle()) is not None:
         return f"skipped: {obstacle}"
-    command = [sys.executable, "-m", "bench.gpu_checks.nixl", device.type]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PART_S, check=False)
-    assert ended.returncode == 0, f"exit {ended.returncode}: {' '.join(ended.stderr.splitlines()[-15:])}"
-    return ended.stdout.splitlines()[-1]
+    return run_apart("bench.gpu_checks.nixl", device.type)
 
 
 async def read_pages(device: torch.device) -> str:

@@ -256,7 +256,7 @@ def _map_new_file(num_bytes: int) -> tuple[int, mmap.mmap]:
     fd = create_file()
     try:
         _size_file(fd, num_bytes)
-        return fd, _map_file(fd)
+        return fd, _map_whole(fd)
     except OSError:
         os.close(fd)
         raise
@@ -267,7 +267,7 @@ def _map_shared_file(share: PoolShare, num_bytes: int) -> tuple[int, mmap.mmap]:
     if share.rank == 0:
         _size_file(share.fd, num_bytes)
     share.meet()
-    return share.fd, _map_file(share.fd)
+    return share.fd, _map_whole(share.fd)
 
 
 def create_file() -> int:
@@ -280,7 +280,7 @@ def _size_file(fd: int, num_bytes: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
-def _map_file(fd: int) -> mmap.mmap:
+def _map_whole(fd: int) -> mmap.mmap:
     memory = mmap.mmap(fd, 0)
     with suppress(OSError, AttributeError):  # fewer page faults and misses where the system allows it
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -98,7 +98,7 @@ class Decoder:
     @torch.inference_mode()
     def deal_logits(self, hidden: Tensor) -> Tensor:
         """As `logits`, but only those rows that this rank chooses tokens for (`Ranks.own_rows`): [m, V]."""
-        return self._lm_head(hidden) if isinstance(self._lm_head, Head) else self._lm_head.deal(hidden)
+        return self._lm_head.deal(hidden)
 
     def _attend(
         self, index: int, layer: DecoderLayer, normed: Tensor, turn: Turn, attention: AttentionBackend

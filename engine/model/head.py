@@ -37,6 +37,10 @@ class Head:
             return _multiply(self._kernel, rows.contiguous(), self._weight)
         return multiply_widened(rows, self._weight)
 
+    def deal(self, rows: Tensor) -> Tensor:
+        """rows: [S, K] |-> [m, V]: all logits of those rows that this rank chooses tokens for, which are all."""
+        return self(rows)
+
 
 class JoinedHead:
     """A head of which each rank has some of the vocabulary."""
@@ -52,7 +56,7 @@ class JoinedHead:
         return self._ranks.join(self._own(rows))
 
     def deal(self, rows: Tensor) -> Tensor:
-        """rows: [S, K] |-> [m, V]: all logits of those rows that this rank chooses tokens for."""
+        """See `Head.deal`: some of the rows."""
         return self._ranks.deal(self._own(rows))
 
 

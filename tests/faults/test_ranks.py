@@ -56,17 +56,17 @@ def test_stopped_rank_is_noticed_by_the_age_of_its_step_and_comes_back(fleet: Pr
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_no_rank_outlives_its_worker(fleet: ProcessFleet, truth: Truth, role: str) -> None:
-    """Told to stop it drains first, although ranks hear a terminal's Ctrl-C too. Then it is killed."""
-    for end in (signal.SIGTERM, signal.SIGKILL):
-        worker = fleet[f"{role}-0"]
-        (rank,) = worker.find_ranks()
-        with Load(fleet) as load:
-            wait_until(lambda load=load: len(load.ended) >= 4)  # type: ignore[misc]
-            if end is signal.SIGTERM:
-                os.kill(rank, signal.SIGINT)
-            worker.signal(end)
-            assert worker.wait_exited(WAIT_S) == (0 if end is signal.SIGTERM else -signal.SIGKILL)
-            wait_until(lambda rank=rank: not is_there(rank))  # type: ignore[misc]
-        load.check(truth) if end is signal.SIGTERM else load.check_clean(truth)
-        mend(fleet, truth)
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_its_worker(fleet: ProcessFleet, truth: Truth, role: str, end: signal.Signals) -> None:
+    """Told to stop it drains first, although ranks hear a terminal's Ctrl-C too."""
+    worker = fleet[f"{role}-0"]
+    (rank,) = worker.find_ranks()
+    with Load(fleet) as load:
+        wait_until(lambda: len(load.ended) >= 4)
+        if end is signal.SIGTERM:
+            os.kill(rank, signal.SIGINT)
+        worker.signal(end)
+        assert worker.wait_exited(WAIT_S) == (0 if end is signal.SIGTERM else -signal.SIGKILL)
+        wait_until(lambda: not is_there(rank))
+    load.check(truth) if end is signal.SIGTERM else load.check_clean(truth)
+    mend(fleet, truth)
