@@ -12,10 +12,10 @@ import torch
 from engine.attention.choose import AttentionChoice, choose_attention
 from engine.graphs import CudaCapture, OnCaptured, choose_shapes
 from engine.kvcache.pool import Pool, PoolShape, PoolShare
-from engine.model.assemble import OnProgress
 from engine.model.config import ModelConfig, load_config
 from engine.model.decoder import Decoder
 from engine.model.linear import Quantization
+from engine.model.loader import OnProgress
 from engine.model.weights import load_model, resolve_model_folder, weight_fingerprint
 from engine.out_of_memory import explain_failed_warm_up, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
@@ -43,6 +43,7 @@ class Engine:
     draft_weights: str  # fingerprint of the draft model; empty without one
     draft_runner: Runner | None  # the draft model over the second part of the same pages
     quantization: Quantization = "none"  # of both models
+    why_unshared: str | None = None  # see Decoder
 
     @property
     def num_pages(self) -> int:
@@ -109,6 +110,8 @@ class Engine:
             found["no CUDA graphs"] = f"{self.attention.backend.name} cannot be captured: {self.attention.reason}"
         if self.pool.why_private is not None:
             found["pages go over gRPC even on this host"] = self.pool.why_private
+        if self.why_unshared is not None:
+            found["each worker has its own copy of the weights"] = self.why_unshared
         return found
 
 
@@ -218,6 +221,7 @@ def assemble_engine(
         draft_weights=draft.weights if draft else "",
         draft_runner=_build_draft_runner(draft, pool, rows, place) if draft else None,
         quantization=quantization,
+        why_unshared=decoder.why_unshared,
     )
 
 

@@ -11,7 +11,7 @@ from runtime.settings import MAX_PORT, ConfigError, Settings
 from wire.sampling import MAX_DRAFT_TOKENS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "fp8"]
+Quantization = Literal["none", "fp8", "int8"]
 KvDType = Literal["auto", "fp8"]
 Device = Literal["auto", "cpu", "cuda"]
 Transport = Literal["auto", "cuda_ipc", "shm", "nixl", "grpc"]
@@ -69,7 +69,7 @@ class EngineConfig(Settings):
     dtype: DType = "auto"
     """Number type of weights and KV; auto is the checkpoint's."""
     quantization: Quantization = "none"
-    """Round the weights of layers at start: fp8 halves what a step reads of them; the same on all workers."""
+    """Round weights at start: fp8 those of layers, on GPUs; int8 all products, on CPUs; the same on all workers."""
     kv_dtype: KvDType = "auto"
     """Number type of KV pages: auto is that of the weights, fp8 halves them at some loss; the same on all workers."""
     draft_model: str = "auto"

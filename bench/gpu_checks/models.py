@@ -12,6 +12,7 @@ from engine.model.assemble import build_decoder, expected_shapes
 from engine.model.checkpoint import Checkpoint, TensorEntry
 from engine.model.config import ModelConfig, build_config
 from engine.model.linear import Quantization
+from engine.model.loader import Loader
 from worker.table import num_rows_for
 
 PAGE_TOKENS = 16
@@ -70,9 +71,9 @@ class RandomCheckpoint(Checkpoint):
 def load_random(shape: str, device: torch.device, quantization: Quantization = "none") -> Loaded:
     """One of SHAPES in bfloat16."""
     config = build_config(SHAPES[shape])
-    decoder = build_decoder(
-        config, RandomCheckpoint(config, device), torch.bfloat16, device, lambda done, total: None, quantization
-    )
+    checkpoint = RandomCheckpoint(config, device)
+    loader = Loader(checkpoint, torch.bfloat16, device, lambda done, total: None, quantization)
+    decoder = build_decoder(config, loader)
     return Loaded(Path(shape), shape, decoder, config.num_kv_heads)
 
 
