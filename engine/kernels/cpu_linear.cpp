@@ -47,14 +47,7 @@ template <class T> T* align(std::vector<T>& memory, size_t count) {
 struct Bfloat16 {
     using Sums = Floats;
     static constexpr int kPerWord = 2;
-    static Floats add(Floats sum, Words w, uint32_t x) {
-#ifdef __AVX512BF16__
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
-#else
-        sum += (Floats)(w << 16) * bits<float>(x << 16);
-        return sum + (Floats)(w & 0xFFFF0000u) * bits<float>(x & 0xFFFF0000u);
-#endif
-    }
+    static Floats add(Floats sum, Words w, uint32_t x) { return add_pairs(sum, w, x); }
     // A row as it is multiplied, at `to`; what a value of 1 there is worth.
     static float encode(const bfloat16* row, int64_t depth, void* to) {
         std::memcpy(to, row, depth * 2);

@@ -52,6 +52,16 @@ template <int step, int... i> void transpose(Words* rows, std::integer_sequence<
 }
 inline void transpose(Words* rows) { transpose<kLanes / 2>(rows, std::make_integer_sequence<int, kLanes>{}); }
 
+// sum + the products of two pairs: each word of `pairs` times `pair`.
+inline Floats add_pairs(Floats sum, Words pairs, uint32_t pair) {
+#ifdef __AVX512BF16__
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(pair));
+#else
+    sum += (Floats)(pairs << 16) * bits<float>(pair << 16);
+    return sum + (Floats)(pairs & 0xFFFF0000u) * bits<float>(pair & 0xFFFF0000u);
+#endif
+}
+
 // 2^x, relative error 2e-7; x is limited to +-126.
 inline Floats exp2_limited(Floats x) {
     constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves round(x) in the low mantissa bits
