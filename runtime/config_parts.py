@@ -192,8 +192,9 @@ class PublicConfig(Settings):
     """Web origins that browsers may call from; repeat for several, "*" for all."""
     max_queue: int = 1024
     """Most requests that wait for a worker; more are refused with 429."""
-    local_prefill_max_tokens: int = 0
-    """Decode prefills by itself when at most this many tokens of a prompt are missing."""
+    local_prefill_max_tokens: int | None = None
+    """Decode prefills by itself when at most this many tokens of a prompt are missing. Default: any number where decode
+    and prefill workers compute with the same CPU cores, else 0."""
     cache_routing: bool = True
     """Prefer workers that probably have a prompt's beginning in their prefix cache, weighed against their load."""
     tool_format: ToolFormat = "auto"
@@ -215,7 +216,8 @@ class PublicConfig(Settings):
         if not is_clean:
             raise ConfigError("api_key cannot be used: --api-key needs keys without spaces and commas, none empty")
         self.require_count("max_queue", 1)
-        self.require_count("local_prefill_max_tokens", 0)
+        if self.local_prefill_max_tokens is not None:
+            self.require_count("local_prefill_max_tokens", 0)
         self.require_count("body_limit_bytes", 1024, MAX_BODY_BYTES)
         self.require_seconds("request_timeout_s")
         self.require_seconds("client_timeout_s")

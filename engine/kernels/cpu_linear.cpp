@@ -30,7 +30,6 @@ enum Epilogue { kRounded, kFloats, kGated };
 namespace {
 
 constexpr int kTileWords = 256;    // a panel's part of a tile: [16 words][16 columns]
-constexpr int kMaxRows = 512;      // rows at a time: 64 KB of sums
 constexpr int kPrefetchBytes = 2048;
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which lies in the low bits
 #ifdef __AVX512F__
@@ -117,6 +116,7 @@ void add_tiles(const uint32_t* x, const uint32_t* w, int64_t num_tiles, typename
 // By vectors. A block of rows has up to kRows of them, all about equally many.
 template <class Math> struct Vectors {
     static constexpr bool kFillsBlocks = false;
+    static constexpr int64_t kMaxRows = 128;  // at a time: of 2,048 values each they fit into L2
     static constexpr int64_t kChunkTiles = 16;  // 32 KB of weights stay in L1 while the blocks of rows pass
     static int64_t block_rows(int64_t num_rows) {
         const int64_t num_blocks = (num_rows + kRows - 1) / kRows;
@@ -141,6 +141,7 @@ template <class Math> struct Vectors {
 // By AMX: a block of rows is one or two tiles of 16; x: [tiles of rows][tiles of depth][16 rows][16 words].
 template <class Math> struct Tiles {
     static constexpr bool kFillsBlocks = true;  // with rows of zeros
+    static constexpr int64_t kMaxRows = 256;  // at a time: fewer would read the weights too often for tiles
     static constexpr int64_t kChunkTiles = 32;
     static int64_t block_rows(int64_t num_rows) { return num_rows <= 16 ? 16 : 32; }
     static void begin() {
@@ -231,13 +232,13 @@ void encode_rows(const BatonProduct& of, int64_t begin, int64_t num_rows, int64_
 
 template <class Math, class Path> void multiply(const BatonProduct& of) {
     static thread_local std::vector<uint32_t> x_memory;
-    static thread_local std::vector<float> unit_memory(kMaxRows);
+    static thread_local std::vector<float> unit_memory(Path::kMaxRows);
     const int64_t tile_depth = 16 * Math::kPerWord, num_tiles = (of.depth + tile_depth - 1) / tile_depth;
     const int64_t num_blocks = (of.num_columns + 31) / 32;
     const int64_t at_once = std::clamp<int64_t>(num_blocks / (8 * of.num_threads), 1, 8);
     float* const units = unit_memory.data();
-    for (int64_t begin = 0; begin < of.num_rows; begin += kMaxRows) {
-        const int64_t num_rows = std::min<int64_t>(kMaxRows, of.num_rows - begin);
+    for (int64_t begin = 0; begin < of.num_rows; begin += Path::kMaxRows) {
+        const int64_t num_rows = std::min<int64_t>(Path::kMaxRows, of.num_rows - begin);
         const int64_t height = Path::block_rows(num_rows), num_heights = (num_rows + height - 1) / height;
         uint32_t* const x = align(x_memory, num_heights * height * num_tiles * 16);
         // Of a chunk of weights, a single block of rows fetches what comes a little later; several share the next chunk.

@@ -25,7 +25,7 @@ class Held:
 class Router:
     """Chooses workers, and remembers what they got."""
 
-    def __init__(self, local_prefill_max_tokens: int, uses_cache: bool = True) -> None:
+    def __init__(self, local_prefill_max_tokens: int | None, uses_cache: bool = True) -> None:
         """`uses_cache`: False chooses by load only."""
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._uses_cache = uses_cache
