@@ -5,6 +5,7 @@ prefix, where one is wanted, begins so too: the same for all prompts of a run.
 """
 
 import secrets
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,13 @@ def new_run() -> int:
 def build_words() -> list[str]:
     """5,832 words of three syllables, each once."""
     return [first + second + third for first in SYLLABLES for second in SYLLABLES for third in SYLLABLES]
+
+
+def build_letters(count: int) -> str:
+    """Words of random letters, always the same: a tokenizer cuts them into very many different tokens."""
+    dice = np.random.default_rng(0)
+    letters = np.array([*string.ascii_letters, *string.digits])
+    return " ".join("".join(dice.choice(letters, dice.integers(2, 7))) for _ in range(count))
 
 
 @dataclass(frozen=True, slots=True)

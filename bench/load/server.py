@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from bench.load.prompts import build_words
+from bench.load.prompts import build_letters, build_words
 from runtime.addresses import is_loopback
 from runtime.settings import ConfigError
 
@@ -17,7 +17,8 @@ TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 PINNED: Mapping[str, Any] = {"ignore_eos": True}
 DIALECTS: tuple[tuple[bool, Mapping[str, Any]], ...] = ((True, PINNED), (False, PINNED), (False, {}))
 PROBE_WORDS = 64
-POOL_WORDS = 2000
+KEPT_S = 2.0  # that an idle connection is used again: less than servers keep it, 5 s and more
+POOL_WORDS = 4000
 VERSION_PATHS = {"baton": "/version", "vllm": "/version", "llama.cpp": "/props"}
 VERSION_KEYS = ("version", "build_info")
 
@@ -37,7 +38,9 @@ class Server:
 
 def open_http(url: str, api_key: str, num_connections: int) -> httpx.AsyncClient:
     """A client with room for so many requests at once. Raises ConfigError."""
-    limits = httpx.Limits(max_connections=num_connections, max_keepalive_connections=num_connections)
+    limits = httpx.Limits(
+        max_connections=num_connections, max_keepalive_connections=num_connections, keepalive_expiry=KEPT_S
+    )
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         address = httpx.URL(url.rstrip("/").removesuffix("/v1"))
@@ -49,8 +52,13 @@ def open_http(url: str, api_key: str, num_connections: int) -> httpx.AsyncClient
     return httpx.AsyncClient(base_url=address, headers=headers, timeout=TIMEOUT, limits=limits, transport=transport)
 
 
-async def discover(http: httpx.AsyncClient, model: str = "") -> tuple[Server, Sequence[int]]:
-    """Who is there, by a short request in each way until one is taken; token ids for prompts. Raises ConfigError."""
+async def discover(
+    http: httpx.AsyncClient, model: str = "", known_ids: Sequence[int] = ()
+) -> tuple[Server, Sequence[int]]:
+    """Who is there, by a short request in each way until one is taken; token ids for prompts.
+
+    `known_ids`: ordinary tokens, for a server that shows no tokenizer. Raises ConfigError.
+    """
     listed = await _get(http, "/v1/models")
     models = [entry for entry in (listed or {}).get("data") or () if isinstance(entry, dict)]
     if not model and not models:
@@ -61,7 +69,7 @@ async def discover(http: httpx.AsyncClient, model: str = "") -> tuple[Server, Se
     version = next((str(told[key]) for key in VERSION_KEYS if told.get(key)), "")
     extra = {"include_timing": True} if kind == "baton" else {}
     refusal = ""
-    ids = await read_pool(http, model)
+    ids = known_ids or await read_pool(http, model)
     for takes_ids, fields in DIALECTS:
         if takes_ids and not ids:
             continue
@@ -78,12 +86,14 @@ async def discover(http: httpx.AsyncClient, model: str = "") -> tuple[Server, Se
             server = Server(str(http.base_url), model, kind, version, takes_ids, fields, words_a_token)
             return server, ids if takes_ids else ()
         refusal = f"{response.status_code} {response.text[:300]}"
+        if response.is_server_error:  # it may be loading: a plainer request would not help
+            break
     raise ConfigError(f"url={http.base_url} refuses completions of model {model!r}: {refusal}")
 
 
 async def read_pool(http: httpx.AsyncClient, model: str) -> Sequence[int]:
     """Ordinary token ids, by the server's own tokenizer; empty where it shows none."""
-    text = " ".join(build_words()[:POOL_WORDS])
+    text = build_letters(POOL_WORDS)
     for body in (
         {"model": model, "prompt": text, "add_special_tokens": False},  # Baton, vLLM
         {"content": text, "add_special": False},  # llama.cpp
