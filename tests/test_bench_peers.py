@@ -3,7 +3,6 @@
 import asyncio
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from bench.peers.session import Places, build_command
 from bench.peers.systems import GROUPS, SYSTEMS, Group, System
 from bench.random_models import draw_weights
 from runtime.settings import ConfigError
+from tests.under_load import wait_until
 
 ROUNDS: dict[str, list[dict[str, float]]] = {
     "a": [{"ttft_ms": 100}, {"ttft_ms": 400}, {"ttft_ms": 200}],
@@ -92,10 +92,7 @@ class TestProcesses:
         parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
         started = start([sys.executable, "-c", parent], {}, tmp_path / "log")
         try:
-            deadline = time.monotonic() + 60
-            while "up" not in started.read_end():
-                assert time.monotonic() < deadline and not started.has_ended
-                time.sleep(0.02)
+            wait_until(lambda: "up" in started.read_end(), "the child runs")
             pids = find_tree(started.process.pid)
             assert len(pids) == 2
             assert read_pss_bytes(started.process.pid) > 32 << 20
@@ -103,7 +100,7 @@ class TestProcesses:
         finally:
             stop(started)
         assert started.has_ended
-        assert not any(Path(f"/proc/{pid}/cmdline").exists() and _is_running(pid) for pid in pids)
+        wait_until(lambda: not any(map(_is_running, pids)), "all of the tree has ended")
 
 
 def _is_running(pid: int) -> bool:

@@ -14,11 +14,10 @@ from runtime.addresses import is_loopback
 from runtime.settings import ConfigError
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
-PINNED: Mapping[str, Any] = {"ignore_eos": True}
-DIALECTS: tuple[tuple[bool, Mapping[str, Any]], ...] = ((True, PINNED), (False, PINNED), (False, {}))
 PROBE_WORDS = 64
 KEPT_S = 2.0  # that an idle connection is used again: less than servers keep it, 5 s and more
 POOL_WORDS = 4000
+WORDS_A_TOKEN = 0.5  # of build_words, where it is not known
 VERSION_PATHS = {"baton": "/version", "vllm": "/version", "llama.cpp": "/props"}
 VERSION_KEYS = ("version", "build_info")
 
@@ -33,7 +32,19 @@ class Server:
     version: str
     takes_ids: bool  # prompts may be token ids
     extra: Mapping[str, Any] = field(default_factory=dict)  # fields of each request beyond OpenAI's
-    words_a_token: float = 0.5
+    words_a_token: float = WORDS_A_TOKEN
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """A way to ask: what prompts are, and fields beyond OpenAI's."""
+
+    takes_ids: bool
+    fields: Mapping[str, Any]
+
+
+PINNED: Mapping[str, Any] = {"ignore_eos": True}  # lengths are as asked for
+DIALECTS = (Dialect(True, PINNED), Dialect(False, PINNED), Dialect(False, {}))
 
 
 def open_http(url: str, api_key: str, num_connections: int) -> httpx.AsyncClient:
@@ -67,24 +78,30 @@ async def discover(
     kind = await _find_kind(http, models)
     told = await _get(http, VERSION_PATHS.get(kind, "/version")) or {}
     version = next((str(told[key]) for key in VERSION_KEYS if told.get(key)), "")
-    extra = {"include_timing": True} if kind == "baton" else {}
-    refusal = ""
     ids = known_ids or await read_pool(http, model)
-    for takes_ids, fields in DIALECTS:
-        if takes_ids and not ids:
+    dialect, words_a_token = await _find_dialect(http, model, ids, {"include_timing": True} if kind == "baton" else {})
+    server = Server(str(http.base_url), model, kind, version, dialect.takes_ids, dialect.fields, words_a_token)
+    return server, ids if dialect.takes_ids else ()
+
+
+async def _find_dialect(
+    http: httpx.AsyncClient, model: str, ids: Sequence[int], extra: Mapping[str, Any]
+) -> tuple[Dialect, float]:
+    """The first that the server takes, and how many words make a token. Raises ConfigError."""
+    refusal = ""
+    for dialect in DIALECTS:
+        if dialect.takes_ids and not ids:
             continue
-        prompt: Any = list(ids[:PROBE_WORDS]) if takes_ids else " ".join(build_words()[:PROBE_WORDS])
-        fields = {**fields, **extra}
+        fields = {**dialect.fields, **extra}
+        prompt: Any = list(ids[:PROBE_WORDS]) if dialect.takes_ids else " ".join(build_words()[:PROBE_WORDS])
         body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, **fields}
         try:
             response = await http.post("/v1/completions", json=body)
         except httpx.HTTPError as error:
             raise ConfigError(f"url={http.base_url} does not answer ({type(error).__name__}: {error})") from error
         if response.is_success:
-            num_tokens = _read_prompt_tokens(response)
-            words_a_token = PROBE_WORDS / num_tokens if num_tokens and not takes_ids else 0.5
-            server = Server(str(http.base_url), model, kind, version, takes_ids, fields, words_a_token)
-            return server, ids if takes_ids else ()
+            num_tokens = 0 if dialect.takes_ids else _read_prompt_tokens(response)
+            return Dialect(dialect.takes_ids, fields), PROBE_WORDS / num_tokens if num_tokens else WORDS_A_TOKEN
         refusal = f"{response.status_code} {response.text[:300]}"
         if response.is_server_error:  # it may be loading: a plainer request would not help
             break

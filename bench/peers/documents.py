@@ -20,7 +20,7 @@ def tell_group(group: Group, found: Mapping[str, Any], result: Mapping[str, Any]
     ]
     if systems:
         parts += [build_table(found["rows"], systems), build_facts(found["systems"], systems)]
-    parts += [f"Not measured: {name} ({reason.splitlines()[0][:200]})" for name, reason in found["missing"].items()]
+    parts += [f"Not measured: {name} ({reason})" for name, reason in found["missing"].items()]
     return "\n\n".join(parts)
 
 

@@ -29,6 +29,11 @@ class Started:
         """The last that it wrote."""
         return self.log.read_text(encoding="utf-8", errors="replace")[-num_chars:]
 
+    def read_reason(self) -> str:
+        """The last line with words: of a traceback the error, of a framed message its text."""
+        lines = [line.strip("│ \t") for line in self.read_end().splitlines()]
+        return next((line for line in reversed(lines) if any(map(str.isalpha, line))), "it wrote nothing")
+
 
 def start(command: Sequence[str], variables: Mapping[str, str], log: Path) -> Started:
     """In a process group of its own, so that all of it can be ended."""
@@ -81,6 +86,12 @@ def read_cpu_s(pid: int) -> float:
     """CPU time of the tree so far."""
     stats = [_read_stat(one) for one in find_tree(pid)]
     return sum((int(fields[11]) + int(fields[12])) / TICKS for fields in stats if fields)
+
+
+def read_available_bytes() -> int:
+    """Memory that can be had without ending anything."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def _read_stat(pid: int) -> list[str]:

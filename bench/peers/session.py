@@ -20,13 +20,14 @@ from bench.load.prompts import PromptWriter
 from bench.load.server import Server, discover, open_http
 from bench.load.workloads import Wanted
 from bench.peers.figures import share_prefix
-from bench.peers.processes import Started, read_cpu_s, read_pss_bytes, start, stop
+from bench.peers.processes import Started, read_available_bytes, read_cpu_s, read_pss_bytes, start, stop
 from bench.peers.rows import Target
 from bench.peers.systems import System
 from runtime.settings import ConfigError
 
 READY_S, POLL_S, IDLE_S = 600.0, 0.5, 3.0
 CONNECTIONS = 80
+LEAST_BYTES = 6 << 30  # what the largest of them takes
 AGREED_PROMPT, AGREED_TOKENS = 64, 16
 ORDINARY_IDS = range(300, 7900)  # learnt tokens of `bench.random_models`, without special and single-byte ones
 
@@ -106,6 +107,9 @@ async def open_group(
 
 async def open_system(name: str, system: System, places: Places, stack: AsyncExitStack) -> Running:
     """A server that has answered its first token. Raises ConfigError when it does not."""
+    available = read_available_bytes()
+    if available < LEAST_BYTES:
+        raise ConfigError(f"{available / 2**30:.1f} GiB of memory are left, {LEAST_BYTES / 2**30:.0f} are needed")
     (port,) = free_ports(1)
     command, variables = build_command(system, places, port)
     started = start(command, variables, places.logs / f"{name}.log")
@@ -135,13 +139,13 @@ async def wait_ready(
     reason = ""
     while time.perf_counter() - started.began < READY_S:
         if started.has_ended:
-            raise ConfigError(f"{name} ended at its start: {started.read_end()}")
+            raise ConfigError(f"{name} ended at its start: {started.read_reason()}")
         try:
             return await discover(http, asks_for, ORDINARY_IDS)
         except ConfigError as error:
             reason = str(error)
         await asyncio.sleep(POLL_S)
-    raise ConfigError(f"{name} was not ready in {READY_S:g} s: {reason}; {started.read_end()}")
+    raise ConfigError(f"{name} was not ready in {READY_S:g} s: {reason}; {started.read_reason()}")
 
 
 async def note_idleness(running: Sequence[Running]) -> None:

@@ -30,7 +30,7 @@ class System:
 
 BATON = (
     "{python} -m cli.main serve --model {model} --port {port} --grpc-port 0 --dtype bfloat16 --threads {threads} "
-    "--max-context-tokens 4096 --kv-memory-mib 1024 --speculate "
+    "--max-context-tokens 4096 --kv-memory-mib 512 --speculate "
 )
 VLLM = (
     "{peers}/vllm/bin/vllm serve {model} --host 127.0.0.1 --port {port} --dtype bfloat16 --max-model-len 4096 "
@@ -44,7 +44,7 @@ VLLM_VARIABLES = {
     "HF_HUB_OFFLINE": "1",
 }
 LLAMA = (
-    "{llama_server} -m {model}.KIND.gguf --host 127.0.0.1 --port {port} -t {threads} -tb {threads} -c 32768 -np 32 "
+    "{llama_server} -m {model}.KIND.gguf --host 127.0.0.1 --port {port} -t {threads} -tb {threads} -c 16384 -np 32 "
     "-kvu --load-mode none --cache-ram 0 --no-ui"
 )
 OPENVINO = (
@@ -81,7 +81,7 @@ SYSTEMS: Mapping[str, System] = {
     "openvino-int8": _openvino("openvino-int8"),
     "transformers": System(
         "{peers}/hf/bin/transformers serve {model} --host 127.0.0.1 --port {port} --device cpu --dtype bfloat16 "
-        "--continuous-batching --cb-block-size 32 --cb-num-blocks 1024",
+        "--continuous-batching --cb-block-size 32 --cb-num-blocks 512",
         "hf", "transformers", variables={"OMP_NUM_THREADS": "{threads}", "HF_HUB_OFFLINE": "1"}, asks_for="{model}",
     ),
 }  # fmt: skip
@@ -100,8 +100,13 @@ THROUGHPUTS = tuple(f"throughput-{count}" for count in (1, 4, 8, 16, 32))
 GROUPS: Mapping[str, Group] = {
     "bf16": Group(
         "bfloat16, 2 threads each",
-        ("baton", "vllm", "llama.cpp", "openvino", "transformers"),
+        ("baton", "vllm", "llama.cpp", "openvino"),
         ("tpot", "ttft512", *THROUGHPUTS, "interference", "prefix"),
+    ),
+    "transformers": Group(
+        "transformers serve, which takes text only",
+        ("baton", "transformers"),
+        ("tpot", "ttft512", "throughput-4", "throughput-16"),
     ),
     "chunks": Group(
         "Long prompts beside streams, by how much of a prompt a step takes",
@@ -120,7 +125,12 @@ GROUPS: Mapping[str, Group] = {
     ),
     "ngram": Group(
         "Guessing ahead by repeats, on the same repetitive text",
-        ("baton-ngram", "baton", "vllm-ngram", "vllm", "llama.cpp-ngram", "llama.cpp"),
+        ("baton-ngram", "baton", "vllm-ngram", "vllm"),
+        ("repeats",),
+    ),
+    "ngram-llama.cpp": Group(
+        "The same with llama.cpp",
+        ("baton-ngram", "baton", "llama.cpp-ngram", "llama.cpp"),
         ("repeats",),
     ),
 }  # fmt: skip
