@@ -28,7 +28,7 @@ FRESH := build/fresh
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test check protos gpu-check bench-spec faults chaos soak clients clean
+.PHONY: help serve test check protos gpu-check bench-spec bench-peers faults chaos soak clients clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ gpu-check: $(DEV_STAMP) ## Run the checks that need a GPU and print a table
 
 bench-spec: $(DEV_STAMP) ## Measure TPOT with and without guessing ahead; ARGS= goes to bench.spec
 	$(BIN)/python -m bench.spec $(ARGS)
+
+bench-peers: $(DEV_STAMP) ## Measure Baton beside vLLM, llama.cpp, OpenVINO and transformers; ARGS= goes to bench.peers run
+	$(BIN)/python -m bench.peers run --document docs/BENCHMARKS.md $(ARGS)
 
 faults: $(DEV_STAMP) ## Test faults between real processes; docs/RELIABILITY.md lists which; takes DECODE_TP
 	DECODE_TP="$(DECODE_TP)" $(BIN)/python -m pytest -m faults tests/faults $(ARGS)

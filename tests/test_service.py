@@ -18,6 +18,7 @@ import pytest
 
 from bench.live import Live, serve
 from bench.plain_http import HTTP, read_families
+from cli.main import app
 from demo.paths import TARGET_DIR
 from protos import inference_pb2, inference_pb2_grpc
 from tests.calm import serve_calmly
@@ -60,6 +61,17 @@ def test_openai_completions(client: openai.OpenAI) -> None:
     parts = list(client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=24, seed=5, stream=True))
     assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
     assert whole.usage is not None and whole.usage.completion_tokens <= 24
+
+
+def test_baton_bench(live: Live, tmp_path: Path) -> None:
+    saved = tmp_path / "r.json"
+    words = ["bench", "serve", "--url", live.url, "--dataset", "lengths:30,5", "--concurrency", "1,2"]
+    assert app([*words, "--num-requests", "4", "--save", str(saved)]) == 0
+    result = json.loads(saved.read_text())
+    assert result["server"]["kind"] == "baton"
+    for level in result["levels"]:
+        assert (level["completed"], level["total_input_tokens"], level["total_output_tokens"]) == (4, 120, 20)
+        assert 0 < level["mean_decode_ms"] <= level["mean_e2el_ms"]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

@@ -1,0 +1,101 @@
+"""What a client records of one streamed completion: moments, counts, and what went wrong. Pure.
+
+Takes bytes of the server's event stream and the moment at which they came. Knows no sockets and no clock.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request as its client saw it. Moments are seconds of one monotonic clock."""
+
+    sent: float
+    chunks: tuple[float, ...]  # when each chunk with text came
+    ended: float  # when the last chunk of the choice came
+    prompt_tokens: int
+    output_tokens: int
+    error: str = ""
+    is_counted: bool = True  # the server told the number of tokens; else chunks were counted
+    timing: Mapping[str, Any] = field(default_factory=dict)  # Baton's `include_timing`
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    finish_reason: str | None = None
+    timing: dict[str, Any] | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class Recorder:
+    """Reads one answer's event stream. Afterwards, or in the middle, `answer()` says what came."""
+
+    def __init__(self, sent: float) -> None:
+        self.chunks: list[float] = []
+        self.is_done = False  # the choice has a finish reason, or [DONE] came
+        self.error = ""
+        self._sent = sent
+        self._ended = sent
+        self._usage: _Usage | None = None
+        self._timing: dict[str, Any] = {}
+        self._rest = b""  # the beginning of a line whose end has not come
+        self._decoder = msgspec.json.Decoder(_Chunk)
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Take the next bytes, which came at `now`."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._take(line[5:].strip(), now)
+
+    def _take(self, event: bytes, now: float) -> None:
+        if event == b"[DONE]":
+            self.is_done = True
+            return
+        try:
+            chunk = self._decoder.decode(event)
+        except msgspec.MsgspecError as error:
+            self.error = self.error or f"an event that cannot be read ({error}): {event[:200]!r}"
+            return
+        if chunk.error is not None:
+            self.error = self.error or f"the server broke off: {chunk.error}"
+        for choice in chunk.choices:
+            self._ended = now
+            self.is_done |= choice.finish_reason is not None
+            self._timing = choice.timing or self._timing
+            if choice.text:
+                self.chunks.append(now)
+        self._usage = chunk.usage or self._usage
+
+    def answer(self) -> Answer:
+        """All that is known."""
+        usage = self._usage
+        error = self.error
+        if not error and not self.is_done:
+            error = "the stream ended before its answer"
+        elif not error and not self.chunks:
+            error = "no text came"
+        return Answer(
+            self._sent,
+            tuple(self.chunks),
+            self._ended,
+            usage.prompt_tokens if usage else 0,
+            usage.completion_tokens if usage else len(self.chunks),
+            error,
+            usage is not None,
+            self._timing,
+        )

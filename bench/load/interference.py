@@ -1,0 +1,135 @@
+"""What long prompts do to running streams: quiet gaps between chunks against those while prompts are computed.
+
+`compare` is pure: streams' chunk moments and the window in, figures out. The quiet time begins when all streams run,
+and ends when the long prompts are sent; the busy time ends with the last of their first tokens.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Annotated, Any
+
+import numpy as np
+from cyclopts import Parameter
+
+from bench.load.answers import Answer, Recorder
+from bench.load.client import Client
+from bench.load.metrics import ttft_s
+from bench.load.prompts import PromptWriter
+from bench.load.server import discover, open_http
+from bench.load.workloads import Wanted
+from runtime.settings import ConfigError
+
+STREAM_PROMPT = 64  # tokens
+POLL_S = 0.005
+START_S = 300.0  # until every stream runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterferenceOptions:
+    """One call of `baton bench interference`."""
+
+    url: Annotated[str, Parameter(env_var="BATON_URL")] = "http://127.0.0.1:8000"
+    """Where the server answers."""
+    api_key: Annotated[str, Parameter(env_var="BATON_API_KEY")] = field(default="", repr=False)
+    """Key that the server wants."""
+    model: str = ""
+    """Name of the model in requests; empty is the first that the server lists."""
+    streams: int = 4
+    """Streams that run."""
+    stream_tokens: int = 1024
+    """Most tokens of each; they are ended when the long prompts are done."""
+    quiet_chunks: int = 24
+    """Chunks of each stream before the long prompts are sent."""
+    prompts: int = 2
+    """Long prompts, sent at once."""
+    prompt_tokens: int = 1500
+    """Tokens of each of them."""
+    text: bool = False
+    """Send prompts as text, also to a server that takes token ids."""
+
+    def __post_init__(self) -> None:
+        for name in ("streams", "prompts", "prompt_tokens", "stream_tokens", "quiet_chunks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} cannot be used: 1 or more")
+        if self.stream_tokens <= self.quiet_chunks:
+            raise ConfigError(f"stream_tokens={self.stream_tokens} cannot be used: more than --quiet-chunks")
+
+
+def compare(streams: Sequence[Sequence[float]], begin: float, end: float) -> dict[str, float]:
+    """Figures of the gaps before `begin` and of those that reach into [begin, end]. `streams`: moments of chunks."""
+    running = max(moments[0] for moments in streams)  # the last stream's first chunk
+    pairs = [pair for moments in streams for pair in pairwise(moments)]
+    quiet = [later - earlier for earlier, later in pairs if earlier >= running and later <= begin]
+    busy = [later - earlier for earlier, later in pairs if later > begin and earlier < end]
+    if not quiet or not busy:
+        raise ConfigError("the streams gave too few chunks: set --stream-tokens or --quiet-chunks higher")
+    median = max(float(np.median(quiet)), 1e-9)  # chunks that are read together have no gap
+    return {
+        "num_quiet_gaps": len(quiet),
+        "num_busy_gaps": len(busy),
+        "quiet_median_itl_ms": median * 1e3,
+        "quiet_p99_itl_ms": float(np.percentile(quiet, 99)) * 1e3,
+        "busy_median_itl_ms": float(np.median(busy)) * 1e3,
+        "busy_p99_itl_ms": float(np.percentile(busy, 99)) * 1e3,
+        "busy_max_itl_ms": max(busy) * 1e3,
+        "median_ratio": float(np.median(busy)) / median,
+        "p99_ratio": float(np.percentile(busy, 99)) / median,
+        "max_ratio": max(busy) / median,
+    }
+
+
+async def run_interference(options: InterferenceOptions) -> dict[str, Any]:
+    """Discover the server and measure once."""
+    async with open_http(options.url, options.api_key, options.streams + options.prompts + 2) as http:
+        server, ids = await discover(http, options.model)
+        writer = PromptWriter(() if options.text else ids, server.words_a_token)
+        return await measure(Client(http, server), writer, options)
+
+
+async def measure(client: Client, writer: PromptWriter, options: InterferenceOptions) -> dict[str, Any]:
+    """Start the streams, wait for a quiet time, send the long prompts. Raises ConfigError."""
+    wanted = Wanted(STREAM_PROMPT, options.stream_tokens)
+    recorders = [Recorder(time.perf_counter()) for _ in range(options.streams)]
+    tasks = [
+        asyncio.create_task(client.stream(writer.write(wanted, index, 0), wanted.num_output, recorder))
+        for index, recorder in enumerate(recorders)
+    ]
+    try:
+        await _wait_until_quiet(recorders, options.quiet_chunks)
+        begin = time.perf_counter()
+        long = Wanted(options.prompt_tokens, 1)
+        asked = (client.ask(writer.write(long, index, 1), 1) for index in range(options.prompts))
+        answers: list[Answer] = await asyncio.gather(*asked)
+        has_ended = any(recorder.is_done for recorder in recorders)
+        end = max((answer.chunks[0] for answer in answers if answer.chunks), default=begin)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for answer in answers:
+        if answer.error:
+            raise ConfigError(f"a long prompt failed: {answer.error}")
+    figures = compare([recorder.chunks for recorder in recorders], begin, end)
+    times = [ttft_s(answer) * 1e3 for answer in answers]
+    return {
+        **figures,
+        "long_ttft_ms": times,
+        "mean_long_ttft_ms": float(np.mean(times)),
+        "long_input_lens": [answer.prompt_tokens for answer in answers],
+        "busy_seconds": end - begin,
+        "has_stream_ended_early": has_ended,
+    }
+
+
+async def _wait_until_quiet(recorders: Sequence[Recorder], num_chunks: int) -> None:
+    deadline = time.perf_counter() + START_S
+    while min(len(recorder.chunks) for recorder in recorders) <= num_chunks:
+        for recorder in recorders:
+            if recorder.error or recorder.is_done:
+                raise ConfigError(f"a stream ended early: {recorder.error or 'its answer is too short'}")
+        if time.perf_counter() > deadline:
+            raise ConfigError(f"the streams gave fewer than {num_chunks} chunks each in {START_S:g} s")
+        await asyncio.sleep(POLL_S)

@@ -1,0 +1,74 @@
+"""The machine's and the model's numbers for MBU and MFU: reads checkpoint headers, and measures ceilings with torch.
+
+    python -m bench.load.machine --threads 2
+
+Measuring runs in a process of its own, so that the load generator does not import torch.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from bench.load.ceilings import Ceilings, ModelSize, read_size
+from runtime.settings import ConfigError
+
+ELEMENT_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
+READ_BYTES = 1 << 30  # far more than caches hold
+MATRIX = 2048  # rows and columns
+ROUNDS = 7
+
+
+def read_model_size(folder: Path) -> ModelSize:
+    """Of a checkpoint folder. Raises ConfigError."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        tensors: dict[str, tuple[int, int]] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "numpy") as opened:
+                for name in opened.keys():  # noqa: SIM118  it is no mapping
+                    part = opened.get_slice(name)
+                    count = math.prod(part.get_shape())
+                    tensors[name] = (count, count * ELEMENT_BYTES.get(part.get_dtype(), 2))
+        return read_size(config, tensors)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ConfigError(f"checkpoint={str(folder)!r} cannot be read ({type(error).__name__}: {error})") from error
+
+
+def find_ceilings(peak_gbs: float, peak_tflops: float) -> Ceilings:
+    """As given; what is 0 is measured here."""
+    if not (peak_gbs and peak_tflops):
+        measured = json.loads(subprocess.check_output([sys.executable, "-m", "bench.load.machine"], text=True))
+        peak_gbs, peak_tflops = peak_gbs or measured["gbs"], peak_tflops or measured["tflops"]
+    return Ceilings(peak_gbs * 1e9, peak_tflops * 1e12)
+
+
+def measure(threads: int) -> dict[str, float]:
+    """Best of several rounds: GB/s of reading memory, and TFLOP/s of a bf16 matrix product."""
+    import torch  # only here: the load generator goes without
+
+    if threads:
+        torch.set_num_threads(threads)
+    numbers = torch.ones(READ_BYTES // 4)
+    matrix = torch.ones(MATRIX, MATRIX, dtype=torch.bfloat16)
+    read_s = min(_time(numbers.sum) for _ in range(ROUNDS))
+    product_s = min(_time(lambda: matrix @ matrix) for _ in range(ROUNDS))
+    return {"gbs": READ_BYTES / read_s / 1e9, "tflops": 2 * MATRIX**3 / product_s / 1e12}
+
+
+def _time(call: Any) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=0)
+    print(json.dumps(measure(parser.parse_args().threads)))

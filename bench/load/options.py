@@ -1,0 +1,127 @@
+"""What `baton bench serve` is asked to do: its options, checked at birth, and the runs that follow from them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from bench.load.arrivals import parse_arrivals
+from bench.load.metrics import TARGETS
+from runtime.settings import ConfigError
+
+DEFAULT_CONCURRENCY = "1,4,8,16"
+REQUESTS_A_STREAM, LEAST_REQUESTS = 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One run: so many requests at once, or so many a second."""
+
+    concurrency: int = 0
+    rate: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.concurrency} at once" if self.concurrency else f"{self.rate:g}/s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """One call of `baton bench serve`."""
+
+    url: Annotated[str, Parameter(env_var="BATON_URL")] = "http://127.0.0.1:8000"
+    """Where the server answers."""
+    api_key: Annotated[str, Parameter(env_var="BATON_API_KEY")] = field(default="", repr=False)
+    """Key that the server wants."""
+    model: str = ""
+    """Name of the model in requests; empty is the first that the server lists."""
+    dataset: str = "synthetic"
+    """synthetic (32 to 1024 tokens in, 16 to 256 out), lengths:IN,OUT, or sharegpt:FILE."""
+    concurrency: str = ""
+    """Closed loop: requests at once, one run for each, such as 1,4,8,16, which is the default."""
+    rate: str = ""
+    """Open loop instead: requests a second, one run for each, such as 1,2,4; inf sends all at once."""
+    arrivals: str = "poisson"
+    """With --rate: poisson, gamma:CV (coefficient of variation of the gaps), or burst:N (N together)."""
+    num_requests: int = 0
+    """Requests of each run; 0 is 4 for each stream, 8 at least."""
+    warm_up: int = 2
+    """Requests before the first run, which are not counted."""
+    goodput: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
+    """Limits of a good request in ms, as in vLLM: ttft:500 tpot:50 itl:100 e2el:9000; itl holds for every gap."""
+    shared_prefix: int = 0
+    """Tokens that begin every prompt of a run: for prefix caches."""
+    temperature: float = 0.0
+    """Of the sampling; 0 is greedy."""
+    seed: int = 0
+    """Draws lengths, contents and moments; each run has beginnings of its own, so that no cache knows them."""
+    text: bool = False
+    """Send prompts as text, also to a server that takes token ids."""
+    label: str = ""
+    """Name in tables and plots; empty is the kind of server."""
+    save: Path | None = None
+    """Write the figures here, as JSON."""
+    plot: Path | None = None
+    """Draw them here, as PNG or SVG; needs matplotlib (pip install 'baton[bench]')."""
+    checkpoint: Path | None = None
+    """Folder of the model that is served: tells the bytes and FLOPs of a token, for MBU and MFU."""
+    peak_gbs: float = 0.0
+    """The machine's memory bandwidth in GB/s, for MBU; 0 with --checkpoint measures it here, before the runs."""
+    peak_tflops: float = 0.0
+    """The machine's bf16 TFLOP/s, for MFU; 0 with --checkpoint measures them here, before the runs."""
+
+    def __post_init__(self) -> None:
+        if self.concurrency and self.rate:
+            raise ConfigError("concurrency and rate exclude each other: give --concurrency or --rate")
+        self.levels()
+        self.targets()
+        parse_arrivals(self.arrivals)
+        for name in ("num_requests", "warm_up", "shared_prefix"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} cannot be used: 0 or more")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed} cannot be used: 0 or more")
+
+    def levels(self) -> list[Level]:
+        """The runs, in their order."""
+        if self.rate:
+            return [Level(rate=number) for number in parse_numbers("rate", self.rate)]
+        counts = parse_numbers("concurrency", self.concurrency or DEFAULT_CONCURRENCY)
+        if any(count != int(count) for count in counts if count < 1e6) or max(counts) >= 1e6:
+            raise ConfigError(f"concurrency={self.concurrency!r} cannot be used: whole numbers such as 1,4,8")
+        return [Level(concurrency=int(count)) for count in counts]
+
+    def targets(self) -> dict[str, float]:
+        """`--goodput`: name |-> ms."""
+        return parse_targets(self.goodput)
+
+    def count_requests(self, level: Level) -> int:
+        return self.num_requests or max(LEAST_REQUESTS, REQUESTS_A_STREAM * level.concurrency)
+
+
+def parse_numbers(name: str, text: str) -> list[float]:
+    """Positive numbers, separated by commas. Raises ConfigError."""
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(number > 0 for number in numbers):
+        raise ConfigError(f"{name}={text!r} cannot be used: --{name} needs positive numbers such as 1,2,4")
+    return numbers
+
+
+def parse_targets(pairs: Sequence[str]) -> dict[str, float]:
+    """`ttft:500 itl:50`, in ms. Raises ConfigError."""
+    targets: dict[str, float] = {}
+    for pair in pairs:
+        name, _, value = pair.partition(":")
+        try:
+            targets[name] = float(value)
+        except ValueError:
+            name = ""
+        if name not in TARGETS or not targets[name] > 0:
+            known = ", ".join(TARGETS)
+            raise ConfigError(f"goodput={pair!r} cannot be used: --goodput needs NAME:MS, such as ttft:500, of {known}")
+    return targets

@@ -1,0 +1,67 @@
+"""Saved figures as a picture: TPOT and TTFT against throughput, a curve for each file; requests of one run in time.
+
+The only file that knows matplotlib, which is an extra: `pip install 'baton[bench]'`.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bench.load.report import name_load
+
+DPI = 130
+MOST_REQUESTS = 200  # of the picture in time
+TTFT_COLOUR, DECODE_COLOUR = "#d98324", "#2c6e9b"
+
+mpl.use("agg")  # no screen
+
+
+def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """One picture. The requests in time are those of the last run of the first file."""
+    figure = Figure(figsize=(15, 4.8), layout="constrained")
+    tpot, ttft, requests = figure.subplots(1, 3)
+    for result in results:
+        draw_curve(tpot, result, "tpot")
+        draw_curve(ttft, result, "ttft")
+    for axes, name in ((tpot, "TPOT"), (ttft, "TTFT")):
+        axes.set(
+            title=f"{name} against throughput", xlabel="output tokens per second", ylabel=f"{name}, ms: p50 to p99"
+        )
+        axes.set_xlim(left=0)  # both after the curves, which say how far to go
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    draw_requests(requests, results[0])
+    figure.savefig(path, dpi=DPI)
+
+
+def draw_curve(axes: Axes, result: Mapping[str, Any], name: str) -> None:
+    """A point a run: its median, with a whisker up to the 99th percentile."""
+    runs = [run for run in result["levels"] if run["completed"]]
+    rates = [run["output_throughput"] for run in runs]
+    medians = [run[f"median_{name}_ms"] for run in runs]
+    above = [max(0.0, run[f"p99_{name}_ms"] - median) for run, median in zip(runs, medians, strict=True)]
+    axes.errorbar(rates, medians, [[0.0] * len(runs), above], marker="o", capsize=3, label=result["label"])
+    for run, rate, median in zip(runs, rates, medians, strict=True):
+        axes.annotate(name_load(run), (rate, median), textcoords="offset points", xytext=(6, -11), fontsize=8)
+
+
+def draw_requests(axes: Axes, result: Mapping[str, Any]) -> None:
+    """A bar a request, in the order sent: until its first token, and from there to its last."""
+    run = result["levels"][-1]
+    rows = sorted(zip(run["start_times"], run["ttfts"], run["latencies"], strict=True))[:MOST_REQUESTS]
+    starts, ttfts = [row[0] for row in rows], [row[1] for row in rows]
+    places = range(len(rows))
+    axes.barh(places, ttfts, left=starts, height=0.8, color=TTFT_COLOUR, label="to the first token")
+    firsts = [start + ttft for start, ttft in zip(starts, ttfts, strict=True)]
+    rests = [max(0.0, row[2] - row[1]) for row in rows]
+    axes.barh(places, rests, left=firsts, height=0.8, color=DECODE_COLOUR, label="to the last")
+    axes.invert_yaxis()
+    axes.set_title(f"Requests of {result['label']}, {name_load(run)}")
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("request")
+    axes.legend(fontsize=8)

