@@ -115,9 +115,9 @@ class Engine:
         return found
 
 
-SizePool = Callable[[int, int, int, tuple[int, int] | None], int]
-"""(model's context in tokens, bytes of a page of one rank, ranks, bytes of the GPU and those taken of them or None)
-|-> pages"""
+SizePool = Callable[[int, int, int, tuple[int, int] | None, int], int]
+"""(model's context in tokens, bytes of a page of one rank, ranks, bytes of the GPU and those taken of them or None,
+bytes of weights mapped from a file) |-> pages"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,8 @@ def assemble_engine(
     page_bytes = shape.page_bytes + (draft_shape.page_bytes if draft_shape else 0)
     build_rows, ranks = place.build_rows, place.ranks
     rows = build_rows(num_rows, _resolve_context(decoder, max_context_tokens), page_tokens, config.vocab_size, device)
-    num_pages = size_pool(config.context_tokens, page_bytes, ranks.size, _gpu_memory(device))
+    mapped_bytes = sum(loaded.decoder.mapped_bytes for loaded in (model, draft) if loaded)
+    num_pages = size_pool(config.context_tokens, page_bytes, ranks.size, _gpu_memory(device), mapped_bytes)
     num_pages = ranks.least(num_pages, device)
     has_padding = device.type == "cuda"
     share = None

@@ -56,6 +56,7 @@ class Decoder:
         self._final_norm = final_norm
         self._lm_head = lm_head
         self.ranks = ranks
+        self.mapped_bytes = 0  # of packed weights that lie in a file
         self.why_unshared: str | None = None  # packed weights that each worker of this host has for itself: why
         table = build_rope_table(config.rope, config.head_dim, config.context_tokens)
         self._rope_table = table.to(self.device, self.dtype)  # [context_tokens, 2, D / 2]

@@ -85,6 +85,7 @@ class MappedWeights:
         with path.open("rb") as file:
             self._index = _read_index(file)
             self._mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
+        self.num_bytes = len(self._mapped)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")  # nobody writes
             self._all = torch.frombuffer(self._mapped, dtype=torch.uint8)

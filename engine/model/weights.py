@@ -82,7 +82,10 @@ def _load_packed(
         return build(OwnWeights())
     name = _name_weights(folder, quantization, ranks)
     try:
-        return build(share_weights(cache_folder(), name, num_bytes, build))
+        shared = share_weights(cache_folder(), name, num_bytes, build)
+        decoder = build(shared)
+        decoder.mapped_bytes = shared.num_bytes
+        return decoder
     except CannotShareError as error:
         decoder = build(OwnWeights())
         decoder.why_unshared = str(error)
