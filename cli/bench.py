@@ -65,18 +65,7 @@ def simulate(
 
 
 @bench.command
-def steps(
-    out: Path,
-    /,
-    *,
-    model: str = "demo",
-    device: str = "auto",
-    dtype: str = "auto",
-    threads: int = 0,
-    chunk_tokens: int = 256,
-    num_tokens: int = 16,
-    rounds: int = 2,
-) -> int:
+def steps(out: Path, /, *, model: str = "demo", device: str = "auto", dtype: str = "auto", threads: int = 0) -> int:
     """Measure real steps of the engine here, and write them for `baton bench simulate --costs`.
 
     Parameters
@@ -91,14 +80,8 @@ def steps(
         Number type: auto, float32, bfloat16 or float16.
     threads
         CPU threads; 0 is one per core.
-    chunk_tokens
-        Most prompt tokens in a step.
-    num_tokens
-        Tokens of each answer.
-    rounds
-        How often every mix of streams and prompts is measured.
     """
     from bench.simulate import command
 
-    command.measure(out, model, device, dtype, threads, chunk_tokens, num_tokens, rounds)
+    command.measure(out, model, device, dtype, threads)
     return 0

@@ -1,7 +1,6 @@
 """What `baton bench` does: builds the fleet that settings mean, runs simulations, measures steps, shows figures."""
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +13,14 @@ from bench.roofline import ModelShape, build_costs, handoff_token_s, kv_tokens_t
 from bench.simulate.costs import Costs, fit, mean_error, save
 from bench.simulate.figures import summarise
 from bench.simulate.gateway import Wires
-from bench.simulate.measure import PROMPTS, STREAMS, measure_steps
+from bench.simulate.measure import CONTEXT_TOKENS, STREAMS, measure_steps
 from bench.simulate.run import Fleet, Simulation, Workers, colocate
 from bench.simulate.settings import FleetSettings, Workload
 from bench.simulate.worker import Limits
 from cli.models import locate_model
 from engine.engine import build_engine
 from prefill_worker.offers import MAX_OFFER_BYTES
+from runtime.hardware import num_cores, resolve_threads
 from worker.table import num_rows_for
 
 PAGE_TOKENS = 16
@@ -79,17 +79,16 @@ def show(found: dict[str, Figures], as_json: bool) -> None:
     Console().print(table)
 
 
-def measure(
-    out: Path, model: str, device: str, dtype: str, threads: int, chunk_tokens: int, num_tokens: int, rounds: int
-) -> None:
+def measure(out: Path, model: str, device: str, dtype: str, threads: int) -> None:
     """Write measured steps, and say what fits them."""
-    pages = -(-(max(PROMPTS) + num_tokens) // PAGE_TOKENS)
+    folder, threads = locate_model(model), resolve_threads(threads, num_cores())
+    pages, no_progress = -(-CONTEXT_TOKENS // PAGE_TOKENS), lambda _done, _total: None
     engine = build_engine(
-        locate_model(model), "", dtype, device, threads or os.cpu_count() or 1, PAGE_TOKENS, num_rows_for(max(STREAMS)),
-        lambda *_sizes: max(STREAMS) * pages, lambda _done, _total: None, pages * PAGE_TOKENS,
+        folder, "", dtype, device, threads, PAGE_TOKENS, num_rows_for(max(STREAMS)),
+        lambda *_sizes: max(STREAMS) * pages, no_progress, pages * PAGE_TOKENS,
     )  # fmt: skip
     engine.warm_up(max(STREAMS))
-    steps = measure_steps(engine, chunk_tokens, num_tokens, rounds)
+    steps = measure_steps(engine)
     save(out, {"model": model, **engine.describe()}, steps)
     found = fit(steps)
     print(f"{len(steps)} steps; {found}; mean error {mean_error(found, steps):.1%}")

@@ -63,7 +63,7 @@ class Outcome:
     busy_s: dict[str, list[float]] = field(default_factory=dict)  # role |-> of each worker
     num_preemptions: int = 0
     num_choices: int = 0  # calls of the router, those included that said "wait"
-    choosing_s: float = 0.0  # they took, of real time
+    choosing_s: float = 0.0  # of CPU time that they took
     ran_s: float = 0.0  # the simulation itself, of real time
 
 

@@ -4,7 +4,6 @@ It does what the machine decides, as dispatcher.py and attempt.py do, and knows 
 hand-off is the real table's: offers in order, one read of a session at a time. Reads of a decode worker share its link.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,14 +12,14 @@ from typing import Any, Literal
 
 from bench.simulate.events import Action as Callback
 from bench.simulate.events import Clock
+from bench.simulate.links import Link, TimedRouter
 from bench.simulate.worker import MODEL, SimWorker
 from gateway.generation import Generation
 from gateway.ring.admission import Admission, Waiter
-from gateway.ring.policy import Placement, Unready, Wait, WorkerView
+from gateway.ring.policy import WorkerView
 from gateway.ring.request_actions import Forget, GiveBack, Leave, Prefill, Remember, Reserve
 from gateway.ring.request_events import Event, News, Placed, Prefilled, Refused, Reserved
 from gateway.ring.request_machine import Phase, Request
-from gateway.ring.routing import Held, Router
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.sequences import Job, Update
 from worker.sequences import Phase as SequencePhase
@@ -37,70 +36,6 @@ class Wires:
 
     token_s: float  # to hand over one token's KV
     call_s: float = 0.0005  # a message, one way
-
-
-class TimedRouter(Router):
-    """The real one, and the real time that it takes."""
-
-    num_choices = 0
-    choosing_s = 0.0
-
-    def choose(self, workers: Sequence[WorkerView], request: Request) -> Placement | Wait | Held | Unready:
-        began = time.perf_counter()
-        choice = super().choose(workers, request)
-        self.choosing_s += time.perf_counter() - began
-        self.num_choices += 1
-        return choice
-
-
-class Link:
-    """What the gateway knows of one worker; admission takes and gives back places by it."""
-
-    def __init__(
-        self, role: Literal["prefill", "decode"], worker: SimWorker, views: list[WorkerView], on_change: Callback
-    ) -> None:
-        self.role = role
-        self.worker = worker
-        self.address = f"{role}-{len(views)}"
-        self.free_at = 0.0  # when the reads that were asked for are over
-        self._views = views
-        self._at = len(views)
-        self._on_change = on_change
-        self._num_mine = 0
-        self._is_full = False
-        self._free_pages = worker.table.cache.num_pages
-        views.append(self._view())
-
-    @property
-    def num_mine(self) -> int:
-        return self._num_mine
-
-    @num_mine.setter
-    def num_mine(self, num_mine: int) -> None:
-        self._num_mine = num_mine
-        self._views[self._at] = self._view()
-
-    def leave(self) -> None:
-        self._is_full = False
-        self.num_mine -= 1
-        self._on_change()
-
-    def refuse(self) -> None:
-        self._is_full = True
-        self.num_mine -= 1
-        self._on_change()
-
-    def learn(self) -> None:
-        self.worker.settle()
-        self._is_full, self._free_pages = False, self.worker.table.cache.num_spare
-        self._views[self._at] = self._view()
-
-    def _view(self) -> WorkerView:
-        table = self.worker.table
-        return WorkerView(
-            self.role, self.address, self.address, b"", True, "", table.max_running, self._num_mine, self._is_full,
-            self._free_pages, table.cache.num_pages, table.page_tokens, MODEL,
-        )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -202,6 +137,7 @@ class SimGateway:
                     self._let_go(life)
         if request.phase is Phase.ENDED:
             life.on_end(life)
+            life.waiter = None  # which knows us: so that memory is free at once
         elif request.phase is Phase.WAITING:
             self._queue(life)
 

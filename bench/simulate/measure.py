@@ -5,6 +5,7 @@ The loop is the worker's own, with its plan, over random prompts; answers and pr
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 import numpy as np
 
@@ -21,6 +22,10 @@ from worker.sequences import Job
 
 STREAMS = (1, 2, 4, 8, 16)
 PROMPTS = (64, 256, 1024)  # tokens
+NUM_TOKENS = 16  # of each answer
+CONTEXT_TOKENS = max(PROMPTS) + NUM_TOKENS
+CHUNK_TOKENS = 256  # of prompts in a step
+ROUNDS = 2
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -36,30 +41,26 @@ class MeasuredLoop(DecodeLoop):
         return super()._judge(flight, chosen, failed)
 
 
-def measure_steps(engine: Engine, chunk_tokens: int, num_tokens: int, rounds: int) -> list[Measured]:
-    """Of every mix of so many streams and prompts so long, `rounds` times; the first round warms up and is not told."""
+def measure_steps(engine: Engine) -> list[Measured]:
+    """Of every mix of streams and prompts, ROUNDS times; a round before them warms up."""
     steps: list[Measured] = []
-    for number in range(rounds + 1):
-        if number == 1:
-            steps.clear()
-        for streams in STREAMS:
-            for prompt_tokens in PROMPTS:
-                steps += _run(engine, chunk_tokens, streams, prompt_tokens, num_tokens, seed=number)
+    for number in range(1 + ROUNDS):
+        for streams, prompt_tokens in product(STREAMS, PROMPTS):
+            found = _run(engine, streams, prompt_tokens, number)
+            steps += found if number else []
     return steps
 
 
-def _run(
-    engine: Engine, chunk_tokens: int, streams: int, prompt_tokens: int, num_tokens: int, seed: int
-) -> list[Measured]:  # fmt: skip
+def _run(engine: Engine, streams: int, prompt_tokens: int, seed: int) -> list[Measured]:
     draw, table = np.random.default_rng(seed), build_table(engine)
     loop = MeasuredLoop(
-        NO_SPECULATION, table, engine.runner, engine.rows, engine.pool, Budget(chunk_tokens, "--chunk-tokens"),
+        NO_SPECULATION, table, engine.runner, engine.rows, engine.pool, Budget(CHUNK_TOKENS, "--chunk-tokens"),
         lambda _step, _updates: None, DecodeMetrics(table), engine.steps_ahead,
     )  # fmt: skip
     loop.steps = []
     for number in range(streams):
         prompt = draw.integers(0, engine.config.vocab_size, prompt_tokens, np.int32)
-        job = Job(str(number), prompt.tobytes(), prompt_tokens - 1, num_tokens, handle=number + 1, sampling=GREEDY)
+        job = Job(str(number), prompt.tobytes(), prompt_tokens - 1, NUM_TOKENS, handle=number + 1, sampling=GREEDY)
         table.admit(job, time.monotonic())
     while len(table):
         loop.step()

@@ -196,7 +196,9 @@ class Admission:
         for waiter in list(self._waiting):
             if self._router.find_key(views, waiter.request) in held:
                 continue
-            usable = [view for view in views if left is None or view.role == "prefill" or view.incarnation in left]
+            usable = views
+            if left is not None:
+                usable = [view for view in views if view.role == "prefill" or view.incarnation in left]
             choice = self._router.choose(usable, waiter.request)
             if isinstance(choice, Placement):
                 self._waiting.remove(waiter)
