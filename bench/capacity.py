@@ -8,7 +8,7 @@ prompts   M/D/c: into TTFT have to fit the wait that a tenth exceeds (Erlang C),
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from bench.gpus import Gpu
 from bench.roofline import ModelShape, build_costs, handoff_token_s, kv_tokens_that_fit
@@ -41,6 +41,11 @@ class Goals:
     output_tokens: int
     ttft_s: float
     tpot_s: float
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if not all(math.isfinite(value) and value > 0 for value in astuple(self)):
+            raise ValueError(f"rate, tokens and goals have to be above 0: {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,7 @@ def plan_decode(model: ModelShape, gpu: Gpu, goals: Goals, tp: int) -> Role:
     most = min(by_pool, by_tpot)
     rate = most / step_of(costs, most, mean) / goals.output_tokens  # requests a second
     count = max(1, math.ceil(goals.rate / rate))
-    while (peak := find_peak(costs, goals, mean, count, most)) > most:
+    while (peak := find_peak(costs, goals, mean, count, most)) >= most + 1:
         count += 1
     reasons = (
         f"a step reads weights for {read * 1e3:.2f} ms, and each answer's KV for {costs.kv_token * mean * 1e6:.0f} us",
@@ -124,7 +129,7 @@ def plan_decode(model: ModelShape, gpu: Gpu, goals: Goals, tp: int) -> Role:
         f"a worker serves {rate:.3g} requests/s at {most} answers; of {count} each has {peak:.0f} or fewer",
     )
     limit = "the pool" if by_pool < by_tpot else "TPOT" if by_tpot < MOST_ROWS else "the batch"
-    return Role(count, tp, costs, kv_tokens, most, 0, step_of(costs, peak, mean), limit, reasons)
+    return Role(count, tp, costs, kv_tokens, most, 0, step_of(costs, min(peak, most), mean), limit, reasons)
 
 
 def step_of(costs: Costs, rows: float, context: int) -> float:
@@ -183,4 +188,4 @@ def find_wait(rate: float, service_s: float, count: int) -> float:
         blocked = load * blocked / (servers + load * blocked)
     waits = blocked / (1 - load / count * (1 - blocked))  # Erlang C: the share that waits at all
     mean_of_those = service_s / (count - load) / 2  # half of what exponential service times would give
-    return mean_of_those * max(math.log(waits / TAIL), 0.0)
+    return mean_of_those * math.log(max(waits / TAIL, 1.0))

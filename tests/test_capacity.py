@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
+from cyclopts.exceptions import CycloptsError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from bench.simulate.settings import Workload
 from bench.simulate.worker import Limits
 from cli import main
 from cli.shapes import load_shape
+from runtime.settings import ConfigError
 
 EIGHT = load_shape("8B")
 SEVENTY = load_shape("70B")
@@ -151,6 +153,22 @@ def test_the_command_says_how_to_start_it(capsys: pytest.CaptureFixture[str]) ->
     _function, bound, _ignored = main.app.parse_args(["serve", *flags], exit_on_error=False, print_error=False)
     config = bound.arguments["config"]
     assert (config.prefill_workers, config.decode_workers, config.chunk_tokens) == (2, 1, 512)
+
+
+@pytest.mark.parametrize("word", ["--rate=0", "--output-tokens=0", "--decode-workers=0"])
+def test_a_simulation_of_nothing(word: str) -> None:
+    with pytest.raises((ConfigError, CycloptsError), match="cannot be used"):
+        run("bench", "simulate", word)
+
+
+def test_goals_of_nothing() -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        Goals(0, 1, 1, 1, 1)
+
+
+def test_a_pool_for_one_answer_takes_one_at_a_time() -> None:
+    goals = Goals(0.05, 300_000, 100, 60, 0.1)
+    assert propose(EIGHT, GPUS["h100"], goals, 64).decode.max_running == 1
 
 
 def test_the_command_says_what_binds(capsys: pytest.CaptureFixture[str]) -> None:

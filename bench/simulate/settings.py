@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.config import ServeConfig
+from runtime.settings import Settings
 
 Lengths = Literal["fixed", "lognormal"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(Settings):
     """Requests and their lengths."""
 
     num_requests: int = 1000
@@ -33,9 +34,18 @@ class Workload:
     seed: int = 0
     """The same seed gives the same requests."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_requests", "input_tokens", "output_tokens", "turns"):
+            self.require_count(name, 1)
+        for name in ("num_prefixes", "prefix_tokens", "seed"):
+            self.require_count(name, 0)
+        self.require("rate", self.rate > 0, "a number above 0")
+        self.require_seconds("think_s", may_be_zero=True)
+
 
 @dataclass(frozen=True, kw_only=True)
-class FleetSettings:
+class FleetSettings(Settings):
     """Workers and their limits."""
 
     prefill_workers: int = 1
@@ -62,3 +72,18 @@ class FleetSettings:
     """Tokens in a KV page."""
     kv_tokens: int = 0
     """Tokens in a worker's pool; 0 is what fits beside the weights."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("prefill_workers", "local_prefill_max_tokens", "kv_tokens"):
+            self.require_count(name, 0)
+        counts = (
+            "decode_workers",
+            "prefill_tp",
+            "decode_tp",
+            "prefill_max_running",
+            "decode_max_running",
+            "page_tokens",
+        )
+        for name in (*counts, "chunk_tokens", "local_prefill_chunk_tokens"):
+            self.require_count(name, 1)
