@@ -55,6 +55,15 @@ def test_steps_at_once_are_steps_one_by_one(fleet: Fleet, workload: Workload) ->
         assert fast.busy_s[role] == pytest.approx(busy)
 
 
+def test_answers_may_end_before_messages_arrive() -> None:
+    """Steps that take no time: an answer is over before its prefill worker hears that the last page was read."""
+    fast = Costs(1e-6, 0, 0, 0, 0)
+    fleet = build_fleet()
+    fleet = replace(fleet, prefill=replace(fleet.prefill, costs=fast), decode=replace(fleet.decode, costs=fast))
+    answers = simulate(fleet, replace(WORKLOAD, output_tokens=2)).answers
+    assert len({answer.number for answer in answers if not answer.error}) == len(answers) == WORKLOAD.num_requests
+
+
 def test_pages_run_short_in_a_test() -> None:
     """Else the case above would say nothing of preemptions."""
     assert simulate(build_fleet(0, 2, num_pages=60), replace(WORKLOAD, rate=300.0)).num_preemptions

@@ -145,11 +145,19 @@ class SimGateway:
         """A message arrives."""
         self._clock.after(self._wires.call_s, lambda: verb(*arguments))
 
+    def _answer(self, life: Life, event: Event) -> None:
+        """A message to the gateway about the present attempt; one that has been left does not hear it."""
+        handle = life.handle
+        self._call(lambda: self._feed(life, event) if handle in self._lives else None)
+
     def _let_go(self, life: Life) -> None:
         del self._lives[life.handle]
         if life.session is not None and life.session.phase is not SequencePhase.ENDED:
             with life.decode.changing() as table:
                 table.abort(NAME, [life.handle])
+        if life.run is not None and life.run.is_kept:  # its last acknowledgement is still on the way
+            with life.prefill.changing() as table:
+                table.end(life.run)
         self._admission.leave(life.waiter)
 
     def _reserve(self, life: Life, action: Reserve) -> None:
@@ -161,7 +169,7 @@ class SimGateway:
         found = self._admit("decode", life, job)
         if isinstance(found, Tokens):
             life.session = found
-            self._call(self._feed, life, Reserved(found.phase is SequencePhase.RECEIVING, found.num_cached))
+            self._answer(life, Reserved(found.phase is SequencePhase.RECEIVING, found.num_cached))
 
     def _admit(self, role: Literal["prefill", "decode"], life: Life, job: Job) -> Tokens | None:
         """As a worker does it. None: the request hears of a refusal."""
@@ -171,9 +179,9 @@ class SimGateway:
             with worker.changing() as table:
                 return table.admit(job, self._clock.now, role == "prefill", keys)
         except NoRoomError as error:
-            self._call(self._feed, life, Refused(role, "no room", str(error)))
+            self._answer(life, Refused(role, "no room", str(error)))
         except NeverFitsError as error:
-            self._call(self._feed, life, Refused(role, "invalid", str(error)))
+            self._answer(life, Refused(role, "invalid", str(error)))
         return None
 
     def hear(self, updates: Sequence[Update]) -> None:
@@ -187,6 +195,8 @@ class SimGateway:
                 life.num_heard = num_tokens
 
     def _take(self, life: Life, job: Job, num_new: int, update: Update) -> None:
+        if job.handle not in self._lives:
+            return
         if not life.request.emitted:
             life.first_at = self._clock.now
         self._feed(life, News(job.attempt, bytes(num_new), update.finish_reason, update.error))
@@ -208,7 +218,7 @@ class SimGateway:
 
     def _offer(self, life: Life) -> None:
         """Offer what can be offered, one offer at a time; the last acknowledgement ends the run."""
-        if life.run is None or life.is_read:
+        if life.run is None or life.is_read or not life.run.is_kept:
             return
         positions = life.prefill.table.next_offer(life.run, life.offered)
         if positions is not None:
@@ -217,7 +227,7 @@ class SimGateway:
         elif life.offered == life.run.job.end:
             with life.prefill.changing() as table:
                 table.end(life.run)
-            self._call(self._feed, life, Prefilled())
+            self._answer(life, Prefilled())
 
     def _read(self, life: Life, positions: range) -> None:
         assert life.session is not None and life.run is not None
