@@ -68,11 +68,15 @@ class Outcome:
 
 
 def summarise(outcome: Outcome, ttft_s: float, tpot_s: float) -> dict[str, float]:
-    """Figures by name. Goodput: requests a second whose TTFT and TPOT are within the goals."""
+    """Figures by name. Goodput: requests whose TTFT and TPOT are within the goals, by the seconds in which all arrived.
+
+    The other rates and shares are of the whole time, in which at the end fewer and fewer answers run.
+    """
     whole = [answer for answer in outcome.answers if not answer.error]
     if not whole:
         return {"requests": 0.0, "failed": float(len(outcome.answers))}
-    span = max(one.last_at for one in whole) - min(one.arrived for one in whole)
+    began, arrived = min(one.arrived for one in whole), max(one.arrived for one in whole)
+    span = max(one.last_at for one in whole) - began
     is_good = [one.ttft_s <= ttft_s and one.tpot_s <= tpot_s for one in whole]
     ttft, tpot = (np.array([getattr(one, name) * 1e3 for one in whole]) for name in ("ttft_s", "tpot_s"))
     return {
@@ -81,7 +85,7 @@ def summarise(outcome: Outcome, ttft_s: float, tpot_s: float) -> dict[str, float
         **{f"ttft_p{q}_ms": float(np.percentile(ttft, q)) for q in (50, 90, 99)},
         **{f"tpot_p{q}_ms": float(np.percentile(tpot, q)) for q in (50, 90, 99)},
         **{f"itl_p{q}_ms": outcome.gaps.quantile(q / 100) * 1e3 for q in (50, 99)},
-        "goodput_requests_per_s": sum(is_good) / span,
+        "goodput_requests_per_s": sum(is_good) / ((arrived - began) or span),
         "good_share": sum(is_good) / len(is_good),
         "tokens_per_s": sum(one.num_tokens for one in whole) / span,
         "cache_hit_rate": sum(one.num_cached for one in whole) / sum(one.num_prompt for one in whole),
