@@ -3,12 +3,15 @@
 from cyclopts import App
 
 from cli.bench_load import interference, plot, serve
+from cli.bench_simulate import simulate, steps
 from runtime.hardware import wait_without_spinning
 
-bench = App(name="bench", help="Measure servers with an OpenAI-compatible API.", config=())
+bench = App(name="bench", help="Measure servers and kernels, and simulate fleets.", config=())
 bench.command(serve)
 bench.command(interference)
 bench.command(plot)
+bench.command(simulate)
+bench.command(steps)
 
 
 @bench.command

@@ -40,6 +40,7 @@ def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab
 SHAPES = {
     "1B": llama(2048, 8192, 16, 32, 8, 128_256, True),  # Llama-3.2-1B
     "8B": llama(4096, 14336, 32, 32, 8, 128_256, False),  # Llama-3-8B
+    "70B": llama(8192, 28672, 80, 64, 8, 128_256, False),  # Llama-3-70B
     "tiny": llama(256, 512, 2, 4, 2, 1024, True),
 }
 

@@ -93,7 +93,7 @@ def choose_placement(
         num_lacking = num_missing - cached.get(view.incarnation, 0)
         return num_lacking + BUSY_TOKENS * view.num_mine / view.max_running, -view.free_pages
 
-    workers = _leave_out(workers, avoid)
+    workers = _leave_out(workers, avoid) if avoid else workers
     with_room = [view for view in workers if view.is_alive and _has_room(view)]
     for decode in sorted((view for view in with_room if view.role == "decode"), key=cost):
         num_cached = cached.get(decode.incarnation, 0)
@@ -121,9 +121,9 @@ def _leave_out(workers: Sequence[WorkerView], avoid: frozenset[str]) -> list[Wor
 
 def find_unready(workers: Sequence[WorkerView]) -> str | None:
     """Why nothing can be served; None when something can. A decode worker alone can: it also prefills."""
-    decodes = [view for view in workers if view.role == "decode"]
-    if any(view.is_alive for view in decodes):
+    if any(view.is_alive for view in workers if view.role == "decode"):
         return None
+    decodes = [view for view in workers if view.role == "decode"]
     if not decodes:
         return "no decode worker is configured; name one with --decode"
     return "no decode worker is alive: " + "; ".join(f"{view.address} {view.trouble}" for view in decodes)
