@@ -64,7 +64,7 @@ class FleetSettings(Settings):
     """Most sessions at once on one decode worker."""
     local_prefill_chunk_tokens: int = ServeConfig.local_prefill_chunk_tokens
     """Most prompt tokens in a step of a decode worker."""
-    local_prefill_max_tokens: int = ServeConfig.local_prefill_max_tokens
+    local_prefill_max_tokens: int = 0
     """Decode prefills by itself when at most this many tokens are missing."""
     cache_routing: bool = ServeConfig.cache_routing
     """Prefer workers that probably have a prompt's beginning."""
