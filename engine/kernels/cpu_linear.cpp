@@ -31,6 +31,7 @@ namespace {
 
 constexpr int kTileWords = 256;    // a panel's part of a tile: [16 words][16 columns]
 constexpr int kPrefetchBytes = 2048;
+constexpr int64_t kFewRows = 16;  // their encoding takes less time than waiting for other threads
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which lies in the low bits
 #ifdef __AVX512F__
 constexpr int kRows = 12;  // 24 sums, two panels: 26 of 32 registers
@@ -213,7 +214,7 @@ void write_out(const BatonProduct& of, int64_t row, int64_t column, Floats first
     }
 }
 
-// Rows [begin, begin + num_rows) of x, encoded, in blocks of `height` rows at `to`. By all threads of a region.
+// Rows [begin, begin + num_rows) of x, encoded, in blocks of `height` rows at `to`. Shared out if a region calls it.
 template <class Math, class Path>
 void encode_rows(const BatonProduct& of, int64_t begin, int64_t num_rows, int64_t height, int64_t num_tiles,
                  uint32_t* to, float* units) {
@@ -243,10 +244,11 @@ template <class Math, class Path> void multiply(const BatonProduct& of) {
         uint32_t* const x = align(x_memory, num_heights * height * num_tiles * 16);
         // Of a chunk of weights, a single block of rows fetches what comes a little later; several share the next chunk.
         const int64_t lines = (32 + num_heights - 1) / num_heights;
+        if (num_rows <= kFewRows) encode_rows<Math, Path>(of, begin, num_rows, height, num_tiles, x, units);
 #pragma omp parallel num_threads(of.num_threads) if (of.num_threads > 1)
         {
             static thread_local std::vector<typename Math::Sums> sums_memory;
-            encode_rows<Math, Path>(of, begin, num_rows, height, num_tiles, x, units);
+            if (num_rows > kFewRows) encode_rows<Math, Path>(of, begin, num_rows, height, num_tiles, x, units);
             typename Math::Sums* const sums = align(sums_memory, num_heights * height * 2);
             Path::begin();
 #pragma omp for schedule(dynamic, at_once) nowait

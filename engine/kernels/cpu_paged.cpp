@@ -46,6 +46,8 @@ constexpr int kPlainRows = 8;  // multiplied at a time by vectors
 constexpr int kPlainRows = 4;  // a vector is several registers
 #endif
 constexpr int kSubRows = 16;  // query rows multiplied at a time: the height of an AMX tile
+constexpr int64_t kFewTokens = 16;  // writing them takes less time than waiting for other threads
+constexpr int64_t kBytesAThread = 1 << 19;  // of KV: less is read before another thread is awake
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 template <class V> V load_part(const char* from, int64_t bytes) {  // zeros after `bytes`
@@ -451,13 +453,27 @@ template <class Page> void write_token(const BatonBatch& batch, const BatonLayer
     }
 }
 
-template <class Math> void attend(const BatonBatch& batch, const BatonLayer& layer, int num_threads) {
-#pragma omp parallel num_threads(num_threads)
-    {
+// Shared out if a region calls it; ends in a barrier then.
+template <class Page> void write_tokens(const BatonBatch& batch, const BatonLayer& layer) {
 #pragma omp for schedule(static)
-        for (int64_t token = 0; token < batch.num_tokens; ++token)
-            write_token<typename Math::Page>(batch, layer, token);
-        // The loop above ends in a barrier: every new key is in the pool before any thread attends.
+    for (int64_t token = 0; token < batch.num_tokens; ++token) write_token<Page>(batch, layer, token);
+}
+
+// Bytes of KV that are read; of a longer context in several blocks, once for each.
+int64_t count_bytes(const BatonBatch& batch, int64_t page_bytes) {
+    int64_t num_keys = 0;
+    for (int64_t block = 0; block < batch.num_blocks; ++block) num_keys += batch.context_lens[batch.blocks[2 * block]];
+    return num_keys * batch.num_kv_heads * batch.head_dim * 2 * page_bytes;
+}
+
+template <class Math> void attend(const BatonBatch& batch, const BatonLayer& layer, int num_threads) {
+    using Page = typename Math::Page;
+    if (count_bytes(batch, sizeof(Page)) < kBytesAThread) num_threads = 1;
+    const bool is_short = batch.num_tokens <= kFewTokens;
+    if (is_short) write_tokens<Page>(batch, layer);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+        if (!is_short) write_tokens<Page>(batch, layer);  // every new key is in the pool before any thread attends
 #pragma omp for schedule(dynamic, 1) nowait
         for (int64_t item = 0; item < batch.num_blocks * batch.num_kv_heads; ++item) {
             const int32_t* block = batch.blocks + item / batch.num_kv_heads * 2;
