@@ -7,16 +7,15 @@ from bench.peers.figures import build_table
 from bench.peers.systems import Group
 
 
-def tell_group(group: Group, found: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+def tell_group(group: Group, found: Mapping[str, Any]) -> str:
     """Title, machine, what was started and how, and the table."""
-    machine = result["machine"]
-    memory = machine["memory_bytes"] / 2**30
+    memory = found["memory_bytes"] / 2**30
     systems = [name for name in group.systems if name in found["systems"]]
     parts = [
         f"### {group.title}",
-        f"{machine['cpu']}, {machine['num_cores']} cores, {memory:.0f} GiB; {result['date'][:10]}; {result['rounds']} "
-        "rounds in which all took turns. The first column: medians. The others: median, least and largest ratio to it "
-        "of the same round, and in brackets the median.",
+        f"{found['cpu']}, {found['num_cores']} cores, {memory:.0f} GiB; {found['date'][:10]}; "
+        f"rounds: {found['rounds']}, threads of each server: {found['threads']}. The first column: medians. "
+        "The others: median, least and largest ratio to it of the same round, and in brackets the median.",
     ]
     if systems:
         parts += [build_table(found["rows"], systems), build_facts(found["systems"], systems)]
