@@ -16,6 +16,7 @@ from typing import Any
 
 from bench.plain_http import read_metric, read_workers
 
+HAND_OFF = ("--local-prefill-max-tokens=0",)  # although roles on one CPU share its cores
 START_S = 240.0  # a loaded machine imports torch slowly
 READY = re.compile(r"^(?P<name>\S+) is ready at (?P<address>\S+) \((?P<facts>.*)\)$")
 
@@ -60,7 +61,7 @@ class Live:
 
 @contextmanager
 def serve(model: Path | str, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Live]:
-    """`baton serve` on free ports, ready to answer; stopped by SIGTERM at the end."""
+    """`baton serve` on free ports, ready to answer; stopped by SIGTERM at the end. Hands off unless flags say else."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "serve.log"
         command = [
@@ -72,6 +73,7 @@ def serve(model: Path | str, *flags: str, env: Mapping[str, str] | None = None) 
             str(model),
             "--port=0",
             "--grpc-port=0",
+            *HAND_OFF,
             *flags,
         ]
         with log.open("w") as out:

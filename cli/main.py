@@ -10,6 +10,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from cli.bench import bench
+from cli.capacity import plan
 from cli.certs import certs
 from cli.chat import chat
 from cli.decode import decode
@@ -39,6 +40,7 @@ app.command(chat, config=())
 app.command(status, config=())
 app.command(certs, config=())
 app.command(drain, config=())
+app.command(plan, config=())
 app.command(bench)
 
 

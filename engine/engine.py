@@ -12,10 +12,10 @@ import torch
 from engine.attention.choose import AttentionChoice, choose_attention
 from engine.graphs import CudaCapture, OnCaptured, choose_shapes
 from engine.kvcache.pool import Pool, PoolShape, PoolShare
-from engine.model.assemble import OnProgress
 from engine.model.config import ModelConfig, load_config
 from engine.model.decoder import Decoder
 from engine.model.linear import Quantization
+from engine.model.loader import OnProgress
 from engine.model.weights import load_model, resolve_model_folder, weight_fingerprint
 from engine.out_of_memory import explain_failed_warm_up, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
@@ -43,6 +43,7 @@ class Engine:
     draft_weights: str  # fingerprint of the draft model; empty without one
     draft_runner: Runner | None  # the draft model over the second part of the same pages
     quantization: Quantization = "none"  # of both models
+    why_unshared: str | None = None  # see Decoder
 
     @property
     def num_pages(self) -> int:
@@ -109,12 +110,14 @@ class Engine:
             found["no CUDA graphs"] = f"{self.attention.backend.name} cannot be captured: {self.attention.reason}"
         if self.pool.why_private is not None:
             found["pages go over gRPC even on this host"] = self.pool.why_private
+        if self.why_unshared is not None:
+            found["each worker has its own copy of the weights"] = self.why_unshared
         return found
 
 
-SizePool = Callable[[int, int, int, tuple[int, int] | None], int]
-"""(model's context in tokens, bytes of a page of one rank, ranks, bytes of the GPU and those taken of them or None)
-|-> pages"""
+SizePool = Callable[[int, int, int, tuple[int, int] | None, int], int]
+"""(model's context in tokens, bytes of a page of one rank, ranks, bytes of the GPU and those taken of them or None,
+bytes of weights mapped from a file) |-> pages"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +198,8 @@ def assemble_engine(
     page_bytes = shape.page_bytes + (draft_shape.page_bytes if draft_shape else 0)
     build_rows, ranks = place.build_rows, place.ranks
     rows = build_rows(num_rows, _resolve_context(decoder, max_context_tokens), page_tokens, config.vocab_size, device)
-    num_pages = size_pool(config.context_tokens, page_bytes, ranks.size, _gpu_memory(device))
+    mapped_bytes = sum(loaded.decoder.mapped_bytes for loaded in (model, draft) if loaded)
+    num_pages = size_pool(config.context_tokens, page_bytes, ranks.size, _gpu_memory(device), mapped_bytes)
     num_pages = ranks.least(num_pages, device)
     has_padding = device.type == "cuda"
     share = None
@@ -218,6 +222,7 @@ def assemble_engine(
         draft_weights=draft.weights if draft else "",
         draft_runner=_build_draft_runner(draft, pool, rows, place) if draft else None,
         quantization=quantization,
+        why_unshared=decoder.why_unshared,
     )
 
 

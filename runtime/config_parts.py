@@ -11,7 +11,7 @@ from runtime.settings import MAX_PORT, ConfigError, Settings
 from wire.sampling import MAX_DRAFT_TOKENS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "fp8"]
+Quantization = Literal["none", "fp8", "int8"]
 KvDType = Literal["auto", "fp8"]
 Device = Literal["auto", "cpu", "cuda"]
 Transport = Literal["auto", "cuda_ipc", "shm", "nixl", "grpc"]
@@ -69,7 +69,7 @@ class EngineConfig(Settings):
     dtype: DType = "auto"
     """Number type of weights and KV; auto is the checkpoint's."""
     quantization: Quantization = "none"
-    """Round the weights of layers at start: fp8 halves what a step reads of them; the same on all workers."""
+    """Round weights at start: fp8 those of layers, on GPUs; int8 all products, on CPUs; the same on all workers."""
     kv_dtype: KvDType = "auto"
     """Number type of KV pages: auto is that of the weights, fp8 halves them at some loss; the same on all workers."""
     draft_model: str = "auto"
@@ -192,8 +192,9 @@ class PublicConfig(Settings):
     """Web origins that browsers may call from; repeat for several, "*" for all."""
     max_queue: int = 1024
     """Most requests that wait for a worker; more are refused with 429."""
-    local_prefill_max_tokens: int = 0
-    """Decode prefills by itself when at most this many tokens of a prompt are missing."""
+    local_prefill_max_tokens: int | None = None
+    """Decode prefills by itself when at most this many tokens of a prompt are missing. Default: any number where decode
+    and prefill workers compute with the same CPU cores, else 0."""
     cache_routing: bool = True
     """Prefer workers that probably have a prompt's beginning in their prefix cache, weighed against their load."""
     tool_format: ToolFormat = "auto"
@@ -215,7 +216,8 @@ class PublicConfig(Settings):
         if not is_clean:
             raise ConfigError("api_key cannot be used: --api-key needs keys without spaces and commas, none empty")
         self.require_count("max_queue", 1)
-        self.require_count("local_prefill_max_tokens", 0)
+        if self.local_prefill_max_tokens is not None:
+            self.require_count("local_prefill_max_tokens", 0)
         self.require_count("body_limit_bytes", 1024, MAX_BODY_BYTES)
         self.require_seconds("request_timeout_s")
         self.require_seconds("client_timeout_s")

@@ -139,9 +139,11 @@ def size_pool(
     page_bytes: int,
     num_ranks: int,
     gpu_memory: tuple[int, int] | None,
+    mapped_bytes: int,
 ) -> int:
-    """`resolve_pool` with what this host has free."""
-    return resolve_pool(config, model_context_tokens, page_bytes, num_ranks, gpu_memory, available_memory_bytes())
+    """`resolve_pool` with what this host has free. Weights mapped from a file count as free, but are needed."""
+    host_bytes = max(0, available_memory_bytes() - mapped_bytes)
+    return resolve_pool(config, model_context_tokens, page_bytes, num_ranks, gpu_memory, host_bytes)
 
 
 def _meminfo_available_bytes() -> int:

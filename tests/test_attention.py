@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from torch import Tensor
 from bench.batches import Part, pack
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.choose import choose_attention
-from engine.attention.cpu_paged import CpuPagedAttention, plan_blocks
+from engine.attention.cpu_paged import CpuPagedAttention, Math, plan_blocks
 from engine.attention.heads import Heads
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
@@ -115,7 +116,10 @@ def backends(shape: AttentionShape, dtype: torch.dtype) -> list[AttentionBackend
     if HAS_COMPILER:
         kernel.append(CpuPagedAttention(shape, load_kernel("cpu_paged")))
         if dtype is torch.bfloat16:
-            kernel.append(CpuPagedAttention(shape, load_kernel("cpu_paged"), use_amx=False))
+            others = [(load_kernel("cpu_paged"), Math.WIDENED), (load_kernel("cpu_paged"), Math.PAIRS)]
+            with mock.patch.dict(os.environ, {"CXX": "g++ -DBATON_EMULATE_AMX"}):
+                others.append((load_kernel("cpu_paged"), Math.AMX))
+            kernel += [CpuPagedAttention(shape, library, best) for library, best in others]
     return [TorchSdpaAttention(shape), *kernel]
 
 

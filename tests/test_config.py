@@ -27,6 +27,7 @@ IN_WORDS = {  # what the document says |-> the default that it means
     "folder's name or hub id": ("",),
     "the model's": (0,),
     "1 on a GPU, else 0": (None,),
+    "any where the roles share CPU cores, else 0": (None,),
     "none; `serve` draws one": ("",),
 }
 IN_OTHER_PLACES = {
@@ -98,7 +99,9 @@ def test_no_time_is_endless(config_type: type[Settings], value: float) -> None:
 def test_the_largest_counts_travel() -> None:
     most = DecodeConfig(max_running=MAX_COUNT).max_running
     assert decode_pb2.WorkerStatus(max_running=most).max_running == most
-    most = GatewayConfig(decode=("a:1",), local_prefill_max_tokens=MAX_COUNT).local_prefill_max_tokens
+    limit = GatewayConfig(decode=("a:1",), local_prefill_max_tokens=MAX_COUNT).local_prefill_max_tokens
+    assert limit is not None
+    most = limit
     assert decode_pb2.ReserveRequest(local_prefill_max_tokens=most).local_prefill_max_tokens == most
 
 

@@ -187,8 +187,10 @@ def test_layers_are_rounded_and_fused_as_each_weight_alone(tmp_path: Path) -> No
     folder = write_checkpoint(tmp_path, "llama", attention_bias=True, mlp_bias=True, layers=1)
     plain, rounded = (load_model(folder, "float32", CPU, quantization=how) for how in ("none", "fp8"))
     rows = randn(3, 128)
-    for name in ("qkv", "output", "gate_up", "down"):
+    for name in ("qkv", "output", "gated", "down"):
         exact_layer, layer = (getattr(decoder._layers[0], name) for decoder in (plain, rounded))
+        if name == "gated":
+            exact_layer, layer = exact_layer._gate_up, layer._gate_up
         assert isinstance(exact_layer, PlainLinear) and isinstance(layer, Fp8Linear)
         x = rows if name not in ("output", "down") else randn(3, exact_layer._weight.shape[1])
         expected = multiply_slowly(x, *quantise_rows(exact_layer._weight), exact_layer._bias)

@@ -25,6 +25,7 @@ from engine.kernels import gpu_sampling as sampling_kernels
 from engine.model.assemble import build_decoder
 from engine.model.config import build_config
 from engine.model.decoder import Decoder
+from engine.model.loader import Loader
 from engine.rows import Rows
 from engine.runner import Runner
 from tests.gpu_doubles import Choices, PlansDecode, PlansPrefill
@@ -45,7 +46,8 @@ class Built:
         """way: attention's name; or fp8, of weights and pages, or graphs for plain steps, both with FlashInfer."""
         is_fp8 = way == "fp8"
         checkpoint = RandomCheckpoint(CONFIG, CUDA)
-        decoder = build_decoder(CONFIG, checkpoint, BF16, CUDA, lambda *_: None, "fp8" if is_fp8 else "none")
+        loader = Loader(checkpoint, BF16, CUDA, lambda *_: None, "fp8" if is_fp8 else "none")
+        decoder = build_decoder(CONFIG, loader)
         attention: AttentionBackend = TorchSdpaAttention(CONFIG.attention_shape)
         if way != "torch_sdpa":
             attention = flashinfer.FlashInferAttention(CONFIG.attention_shape, {*CONFIG.windows}, BF16, CUDA)

@@ -183,6 +183,33 @@ def test_unready_names_every_decode_worker_and_its_trouble() -> None:
     assert find_unready([*dead, replace(DECODE, address="d:3")]) is None
 
 
+@pytest.mark.parametrize(
+    ("decode_has", "prefill_has", "is_local"),
+    [
+        (("h", 2, 2), ("h", 2, 2), True),
+        (("h", 1, 2), ("h", 1, 2), False),  # a core each
+        (("h", 2, 3), ("h", 2, 3), True),
+        (("h", 2, 2), ("other", 2, 2), False),
+        (("h", 0, 2), ("h", 2, 2), False),  # decode computes on a GPU
+    ],
+)
+def test_decode_prefills_where_both_roles_want_the_same_cores(
+    decode_has: tuple[str, int, int], prefill_has: tuple[str, int, int], is_local: bool
+) -> None:
+    views = [
+        replace(view, host=host, num_threads=threads, num_cores=cores)
+        for view, (host, threads, cores) in ((DECODE, decode_has), (PREFILL, prefill_has))
+    ]
+    choice = choose_placement(views, 1000, None)
+    assert isinstance(choice, Placement) and (choice.prefill is None) is is_local
+    assert choice.local_prefill_max_tokens == (NO_LIMIT if is_local else 0)
+    forced = choose_placement(views, 1000, 0)
+    assert isinstance(forced, Placement) and forced.prefill is not None
+    elsewhere = replace(PREFILL_2, host="h2", num_threads=4, num_cores=4)
+    handed = choose_placement([*views, elsewhere], 1000, None)
+    assert isinstance(handed, Placement) and handed.prefill is not None  # one of them takes no cores away
+
+
 @st.composite
 def fleets(draw: st.DrawFn) -> list[WorkerView]:
     views = []

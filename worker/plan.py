@@ -15,10 +15,11 @@ class Budget:
 
     prompt_tokens: int
     setting: str  # the flag that sets it, for error messages
+    beside_answers: int | None = None  # prompt tokens where there are answers in the step; None: as many
 
 
 def plan_step(table: SequenceTable, budget: Budget) -> list[Planned]:
-    """Every active answer's next token, oldest first, then at most `budget.prompt_tokens` positions of prompts.
+    """Every active answer's next token, oldest first, then as many positions of prompts as the budget has.
 
     Makes room page by page: sequences may be preempted (newest first) or resumed on the way. What is planned is in a
     step from now on (`begin_step`).
@@ -36,7 +37,8 @@ def plan_step(table: SequenceTable, budget: Budget) -> list[Planned]:
         elif table.make_room(sequence, sequence.launched + 1):
             planned.append(Planned(sequence, sequence.launched, 1, sequence.num_to_score(1), True))
     if prompts:
-        planned += _plan_prompts(prompts, budget.prompt_tokens)
+        beside = budget.beside_answers if planned else None
+        planned += _plan_prompts(prompts, budget.prompt_tokens if beside is None else beside)
     for step in planned:
         table.begin_step(step)
     return planned

@@ -60,6 +60,7 @@ class Worker:
     trust: Trust
     context_tokens: int
     steps_ahead: int  # launched before the last one is collected
+    threads: int  # of the CPU that compute its steps; 0 on a GPU
     nixl: NixlPool | None  # what opens the pool to peers' NIXL
     children: RankChildren | None = None
 
@@ -190,7 +191,8 @@ def build_worker(
     table.on_empty = shutdown.look_soon
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_tokens)
     steps_ahead = engine.steps_ahead if config.steps_ahead is None else config.steps_ahead
-    return Worker(engine, me, table, shutdown, trust, context_tokens, steps_ahead, nixl, children)
+    threads = resolve_threads(config.threads, num_cores()) if engine.device.type == "cpu" else 0
+    return Worker(engine, me, table, shutdown, trust, context_tokens, steps_ahead, threads, nixl, children)
 
 
 def describe_gpu(pool: Pool) -> GpuFacts | None:

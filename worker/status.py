@@ -9,6 +9,7 @@ import grpc
 from engine.thread import EngineThread
 from protos import decode_pb2
 from runtime import rpc
+from runtime.hardware import num_cores
 from runtime.peer_input import find_foreign_token
 from wire.messages import unpack_tokens
 from worker.prefix_cache import NeverFitsError, NoRoomError
@@ -27,6 +28,7 @@ class WorkerService:
         self._table = worker.table
         self._shutdown = worker.shutdown
         self._context_tokens = worker.context_tokens
+        self._threads = worker.threads
         self._vocab_size = worker.engine.config.vocab_size
         self._thread = thread
         self._transports = transports
@@ -80,6 +82,8 @@ class WorkerService:
             draining=self._shutdown.is_draining,
             transports=self._transports(),
             probed_bytes_per_s=self.probed_bytes_per_s(),
+            threads=self._threads,
+            cores=num_cores(),
         )
 
     def probed_bytes_per_s(self) -> Mapping[str, float]:

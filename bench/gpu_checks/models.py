@@ -12,6 +12,7 @@ from engine.model.assemble import build_decoder, expected_shapes
 from engine.model.checkpoint import Checkpoint, TensorEntry
 from engine.model.config import ModelConfig, build_config
 from engine.model.linear import Quantization
+from engine.model.loader import Loader
 from worker.table import num_rows_for
 
 PAGE_TOKENS = 16
@@ -39,6 +40,7 @@ def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab
 SHAPES = {
     "1B": llama(2048, 8192, 16, 32, 8, 128_256, True),  # Llama-3.2-1B
     "8B": llama(4096, 14336, 32, 32, 8, 128_256, False),  # Llama-3-8B
+    "70B": llama(8192, 28672, 80, 64, 8, 128_256, False),  # Llama-3-70B
     "tiny": llama(256, 512, 2, 4, 2, 1024, True),
 }
 
@@ -70,9 +72,9 @@ class RandomCheckpoint(Checkpoint):
 def load_random(shape: str, device: torch.device, quantization: Quantization = "none") -> Loaded:
     """One of SHAPES in bfloat16."""
     config = build_config(SHAPES[shape])
-    decoder = build_decoder(
-        config, RandomCheckpoint(config, device), torch.bfloat16, device, lambda done, total: None, quantization
-    )
+    checkpoint = RandomCheckpoint(config, device)
+    loader = Loader(checkpoint, torch.bfloat16, device, lambda done, total: None, quantization)
+    decoder = build_decoder(config, loader)
     return Loaded(Path(shape), shape, decoder, config.num_kv_heads)
 
 

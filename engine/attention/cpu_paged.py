@@ -5,6 +5,7 @@ Checks everything the kernel takes on trust: the batch in `plan`, each layer's t
 
 import ctypes
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -14,13 +15,21 @@ from torch import Tensor
 from engine.attention.base import AttentionShape
 from engine.attention.heads import Heads
 from engine.batch import Batch
+from engine.kernels.cpu_layers import turn
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
 BLOCK_ROWS = 256  # query rows of a work item: packing a key tile is amortised over these; 64 KB of output at D=64
 Ints = NDArray[np.int64]
 NO_WINDOW = 1 << 40  # wider than any context
 
-_MATH_FLOAT32, _MATH_BFLOAT16, _MATH_BFLOAT16_AMX = 0, 1, 2  # the kernel's `math` argument
+
+class Math(IntEnum):
+    """The kernel's `math` argument; the larger, the faster."""
+
+    FLOAT32 = 0
+    WIDENED = 1  # bfloat16 pages, arithmetic in float32
+    PAIRS = 2  # products of pairs of bfloat16
+    AMX = 3
 
 
 class _BatonBatch(ctypes.Structure):
@@ -66,8 +75,8 @@ class CpuPagedAttention:
     name = "cpu_paged"
     is_capturable = False
 
-    def __init__(self, shape: AttentionShape, kernel: ctypes.CDLL, *, use_amx: bool = True) -> None:
-        """ValueError if the heads do not divide or the scale is not positive."""
+    def __init__(self, shape: AttentionShape, kernel: ctypes.CDLL, best: Math = Math.AMX) -> None:
+        """best: of what the CPU has, for bfloat16 pages. ValueError if heads do not divide or the scale is not > 0."""
         if shape.num_kv_heads < 1 or shape.num_heads % shape.num_kv_heads:
             raise ValueError(f"num_heads {shape.num_heads} is no multiple of num_kv_heads {shape.num_kv_heads}")
         if not shape.scale > 0:
@@ -76,13 +85,14 @@ class CpuPagedAttention:
         self._attend = kernel.baton_attend
         self._attend.restype = None
         self._attend.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
-        self._has_amx = use_amx and bool(kernel.baton_request_amx())
+        has = {Math.WIDENED: True, Math.PAIRS: kernel.baton_has_pairs(), Math.AMX: kernel.baton_request_amx()}
+        self._math = max(math for math in has if has[math] and math <= best)
         self._plan: _Plan | None = None
 
     @property
     def instructions(self) -> str:
         """What bfloat16 pages are multiplied with, for the log."""
-        return "AMX" if self._has_amx else "float32 vectors"
+        return {Math.AMX: "AMX", Math.PAIRS: "AVX-512 bfloat16"}.get(self._math, "float32 vectors")
 
     def plan(self, pool: Tensor, batch: Batch) -> None:
         """See `AttentionBackend.plan`. ValueError names what does not fit."""
@@ -135,7 +145,7 @@ class CpuPagedAttention:
         plan = self._plan
         if plan is None:
             raise ValueError("attend without a plan")
-        query, key, value = heads.turned()
+        query, key, value = turn(heads)
         num_tokens, dtype = plan.arguments.num_tokens, plan.pool.dtype
         shape = self._shape
         _check_heads("query", query, (num_tokens, shape.num_heads, shape.head_dim), dtype)
@@ -157,7 +167,7 @@ class CpuPagedAttention:
             layer,
             NO_WINDOW if window is None else window,
         )
-        math = _MATH_FLOAT32 if dtype is torch.float32 else _MATH_BFLOAT16 + self._has_amx
+        math = Math.FLOAT32 if dtype is torch.float32 else self._math
         self._attend(ctypes.addressof(plan.arguments), ctypes.addressof(arguments), math, torch.get_num_threads())
         return out
 

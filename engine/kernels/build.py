@@ -114,7 +114,8 @@ def _fingerprint(source: Path, command: list[str], link: list[str]) -> str:
         version = subprocess.run([*command[:1], "--version"], capture_output=True, timeout=BUILD_S).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} --version failed: {error}") from error
-    parts = [source.read_bytes(), version, repr((command, link)).encode(), _cpu_features().encode()]
+    headers = [header.read_bytes() for header in sorted(FOLDER.glob("*.h"))]
+    parts = [source.read_bytes(), *headers, version, repr((command, link)).encode(), _cpu_features().encode()]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
 
 

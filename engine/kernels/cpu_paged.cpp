@@ -6,21 +6,13 @@
 //
 // Both products, scores = Q K' and output += P V, are one `multiply`: A is row-major, B lies in column panels:
 //   Plain  [columns / kLanes][depth][kLanes]      float32, any CPU
-//   Amx    [columns / 16][depth / 2][16][2]       bfloat16 pairs, the order AMX tiles want
-#include <algorithm>
+//   Pairs  [columns / 16][depth / 2][16][2]       bfloat16, for AVX-512's products of pairs and for AMX tiles
 #include <cmath>
-#include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <limits>
-#include <utility>
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
-#define BATON_AMX 1
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "cpu_amx.h"
+#include "cpu_values.h"
 
 // Fixed for all layers of one batch; mirrored field by field in cpu_paged.py.
 struct BatonBatch {
@@ -47,46 +39,34 @@ struct BatonLayer {
 
 namespace {
 
-#ifdef __AVX512F__
-constexpr int kLanes = 16;
-#else
-constexpr int kLanes = 8;
-#endif
 constexpr int kTile = 64;     // keys packed at a time: K and V of D=64 bf16 are 16 KB, a third of L1
+#ifdef __AVX512F__
+constexpr int kPlainRows = 8;  // multiplied at a time by vectors
+#else
+constexpr int kPlainRows = 4;  // a vector is several registers
+#endif
 constexpr int kSubRows = 16;  // query rows multiplied at a time: the height of an AMX tile
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-using bfloat16 = uint16_t;
-typedef float Floats __attribute__((vector_size(kLanes * 4)));
-typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
-typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
-
-template <class V> V load(const void* from) {
-    V v;
-    std::memcpy(&v, from, sizeof v);
-    return v;
-}
-template <class V> void store(void* to, V v) { std::memcpy(to, &v, sizeof v); }
 template <class V> V load_part(const char* from, int64_t bytes) {  // zeros after `bytes`
     if (bytes >= (int64_t)sizeof(V)) return load<V>(from);
     V v{};
     if (bytes > 0) std::memcpy(&v, from, bytes);
     return v;
 }
-template <class To, class From> To bits(From v) { return load<To>(&v); }
 int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-void widen(const bfloat16* from, float* to, int64_t n) {
+void widen_row(const bfloat16* from, float* to, int64_t n) {
     for (int64_t i = 0; i < n; ++i) to[i] = bits<float>((uint32_t)from[i] << 16);
 }
-void narrow(const float* from, float factor, float* to, int64_t n) {
+void write_scaled(const float* from, float factor, float* to, int64_t n) {
     for (int64_t i = 0; i < n; ++i) to[i] = from[i] * factor;
 }
-void narrow(const float* from, float factor, bfloat16* to, int64_t n) {  // to nearest even, NaN stays NaN
-    for (int64_t i = 0; i < n; ++i) {
-        uint32_t word = bits<uint32_t>(from[i] * factor);
-        uint32_t rounded = (word + 0x7FFF + (word >> 16 & 1)) >> 16;
-        to[i] = (word & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded;
+void write_scaled(const float* from, float factor, bfloat16* to, int64_t n) {
+    for (int64_t i = 0; i < n; i += kLanes) {
+        Floats values{};
+        std::memcpy(&values, from + i, std::min<int64_t>(kLanes, n - i) * 4);
+        store_part(to + i, narrow(values * factor), n - i);
     }
 }
 
@@ -115,18 +95,6 @@ template <int step, class Op> float reduce(Floats v, Op op) {
 }
 Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 Floats plus(Floats a, Floats b) { return a + b; }
-
-// In place, [kLanes][kLanes]: swaps off-diagonal squares of side `step`, then of half that.
-template <int step, int... i> void transpose(Words* rows, std::integer_sequence<int, i...> lanes) {
-    for (int a = 0; a < kLanes; ++a) {
-        if (a & step) continue;
-        Words top = rows[a], bottom = rows[a + step];
-        rows[a] = __builtin_shufflevector(top, bottom, ((i & step) ? i - step + kLanes : i)...);
-        rows[a + step] = __builtin_shufflevector(top, bottom, ((i & step) ? i + kLanes : i + step)...);
-    }
-    if constexpr (step > 1) transpose<step / 2>(rows, lanes);
-}
-void transpose(Words* rows) { transpose<kLanes / 2>(rows, std::make_integer_sequence<int, kLanes>{}); }
 
 // c[rows][columns] = a[rows][depth] * panels, added to what c held if `add`; columns is a multiple of kLanes.
 template <bool add, int rows>
@@ -180,50 +148,57 @@ template <class T> struct Plain {
                 }
             }
     }
+    template <bool add, int rows = kPlainRows>
+    static void multiply_block(int64_t num_rows, const float* a, int64_t lda, const float* b, int64_t panel, float* c,
+                               int64_t ldc, int64_t depth, int64_t columns) {
+        if (num_rows >= rows) return multiply_rows<add, rows>(a, lda, b, panel, c, ldc, depth, columns);
+        if constexpr (rows > 1) multiply_block<add, rows - 1>(num_rows, a, lda, b, panel, c, ldc, depth, columns);
+    }
     template <bool add>
     static void multiply(const float* a, int64_t lda, const float* b, int64_t capacity, float* c, int64_t ldc,
                          int64_t rows, int64_t depth, int64_t columns) {
         int64_t panel = capacity * kLanes;
-        for (; rows > 0; rows -= 8, a += 8 * lda, c += 8 * ldc) switch (std::min<int64_t>(rows, 8)) {
-                case 8: multiply_rows<add, 8>(a, lda, b, panel, c, ldc, depth, columns); break;
-                case 7: multiply_rows<add, 7>(a, lda, b, panel, c, ldc, depth, columns); break;
-                case 6: multiply_rows<add, 6>(a, lda, b, panel, c, ldc, depth, columns); break;
-                case 5: multiply_rows<add, 5>(a, lda, b, panel, c, ldc, depth, columns); break;
-                case 4: multiply_rows<add, 4>(a, lda, b, panel, c, ldc, depth, columns); break;
-                case 3: multiply_rows<add, 3>(a, lda, b, panel, c, ldc, depth, columns); break;
-                case 2: multiply_rows<add, 2>(a, lda, b, panel, c, ldc, depth, columns); break;
-                default: multiply_rows<add, 1>(a, lda, b, panel, c, ldc, depth, columns);
-            }
+        for (; rows > 0; rows -= kPlainRows, a += kPlainRows * lda, c += kPlainRows * ldc)
+            multiply_block<add>(rows, a, lda, b, panel, c, ldc, depth, columns);
     }
 };
 
-#ifdef BATON_AMX
+#ifdef __AVX512BF16__
 typedef uint16_t Shorts __attribute__((vector_size(64)));
 template <int half, int... i> Shorts interleave(Shorts a, Shorts b, std::integer_sequence<int, i...>) {
     return __builtin_shufflevector(a, b, (half * 16 + i / 2 + (i % 2) * 32)...);
 }
 
-struct Amx {
+// c[rows][32] of two panels, added to what c held if `add`.
+template <bool add, int rows>
+void multiply_pairs(const bfloat16* a, int64_t lda, const bfloat16* b, int64_t panel, float* c, int64_t ldc,
+                    int64_t depth) {
+    Floats sum[rows][2];
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < 2; ++j) sum[i][j] = add ? load<Floats>(c + i * ldc + j * 16) : Floats{};
+    for (int64_t k = 0; k < depth; k += 2) {
+        const Words first = load<Words>(b + k * 16), second = load<Words>(b + panel + k * 16);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; ++i) {
+            const uint32_t pair = load<uint32_t>(a + i * lda + k);
+            sum[i][0] = add_pairs(sum[i][0], first, pair);
+            sum[i][1] = add_pairs(sum[i][1], second, pair);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < 2; ++j) store(c + i * ldc + j * 16, sum[i][j]);
+}
+
+// AVX-512: pages of bfloat16, products of pairs summed in float32.
+struct Pairs {
     using Page = bfloat16;
     using Operand = bfloat16;
     static constexpr int kStep = 32;
-
-    static void begin(int64_t rows) {  // tiles 0, 1: accumulators; 2: A; 3, 4: B
-        struct alignas(64) {
-            uint8_t palette, start_row, reserved[14];
-            uint16_t row_bytes[16];
-            uint8_t rows[16];
-        } config{};
-        config.palette = 1;
-        for (int tile = 0; tile < 5; ++tile) {
-            config.row_bytes[tile] = 64;
-            config.rows[tile] = tile < 3 ? std::min<int64_t>(rows, 16) : 16;
-        }
-        asm volatile("" ::"r"(&config) : "memory");  // GCC 12 drops the stores above otherwise
-        _tile_loadconfig(&config);
-    }
-    static void end() { _tile_release(); }
-    static void store_probability(bfloat16* to, Floats p) { store(to, _mm512_cvtneps_pbh((__m512)p)); }
+    static void begin(int64_t) {}
+    static void end() {}
+    static void store_probability(bfloat16* to, Floats p) { store(to, narrow(p)); }
 
     static void pack_keys(const Page* const* rows, int64_t num_keys, int64_t dim, int64_t padded, bfloat16* to) {
         for (int64_t n = 0; n < num_keys; n += 16, to += padded * 16)
@@ -245,6 +220,31 @@ struct Amx {
                 store(to + (d + 16) * kTile + n * 16, interleave<1>(even, odd, lanes));
             }
     }
+    template <bool add, int rows = 8>
+    static void multiply_block(int64_t num_rows, const bfloat16* a, int64_t lda, const bfloat16* b, int64_t panel,
+                               float* c, int64_t ldc, int64_t depth) {
+        if (num_rows >= rows) return multiply_pairs<add, rows>(a, lda, b, panel, c, ldc, depth);
+        if constexpr (rows > 1) multiply_block<add, rows - 1>(num_rows, a, lda, b, panel, c, ldc, depth);
+    }
+    template <bool add>
+    static void multiply(const bfloat16* a, int64_t lda, const bfloat16* b, int64_t capacity, float* c, int64_t ldc,
+                         int64_t rows, int64_t depth, int64_t columns) {
+        const int64_t panel = capacity * 16;
+        for (; rows > 0; rows -= 8, a += 8 * lda, c += 8 * ldc)
+            for (int64_t j = 0; j < columns; j += 32)
+                multiply_block<add>(rows, a, lda, b + j / 16 * panel, panel, c + j, ldc, depth);
+    }
+};
+#endif
+
+#if defined(BATON_AMX) && defined(__AVX512BF16__)
+#define BATON_AMX_PAIRS
+struct Amx : Pairs {
+    static void begin(int64_t num_rows) {  // tiles 0, 1: accumulators; 2: A; 3, 4: B
+        const uint8_t height = std::min<int64_t>(num_rows, 16), rows[5] = {height, height, height, 16, 16};
+        configure_tiles(rows, 5);
+    }
+    static void end() { TILE_RELEASE(); }
     // Reads and writes min(block's rows, 16) rows whatever `rows` says; depth and columns are padded to 32 by zeros.
     template <bool add>
     static void multiply(const bfloat16* a, int64_t lda, const bfloat16* b, int64_t capacity, float* c, int64_t ldc,
@@ -252,21 +252,21 @@ struct Amx {
         int64_t panel = capacity * 16;
         for (int64_t j = 0; j < columns; j += 32, b += 2 * panel) {
             if constexpr (add) {
-                _tile_loadd(0, c + j, ldc * 4);
-                _tile_loadd(1, c + j + 16, ldc * 4);
+                TILE_LOAD(0, c + j, ldc * 4);
+                TILE_LOAD(1, c + j + 16, ldc * 4);
             } else {
-                _tile_zero(0);
-                _tile_zero(1);
+                TILE_ZERO(0);
+                TILE_ZERO(1);
             }
             for (int64_t k = 0; k < depth; k += 32) {
-                _tile_loadd(2, a + k, lda * 2);
-                _tile_loadd(3, b + k * 16, 64);
-                _tile_loadd(4, b + panel + k * 16, 64);
-                _tile_dpbf16ps(0, 2, 3);
-                _tile_dpbf16ps(1, 2, 4);
+                TILE_LOAD(2, a + k, lda * 2);
+                TILE_LOAD(3, b + k * 16, 64);
+                TILE_LOAD(4, b + panel + k * 16, 64);
+                TILE_DOT_BF16(0, 2, 3);
+                TILE_DOT_BF16(1, 2, 4);
             }
-            _tile_stored(0, c + j, ldc * 4);
-            _tile_stored(1, c + j + 16, ldc * 4);
+            TILE_STORE(0, c + j, ldc * 4);
+            TILE_STORE(1, c + j + 16, ldc * 4);
         }
     }
 };
@@ -391,7 +391,7 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
         const Page* from = (const Page*)layer.query + token * layer.query_token +
                            (head * group + row % group) * layer.query_head;
         if constexpr (std::is_same_v<Operand, Page>) std::copy_n(from, dim, queries + row * padded);
-        else widen(from, queries + row * padded, dim);
+        else widen_row(from, queries + row * padded, dim);
     }
 
     const Page* layer_keys = (const Page*)batch.pool + layer.layer * batch.layer_stride;
@@ -434,7 +434,7 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
     for (int64_t row = 0; row < rows; ++row) {
         int64_t token = query_begin + first_query + row / group;
         Page* to = (Page*)layer.out + (token * batch.num_heads + head * group + row % group) * dim;
-        narrow(output + row * padded, 1.0f / reduce<kLanes / 2>(sums[row], plus), to, dim);
+        write_scaled(output + row * padded, 1.0f / reduce<kLanes / 2>(sums[row], plus), to, dim);
     }
 }
 
@@ -470,21 +470,32 @@ template <class Math> void attend(const BatonBatch& batch, const BatonLayer& lay
 
 }  // namespace
 
-// Whether this process may use AMX tiles; asks the kernel for them.
+// Whether this process may use AMX tiles; asks the system for them.
 extern "C" int baton_request_amx() {
-#ifdef BATON_AMX
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#ifdef BATON_AMX_PAIRS
+    return request_amx();
 #else
     return 0;
 #endif
 }
 
-// math: 0 float32 pages, 1 bfloat16 pages, 2 bfloat16 pages on AMX (only after baton_request_amx() said 1).
+// Whether there are products of pairs of bfloat16.
+extern "C" int baton_has_pairs() {
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// math: 0 float32 pages; 1 bfloat16 pages, widened; 2 in pairs, if baton_has_pairs(); 3 on AMX, if asked for.
 extern "C" void baton_attend(const BatonBatch* batch, const BatonLayer* layer, int math, int num_threads) {
     if (math == 0) return attend<Plain<float>>(*batch, *layer, num_threads);
-#ifdef BATON_AMX
-    if (math == 2) return attend<Amx>(*batch, *layer, num_threads);
+#ifdef BATON_AMX_PAIRS
+    if (math == 3) return attend<Amx>(*batch, *layer, num_threads);
+#endif
+#ifdef __AVX512BF16__
+    if (math == 2) return attend<Pairs>(*batch, *layer, num_threads);
 #endif
     attend<Plain<bfloat16>>(*batch, *layer, num_threads);
 }

@@ -1,61 +1,43 @@
-"""Builds a `Decoder` out of a checkpoint's tensors: checks names and shapes, converts, fuses.
+"""Builds a `Decoder` out of a checkpoint's tensors: checks names and shapes, and which products belong together.
 
-Knows the Hugging Face tensor names of the decoder family. Weights that need neither a conversion nor fusing stay in
-the file's mapping; fused ones are filled part by part, so no weight ever exists twice outside the page cache. Weights
-of layers are quantised where asked, each on its device; embedding, norms, biases and head stay in the model's dtype.
+Knows the Hugging Face tensor names of the decoder family; how weights lie in memory is the loader's business.
 """
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder, DecoderLayer
-from engine.model.embedding import Embedding, SummedEmbedding
-from engine.model.fp8 import E4M3, Fp8Linear, quantise_rows
-from engine.model.head import Head, JoinedHead
-from engine.model.linear import Linear, PlainLinear, Quantization, SummedLinear
-from engine.model.shard import EMBEDDING, LM_HEAD, Shard, ShardedCheckpoint, shard_config
+from engine.model.embedding import SummedEmbedding
+from engine.model.head import JoinedHead, WholeHead
+from engine.model.linear import Linear, SummedLinear
+from engine.model.loader import Loader
+from engine.model.shard import EMBEDDING, LM_HEAD
 from engine.ranks import ONE_RANK, Ranks
-
-OnProgress = Callable[[int, int], None]  # (done_bytes, total_bytes) of the checkpoint
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # old Llama checkpoints carry it; it follows from the config
 FINAL_NORM = "model.norm.weight"
-PAGE_BYTES = 4096
 MAX_FAULTS_SHOWN = 8
 
 
-def build_decoder(
-    config: ModelConfig,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device,
-    on_progress: OnProgress,
-    quantization: Quantization = "none",
-    ranks: Ranks = ONE_RANK,
-) -> Decoder:
-    """Convert and fuse layer by layer. The caller has run `check_tensors`.
-
-    config: of the whole model, of which this rank loads its shard.
-    """
-    if ranks.size > 1:
-        shard = Shard(ranks.rank, ranks.size)
-        config, checkpoint = shard_config(config, shard), ShardedCheckpoint(checkpoint, config, shard)
-    loader = _Loader(checkpoint, dtype, device, on_progress, quantization)
-    embedding = loader.take(EMBEDDING)  # [V, H]
+def build_decoder(config: ModelConfig, loader: Loader, ranks: Ranks = ONE_RANK) -> Decoder:
+    """Layer by layer. The caller has run `check_tensors`. config and loader: of the shard that this rank has."""
+    embedding, head = loader.embed(EMBEDDING, _find_head(config, loader.checkpoint))
     layers = [_build_layer(loader, config, f"model.layers.{index}.", ranks) for index in range(config.num_layers)]
     final_norm = loader.take(FINAL_NORM)  # [H]
-    lm_head = loader.take(LM_HEAD) if LM_HEAD in checkpoint.entries else embedding  # [V, H]
-    if config.is_tied and lm_head is not embedding and torch.equal(lm_head, embedding):
-        lm_head = embedding  # some tied checkpoints carry a copy; one that differs is meant, as in transformers
     loader.finish()
     if ranks.size == 1:
-        return Decoder(config, Embedding(embedding), layers, final_norm, Head(lm_head))
+        return Decoder(config, embedding, layers, final_norm, WholeHead(head))
     table = SummedEmbedding(embedding, ranks.rank * len(embedding), ranks)
-    return Decoder(config, table, layers, final_norm, JoinedHead(Head(lm_head), ranks), ranks)
+    return Decoder(config, table, layers, final_norm, JoinedHead(head, ranks), ranks)
+
+
+def _find_head(config: ModelConfig, checkpoint: Checkpoint) -> str:
+    """Some tied checkpoints carry a copy of the embedding; one that differs is meant, as in transformers."""
+    if LM_HEAD not in checkpoint.entries:
+        return EMBEDDING
+    is_copy = config.is_tied and torch.equal(checkpoint.borrow(LM_HEAD), checkpoint.borrow(EMBEDDING))
+    return EMBEDDING if is_copy else LM_HEAD
 
 
 def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -108,84 +90,15 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes | {EMBEDDING: table, FINAL_NORM: (hidden,), LM_HEAD: table}
 
 
-class _Loader:
-    """Takes tensors out of a checkpoint, once each, and counts their bytes."""
+def _build_layer(loader: Loader, config: ModelConfig, prefix: str, ranks: Ranks) -> DecoderLayer:
+    def names(kind: str, *products: str) -> list[str]:
+        return [f"{prefix}{product}.{kind}" for product in products]
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        device: torch.device,
-        on_progress: OnProgress,
-        quantization: Quantization,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._dtype = dtype
-        self._device = device
-        self._on_progress = on_progress
-        self._quantization = quantization
-        self._done_bytes = 0
-        self._total_bytes = sum(entry.num_bytes for entry in checkpoint.entries.values())
+    def product(*products: str, has_bias: bool) -> Linear:
+        return loader.linear(names("weight", *products), names("bias", *products) if has_bias else [])
 
-    def take(self, name: str) -> Tensor:
-        """The tensor in the model's dtype on its device: the mapping itself where that is already so."""
-        borrowed = self._checkpoint.borrow(name)
-        tensor = borrowed.to(self._device, self._dtype)
-        if tensor is borrowed:
-            tensor = self._checkpoint.tensor(name)
-            tensor.view(torch.uint8).flatten()[::PAGE_BYTES].sum()  # reads each page now, not in the first request
-        self._count(name)
-        return tensor
-
-    def fuse(self, names: list[str]) -> Tensor:
-        """The tensors one below the other, [sum of rows, ...]; one alone as `take` gives it."""
-        if len(names) == 1:
-            return self.take(names[0])
-        shapes = [self._checkpoint.entries[name].shape for name in names]
-        rows = sum(shape[0] for shape in shapes)
-        fused = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
-        for name, part in zip(names, torch.split(fused, [shape[0] for shape in shapes]), strict=True):
-            part.copy_(self._checkpoint.borrow(name))
-            self._count(name)
-        return fused
-
-    def linear(self, names: list[str], bias: Tensor | None) -> Linear:
-        """The product with the weights `names` one below the other, in the layout that was asked for."""
-        if self._quantization == "none":
-            return PlainLinear(self.fuse(names), bias)
-        codes, scale = self._quantise(names)
-        return Fp8Linear(codes, scale, bias)
-
-    def _quantise(self, names: list[str]) -> tuple[Tensor, Tensor]:
-        """[sum of rows, K] e4m3 and [sum of rows] float32, from the tensors in their stored dtype, one at a time."""
-        num_rows = [self._checkpoint.entries[name].shape[0] for name in names]
-        depth = self._checkpoint.entries[names[0]].shape[1]
-        codes = torch.empty((sum(num_rows), depth), dtype=E4M3, device=self._device)
-        scale = torch.empty(sum(num_rows), dtype=torch.float32, device=self._device)
-        parts = zip(names, torch.split(codes, num_rows), torch.split(scale, num_rows), strict=True)
-        for name, part_codes, part_scale in parts:
-            found_codes, found_scale = quantise_rows(self._checkpoint.borrow(name).to(self._device))
-            part_codes.copy_(found_codes)
-            part_scale.copy_(found_scale)
-            self._count(name)
-        return codes, scale
-
-    def finish(self) -> None:
-        """Reports the tensors that nobody took (ignored ones) as done."""
-        self._on_progress(self._total_bytes, self._total_bytes)
-
-    def _count(self, name: str) -> None:
-        self._done_bytes += self._checkpoint.entries[name].num_bytes
-        self._on_progress(self._done_bytes, self._total_bytes)
-
-
-def _build_layer(loader: _Loader, config: ModelConfig, prefix: str, ranks: Ranks) -> DecoderLayer:
-    def product(names: list[str], has_bias: bool) -> Linear:
-        bias = loader.fuse([f"{prefix}{name}.bias" for name in names]) if has_bias else None
-        return loader.linear([f"{prefix}{name}.weight" for name in names], bias)
-
-    def summed(name: str, has_bias: bool) -> Linear:
-        own = product([name], has_bias)
+    def summed(name: str, *, has_bias: bool) -> Linear:
+        own = product(name, has_bias=has_bias)
         return own if ranks.size == 1 else SummedLinear(own, ranks)
 
     query_key_norm = None
@@ -193,12 +106,13 @@ def _build_layer(loader: _Loader, config: ModelConfig, prefix: str, ranks: Ranks
         query_norm = loader.take(f"{prefix}self_attn.q_norm.weight").expand(config.num_heads, -1)  # [Hq, D]
         key_norm = loader.take(f"{prefix}self_attn.k_norm.weight").expand(config.num_kv_heads, -1)  # [Hkv, D]
         query_key_norm = torch.cat((query_norm, key_norm))
+    gate_up = ("mlp.gate_proj", "mlp.up_proj")
     return DecoderLayer(
         input_norm=loader.take(f"{prefix}input_layernorm.weight"),
-        qkv=product(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], config.has_qkv_bias),
+        qkv=product("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", has_bias=config.has_qkv_bias),
         query_key_norm=query_key_norm,
-        output=summed("self_attn.o_proj", config.has_output_bias),
+        output=summed("self_attn.o_proj", has_bias=config.has_output_bias),
         mlp_norm=loader.take(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=product(["mlp.gate_proj", "mlp.up_proj"], config.has_mlp_bias),
-        down=summed("mlp.down_proj", config.has_mlp_bias),
+        gated=loader.gated(names("weight", *gate_up), names("bias", *gate_up) if config.has_mlp_bias else []),
+        down=summed("mlp.down_proj", has_bias=config.has_mlp_bias),
     )

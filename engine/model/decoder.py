@@ -15,7 +15,7 @@ from engine.attention.heads import Heads, Turn
 from engine.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.embedding import Embedding
-from engine.model.head import Head, JoinedHead
+from engine.model.head import Head
 from engine.model.linear import Linear
 from engine.model.operations import Operations, choose_operations
 from engine.model.rope import build_rope_table, gather_rotation
@@ -31,7 +31,7 @@ class DecoderLayer:
     query_key_norm: Tensor | None  # [Hq + Hkv, D], the query norm's row Hq times, then the key norm's; Qwen3
     output: Linear  # Hq D -> H
     mlp_norm: Tensor  # [H]
-    gate_up: Linear  # H -> 2 I: gate, then up
+    gated: Linear  # H -> I: silu(gate) * up
     down: Linear  # I -> H
 
 
@@ -44,18 +44,20 @@ class Decoder:
         embedding: Embedding,
         layers: Sequence[DecoderLayer],
         final_norm: Tensor,
-        lm_head: Head | JoinedHead,
+        lm_head: Head,
         ranks: Ranks = ONE_RANK,
     ) -> None:
         """config: of what this rank computes. The embedding's dtype and device are the model's; final_norm: [H]."""
         self.config = config
-        self.dtype = embedding.weight.dtype
-        self.device = embedding.weight.device
+        self.dtype = embedding.dtype
+        self.device = embedding.device
         self._embedding = embedding
         self._layers = tuple(layers)
         self._final_norm = final_norm
         self._lm_head = lm_head
         self.ranks = ranks
+        self.mapped_bytes = 0  # of packed weights that lie in a file
+        self.why_unshared: str | None = None  # packed weights that each worker of this host has for itself: why
         table = build_rope_table(config.rope, config.head_dim, config.context_tokens)
         self._rope_table = table.to(self.device, self.dtype)  # [context_tokens, 2, D / 2]
         self._operations: Operations = choose_operations(self.device)
@@ -86,7 +88,7 @@ class Decoder:
                     return hidden[:0]
                 attended, hidden = _keep_rows(attended, batch), _keep_rows(hidden, batch)  # [S, ...]
             normed = operations.add_norm_(hidden, layer.output(attended), layer.mlp_norm, eps)
-            mlp = layer.down(operations.gate(layer.gate_up(normed)))  # [T, H]
+            mlp = layer.down(layer.gated(normed))  # [T, H]
             normed = operations.add_norm_(hidden, mlp, next_norm, eps)
         return normed
 

@@ -16,6 +16,18 @@ class Embedding:
         """weight: [V, H]"""
         self.weight = weight
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    def __len__(self) -> int:
+        """How many tokens have a row here."""
+        return len(self.weight)
+
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[T] int64 |-> [T, H]"""
         return functional.embedding(token_ids, self.weight)
@@ -24,17 +36,18 @@ class Embedding:
 class SummedEmbedding(Embedding):
     """A table of which each rank has some rows: the others give zeros, and all are added."""
 
-    __slots__ = ("_first", "_ranks")
+    __slots__ = ("_first", "_own", "_ranks")
 
-    def __init__(self, weight: Tensor, first: int, ranks: Ranks) -> None:
-        """weight: [n, H], of the tokens from `first` on."""
-        super().__init__(weight)
+    def __init__(self, own: Embedding, first: int, ranks: Ranks) -> None:
+        """own: of the tokens from `first` on."""
+        super().__init__(own.weight)
+        self._own = own
         self._first = first
         self._ranks = ranks
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[T] int64 |-> [T, H]"""
         own = token_ids - self._first
-        is_here = (own >= 0) & (own < len(self.weight))
-        rows = super().__call__(torch.where(is_here, own, 0))
+        is_here = (own >= 0) & (own < len(self._own))
+        rows = self._own(torch.where(is_here, own, 0))
         return self._ranks.add_(rows.mul_(is_here[:, None]))

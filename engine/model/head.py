@@ -1,67 +1,85 @@
-"""The last product of a model: hidden rows to logits, in float32 from here on. Knows how its weights lie in memory."""
+"""The last product of a model: hidden rows to logits, in float32 from here on."""
 
-import ctypes
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels.build import BuildError, load_kernel
+from engine.model.linear import Linear
 from engine.ranks import Ranks
 
 BLOCK_BYTES = 32 << 20  # of weights widened to float32 at a time
 
 
-class Head:
-    """y = x W^T, summed and returned in float32. W: [V, K] row-major, possibly straight from a read-only mapping."""
-
-    __slots__ = ("_kernel", "_weight")
-
-    def __init__(self, weight: Tensor) -> None:
-        """weight: [V, K]. Builds the CPU kernel for bfloat16 on first use; no compiler is no error."""
-        self._weight = weight
-        self._kernel: ctypes.CDLL | None = None
-        if weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and weight.is_contiguous():
-            self._kernel = _load()
+class Head(Protocol):
+    """Logits of hidden rows."""
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """rows: [S, K] in the dtype of the weights |-> [S, V] float32, the caller's own.
-
-        By the kernel, a row's logits do not depend on the others.
-        """
-        if self._weight.dtype is torch.float32:
-            return functional.linear(rows, self._weight)
-        if self._weight.is_cuda:
-            return torch.mm(rows, self._weight.T, out_dtype=torch.float32)
-        if self._kernel is not None:
-            return _multiply(self._kernel, rows.contiguous(), self._weight)
-        return multiply_widened(rows, self._weight)
+        """rows: [S, H] in the model's dtype |-> [S, V] float32, the caller's own."""
+        ...
 
     def deal(self, rows: Tensor) -> Tensor:
-        """rows: [S, K] |-> [m, V]: all logits of those rows that this rank chooses tokens for, which are all."""
-        return self(rows)
+        """rows: [S, H] |-> [m, V]: all logits of those rows that this rank chooses tokens for."""
+        ...
+
+
+class WholeHead:
+    """A head whose whole vocabulary is here."""
+
+    __slots__ = ("_product",)
+
+    def __init__(self, product: Linear) -> None:
+        """product: to float32."""
+        self._product = product
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """See `Head`."""
+        return self._product(rows)
+
+    def deal(self, rows: Tensor) -> Tensor:
+        """See `Head.deal`: all rows."""
+        return self._product(rows)
 
 
 class JoinedHead:
     """A head of which each rank has some of the vocabulary."""
 
-    __slots__ = ("_own", "_ranks")
+    __slots__ = ("_product", "_ranks")
 
-    def __init__(self, own: Head, ranks: Ranks) -> None:
-        self._own = own
+    def __init__(self, product: Linear, ranks: Ranks) -> None:
+        """product: to float32, of this rank's words."""
+        self._product = product
         self._ranks = ranks
 
     def __call__(self, rows: Tensor) -> Tensor:
         """See `Head`."""
-        return self._ranks.join(self._own(rows))
+        return self._ranks.join(self._product(rows))
 
     def deal(self, rows: Tensor) -> Tensor:
         """See `Head.deal`: some of the rows."""
-        return self._ranks.deal(self._own(rows))
+        return self._ranks.deal(self._product(rows))
+
+
+class WidenedLinear:
+    """y = x W^T summed and returned in float32. W: [N, K] row-major, possibly straight from a read-only mapping."""
+
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """rows: [S, K] in the dtype of the weights |-> [S, N] float32."""
+        if self._weight.dtype is torch.float32:
+            return functional.linear(rows, self._weight)
+        if self._weight.is_cuda:
+            return torch.mm(rows, self._weight.T, out_dtype=torch.float32)
+        return multiply_widened(rows, self._weight)
 
 
 def multiply_widened(rows: Tensor, weight: Tensor) -> Tensor:
-    """The slow twin: any device, any dtype. Widens some of the weights at a time, each once for all rows."""
+    """[S, K], [N, K] |-> [S, N] float32: any device, any dtype. Widens some of the weights at a time, for all rows."""
     num_outputs, depth = weight.shape
     wide = rows.float()  # [S, K]
     logits = torch.empty(len(rows), num_outputs, dtype=torch.float32, device=rows.device)
@@ -69,28 +87,4 @@ def multiply_widened(rows: Tensor, weight: Tensor) -> Tensor:
     for begin in range(0, num_outputs, step):
         block = weight[begin : begin + step].float()  # [at most step, K]
         logits[:, begin : begin + step] = functional.linear(wide, block)
-    return logits
-
-
-def _load() -> ctypes.CDLL | None:
-    try:
-        kernel = load_kernel("cpu_head")
-    except BuildError:  # attention, which wants the same compiler, tells the user
-        return None
-    kernel.baton_head.restype = None
-    kernel.baton_head.argtypes = [*[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3, ctypes.c_int]
-    return kernel
-
-
-def _multiply(kernel: ctypes.CDLL, rows: Tensor, weight: Tensor) -> Tensor:
-    """[S, K], [V, K], both bfloat16 and contiguous |-> [S, V]"""
-    (num_rows, depth), (num_outputs, expected) = rows.shape, weight.shape
-    if depth != expected or rows.dtype is not torch.bfloat16 or not rows.is_cpu:
-        raise ValueError(
-            f"rows are {rows.dtype} {tuple(rows.shape)} on {rows.device}, expected bfloat16 [S, {expected}]"
-        )
-    logits = torch.empty(num_rows, num_outputs, dtype=torch.float32)
-    kernel.baton_head(
-        rows.data_ptr(), weight.data_ptr(), logits.data_ptr(), num_rows, num_outputs, depth, torch.get_num_threads()
-    )
     return logits

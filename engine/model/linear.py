@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.model.operations import Operations
 from engine.ranks import Ranks
 
-Quantization = Literal["none", "fp8"]  # of the weights of a model's layers
+Quantization = Literal["none", "fp8", "int8"]  # fp8: of the weights of layers; int8: of all products and their rows
 
 
 class Linear(Protocol):
@@ -30,6 +31,19 @@ class SummedLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         return self._ranks.add_(self._own(rows))
+
+
+class GatedLinear:
+    """silu(gate) * up of one product that gives both, gate first."""
+
+    __slots__ = ("_gate_up", "_operations")
+
+    def __init__(self, gate_up: Linear, operations: Operations) -> None:
+        self._gate_up = gate_up
+        self._operations = operations
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self._operations.gate(self._gate_up(rows))
 
 
 class PlainLinear:

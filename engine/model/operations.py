@@ -42,8 +42,11 @@ class TorchOperations:
 
 
 def choose_operations(device: torch.device) -> Operations:
-    """Triton's on a GPU: Triton comes with torch there, and is not imported elsewhere."""
-    if device.type != "cuda":
-        return TorchOperations()
-    operations: Operations = importlib.import_module("engine.kernels.gpu_layers").TritonOperations()
+    """Triton's on a GPU: Triton comes with torch there, and is not imported elsewhere. On a CPU the C++ kernel's."""
+    if device.type == "cpu":
+        operations: Operations = importlib.import_module("engine.kernels.cpu_layers").choose()
+    elif device.type == "cuda":
+        operations = importlib.import_module("engine.kernels.gpu_layers").TritonOperations()
+    else:
+        operations = TorchOperations()
     return operations

@@ -10,13 +10,17 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 
-from engine.model.assemble import OnProgress, build_decoder, check_tensors
+from engine.kernels.build import cache_folder
+from engine.model.assemble import build_decoder, check_tensors
 from engine.model.checkpoint import Checkpoint, TensorEntry, list_shards, read_header, read_samples
-from engine.model.config import load_config
+from engine.model.config import ModelConfig, load_config
 from engine.model.decoder import Decoder
 from engine.model.fp8 import check_fp8
 from engine.model.linear import Quantization
-from engine.model.shard import EMBEDDING
+from engine.model.loader import Loader, OnProgress, PackedLoader
+from engine.model.packed import can_pack
+from engine.model.shard import EMBEDDING, Shard, ShardedCheckpoint, shard_config
+from engine.model.weight_file import SMALLEST_FILE_BYTES, CannotShareError, OwnWeights, Weights, share_weights
 from engine.ranks import ONE_RANK, Ranks
 
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -25,6 +29,7 @@ DOWNLOADED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.
 NOT_DOWNLOADED = ["*.bin", "*.py", "*.pt", "*.pth", "*/*", "consolidated*"]
 UNHASHED_CONFIG_KEYS = {"_name_or_path", "transformers_version"}  # differ between copies of one model
 SAMPLE_WINDOWS, SAMPLE_WINDOW_BYTES = 16, 64
+PACKED_VERSION = 1  # of the layout of packed weights
 
 
 def load_model(
@@ -43,14 +48,67 @@ def load_model(
     files. Raises FileNotFoundError for a missing file, ValueError for an unsupported config or dtype, a damaged file,
     tensors that are missing, unexpected or mis-shaped, or a device that cannot compute with such weights.
     """
-    if quantization == "fp8":
-        check_fp8(device)
+    check_quantization(quantization, dtype, device)
     config = load_config(folder)
     checkpoint = Checkpoint(folder)
     check_tensors(config, checkpoint)
-    chosen = choose_dtype(checkpoint, dtype)
+    chosen = torch.bfloat16 if quantization == "int8" else choose_dtype(checkpoint, dtype)
+    if ranks.size > 1:
+        shard = Shard(ranks.rank, ranks.size)
+        config, checkpoint = shard_config(config, shard), ShardedCheckpoint(checkpoint, config, shard)
     on_progress = on_progress or (lambda done_bytes, total_bytes: None)
-    return build_decoder(config, checkpoint, chosen, device, on_progress, quantization, ranks)
+    if device.type == "cpu" and chosen is torch.bfloat16 and quantization != "fp8" and can_pack():
+        return _load_packed(folder, config, checkpoint, quantization, ranks, on_progress)
+    return build_decoder(config, Loader(checkpoint, chosen, device, on_progress, quantization), ranks)
+
+
+def _load_packed(
+    folder: Path, config: ModelConfig, checkpoint: Checkpoint, quantization: Quantization, ranks: Ranks,
+    on_progress: OnProgress,
+) -> Decoder:  # fmt: skip
+    num_told = 0
+
+    def tell(done_bytes: int, total_bytes: int) -> None:  # what is packed into a file is taken once more out of it
+        nonlocal num_told
+        if done_bytes > num_told or done_bytes == total_bytes:
+            num_told = done_bytes
+            on_progress(done_bytes, total_bytes)
+
+    def build(weights: Weights) -> Decoder:
+        return build_decoder(config, PackedLoader(checkpoint, tell, quantization, weights), ranks)
+
+    num_bytes = sum(entry.num_bytes for entry in checkpoint.entries.values())
+    if num_bytes < SMALLEST_FILE_BYTES:
+        return build(OwnWeights())
+    name = _name_weights(folder, quantization, ranks)
+    try:
+        shared = share_weights(cache_folder(), name, num_bytes, build)
+        decoder = build(shared)
+        decoder.mapped_bytes = shared.num_bytes
+        return decoder
+    except CannotShareError as error:
+        decoder = build(OwnWeights())
+        decoder.why_unshared = str(error)
+        return decoder
+
+
+def _name_weights(folder: Path, quantization: Quantization, ranks: Ranks) -> str:
+    """Of a file of packed weights: all that it depends on. An edit of a checkpoint that its fingerprint may not show
+    changes its files' times."""
+    stats = [path.stat() for path in list_shards(folder)]
+    files = [(status.st_size, status.st_mtime_ns) for status in stats]
+    parts = [PACKED_VERSION, weight_fingerprint(folder, quantization), files, ranks.rank, ranks.size]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def check_quantization(quantization: Quantization, dtype: str, device: torch.device) -> None:
+    """Raises ValueError where a device or dtype does not go with it."""
+    if quantization == "fp8":
+        check_fp8(device)
+    if quantization == "int8" and device.type != "cpu":
+        raise ValueError("--quantization int8 is for CPUs: use --quantization fp8 on a GPU, or --device cpu")
+    if quantization == "int8" and dtype not in ("auto", "bfloat16"):
+        raise ValueError(f"--quantization int8 computes in bfloat16, not {dtype}: set --dtype bfloat16 or auto")
 
 
 def choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
@@ -66,7 +124,7 @@ def choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
 
 
 def weight_fingerprint(folder: Path, quantization: Quantization = "none") -> str:
-    """What two processes must have alike to hold the same model: 64 hex digits, after "fp8:" where it is quantised.
+    """What two processes must have alike to hold the same model: 64 hex digits, after "fp8:" or "int8:".
 
     The digits are SHA-256 over config.json (keys sorted, without the two that differ between copies) and, for each
     tensor by name, its dtype, shape and 16 evenly spaced windows of 64 bytes of its content; tensors of up to 1 KiB go

@@ -61,7 +61,9 @@ class Places:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiter:
+class Waiter:
+    """A request in the queue, later with its places."""
+
     request: Request  # does not change while it waits
     decided: asyncio.Future[None]
     places: Places | None = None
@@ -77,7 +79,7 @@ class Admission:
         self._max_queue = max_queue
         self._patience_s = patience_s
         self._could_serve = -float("inf")  # when somebody last could
-        self._waiting: deque[_Waiter] = deque()
+        self._waiting: deque[Waiter] = deque()
         self._num_apart = 0  # admitted and neither in the queue nor placed
         fleet.subscribe(self._pump)
 
@@ -125,9 +127,8 @@ class Admission:
         A retry goes before new requests, and before retries whose clients got news later. Raises ApiError, 503, when
         nobody has been able to serve for too long or no place got free within `timeout_s`.
         """
-        waiter = _Waiter(request, asyncio.get_running_loop().create_future())
-        insort(self._waiting, waiter, key=lambda other: (not other.request.is_retry, other.request.silent_since))
-        self._pump()
+        waiter = Waiter(request, asyncio.get_running_loop().create_future())
+        self.join(waiter)
         try:
             try:
                 # not wait_for, which before Python 3.12 swallows a cancellation that comes with the decision
@@ -138,11 +139,20 @@ class Admission:
             assert waiter.places is not None
             yield waiter.places
         finally:
-            if waiter in self._waiting:
-                self._waiting.remove(waiter)
-            if waiter.places is not None:
-                waiter.places.release_all()
-                self._end_coming(waiter.places)
+            self.leave(waiter)
+
+    def join(self, waiter: Waiter) -> None:
+        """Put it into the queue; `decided` is set once it has places, or will have none."""
+        insort(self._waiting, waiter, key=lambda other: (not other.request.is_retry, other.request.silent_since))
+        self._pump()
+
+    def leave(self, waiter: Waiter) -> None:
+        """Take it out of the queue, and give its places back. Idempotent."""
+        if waiter in self._waiting:
+            self._waiting.remove(waiter)
+        if waiter.places is not None:
+            waiter.places.release_all()
+            self._end_coming(waiter.places)
 
     def remember(self, places: Places, request: Request, role: Role) -> None:
         """The worker of that role has the KV of all the request's tokens but the last."""
@@ -186,7 +196,9 @@ class Admission:
         for waiter in list(self._waiting):
             if self._router.find_key(views, waiter.request) in held:
                 continue
-            usable = [view for view in views if left is None or view.role == "prefill" or view.incarnation in left]
+            usable = views
+            if left is not None:
+                usable = [view for view in views if view.role == "prefill" or view.incarnation in left]
             choice = self._router.choose(usable, waiter.request)
             if isinstance(choice, Placement):
                 self._waiting.remove(waiter)
@@ -205,7 +217,7 @@ class Admission:
             if not waiter.decided.done():
                 waiter.decided.set_exception(not_ready(reason))
 
-    def _decide(self, waiter: _Waiter, choice: Placement) -> None:
+    def _decide(self, waiter: Waiter, choice: Placement) -> None:
         if waiter.decided.done():  # its request was cancelled this very moment
             return
         prefill = self._fleet.prefill[choice.prefill.address] if choice.prefill else None

@@ -30,7 +30,7 @@ class Dispatcher:
         self,
         fleet: Fleet,
         max_queue: int,
-        local_prefill_max_tokens: int,
+        local_prefill_max_tokens: int | None,
         request_timeout_s: float,
         patience_s: float,
         registry: CollectorRegistry,

@@ -42,6 +42,9 @@ class WorkerView:
     num_pages: int
     page_tokens: int  # tokens in a page
     weights: str  # fingerprint of its model
+    host: str = ""  # equal for workers on one host
+    num_threads: int = 0  # of the CPU that compute its steps; 0: GPUs do
+    num_cores: int = 0  # that it may use
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class Unready:
 def choose_placement(
     workers: Sequence[WorkerView],
     num_missing: int,
-    local_prefill_max_tokens: int,
+    local_prefill_max_tokens: int | None,
     avoid: frozenset[str] = frozenset(),
     cached: Mapping[str, int] = NOTHING_CACHED,
 ) -> Placement | Wait | Unready:
@@ -79,7 +82,8 @@ def choose_placement(
     Least cost first, more free pages first at equal cost. Incarnations in `avoid` failed this request before: such a
     decode worker is asked again only when no other can serve, such a prefill worker never, as one can do without.
     The decode worker prefills by itself what no compatible prefill worker is alive for, what lies within
-    `local_prefill_max_tokens`, and the rest of a page behind cached ones.
+    `local_prefill_max_tokens`, and the rest of a page behind cached ones. None: any number where all those prefill
+    workers would take the cores away that it computes with (`share_cores`), else 0.
     """
     reason = find_unready(workers)
     if reason is not None:
@@ -89,18 +93,22 @@ def choose_placement(
         num_lacking = num_missing - cached.get(view.incarnation, 0)
         return num_lacking + BUSY_TOKENS * view.num_mine / view.max_running, -view.free_pages
 
-    workers = _leave_out(workers, avoid)
+    workers = _leave_out(workers, avoid) if avoid else workers
     with_room = [view for view in workers if view.is_alive and _has_room(view)]
     for decode in sorted((view for view in with_room if view.role == "decode"), key=cost):
         num_cached = cached.get(decode.incarnation, 0)
-        if not _can_prefill_for(workers, decode):
+        partners = [view for view in workers if _can_prefill_for(decode, view)]
+        limit = local_prefill_max_tokens
+        if limit is None:
+            limit = NO_LIMIT if all(share_cores(decode, view) for view in partners) else 0
+        if not partners:
             return Placement(decode, None, NO_LIMIT, num_cached)
         num_lacking = num_missing - num_cached
-        if num_lacking <= local_prefill_max_tokens or (num_cached and num_lacking < decode.page_tokens):
-            return Placement(decode, None, local_prefill_max_tokens, num_cached)
-        partners = [view for view in with_room if view.role == "prefill" and view.layout == decode.layout]
+        if num_lacking <= limit or (num_cached and num_lacking < decode.page_tokens):
+            return Placement(decode, None, limit, num_cached)
+        partners = [view for view in partners if _has_room(view)]
         if partners:
-            return Placement(decode, min(partners, key=cost), local_prefill_max_tokens, num_cached)
+            return Placement(decode, min(partners, key=cost), limit, num_cached)
     return Wait()
 
 
@@ -113,16 +121,26 @@ def _leave_out(workers: Sequence[WorkerView], avoid: frozenset[str]) -> list[Wor
 
 def find_unready(workers: Sequence[WorkerView]) -> str | None:
     """Why nothing can be served; None when something can. A decode worker alone can: it also prefills."""
-    decodes = [view for view in workers if view.role == "decode"]
-    if any(view.is_alive for view in decodes):
+    if any(view.is_alive for view in workers if view.role == "decode"):
         return None
+    decodes = [view for view in workers if view.role == "decode"]
     if not decodes:
         return "no decode worker is configured; name one with --decode"
     return "no decode worker is alive: " + "; ".join(f"{view.address} {view.trouble}" for view in decodes)
 
 
-def _can_prefill_for(workers: Sequence[WorkerView], decode: WorkerView) -> bool:
-    return any(view.role == "prefill" and view.is_alive and view.layout == decode.layout for view in workers)
+def _can_prefill_for(decode: WorkerView, view: WorkerView) -> bool:
+    return view.role == "prefill" and view.is_alive and view.layout == decode.layout
+
+
+def share_cores(decode: WorkerView, prefill: WorkerView) -> bool:
+    """Whether both compute on one host's CPU with more threads than it has cores.
+
+    Each then computes while the other waits, and both read all weights: a prompt's tokens beside the answers' in the
+    decode worker's own steps cost less.
+    """
+    both = (decode.num_threads, prefill.num_threads)
+    return decode.host == prefill.host and min(both) > 0 and sum(both) > max(decode.num_cores, prefill.num_cores)
 
 
 def _has_room(view: WorkerView) -> bool:

@@ -34,8 +34,13 @@ class PrefixMemory:
 
     def longest(self, incarnation: str, keys: Sequence[PageKey]) -> int:
         """How many keys at the chain's beginning the worker probably has. Changes nothing."""
-        known = self._keys.get(incarnation)
-        return bisect_left(keys, True, key=lambda key: key not in known) if known else 0
+        return _count_known(self._keys.get(incarnation, ()), keys)
+
+    def find(self, keys: Sequence[PageKey]) -> dict[str, int]:
+        """`longest` of every incarnation that has any of the chain."""
+        if not keys:
+            return {}
+        return {name: _count_known(known, keys) for name, known in self._keys.items() if keys[0] in known}
 
     def forget(self, incarnation: str, keys: Sequence[PageKey]) -> None:
         """The worker does not have the pages of the end of a chain."""
@@ -51,3 +56,7 @@ class PrefixMemory:
     def __len__(self) -> int:
         """Keys in all."""
         return sum(map(len, self._keys.values()))
+
+
+def _count_known(known: Collection[PageKey], keys: Sequence[PageKey]) -> int:
+    return bisect_left(keys, True, key=lambda key: key not in known)

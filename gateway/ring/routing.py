@@ -25,12 +25,12 @@ class Held:
 class Router:
     """Chooses workers, and remembers what they got."""
 
-    def __init__(self, local_prefill_max_tokens: int, uses_cache: bool = True) -> None:
+    def __init__(self, local_prefill_max_tokens: int | None, uses_cache: bool = True) -> None:
         """`uses_cache`: False chooses by load only."""
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._uses_cache = uses_cache
         self._memory = PrefixMemory()
-        self._coming = set[Coming]()
+        self._coming: dict[PageKey, set[str]] = {}  # the parts of Coming; no set is empty
 
     def find_key(self, workers: Sequence[WorkerView], request: Request) -> PageKey | None:
         """The key of the last whole page that the request needs; None without one, or if it uses no cached pages."""
@@ -40,9 +40,9 @@ class Router:
     def choose(self, workers: Sequence[WorkerView], request: Request) -> Placement | Wait | Held | Unready:
         """Nothing is held by this: `begin` is for who takes the placement."""
         keys, page_tokens = self._find_keys(workers, request)
-        coming = {view.incarnation for view in workers if keys and (keys[-1], view.incarnation) in self._coming}
-        believed = [view.incarnation for view in workers if keys and view.incarnation not in request.mistaken]
-        cached = {name: self._memory.longest(name, keys) * page_tokens for name in believed}
+        coming = self._coming.get(keys[-1], set()) if keys else set()
+        found = self._memory.find(keys).items()
+        cached = {name: count * page_tokens for name, count in found if name not in request.mistaken}
         cached |= dict.fromkeys(coming, len(keys) * page_tokens)
         choice = choose_placement(
             workers, request.num_missing, self._local_prefill_max_tokens, frozenset(request.avoid), cached
@@ -56,13 +56,15 @@ class Router:
         keys, page_tokens = self._find_keys([placement.decode], request)
         if not keys or placement.num_cached == len(keys) * page_tokens:
             return None
-        coming = keys[-1], placement.decode.incarnation
-        self._coming.add(coming)
-        return coming
+        self._coming.setdefault(keys[-1], set()).add(placement.decode.incarnation)
+        return keys[-1], placement.decode.incarnation
 
     def end(self, coming: Coming) -> None:
         """The KV is there, or will not be."""
-        self._coming.remove(coming)
+        key, incarnation = coming
+        self._coming[key].remove(incarnation)
+        if not self._coming[key]:
+            del self._coming[key]
 
     def remember(self, worker: WorkerView, request: Request) -> None:
         """The worker has the KV of all the request's tokens but the last."""

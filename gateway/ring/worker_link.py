@@ -152,6 +152,9 @@ class WorkerLink:
             num_pages=peer.num_pages,
             page_tokens=peer.layout.page_tokens,
             weights=peer.layout.weights,
+            host=peer.host,
+            num_threads=self.status.threads,
+            num_cores=self.status.cores,
         )
 
     def leave(self) -> None:

@@ -3,13 +3,12 @@
 Stands in for what awaits: dispatcher.py, attempt.py and the links. It does what the machine decides, no more.
 """
 
-from bisect import insort
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from gateway.errors import ApiError, not_ready
-from gateway.ring.admission import Admission, _Waiter
+from gateway.ring.admission import Admission, Waiter
 from gateway.ring.policy import WorkerView
 from gateway.ring.request_actions import Emit, Forget, GiveBack, Leave, Prefill, Remember, Reserve
 from gateway.ring.request_events import (
@@ -209,10 +208,8 @@ class SimGateway(Process):
 
     def _queue(self, work: Work) -> None:
         """As Admission.place."""
-        waiter: Any = _Waiter(work.request, self._decision(work))
-        work.waiter = waiter
-        insort(self.admission._waiting, waiter, key=lambda one: (not one.request.is_retry, one.request.silent_since))
-        self._change()
+        work.waiter = Waiter(work.request, self._decision(work))
+        self.admission.join(work.waiter)
 
     def _decision(self, work: Work) -> Any:
         attempt = work.request.attempt
@@ -256,11 +253,8 @@ class SimGateway(Process):
     def _leave_queue(self, work: Work) -> None:
         """As the end of Admission.place."""
         waiter, work.waiter = work.waiter, None
-        if waiter in self.admission._waiting:
-            self.admission._waiting.remove(waiter)
-        if waiter is not None and waiter.places is not None:
-            waiter.places.release_all()
-            self.admission._end_coming(waiter.places)
+        if waiter is not None:
+            self.admission.leave(waiter)
 
     def _feed(self, work: Work, event: Event) -> None:
         """The machine's decision on `event`, done."""

@@ -1,0 +1,191 @@
+"""How many workers of what size meet goals for TTFT and TPOT at a rate, by roofline and queueing. Pure.
+
+answers   a worker computes  n = rate * output * step(n)  at once, nine tenths of the time n + z sqrt(n / workers) or
+          fewer (Poisson, shared out by routing). That is bounded by TPOT >= step(n) and by the pool.
+prompts   M/D/c: into TTFT have to fit the wait that a tenth exceeds (Erlang C), the prompt's own chunks, the hand-off
+          of the last one, and the steps that the answer then meets.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+
+from bench.gpus import Gpu
+from bench.roofline import ModelShape, build_costs, handoff_token_s, kv_tokens_that_fit
+from bench.simulate.costs import Costs, Work
+
+SIZES = (1, 2, 4, 8)  # ranks of a worker
+Z = 1.28  # a tenth of a normal distribution lies above so many deviations
+TAIL = 0.1
+MOST_ROWS = 1024  # answers in a step, beyond which nothing is gained
+CHUNKS = (512, 1024, 2048, 4096, 8192)
+MOST_PROMPTS = 16  # at once on a prefill worker: they are computed one after the other
+CALLS_S = 0.003  # messages between gateway and workers until the first token
+MET_STEPS = 1.5  # of decode until the first token: half of one under way, and the answer's own
+
+
+class UnreachableError(Exception):
+    """The goals cannot be met. `limit` names what binds: memory, tpot, ttft or gpus."""
+
+    def __init__(self, limit: str, detail: str) -> None:
+        super().__init__(detail)
+        self.limit = limit
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """What is to be served. Goals hold for nine of ten requests."""
+
+    rate: float  # requests a second
+    input_tokens: int
+    output_tokens: int
+    ttft_s: float
+    tpot_s: float
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if not all(math.isfinite(value) and value > 0 for value in astuple(self)):
+            raise ValueError(f"rate, tokens and goals have to be above 0: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """The workers of one role."""
+
+    count: int
+    tp: int
+    costs: Costs
+    kv_tokens: int  # in each one's pool
+    max_running: int
+    chunk_tokens: int  # of prefill; 0 on decode
+    expected_s: float  # TTFT of prefill, TPOT of decode
+    limit: str  # what a worker meets first
+    reasons: tuple[str, ...]
+
+    @property
+    def num_gpus(self) -> int:
+        return self.count * self.tp
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Which workers to start."""
+
+    prefill: Role
+    decode: Role
+
+
+def propose(model: ModelShape, gpu: Gpu, goals: Goals, num_gpus: int) -> Proposal:
+    """The fewest GPUs for each role; at equal numbers the fewest ranks. Raises UnreachableError."""
+    sizes = [size for size in SIZES if size <= num_gpus and model.can_have(size)]
+    decode = _choose_size(sizes, lambda tp: plan_decode(model, gpu, goals, tp))
+    prefill = _choose_size(sizes, lambda tp: plan_prefill(model, gpu, goals, tp, decode))
+    wanted = prefill.num_gpus + decode.num_gpus
+    if wanted > num_gpus:
+        role, name = max((prefill, "prompts"), (decode, "answers"), key=lambda pair: pair[0].num_gpus)
+        raise UnreachableError(
+            "gpus",
+            f"{wanted} GPUs are needed and {num_gpus} given: {prefill.num_gpus} for prompts, {decode.num_gpus} for "
+            f"answers; most go to {name}, where a worker's limit is {role.limit}",
+        )
+    return Proposal(prefill, decode)
+
+
+def _choose_size(sizes: list[int], plan: Callable[[int], Role]) -> Role:
+    """The plan with the fewest GPUs. Raises the last error when there is none."""
+    found, error = list[Role](), UnreachableError("gpus", "no GPU is given")
+    for size in sizes:
+        try:
+            found.append(plan(size))
+        except UnreachableError as unreachable:
+            error = unreachable
+    if not found:
+        raise error
+    return min(found, key=lambda role: role.num_gpus)
+
+
+def plan_decode(model: ModelShape, gpu: Gpu, goals: Goals, tp: int) -> Role:
+    """The fewest decode workers of `tp` ranks. Raises UnreachableError."""
+    costs, kv_tokens = build_costs(model, gpu, tp), kv_tokens_that_fit(model, gpu, tp)
+    whole, mean = goals.input_tokens + goals.output_tokens, goals.input_tokens + goals.output_tokens // 2
+    alone, read = step_of(costs, 1, mean), costs.weights
+    if kv_tokens < whole:
+        raise UnreachableError("memory", f"weights and one request of {whole} tokens do not fit with {tp} ranks")
+    if alone > goals.tpot_s:
+        raise UnreachableError(
+            "tpot",
+            f"one answer's step takes {alone * 1e3:.1f} ms with {tp} ranks, {read * 1e3:.1f} of it to read weights",
+        )
+    by_pool = kv_tokens // whole
+    by_tpot = max(rows for rows in range(1, MOST_ROWS + 1) if step_of(costs, rows, mean) <= goals.tpot_s)
+    most = min(by_pool, by_tpot)
+    rate = most / step_of(costs, most, mean) / goals.output_tokens  # requests a second
+    count = max(1, math.ceil(goals.rate / rate))
+    while (peak := find_peak(costs, goals, mean, count, most)) >= most + 1:
+        count += 1
+    reasons = (
+        f"a step reads weights for {read * 1e3:.2f} ms, and each answer's KV for {costs.kv_token * mean * 1e6:.0f} us",
+        f"TPOT allows {by_tpot} answers at once, the pool of {kv_tokens} tokens {by_pool}",
+        f"a worker serves {rate:.3g} requests/s at {most} answers; of {count} each has {peak:.0f} or fewer",
+    )
+    limit = "the pool" if by_pool < by_tpot else "TPOT" if by_tpot < MOST_ROWS else "the batch"
+    return Role(count, tp, costs, kv_tokens, most, 0, step_of(costs, min(peak, most), mean), limit, reasons)
+
+
+def step_of(costs: Costs, rows: float, context: int) -> float:
+    """Seconds of a step of `rows` answers."""
+    return costs.seconds(Work(math.ceil(rows), int(rows * context), 0, 0))
+
+
+def find_peak(costs: Costs, goals: Goals, context: int, count: int, most: int) -> float:
+    """Answers at once on one of `count` workers, nine tenths of the time; infinite when `most` does not keep up."""
+    arrivals = goals.rate / count * goals.output_tokens  # tokens a second
+    rows = next((rows for rows in range(1, most + 1) if rows >= arrivals * step_of(costs, rows, context)), None)
+    return math.inf if rows is None else rows + Z * math.sqrt(rows / count)
+
+
+def plan_prefill(model: ModelShape, gpu: Gpu, goals: Goals, tp: int, decode: Role) -> Role:
+    """The fewest prefill workers of `tp` ranks before those decode workers. Raises UnreachableError."""
+    costs, kv_tokens, prompt = build_costs(model, gpu, tp), kv_tokens_that_fit(model, gpu, tp), goals.input_tokens
+    if kv_tokens < prompt:
+        raise UnreachableError("memory", f"weights and one prompt of {prompt} tokens do not fit with {tp} ranks")
+    knee = costs.weights / costs.token  # tokens that take as long as reading the weights
+    chunk = next((size for size in CHUNKS if size >= 2 * knee), CHUNKS[-1])
+    own, last = time_prompt(costs, prompt, chunk)
+    rest = last * handoff_token_s(model, gpu, decode.tp) + MET_STEPS * decode.expected_s + CALLS_S
+    if own + rest > goals.ttft_s:
+        raise UnreachableError(
+            "ttft",
+            f"a prompt of {prompt} tokens alone takes {own * 1e3:.0f} ms with {tp} ranks, and {rest * 1e3:.0f} ms more "
+            "until the first token",
+        )
+    count = math.floor(goals.rate * own) + 1
+    while (wait := find_wait(goals.rate, own, count)) + own + rest > goals.ttft_s:
+        count += 1
+    reasons = (
+        f"a chunk of {chunk} tokens is at least twice the {knee:.0f} that take as long as reading the weights",
+        f"a prompt takes {own * 1e3:.0f} ms: the workers are busy {goals.rate * own / count:.0%} of the time",
+        f"nine tenths wait {wait * 1e3:.0f} ms or less; hand-off and first token take {rest * 1e3:.0f} ms",
+    )
+    at_once = min(MOST_PROMPTS, kv_tokens // prompt)
+    return Role(count, tp, costs, kv_tokens, at_once, chunk, wait + own + rest, "computing", reasons)
+
+
+def time_prompt(costs: Costs, num_tokens: int, chunk: int) -> tuple[float, int]:
+    """Seconds of a prompt that is alone, and the tokens of its last chunk."""
+    counts = [min(chunk, num_tokens - begin) for begin in range(0, num_tokens, chunk)]
+    pairs = [count * number * chunk + count * (count + 1) // 2 for number, count in enumerate(counts)]
+    return sum(costs.seconds(Work(0, 0, *parts)) for parts in zip(counts, pairs, strict=True)), counts[-1]
+
+
+def find_wait(rate: float, service_s: float, count: int) -> float:
+    """Seconds that a tenth of requests wait longer than, before `count` servers of a fixed service time (M/D/c)."""
+    load = rate * service_s
+    if load >= count:
+        return math.inf
+    blocked = 1.0
+    for servers in range(1, count + 1):  # Erlang B
+        blocked = load * blocked / (servers + load * blocked)
+    waits = blocked / (1 - load / count * (1 - blocked))  # Erlang C: the share that waits at all
+    mean_of_those = service_s / (count - load) / 2  # half of what exponential service times would give
+    return mean_of_those * math.log(max(waits / TAIL, 1.0))

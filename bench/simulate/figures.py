@@ -1,0 +1,102 @@
+"""What comes out of a simulation, and the figures of a benchmark made from it. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+LEAST_GAP_S, GAP_WIDTH, NUM_GAPS = 1e-6, 0.01, 2100  # sizes a hundredth apart, from 1 us to 1,300 s
+
+
+class Gaps:
+    """How often a token came how long after the one before it (ITL): counts by size, each right to 1 %."""
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(NUM_GAPS, np.int64)
+
+    def add(self, seconds: float) -> None:
+        self.counts[int(math.log(max(seconds / LEAST_GAP_S, 1)) / GAP_WIDTH)] += 1
+
+    def add_steps(self, seconds: NDArray[np.float64], num_rows: int) -> None:
+        """Steps that took so long gave each of the rows a token."""
+        if len(seconds):
+            at = np.log(np.maximum(seconds / LEAST_GAP_S, 1)) / GAP_WIDTH
+            np.add.at(self.counts, at.astype(np.int64), num_rows)
+
+    def quantile(self, share: float) -> float:
+        """Seconds; 0 where there is none."""
+        total = self.counts.sum()
+        at = int(np.searchsorted(self.counts.cumsum(), share * total))
+        return LEAST_GAP_S * math.exp((at + 0.5) * GAP_WIDTH) if total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request, from its arrival to its end."""
+
+    number: tuple[int, int]  # conversation, turn
+    arrived: float
+    first_at: float  # when the client got the first token
+    last_at: float
+    num_prompt: int
+    num_tokens: int
+    num_cached: int  # prompt tokens that were not computed again
+    error: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_at - self.arrived
+
+    @property
+    def tpot_s(self) -> float:
+        return (self.last_at - self.first_at) / max(self.num_tokens - 1, 1)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All that a simulation tells."""
+
+    answers: list[Answer] = field(default_factory=list)  # by their ends
+    gaps: Gaps = field(default_factory=Gaps)
+    busy_s: dict[str, list[float]] = field(default_factory=dict)  # role |-> of each worker
+    num_preemptions: int = 0
+    num_choices: int = 0  # calls of the router, those included that said "wait"
+    choosing_s: float = 0.0  # of CPU time that they took
+    ran_s: float = 0.0  # the simulation itself, of real time
+
+
+def summarise(outcome: Outcome, ttft_s: float, tpot_s: float) -> dict[str, float]:
+    """Figures by name. Goodput: requests whose TTFT and TPOT are within the goals, by the seconds in which all arrived.
+
+    The other rates and shares are of the whole time, in which at the end fewer and fewer answers run.
+    """
+    whole = [answer for answer in outcome.answers if not answer.error]
+    if not whole:
+        return {"requests": 0.0, "failed": float(len(outcome.answers))}
+    began, arrived = min(one.arrived for one in whole), max(one.arrived for one in whole)
+    span = max(one.last_at for one in whole) - began
+    is_good = [one.ttft_s <= ttft_s and one.tpot_s <= tpot_s for one in whole]
+    ttft, tpot = (np.array([getattr(one, name) * 1e3 for one in whole]) for name in ("ttft_s", "tpot_s"))
+    return {
+        "requests": float(len(whole)),
+        "failed": float(len(outcome.answers) - len(whole)),
+        **{f"ttft_p{q}_ms": float(np.percentile(ttft, q)) for q in (50, 90, 99)},
+        **{f"tpot_p{q}_ms": float(np.percentile(tpot, q)) for q in (50, 90, 99)},
+        **{f"itl_p{q}_ms": outcome.gaps.quantile(q / 100) * 1e3 for q in (50, 99)},
+        "goodput_requests_per_s": sum(is_good) / ((arrived - began) or span),
+        "good_share": sum(is_good) / len(is_good),
+        "tokens_per_s": sum(one.num_tokens for one in whole) / span,
+        "cache_hit_rate": sum(one.num_cached for one in whole) / sum(one.num_prompt for one in whole),
+        **{f"{role}_busy_share": float(np.mean(busy)) / span for role, busy in outcome.busy_s.items()},
+        **{f"{role}_imbalance": find_imbalance(busy) for role, busy in outcome.busy_s.items()},
+        "preemptions": float(outcome.num_preemptions),
+        "routing_per_s": outcome.num_choices / outcome.choosing_s if outcome.choosing_s else 0.0,
+        "ran_s": outcome.ran_s,
+    }
+
+
+def find_imbalance(busy_s: Sequence[float]) -> float:
+    """Busy time of the busiest worker, over the mean."""
+    return max(busy_s) / float(np.mean(busy_s)) if any(busy_s) else 1.0

@@ -1,0 +1,67 @@
+"""Measures real steps of a decode worker's loop on this machine, as `fit` wants them: work and seconds of each.
+
+The loop is the worker's own, with its plan, over random prompts; answers and prompts meet in steps as they do there.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+import numpy as np
+
+from bench.decoding import NO_SPECULATION, build_table
+from bench.simulate.costs import Measured, work_of
+from decode_worker.loop import DecodeLoop
+from decode_worker.metrics import DecodeMetrics
+from engine.engine import Engine
+from engine.out_of_memory import StepFailedError
+from wire.sampling import SamplingParams
+from worker.loop import Flight
+from worker.plan import Budget
+from worker.sequences import Job
+
+STREAMS = (1, 2, 4, 8, 16)
+PROMPTS = (64, 256, 1024)  # tokens
+NUM_TOKENS = 16  # of each answer
+CONTEXT_TOKENS = max(PROMPTS) + NUM_TOKENS
+CHUNK_TOKENS = 256  # of prompts in a step
+ROUNDS = 2
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class MeasuredLoop(DecodeLoop):
+    """Notes what was in each step."""
+
+    steps: list[Measured]
+
+    def _judge(
+        self, flight: Flight, chosen: Sequence[list[int]], failed: Mapping[int, StepFailedError]
+    ) -> dict[int, Exception | bool]:
+        self.steps.append(Measured(work_of(flight.planned), flight.seconds))
+        return super()._judge(flight, chosen, failed)
+
+
+def measure_steps(engine: Engine) -> list[Measured]:
+    """Of every mix of streams and prompts, ROUNDS times; a round before them warms up."""
+    steps: list[Measured] = []
+    for number in range(1 + ROUNDS):
+        for streams, prompt_tokens in product(STREAMS, PROMPTS):
+            found = _run(engine, streams, prompt_tokens, number)
+            steps += found if number else []
+    return steps
+
+
+def _run(engine: Engine, streams: int, prompt_tokens: int, seed: int) -> list[Measured]:
+    draw, table = np.random.default_rng(seed), build_table(engine)
+    loop = MeasuredLoop(
+        NO_SPECULATION, table, engine.runner, engine.rows, engine.pool, Budget(CHUNK_TOKENS, "--chunk-tokens"),
+        lambda _step, _updates: None, DecodeMetrics(table), engine.steps_ahead,
+    )  # fmt: skip
+    loop.steps = []
+    for number in range(streams):
+        prompt = draw.integers(0, engine.config.vocab_size, prompt_tokens, np.int32)
+        job = Job(str(number), prompt.tobytes(), prompt_tokens - 1, NUM_TOKENS, handle=number + 1, sampling=GREEDY)
+        table.admit(job, time.monotonic())
+    while len(table):
+        loop.step()
+    return loop.steps

@@ -1,0 +1,89 @@
+"""What is simulated, as settings of the command line: workers as `baton serve` names them. Imports nothing heavy."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.config import ServeConfig
+from runtime.settings import Settings
+
+Lengths = Literal["fixed", "lognormal"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload(Settings):
+    """Requests and their lengths."""
+
+    num_requests: int = 1000
+    """Requests in all, turns of conversations included."""
+    rate: float = 4.0
+    """Requests a second, at random moments (Poisson)."""
+    input_tokens: int = 1000
+    """Mean new tokens of a prompt, without a shared prefix and earlier turns."""
+    output_tokens: int = 200
+    """Mean tokens of an answer."""
+    lengths: Lengths = "lognormal"
+    """How lengths vary: not at all, or lognormally with a sigma of 0.6."""
+    num_prefixes: int = 0
+    """Different prefixes that prompts begin with, as system prompts are; 0: prompts share nothing."""
+    prefix_tokens: int = 0
+    """Tokens of each of them."""
+    turns: int = 1
+    """Requests of a conversation: each prompt is all that was said before and new tokens."""
+    think_s: float = 5.0
+    """Mean seconds from an answer's end to the next turn."""
+    seed: int = 0
+    """The same seed gives the same requests."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_requests", "input_tokens", "output_tokens", "turns"):
+            self.require_count(name, 1)
+        for name in ("num_prefixes", "prefix_tokens", "seed"):
+            self.require_count(name, 0)
+        self.require("rate", self.rate > 0, "a number above 0")
+        self.require_seconds("think_s", may_be_zero=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSettings(Settings):
+    """Workers and their limits."""
+
+    prefill_workers: int = 1
+    """Prefill workers; with 0, decode workers prefill by themselves."""
+    decode_workers: int = 1
+    """Decode workers."""
+    prefill_tp: int = 1
+    """GPUs of a prefill worker."""
+    decode_tp: int = 1
+    """GPUs of a decode worker."""
+    chunk_tokens: int = ServeConfig.chunk_tokens
+    """Most prompt tokens in a step of a prefill worker."""
+    prefill_max_running: int = ServeConfig.prefill_max_running
+    """Most prompts at once on one prefill worker."""
+    decode_max_running: int = ServeConfig.decode_max_running
+    """Most sessions at once on one decode worker."""
+    local_prefill_chunk_tokens: int = ServeConfig.local_prefill_chunk_tokens
+    """Most prompt tokens in a step of a decode worker."""
+    local_prefill_max_tokens: int = 0
+    """Decode prefills by itself when at most this many tokens are missing."""
+    cache_routing: bool = ServeConfig.cache_routing
+    """Prefer workers that probably have a prompt's beginning."""
+    page_tokens: int = ServeConfig.page_tokens
+    """Tokens in a KV page."""
+    kv_tokens: int = 0
+    """Tokens in a worker's pool; 0 is what fits beside the weights."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("prefill_workers", "local_prefill_max_tokens", "kv_tokens"):
+            self.require_count(name, 0)
+        counts = (
+            "decode_workers",
+            "prefill_tp",
+            "decode_tp",
+            "prefill_max_running",
+            "decode_max_running",
+            "page_tokens",
+        )
+        for name in (*counts, "chunk_tokens", "local_prefill_chunk_tokens"):
+            self.require_count(name, 1)

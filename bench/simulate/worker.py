@@ -1,0 +1,135 @@
+"""A worker: the real table, prefix cache and step plan; a step is virtual time by `Costs`.
+
+Steps of answers alone repeat until an answer ends, room gets short or the table changes. Such a run is completed at
+once, as the table knows it: a step with guesses that were all right. Without `is_bulk` each step is planned by itself,
+which gives the same moments (the slow twin).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.simulate.costs import Costs, Floats, work_of
+from bench.simulate.events import Clock
+from bench.simulate.figures import Gaps
+from worker.plan import Budget, plan_step
+from worker.prefix_cache import PrefixCache, num_pages_for
+from worker.sequences import ANY_NUMBER, Phase, Planned, Update
+from worker.table import SequenceTable
+
+MODEL = "simulated"  # fingerprint of the weights
+LEASE_S = 30.0  # never over: nothing fails here
+NO_STEPS: Floats = np.empty(0)
+
+Publish = Callable[[Sequence[Update]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one worker takes, as its settings of the same names."""
+
+    num_pages: int
+    max_running: int
+    chunk_tokens: int  # of prompts in a step
+    page_tokens: int = 16
+    max_offer_pages: int = ANY_NUMBER
+
+
+class SimWorker:
+    """Owns a table. Others change it within `changing`."""
+
+    def __init__(
+        self, clock: Clock, costs: Costs, limits: Limits, gaps: Gaps, publish: Publish, is_bulk: bool = True
+    ) -> None:
+        """`publish`: gets first and last updates of answers, and each of prompts that are computed for others."""
+        cache = PrefixCache(limits.num_pages, [0] * limits.num_pages)
+        self.table = SequenceTable(
+            cache, limits.page_tokens, limits.max_running, LEASE_S, MODEL, limits.max_offer_pages
+        )  # fmt: skip
+        self.busy_s = 0.0
+        self._clock = clock
+        self._costs = costs
+        self._budget = Budget(limits.chunk_tokens, "chunk_tokens")
+        self._gaps = gaps
+        self._publish = publish
+        self._is_bulk = is_bulk
+        self._planned: list[Planned] = []  # each step of the run; the table has begun the first one
+        self._began = 0.0  # that step
+        self._ends = NO_STEPS  # the moments at which the run's steps end
+        self._run = 0  # its number
+
+    @contextmanager
+    def changing(self) -> Iterator[SequenceTable]:
+        """The table as it is now. What is changed takes part in the next step."""
+        self.settle()
+        yield self.table
+        if not len(self._ends):
+            self._begin()
+        elif len(self._ends) > 1:
+            self._ends = self._ends[:1]
+            self._await_end()
+
+    def settle(self) -> None:
+        """Complete those steps of the run that are over."""
+        count = int(np.searchsorted(self._ends, self._clock.now, side="right"))
+        if count:
+            self._complete(count)
+            self._ends = self._ends[count:]
+            self._planned = plan_step(self.table, self._budget)
+
+    def _begin(self) -> None:
+        self._planned = plan_step(self.table, self._budget)
+        if self._planned:
+            self._began = self._clock.now
+            self._ends = self._costs.ends(self._began, work_of(self._planned), self._count_equal())
+            self._await_end()
+
+    def _await_end(self) -> None:
+        self._run += 1
+        run = self._run
+        self._clock.at(float(self._ends[-1]), lambda: self._end(run), is_step_end=True)
+
+    def _end(self, run: int) -> None:
+        if run != self._run:
+            return
+        updates = self._complete(len(self._ends))
+        self._ends = NO_STEPS
+        self._begin()
+        if updates:
+            self._publish(updates)
+
+    def _count_equal(self) -> int:
+        """How many such steps follow one another if nothing comes in between."""
+        planned, table = self._planned, self.table
+        is_steady = all(step.count == 1 and step.sequence.first_token_at is not None for step in planned)
+        if not self._is_bulk or not is_steady or table.in_phase(Phase.PREEMPTED):
+            return 1
+        count = min(step.sequence.most_tokens - len(step.sequence.tokens) for step in planned)
+        while count > 1 and self._num_new_pages(count) > table.cache.num_spare:
+            count //= 2
+        return count
+
+    def _num_new_pages(self, count: int) -> int:
+        size = self.table.page_tokens
+        return sum(num_pages_for(step.begin + count, size) - len(step.sequence.pages) for step in self._planned)
+
+    def _complete(self, count: int) -> list[Update]:
+        """The first `count` steps of the run are over. What others have to hear of."""
+        ends, updates = self._ends[:count], list[Update]()
+        first, last = float(ends[0]), float(ends[-1])
+        self.busy_s += last - self._began
+        self._began = last
+        for step in self._planned:
+            if count > 1:
+                self.table.make_room(step.sequence, step.begin + count)
+            if step.wants_token and step.sequence.last_token_at is not None:
+                self._gaps.add(first - step.sequence.last_token_at)
+        self._gaps.add_steps(np.diff(ends), len(self._planned))
+        for step in self._planned:
+            is_first = step.sequence.first_token_at is None
+            update = self.table.finish_step(step, bytes(count) if step.wants_token else (), last)
+            if update is not None and (is_first or update.finish_reason):
+                updates.append(update)
+        return updates

@@ -1,0 +1,66 @@
+"""Who asks when, and for what: conversations that arrive at random, seeded. Pure.
+
+A token is a byte, drawn by a hash of its place, so that no prompt has to be kept: 16 of them tell pages apart.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import shake_128
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.simulate.settings import Workload
+
+SIGMA = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One client. Turn |-> what it asks for."""
+
+    number: int
+    start: float
+    prefix: bytes
+    num_new: Sequence[int]  # prompt tokens
+    num_answer: Sequence[int]
+    think_s: Sequence[float]  # after its answer
+    seed: int
+
+    def prompt(self, turn: int, before: bytes) -> bytes:
+        """The turn's prompt, after all that was said `before`."""
+        name = f"{self.seed}/{self.number}/{turn}"
+        return (before or self.prefix) + draw_tokens(name, self.num_new[turn])
+
+
+def draw_tokens(name: str, count: int) -> bytes:
+    return shake_128(name.encode()).digest(count)
+
+
+def build_conversations(workload: Workload) -> list[Conversation]:
+    """By their starts. The last one may be cut short, so that there are `num_requests`."""
+    draw = np.random.default_rng(workload.seed)
+    count = -(-workload.num_requests // workload.turns)
+    starts = np.cumsum(draw.exponential(workload.turns / workload.rate, count))
+    num_new = _draw_lengths(draw, workload, workload.input_tokens, count)
+    num_answer = _draw_lengths(draw, workload, workload.output_tokens, count)
+    pauses = draw.exponential(workload.think_s, (count, workload.turns))
+    names = [f"{workload.seed}/prefix/{number}" for number in range(workload.num_prefixes)]
+    prefixes = [draw_tokens(name, workload.prefix_tokens) for name in names]
+    chosen = draw.integers(0, max(len(prefixes), 1), count)
+    built = []
+    for number in range(count):
+        turns = slice(min(workload.turns, workload.num_requests - number * workload.turns))
+        new, answer, think = (rows[number, turns].tolist() for rows in (num_new, num_answer, pauses))
+        prefix = prefixes[chosen[number]] if prefixes else b""
+        built.append(Conversation(number, float(starts[number]), prefix, new, answer, think, workload.seed))
+    return built
+
+
+def _draw_lengths(draw: np.random.Generator, workload: Workload, mean: int, count: int) -> NDArray[np.int64]:
+    """[count, turns], each 2 or more."""
+    shape = count, workload.turns
+    if workload.lengths == "fixed":
+        return np.full(shape, max(mean, 2))
+    drawn = draw.lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA, shape)
+    return np.maximum(np.rint(drawn), 2).astype(np.int64)

@@ -1,0 +1,169 @@
+"""Takes a model's tensors out of a checkpoint and gives each product the layout that suits the device.
+
+Plain weights that need neither a conversion nor fusing stay in the file's mapping; fused ones are filled part by part,
+so no weight ever exists twice outside the page cache. Quantised ones are rounded on the way, each on its device. Knows
+neither models nor names.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.model.checkpoint import Checkpoint
+from engine.model.embedding import Embedding
+from engine.model.fp8 import E4M3, Fp8Linear, quantise_rows
+from engine.model.head import WidenedLinear
+from engine.model.int8 import Int8Linear, round_rows
+from engine.model.linear import GatedLinear, Linear, PlainLinear, Quantization
+from engine.model.operations import choose_operations
+from engine.model.packed import (
+    PANEL_COLUMNS,
+    Epilogue,
+    PackedEmbedding,
+    PackedLinear,
+    PackedMatrix,
+    PackedShape,
+    panel_order,
+)
+from engine.model.weight_file import Weights
+
+OnProgress = Callable[[int, int], None]  # (done_bytes, total_bytes) of the checkpoint
+PAGE_BYTES = 4096
+
+
+class Loader:
+    """Takes each tensor once, and counts their bytes. Weights are plain, or quantised for a GPU or by torch."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_progress: OnProgress,
+        quantization: Quantization = "none",
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.device = device
+        self._on_progress = on_progress
+        self._quantization = quantization
+        self._done_bytes = 0
+        self._total_bytes = sum(entry.num_bytes for entry in checkpoint.entries.values())
+
+    def take(self, name: str) -> Tensor:
+        """The tensor in the model's dtype on its device: the mapping itself where that is already so."""
+        borrowed = self.checkpoint.borrow(name)
+        tensor = borrowed.to(self.device, self.dtype)
+        if tensor is borrowed:
+            tensor = self.checkpoint.tensor(name)
+            tensor.view(torch.uint8).flatten()[::PAGE_BYTES].sum()  # reads each page now, not in the first request
+        self._count([name])
+        return tensor
+
+    def fuse(self, names: Sequence[str]) -> Tensor:
+        """The tensors one below the other, [sum of rows, ...]; one alone as `take` gives it."""
+        if len(names) == 1:
+            return self.take(names[0])
+        shapes = [self.checkpoint.entries[name].shape for name in names]
+        rows = sum(shape[0] for shape in shapes)
+        fused = torch.empty((rows, *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        for name, part in zip(names, torch.split(fused, [shape[0] for shape in shapes]), strict=True):
+            part.copy_(self.checkpoint.borrow(name))
+        self._count(names)
+        return fused
+
+    def linear(self, names: Sequence[str], biases: Sequence[str]) -> Linear:
+        """The product with the weights `names` one below the other, and as many biases or none."""
+        bias = self.fuse(biases) if biases else None
+        if self._quantization == "none":
+            return PlainLinear(self.fuse(names), bias)
+        if self._quantization == "int8":
+            return Int8Linear(*round_rows(self.fuse(names)), bias)
+        codes, scale = self._round_to_fp8(names)
+        return Fp8Linear(codes, scale, bias)
+
+    def gated(self, names: Sequence[str], biases: Sequence[str]) -> Linear:
+        """silu(gate) * up of the two products `names`."""
+        return GatedLinear(self.linear(names, biases), choose_operations(self.device))
+
+    def embed(self, table: str, head: str) -> tuple[Embedding, Linear]:
+        """The embedding, and the product to logits in float32; tied when both names are the same."""
+        weight = self.take(table)
+        head_weight = weight if head == table else self.take(head)
+        if self._quantization == "int8":
+            return Embedding(weight), Int8Linear(*round_rows(head_weight), dtype=torch.float32)
+        return Embedding(weight), WidenedLinear(head_weight)
+
+    def finish(self) -> None:
+        """Reports the tensors that nobody took (ignored ones) as done."""
+        self._on_progress(self._total_bytes, self._total_bytes)
+
+    def _round_to_fp8(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """[sum of rows, K] e4m3 and [sum of rows] float32, from the tensors in their stored dtype, one at a time."""
+        num_rows = [self.checkpoint.entries[name].shape[0] for name in names]
+        depth = self.checkpoint.entries[names[0]].shape[1]
+        codes = torch.empty((sum(num_rows), depth), dtype=E4M3, device=self.device)
+        scale = torch.empty(sum(num_rows), dtype=torch.float32, device=self.device)
+        parts = zip(names, torch.split(codes, num_rows), torch.split(scale, num_rows), strict=True)
+        for name, part_codes, part_scale in parts:
+            found_codes, found_scale = quantise_rows(self.checkpoint.borrow(name).to(self.device))
+            part_codes.copy_(found_codes)
+            part_scale.copy_(found_scale)
+        self._count(names)
+        return codes, scale
+
+    def _count(self, names: Sequence[str]) -> None:
+        self._done_bytes += sum(self.checkpoint.entries[name].num_bytes for name in names)
+        self._on_progress(self._done_bytes, self._total_bytes)
+
+
+class PackedLoader(Loader):
+    """Weights of products are packed for the CPU's kernel, in bfloat16 or 8 bits; all others are as by `Loader`."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, on_progress: OnProgress, quantization: Quantization, weights: Weights
+    ) -> None:
+        super().__init__(checkpoint, torch.bfloat16, torch.device("cpu"), on_progress, quantization)
+        self._weights = weights
+
+    def linear(self, names: Sequence[str], biases: Sequence[str]) -> Linear:
+        """See `Loader.linear`."""
+        return PackedLinear(self._pack(names), self._arrange(biases))
+
+    def gated(self, names: Sequence[str], biases: Sequence[str]) -> Linear:
+        """See `Loader.gated`: in one pass."""
+        return PackedLinear(self._pack(names, is_gated=True), self._arrange(biases, is_gated=True), Epilogue.GATED)
+
+    def embed(self, table: str, head: str) -> tuple[Embedding, Linear]:
+        """See `Loader.embed`."""
+        matrix = self._pack([head])
+        embedding = PackedEmbedding(matrix) if head == table else Embedding(self.take(table))
+        return embedding, PackedLinear(matrix, epilogue=Epilogue.FLOATS)
+
+    def _pack(self, names: Sequence[str], *, is_gated: bool = False) -> PackedMatrix:
+        """The tensors one below the other; `is_gated`: two, whose panels alternate."""
+        shapes = [self.checkpoint.entries[name].shape for name in names]
+        num_rows = [shape[0] for shape in shapes]
+        shape = PackedShape(sum(num_rows), shapes[0][1], self._quantization == "int8")
+
+        def fill(memory: Tensor) -> None:
+            matrix = PackedMatrix(memory, shape)
+            if is_gated:
+                for half, name in enumerate(names):
+                    matrix.fill(self._borrow(name), half, 2)
+            elif any(count % PANEL_COLUMNS for count in num_rows[:-1]):
+                matrix.fill(torch.cat([self._borrow(name) for name in names]))
+            else:
+                for index, name in enumerate(names):
+                    matrix.fill(self._borrow(name), sum(num_rows[:index]) // PANEL_COLUMNS)
+
+        matrix = PackedMatrix(self._weights.take(names[0], shape.num_bytes, fill), shape)
+        self._count(names)
+        return matrix
+
+    def _borrow(self, name: str) -> Tensor:
+        return self.checkpoint.borrow(name).to(torch.bfloat16)
+
+    def _arrange(self, biases: Sequence[str], *, is_gated: bool = False) -> Tensor | None:
+        return panel_order([self.take(name).float() for name in biases], is_gated) if biases else None

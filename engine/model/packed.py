@@ -1,0 +1,201 @@
+"""Linear layers over weights packed in tiles, by the C++ kernel in cpu_linear.cpp: bfloat16 or 8 bits, on CPUs.
+
+Checks everything the kernel takes on trust. Knows how a packed matrix lies in its memory, not where that comes from.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from engine.kernels.build import BuildError, load_kernel
+from engine.model.embedding import Embedding
+
+PANEL_COLUMNS, BLOCK_COLUMNS = 16, 32
+TILE_LINE_WORDS, TILE_BYTES = 16, 2048  # words of 4 bytes along K; of both panels of a block
+PADDING_BYTES = 4096  # the kernel prefetches past the end
+
+
+class Epilogue(IntEnum):
+    """What becomes of the sums; enum Epilogue of cpu_linear.cpp."""
+
+    ROUNDED = 0  # [T, N] bfloat16
+    FLOATS = 1  # [T, N] float32
+    GATED = 2  # [T, N / 2] bfloat16: silu(gate) * up
+
+
+class _BatonProduct(ctypes.Structure):
+    """struct BatonProduct of cpu_linear.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "w", "scale", "shift", "bias", "out")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_columns", "depth")),
+        *((name, ctypes.c_int32) for name in ("is_8bit", "epilogue", "use_amx", "num_threads")),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedShape:
+    """A matrix [N, K] in tiles: [N / 32][K / depth of a tile][2 panels][16 words][16 columns], padded by zeros."""
+
+    num_columns: int  # N
+    depth: int  # K
+    is_8bit: bool
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_columns // BLOCK_COLUMNS)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of all tiles."""
+        tile_depth = TILE_LINE_WORDS * (4 if self.is_8bit else 2)
+        return self.num_blocks * -(-self.depth // tile_depth) * TILE_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Tiles, and for 8 bits each column's scale and shift behind them."""
+        return self.tile_bytes + (8 * BLOCK_COLUMNS * self.num_blocks if self.is_8bit else 0)
+
+
+class PackedMatrix:
+    """Weights [N, K] in memory that it does not own alone. Never written after it is filled."""
+
+    __slots__ = ("memory", "scale", "shape", "shift")
+
+    def __init__(self, memory: Tensor, shape: PackedShape) -> None:
+        """memory: [shape.num_bytes] uint8 or more, aligned to 64 bytes."""
+        if memory.dtype is not torch.uint8 or memory.numel() < shape.num_bytes or memory.data_ptr() % 64:
+            raise ValueError(f"{memory.numel()} values of {memory.dtype} do not hold {shape}")
+        self.memory = memory
+        self.shape = shape
+        columns = BLOCK_COLUMNS * shape.num_blocks
+        tables = memory[shape.tile_bytes : shape.num_bytes].view(torch.int32)
+        self.scale = tables[:columns].view(torch.float32)  # [N padded], or empty
+        self.shift = tables[columns:]  # likewise
+
+    def fill(self, rows: Tensor, first_panel: int = 0, step: int = 1) -> None:
+        """Pack rows [n, K] bfloat16 into every `step`-th panel. The memory must be zeros before the first."""
+        num_rows, depth = rows.shape
+        last_panel = first_panel + step * (-(-num_rows // PANEL_COLUMNS) - 1)
+        if rows.dtype is not torch.bfloat16 or depth != self.shape.depth or last_panel >= 2 * self.shape.num_blocks:
+            raise ValueError(f"{rows.dtype} {tuple(rows.shape)} from panel {first_panel} on do not fit {self.shape}")
+        rows = rows.contiguous()
+        _load().baton_pack(
+            rows.data_ptr(), num_rows, depth, self.memory.data_ptr(), first_panel, step,
+            *self._tables(), torch.get_num_threads(),
+        )  # fmt: skip
+
+    def _tables(self) -> tuple[int | None, int | None]:
+        return (self.scale.data_ptr(), self.shift.data_ptr()) if self.shape.is_8bit else (None, None)
+
+    def take_rows(self, ids: Tensor) -> Tensor:
+        """[n] int64 |-> [n, K] bfloat16."""
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.shape.num_columns:
+            raise ValueError(f"ids reach {int(ids.max())}, expected 0 to {self.shape.num_columns - 1}")
+        rows = torch.empty(len(ids), self.shape.depth, dtype=torch.bfloat16)
+        ids = ids.contiguous()
+        _load().baton_take_rows(
+            self.memory.data_ptr(), self._tables()[0], self.shape.depth, ids.data_ptr(), len(ids), rows.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return rows
+
+
+def panel_order(parts: Sequence[Tensor], is_gated: bool) -> Tensor:
+    """Values of columns |-> in the order of the packed columns, [N padded]; with `is_gated` the two parts alternate."""
+    if not is_gated:
+        joined = torch.cat(list(parts))
+        return torch.nn.functional.pad(joined, (0, -len(joined) % BLOCK_COLUMNS))
+    padded = [torch.nn.functional.pad(part, (0, -len(part) % PANEL_COLUMNS)) for part in parts]
+    return torch.stack([part.view(-1, PANEL_COLUMNS) for part in padded], 1).flatten()
+
+
+class PackedLinear:
+    """y = x W^T + b, see `Linear`; or what `epilogue` makes of the sums. A row's outputs do not depend on others."""
+
+    __slots__ = ("_arguments", "_bias", "_epilogue", "_matrix", "_multiply", "num_outputs")
+
+    def __init__(
+        self, matrix: PackedMatrix, bias: Tensor | None = None, epilogue: Epilogue = Epilogue.ROUNDED,
+        *, use_amx: bool = True,
+    ) -> None:  # fmt: skip
+        """bias: [N padded] float32, in `panel_order`."""
+        kernel, shape = _load(), matrix.shape
+        if bias is not None and (bias.dtype is not torch.float32 or len(bias) != BLOCK_COLUMNS * shape.num_blocks):
+            raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}, expected float32 of {shape} padded")
+        self._matrix = matrix
+        self._bias = bias
+        self._epilogue = epilogue
+        self._multiply = kernel.baton_multiply
+        self.num_outputs = shape.num_columns // (2 if epilogue is Epilogue.GATED else 1)
+        scale, shift = matrix._tables()
+        self._arguments = _BatonProduct(
+            w=matrix.memory.data_ptr(),
+            scale=scale,
+            shift=shift,
+            bias=None if bias is None else bias.data_ptr(),
+            num_columns=shape.num_columns,
+            depth=shape.depth,
+            is_8bit=shape.is_8bit,
+            epilogue=epilogue,
+            use_amx=use_amx and bool(kernel.baton_request_amx()),
+        )
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """rows: [T, K] bfloat16 |-> [T, num_outputs]"""
+        depth = self._matrix.shape.depth
+        if rows.dim() != 2 or rows.shape[1] != depth or rows.dtype is not torch.bfloat16 or not rows.is_cpu:
+            raise ValueError(
+                f"rows are {rows.dtype} {tuple(rows.shape)} on {rows.device}, expected bfloat16 [T, {depth}] on cpu"
+            )
+        rows = rows.contiguous()
+        dtype = torch.float32 if self._epilogue is Epilogue.FLOATS else torch.bfloat16
+        out = torch.empty(len(rows), self.num_outputs, dtype=dtype)
+        arguments = self._arguments
+        arguments.x, arguments.out, arguments.num_rows = rows.data_ptr(), out.data_ptr(), len(rows)
+        arguments.num_threads = torch.get_num_threads()
+        self._multiply(ctypes.addressof(arguments))
+        return out
+
+
+class PackedEmbedding(Embedding):
+    """A table that is packed, as a head's weights are which it is tied to."""
+
+    __slots__ = ("_matrix",)
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        super().__init__(torch.empty(0, dtype=torch.bfloat16))
+        self._matrix = matrix
+
+    def __len__(self) -> int:
+        return self._matrix.shape.num_columns
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """[T] int64 |-> [T, H]"""
+        return self._matrix.take_rows(token_ids)
+
+
+def can_pack() -> bool:
+    """Whether the kernel can be built here. Attention, which wants the same compiler, tells the user."""
+    try:
+        _load()
+    except BuildError:
+        return False
+    return True
+
+
+@cache
+def _load() -> ctypes.CDLL:
+    kernel = load_kernel("cpu_linear")
+    pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    kernel.baton_pack.argtypes = [pointer, count, count, pointer, count, count, pointer, pointer, number]
+    kernel.baton_take_rows.argtypes = [pointer, pointer, count, pointer, count, pointer, number]
+    kernel.baton_multiply.argtypes = [pointer]
+    for function in (kernel.baton_pack, kernel.baton_take_rows, kernel.baton_multiply):
+        function.restype = None
+    return kernel

@@ -1,0 +1,198 @@
+"""Where packed weights lie: in a cache file that all workers of a host map, or in this process's own memory.
+
+A file is written once, by the first process that needs it, and renamed when it is whole. It is named by all that it
+depends on, so it is never changed; one that nobody opened for a month is removed when another is written.
+"""
+
+import fcntl
+import json
+import mmap
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import torch
+from torch import Tensor
+
+Fill = Callable[[Tensor], object]  # writes into zeros, [num_bytes] uint8
+
+ALIGNED_BYTES = 1 << 16  # where a tensor begins: pages of any system
+PADDING_BYTES = 4096  # after each: kernels prefetch past the end
+SMALLEST_FILE_BYTES = 256 << 20  # less is packed by each process for itself
+UNUSED_S = 30 * 86_400
+LOCK_S, LOCK_POLL_S = 600.0, 0.05
+POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14
+END_MAGIC = b"BATONWTS"
+
+
+class Weights(Protocol):
+    """Gives each packed tensor its memory."""
+
+    def take(self, name: str, num_bytes: int, fill: Fill) -> Tensor:
+        """The tensor `name`, [num_bytes or more] uint8, filled by `fill` unless it was before."""
+        ...
+
+
+class OwnWeights:
+    """In this process's memory."""
+
+    def take(self, name: str, num_bytes: int, fill: Fill) -> Tensor:
+        """See `Weights`."""
+        memory = torch.zeros(num_bytes + PADDING_BYTES + 64, dtype=torch.uint8)
+        tensor = memory[-memory.data_ptr() % 64 :][: num_bytes + PADDING_BYTES]
+        fill(tensor[:num_bytes])
+        return tensor
+
+
+class WrittenWeights:
+    """Into a file that grows. A tensor is valid until the next one is taken."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._index: dict[str, tuple[int, int]] = {}  # name |-> begin, bytes
+        self._end = 0
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, name: str, num_bytes: int, fill: Fill) -> Tensor:
+        """See `Weights`."""
+        length = _round_up(num_bytes + PADDING_BYTES)
+        if length > len(self._scratch):
+            self._scratch = torch.empty(length, dtype=torch.uint8)  # torch aligns to 64 bytes
+        tensor = self._scratch[:length].zero_()
+        fill(tensor[:num_bytes])
+        self._index[name] = self._end, num_bytes
+        self._file.write(tensor.numpy().data)
+        self._end += length
+        return tensor
+
+    def finish(self) -> None:
+        """The index, and how long it is, at the end."""
+        index = json.dumps(self._index).encode()
+        self._file.write(index + len(index).to_bytes(8, "little") + END_MAGIC)
+        self._file.flush()
+
+
+class MappedWeights:
+    """Of a whole file, whose pages all processes that map it share."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError when it is damaged, OSError when it cannot be read."""
+        with path.open("rb") as file:
+            self._index = _read_index(file)
+            self._mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
+        self.num_bytes = len(self._mapped)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")  # nobody writes
+            self._all = torch.frombuffer(self._mapped, dtype=torch.uint8)
+
+    def take(self, name: str, num_bytes: int, fill: Fill) -> Tensor:
+        """See `Weights`. ValueError when the file does not have it."""
+        begin, stored = self._index.get(name, (0, -1))
+        if stored != num_bytes:
+            raise ValueError(f"{name} has {stored} bytes in the cache file, expected {num_bytes}")
+        length = _round_up(num_bytes + PADDING_BYTES)
+        try:
+            self._mapped.madvise(POPULATE_READ, begin, length)  # reads it now, not in the first request
+        except OSError:
+            self._all[begin : begin + length : mmap.PAGESIZE].sum()
+        return self._all[begin : begin + length]
+
+
+def _read_index(file: BinaryIO) -> dict[str, tuple[int, int]]:
+    try:
+        end = file.seek(-16, os.SEEK_END)
+        length, magic = int.from_bytes(file.read(8), "little"), file.read(8)
+        if magic != END_MAGIC or length > end:
+            raise ValueError("it is not whole")
+        file.seek(end - length)
+        index = {name: (int(begin), int(size)) for name, (begin, size) in json.loads(file.read(length)).items()}
+        ends = [begin + _round_up(size + PADDING_BYTES) for begin, size in index.values() if min(begin, size) >= 0]
+        if len(ends) < len(index) or max(ends) != end - length:
+            raise ValueError("its index does not fit")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file.name} is no file of packed weights: {error}") from error
+    return index
+
+
+class CannotShareError(Exception):
+    """There is no file, and none can be written; the message is one line for the user."""
+
+
+def share_weights(folder: Path, name: str, num_bytes: int, pack: Callable[[Weights], object]) -> MappedWeights:
+    """The file `name` of `folder`, written by `pack` into at most about `num_bytes` if it is not there.
+
+    One process packs at a time; others wait for it. CannotShareError when the file cannot be written.
+    """
+    path = folder / f"{name}.weights"
+    try:
+        with _locked(folder / f"{name}.lock"):
+            found = _open(path)
+            if found is None:
+                _check_room(folder, num_bytes)
+                _remove_unused(folder)
+                _write(path, pack)
+                found = MappedWeights(path)
+            os.utime(path)
+    except OSError as error:
+        raise CannotShareError(f"packed weights cannot be kept in {folder}: {error}") from error
+    return found
+
+
+def _open(path: Path) -> MappedWeights | None:
+    try:
+        return MappedWeights(path) if path.exists() else None
+    except ValueError:
+        path.unlink()
+        return None
+
+
+def _write(path: Path, pack: Callable[[Weights], object]) -> None:
+    draft = path.with_suffix(".part")  # only the holder of the lock writes it
+    try:
+        with draft.open("w+b") as file:
+            weights = WrittenWeights(file)
+            pack(weights)
+            weights.finish()
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _check_room(folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes * 1.1:
+        raise CannotShareError(
+            f"packed weights need {num_bytes >> 20} MiB in {folder}, which has {free >> 20} MiB free: "
+            "set XDG_CACHE_HOME to a folder with more, or each worker keeps its own copy in memory"
+        )
+
+
+def _remove_unused(folder: Path) -> None:
+    for path in folder.glob("*.weights"):
+        if path.stat().st_mtime < time.time() - UNUSED_S:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds the lock file, which the system frees when its holder dies. CannotShareError after LOCK_S."""
+    deadline = time.monotonic() + LOCK_S
+    with path.open("wb") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise CannotShareError(f"another process has held {path} for {LOCK_S:.0f} s") from error
+                time.sleep(LOCK_POLL_S)  # flock has no time-out
+        yield
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES

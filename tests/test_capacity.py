@@ -1,0 +1,189 @@
+"""`baton plan`: proposals meet their goals in the simulated fleet, one worker fewer does not, and limits are named."""
+
+import json
+import math
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+from cyclopts.exceptions import CycloptsError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.capacity import Goals, Proposal, Role, UnreachableError, find_wait, propose, time_prompt
+from bench.gpus import GPUS, GpuName
+from bench.roofline import ModelShape, build_costs, handoff_token_s, kv_tokens_that_fit
+from bench.simulate.figures import summarise
+from bench.simulate.gateway import Wires
+from bench.simulate.run import Fleet, Simulation, Workers
+from bench.simulate.settings import Workload
+from bench.simulate.worker import Limits
+from cli import main
+from cli.shapes import load_shape
+from runtime.settings import ConfigError
+
+EIGHT = load_shape("8B")
+SEVENTY = load_shape("70B")
+LOCAL_CHUNK_TOKENS = 256
+WITHIN = 1.1  # the queueing formulas are approximations
+
+
+def build_workers(role: Role, count: int) -> Workers:
+    chunk = role.chunk_tokens or LOCAL_CHUNK_TOKENS
+    return Workers(count, role.tp, role.costs, Limits(role.kv_tokens // 64, role.max_running, chunk, 64))
+
+
+def simulate(proposal: Proposal, model: ModelShape, gpu: GpuName, goals: Goals, fewer: str = "") -> dict[str, float]:
+    prefill = build_workers(proposal.prefill, proposal.prefill.count - (fewer == "prefill"))
+    decode = build_workers(proposal.decode, proposal.decode.count - (fewer == "decode"))
+    fleet = Fleet(prefill, decode, Wires(handoff_token_s(model, GPUS[gpu], proposal.decode.tp)))
+    workload = Workload(
+        num_requests=int(goals.rate * 12) + 100, rate=goals.rate, input_tokens=goals.input_tokens,
+        output_tokens=goals.output_tokens, lengths="fixed",
+    )  # fmt: skip
+    simulation = Simulation(fleet, workload)
+    figures = summarise(simulation.run(), goals.ttft_s, goals.tpot_s)
+    simulation.check()
+    return figures
+
+
+CASES: dict[str, tuple[ModelShape, GpuName, Goals, Literal["prefill", "decode"]]] = {
+    "prompts, 8B": (EIGHT, "h100", Goals(20, 2000, 40, 0.3, 0.03), "prefill"),
+    "prompts, 70B on two GPUs": (SEVENTY, "h200", Goals(8, 1500, 30, 0.6, 0.05), "prefill"),
+    "answers, by TPOT": (EIGHT, "h100", Goals(40, 500, 200, 0.4, 0.0075), "decode"),
+    "answers, by memory": (EIGHT, "l40s", Goals(7, 6000, 100, 1.5, 0.2), "decode"),
+}
+
+
+@pytest.mark.parametrize(("model", "gpu", "goals", "binding"), CASES.values(), ids=CASES)
+def test_a_proposal_meets_its_goals_and_one_worker_fewer_does_not(
+    model: ModelShape, gpu: GpuName, goals: Goals, binding: Literal["prefill", "decode"]
+) -> None:
+    proposal = propose(model, GPUS[gpu], goals, 64)
+    found = simulate(proposal, model, gpu, goals)
+    assert found["failed"] == found["preemptions"] == 0
+    for share in ("p50", "p90"):
+        assert found[f"ttft_{share}_ms"] <= WITHIN * goals.ttft_s * 1e3
+        assert found[f"tpot_{share}_ms"] <= WITHIN * goals.tpot_s * 1e3
+    expected = proposal.prefill.expected_s, proposal.decode.expected_s
+    assert (found["ttft_p90_ms"] / 1e3, found["tpot_p90_ms"] / 1e3) == pytest.approx(expected, rel=0.5)
+    fewer = simulate(proposal, model, gpu, goals, binding)
+    assert fewer["ttft_p90_ms"] > goals.ttft_s * 1e3 or fewer["tpot_p90_ms"] > goals.tpot_s * 1e3
+
+
+def test_what_binds_is_named() -> None:
+    easy = Goals(1, 1000, 100, 1.0, 0.05)
+
+    def limit(model: ModelShape, gpu: GpuName, goals: Goals, num_gpus: int = 64) -> tuple[str, str]:
+        with pytest.raises(UnreachableError) as caught:
+            propose(model, GPUS[gpu], goals, num_gpus)
+        return caught.value.limit, str(caught.value)
+
+    assert limit(SEVENTY, "l40s", easy, 2) == (
+        "memory", "weights and one request of 1100 tokens do not fit with 2 ranks",
+    )  # fmt: skip
+    assert limit(EIGHT, "a100", replace(easy, tpot_s=0.001))[0] == "tpot"
+    assert limit(EIGHT, "a100", replace(easy, input_tokens=8000, ttft_s=0.05))[0] == "ttft"
+    what, why = limit(EIGHT, "a100", replace(easy, rate=100.0), 8)
+    assert what == "gpus"
+    assert "and 8 given" in why
+
+
+@given(
+    gpu=st.sampled_from(list(GPUS)), rate=st.floats(0.1, 50), input_tokens=st.integers(2, 8000),
+    output_tokens=st.integers(2, 1000), ttft_s=st.floats(0.2, 5), tpot_s=st.floats(0.02, 0.2),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_a_proposal_is_within_its_own_limits(
+    gpu: GpuName, rate: float, input_tokens: int, output_tokens: int, ttft_s: float, tpot_s: float
+) -> None:
+    goals = Goals(rate, input_tokens, output_tokens, ttft_s, tpot_s)
+    try:
+        found = propose(EIGHT, GPUS[gpu], goals, 512)
+    except UnreachableError:
+        return
+    prefill, decode = found.prefill, found.decode
+    assert prefill.expected_s <= ttft_s
+    assert decode.expected_s <= tpot_s * 1.01
+    assert decode.max_running * (input_tokens + output_tokens) <= decode.kv_tokens
+    assert prefill.max_running * input_tokens <= prefill.kv_tokens
+    more = propose(EIGHT, GPUS[gpu], replace(goals, rate=rate * 2), 10**6)
+    assert more.prefill.num_gpus >= prefill.num_gpus
+    assert more.decode.num_gpus >= decode.num_gpus
+
+
+def test_a_queue_that_is_full_never_empties_and_an_idle_one_has_no_wait() -> None:
+    assert find_wait(10, 0.2, 2) == math.inf
+    assert find_wait(0.1, 0.1, 4) == 0
+    waits = [find_wait(9, 0.1, count) for count in (1, 2, 3)]
+    assert waits == sorted(waits, reverse=True)
+
+
+def test_a_prompt_in_chunks_attends_to_all_before_it() -> None:
+    costs = replace(build_costs(EIGHT, GPUS["h100"], 1), step=0.0, weights=0.0)
+    (whole, last), (in_parts, last_part) = time_prompt(costs, 1000, 1000), time_prompt(costs, 1000, 300)
+    assert in_parts == pytest.approx(whole)
+    assert (last, last_part) == (1000, 100)
+
+
+def test_shapes_of_known_models() -> None:
+    assert EIGHT.num_weights == pytest.approx(8.03e9, rel=1e-3)
+    assert EIGHT.kv_token_bytes == 128 << 10
+    assert EIGHT.num_active == EIGHT.num_weights - 128_256 * 4096
+    demo = load_shape("demo")
+    assert demo.num_active == demo.num_weights < 6e6, "a tied table is read as the head"
+    assert [size for size in (1, 2, 3, 4) if demo.can_have(size)] == [1, 2, 4]
+    assert kv_tokens_that_fit(SEVENTY, GPUS["h100"], 1) < 0 < kv_tokens_that_fit(SEVENTY, GPUS["h100"], 4)
+
+
+def run(*words: str) -> int:
+    found = main.app(words, exit_on_error=False)
+    assert isinstance(found, int)
+    return found
+
+
+PLAN = ("plan", "--model=8B", "--gpu=h100", "--rate=20", "--input=2000", "--output=300", "--ttft=500", "--tpot=20")
+
+
+def test_the_command_says_how_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*PLAN, "--num-gpus=8") == 0
+    text = capsys.readouterr().out
+    assert "80% of the bandwidth" in text
+    flags = text.partition("baton serve ")[2].splitlines()[0].split()
+    _function, bound, _ignored = main.app.parse_args(["serve", *flags], exit_on_error=False, print_error=False)
+    config = bound.arguments["config"]
+    assert (config.prefill_workers, config.decode_workers, config.chunk_tokens) == (2, 1, 512)
+
+
+@pytest.mark.parametrize("word", ["--rate=0", "--output-tokens=0", "--decode-workers=0"])
+def test_a_simulation_of_nothing(word: str) -> None:
+    with pytest.raises((ConfigError, CycloptsError), match="cannot be used"):
+        run("bench", "simulate", word)
+
+
+def test_goals_of_nothing() -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        Goals(0, 1, 1, 1, 1)
+
+
+def test_a_pool_for_one_answer_takes_one_at_a_time() -> None:
+    goals = Goals(0.05, 300_000, 100, 60, 0.1)
+    assert propose(EIGHT, GPUS["h100"], goals, 64).decode.max_running == 1
+
+
+def test_the_command_says_what_binds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*PLAN, "--num-gpus=2") == 1
+    assert "limit: gpus" in capsys.readouterr().err
+
+
+def test_one_of_each_is_a_compose_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*PLAN[:3], "--rate=5", *PLAN[4:], "--num-gpus=8") == 0
+    assert "PREFILL_TP=1 DECODE_TP=1 PREFILL_GPUS=0,1 DECODE_GPUS=1,0" in capsys.readouterr().out
+
+
+def test_a_simulation_by_command(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--num-requests=20", "--output-tokens=10", "--times=1", "--times=2"
+    assert run("bench", "simulate", *sizes, "--colocated", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["1 + 1", "0 + 2", "2 + 2", "0 + 4"]
+    assert [one["requests"] for one in found.values()] == [20, 20, 40, 40]

@@ -1,0 +1,175 @@
+"""The simulated fleet: runs of steps at once and one by one agree, every request ends, no page is lost; fits."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.simulate.costs import Costs, Measured, Work, fit, load, mean_error, save
+from bench.simulate.figures import Gaps, Outcome, find_imbalance, summarise
+from bench.simulate.gateway import Wires
+from bench.simulate.run import Fleet, Simulation, Workers, colocate
+from bench.simulate.settings import Workload
+from bench.simulate.worker import Limits
+from bench.simulate.workload import build_conversations
+
+COSTS = Costs(step=1e-3, row=1e-5, kv_token=2e-8, token=3e-5, pair=1e-9, weights=4e-3)
+WORKLOAD = Workload(num_requests=60, rate=30.0, input_tokens=200, output_tokens=40)
+
+
+def build_fleet(prefill: int = 2, decode: int = 2, num_pages: int = 400, max_running: int = 16) -> Fleet:
+    def role(count: int, chunk_tokens: int) -> Workers:
+        return Workers(count, 1, COSTS, Limits(num_pages, max_running, chunk_tokens, 16, 8))
+
+    return Fleet(role(prefill, 256), role(decode, 256), Wires(2e-6))
+
+
+def simulate(fleet: Fleet, workload: Workload, is_bulk: bool = True) -> Outcome:
+    simulation = Simulation(fleet, workload, is_bulk)
+    outcome = simulation.run()
+    simulation.check()
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("fleet", "workload"),
+    [
+        (build_fleet(), WORKLOAD),
+        (build_fleet(0, 3), WORKLOAD),
+        (build_fleet(), replace(WORKLOAD, num_prefixes=3, prefix_tokens=100, turns=3, think_s=0.2)),
+        (build_fleet(1, 1, num_pages=60, max_running=4), replace(WORKLOAD, rate=300.0)),
+        (build_fleet(0, 2, num_pages=60), replace(WORKLOAD, rate=300.0, turns=2, think_s=0.1)),
+    ],
+    ids=["disaggregated", "colocated", "conversations", "short of pages", "short of pages, colocated"],
+)
+def test_steps_at_once_are_steps_one_by_one(fleet: Fleet, workload: Workload) -> None:
+    """Every moment is the same to the last bit, and so is what was computed and cached."""
+    slow, fast = simulate(fleet, workload, is_bulk=False), simulate(fleet, workload)
+    assert fast.answers == slow.answers
+    assert fast.num_preemptions == slow.num_preemptions
+    assert (fast.gaps.counts == slow.gaps.counts).all()
+    for role, busy in slow.busy_s.items():
+        assert fast.busy_s[role] == pytest.approx(busy)
+
+
+def test_answers_may_end_before_messages_arrive() -> None:
+    """Steps that take no time: an answer is over before its prefill worker hears that the last page was read."""
+    fast = Costs(1e-6, 0, 0, 0, 0)
+    fleet = build_fleet()
+    fleet = replace(fleet, prefill=replace(fleet.prefill, costs=fast), decode=replace(fleet.decode, costs=fast))
+    answers = simulate(fleet, replace(WORKLOAD, output_tokens=2)).answers
+    assert len({answer.number for answer in answers if not answer.error}) == len(answers) == WORKLOAD.num_requests
+
+
+def test_pages_run_short_in_a_test() -> None:
+    """Else the case above would say nothing of preemptions."""
+    assert simulate(build_fleet(0, 2, num_pages=60), replace(WORKLOAD, rate=300.0)).num_preemptions
+
+
+@given(
+    prefill=st.integers(0, 3), decode=st.integers(1, 3), num_pages=st.integers(60, 300), max_running=st.integers(1, 8),
+    rate=st.floats(1, 500), turns=st.integers(1, 3), num_prefixes=st.integers(0, 2), seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=20, deadline=None)
+def test_every_request_ends(
+    prefill: int, decode: int, num_pages: int, max_running: int, rate: float, turns: int, num_prefixes: int, seed: int
+) -> None:
+    """With all its tokens, or with an error where it can fit no pool; twice the same."""
+    workload = Workload(
+        num_requests=12, rate=rate, input_tokens=100, output_tokens=20, turns=turns, think_s=0.1,
+        num_prefixes=num_prefixes, prefix_tokens=40, seed=seed,
+    )  # fmt: skip
+    fleet = build_fleet(prefill, decode, num_pages, max_running)
+    outcome = simulate(fleet, workload)
+    assert simulate(fleet, workload).answers == outcome.answers
+    wanted = {
+        (one.number, turn): count for one in build_conversations(workload) for turn, count in enumerate(one.num_answer)
+    }
+    assert len(wanted) == len({answer.number for answer in outcome.answers}) == 12
+    for answer in outcome.answers:
+        assert answer.num_tokens == wanted[answer.number] or "pages" in answer.error
+        assert answer.error or answer.arrived < answer.first_at < answer.last_at
+
+
+def test_turns_and_prefixes_are_found_in_caches() -> None:
+    alone = summarise(simulate(build_fleet(), WORKLOAD), 1, 1)
+    shared = replace(WORKLOAD, num_prefixes=1, prefix_tokens=160, turns=4, think_s=0.1)
+    found = summarise(simulate(build_fleet(num_pages=4000), shared), 1, 1)
+    assert alone["cache_hit_rate"] == 0
+    assert found["cache_hit_rate"] > 0.6
+
+
+def test_prompts_between_steps_make_tokens_stutter() -> None:
+    """The reason to have two kinds of workers: the same GPUs, the same requests."""
+    workload = replace(WORKLOAD, num_requests=150, rate=25.0, input_tokens=800)
+    fleet = build_fleet(1, 1, num_pages=4000, max_running=64)
+    apart, together = (summarise(simulate(one, workload), 1, 1) for one in (fleet, colocate(fleet)))
+    assert apart["itl_p99_ms"] < 0.9 * together["itl_p99_ms"]
+    assert apart["tpot_p99_ms"] < together["tpot_p99_ms"]
+
+
+def test_lengths_and_arrivals_have_their_means() -> None:
+    built = build_conversations(Workload(num_requests=4001, rate=50.0, turns=2, input_tokens=300, output_tokens=30))
+    assert sum(len(one.num_new) for one in built) == 4001
+    assert built[-1].start == pytest.approx(4001 / 50, rel=0.1)
+    assert np.mean([count for one in built for count in one.num_new]) == pytest.approx(300, rel=0.05)
+    assert built[0].prompt(0, b"") != built[1].prompt(0, b"")
+    assert built[0].prompt(1, b"before")[:6] == b"before"
+
+
+@given(st.lists(st.floats(2e-6, 100), min_size=1, max_size=50), st.sampled_from([0.5, 0.99]))
+def test_quantiles_of_gaps_are_right_to_a_hundredth(seconds: list[float], share: float) -> None:
+    gaps, one_by_one = Gaps(), Gaps()
+    gaps.add_steps(np.array(seconds), 3)
+    for one in seconds:
+        one_by_one.add(one)
+    expected = np.quantile(seconds, share, method="inverted_cdf")
+    assert gaps.quantile(share) == one_by_one.quantile(share) == pytest.approx(expected, rel=0.011)
+
+
+def test_imbalance() -> None:
+    assert (find_imbalance([1.0, 3.0]), find_imbalance([0.0, 0.0])) == (1.5, 1.0)
+
+
+works = st.builds(Work, st.integers(0, 64), st.integers(0, 10**5), st.integers(0, 2048), st.integers(0, 10**6))
+parts = st.floats(0.1, 10)
+
+
+@given(parts, parts, parts, parts, parts, st.lists(works, min_size=60, max_size=60, unique=True))
+@settings(max_examples=30)
+def test_a_fit_recovers_costs(step: float, row: float, kv: float, token: float, pair: float, done: list[Work]) -> None:
+    varied = [Work(number, number * 500, 0, 0) for number in range(1, 9)] + [Work(0, 0, 64, 9999), Work(0, 0, 64, 99)]
+    costs = Costs(step * 1e-3, row * 1e-5, kv * 1e-8, token * 1e-5, pair * 1e-9)
+    steps = [Measured(work, costs.seconds(work)) for work in done + varied]
+    found = fit(steps)
+    for name in ("step", "row", "kv_token", "token", "pair"):
+        assert getattr(found, name) == pytest.approx(getattr(costs, name), rel=1e-3)
+
+
+def test_a_fit_has_no_negative_part(tmp_path: Path) -> None:
+    """Even if noise says so: time would run backwards."""
+    draw = np.random.default_rng(0)
+    true = Costs(1e-3, 0.0, 1e-8, 1e-5, 0.0)
+    works = [Work(*map(int, draw.integers(1, (32, 9000, 500, 99999)))) for _ in range(80)]
+    steps = [Measured(work, true.seconds(work) * draw.uniform(0.9, 1.1)) for work in works]
+    save(tmp_path / "steps.json", {"model": "none"}, steps)
+    assert load(tmp_path / "steps.json") == steps
+    found = fit(steps)
+    assert min(found.step, found.row, found.kv_token, found.token, found.pair) >= 0
+    assert mean_error(found, steps) < 0.1
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"steps": [{"rows": 1}]}', '{"steps": "x"}'])
+def test_a_file_without_steps(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "steps.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="no measured steps"):
+        load(path)
+
+
+def test_steps_that_are_all_alike() -> None:
+    with pytest.raises(ValueError, match="measure others too"):
+        fit([Measured(Work(1, 10, 0, 0), 0.01)] * 9)
