@@ -26,7 +26,7 @@ from bench.peers.systems import GROUPS, PACKAGES, SYSTEMS, Group
 from bench.peers.turns import FORMAT, run_group
 from runtime.settings import ConfigError
 
-app = App(help=__doc__, result_action="return_value")
+app = App(help=__doc__, result_action="return_value", suppress_keyboard_interrupt=False)
 PEERS, MODELS = Path("build/peers"), Path("build/models")
 
 
@@ -122,3 +122,5 @@ if __name__ == "__main__":
         app()
     except ConfigError as error:
         sys.exit(f"bench.peers: {error}")
+    except KeyboardInterrupt:
+        sys.exit("bench.peers: ended by a signal; the rounds that were complete are saved")

@@ -34,7 +34,7 @@ def build_facts(systems: Mapping[str, Mapping[str, Any]], names: list[str]) -> s
         memory = f"{facts['pss_bytes'] / 2**30:.1f} GiB" if "pss_bytes" in facts else "-"
         agrees = f"{facts['agreement']:.0%}" if "agreement" in facts else "-"
         variables = " ".join(f"{key}={value}" for key, value in facts["variables"].items())
-        command = f"{variables} {facts['command']}".strip().replace("|", "\\|")
+        command = f"{variables} {facts['command']}".strip().replace("{{", "{").replace("}}", "}")
         lines.append(
             f"| {name} | {facts['version']} | {facts['ready_s']:.0f} | {memory} | {facts['idle_cpu']:.0%} | {agrees} "
             f"| `{command}` |"
