@@ -33,9 +33,9 @@ def serve(options: Annotated[ServeOptions, Parameter(name="*")] = ServeOptions()
         result = asyncio.run(run_levels(options, lambda name, total: _start(progress, name, total)))
     if size and ceilings:
         add_use(result, size, ceilings)
-    show(result)
-    if options.save:
+    if options.save:  # before anything is printed, where the reader may be gone
         write_json(result, options.save)
+    show(result)
     if options.plot:
         _draw([result], options.plot)
     errors = list_errors(result)

@@ -4,17 +4,17 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bench.peers.__main__ import choose, run_group
+from bench.peers.__main__ import choose, read_result
 from bench.peers.documents import tell_group
 from bench.peers.figures import build_cell, build_table, find_ratios, put_between, share_prefix, tell
 from bench.peers.processes import find_tree, read_cpu_s, read_pss_bytes, start, stop
 from bench.peers.rows import ROWS
 from bench.peers.session import Places, build_command
 from bench.peers.systems import GROUPS, SYSTEMS, Group, System
+from bench.peers.turns import run_group
 from bench.random_models import draw_weights
 from runtime.settings import ConfigError
 from tests.under_load import wait_until
@@ -114,14 +114,14 @@ def _is_running(pid: int) -> bool:
 def test_a_group_whose_servers_do_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told, and the tables say so."""
     monkeypatch.setattr("bench.peers.session.IDLE_S", 0.0)
-    monkeypatch.setattr("bench.peers.__main__.SYSTEMS", {"a": System("{python} -c 'raise SystemExit(\"no room\")'")})
+    monkeypatch.setattr("bench.peers.turns.SYSTEMS", {"a": System("{python} -c 'raise SystemExit(\"no room\")'")})
     places, out = Places(tmp_path / "model", tmp_path, tmp_path, 2), tmp_path / "r.json"
-    machine = {"cpu": "x", "num_cores": 2, "memory_bytes": 2**30}
-    result: dict[str, Any] = {"groups": {}, "machine": machine, "date": "2026-01-01", "rounds": 1}
+    result = read_result(out)
     group = Group("t", ("a",), ("tpot",))
     asyncio.run(run_group("g", group, places, 1, result, out))
+    assert read_result(out) == result
     assert "no room" in result["groups"]["g"]["missing"]["a"]
-    assert "Not measured: a (a ended at its start: no room" in tell_group(group, result["groups"]["g"], result)
+    assert "Not measured: a (a ended at its start: no room" in tell_group(group, result["groups"]["g"])
 
 
 def test_random_weights_have_the_shapes_that_engines_want() -> None:

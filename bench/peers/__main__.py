@@ -10,28 +10,24 @@ compare. A round is one turn of each; what is told are medians of the rounds' ra
 """
 
 import asyncio
-import os
-import platform
+import json
 import signal
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from cyclopts import App
 
-from bench.load.report import write_json
 from bench.peers.documents import tell_group
 from bench.peers.figures import put_between
-from bench.peers.prepare import MODEL, convert, install
-from bench.peers.rows import RowError, measure_row
-from bench.peers.session import Places, Running, note_agreement, note_memory, open_group
+from bench.peers.prepare import convert, install
+from bench.peers.session import Places
 from bench.peers.systems import GROUPS, PACKAGES, SYSTEMS, Group
+from bench.peers.turns import FORMAT, run_group
 from runtime.settings import ConfigError
 
-app = App(help=__doc__, result_action="return_value")
+app = App(help=__doc__, result_action="return_value", suppress_keyboard_interrupt=False)
 PEERS, MODELS = Path("build/peers"), Path("build/models")
-DOCUMENT = Path("docs/BENCHMARKS.md")
 
 
 @app.command(name="install")
@@ -82,25 +78,25 @@ def run(
     document
         Put the tables between this file's markers, such as docs/BENCHMARKS.md.
     """
+    if rounds < 1:
+        raise ConfigError(f"rounds={rounds} cannot be used: 1 or more")
     chosen = choose(groups, rows, systems)
-    model = convert(models_dir.resolve(), peers_dir.resolve())
     logs = out.resolve().parent / "bench-peers-logs"
     logs.mkdir(parents=True, exist_ok=True)
-    places = Places(model, peers_dir.resolve(), logs, threads)
-    result: dict[str, Any] = {
-        "format": "baton-bench-peers/1",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(),
-        "rounds": rounds,
-        "model": MODEL,
-        "groups": {},
-    }
+    places = Places(convert(models_dir.resolve(), peers_dir.resolve()), peers_dir.resolve(), logs, threads)
+    result = read_result(out)
     for name, group in chosen.items():
         asyncio.run(run_group(name, group, places, rounds, result, out))
-        text = tell_group(group, result["groups"][name], result)
-        print(text)
+        text = tell_group(group, result["groups"][name])
+        print(text, flush=True)
         if document is not None:
             document.write_text(put_between(document.read_text(), name, text))
+
+
+def read_result(out: Path) -> dict[str, Any]:
+    """What earlier runs left there, as groups that are not measured again stay; else an empty one."""
+    found = json.loads(out.read_bytes()) if out.exists() else {}
+    return found if found.get("format") == FORMAT else {"format": FORMAT, "groups": {}}
 
 
 def choose(groups: str, rows: str, systems: str) -> dict[str, Group]:
@@ -120,58 +116,11 @@ def choose(groups: str, rows: str, systems: str) -> dict[str, Group]:
     return chosen
 
 
-async def run_group(
-    name: str, group: Group, places: Places, num_rounds: int, result: dict[str, Any], out: Path
-) -> None:
-    """Start the systems, and let them take turns; `result` grows and is saved."""
-    async with open_group(group.systems, SYSTEMS, places) as (running, missing):
-        rows: dict[str, dict[str, list[dict[str, Any]]]] = {
-            row: {one.name: [] for one in running} for row in group.rows
-        }
-        facts = {one.name: one.facts for one in running}
-        result["groups"][name] = {"systems": facts, "missing": missing, "rows": rows}
-        for one in running:
-            await measure(one, group.rows[0], 0)  # the first answers pay for first touches; not counted
-        await note_agreement(running)
-        for number in range(num_rounds):
-            for row in group.rows:
-                first = number % max(len(running), 1)  # everyone is the first once
-                for one in (*running[first:], *running[:first]):
-                    rows[row][one.name].append(await measure(one, row, number + 1))
-            note_memory(running)
-            write_json(result, out)
-
-
-async def measure(one: Running, row: str, seed: int) -> dict[str, Any]:
-    """One turn. A failure is a figure, too, and does not end the run."""
-    try:
-        figures: dict[str, Any] = await measure_row(row, one.target, seed)
-    except (RowError, ConfigError) as error:
-        figures = {}
-        print(f"{one.name}, {row}: {error}", file=sys.stderr, flush=True)
-    told = "  ".join(f"{name} {value:.1f}" for name, value in figures.items())
-    print(f"{seed:3} {row:15} {one.name:16} {told}", file=sys.stderr, flush=True)
-    return figures
-
-
-def describe_machine() -> dict[str, Any]:
-    cpus = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if "model name" in line
-    ]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": cpus[0] if cpus else "",
-        "num_cores": os.cpu_count(),
-        "memory_bytes": memory,
-        "system": platform.platform(),
-    }
-
-
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # which ends the servers, too
     try:
         app()
     except ConfigError as error:
         sys.exit(f"bench.peers: {error}")
+    except KeyboardInterrupt:
+        sys.exit("bench.peers: ended by a signal; the rounds that were complete are saved")

@@ -7,16 +7,15 @@ from bench.peers.figures import build_table
 from bench.peers.systems import Group
 
 
-def tell_group(group: Group, found: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+def tell_group(group: Group, found: Mapping[str, Any]) -> str:
     """Title, machine, what was started and how, and the table."""
-    machine = result["machine"]
-    memory = machine["memory_bytes"] / 2**30
+    memory = found["memory_bytes"] / 2**30
     systems = [name for name in group.systems if name in found["systems"]]
     parts = [
         f"### {group.title}",
-        f"{machine['cpu']}, {machine['num_cores']} cores, {memory:.0f} GiB; {result['date'][:10]}; {result['rounds']} "
-        "rounds in which all took turns. The first column: medians. The others: median, least and largest ratio to it "
-        "of the same round, and in brackets the median.",
+        f"{found['cpu']}, {found['num_cores']} cores, {memory:.0f} GiB; {found['date'][:10]}; "
+        f"rounds: {found['rounds']}, threads of each server: {found['threads']}. The first column: medians. "
+        "The others: median, least and largest ratio to it of the same round, and in brackets the median.",
     ]
     if systems:
         parts += [build_table(found["rows"], systems), build_facts(found["systems"], systems)]
@@ -35,7 +34,7 @@ def build_facts(systems: Mapping[str, Mapping[str, Any]], names: list[str]) -> s
         memory = f"{facts['pss_bytes'] / 2**30:.1f} GiB" if "pss_bytes" in facts else "-"
         agrees = f"{facts['agreement']:.0%}" if "agreement" in facts else "-"
         variables = " ".join(f"{key}={value}" for key, value in facts["variables"].items())
-        command = f"{variables} {facts['command']}".strip().replace("|", "\\|")
+        command = f"{variables} {facts['command']}".strip().replace("{{", "{").replace("}}", "}")
         lines.append(
             f"| {name} | {facts['version']} | {facts['ready_s']:.0f} | {memory} | {facts['idle_cpu']:.0%} | {agrees} "
             f"| `{command}` |"

@@ -47,14 +47,16 @@ def start(command: Sequence[str], variables: Mapping[str, str], log: Path) -> St
 
 
 def stop(started: Started) -> None:
-    """By SIGTERM, then by SIGKILL to what is left of its group."""
-    if not started.has_ended:
-        started.process.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            started.process.wait(STOP_S)
-    with suppress(ProcessLookupError):
-        os.killpg(started.process.pid, signal.SIGKILL)  # the group has the number of its first process
-    started.process.wait()
+    """By SIGTERM, then by SIGKILL to what is left of its group; at once when we are interrupted meanwhile."""
+    try:
+        if not started.has_ended:
+            started.process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                started.process.wait(STOP_S)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(started.process.pid, signal.SIGKILL)  # the group has the number of its first process
+        started.process.wait()
 
 
 def find_tree(pid: int) -> list[int]:
