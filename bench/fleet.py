@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.live import HAND_OFF
+from bench.live import HAND_OFF_FLAGS
 from bench.plain_http import read_metric, read_workers
 from runtime.events import Ready, parse_event
 
@@ -275,7 +275,7 @@ def run_fleet(
             )  # fmt: skip
         peers = [f"--{worker.role}={links.get(worker.name, worker.address)}" for worker in fleet.workers()]
         gateway = fleet.gateway
-        waits = (f"--patience-s={patience_s:g}", f"--grpc-port={gateway.metrics_port}", *HAND_OFF)
+        waits = (f"--patience-s={patience_s:g}", f"--grpc-port={gateway.metrics_port}", *HAND_OFF_FLAGS)
         gateway.flags = (*gateway.flags, *waits, *peers)
         try:
             for process in fleet.processes.values():

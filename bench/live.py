@@ -16,7 +16,8 @@ from typing import Any
 
 from bench.plain_http import read_metric, read_workers
 
-HAND_OFF = ("--local-prefill-max-tokens=0",)  # although roles on one CPU share its cores
+HAND_OFF = "--local-prefill-max-tokens"
+HAND_OFF_FLAGS = (f"{HAND_OFF}=0",)  # although roles on one CPU share its cores
 START_S = 240.0  # a loaded machine imports torch slowly
 READY = re.compile(r"^(?P<name>\S+) is ready at (?P<address>\S+) \((?P<facts>.*)\)$")
 
@@ -73,7 +74,7 @@ def serve(model: Path | str, *flags: str, env: Mapping[str, str] | None = None) 
             str(model),
             "--port=0",
             "--grpc-port=0",
-            *HAND_OFF,
+            *(() if any(flag.startswith(HAND_OFF) for flag in flags) else HAND_OFF_FLAGS),
             *flags,
         ]
         with log.open("w") as out:

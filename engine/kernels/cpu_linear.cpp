@@ -30,7 +30,7 @@ enum Epilogue { kRounded, kFloats, kGated };
 namespace {
 
 constexpr int kTileWords = 256;    // a panel's part of a tile: [16 words][16 columns]
-constexpr int kPrefetchBytes = 2048;
+constexpr int kPrefetchBytes = 4096;
 constexpr int64_t kFewRows = 16;  // their encoding takes less time than waiting for other threads
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which lies in the low bits
 #ifdef __AVX512F__

@@ -17,7 +17,7 @@ from engine.model.embedding import Embedding
 
 PANEL_COLUMNS, BLOCK_COLUMNS = 16, 32
 TILE_LINE_WORDS, TILE_BYTES = 16, 2048  # words of 4 bytes along K; of both panels of a block
-PADDING_BYTES = 4096  # the kernel prefetches past the end
+PADDING_BYTES = 8192  # the kernel prefetches past the end
 
 
 class Epilogue(IntEnum):

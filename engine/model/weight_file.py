@@ -22,7 +22,7 @@ from torch import Tensor
 Fill = Callable[[Tensor], object]  # writes into zeros, [num_bytes] uint8
 
 ALIGNED_BYTES = 1 << 16  # where a tensor begins: pages of any system
-PADDING_BYTES = 4096  # after each: kernels prefetch past the end
+PADDING_BYTES = 8192  # after each: kernels prefetch past the end
 SMALLEST_FILE_BYTES = 256 << 20  # less is packed by each process for itself
 UNUSED_S = 30 * 86_400
 LOCK_S, LOCK_POLL_S = 600.0, 0.05
