@@ -15,7 +15,13 @@ class Budget:
 
     prompt_tokens: int
     setting: str  # the flag that sets it, for error messages
-    beside_answers: int | None = None  # prompt tokens where there are answers in the step; None: as many
+    beside_answers: int | None = None  # prompt tokens beside as many answers as prompts or more; None: as many
+
+    def beside(self, num_prompts: int, num_answers: int) -> int:
+        """Prompt tokens of a step. More prompts than answers get as many times more: they are most of what waits."""
+        if self.beside_answers is None or not num_answers:
+            return self.prompt_tokens
+        return min(self.prompt_tokens, int(self.beside_answers * max(1.0, num_prompts / num_answers)))
 
 
 def plan_step(table: SequenceTable, budget: Budget) -> list[Planned]:
@@ -37,8 +43,7 @@ def plan_step(table: SequenceTable, budget: Budget) -> list[Planned]:
         elif table.make_room(sequence, sequence.launched + 1):
             planned.append(Planned(sequence, sequence.launched, 1, sequence.num_to_score(1), True))
     if prompts:
-        beside = budget.beside_answers if planned else None
-        planned += _plan_prompts(prompts, budget.prompt_tokens if beside is None else beside)
+        planned += _plan_prompts(prompts, budget.beside(len(prompts), len(planned)))
     for step in planned:
         table.begin_step(step)
     return planned
