@@ -15,13 +15,13 @@ class Budget:
 
     prompt_tokens: int
     setting: str  # the flag that sets it, for error messages
-    beside_answers: int | None = None  # prompt tokens beside as many answers as prompts or more; None: as many
+    beside_answers: int | None = None  # prompt tokens beside twice as many answers as prompts; None: as many
 
     def beside(self, num_prompts: int, num_answers: int) -> int:
-        """Prompt tokens of a step. More prompts than answers get as many times more: they are most of what waits."""
+        """Prompt tokens of a step. With more than half as many prompts as answers, in proportion: their wait is longer."""
         if self.beside_answers is None or not num_answers:
             return self.prompt_tokens
-        return min(self.prompt_tokens, int(self.beside_answers * max(1.0, num_prompts / num_answers)))
+        return min(self.prompt_tokens, int(self.beside_answers * max(1.0, 2 * num_prompts / num_answers)))
 
 
 def plan_step(table: SequenceTable, budget: Budget) -> list[Planned]:

@@ -68,6 +68,7 @@ def _openvino(kind: str) -> System:
 
 SYSTEMS: Mapping[str, System] = {
     "baton": System(BATON + "off"),
+    "baton-handoff": System(BATON + "off --local-prefill-max-tokens 0"),
     "baton-colocated": System(BATON + "off --prefill-workers 0"),
     "baton-ngram": System(BATON + "ngram"),
     "baton-int8": System(BATON + "off --quantization int8"),
@@ -114,14 +115,14 @@ GROUPS: Mapping[str, Group] = {
         ("interference", "ttft512"),
     ),
     "colocated": Group(
-        "Two workers, or one that does both",
-        ("baton", "baton-colocated"),
+        "Two workers, two that hand off although they share cores, or one that does both",
+        ("baton-colocated", "baton", "baton-handoff"),
         ("tpot", "ttft512", *THROUGHPUTS, "interference", "prefix"),
     ),
     "int8": Group(
         "8-bit weights",
         ("baton-int8", "llama.cpp-q8_0", "openvino-int8", "baton"),
-        ("tpot", "ttft512", "throughput-8"),
+        ("tpot", "ttft512", "throughput-16"),
     ),
     "ngram": Group(
         "Guessing ahead by repeats, on the same repetitive text",

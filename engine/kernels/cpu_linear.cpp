@@ -159,6 +159,7 @@ template <class Math> struct Tiles {
         const bool has_two = num_rows > 16;
         const uint32_t *upper = x + first * kTileWords, *lower = upper + all_tiles * kTileWords;
         float* const at = (float*)sums;
+        asm volatile("" ::: "memory");  // tile loads do not tell the compiler that they read memory
         TILE_LOAD(0, at, 128);
         TILE_LOAD(1, at + 16, 128);
         if (has_two) {
