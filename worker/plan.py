@@ -18,7 +18,7 @@ class Budget:
     beside_answers: int | None = None  # prompt tokens beside twice as many answers as prompts; None: as many
 
     def beside(self, num_prompts: int, num_answers: int) -> int:
-        """Prompt tokens of a step. With more than half as many prompts as answers, in proportion: their wait is longer."""
+        """Prompt tokens of a step: in proportion more with more than half as many prompts as answers."""
         if self.beside_answers is None or not num_answers:
             return self.prompt_tokens
         return min(self.prompt_tokens, int(self.beside_answers * max(1.0, 2 * num_prompts / num_answers)))
