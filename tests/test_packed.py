@@ -89,8 +89,7 @@ def test_bias_gate_and_lookup(is_8bit: bool) -> None:
     torch.testing.assert_close(plain(rows), both, rtol=0.01, atol=1e-3)
     gate, up = both.chunk(2, dim=1)
     shape = PackedShape(80, 96, is_8bit)
-    memory = torch.zeros(shape.num_bytes + packed.PADDING_BYTES + 64, dtype=torch.uint8)
-    gated = PackedMatrix(memory[-memory.data_ptr() % 64 :], shape)
+    gated = PackedMatrix(OwnWeights().take("", shape.num_bytes, lambda memory: None), shape)
     for half in range(2):
         gated.fill(weight[40 * half : 40 * half + 40], half, 2)
     linear = PackedLinear(gated, panel_order([*bias.float().chunk(2)], is_gated=True), Epilogue.GATED)

@@ -15,9 +15,7 @@ float sum_lanes(Floats v) {
     return sum;
 }
 Floats load_some(const bfloat16* from, int64_t count) {
-    Halves values{};
-    std::memcpy(&values, from, std::min<int64_t>(count, kLanes) * 2);
-    return widen(values);
+    return widen(load_part<Halves>(from, count * 2));
 }
 float inverse_rms(Floats squares, int64_t width, float eps) { return 1.0f / std::sqrt(sum_lanes(squares) / width + eps); }
 

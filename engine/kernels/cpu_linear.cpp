@@ -5,8 +5,6 @@
 // N and K are padded by zeros. Each output is one chain of sums along K, so a row's outputs do not depend on the others.
 // With 8-bit weights x is rounded to 8 bits too, each row by its largest value: code + 128 is what `dpbusd` wants.
 // Knows pointers that Python has checked; keeps scratch memory per thread; throws nothing.
-#include <cmath>
-#include <cstdlib>
 #include <vector>
 
 #include "cpu_amx.h"
@@ -32,7 +30,6 @@ namespace {
 constexpr int kTileWords = 256;    // a panel's part of a tile: [16 words][16 columns]
 constexpr int kPrefetchBytes = 4096;
 constexpr int64_t kFewRows = 16;  // their encoding takes less time than waiting for other threads
-constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which lies in the low bits
 #ifdef __AVX512F__
 constexpr int kRows = 12;  // 24 sums, two panels: 26 of 32 registers
 #else

@@ -50,12 +50,6 @@ constexpr int64_t kFewTokens = 16;  // writing them takes less time than waiting
 constexpr int64_t kBytesAThread = 1 << 19;  // of KV: less is read before another thread is awake
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-template <class V> V load_part(const char* from, int64_t bytes) {  // zeros after `bytes`
-    if (bytes >= (int64_t)sizeof(V)) return load<V>(from);
-    V v{};
-    if (bytes > 0) std::memcpy(&v, from, bytes);
-    return v;
-}
 int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 void widen_row(const bfloat16* from, float* to, int64_t n) {
@@ -66,26 +60,13 @@ void write_scaled(const float* from, float factor, float* to, int64_t n) {
 }
 void write_scaled(const float* from, float factor, bfloat16* to, int64_t n) {
     for (int64_t i = 0; i < n; i += kLanes) {
-        Floats values{};
-        std::memcpy(&values, from + i, std::min<int64_t>(kLanes, n - i) * 4);
+        const Floats values = load_part<Floats>(from + i, (n - i) * 4);
         store_part(to + i, narrow(values * factor), n - i);
     }
 }
 
-// 2^x for x <= 0, relative error 2e-7; exactly 0 below -100, so that no product with it is a (slow) denormal.
-Floats exp2_nonpositive(Floats x) {
-    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves round(x) in the low mantissa bits
-    x = x < -100.0f ? Floats{} - 127.0f : x;  // -127 leaves an exponent field of 0, and p is exactly 1
-    Floats shifted = x + kRound;
-    Floats f = x - (shifted - kRound);  // [-0.5, 0.5]
-    Floats p = f * 1.535336188e-4f + 1.339887440e-3f;  // Cephes exp2f
-    p = p * f + 9.618437357e-3f;
-    p = p * f + 5.550332471e-2f;
-    p = p * f + 2.402264791e-1f;
-    p = p * f + 6.931472028e-1f;
-    p = p * f + 1.0f;
-    return bits<Floats>(bits<Words>(p) + (bits<Words>(shifted) << 23));
-}
+// 2^x for x <= 0; exactly 0 below -100, so that no product with it is a (slow) denormal.
+Floats exp2_nonpositive(Floats x) { return exp2_in_range(x < -100.0f ? Floats{} - 127.0f : x); }
 
 template <int step, int... i> Floats rotate(Floats v, std::integer_sequence<int, i...>) {
     return __builtin_shufflevector(v, v, (i ^ step)...);

@@ -22,13 +22,18 @@ template <class V> V load(const void* from) {
 }
 template <class V> void store(void* to, V v) { std::memcpy(to, &v, sizeof v); }
 template <class To, class From> To bits(From v) { return load<To>(&v); }
+template <class V> V load_part(const void* from, int64_t bytes) {  // zeros after `bytes`
+    if (bytes >= (int64_t)sizeof(V)) return load<V>(from);
+    V v{};
+    if (bytes > 0) std::memcpy(&v, from, bytes);
+    return v;
+}
 template <class V> void store_part(void* to, V v, int64_t count) {  // its first values
     if (count >= kLanes) return store(to, v);
     std::memcpy(to, &v, count * sizeof(v) / kLanes);
 }
 
 inline Floats widen(Halves values) { return (Floats)(__builtin_convertvector(values, Words) << 16); }
-inline Floats widen(const bfloat16* from) { return widen(load<Halves>(from)); }
 
 inline Halves narrow(Floats values) {  // to nearest even, NaN stays NaN
 #if defined(__AVX512BF16__)
@@ -62,14 +67,13 @@ inline Floats add_pairs(Floats sum, Words pairs, uint32_t pair) {
 #endif
 }
 
-// 2^x, relative error 2e-7; x is limited to +-126.
-inline Floats exp2_limited(Floats x) {
-    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves round(x) in the low mantissa bits
-    x = x < -126.0f ? Floats{} - 126.0f : x;
-    x = x > 126.0f ? Floats{} + 126.0f : x;
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which lies in the low bits
+
+// 2^x for -127 <= x <= 126, relative error 2e-7; exactly 0 for -127, whose exponent field is 0 and p exactly 1.
+inline Floats exp2_in_range(Floats x) {
     Floats shifted = x + kRound;
-    Floats f = x - (shifted - kRound);                     // [-0.5, 0.5]
-    Floats p = f * 1.535336188e-4f + 1.339887440e-3f;      // Cephes exp2f
+    Floats f = x - (shifted - kRound);                 // [-0.5, 0.5]
+    Floats p = f * 1.535336188e-4f + 1.339887440e-3f;  // Cephes exp2f
     p = p * f + 9.618437357e-3f;
     p = p * f + 5.550332471e-2f;
     p = p * f + 2.402264791e-1f;
@@ -78,4 +82,9 @@ inline Floats exp2_limited(Floats x) {
     return bits<Floats>(bits<Words>(p) + (bits<Words>(shifted) << 23));
 }
 
-inline Floats silu(Floats x) { return x / (1.0f + exp2_limited(x * -1.44269504f)); }
+inline Floats silu(Floats x) {
+    Floats power = x * -1.44269504f;
+    power = power < -126.0f ? Floats{} - 126.0f : power;
+    power = power > 126.0f ? Floats{} + 126.0f : power;
+    return x / (1.0f + exp2_in_range(power));
+}

@@ -17,7 +17,6 @@ from engine.model.embedding import Embedding
 
 PANEL_COLUMNS, BLOCK_COLUMNS = 16, 32
 TILE_LINE_WORDS, TILE_BYTES = 16, 2048  # words of 4 bytes along K; of both panels of a block
-PADDING_BYTES = 8192  # the kernel prefetches past the end
 
 
 class Epilogue(IntEnum):
@@ -120,10 +119,7 @@ class PackedLinear:
 
     __slots__ = ("_arguments", "_bias", "_epilogue", "_matrix", "_multiply", "num_outputs")
 
-    def __init__(
-        self, matrix: PackedMatrix, bias: Tensor | None = None, epilogue: Epilogue = Epilogue.ROUNDED,
-        *, use_amx: bool = True,
-    ) -> None:  # fmt: skip
+    def __init__(self, matrix: PackedMatrix, bias: Tensor | None = None, epilogue: Epilogue = Epilogue.ROUNDED) -> None:
         """bias: [N padded] float32, in `panel_order`."""
         kernel, shape = _load(), matrix.shape
         if bias is not None and (bias.dtype is not torch.float32 or len(bias) != BLOCK_COLUMNS * shape.num_blocks):
@@ -143,7 +139,7 @@ class PackedLinear:
             depth=shape.depth,
             is_8bit=shape.is_8bit,
             epilogue=epilogue,
-            use_amx=use_amx and bool(kernel.baton_request_amx()),
+            use_amx=bool(kernel.baton_request_amx()),
         )
 
     def __call__(self, rows: Tensor) -> Tensor:
