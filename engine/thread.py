@@ -5,11 +5,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 import structlog
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,22 @@ def end_process() -> None:
         sys.stderr.flush()
     finally:
         os._exit(1)
+
+
+def call_in_thread(work: Callable[[], T]) -> T:
+    """What it returns or raises, on a thread that ends with it."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="call", daemon=True)
+    thread.start()
+    thread.join()
+    return done.result()
 
 
 class EngineThread:

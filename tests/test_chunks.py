@@ -42,8 +42,8 @@ def test_a_short_prompt_does_not_let_it_grow_and_a_slow_step_shrinks_it() -> Non
     assert sizer.size == FEWEST
 
 
-def test_prompts_get_more_where_more_of_them_wait_than_answers_run() -> None:
+def test_prompts_get_more_where_many_of_them_wait() -> None:
     budget = Budget(256, "--flag", beside_answers=40)
-    sizes = [budget.beside(prompts, answers) for prompts, answers in ((1, 0), (2, 4), (4, 4), (5, 4), (30, 1))]
-    assert sizes == [256, 40, 80, 100, 256]
+    cases = ((1, 0), (2, 4), (4, 4), (5, 4), (30, 1), (2, 16), (5, 30))
+    assert [budget.beside(prompts, answers) for prompts, answers in cases] == [256, 40, 80, 100, 256, 40, 100]
     assert Budget(256, "--flag").beside(1, 9) == 256

@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.thread import EngineThread
+import pytest
+import torch
+
+from engine.thread import EngineThread, call_in_thread
 
 PATIENCE_S = 30.0  # more than any wait here takes; a test that needs it fails
 
@@ -250,3 +253,17 @@ def test_progress_tells_how_long_a_step_takes_and_nothing_when_idle() -> None:
         wait_until(idle)
         assert thread.progress().step_age_s == 0
         assert thread.progress().steps == 1
+
+
+def test_a_call_in_a_thread_leaves_no_helpers_of_openmp_behind() -> None:
+    def count_threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    before = count_threads()
+    assert call_in_thread(lambda: float(torch.ones(1 << 22).sum())) == 1 << 22
+    deadline = time.monotonic() + PATIENCE_S
+    while count_threads() > before and time.monotonic() < deadline:
+        time.sleep(0.01)  # they end after the thread that they helped
+    assert count_threads() <= before
+    with pytest.raises(ValueError, match="told"):
+        call_in_thread(lambda: (_ for _ in ()).throw(ValueError("told")))

@@ -18,10 +18,14 @@ class Budget:
     beside_answers: int | None = None  # prompt tokens beside twice as many answers as prompts; None: as many
 
     def beside(self, num_prompts: int, num_answers: int) -> int:
-        """Prompt tokens of a step: in proportion more with more than half as many prompts as answers."""
+        """Prompt tokens of a step: in proportion more with more than two prompts, or half as many as answers.
+
+        A line of prompts waits longer than the answers stutter, and large chunks take less time a token.
+        """
         if self.beside_answers is None or not num_answers:
             return self.prompt_tokens
-        return min(self.prompt_tokens, int(self.beside_answers * max(1.0, 2 * num_prompts / num_answers)))
+        growth = max(1.0, 2 * num_prompts / num_answers, num_prompts / 2)
+        return min(self.prompt_tokens, int(self.beside_answers * growth))
 
 
 def plan_step(table: SequenceTable, budget: Budget) -> list[Planned]:

@@ -14,6 +14,7 @@ import torch
 from engine.engine import ALONE, Engine, Place, build_engine, choose_device
 from engine.kvcache.pool import Pool
 from engine.ranks import join_group
+from engine.thread import call_in_thread
 from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank
 from kvtransfer.nixl_agent import NixlError, find_obstacle
 from kvtransfer.nixl_pool import NixlPool
@@ -112,6 +113,14 @@ def build_rank_engine(
     on_progress: Callable[..., None] = lambda done, total, what="": None,
 ) -> Engine:
     """What each rank of a worker builds, all at the same time."""
+    if choose_rank_device(config, place.ranks.rank).type == "cuda":
+        return _build_here(config, place, on_progress)
+    # OpenMP keeps helpers for each thread that computes, and when they are more than the cores lets them sleep at once:
+    # only the engine's thread may have some while it runs.
+    return call_in_thread(partial(_build_here, config, place, on_progress))
+
+
+def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress: Callable[..., None]) -> Engine:
     engine = build_engine(
         config.model,
         "" if config.draft_model == NO_DRAFT else config.draft_model,

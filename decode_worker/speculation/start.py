@@ -11,6 +11,7 @@ from engine.batch import Slice
 from engine.engine import Engine
 from engine.rows import Rows
 from engine.runner import Runner
+from engine.thread import call_in_thread
 from runtime.config import DecodeConfig
 from runtime.settings import ConfigError
 from wire.sampling import SamplingParams
@@ -23,11 +24,15 @@ def build_speculator(engine: Engine, config: DecodeConfig) -> Speculator:
     """A drafter for repeats and, with a draft model, one for that. Nobody may hold page 0 yet: it is written to."""
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
     if engine.draft_runner is not None:
-        meter = measure(engine.draft_runner, engine.rows)
+        meter = _measure_aside(engine.draft_runner, engine.rows)
         drafters["draft"] = ModelDrafter(engine.draft_runner, meter, config.local_prefill_chunk_tokens)
     elif config.speculate == "draft":
         raise ConfigError("speculate='draft' cannot be used: --speculate draft needs a --draft-model")
-    return Speculator(drafters, measure(engine.runner, engine.rows), config.speculate, config.max_draft_tokens)
+    return Speculator(drafters, _measure_aside(engine.runner, engine.rows), config.speculate, config.max_draft_tokens)
+
+
+def _measure_aside(runner: Runner, rows: Rows) -> CostMeter:
+    return call_in_thread(lambda: measure(runner, rows))  # see build_rank_engine
 
 
 def measure(runner: Runner, rows: Rows) -> CostMeter:

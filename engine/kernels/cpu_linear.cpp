@@ -115,7 +115,8 @@ void add_tiles(const uint32_t* x, const uint32_t* w, int64_t num_tiles, typename
 template <class Math> struct Vectors {
     static constexpr bool kFillsBlocks = false;
     static constexpr int64_t kMaxRows = 128;  // at a time: of 2,048 values each they fit into L2
-    static constexpr int64_t kChunkTiles = 16;  // 32 KB of weights stay in L1 while the blocks of rows pass
+    // So much of the weights stays in L1 while the blocks of rows pass: few of them fetch the next chunk in that time.
+    static int64_t chunk_tiles(int64_t num_heights) { return num_heights > 4 ? 16 : 8; }
     static int64_t block_rows(int64_t num_rows) {
         const int64_t num_blocks = (num_rows + kRows - 1) / kRows;
         return (num_rows + num_blocks - 1) / num_blocks;
@@ -140,7 +141,7 @@ template <class Math> struct Vectors {
 template <class Math> struct Tiles {
     static constexpr bool kFillsBlocks = true;  // with rows of zeros
     static constexpr int64_t kMaxRows = 256;  // at a time: fewer would read the weights too often for tiles
-    static constexpr int64_t kChunkTiles = 32;
+    static int64_t chunk_tiles(int64_t) { return 32; }
     static int64_t block_rows(int64_t num_rows) { return num_rows <= 16 ? 16 : 32; }
     static void begin() {
         const uint8_t rows[8] = {16, 16, 16, 16, 16, 16, 16, 16};
@@ -241,7 +242,7 @@ template <class Math, class Path> void multiply(const BatonProduct& of) {
         const int64_t height = Path::block_rows(num_rows), num_heights = (num_rows + height - 1) / height;
         uint32_t* const x = align(x_memory, num_heights * height * num_tiles * 16);
         // Of a chunk of weights, a single block of rows fetches what comes a little later; several share the next chunk.
-        const int64_t lines = (32 + num_heights - 1) / num_heights;
+        const int64_t lines = (32 + num_heights - 1) / num_heights, chunk = Path::chunk_tiles(num_heights);
         if (num_rows <= kFewRows) encode_rows<Math, Path>(of, begin, num_rows, height, num_tiles, x, units);
 #pragma omp parallel num_threads(of.num_threads) if (of.num_threads > 1)
         {
@@ -252,8 +253,8 @@ template <class Math, class Path> void multiply(const BatonProduct& of) {
 #pragma omp for schedule(dynamic, at_once) nowait
             for (int64_t block = 0; block < num_blocks; ++block) {
                 std::memset(sums, 0, num_heights * height * 128);
-                for (int64_t tile = 0; tile < num_tiles; tile += Path::kChunkTiles) {
-                    const int64_t count = std::min(Path::kChunkTiles, num_tiles - tile);
+                for (int64_t tile = 0; tile < num_tiles; tile += chunk) {
+                    const int64_t count = std::min(chunk, num_tiles - tile);
                     const uint32_t* const w = of.w + (block * num_tiles + tile) * 2 * kTileWords;
                     for (int64_t i = 0; i < num_heights; ++i) {
                         const char* next = (const char*)w;
