@@ -39,6 +39,8 @@ def test_a_short_prompt_does_not_let_it_grow_and_a_slow_step_shrinks_it() -> Non
     sizer.note_step(2, 5, 0.1)
     assert sizer.size == first
     sizer.note_step(2, first, 0.34)
+    assert FEWEST < sizer.size < first, "one slow step may be chance"
+    sizer.note_step(2, sizer.size, 0.34)
     assert sizer.size == FEWEST
 
 
