@@ -4,10 +4,11 @@ One file per command; this one knows none of their work.
 """
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
 
 from cli.bench import bench
 from cli.capacity import plan
@@ -28,6 +29,8 @@ app = App(
     help="LLM inference with prefill and decode in separate processes.",
     help_epilogue="serve, gateway, prefill, decode and doctor take every option also as a variable, BATON_PORT for "
     "--port, and as a key of the --config file. The command line is strongest, then the environment, then the file.",
+    version=lambda: version("baton"),
+    exit_on_error=False,
     default_parameter=Parameter(env_var_split=split_variable, negative_iterable=()),
     result_action="return_value",
 )
@@ -66,6 +69,8 @@ def main() -> None:
         code = app.meta(result_action="return_value")
     except ConfigError as error:
         print(f"baton: {error}", file=sys.stderr)
+        code = 2
+    except CycloptsError:  # printed already
         code = 2
     sys.exit(code)
 

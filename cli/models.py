@@ -10,11 +10,28 @@ from runtime.config_parts import DEMO_MODEL, NO_DRAFT
 from runtime.settings import ConfigError
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer*", "*.model"]
+NEEDED_FILES = (  # of a checkpoint: what it is |-> one of these patterns
+    ("configuration", ("config.json",)),
+    ("tokenizer", ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")),
+    ("weights", ("*.safetensors",)),
+)
 
 
 def locate_model(model: str) -> str:
     """The folder of the demo model for "demo"; anything else as it is, a folder or a hub id."""
     return _demo_folder("target") if model == DEMO_MODEL else model
+
+
+def check_files(model: str) -> None:
+    """Raise ConfigError naming what a model's folder lacks. A hub id is left to those who download it."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return
+    for what, patterns in NEEDED_FILES:
+        if not any(next(folder.glob(pattern), None) for pattern in patterns):
+            raise ConfigError(
+                f"the model in {folder} has no {what}: put {' or '.join(patterns[:2])} there, or set --model"
+            )
 
 
 def locate_draft(model: str, draft_model: str) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from cli.left_secret import left_secret
-from cli.models import choose_served_name, locate_model
+from cli.models import check_files, choose_served_name, locate_model
 from cli.plan import PROGRAM, ChildSpec, plan_gateway, plan_workers
 from cli.screen import Screen
 from cli.supervisor import STOP_MARGIN_S, Supervisor
@@ -24,8 +24,8 @@ from runtime.trust import load_trust
 
 def serve(config: Annotated[ServeConfig, Parameter(name="*")] = ServeConfig()) -> int:  # noqa: B008  frozen
     """Start a gateway and its workers on this machine, and stop them together."""
-    locate_model(config.model)  # these two fail now rather than after minutes of loading
-    check_ports(config)
+    check_ports(config)  # these fail now rather than after minutes of loading
+    check_files(locate_model(config.model))
     load_trust(config)
     return asyncio.run(supervise(config))
 

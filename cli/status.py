@@ -17,6 +17,8 @@ COLUMNS = (
     "prefix_hits", "running", "trouble",
 )  # fmt: skip
 TIMEOUT = httpx.Timeout(10.0)
+SET_URL = "is it a Baton gateway? Set --url"
+ADVICE = {401: "set --api-key to one of the service's", 403: "set --url to the service itself, without a proxy"}
 PIPE_WIDTH = 160  # characters, where there is no terminal to ask
 
 
@@ -44,8 +46,12 @@ def status(
         workers = [[str(worker.get(column, "")) for column in COLUMNS] for worker in answer["workers"]]
     except AddressError as error:
         return _fail(str(error))
+    except httpx.HTTPStatusError as error:
+        return _fail(
+            f"{address} answers {error.response.status_code}: {ADVICE.get(error.response.status_code, SET_URL)}"
+        )
     except httpx.HTTPError as error:
-        return _fail(f"{address} does not answer ({error}): start `baton serve`, or set --url and --api-key")
+        return _fail(f"{address} does not answer ({error}): start `baton serve`, or set --url")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return _fail(f"{address} is no Baton gateway ({type(error).__name__}: {error}): set --url")
     if as_json:

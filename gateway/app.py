@@ -18,7 +18,7 @@ from gateway.rest.count_types import DetokenizeRequest, TokenizeRequest
 from gateway.rest.http_errors import add_error_handlers
 from gateway.rest.messages_routes import build_messages_router
 from gateway.rest.messages_types import CountTokensRequest, MessagesRequest
-from gateway.rest.middleware import OPEN_PATH, KeyCheck, OriginCheck, RequestScope
+from gateway.rest.middleware import OPEN_PATHS, KeyCheck, OriginCheck, RequestScope
 from gateway.rest.openai_routes import build_openai_router
 from gateway.rest.openai_types import ChatCompletionRequest, CompletionRequest
 from gateway.rest.openapi import add_document
@@ -65,7 +65,7 @@ def build_app(front: Front) -> FastAPI:
     app.include_router(build_page_router())
     add_error_handlers(app)
     app.add_middleware(OriginCheck, cors_origins=front.options.cors_origins)
-    open_paths = {OPEN_PATH, *PAGE_PATHS}
+    open_paths = {*OPEN_PATHS, *PAGE_PATHS}
     app.add_middleware(KeyCheck, api_keys=front.options.api_keys, open_paths=open_paths)  # preflights pass before it
     app.add_middleware(
         CORSMiddleware,

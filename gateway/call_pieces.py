@@ -18,13 +18,14 @@ _NUM_ID_CHARS = 24  # as many as OpenAI's
 class CallReader:
     """Reads one choice.
 
-    `is_trusted`: a grammar sees to it that calls are well-formed. `is_json`: and that what is no call is JSON.
+    `is_trusted`: a grammar makes calls well-formed. `is_json`: it also makes text outside of calls JSON.
     """
 
     def __init__(self, use: ToolUse, *, is_trusted: bool, is_json: bool = False) -> None:
         names = [tool.name for tool in use.callable_tools]
         self._parser = CallParser(use.format, names, lambda: _new_id(use.format), is_trusted=is_trusted)
         self._is_named = use.named is not None
+        self._is_required = use.is_required
         self._json_text = JsonText() if is_json else None
 
     def read(self, piece: Piece) -> list[Piece]:
@@ -35,6 +36,8 @@ class CallReader:
         events = self._parser.push(piece.text)
         if piece.finish_reason is not None:
             events += self._parser.flush()
+        if self._is_required:  # the grammar allows no text: what is not a call is one that was cut off
+            events = [event for event in events if not isinstance(event, Content)]
         # A named call ends with "stop", as OpenAI has it.
         is_whole = piece.finish_reason == "stop" and piece.stop_string is None
         is_calling = is_whole and bool(self._parser.num_calls) and not self._is_named

@@ -25,13 +25,13 @@ def check_sampling(raw: RawRequest, defaults: SamplingParams, vocab_size: int) -
         if name in ABOVE_LOWEST and value <= CLIENT_RANGES[name][0]:
             raise bad_request(f"{name} is {value:g}; it must be above {CLIENT_RANGES[name][0]:g}", name)
     top_k, seed = given.pop("top_k", defaults.top_k), given.pop("seed", defaults.seed)
-    if top_k < 0:
-        raise bad_request(f"top_k is {shown(top_k)}; it must be at least 0, which keeps all tokens", "top_k")
+    if top_k < -1:
+        raise bad_request(f"top_k is {shown(top_k)}; it must be at least 0, or -1; both keep all tokens", "top_k")
     if not -(2**63) <= seed < 2**64:
         raise bad_request(f"seed is {shown(seed)}; it must fit 64 bits", "seed")
     return replace(
         defaults,
-        top_k=top_k if top_k < vocab_size else 0,
+        top_k=top_k if 0 <= top_k < vocab_size else 0,
         seed=seed % 2**64,
         logit_bias=_check_bias(raw.logit_bias, vocab_size),
         **given,

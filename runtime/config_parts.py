@@ -212,6 +212,10 @@ class PublicConfig(Settings):
         super().__post_init__()
         self.require_port("port")
         self.require_port("grpc_port")
+        if self.port and self.port == self.grpc_port:
+            raise ConfigError(
+                f"grpc_port={self.port} is also the port of REST: set --grpc-port to another, or 0 for any"
+            )
         is_clean = all(key and not set(key) & set(", \t\n") for key in self.api_key)  # they travel in one variable
         if not is_clean:
             raise ConfigError("api_key cannot be used: --api-key needs keys without spaces and commas, none empty")

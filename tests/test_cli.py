@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from cyclopts.exceptions import CycloptsError
 
 from cli import main
-from cli.models import choose_served_name, fetch_tokenizer, locate_model
+from cli.models import check_files, choose_served_name, fetch_tokenizer, locate_model
 from cli.plan import build_flags, plan_gateway, plan_workers
 from cli.screen import build_snippets, reachable, render_log_line
 from cli.sources import build_sources
@@ -119,12 +120,19 @@ class TestProgram:
         code = "import sys, cli.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
+    def test_the_version_is_that_of_the_package(self) -> None:
+        assert self.run("--version").stdout.strip() == version("baton")
+
     def test_a_bad_setting_is_one_line_and_a_status(self, tmp_path: Path) -> None:
         done = self.run("decode", "--port=-1")
         assert (done.returncode, done.stderr) == (
             2,
             "baton: port=-1 cannot be used: --port needs 0 to 65535; 0 takes any free port\n",
         )
+        done = self.run("serve", "--port=7000", "--grpc-port=7000")
+        assert done.returncode == 2
+        assert "grpc_port=7000 is also the port of REST" in done.stderr
+        assert self.run("serve", "--no-such-flag").returncode == 2
         file = write(tmp_path, "prot = 1")
         assert "did you mean port?" in self.run("serve", BATON_CONFIG=str(file)).stderr
         assert "did you mean port?" in self.run("--config", str(file), "serve").stderr
@@ -222,6 +230,15 @@ class TestModels:
     def test_an_unknown_model_is_refused_with_what_to_do(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="set --model to a folder"):
             fetch_tokenizer(str(tmp_path / "none"))
+
+    def test_a_folder_that_lacks_files_is_refused(self, tmp_path: Path) -> None:
+        check_files("org/name")
+        files = {"configuration": "config.json", "tokenizer": "tokenizer.json", "weights": "a.safetensors"}
+        for what, name in files.items():
+            with pytest.raises(ConfigError, match=f"has no {what}"):
+                check_files(str(tmp_path))
+            (tmp_path / name).touch()
+        check_files(str(tmp_path))
 
 
 class TestShown:

@@ -191,7 +191,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"text": "x", "temperature": 2.5}, "temperature"),
     ({"text": "x", "temperature": "NaN"}, "temperature"),
     ({"text": "x", "topP": 0}, "top_p"),
-    ({"text": "x", "topK": -1}, "top_k"),
+    ({"text": "x", "topK": -2}, "top_k"),
     ({"text": "x", "minP": "Infinity"}, "min_p"),
     ({"text": "x", "stop": [""]}, "stop"),
     ({"text": "x", "stop": ["x"] * 17}, "stop"),

@@ -26,7 +26,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 PATHS = [
     "/ready",
-    "/health",
     "/metrics",
     "/version",
     "/openapi.json",
@@ -65,8 +64,8 @@ def test_paths_with_dots_need_a_key(served: Served) -> None:
             assert b" 401 " in raw.recv(4096), path
 
 
-def test_liveness_needs_no_key(served: Served) -> None:
-    assert served.http.get("/live").status_code == 200
+def test_probes_need_no_key(served: Served) -> None:
+    assert [served.http.get(path).status_code for path in ("/live", "/health")] == [200, 200]
 
 
 @pytest.mark.parametrize("key", KEYS)

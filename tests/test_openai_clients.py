@@ -57,6 +57,17 @@ def test_chat_stream(client: openai.OpenAI, served: Served, group: int) -> None:
     assert len({c.id for c in chunks}) == 1
 
 
+def test_token_counts_in_every_chunk(served: Served) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": SERVED, "messages": HELLO, "stream": True, "stream_options": options}
+    with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        usages = [event["usage"] for event in _events(response)[:-1]]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts)
+    assert counts[-1] == len(served.ring.script.token_ids) > counts[0]
+    assert len({usage["prompt_tokens"] for usage in usages}) == 1
+
+
 def test_the_stream_on_the_wire(served: Served) -> None:
     body = {"model": SERVED, "messages": HELLO, "stream": True}
     with served.http.stream("POST", "/v1/chat/completions", json=body) as response:

@@ -117,6 +117,18 @@ def test_a_call_cut_off_by_the_limit(client: openai.OpenAI, served: Served) -> N
     assert '{"city": "Köln 🙂"}'.startswith(choice.message.tool_calls[0].function.arguments)
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+@pytest.mark.parametrize("limit", [{"max_tokens": 1}, {"max_tokens": 4}, {"stop": '"name'}])
+def test_a_required_call_cut_off_early_leaves_no_markup(
+    client: openai.OpenAI, served: Served, choice: Any, limit: dict[str, Any]
+) -> None:
+    served.ring.script = Script([*served.ids(CALL), END])
+    (answer,) = ask(client, tool_choice=choice, **limit).choices
+    assert (answer.message.content or "", answer.message.tool_calls or []) == ("", [])
+    chunks = list(ask(client, tool_choice=choice, stream=True, **limit))
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)
+
+
 def test_none_leaves_tools_out(client: openai.OpenAI, served: Served) -> None:
     (choice,) = ask(client, tool_choice="none").choices
     assert (choice.message.content, choice.finish_reason) == (CALL, "stop")

@@ -207,7 +207,7 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Texts | None = Field(None, json_schema_extra={"maxItems": MAX_STOP_STRINGS})
     temperature: float | None = sampling_field("temperature")
     top_p: float | None = sampling_field("top_p")
-    top_k: int | None = Field(None, json_schema_extra={"minimum": 0})
+    top_k: int | None = Field(None, json_schema_extra={"minimum": -1})
     cache_salt: str | None = CACHE_SALT_FIELD
 
     def raw(self) -> RawRequest:

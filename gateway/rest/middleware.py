@@ -1,6 +1,6 @@
 """What happens around every HTTP request: its id, its key, its origin, and a 500 when all else fails.
 
-Plain ASGI, so that streams pass unbuffered. Must not know routes beyond the liveness probe.
+Plain ASGI, so that streams pass unbuffered. Must not know routes beyond probes.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,7 +15,7 @@ from gateway.rest.http_errors import error_response
 
 _log = structlog.get_logger()
 
-OPEN_PATH = "/live"  # of the API, the one that needs no key
+OPEN_PATHS = frozenset({"/live", "/health"})  # of the API: probes have no key
 _DEFAULT_PORTS = {b"http": b":80", b"https": b":443"}
 
 

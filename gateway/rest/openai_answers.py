@@ -131,6 +131,7 @@ class ModelCard(msgspec.Struct):
     id: str
     created: int
     max_model_len: int
+    root: str  # the model that it is made of, as vLLM has it
     object: str = "model"
     owned_by: str = "baton"
 

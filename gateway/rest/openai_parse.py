@@ -84,10 +84,15 @@ def _kept_fields(given: dict[str, Any], model: type[BaseModel], harmless: Harmle
 def _message(given: object, path: str) -> object:
     fields = kept(given, Message, MESSAGE, path)
     if isinstance(fields, dict) and isinstance(parts := fields.get("content"), list):
-        fields["content"] = each(parts, f"{path}.content", lambda part, at: kept(part, TextPart, NOTHING, at))
+        fields["content"] = each(parts, f"{path}.content", _part)
     if isinstance(fields, dict) and fields.get("content") is None and fields.get("tool_calls"):
         fields["content"] = ""  # a message of calls needs no text
     return fields
+
+
+def _part(given: object, path: str) -> object:
+    check_type(given, ("text",), path, "this service takes text only")
+    return kept(given, TextPart, NOTHING, path)
 
 
 def _with_stream_options(fields: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +105,9 @@ def _with_stream_options(fields: dict[str, Any]) -> dict[str, Any]:
 def _named(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     param = _path(first["loc"])
-    return bad_request(f"{param}: {first['msg']}", param, _CODES.get(first["type"], "invalid_type"))
+    return bad_request(
+        f"{param}: {first['msg'].removeprefix('Value error, ')}", param, _CODES.get(first["type"], "invalid_type")
+    )
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

@@ -65,10 +65,10 @@ async def _respond(
     extras = Extras(front.tokenizer.token_bytes, raw.num_logprobs is not None, raw.with_timing)
 
     def new_writer(totals: Totals) -> AnswerWriter:
-        return AnswerWriter(endpoint, front.served_name, totals, extras, is_usage_streamed=body.is_usage_streamed)
+        return AnswerWriter(endpoint, front.served_name, totals, extras, body.streamed_usage)
 
     return await respond(front, request, raw, meter, new_writer, is_streamed=bool(body.stream))
 
 
 def _card(front: Front) -> ModelCard:
-    return ModelCard(front.served_name, front.created_s, front.tokenizer.context_tokens)
+    return ModelCard(front.served_name, front.created_s, front.tokenizer.context_tokens, front.served_name)

@@ -77,10 +77,14 @@ class Message(Body):
         }
 
 
+StreamedUsage = Literal["none", "last", "continuous"]
+
+
 class StreamOptions(Body):
     """How an answer is streamed."""
 
     include_usage: bool | None = Field(None, description="Send a last chunk with token counts and no choices.")
+    continuous_usage_stats: bool | None = Field(None, description="With include_usage: counts so far in each chunk.")
 
 
 class _GenerationBody(Body):
@@ -94,7 +98,7 @@ class _GenerationBody(Body):
     min_tokens: int | None = Field(None, json_schema_extra={"minimum": 0})
     temperature: float | None = sampling_field("temperature")
     top_p: float | None = sampling_field("top_p")
-    top_k: int | None = Field(None, description="0 keeps all tokens.", json_schema_extra={"minimum": 0})
+    top_k: int | None = Field(None, description="0 and -1 keep all tokens.", json_schema_extra={"minimum": -1})
     min_p: float | None = sampling_field("min_p")
     frequency_penalty: float | None = sampling_field("frequency_penalty")
     presence_penalty: float | None = sampling_field("presence_penalty")
@@ -119,9 +123,12 @@ class _GenerationBody(Body):
             raise bad_request("stream_options needs stream to be true", "stream_options")
 
     @property
-    def is_usage_streamed(self) -> bool:
-        """Whether the stream ends with a usage chunk."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def streamed_usage(self) -> StreamedUsage:
+        """What token counts a stream has."""
+        options = self.stream_options
+        if options is None or not options.include_usage:
+            return "none"
+        return "continuous" if options.continuous_usage_stats else "last"
 
     def _common(self) -> dict[str, Any]:
         stop = self.stop if self.stop is not None else []

@@ -24,6 +24,7 @@ from gateway.rest.openai_answers import (
     usage_of,
 )
 from gateway.rest.openai_choices import Endpoint, Extras
+from gateway.rest.openai_types import StreamedUsage
 from gateway.rest.sse import data_event
 
 
@@ -33,13 +34,13 @@ class AnswerWriter:
     done = b"data: [DONE]\n\n"
 
     def __init__(
-        self, endpoint: Endpoint, model: str, totals: Totals, extras: Extras, *, is_usage_streamed: bool
+        self, endpoint: Endpoint, model: str, totals: Totals, extras: Extras, streamed_usage: StreamedUsage
     ) -> None:
         self._endpoint = endpoint
         self._id = f"{endpoint.id_prefix}-{secrets.token_hex(12)}"
         self._created_s = int(time.time())
         self._model = model
-        self._is_usage_streamed = is_usage_streamed
+        self._streamed_usage = streamed_usage
         self._choices = [endpoint.writer(index, extras) for index in range(len(totals.job.orders))]
         self._totals = totals
 
@@ -48,8 +49,8 @@ class AnswerWriter:
 
     def events(self, index: int, piece: Piece) -> list[bytes]:
         chunks = [self._chunk([choice]) for choice in self._choices[index].chunks(piece)]
-        if self._is_usage_streamed and not self._totals.num_open:
-            chunks.append(self._chunk([], usage_of(self._totals)))
+        if self._streamed_usage != "none" and not self._totals.num_open:
+            chunks.append(self._chunk([], is_last=True))
         return chunks
 
     def add(self, index: int, piece: Piece) -> None:
@@ -65,9 +66,11 @@ class AnswerWriter:
     def failure(self, error: ApiError) -> bytes:
         return data_event(encode(build_error(error)))
 
-    def _chunk(self, choices: Sequence[Choice], usage: Usage | None = None) -> bytes:
-        told = usage if self._is_usage_streamed else UNSET
-        return data_event(self._envelope(self._endpoint.chunk_kind, choices, told))
+    def _chunk(self, choices: Sequence[Choice], *, is_last: bool = False) -> bytes:
+        usage: Usage | UnsetType | None = UNSET if self._streamed_usage == "none" else None
+        if is_last or self._streamed_usage == "continuous":
+            usage = usage_of(self._totals)
+        return data_event(self._envelope(self._endpoint.chunk_kind, choices, usage))
 
     def _envelope(self, kind: ObjectKind, choices: Sequence[Choice | Raw], usage: Usage | UnsetType | None) -> bytes:
         return encode(Envelope(self._id, kind, self._created_s, self._model, choices, usage))

@@ -16,7 +16,7 @@ from pydantic.json_schema import models_json_schema
 from gateway.rest.count_types import DetokenizeAnswer, TokenizeAnswer
 from gateway.rest.fleet_routes import WorkerStatus
 from gateway.rest.messages_answers import MESSAGES_PATH, CountAnswer, ErrorEvent, MessageBody
-from gateway.rest.middleware import OPEN_PATH
+from gateway.rest.middleware import OPEN_PATHS
 from gateway.rest.openai_answers import ChatChoice, Envelope, ErrorEnvelope, ModelCard, ModelList, TextChoice
 from gateway.rest.openai_logprobs import TokenLogprob
 from gateway.rest.responses_answers import ResponseBody
@@ -100,7 +100,8 @@ def add_document(app: FastAPI, bodies: Sequence[type[BaseModel]], *, needs_key: 
             if needs_key:
                 document["components"]["securitySchemes"] = _KEY_SCHEMES
                 document["security"] = [{name: []} for name in _KEY_SCHEMES]  # either of them
-                document["paths"][OPEN_PATH]["get"]["security"] = []
+                for path in OPEN_PATHS:
+                    document["paths"][path]["get"]["security"] = []
             app.openapi_schema = document
         return app.openapi_schema
 
@@ -146,11 +147,10 @@ def _responses(path: str, method: str) -> dict[str, Any]:
 
 def _error_statuses(path: str, method: str) -> list[int]:
     """Statuses of refusals and failures, besides 405 for other methods."""
-    if path == OPEN_PATH:
-        return []
     if method == "post":
         return sorted((401, 403, *_BODY_ERRORS))
-    return [401, *([404] if "{" in path else []), *([503] if path in _UNAVAILABLE else [])]
+    found = [401] if path not in OPEN_PATHS else []
+    return [*found, *([404] if "{" in path else []), *([503] if path in _UNAVAILABLE else [])]
 
 
 def _reference(answer: type[msgspec.Struct]) -> dict[str, str]:

@@ -47,7 +47,7 @@ MESSAGE: Harmless = {
     "reasoning_content": (),
     "provider_specific_fields": (_ANY,),  # where litellm keeps what it does not know of an answer
 }
-STREAM_OPTIONS: Harmless = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+STREAM_OPTIONS: Harmless = {"include_obfuscation": (False,)}
 NOTHING: Harmless = {}
 MESSAGES: Harmless = {
     "cache_control": (_ANY,),

@@ -29,32 +29,32 @@ class Fleet:
         """context_tokens: the longest prompt and answer that this gateway accepts."""
         self._context_tokens = context_tokens
         self._subscribers: list[Callable[[], None]] = [self._report_mismatches]
-        self._compared: set[tuple[str, ...]] = set()  # incarnations of workers and of pairs already compared
+        self._compared: set[str] = set()  # incarnations compared with all others in the set
         options = LinkOptions(heartbeat_s, stall_s, self._notify, open_channel)
         self.prefill = {address: PrefillLink(address, options) for address in prefill}
         self.decode = {address: DecodeLink(address, options) for address in decode}
 
     def _report_mismatches(self) -> None:
-        """Say once, naming both values, which alive workers refuse what we accept, or cannot exchange pages."""
+        """Log once, naming both values, which alive workers refuse what we accept, or cannot exchange pages."""
         for link in self.links():
-            if self._is_news(link) and link.status.context_tokens < self._context_tokens:
-                reason = f"max_context_tokens here {self._context_tokens}, there {link.status.context_tokens}"
+            status = link.status
+            if status.peer.incarnation in self._compared or link.find_trouble():
+                continue
+            self._compared.add(status.peer.incarnation)
+            if status.context_tokens < self._context_tokens:
+                reason = f"max_context_tokens here {self._context_tokens}, there {status.context_tokens}"
                 log.error("a worker has less context than the gateway", there=link.address, reason=reason)
-        for prefill in self.prefill.values():
-            for decode in self.decode.values():
-                if not self._is_news(prefill, decode):
+            if isinstance(link, PrefillLink):
+                pairs: list[tuple[WorkerLink, WorkerLink]] = [(link, decode) for decode in self.decode.values()]
+            else:
+                pairs = [(prefill, link) for prefill in self.prefill.values()]
+            for prefill, decode in pairs:
+                peers = prefill.status.peer, decode.status.peer
+                if not self._compared.issuperset(peer.incarnation for peer in peers):
                     continue
-                mismatch = find_mismatch(prefill.status.peer.layout, decode.status.peer.layout)
+                mismatch = find_mismatch(*(peer.layout for peer in peers))
                 if mismatch is not None:
                     log.error("workers do not match", here=prefill.address, there=decode.address, reason=mismatch)
-
-    def _is_news(self, *links: WorkerLink) -> bool:
-        """Whether these are alive and were not compared before; from now on they were."""
-        incarnations = tuple(link.status.peer.incarnation for link in links)
-        if incarnations in self._compared or any(link.find_trouble() for link in links):
-            return False
-        self._compared.add(incarnations)
-        return True
 
     def subscribe(self, on_change: Callable[[], None]) -> None:
         self._subscribers.append(on_change)
