@@ -257,22 +257,18 @@ def run_fleet(
     with tempfile.TemporaryDirectory() as folder:
         for index, name in enumerate(names):
             role = name.partition("-")[0]
-            common = (f"--port={ports[2 * index]}", f"--lease-s={lease_s:g}")
-            own = common if role == "decode" else (*common, f"--heartbeat-s={heartbeat_s:g}")
+            port, metrics_port = ports[2 * index : 2 * index + 2]
+            own = [f"--port={port}", f"--lease-s={lease_s:g}"]
+            if role != "decode":
+                own.append(f"--heartbeat-s={heartbeat_s:g}")
             if role != "gateway":
-                own = (
-                    *own,
-                    "--dtype=float32",
-                    f"--metrics-port={ports[2 * index + 1]}",
-                    f"--kv-memory-mib={(kv_memory_mib or {}).get(role, 64)}",
-                )
+                own += ["--dtype=float32", f"--metrics-port={metrics_port}"]
+                own.append(f"--kv-memory-mib={(kv_memory_mib or {}).get(role, 64)}")
             extra = (*flags.get(role, ()), *(flags.get(name, ()) if name != role else ()))
             if role == "decode" and decode_tp != "1" and not any(flag.startswith("--tp=") for flag in extra):
-                own = (*own, f"--tp={decode_tp}")
-            fleet.processes[name] = Process(
-                name, role, ports[2 * index], ports[2 * index + 1], (*own, *extra), Path(folder) / f"{name}.log",
-                tuple(programs.get(name, PROGRAM)),
-            )  # fmt: skip
+                own.append(f"--tp={decode_tp}")
+            log, program = Path(folder) / f"{name}.log", tuple(programs.get(name, PROGRAM))
+            fleet.processes[name] = Process(name, role, port, metrics_port, (*own, *extra), log, program)
         peers = [f"--{worker.role}={links.get(worker.name, worker.address)}" for worker in fleet.workers()]
         gateway = fleet.gateway
         waits = (f"--patience-s={patience_s:g}", f"--grpc-port={gateway.metrics_port}", *HAND_OFF_FLAGS)

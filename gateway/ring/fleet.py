@@ -37,24 +37,27 @@ class Fleet:
     def _report_mismatches(self) -> None:
         """Log once, naming both values, which alive workers refuse what we accept, or cannot exchange pages."""
         for link in self.links():
-            status = link.status
-            if status.peer.incarnation in self._compared or link.find_trouble():
+            incarnation = link.status.peer.incarnation
+            if incarnation in self._compared or link.find_trouble():
                 continue
-            self._compared.add(status.peer.incarnation)
-            if status.context_tokens < self._context_tokens:
-                reason = f"max_context_tokens here {self._context_tokens}, there {status.context_tokens}"
+            self._compared.add(incarnation)
+            if link.status.context_tokens < self._context_tokens:
+                reason = f"max_context_tokens here {self._context_tokens}, there {link.status.context_tokens}"
                 log.error("a worker has less context than the gateway", there=link.address, reason=reason)
             if isinstance(link, PrefillLink):
-                pairs: list[tuple[WorkerLink, WorkerLink]] = [(link, decode) for decode in self.decode.values()]
+                for decode in self.decode.values():
+                    self._report_pair(link, decode)
             else:
-                pairs = [(prefill, link) for prefill in self.prefill.values()]
-            for prefill, decode in pairs:
-                peers = prefill.status.peer, decode.status.peer
-                if not self._compared.issuperset(peer.incarnation for peer in peers):
-                    continue
-                mismatch = find_mismatch(*(peer.layout for peer in peers))
-                if mismatch is not None:
-                    log.error("workers do not match", here=prefill.address, there=decode.address, reason=mismatch)
+                for prefill in self.prefill.values():
+                    self._report_pair(prefill, link)
+
+    def _report_pair(self, prefill: WorkerLink, decode: WorkerLink) -> None:
+        """Unless one of them was not alive yet: it is compared when it is."""
+        here, there = prefill.status.peer, decode.status.peer
+        if here.incarnation in self._compared and there.incarnation in self._compared:
+            mismatch = find_mismatch(here.layout, there.layout)
+            if mismatch is not None:
+                log.error("workers do not match", here=prefill.address, there=decode.address, reason=mismatch)
 
     def subscribe(self, on_change: Callable[[], None]) -> None:
         self._subscribers.append(on_change)
