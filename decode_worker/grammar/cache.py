@@ -1,4 +1,4 @@
-"""Values kept for later, the longest unused ones let go when they take too many bytes. Pure."""
+"""A cache bounded by bytes: the least recently used values go first. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -9,25 +9,25 @@ V = TypeVar("V")
 
 
 class ByteCache(Generic[K, V]):
-    """key |-> value, of at most `max_bytes` together. What a value takes is said when it is put."""
+    """key |-> value, of at most `max_bytes` together. The caller says how many bytes a value takes."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._values: OrderedDict[K, tuple[V, int]] = OrderedDict()  # longest unused first
+        self._values: OrderedDict[K, tuple[V, int]] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._values)
 
     def get(self, key: K) -> V | None:
-        """The value, which counts as used now; None when it is not here."""
+        """The value, which counts as used now; None if it is not here."""
         if key not in self._values:
             return None
         self._values.move_to_end(key)
         return self._values[key][0]
 
     def put(self, key: K, value: V, num_bytes: int) -> None:
-        """Keep the value, in place of an older one. One that takes more than all may is not kept."""
+        """Keep the value, in place of an older one. One larger than `max_bytes` is not kept."""
         if key in self._values:
             self.num_bytes -= self._values.pop(key)[1]
         if num_bytes > self.max_bytes:
@@ -39,7 +39,7 @@ class ByteCache(Generic[K, V]):
             self.num_bytes -= freed
 
     def check(self) -> None:
-        """The count is right and within its bound."""
+        """Raises AssertionError unless the count is right and within its bound."""
         if self.num_bytes != sum(num_bytes for _value, num_bytes in self._values.values()):
             raise AssertionError(f"{self.num_bytes} bytes are counted, the values have others")
         if self.num_bytes > self.max_bytes:

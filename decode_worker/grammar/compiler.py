@@ -1,6 +1,6 @@
-"""The worker's end of the compiler's process: started with the worker, asked one at a time, replaced if it fails.
+"""The worker's end of the compiler process: started with the worker, one request at a time, replaced if it fails.
 
-Lives on the asyncio thread; what takes long happens in the process, or on one thread.
+Runs on the asyncio thread. Long work happens in the process, or on one thread.
 """
 
 import asyncio
@@ -23,18 +23,18 @@ from decode_worker.grammar.vocabulary import Vocabulary, vocabulary_from_frame
 T = TypeVar("T")
 log = structlog.get_logger()
 
-START_S = 120.0  # to load libraries and vocabulary: a fraction of a second, but for machines that are busy
+START_S = 120.0  # to load libraries and vocabulary: half a second, unless the machine is busy
 _SLACK_S = 5.0  # for the process to answer that time is over
 _SAFE_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # it forks: no threads
 
 
 def wall_limit_s(cpu_s: int) -> float:
-    """How long a compilation with this much CPU time may last: other processes want the CPU too."""
+    """The longest that a compilation with this CPU limit may take: it shares the CPU with other processes."""
     return 10.0 * cpu_s + 10.0
 
 
 class GrammarCompiler:
-    """Makes grammars of texts, for one tokenizer."""
+    """Compiles grammars for one tokenizer."""
 
     def __init__(self, folder: Path, vocab_size: int, cpu_s: int) -> None:
         """`folder` has the tokenizer; `vocab_size` is the model's. Starts nothing."""
@@ -55,7 +55,7 @@ class GrammarCompiler:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Returns when grammars can be compiled; or cannot, which is logged: `compile` tries again."""
+        """Returns when the process is ready, or has failed, which is logged: `compile` tries again."""
         async with self._turn:
             try:
                 await self._ensure_started()

@@ -1,6 +1,6 @@
-"""Keeps answers to their grammars: masks before a step, the way of its tokens after it, all within the step's time.
+"""Keeps answers to their grammars within the step's time: masks before a step, its tokens followed after it.
 
-Lives on the engine thread; the work itself is done by a helper, which nothing can hold up for long.
+Runs on the engine thread. xgrammar is called on another (step_thread.py), so that no call blocks the engine for long.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ import structlog
 from numpy.typing import NDArray
 
 from decode_worker.grammar.errors import GrammarFailedError, GrammarMismatchError
-from decode_worker.grammar.fair_share import Turns
-from decode_worker.grammar.helper import Done, Helper, NoHelperError
+from decode_worker.grammar.fair_share import FairShare
 from decode_worker.grammar.limits import MAX_STEP_CPU_S, MAX_STUCK_CPU_S, MAX_TURN_CPU_S
 from decode_worker.grammar.matcher import Grammar, Matcher
+from decode_worker.grammar.step_thread import Done, NoThreadError, StepThread
 from worker.sequences import Planned, Sequence
 
 T = TypeVar("T")
@@ -30,9 +30,9 @@ log = structlog.get_logger()
 class Standing(Enum):
     """How an answer stands with its grammar."""
 
-    OPEN = "it may go on"
-    WHOLE = "it is whole as it is"
-    LATE = "there was no time: it goes on in a later step"
+    OPEN = "it may continue"
+    WHOLE = "it is complete"
+    LATE = "there was no time: it continues in a later step"
 
 
 _NO_TURN: Done[Any] = Done(Standing.LATE, 0.0)
@@ -49,17 +49,17 @@ class _Bound:
 
 @dataclass(frozen=True, slots=True)
 class _Masks:
-    """What the next tokens are chosen from: after the text, and after each guess that the grammar allows."""
+    """The tokens that may come next: after the text, and after each guess that the grammar allows."""
 
     rows: NDArray[np.int32]  # [1 + guesses, ceil(V / 32)]
 
 
 class Constraints:
-    """The grammars of a worker's answers, step by step. An exception is the end of its sequence."""
+    """Follows the grammars of a worker's answers step by step. An exception as a result ends its sequence."""
 
     def __init__(self) -> None:
-        self._helper = Helper()
-        self._turns = Turns()
+        self._thread = StepThread()
+        self._fair_share = FairShare()
         self._bound: WeakKeyDictionary[Sequence, _Bound] = WeakKeyDictionary()
 
     def concerns(self, step: Planned) -> bool:
@@ -67,20 +67,20 @@ class Constraints:
         return step.sequence.job.grammar is not None and step.wants_token
 
     def constrain(self, planned: Seq[Planned]) -> list[Standing | Exception]:
-        """Give the steps masks for the tokens they choose, and take guesses away that their grammars refuse.
+        """Give the steps masks for the tokens they choose, and drop guesses that their grammars refuse.
 
-        OPEN where the step can be computed; otherwise why not.
+        OPEN if the step can be computed; otherwise why not.
         """
         standings: dict[int, Standing | Exception] = {}
         bound = {step.sequence.id: step for step in planned if self.concerns(step)}
-        order = self._turns.order(list(bound))
+        order = self._fair_share.order(list(bound))
         work = [self._find(bound[number].sequence) for number in order]
         done = self._do(work, [partial(_constrain, one, bound[one.sequence.id].guesses) for one in work])
         for number, one in zip(order, done, strict=True):
             if one is _NO_TURN:
-                self._turns.waited(number)
+                self._fair_share.waited(number)
             else:
-                self._turns.took(number, one.cpu_s)
+                self._fair_share.took(number, one.cpu_s)
             if isinstance(one.result, _Masks):
                 bound[number].mask = one.result.rows
                 bound[number].guesses = bound[number].guesses[: len(one.result.rows) - 1]
@@ -89,7 +89,7 @@ class Constraints:
         return [standings.get(step.sequence.id, Standing.OPEN) for step in planned]
 
     def follow(self, chosen: Seq[tuple[Sequence, Seq[int]]]) -> list[Standing | Exception]:
-        """How each answer stands with its next tokens. With one that is late, `constrain` catches up."""
+        """How each answer stands after its next tokens. `constrain` catches up with one that is late."""
         work = [self._find(sequence) for sequence, _tokens in chosen]
         done = self._do(work, [partial(_follow, one, tokens) for one, (_, tokens) in zip(work, chosen, strict=True)])
         return [one.result for one in done]
@@ -102,12 +102,12 @@ class Constraints:
         return bound
 
     def _do(self, answers: Seq[_Bound], work: Seq[Callable[[], T]]) -> list[Done[T | Standing]]:
-        """What came of each answer's work; _NO_TURN where there was no time for it."""
+        """The result of each answer's work; _NO_TURN if there was no time for it."""
         if not work:
             return []
         try:
-            ran = self._helper.run(work, MAX_STEP_CPU_S)
-        except NoHelperError as error:
+            ran = self._thread.run(work, MAX_STEP_CPU_S)
+        except NoThreadError as error:
             log.error("no grammar is followed", reason=str(error))
             return [Done(error, 0.0)] * len(work)
         done: list[Done[T | Standing]] = [
@@ -119,7 +119,7 @@ class Constraints:
 
 
 def _constrain(answer: _Bound, guesses: Seq[int]) -> _Masks | Standing:
-    """WHOLE when the answer is so without a further token. Raises GrammarMismatchError."""
+    """WHOLE if the answer is complete without a further token. Raises GrammarMismatchError."""
     until = thread_time() + MAX_TURN_CPU_S
     matcher = _find_matcher(answer)
     sequence = answer.sequence
@@ -146,7 +146,7 @@ def _follow(answer: _Bound, tokens: Seq[int]) -> Standing:
 
 
 def _find_matcher(answer: _Bound) -> Matcher:
-    """How far the answer has come in its grammar: before its first token here, nowhere. Raises GrammarMismatchError."""
+    """The answer's matcher; at its first step here, one at the beginning. Raises GrammarMismatchError."""
     if answer.grammar.is_too_slow.is_set():
         raise _too_slow()
     if answer.matcher is None:
@@ -155,7 +155,7 @@ def _find_matcher(answer: _Bound) -> Matcher:
 
 
 def _give_up(answer: _Bound) -> GrammarMismatchError:
-    """End the answer, and all others with its grammar: each would leave a thread behind, as this one did."""
+    """End the answer, and all others with its grammar: each would cost a thread, as this one did."""
     answer.grammar.is_too_slow.set()
     log.warning("a grammar is given up: a single call takes too long", request_id=answer.sequence.job.request_id)
     return _too_slow()
@@ -166,7 +166,7 @@ def _too_slow() -> GrammarMismatchError:
 
 
 def _report(answer: _Bound, result: T | Exception) -> T | Exception:
-    """The same. An error that is none of the client's is logged, and says nothing of xgrammar's insides."""
+    """The same. An error that is not the client's is logged, and replaced by one without xgrammar's internals."""
     if not isinstance(result, Exception) or isinstance(result, GrammarMismatchError):
         return result
     log.error("a grammar was not followed", request_id=answer.sequence.job.request_id, exc_info=result)

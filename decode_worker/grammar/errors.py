@@ -1,12 +1,12 @@
-"""Why a grammar is not there."""
+"""Why there is no grammar, or no answer that follows it."""
 
 from worker.sequences import AnswerFailedError
 
 
 class GrammarRefusedError(Exception):
-    """Nothing can be made of the text, or not within the limits. The message is for the client.
+    """The text cannot be compiled, or not within the limits. The message is for the client.
 
-    `param`: the client's field that is at fault, where the text names it.
+    `param`: the client's field at fault, if the text names it.
     """
 
     def __init__(self, message: str, param: str = "") -> None:
@@ -15,15 +15,15 @@ class GrammarRefusedError(Exception):
 
 
 class GrammarBusyError(Exception):
-    """Not now: others are compiled first, or the compiler starts or had too little of the machine. Try again."""
+    """Not now: others are compiled first, the compiler is starting, or the machine is busy. Try again."""
 
 
 class GrammarBrokenError(Exception):
-    """This worker cannot compile grammars at all, whatever they are. The message is for its operator."""
+    """This worker cannot compile any grammar. The message is for its operator."""
 
 
 class GrammarMismatchError(AnswerFailedError):
-    """Tokens that the grammar does not allow, or an answer that takes too long to follow with it: so it would anywhere.
+    """The grammar does not allow the tokens, or takes too long to follow; any worker would find the same.
 
     The message is for the client.
     """
@@ -32,4 +32,4 @@ class GrammarMismatchError(AnswerFailedError):
 
 
 class GrammarFailedError(Exception):
-    """This worker could not follow an answer with its grammar; another may."""
+    """This worker failed to follow an answer with its grammar; another may succeed."""

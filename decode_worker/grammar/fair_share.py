@@ -1,30 +1,31 @@
-"""Who goes first when an engine step has no time for the grammars of all its answers. Pure."""
+"""The order in which an engine step works on its answers' grammars when it has no time for all of them. Pure."""
 
 from collections.abc import Sequence
 
-UNKNOWN_S = 0.005  # of CPU: what the first turn of an answer counts as, more than honest grammars need
+UNKNOWN_S = 0.005  # CPU time assumed for an answer's first turn, more than honest grammars need
 
 
-class Turns:
-    """Remembers what each answer's last turn took, and how often it has waited since.
+class FairShare:
+    """Remembers what each answer's last turn cost, and how many steps it has waited since.
 
-    The cheap go first, so that they hardly notice the dear; who waits gets cheaper, so that all have their turn.
+    Cheap answers come first, so that expensive ones do not delay them. Waiting makes an answer cheaper, so that each
+    gets its turn.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[float, int]] = {}  # answer |-> CPU seconds, steps waited
 
     def order(self, answers: Sequence[int]) -> list[int]:
-        """The same, the most urgent first, among equals as they were. Answers that are not named are forgotten."""
+        """The same, the most urgent first, ties in the given order. Forgets answers that are not given."""
         self._known = {answer: self._known.get(answer, (UNKNOWN_S, 0)) for answer in answers}
         return sorted(answers, key=self._cost)
 
     def took(self, answer: int, cpu_s: float) -> None:
-        """It had its turn."""
+        """Its turn took so much CPU time."""
         self._known[answer] = cpu_s, 0
 
     def waited(self, answer: int) -> None:
-        """There was no time for it."""
+        """The step had no time for it."""
         cpu_s, num_waited = self._known[answer]
         self._known[answer] = cpu_s, num_waited + 1
 

@@ -1,6 +1,6 @@
-"""What the worker's service asks for grammars: each is compiled once, kept while there is room, and shared.
+"""A worker's grammars: each is compiled once, cached and shared.
 
-Lives on the asyncio thread. Knows neither sessions nor the wire.
+Runs on the asyncio thread. Knows neither sessions nor the wire.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from decode_worker.grammar.limits import find_problem
 from decode_worker.grammar.matcher import Grammar
 from decode_worker.metrics import GrammarMetrics
 
-MAX_COMPILING = 16  # grammars that wait or are compiled at once
-MAX_REFUSALS = 1024  # remembered, so that one who asks again costs nothing
+MAX_COMPILING = 16  # grammars that wait for the compiler, the present one included
+MAX_REFUSALS = 1024  # remembered, so that asking again costs nothing
 
 _Key = bytes
 
@@ -31,13 +31,13 @@ class Grammars:
         self._compiling: dict[_Key, asyncio.Task[Grammar]] = {}
 
     async def start(self) -> None:
-        """Returns when the compiler is ready, or cannot be."""
+        """Start the compiler. Returns when it is ready, or has failed, which is logged."""
         await self._compiler.start()
 
     async def get(self, kind: str, text: str, timeout_s: float) -> Grammar:
-        """The grammar of a text, within `timeout_s`. One that takes longer goes on: ask again.
+        """The grammar of a text, within `timeout_s`. A compilation that takes longer continues: ask again.
 
-        Raises GrammarRefusedError, GrammarBusyError or GrammarBrokenError. Cancelling it cancels no compilation.
+        Raises GrammarRefusedError, GrammarBusyError or GrammarBrokenError. Cancelling does not cancel the compilation.
         """
         problem = find_problem(kind, text)
         if problem is not None:
@@ -85,7 +85,7 @@ class Grammars:
             self._count("failed")
 
     def _refuse(self, key: _Key, error: GrammarRefusedError) -> None:
-        """From now on."""
+        """From now on, without compiling."""
         self._refusals[key] = str(error), error.param
         if len(self._refusals) > MAX_REFUSALS:
             self._refusals.popitem(last=False)
@@ -94,7 +94,7 @@ class Grammars:
         self._metrics.results.labels(result).inc()
 
     async def close(self) -> None:
-        """End the compiler and what waits for it."""
+        """End the compiler and all waiting calls."""
         for task in self._compiling.values():
             task.cancel()
         await self._compiler.close()

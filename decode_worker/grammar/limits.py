@@ -1,4 +1,4 @@
-"""What a grammar may cost, and what can be said of its text before anything parses it. Pure."""
+"""What a grammar may cost, and checks of its text that need no parser. Pure."""
 
 import json
 import re
@@ -7,22 +7,22 @@ from typing import Any
 from runtime.peer_input import MAX_JSON_DEPTH
 
 KINDS = ("json_schema", "json_object", "regex", "ebnf", "structural_tag")
-MAX_TEXT_BYTES = 256 << 10  # of a grammar: a client's own 64 KiB, and what the gateway writes around its tools
-MAX_MEMORY_BYTES = 1 << 30  # address space for one compilation, beyond what the compiler has before
+MAX_TEXT_BYTES = 256 << 10  # of a grammar: a client's 64 KiB, or its tools and the gateway's text around them
+MAX_MEMORY_BYTES = 1 << 30  # address space for one compilation, beyond the compiler's own
 MAX_COMPILED_BYTES = 32 << 20  # serialised
 TRIAL_TOKENS = 64  # length of the answer on which a new grammar is tried
-MAX_TOKEN_CPU_S = 0.1  # the longest that one token's mask or state may take
-MAX_TURN_CPU_S = 0.02  # then an answer takes no more guesses in this step, and goes on with its replay in the next
-MAX_STEP_CPU_S = 0.15  # then no further answer has its turn in this step; once before the forward and once after it
-MAX_STUCK_CPU_S = 0.3  # then nobody waits any more for a call that nothing can interrupt
-MAX_STUCK = 4  # such calls that may be under way at once
+MAX_TOKEN_CPU_S = 0.1  # for one token's mask or state
+MAX_TURN_CPU_S = 0.02  # then an answer gets no more guesses in this step, and continues its replay in the next
+MAX_STEP_CPU_S = 0.15  # then the other answers wait for the next step; before the forward, and again after it
+MAX_STUCK_CPU_S = 0.3  # then a call that cannot be interrupted is abandoned
+MAX_STUCK = 4  # abandoned calls at once
 
 _JSON_KINDS = ("json_schema", "structural_tag")
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
 def find_problem(kind: str, text: str) -> str | None:
-    """What forbids to compile this at all, in words for the client; None if nothing does."""
+    """Why the text is refused unseen, in words for the client; None if it is not."""
     if kind not in KINDS:
         return f"{kind!r} is no kind of grammar; there are {', '.join(KINDS)}"
     num_bytes = len(text.encode())
@@ -48,7 +48,7 @@ def free_lead(kind: str, text: str) -> str:
 
 
 def json_depth(text: str) -> int:
-    """How deep brackets nest outside strings; text need not be JSON. Linear time."""
+    """How deep brackets nest outside strings, of any text. Linear time."""
     depth = deepest = 0
     for match in _STRING_OR_BRACKET.finditer(text):
         if match[0] in ("[", "{"):

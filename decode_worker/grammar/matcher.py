@@ -1,6 +1,6 @@
-"""A grammar that is ready for use, and how far one sequence has come in it.
+"""A compiled grammar, and the state of one sequence in it.
 
-Knows nothing of how grammars are compiled, nor of sessions.
+Knows neither how grammars are compiled nor sessions.
 """
 
 import math
@@ -20,33 +20,33 @@ from decode_worker.grammar.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
-    """A compiled grammar. Sequences share it; nothing changes but `is_too_slow`, once and for all."""
+    """A compiled grammar, shared by sequences. Only `is_too_slow` changes, once."""
 
     compiled: CompiledGrammar
     vocabulary: Vocabulary
     text_mask: NDArray[np.int32]  # [ceil(V / 32)], see Vocabulary.text_mask
-    is_too_slow: Event = field(default_factory=Event)  # set by the engine thread: nobody may use it any more
+    is_too_slow: Event = field(default_factory=Event)  # set by the engine thread: no sequence may use it any more
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory."""
+        """Its memory, approximately."""
         return self.compiled.memory_size_bytes() + self.text_mask.nbytes
 
     def new_matcher(self, stop_token_ids: Collection[int]) -> "Matcher":
-        """At the beginning. `stop_token_ids` may follow a whole match; `is_over` ends the sequence anyway."""
+        """A matcher at the beginning. Stop tokens may follow a complete match; `is_over` ends the sequence anyway."""
         return Matcher(self, stop_token_ids)
 
 
 def load_grammar(vocabulary: Vocabulary, serialised: str, kind: str, text: str) -> Grammar:
-    """The grammar of `text`, compiled for this vocabulary and serialised by xgrammar. Takes long for large ones."""
+    """The grammar of `text`, which xgrammar compiled for this vocabulary and serialised. Slow for large ones."""
     return Grammar(read_compiled(serialised, vocabulary.info), vocabulary, vocabulary.text_mask(kind, text))
 
 
 class Matcher:
-    """How far one sequence has come. Used by one thread at a time; stop tokens are never told to it.
+    """The state of one sequence. Used by one thread at a time; never gets stop tokens.
 
-    Raises GrammarMismatchError when one token takes more than MAX_TOKEN_CPU_S: what takes that long now takes longer
-    with each token. It is of no use after an error. `until`: when to take on no more, in time.thread_time().
+    Raises GrammarMismatchError if one token takes more than MAX_TOKEN_CPU_S, as each further one would take longer. Not
+    usable after an error. `until`: when to begin no further token, in time.thread_time().
     """
 
     def __init__(self, grammar: Grammar, stop_token_ids: Collection[int]) -> None:
@@ -62,11 +62,11 @@ class Matcher:
         self._is_first_row_filled = False
 
     def fill(self, drafts: Sequence[int], until: float = math.inf) -> NDArray[np.int32]:
-        """[n + 1, ceil(V / 32)]: row i is what may come after the first i drafts. n: drafts before the first bad one.
+        """[n + 1, ceil(V / 32)]: row i allows what may follow the first i drafts. n: drafts before the first bad one.
 
-        Bad is a draft that the grammar refuses, one after which no text can come (`is_over` ends the sequence there,
-        before another token is chosen), and one for which there is no time. The state is afterwards as before; rows
-        are valid until the next call.
+        A draft is bad if the grammar refuses it, if no text can follow it (`is_over` ends the sequence there, before
+        another token is chosen), or if there is no time for it. Does not change the state. The rows are valid until
+        the next call.
         """
         self._ensure_rows(len(drafts) + 1)
         self._fill_first()
@@ -84,10 +84,10 @@ class Matcher:
         return self._rows[: num_good + 1]
 
     def accept(self, tokens: Sequence[int], until: float = math.inf) -> bool:
-        """The sequence goes on with these, in order; none of them is a stop token. Also replays an answer.
+        """Follow these tokens in order, none of them a stop token. Also replays an answer.
 
-        Whether there was time for all; there is for one. `num_tokens` says where to go on. Raises GrammarMismatchError
-        at the first that the grammar refuses.
+        Returns whether there was time for all; there always is for one. `num_tokens` says where to continue. Raises
+        GrammarMismatchError at the first token that the grammar refuses.
         """
         for index, token in enumerate(tokens):
             if index and thread_time() >= until:
@@ -104,7 +104,7 @@ class Matcher:
 
     @property
     def is_over(self) -> bool:
-        """The match is whole, and nothing but a stop token may follow."""
+        """The match is complete, and only a stop token may follow."""
         if not self._state.is_completed():
             return False
         self._fill_first()

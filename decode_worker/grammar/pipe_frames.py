@@ -1,4 +1,4 @@
-"""Messages on the pipes to and from the compiler's process: a JSON object and bytes, each with its length before it.
+"""Messages on the pipes to and from the compiler process: a JSON object and bytes.
 
 4 bytes: length of the JSON | 4 bytes: length of the body | JSON | body         (both lengths big-endian)
 """
@@ -29,13 +29,13 @@ def pack(frame: Frame) -> bytes:
 
 
 def read(read_exactly: Callable[[int], bytes]) -> Frame:
-    """The next message. `read_exactly(n)` gives n bytes or raises; ValueError: that is no message."""
+    """The next message. `read_exactly(n)` returns n bytes or raises. ValueError if it is not a message."""
     num_head, num_body = _unpack(read_exactly(_LENGTHS.size))
     return Frame(json.loads(read_exactly(num_head)), read_exactly(num_body))
 
 
 async def read_from(stream: StreamReader) -> Frame:
-    """The next message. IncompleteReadError at the end of the stream; ValueError: that is no message."""
+    """The next message. IncompleteReadError at the end of the stream; ValueError if it is not a message."""
     num_head, num_body = _unpack(await stream.readexactly(_LENGTHS.size))
     return Frame(json.loads(await stream.readexactly(num_head)), await stream.readexactly(num_body))
 

@@ -1,8 +1,8 @@
-"""What grammars need to know of the tokenizer: each token's bytes, and which tokens no answer may hold.
+"""What grammars need of the tokenizer: each token's bytes, and the tokens that no answer may hold.
 
-Control tokens have a text too (`<|user|>`), which a JSON string could hold; the gateway drops them from answers. So
-they are kept out of every mask, but for those that a grammar itself names, as formats of tool calls do. xgrammar lets
-more through than it should, and so tokens are kept out that hold bytes which never are UTF-8, or never are JSON.
+Control tokens have a text too (`<|user|>`), which a JSON string could hold; the gateway drops them from answers. So no
+mask allows them, except those that the grammar names, as formats of tool calls do. xgrammar also allows tokens with
+bytes that never occur in UTF-8 or in JSON; masks exclude these too.
 """
 
 import re
@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from decode_worker.grammar.bindings import TokenizerInfo, build_info, read_info
 from decode_worker.grammar.pipe_frames import Frame
 
-# Strings of a bounded length, and those that a pattern describes, may hold control characters as xgrammar sees it.
+# xgrammar allows control characters in strings with a maximum length or a pattern.
 _NOT_UTF8 = re.compile(rb"[\xc0\xc1\xf5-\xff]")
 _NOT_JSON = re.compile(rb"[\xc0\xc1\xf5-\xff\x00-\x08\x0b\x0c\x0e-\x1f]")
 _NOT_IN_STRINGS = re.compile(rb"[\xc0\xc1\xf5-\xff\x00-\x1f]")  # JSON can do without \t, \n and \r between values
 _NEVER = {
     "json_schema": _NOT_IN_STRINGS,
-    "json_object": _NOT_JSON,  # its strings are neither bounded nor described
+    "json_object": _NOT_JSON,  # its strings have neither
     "regex": _NOT_UTF8,
     "ebnf": _NOT_UTF8,
-    "structural_tag": _NOT_JSON,  # with text around JSON
+    "structural_tag": _NOT_JSON,  # has text around its JSON
 }
 
 

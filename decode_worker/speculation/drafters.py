@@ -1,6 +1,6 @@
-"""Who guesses ahead. A drafter only ever changes how fast tokens come: every guess is checked by the model.
+"""Drafters guess tokens ahead. They only change how fast tokens come: the model checks every guess.
 
-Runs on the engine thread. Trained heads would be one more drafter.
+Runs on the engine thread.
 """
 
 import time
@@ -37,14 +37,14 @@ class Guess:
 
 
 class Drafter(Protocol):
-    """Guesses what follows sequences. Does not modify them."""
+    """Guesses what follows sequences; does not modify them."""
 
     def propose(self, wanted: Seq[Wanted]) -> list[Guess]:
-        """One guess for each, shorter or empty where nothing comes to mind."""
+        """A guess for each sequence; shorter than asked, or empty, if the drafter has none."""
         ...
 
     def cost(self) -> CostCurve | None:
-        """Seconds of one more token for so many sequences at once; None when that is next to nothing, or not known."""
+        """Seconds of one more token, by the number of sequences; None if negligible or unknown."""
         ...
 
     def end_step(self) -> None:
@@ -53,7 +53,7 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
-    """Reads on where the last few tokens stood before. For answers that repeat their prompt or themselves."""
+    """Continues from where the last few tokens occurred before. For answers that repeat their prompt or themselves."""
 
     def propose(self, wanted: Seq[Wanted]) -> list[Guess]:
         return [Guess(_repeat(one)) if one.count else Guess() for one in wanted]

@@ -1,6 +1,6 @@
-"""Has guesses made for a planned step, and keeps what planning needs to know: what forwards cost.
+"""Has drafters guess for a planned step, and keeps what planning needs: acceptance, and what forwards cost.
 
-Lives on the engine thread; knows drafters, not models.
+Runs on the engine thread; knows drafters, not models.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Speculator:
     def __init__(
         self, drafters: Mapping[str, Drafter], meter: CostMeter, speculate: str, max_draft_tokens: int
     ) -> None:
-        """`meter`: of the model's own forwards; the last two: for requests that leave it to the worker."""
+        """`meter`: of the model's own forwards. The last two: for requests that do not set them."""
         self._drafters = drafters
         self._meter = meter
         self._speculate = speculate
@@ -35,7 +35,7 @@ class Speculator:
         self._acceptance: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
 
     def resolve(self, drafter: str, max_draft_tokens: int) -> tuple[str, int]:
-        """Who guesses for a request that asks for `drafter` ("" or "auto": the worker's choice), and how far at most.
+        """The drafter for a request that asks for `drafter` ("" or "auto": the worker's choice), and its most guesses.
 
         ValueError for a drafter that is not here, or too many guesses.
         """
@@ -53,20 +53,20 @@ class Speculator:
         return drafter, max_draft_tokens or self._max_draft_tokens
 
     def costs(self) -> Costs | None:
-        """What guesses cost; None while nothing was measured."""
+        """What guesses cost; None if nothing is measured yet."""
         step = self._meter.curve()
         draft = next((curve for one in self._drafters.values() if (curve := one.cost()) is not None), None)
         return None if step is None else Costs(step, draft)
 
     def note_step(self, rows: int, seconds: float) -> None:
-        """A step is over: its forward of the model with that many rows took that long."""
+        """A step is over: its forward of `rows` rows took `seconds`."""
         self._meter.note(rows, seconds)
         self._meter.end_step()
         for drafter in self._drafters.values():
             drafter.end_step()
 
     def guess(self, planned: Seq[Planned]) -> None:
-        """Give the steps their guesses. A drafter that fails costs its guesses, nothing else."""
+        """Give the steps their guesses. If a drafter fails, its sequences go without."""
         for name, drafter in self._drafters.items():
             mine = [step for step in planned if step.sequence.job.drafter == name]
             if not mine:
@@ -91,14 +91,14 @@ class Speculator:
         return self._acceptance.get(sequence, UNKNOWN)
 
     def note_guesses(self, step: Planned, num_accepted: int) -> None:
-        """The step is over. Guesses that were wanted and did not come to mind count as one that was wrong."""
+        """The step is over. If guesses were planned and the drafter found none, that counts as one wrong guess."""
         tried = len(step.guesses) or min(step.num_guesses, 1)
         before = self.acceptance(step.sequence)
         self._acceptance[step.sequence] = before.after(tried, num_accepted)
 
 
 def plan_guesses(table: SequenceTable, planned: Seq[Planned], costs: Costs, speculator: Speculator) -> None:
-    """Plan as many guesses ahead as are worth their cost, where pages are to spare for them."""
+    """Plan as many guesses as are worth their cost, if there are pages to spare for them."""
     plain = [step for step in planned if step.wants_token and step.count == 1]
     if not any(step.sequence.job.max_draft_tokens for step in plain):
         return
@@ -119,10 +119,10 @@ def plan_guesses(table: SequenceTable, planned: Seq[Planned], costs: Costs, spec
 
 
 def most_guesses(sequence: Sequence) -> int:
-    """Tokens that may be guessed ahead in one step: the step itself gives one more."""
+    """Tokens that may be guessed in one step, which itself gives one more."""
     return max(min(sequence.job.max_draft_tokens, sequence.most_tokens - len(sequence.tokens) - 1), 0)
 
 
 def _spread(num_behind: int, sequence: Sequence) -> int:
-    """What catching up costs a step, in positions: all of the answer that is still to come gains by it."""
+    """Positions to catch up on, per step: shared among the steps of the rest of the answer, which all gain by it."""
     return -(-max(num_behind, 0) // max(sequence.most_tokens - len(sequence.tokens), 1))

@@ -1,6 +1,6 @@
-"""Text of the grammar that makes a model call functions as it was asked to, in the format that `parse.py` reads.
+"""The grammar that makes a model call functions as the request asks, in the format that `parse.py` reads.
 
-Pure. Writes xgrammar's structural tags (0.2.8 or later); must not know who compiles them.
+Pure. Writes xgrammar's structural tags (0.2.8).
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
 def call_grammar(use: ToolUse, answer: Grammar | None = None) -> Grammar | None:
-    """What the whole answer must match; None when it is free. `answer`: what it must match unless it calls.
+    """What the whole answer must match; None if it is free. `answer`: what it must match unless it calls.
 
     Arguments fit a tool's schema when a call is required, or the tool is strict; otherwise they are any object.
     """

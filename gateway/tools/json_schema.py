@@ -1,17 +1,17 @@
-"""Which part of a JSON schema answers might not match, as the decode workers' grammar compiler passes over it. Pure.
+"""Which part of a JSON schema answers might not match, because the decode workers' compiler ignores it. Pure.
 
-The compiler (xgrammar 0.2) makes a grammar of the types, and of what each type can be told to be; it skips what it does
-not know, and most of what stands beside `$ref`, `enum` or `anyOf`. Must not know who compiles, and compiles nothing.
+The compiler (xgrammar 0.2) makes a grammar of the types and of most keywords about each type. It ignores keywords that
+it does not know, and most that stand beside `$ref`, `enum` or `anyOf`. Compiles nothing itself.
 """
 
 from collections.abc import Iterator
 
 from gateway.errors import bad_request
-from gateway.tools.schema_facts import SchemaFacts, mapping, named_types, names, types_told, widened
+from gateway.tools.schema_facts import SchemaFacts, implied_types, mapping, named_types, names, widened
 from wire.json_schema import MAX_SHOWN, Schema, inner_schemas, written
 
 _RANGE = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
-_SEEN_TO = {  # type |-> keywords about it that grammars follow
+_ENFORCED = {  # type |-> keywords about it that grammars enforce
     "object": {
         "properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties",
         "minProperties", "maxProperties",
@@ -23,15 +23,15 @@ _SEEN_TO = {  # type |-> keywords about it that grammars follow
     "boolean": set[str](),
     "null": set[str](),
 }  # fmt: skip
-_PASSED_OVER = {  # type |-> keywords about it that grammars do not follow
+_IGNORED = {  # type |-> keywords about it that grammars ignore
     "object": {"propertyNames", "dependentRequired", "dependentSchemas", "dependencies"},
     "array": {"uniqueItems", "contains", "minContains", "maxContains"},
     "number": {"multipleOf"},
 }
 _NEVER = ("not", "if", "$dynamicRef", "$recursiveRef")
-_WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # one of them decides; nothing but a type goes with it
-_ASSERTIONS = set[str]().union(*_SEEN_TO.values(), *_PASSED_OVER.values(), _NEVER, _WHOLE)
-_NOT_TOGETHER = (  # of each pair, the second is passed over
+_WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # one of them decides; only `type` may stand beside it
+_ASSERTIONS = set[str]().union(*_ENFORCED.values(), *_IGNORED.values(), _NEVER, _WHOLE)
+_NOT_TOGETHER = (  # of each pair, the second is ignored
     ({"pattern"}, {"minLength", "maxLength"}),
     ({"format"}, {"pattern", "minLength", "maxLength"}),
     (_RANGE, {"multipleOf"}),
@@ -49,7 +49,7 @@ def check_enforced(schema: Schema, param: str, *, is_strict: bool) -> tuple[str,
 
 
 def find_unenforced(schema: Schema) -> str | None:
-    """What answers may disregard, and where, such as "'uniqueItems' at #/properties/a"; None: they match all of it."""
+    """What is not enforced, and where, such as "'uniqueItems' at #/properties/a"; None: all is."""
     facts = SchemaFacts(schema)
     for place, part in _parts(schema):
         if (problem := _find_in(part, facts)) is not None:
@@ -58,7 +58,7 @@ def find_unenforced(schema: Schema) -> str | None:
 
 
 def takes_objects_only(schema: Schema) -> bool:
-    """Whether answers to the schema are objects, whatever else they disregard."""
+    """Whether all answers to the schema are objects."""
     facts = SchemaFacts(schema)
     left: list[object] = [schema]
     seen = set[int]()
@@ -76,7 +76,7 @@ def takes_objects_only(schema: Schema) -> bool:
 
 
 def as_object(schema: Schema) -> Schema:
-    """The schema; of objects where it tells no type."""
+    """The schema; of objects if it names no type."""
     return {"type": "object", **schema} if schema.keys().isdisjoint((*_WHOLE, "type")) else schema
 
 
@@ -90,7 +90,7 @@ def _parts(root: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
 
 
 def _find_in(schema: Schema, facts: SchemaFacts) -> str | None:
-    """The same for the schema itself, without the schemas in it."""
+    """What is not enforced of the schema itself, apart from the schemas in it."""
     if _ASSERTIONS.isdisjoint(schema):
         return None
     for key in _NEVER:
@@ -122,17 +122,17 @@ def _find_beside(whole: str, schema: Schema, facts: SchemaFacts) -> str | None:
 
 
 def _find_of_types(schema: Schema) -> str | None:
-    types = named_types(schema["type"]) if "type" in schema else types_told(schema)
-    seen_to = set[str]().union(*(_SEEN_TO.get(name, ()) for name in types))
+    types = named_types(schema["type"]) if "type" in schema else implied_types(schema)
+    enforced = set[str]().union(*(_ENFORCED.get(name, ()) for name in types))
     if "type" in schema:
-        passed_over = set[str]().union(*(_PASSED_OVER.get(name, ()) for name in types))
+        ignored_keys = set[str]().union(*(_IGNORED.get(name, ()) for name in types))
     else:
-        passed_over = _ASSERTIONS - seen_to
+        ignored_keys = _ASSERTIONS - enforced
     for key in schema:
-        if key in passed_over and schema[key] is not False:
+        if key in ignored_keys and schema[key] is not False:
             return repr(key)
     for one, other in _NOT_TOGETHER:
-        if (keys := one & schema.keys() & seen_to) and (passed := other & schema.keys() & seen_to):
+        if (keys := one & schema.keys() & enforced) and (passed := other & schema.keys() & enforced):
             return f"{min(passed)!r} beside {min(keys)!r}"
     if any(mark in str(schema.get("pattern", "")) for mark in _LOOKAROUND):
         return "a 'pattern' that looks ahead or behind"

@@ -1,6 +1,6 @@
-"""What is plain to see of the values that a part of a JSON schema takes: their types, and the values themselves. Pure.
+"""What a part of a JSON schema shows of its values without a search: their types, and listed values. Pure.
 
-Each part is looked at once, whatever refers to it, and comparing parts has a limit: clients write schemas.
+Clients write schemas: each part is read once, however many references lead to it, and comparisons are limited.
 """
 
 import json
@@ -13,7 +13,7 @@ from wire.json_schema import Schema
 
 _NOTHING: Schema = {}
 _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
-_TOLD_BY = {  # keywords without a type beside them that make the grammar compiler take a type for granted
+_IMPLIED_BY = {  # keywords from which the grammar compiler infers a type if none is named
     "object": ("properties", "additionalProperties", "unevaluatedProperties"),
     "array": ("items", "prefixItems", "unevaluatedItems"),
 }
@@ -24,7 +24,7 @@ _MAX_COMPARISONS = 50_000  # of values or properties, in all of a schema; takes 
 
 
 class SchemaFacts:
-    """Of the schema `root`, which must not change while this is used, and of the parts within it."""
+    """Of the schema `root` and the parts within it. `root` must not change meanwhile."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
@@ -36,7 +36,7 @@ class SchemaFacts:
         self._values: dict[int, frozenset[Hashable] | None] = {}
 
     def followed(self, part: object) -> Schema:
-        """The schema at the end of references; an empty one when there is none."""
+        """The schema at the end of the references; an empty one if there is none."""
         schema = part if isinstance(part, Mapping) else _NOTHING
         for _ in range(_MAX_HOPS):
             if not isinstance(schema.get("$ref"), str):
@@ -45,16 +45,16 @@ class SchemaFacts:
         return schema
 
     def types(self, part: object) -> frozenset[str]:
-        """Types that a match may have; all of them when that is not plain to see."""
+        """Types that a match may have; all of them if the part does not show it."""
         schema = self.followed(part)
         if id(schema) not in self._types:
             self._types[id(schema)] = _types_of(schema)
         return self._types[id(schema)]
 
     def are_apart(self, parts: Sequence[object]) -> bool:
-        """Whether no value matches two of them: they differ in type, as values, or in a property that each requires.
+        """Whether no value can match two of them: they differ in type, in listed values, or in a required property.
 
-        False as well when there is too much to compare.
+        Also False if there is too much to compare.
         """
         schemas = [self.followed(part) for part in parts]
         return len(parts) <= _MAX_BRANCHES and all(self._differ(*pair) for pair in combinations(schemas, 2))
@@ -79,7 +79,7 @@ class SchemaFacts:
         return self._num_left > 0 and values.isdisjoint(others)
 
     def _values_of(self, part: object) -> frozenset[Hashable] | None:
-        """When the part names them."""
+        """If the part lists them."""
         schema = self.followed(part)
         if id(schema) not in self._values:
             values = _values_named(schema)
@@ -103,7 +103,7 @@ class SchemaFacts:
 
 
 def _values_named(schema: Schema) -> list[Any] | None:
-    """Those that the schema itself lists."""
+    """Values that the schema itself lists."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return values if isinstance(values, list) else None
 
@@ -111,13 +111,13 @@ def _values_named(schema: Schema) -> list[Any] | None:
 def _types_of(schema: Schema) -> frozenset[str]:
     if (values := _values_named(schema)) is not None:
         return frozenset(map(_type_of, values))
-    return (named_types(schema["type"]) if "type" in schema else types_told(schema)) or frozenset(_TYPES)
+    return (named_types(schema["type"]) if "type" in schema else implied_types(schema)) or frozenset(_TYPES)
 
 
-def types_told(schema: Schema) -> frozenset[str]:
-    """The type that the grammar compiler takes for granted where none is named."""
-    told = (name for name, keys in _TOLD_BY.items() if any(key in schema for key in keys))
-    return frozenset({name} if (name := next(told, None)) else ())
+def implied_types(schema: Schema) -> frozenset[str]:
+    """The type that the grammar compiler infers where none is named."""
+    implied = (name for name, keys in _IMPLIED_BY.items() if any(key in schema for key in keys))
+    return frozenset({name} if (name := next(implied, None)) else ())
 
 
 def named_types(types: object) -> frozenset[str]:
@@ -126,12 +126,12 @@ def named_types(types: object) -> frozenset[str]:
 
 
 def widened(types: frozenset[str]) -> frozenset[str]:
-    """With the types that are within others."""
+    """With the types that others include."""
     return types | {"integer"} if "number" in types else types
 
 
 def mapping(value: object) -> Schema:
-    """The value, or an empty object where it is none."""
+    """The value, or an empty object if it is not one."""
     return value if isinstance(value, Mapping) else _NOTHING
 
 
@@ -158,9 +158,9 @@ def _type_of(value: object) -> str:
 
 
 def _value_key(value: object) -> Hashable:
-    """Equal for values that JSON schemas take for equal: 1 is 1.0, and not true.
+    """Equal for values that JSON Schema calls equal: 1 equals 1.0, but not true.
 
-    Nobody can choose values whose keys have equal hashes: those of texts are salted, those of small numbers differ.
+    Clients cannot choose values whose keys have equal hashes: those of texts are salted, those of small numbers differ.
     """
     match value:
         case str():

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.decoding import NO_SPECULATION, Answers, build_eager_speculator, decode
-from decode_worker.grammar import constraints, helper, matcher
+from decode_worker.grammar import constraints, matcher, step_thread
 from decode_worker.grammar.errors import GrammarMismatchError
-from decode_worker.grammar.fair_share import UNKNOWN_S, Turns
-from decode_worker.grammar.helper import Helper, NoHelperError
+from decode_worker.grammar.fair_share import UNKNOWN_S, FairShare
 from decode_worker.grammar.limits import MAX_STUCK
 from decode_worker.grammar.matcher import Grammar, Matcher
+from decode_worker.grammar.step_thread import NoThreadError, StepThread
 from decode_worker.speculation.drafters import NgramDrafter
 from demo.paths import TARGET_DIR
 from engine.engine import Engine, build_engine
@@ -98,7 +98,7 @@ def test_a_token_that_takes_too_long_ends_its_answer(clock: Clock, monkeypatch: 
 
 def count_turns(costs: Sequence[float], budget: float, num_steps: int) -> list[int]:
     """How often each answer has its turn when they take these CPU seconds, and a step has `budget`."""
-    turns, answers = Turns(), list(range(len(costs)))
+    turns, answers = FairShare(), list(range(len(costs)))
     counts = [0] * len(costs)
     for _step in range(num_steps):
         left = budget
@@ -125,7 +125,7 @@ def test_the_cheap_do_not_wait_for_the_dear() -> None:
 
 
 def test_the_order_of_turns() -> None:
-    turns = Turns()
+    turns = FairShare()
     assert turns.order([3, 1, 2]) == [3, 1, 2]  # nothing is known
     turns.took(3, 8 * UNKNOWN_S)
     turns.took(2, UNKNOWN_S / 2)
@@ -155,7 +155,7 @@ def gates() -> Iterator[Callable[[], Event]]:
 def stuck(monkeypatch: pytest.MonkeyPatch) -> set[int | None]:
     """Threads in it seem to have taken much CPU time, all others none."""
     idents: set[int | None] = set()
-    monkeypatch.setattr(helper._Worker, "cpu_s", lambda worker: math.inf if worker.ident in idents else -math.inf)
+    monkeypatch.setattr(step_thread._Thread, "cpu_s", lambda thread: math.inf if thread.ident in idents else -math.inf)
     return idents
 
 
@@ -165,8 +165,8 @@ def hang(stuck: set[int | None], gate: Event) -> None:
     gate.wait(PATIENCE_S)
 
 
-def test_a_helper_does_what_there_is_time_for() -> None:
-    here = Helper()
+def test_calls_are_made_while_there_is_time() -> None:
+    here = StepThread()
 
     def fail() -> int:
         raise ValueError("no")
@@ -179,10 +179,10 @@ def test_a_helper_does_what_there_is_time_for() -> None:
 
 
 def test_a_call_that_takes_too_long_is_left_behind(gates: Callable[[], Event], stuck: set[int | None]) -> None:
-    here, gate = Helper(), gates()
+    here, gate = StepThread(), gates()
     ran = here.run([lambda: None, lambda: hang(stuck, gate), lambda: None], cpu_s=PATIENCE_S)
     assert (len(ran.done), ran.is_stuck) == (1, True)
-    (left,) = here._left
+    (left,) = here._abandoned
     assert len(here.run([lambda: None] * 2, cpu_s=PATIENCE_S).done) == 2  # on another thread
     gate.set()
     left.join(PATIENCE_S)
@@ -200,19 +200,19 @@ def test_a_thread_whose_priority_cannot_be_lowered_is_left_behind(
         raise error
 
     monkeypatch.setattr(os, "setpriority", refuse)
-    here, gate = Helper(), gates()
+    here, gate = StepThread(), gates()
     assert here.run([lambda: hang(stuck, gate)], cpu_s=PATIENCE_S).is_stuck
     assert len(here.run([lambda: None], cpu_s=PATIENCE_S).done) == 1
 
 
 def test_only_so_many_calls_are_left_behind(gates: Callable[[], Event], stuck: set[int | None]) -> None:
-    here, all_gates = Helper(), [gates() for _ in range(MAX_STUCK)]
+    here, all_gates = StepThread(), [gates() for _ in range(MAX_STUCK)]
     for gate in all_gates:
         assert here.run([lambda gate=gate: hang(stuck, gate)], cpu_s=PATIENCE_S).is_stuck  # type: ignore[misc]
-    with pytest.raises(NoHelperError):
+    with pytest.raises(NoThreadError):
         here.run([lambda: None], cpu_s=PATIENCE_S)
     all_gates[0].set()
-    here._left[0].join(PATIENCE_S)
+    here._abandoned[0].join(PATIENCE_S)
     assert len(here.run([lambda: None], cpu_s=PATIENCE_S).done) == 1
 
 
@@ -220,16 +220,16 @@ def test_a_system_without_a_further_thread_fails_the_work_alone(monkeypatch: pyt
     def refuse(_thread: Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    here = Helper()
+    here = StepThread()
     with monkeypatch.context() as patch:
         patch.setattr(Thread, "start", refuse)
-        with pytest.raises(NoHelperError, match="allow this process more threads"):
+        with pytest.raises(NoThreadError, match="allow this process more threads"):
             here.run([lambda: None], cpu_s=PATIENCE_S)
     assert len(here.run([lambda: None], cpu_s=PATIENCE_S).done) == 1
 
 
-def test_the_thread_ends_with_its_helper() -> None:
-    here = Helper()
+def test_the_thread_ends_with_its_owner() -> None:
+    here = StepThread()
     (thread,) = [one.result for one in here.run([threading.current_thread], cpu_s=PATIENCE_S).done]
     assert isinstance(thread, Thread)
     del here
@@ -375,7 +375,7 @@ def test_whatever_goes_wrong_ends_one_answer(
 def test_nobody_gets_a_mask_while_too_many_calls_are_left_behind(
     engine: Engine, jobs: Sequence[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(helper, "MAX_STUCK", 0)
+    monkeypatch.setattr(step_thread, "MAX_STUCK", 0)
     plain = replace(ask(14, None, SamplingParams(seed=1)), max_tokens=5)
     got = decode(engine, NO_SPECULATION, [plain, *jobs])
     assert got.ends[14].finish_reason in ("length", "stop")
