@@ -1,7 +1,4 @@
-"""API keys and request ids, the same for REST and gRPC.
-
-Pure but for drawing ids; must not know HTTP or gRPC.
-"""
+"""API keys and request ids, the same for REST and gRPC. Pure except for random ids; must not know HTTP or gRPC."""
 
 import hmac
 import secrets
@@ -16,9 +13,9 @@ _MAX_ID_CHARS = 128
 
 
 def check_key(authorization: bytes, api_keys: Sequence[str], api_key: bytes | None = None) -> None:
-    """Raises ApiError 401 unless a header has one of the keys. Its time does not tell which was near.
+    """Raises ApiError 401 unless a header has one of the keys. Compares in constant time.
 
-    `authorization`: that header, `Bearer` and a key; `api_key`: the header x-api-key, which is a key.
+    `authorization`: the header's value, `Bearer <key>`; `api_key`: the value of the header x-api-key.
     """
     if not api_keys:
         return
@@ -34,14 +31,14 @@ def check_key(authorization: bytes, api_keys: Sequence[str], api_key: bytes | No
 
 
 def pick_request_id(given: str | None) -> str:
-    """The client's id where it is short printable ASCII, else a new one."""
+    """Returns the client's id if it is short printable ASCII, else a new one."""
     if given and len(given) <= _MAX_ID_CHARS and given.isascii() and given.isprintable():
         return given
     return f"req-{secrets.token_hex(12)}"
 
 
 def unique_id(request_id: str) -> str:
-    """An id for the work: a client may send the same request id twice, at once even."""
+    """Returns a unique id for the workers: clients may reuse a request id, even in concurrent requests."""
     return f"{request_id}.{secrets.token_hex(4)}"
 
 

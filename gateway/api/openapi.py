@@ -1,7 +1,4 @@
-"""What routes answer, in the OpenAPI document: FastAPI knows their bodies, but answers are msgspec's.
-
-Knows the types of all answers; must not know what happens between request and answer.
-"""
+"""Adds answers to the OpenAPI document: FastAPI describes request bodies itself, but answers are msgspec types."""
 
 from typing import Any, Literal
 
@@ -35,13 +32,13 @@ class TextCompletion(Envelope):
 
 
 class Alive(msgspec.Struct):
-    """Of the process or the service."""
+    """State of the process or the service."""
 
     status: str
 
 
 class Version(msgspec.Struct):
-    """Of this software."""
+    """Version of this software."""
 
     version: str
 
@@ -52,7 +49,7 @@ class FleetStatus(msgspec.Struct):
     workers: list[WorkerStatus]
 
 
-_ANSWERS: dict[str, type[msgspec.Struct]] = {  # path |-> what a 200 has as JSON
+_ANSWERS: dict[str, type[msgspec.Struct]] = {  # path |-> JSON body of a 200
     "/v1/chat/completions": ChatCompletion,
     "/v1/completions": TextCompletion,
     "/v1/models": ModelList,
@@ -77,7 +74,7 @@ _KEY_SCHEMES = {
 
 
 def add_document(app: FastAPI, *, needs_key: bool) -> None:
-    """Completes the document that `app` serves, whose requests need an API key or none."""
+    """Adds answers, and API keys if `needs_key`, to the OpenAPI document that `app` serves."""
     build = app.openapi
 
     def build_whole() -> dict[str, Any]:
@@ -94,7 +91,7 @@ def add_document(app: FastAPI, *, needs_key: bool) -> None:
                         operation["security"] = []
             if needs_key:
                 document["components"]["securitySchemes"] = _KEY_SCHEMES
-                document["security"] = [{name: []} for name in _KEY_SCHEMES]  # either of them
+                document["security"] = [{name: []} for name in _KEY_SCHEMES]  # one of them is enough
         return app.openapi_schema or {}
 
     app.openapi = build_whole  # type: ignore[method-assign]
@@ -104,7 +101,7 @@ def _answer_schemas() -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(
         [*_ANSWERS.values(), ErrorEnvelope, ErrorEvent, TokenLogprob], ref_template=_REF
     )
-    # what is encoded before the rest of its answer
+    # msgspec does not know the types of these fields: they hold JSON that was encoded before
     schemas["ChatLogprobs"]["properties"]["content"]["items"] = _reference(TokenLogprob)
     by_token = {"type": "object", "additionalProperties": {"type": "number"}}
     schemas["TextLogprobs"]["properties"]["top_logprobs"]["items"] = {"anyOf": [by_token, {"type": "null"}]}
@@ -113,13 +110,13 @@ def _answer_schemas() -> dict[str, Any]:
 
 
 def _responses(path: str) -> dict[str, Any]:
-    """Of one operation: status |-> response."""
+    """Status |-> response of one operation."""
     answer = _ANSWERS.get(path)
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if answer is not None:
         content = {"application/json": {"schema": _reference(answer)}}
     if path in _STREAMED:
-        content["text/event-stream"] = {}  # OpenAPI 3.1 has no words for events
+        content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe events
     error = ErrorEvent if path.startswith(MESSAGES_PATH) else ErrorEnvelope
     failure = {"description": "The error.", "content": {"application/json": {"schema": _reference(error)}}}
     return {"200": {"description": "The answer.", "content": content}, "4XX": failure, "5XX": failure}

@@ -1,4 +1,4 @@
-"""How long we wait for a client: the time in which it could have been served. Knows a clock, and nobody who waits."""
+"""A timeout for clients that hardly counts time in which this process was stopped. Knows only the event loop."""
 
 import asyncio
 import itertools
@@ -10,13 +10,13 @@ _SLICES = 10
 
 @asynccontextmanager
 async def waking_timeout(seconds: float) -> AsyncIterator[None]:
-    """Like asyncio.timeout, but a time for which this process was stopped counts as a tenth of the limit at most.
+    """Like asyncio.timeout, but a stop of this process counts as a tenth of the limit at most.
 
-    A deadline alone would blame whoever was to answer meanwhile. Raises TimeoutError at the end of the block.
+    A plain deadline would blame the client for our pause. Raises TimeoutError at the end of the block.
     """
     loop = asyncio.get_running_loop()
     slices = itertools.count(1)
-    timers: list[asyncio.TimerHandle] = []  # the one that runs
+    timers: list[asyncio.TimerHandle] = []  # the running one
 
     def begin_slice() -> None:
         timers[:] = [loop.call_later(seconds / _SLICES, end_slice)]

@@ -1,4 +1,4 @@
-"""What Anthropic's Messages API sends. Must not know HTTP or who generates."""
+"""Answers of Anthropic's Messages API: types. Must not know HTTP or where text comes from."""
 
 from typing import Literal
 
@@ -27,11 +27,11 @@ class ToolUseBody(Tagged, tag="tool_use"):
 
     id: str
     name: str
-    input: msgspec.Raw  # an object
+    input: msgspec.Raw  # a JSON object
 
 
 class MessageUsage(msgspec.Struct):
-    """Token counts. The prompt has `input_tokens` and `cache_read_input_tokens` together."""
+    """Token counts. The prompt has `input_tokens` + `cache_read_input_tokens` tokens."""
 
     input_tokens: int
     output_tokens: int
@@ -40,7 +40,7 @@ class MessageUsage(msgspec.Struct):
 
 
 class MessageBody(Tagged, tag="message"):
-    """The whole answer, or what is known of it at its start."""
+    """The whole answer, or its fields known at the start."""
 
     id: str
     model: str

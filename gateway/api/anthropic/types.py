@@ -1,7 +1,4 @@
-"""Bodies of Anthropic's Messages API: names and types.
-
-Values and limits are checked by the rules that raw_request.py names. Must not know HTTP, answers or who generates.
-"""
+"""Request bodies of Anthropic's Messages API: names and types. gateway/request checks values. Must not know HTTP."""
 
 import json
 from collections.abc import Mapping
@@ -51,7 +48,7 @@ _TextOrBlocks = TextOr[Annotated[list[TextBlock], FirstErrorOnly()]]
 
 
 class ToolUseBlock(Body):
-    """A call that an assistant's message made."""
+    """A call in an assistant's message."""
 
     ignored = _BLOCK
 
@@ -69,7 +66,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """What a call gave."""
+    """The result of a call."""
 
     ignored = _BLOCK
 
@@ -124,7 +121,7 @@ class MessageParam(Body):
     content: TextOr[_Blocks]
 
     def plain(self, path: str) -> list[dict[str, Any]]:
-        """As chat templates take it: each result of a call is a message of its own. Raises ApiError."""
+        """As chat templates take it: each result of a call becomes its own message. Raises ApiError."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         texts: list[str] = []
@@ -181,7 +178,7 @@ class MessagesTool(Body):
 
 
 class MessagesToolChoice(Body):
-    """Whether a tool is to be called, and which."""
+    """Whether the answer calls a tool, and which."""
 
     ignored = {}
 
@@ -190,7 +187,7 @@ class MessagesToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
     def choice(self) -> Choice | NamedChoice:
-        """Raises ApiError unless there is a name where one is needed, and only there."""
+        """Raises ApiError if the type tool has no name, or another type has one."""
         if (self.type == "tool") != (self.name is not None):
             verb = "is missing, which the type tool needs" if self.type == "tool" else "needs the type tool"
             raise bad_request(f"tool_choice.name {verb}", "tool_choice.name")
@@ -201,14 +198,14 @@ class MessagesToolChoice(Body):
 
 
 class OutputFormat(Body):
-    """JSON that the answer must be."""
+    """The JSON schema that the answer must match."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Body):
-    """What the answer must look like."""
+    """What the answer must match."""
 
     ignored = {"effort": ("high",)}
 
@@ -269,7 +266,7 @@ class CountTokensRequest(Body):
             "messages",
             options={} if is_thinking is None else switch_options(is_thinking),
             reasoning_param="thinking" if is_thinking else None,
-            is_open=said[-1]["role"] == "assistant",  # the answer goes on with it
+            is_open=said[-1]["role"] == "assistant",  # the answer continues it
         )
         return Prompt(chat, "messages")
 

@@ -1,4 +1,4 @@
-"""How a choice becomes an answer for Anthropic's clients, streamed or whole. Must not know HTTP."""
+"""Writes a choice as an answer for Anthropic's clients, streamed or whole. Must not know HTTP."""
 
 import secrets
 
@@ -56,7 +56,7 @@ class MessageWriter:
         return named_event("error", error=build_messages_error(error).error)
 
     def _message(self) -> MessageBody:
-        """The answer as far as it has come."""
+        """The answer so far."""
         content = [_block(item, item.content) for item in self._reader.items]
         return MessageBody(self._id, self._model, content, self._usage())
 
@@ -93,7 +93,7 @@ def _block(item: Item, content: str) -> TextBody | ThinkingBody | ToolUseBody:
 
 
 def _input(arguments: str) -> msgspec.Raw:
-    """Arguments as JSON; an empty object for those that were cut off."""
+    """Arguments as JSON; {} if they were cut off."""
     try:
         msgspec.json.decode(arguments)
     except (ValueError, RecursionError):

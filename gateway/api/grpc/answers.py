@@ -1,4 +1,4 @@
-"""Values of an answer as protobuf messages. Must not know calls or where values come from."""
+"""Answers as protobuf messages. Must not know gRPC's calls or where values come from."""
 
 from collections import defaultdict
 from typing import Any
@@ -15,7 +15,7 @@ class AnswerMessages:
     """Writes the choices of one request."""
 
     def __init__(self, totals: Totals, *, with_timing: bool) -> None:
-        """`totals`: has each piece before it is written."""
+        """`totals` must count a piece before it is written here."""
         self._totals = totals
         self._with_timing = with_timing
         self._calls: defaultdict[int, CallCollector] = defaultdict(CallCollector)
@@ -34,7 +34,7 @@ class AnswerMessages:
         )
 
     def chat(self, index: int, piece: Piece) -> inference_pb2.ChatResponse:
-        """A piece of a choice, with the calls that it ends."""
+        """A piece of a choice, with the tool calls that it completes."""
         calls = self._calls[index].push(piece.calls)
         return inference_pb2.ChatResponse(
             text=piece.text,
@@ -50,7 +50,7 @@ class AnswerMessages:
         )
 
     def _usage(self) -> inference_pb2.Usage | None:
-        """In the last message of all."""
+        """Token counts; only in the request's last message."""
         totals = self._totals
         if totals.num_open:
             return None
@@ -73,7 +73,7 @@ def _stop(piece: Piece) -> dict[str, Any]:
 
 
 def logprob_messages(piece: Piece) -> list[inference_pb2.TokenLogprob]:
-    """One for each of the piece's tokens; none when they were not asked for."""
+    """One per token of the piece; none if they were not requested."""
     if not piece.logprobs:
         return []
     return [_logprob(token_id, told) for token_id, told in zip(piece.token_ids, piece.logprobs, strict=True)]

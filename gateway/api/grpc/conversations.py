@@ -1,7 +1,4 @@
-"""Conversations and tools from protobuf messages, or a 400 that names the field.
-
-Must not know calls or what values mean.
-"""
+"""Reads conversations and tools from protobuf messages. Must not know gRPC's calls or what values mean."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +37,7 @@ def _options(given: str, param: str) -> Mapping[str, Option]:
 
 
 def raw_tools(request: "inference_pb2.ChatRequest | inference_pb2.TokenizeRequest") -> RawTools:
-    """Raises ApiError when the parameters of a tool are no JSON object."""
+    """Raises ApiError if the parameters of a tool are not a JSON object."""
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)]
     if isinstance(request, inference_pb2.TokenizeRequest):
         return RawTools(tools, "tools[{}]")

@@ -1,7 +1,4 @@
-"""Errors, API keys and request ids on gRPC: a status with machine-readable details.
-
-Must not know what was asked.
-"""
+"""Errors (a status with machine-readable details), API keys and request ids on gRPC. Must not know requests."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -16,7 +13,7 @@ from gateway.errors import ApiError, bad_request
 from runtime.malformed import MALFORMED
 from runtime.peer_input import shorten
 
-_OPEN_METHOD = "/grpc.health.v1.Health/Check"  # liveness probes carry no key
+_OPEN_METHOD = "/grpc.health.v1.Health/Check"  # liveness probes have no key
 
 _CODES = {  # HTTP status |-> gRPC code
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -38,17 +35,17 @@ def pick_call_id(context: Context) -> str:
 
 
 async def send_call_id(context: Context, request_id: str) -> None:
-    """Tells the client the id, ahead of all else."""
+    """Sends the id to the client as initial metadata."""
     await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
 
 
 async def refuse_malformed(context: Context) -> NoReturn:
-    """Ends a call whose request is no message."""
+    """Ends a call whose request is not a valid message."""
     await _refuse(context, bad_request(MALFORMED, None, "invalid_message"))
 
 
 async def abort_with(context: Context, error: ApiError) -> NoReturn:
-    """Ends the call with the error, its field, its reason and when to try again."""
+    """Ends the call with the error's message, code, field and retry delay."""
     code = _CODES.get(error.status, grpc.StatusCode.INTERNAL)
     message = shorten(error.message)
     status = status_pb2.Status(code=code.value[0], message=message)
@@ -75,7 +72,7 @@ def _details(error: ApiError, message: str) -> list[Message]:
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Lets calls with an API key pass; without one, only the health check."""
+    """Refuses calls without a valid API key, except the health check."""
 
     def __init__(self, api_keys: Sequence[str]) -> None:
         self._api_keys = tuple(api_keys)
@@ -85,7 +82,6 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]]",
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """Serves or refuses one call."""
         if handler_call_details.method != _OPEN_METHOD:
             try:
                 check_key(_authorization(handler_call_details), self._api_keys)
@@ -104,7 +100,7 @@ def _find(metadata: Metadata, name: str) -> str | bytes | None:
 
 
 def _refusal(error: ApiError) -> "grpc.RpcMethodHandler[Any, Any]":
-    """A handler that refuses before it reads; streaming both ways it stands in for any kind of method."""
+    """A handler that refuses before it reads. It streams in both directions, so it can replace any kind of method."""
 
     async def refuse(requests: AsyncIterator[bytes], context: Context) -> None:
         await _refuse(context, error)
@@ -113,6 +109,6 @@ def _refusal(error: ApiError) -> "grpc.RpcMethodHandler[Any, Any]":
 
 
 async def _refuse(context: Context, error: ApiError) -> NoReturn:
-    """Ends a call that nobody serves."""
+    """Ends a call that has no request id yet."""
     await send_call_id(context, pick_call_id(context))
     await abort_with(context, error)

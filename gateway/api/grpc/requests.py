@@ -1,4 +1,4 @@
-"""From protobuf messages to raw requests, or a 400 that names the field. Must not know calls or what values mean."""
+"""From protobuf messages to raw requests. Must not know gRPC's calls or what values mean."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,14 +16,14 @@ from protos import inference_pb2
 from wire.sampling import SCALARS
 
 _OPTIONAL_FIELDS = ("max_tokens", "min_tokens", "n", "speculation", "max_draft_tokens")
-# Looking through a request holds the event loop: for 1 us per message, and per unknown field of 2 bytes or more.
-_MAX_MESSAGES = 20_000  # in each other, as objects and lists of a JSON body
+# Checking a request blocks the event loop: 1 us per message, and per unknown field, which has at least 2 bytes.
+_MAX_MESSAGES = 20_000  # nested in one request; as many as containers in a JSON body
 _MAX_UNKNOWN_BYTES = 64 << 10
 _MAX_SHOWN = 16
 
 
 def check_known(request: Message) -> None:
-    """Raises ApiError where a message has fields that its type has not, as newer clients' may: nobody acts on them."""
+    """Raises ApiError if a message has unknown fields, as newer clients may send: they would have no effect."""
     messages = list(islice(_messages(request, ""), _MAX_MESSAGES + 1))
     if len(messages) > _MAX_MESSAGES:
         raise bad_request(f"the request has more than {_MAX_MESSAGES} messages in it", None, "body_too_complex")
@@ -41,7 +41,7 @@ def check_known(request: Message) -> None:
 
 
 def _messages(message: Message, path: str) -> Iterator[tuple[str, Message]]:
-    """The message and all in it, each with what comes before the names of its fields. Entries of maps have no more."""
+    """Yields (prefix of its field paths, message) for a message and all messages in it. Map entries contain none."""
     yield path, message
     for field, value in message.ListFields():
         if field.message_type is None or field.message_type.GetOptions().map_entry:
@@ -61,7 +61,7 @@ def _count_unknown_bytes(request: Message) -> int:
 
 
 def generate_request(request: inference_pb2.GenerateRequest) -> RawRequest:
-    """Raises ApiError when it has no prompt."""
+    """Raises ApiError if it has no prompt."""
     check_known(request)
     kind = request.WhichOneof("prompt")
     if kind is None:
@@ -70,13 +70,13 @@ def generate_request(request: inference_pb2.GenerateRequest) -> RawRequest:
 
 
 def chat_request(request: inference_pb2.ChatRequest) -> RawRequest:
-    """Raises ApiError where a message or a tool is none."""
+    """Raises ApiError if a message or a tool is invalid."""
     check_known(request)
     return replace(_raw_request(request, chat_prompt(request)), tools=raw_tools(request))
 
 
 def tokenize_request(request: inference_pb2.TokenizeRequest) -> TextToCount:
-    """Raises ApiError when text and conversation are both given, or fields of the one with the other."""
+    """Raises ApiError if text and messages are both given, or a field of one with the other."""
     check_known(request)
     if request.messages and request.text:
         raise bad_request("text and messages are both given; drop one", "text")
@@ -91,7 +91,7 @@ def tokenize_request(request: inference_pb2.TokenizeRequest) -> TextToCount:
 
 
 def _raw_request(request: "inference_pb2.GenerateRequest | inference_pb2.ChatRequest", prompt: Prompt) -> RawRequest:
-    """Fields 4 to 23 and 27, which both have."""
+    """Reads fields 4 to 23 and 27, which both types have."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _OPTIONAL_FIELDS if request.HasField(name)}
     return RawRequest(
         model=request.model or None,

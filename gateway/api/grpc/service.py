@@ -1,7 +1,4 @@
-"""The public gRPC service: the same requests, rules and errors as REST.
-
-Knows protobuf messages and gRPC's calls; must not know text or who generates.
-"""
+"""The public gRPC service: the same requests, rules and errors as REST. Must not know where text comes from."""
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -34,11 +31,11 @@ Response = TypeVar("Response", inference_pb2.GenerateResponse, inference_pb2.Cha
 
 
 class _StalledClientError(Exception):
-    """A client does not take a message in time."""
+    """A client did not read a message in time."""
 
 
 def build_interceptors(front: Front) -> Sequence[grpc.aio.ServerInterceptor]:
-    """What the gRPC server needs at construction."""
+    """Returns the interceptors, which the gRPC server takes at construction."""
     return [KeyInterceptor(front.options.api_keys), MalformedInterceptor(refuse_malformed)]
 
 
@@ -81,7 +78,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.TokenizeRequest,
         context: grpc.aio.ServicerContext[inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse],
     ) -> inference_pb2.TokenizeResponse:
-        """Text or a conversation as token ids."""
+        """Turns text or a conversation into token ids."""
         async with _serving(context):
             token_ids = await tokenize(self._front, tokenize_request(request))
         return inference_pb2.TokenizeResponse(token_ids=token_ids, context_tokens=self._front.tokenizer.context_tokens)
@@ -91,7 +88,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.DetokenizeRequest,
         context: grpc.aio.ServicerContext[inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse],
     ) -> inference_pb2.DetokenizeResponse:
-        """Token ids as text."""
+        """Turns token ids into text."""
         async with _serving(context):
             check_known(request)
             model, token_ids = request.model or None, tuple(request.token_ids)
@@ -115,10 +112,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         read: Callable[[], RawRequest],
         write: Callable[[AnswerMessages, int, Piece], Response],
     ) -> None:
-        """Serves a streamed call.
+        """Serves a streamed call. Closes the ring's iterators if it is cancelled or its client stops reading.
 
-        A cancelled call closes the ring's iterators; so does a client that stops reading. It writes rather than yields:
-        a cancelled write is then seen here, where the iterator is closed.
+        Writes instead of yielding: a cancelled write is then raised here, where the iterator is closed.
         """
         try:
             async with (
@@ -178,7 +174,7 @@ class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 @asynccontextmanager
 async def _serving(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[str]:
-    """Gives a call its request id, in its logs and its answer; an ApiError becomes its status, and a bug INTERNAL."""
+    """Yields the call's request id, which logs and answer have. An ApiError becomes a gRPC status, a bug INTERNAL."""
     request_id = pick_call_id(context)
     with structlog.contextvars.bound_contextvars(request_id=request_id):
         try:
@@ -186,7 +182,7 @@ async def _serving(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator
             yield request_id
         except ApiError as error:
             await abort_with(context, error)
-        except (grpc.aio.BaseError, _StalledClientError):  # the call is over, or its end is told by who called us
+        except (grpc.aio.BaseError, _StalledClientError):  # the call is over, or the caller ends it
             raise
         except Exception:
             _log.exception("call failed")

@@ -1,6 +1,6 @@
-"""What all bodies of requests share: strict types, fields that have no effect here, and the 400 for the first fault.
+"""What all request bodies share: strict types, ignored fields, and the 400 for the first error.
 
-Tags of unions begin with "~": paths in errors leave them out. Must not know any API.
+Union tags begin with "~", so that error paths can omit them. Must not know any API.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,18 +13,18 @@ from gateway.errors import ApiError, bad_request
 from gateway.request.rules import MAX_CACHE_SALT_CHARS
 from wire.sampling import ABOVE_LOWEST, CLIENT_RANGES, SCALARS
 
-ANY: Any = object()  # a hint that is ignored whatever it says
+ANY: Any = object()  # in `ignored`: every value has no effect
 Ignored = Mapping[str, tuple[object, ...]]
 
 _CODES = {"missing": "missing_field", "extra_forbidden": "unknown_field", "value_error": "invalid_value"}
 
 
 class Body(BaseModel):
-    """Part of a request: nothing is converted, nothing unknown passes.
+    """Part of a request. Values are not converted; unknown fields are refused.
 
-    `ignored`: fields that clients send unasked |-> values, besides null, that ask for nothing. Other values are refused
-    by name, never dropped silently. None leaves unknown fields to pydantic.
-    `types`: those that this service supports, where the wire format has more; `types_rule` says so.
+    `ignored`: field |-> values, besides null, that are accepted without effect. Other values are refused, never dropped
+    silently. None: pydantic refuses unknown fields. `types`: supported values of `type`, if the API has more;
+    `types_rule`: the error message for the others.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -58,7 +58,7 @@ class Body(BaseModel):
 
 
 def _fault(code: str, field: str, rule: str) -> PydanticCustomError:
-    """`rule`: what is wrong; `{path}` stands for the field's path."""
+    """`rule`: the error message; `{path}` in it stands for the field's path."""
     return PydanticCustomError(code, "{rule}", {"field": field, "rule": rule})
 
 
@@ -69,7 +69,7 @@ def _is_same(value: object, allowed: object) -> bool:
 
 
 class FirstErrorOnly(FailFast):
-    """A list of a million wrong elements makes one error. Hashable, which members of unions must be."""
+    """Stops at a list's first wrong element. Hashable, as members of unions must be."""
 
     def __hash__(self) -> int:
         return hash(self.fail_fast)
@@ -84,7 +84,7 @@ def _one_or_list(value: object) -> str:
 
 
 SomeList = TypeVar("SomeList")
-# A text, or a list of this type.
+# A string, or a list of this type.
 TextOr = Annotated[Annotated[str, Tag("~one")] | Annotated[SomeList, Tag("~list")], Discriminator(_one_or_list)]
 
 CACHE_SALT_FIELD: Any = Field(
@@ -95,7 +95,7 @@ CACHE_SALT_FIELD: Any = Field(
 
 
 def by_type(default: str | None = None) -> Discriminator:
-    """Of a union of bodies that their `type` tells apart; their tags are `~type`."""
+    """Discriminates a union of bodies by `type`; the tags are `~type`. `default`: the type if none is given."""
 
     def tag(value: object) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
@@ -105,7 +105,7 @@ def by_type(default: str | None = None) -> Discriminator:
 
 
 def sampling_field(name: str) -> Any:
-    """The field of a sampling parameter that has a range."""
+    """Returns the pydantic field of a sampling parameter with its range."""
     lowest, highest = CLIENT_RANGES[name]
     return Field(
         None,
@@ -114,15 +114,12 @@ def sampling_field(name: str) -> Any:
 
 
 def given_sampling(body: Body) -> dict[str, float]:
-    """The sampling parameters that a request sets."""
+    """Returns the sampling parameters that a request sets."""
     return {name: value for name in SCALARS if (value := getattr(body, name, None)) is not None}
 
 
 def first_fault(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """A 400 that names the first wrong field by its path (`messages[0].role`).
-
-    `errors`: FastAPI's, whose paths begin with "body".
-    """
+    """Returns a 400 that names the first wrong field by its path (`messages[0].role`). `errors`: FastAPI's."""
     error = errors[0]
     kind, path = error["type"], _path(error["loc"][1:])
     if kind == "model_attributes_type":
@@ -136,7 +133,7 @@ def first_fault(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _wrong_type(error: Mapping[str, Any], path: str) -> ApiError:
-    """Of an object that `by_type` finds no body for."""
+    """Returns the 400 for a value whose `type` matches no body of a `by_type` union."""
     if not isinstance(error["input"], dict):
         return bad_request(f"{path} must be an object", path, "invalid_type")
     kind = error["input"].get("type")
@@ -150,6 +147,6 @@ def _path(loc: Sequence[int | str]) -> str:
     for step in loc:
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step != "[key]" and not step.startswith("~"):  # pydantic's word for a dict's key
+        elif step != "[key]" and not step.startswith("~"):  # pydantic's name for a dict's key
             path += f".{step[:100]}" if path else step[:100]
     return path

@@ -1,7 +1,4 @@
-"""One HTTP connection of a client, as uvicorn serves it, but not for ever.
-
-Knows sockets and uvicorn's protocol class; must not know what is asked.
-"""
+"""One HTTP connection: uvicorn's, with a limit on how long a client may stall. Must not know requests."""
 
 import asyncio
 import socket
@@ -16,13 +13,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _log = structlog.get_logger()
 
-_LOOKS = 10  # at a client in its time; however long this process was stopped meanwhile, that holds one of them at most
-_EARLY_BYTES = 64 << 10  # and what one read brings, 256 KiB at most
-_SEND_BYTES = 32 << 10  # the kernel takes twice that; left to itself it takes megabytes: whole answers nobody reads
+_LOOKS = 10  # checks per `client_timeout_s`; a stop of this process, however long, counts as one check at most
+_EARLY_BYTES = 64 << 10  # plus one read of at most 256 KiB
+_SEND_BYTES = 32 << 10  # the kernel doubles it; its default holds megabytes: whole answers that clients never read
 
 
 class ServerConfig(uvicorn.Config):
-    """For a server whose clients have `client_timeout_s` to do what it waits for."""
+    """uvicorn's settings, and `client_timeout_s`: how long a client may stall."""
 
     def __init__(self, app: ASGIApp, client_timeout_s: float, stop_s: int) -> None:
         super().__init__(
@@ -32,10 +29,10 @@ class ServerConfig(uvicorn.Config):
 
 
 class _Flow(FlowControl):
-    """Reads on while a whole request is answered, since nobody sees a client leave whom he does not read from.
+    """Keeps reading while a request is answered: we notice a disconnect only while reading from the socket.
 
-    What comes is of requests whose turn is later. With more than _EARLY_BYTES of them reading stops: a departure then
-    shows only when the answer is sent, unless the request's own time is over before.
+    The data belongs to later requests. Above _EARLY_BYTES of it reading stops; we then notice a disconnect only when
+    the answer is sent or the request times out.
     """
 
     def __init__(self, transport: asyncio.Transport, conn: h11.Connection) -> None:
@@ -43,12 +40,12 @@ class _Flow(FlowControl):
         self._conn = conn
 
     def pause_reading(self) -> None:
-        """Called behind a whole request when more has come, and when much of a body waits for its reader."""
+        """uvicorn calls this when data follows a whole request, and when much of a body is unread."""
         if self._conn.their_state is h11.SEND_BODY or self._is_full:
             super().pause_reading()
 
     def resume_reading(self) -> None:
-        """Called by whoever waits for news of the client, and after each answer."""
+        """uvicorn calls this when the app awaits `receive`, and after each answer."""
         if self.read_paused and not self._is_full:
             super().resume_reading()
 
@@ -58,14 +55,13 @@ class _Flow(FlowControl):
 
 
 class BoundedConnection(H11Protocol):
-    """Cuts a client off that lets `client_timeout_s` pass while it is the client's turn, whatever is answered to it.
+    """Cuts a client off when it stalls for `client_timeout_s` during its turn. That cancels the running request.
 
-    It is while nothing is answered: then a request's whole head must come. And while so much is not yet taken that
-    nothing more can be sent, or the connection is to be closed: then some of it must be. Who takes some has all of its
-    time again; it shows whenever the kernel takes more from us, about 20 KiB of its 64. Being cut off cancels the
-    request under way.
+    It is the client's turn while no request is answered: it must send a whole head. It is also its turn while our send
+    buffer is full or the connection is closing: it must read some data. Reading restarts its time; we notice a read
+    when the kernel takes more from us, about 20 KiB of its 64.
 
-    h11 rather than "auto", which means httptools where that is installed: h11 also bounds a head's size.
+    Uses h11, not "auto" (httptools if that is installed): h11 also limits the size of a head.
     """
 
     config: ServerConfig
@@ -73,8 +69,8 @@ class BoundedConnection(H11Protocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._next_look: asyncio.TimerHandle
-        self._num_idle_looks = 0  # the last ones in a row that found the client in its turn, and nothing done
-        self._num_untaken = 0  # bytes in our buffer at the last look
+        self._num_idle_looks = 0  # consecutive checks in which the client had its turn and did nothing
+        self._num_untaken = 0  # bytes in our send buffer at the last check
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -119,4 +115,4 @@ class BoundedConnection(H11Protocol):
         if self._is_answering:
             seconds, request_id = self.config.client_timeout_s, self.scope["state"].get("request_id")
             _log.warning("client stopped reading; request cancelled", after_s=seconds, request_id=request_id)
-        self.transport.abort()  # closing it would wait until the client takes what is left
+        self.transport.abort()  # close() would wait until the client reads the rest

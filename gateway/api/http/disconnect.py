@@ -1,7 +1,4 @@
-"""Work that ends when its HTTP client goes away.
-
-Knows ASGI's `receive`; must not know what the work is.
-"""
+"""Cancels work when its HTTP client disconnects. Knows ASGI's `receive`, not the work."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -12,13 +9,13 @@ from starlette.types import Receive
 
 T = TypeVar("T")
 
-_CLEANUP_S = 10.0  # for cancelled work to let go; past it the work is left behind
+_CLEANUP_S = 10.0  # for cancelled work to clean up; after that we do not wait for it
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Result of `work`. Cancels it and raises ClientDisconnect as soon as the client is gone; the body must be read.
+    """Returns the result of `work`. If the client disconnects, cancels `work` and raises ClientDisconnect.
 
-    The work is cancelled once and may await while it cleans up (a cancel scope of anyio would interrupt that too).
+    The body must have been read. `work` is cancelled once, so its cleanup may await (unlike in anyio's cancel scopes).
     """
     task, gone = asyncio.create_task(work), asyncio.create_task(_wait_gone(receive))
     try:

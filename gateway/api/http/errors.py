@@ -1,7 +1,4 @@
-"""Errors as HTTP responses, in OpenAI's nested form or, under MESSAGES_PATH, in Anthropic's.
-
-Must not know what was asked.
-"""
+"""Errors as HTTP responses, in Anthropic's form under MESSAGES_PATH, else in OpenAI's. Must not know requests."""
 
 from http import HTTPStatus
 
@@ -17,7 +14,7 @@ from gateway.api.http.json_answer import Tagged
 from gateway.errors import ApiError
 
 MESSAGES_PATH = "/v1/messages"
-_CLIENT_GONE = 499  # no client reads it; access logs know the number
+_CLIENT_GONE = 499  # for access logs: the client is gone
 
 
 class ErrorBody(msgspec.Struct):
@@ -36,7 +33,7 @@ class ErrorEnvelope(msgspec.Struct):
 
 
 class ErrorDetail(msgspec.Struct):
-    """What went wrong, in Anthropic's words."""
+    """What went wrong, in Anthropic's form."""
 
     type: str
     message: str
@@ -48,14 +45,14 @@ class ErrorEvent(Tagged, tag="error"):
     error: ErrorDetail
 
 
-_OPENAI_TYPES = {  # HTTP status |-> OpenAI's word for it
+_OPENAI_TYPES = {  # HTTP status |-> OpenAI's error type
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-_ANTHROPIC_TYPES = {  # HTTP status |-> Anthropic's
+_ANTHROPIC_TYPES = {  # HTTP status |-> Anthropic's error type
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -73,7 +70,7 @@ def build_error(error: ApiError) -> ErrorEnvelope:
 
 
 def build_messages_error(error: ApiError) -> ErrorEvent:
-    """An error in Anthropic's form, which names the field at fault in its message."""
+    """An error in Anthropic's form. It has no `param`, so the message names the wrong field."""
     message = error.message
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
@@ -82,7 +79,7 @@ def build_messages_error(error: ApiError) -> ErrorEvent:
 
 
 def error_response(error: ApiError, path: str, headers: dict[str, str] | None = None) -> Response:
-    """The response for a refusal at a path."""
+    """Returns the response for an error of a request to `path`."""
     headers = dict(headers or {})
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
@@ -94,7 +91,7 @@ def error_response(error: ApiError, path: str, headers: dict[str, str] | None = 
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Makes an app answer every failure in the form of its API."""
+    """Registers handlers that write every error in the form of its API."""
 
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:

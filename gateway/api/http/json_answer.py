@@ -3,13 +3,13 @@
 import msgspec
 from starlette.responses import Response
 
-encode = msgspec.json.Encoder().encode  # any value of an answer, as bytes
+encode = msgspec.json.Encoder().encode  # any value of an answer |-> bytes
 
 
 class Tagged(msgspec.Struct, tag_field="type"):
-    """An object that is sent with its `type`: the tag that its class is given."""
+    """An object that is sent with a field `type`: the tag of its class."""
 
 
 def json_response(value: object) -> Response:
-    """A whole answer; bytes are JSON already."""
+    """A whole answer. Bytes must be JSON; other values are encoded."""
     return Response(value if isinstance(value, bytes) else encode(value), media_type="application/json")

@@ -1,7 +1,4 @@
-"""A request's JSON body, read within limits of size, time and nesting.
-
-Knows ASGI messages and JSON; must not know what the fields mean.
-"""
+"""Reads a request's JSON body within limits of size, time and complexity. Must not know what the fields mean."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -16,16 +13,16 @@ from gateway.api.waking_timeout import waking_timeout
 from gateway.errors import ApiError, bad_request
 from gateway.request.prepare import Front, FrontOptions
 
-# Parsing holds the event loop: up to 3 us per container, 0.5 us per string and 0.1 us per number, freeing them included
-# (measured on 8 MB bodies). Within these limits it takes less than 0.1 s; real requests stay far below them.
+# Parsing and freeing a body block the event loop: up to 3 us per container, 0.5 us per string and 0.1 us per number
+# (measured on 8 MB bodies). Within these limits that is less than 0.1 s; real requests are far smaller.
 _MAX_CONTAINERS = 20_000
-_MAX_STRINGS = 50_000  # keys too
-_MAX_ELEMENTS = 500_000  # besides a prompt of token ids that fills the context
+_MAX_STRINGS = 50_000  # including keys
+_MAX_ELEMENTS = 500_000  # in addition to a prompt of token ids that fills the context
 _MAX_PATH_CHARS = 200
 
 
 def limited_route(front: Front) -> type[APIRoute]:
-    """Routes that read a body within the limits before FastAPI gives it its type."""
+    """Returns a route class that reads bodies within the limits before FastAPI validates them."""
 
     class LimitedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -42,31 +39,28 @@ def limited_route(front: Front) -> type[APIRoute]:
 
 
 class _ReadRequest(Request):
-    """A request whose body is read."""
+    """A request whose body has been read and parsed."""
 
     def __init__(self, request: Request, value: dict[str, object]) -> None:
         super().__init__(request.scope, request.receive)
         self._value = value
 
     async def body(self) -> bytes:
-        return b"{}"  # read, and not kept
+        return b"{}"  # the bytes are not kept
 
     async def json(self) -> dict[str, object]:
         return self._value
 
 
 async def _read_object(request: Request, front: Front) -> dict[str, object]:
-    """The body as a JSON object, which may hold token ids that fill the context.
-
-    Raises ApiError 400, 408, 413 or 415, and ClientDisconnect.
-    """
+    """Returns the body as a JSON object. Raises ApiError 400, 408, 413 or 415, and ClientDisconnect."""
     _check_content_type(request)
     body = await _read_body(request, front.options)
     marks = _outside_strings(body)
     if marks is None or _is_too_complex(marks, front.tokenizer.context_tokens):
         raise bad_request("the body has too many JSON elements to be a request", None, "body_too_complex")
     try:
-        value = pydantic_core.from_json(body, allow_inf_nan=True)  # NaN is refused later, by the field's name
+        value = pydantic_core.from_json(body, allow_inf_nan=True)  # NaN is refused later, with the field's name
     except ValueError as error:
         raise bad_request(f"the body is not valid JSON: {error}", None, "invalid_json") from error
     if not isinstance(value, dict):
@@ -78,7 +72,7 @@ async def _read_object(request: Request, front: Front) -> dict[str, object]:
 
 
 def _check_content_type(request: Request) -> None:
-    """A body without a type is taken for JSON, which the header then says."""
+    """Raises ApiError 415 unless the content type is JSON or missing. Sets the header to application/json."""
     given = request.headers.get("content-type", "application/json")
     kind = given.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -108,7 +102,7 @@ async def _read_body(request: Request, options: FrontOptions) -> bytes:
 
 
 def _outside_strings(body: bytes) -> bytes | None:
-    """What of a JSON text is in no string; None when it has too many strings. Runs at memory speed."""
+    """Returns a JSON text without its strings, or None if it has too many of them. Runs at memory speed."""
     without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if without_escapes.count(b'"') > 2 * _MAX_STRINGS:
         return None
@@ -116,7 +110,7 @@ def _outside_strings(body: bytes) -> bytes | None:
 
 
 def _is_too_complex(marks: bytes, max_ids: int) -> bool:
-    """Counted before parsing. `marks`: the text outside of strings."""
+    """Counts containers and elements before parsing. `marks`: the text outside of strings."""
     num_containers = marks.count(b"[") + marks.count(b"{")
     return num_containers > _MAX_CONTAINERS or marks.count(b",") > max_ids + _MAX_ELEMENTS
 

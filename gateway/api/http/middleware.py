@@ -1,7 +1,4 @@
-"""What happens around every HTTP request: its id, its key, its origin, and a 500 when all else fails.
-
-Plain ASGI, so that streams pass unbuffered. Must not know routes beyond probes.
-"""
+"""Wraps every HTTP request: its id, API key and origin, and a 500 for bugs. Plain ASGI: it does not buffer streams."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -16,18 +13,17 @@ from gateway.errors import ApiError
 
 _log = structlog.get_logger()
 
-OPEN_PATHS = frozenset({"/live", "/health"})  # of the API: probes have no key
+OPEN_PATHS = frozenset({"/live", "/health"})  # of the API; probes have no key
 _DEFAULT_PORTS = {b"http": b":80", b"https": b":443"}
 
 
 class RequestScope:
-    """Gives each request an id, in its logs, its answer and its state, and a time of arrival; turns bugs into a 500."""
+    """Gives each request an id (in logs, answer and state) and an arrival time; turns bugs into a 500."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -48,13 +44,13 @@ class RequestScope:
             except Exception:
                 _log.exception("request failed", path=scope["path"])
                 if is_started:
-                    raise  # the server cuts the connection: the client must not take this for a whole answer
+                    raise  # the server closes the connection, so the client does not take this for a whole answer
                 error = ApiError(500, f"request {request_id} failed inside the service; its log says why", None, "bug")
                 await error_response(error, scope["path"])(scope, receive, send_with_id)
 
 
 class KeyCheck:
-    """Lets requests with an API key pass; without one, only those for the open paths."""
+    """Refuses requests without a valid API key, except to the open paths."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], open_paths: Collection[str]) -> None:
         self._app = app
@@ -62,7 +58,6 @@ class KeyCheck:
         self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         if scope["type"] == "http" and scope["path"] not in self._open_paths:
             try:
                 check_key(_header(scope, b"authorization") or b"", self._api_keys, _header(scope, b"x-api-key"))
@@ -73,9 +68,9 @@ class KeyCheck:
 
 
 class OriginCheck:
-    """Refuses what web pages of foreign origins post: for a body of plain text browsers ask nobody first.
+    """Refuses POSTs from web pages of other origins: browsers send no preflight for a body of plain text.
 
-    Our own page's origin is the host that it asks, also behind a proxy that passes on the Host header.
+    Our own page's origin equals the Host header, also behind a proxy that forwards this header.
     """
 
     def __init__(self, app: ASGIApp, cors_origins: Sequence[str]) -> None:
@@ -83,7 +78,6 @@ class OriginCheck:
         self._allowed = frozenset(origin.encode() for origin in cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         if scope["type"] == "http" and scope["method"] == "POST":
             origin, host = _header(scope, b"origin"), _header(scope, b"host")
             if origin is not None and not self._may_post(origin, host or b""):
@@ -97,7 +91,7 @@ class OriginCheck:
     def _may_post(self, origin: bytes, host: bytes) -> bool:
         if b"*" in self._allowed or origin in self._allowed:
             return True
-        scheme, _, own = origin.lower().partition(b"://")  # it may not be ours: TLS ends before us
+        scheme, _, own = origin.lower().partition(b"://")  # may differ from ours: a proxy may end TLS
         return own != b"" and own == host.lower().removesuffix(_DEFAULT_PORTS.get(scheme, b""))
 
 

@@ -1,18 +1,18 @@
-"""Keys that come twice in one JSON object: of those, parsers silently keep one. Pure: knows JSON, not fields."""
+"""Finds keys that occur twice in one JSON object, of which parsers silently keep one. Pure; must not know fields."""
 
 import json
 from collections.abc import Iterator
 
 
 class _Repeated:
-    """Stands where an object has `key` more than once."""
+    """Replaces an object that has `key` more than once."""
 
     def __init__(self, key: str) -> None:
         self.key = key
 
 
 def count_keys(value: object, num_objects: int) -> int:
-    """Keys of all objects in a parsed value that has at most `num_objects` of them."""
+    """Returns the number of keys of all objects in a parsed value with at most `num_objects` objects."""
     num_keys, rest = 0, [value]
     while rest and num_objects:
         item = rest.pop()
@@ -26,7 +26,7 @@ def count_keys(value: object, num_objects: int) -> int:
 
 
 def find_repeated_key(body: bytes) -> str | None:
-    """Path of a key that comes twice, such as `messages[0].role`. Slower than parsing: for a body known to have one."""
+    """Returns the path of a repeated key, such as `messages[0].role`. Slower than parsing: use `count_keys` first."""
     return next(_paths(json.loads(body, object_pairs_hook=_mark), ""), None)
 
 

@@ -1,7 +1,4 @@
-"""From a raw request to its answer over HTTP, a stream or a whole, whatever the API.
-
-Must not know how requests are read or answers written.
-"""
+"""From a raw request to its HTTP answer, streamed or whole, for every API. Must not know their wire formats."""
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -24,18 +21,18 @@ Pieces = AsyncGenerator[tuple[int, Piece], None]
 
 
 class Writer(StreamEnd, Protocol):
-    """Writes the answer to one request, once: as a stream or as a whole."""
+    """Writes the answer to one request, either as a stream or as a whole."""
 
     def begin(self) -> list[bytes]:
         """Events to send with those of the first piece."""
         ...
 
     def events(self, index: int, piece: Piece) -> list[bytes]:
-        """What a piece of a choice adds to the stream."""
+        """Events for a piece of a choice."""
         ...
 
     def add(self, index: int, piece: Piece) -> None:
-        """Takes in a piece of a choice of an answer that is not streamed."""
+        """Adds a piece of a choice to an answer that is not streamed."""
         ...
 
     async def whole(self) -> bytes:
@@ -51,7 +48,7 @@ async def respond(
     *,
     is_streamed: bool,
 ) -> Response:
-    """The response. Raises ApiError, and ClientDisconnect when the client leaves before a whole answer."""
+    """Returns the response. Raises ApiError, and ClientDisconnect if the client leaves before a whole answer."""
     job = await front.prepare(raw, unique_id(request.state.request_id))
     totals, meter = Totals(job), RequestMeter(front.metrics, request.state.arrived_s)
     writer, pieces = new_writer(totals), stream_choices(front, totals, meter)
@@ -64,7 +61,7 @@ async def respond(
 
 
 async def _stream(writer: Writer, pieces: Pieces) -> AsyncGenerator[list[bytes], None]:
-    """Events, in batches to send together. Closing this iterator closes `pieces`."""
+    """Yields batches of events to send together. Closing this iterator closes `pieces`."""
     batch = writer.begin()
     async with aclosing(pieces):
         async for index, piece in pieces:

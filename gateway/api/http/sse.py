@@ -1,7 +1,4 @@
-"""Server-sent events: a stream of events as one HTTP response.
-
-Knows how a stream starts, fails and ends on the wire; must not know what the events say.
-"""
+"""Server-sent events: how a stream starts, fails and ends over HTTP. Must not know what the events mean."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -25,11 +22,11 @@ class StreamEnd(Protocol):
 
     @property
     def done(self) -> bytes:
-        """After the last event of a stream that went well."""
+        """Bytes after the last event of a complete stream."""
         ...
 
     def failure(self, error: ApiError) -> bytes:
-        """Events instead of those that a stream still lacks."""
+        """Events that end a stream after an error."""
         ...
 
 
@@ -39,15 +36,15 @@ def data_event(message: bytes) -> bytes:
 
 
 def named_event(kind: str, **fields: object) -> bytes:
-    """An event that is named by its `type`."""
+    """An event whose name is its `type`."""
     return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, **fields}) + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends each batch of events as it comes.
+    """Sends each batch of events as it arrives.
 
-    A failure before the first batch is an ordinary error response; after it, `end` tells it. The events' iterator is
-    closed in every case: also when the client leaves, or stops reading and is cut off (connection.py).
+    An error before the first batch becomes an ordinary error response; `end` writes a later one. The iterator of
+    batches is always closed, also when the client leaves or is cut off because it stopped reading (connection.py).
     """
 
     media_type = "text/event-stream"
@@ -59,7 +56,6 @@ class EventStream(Response):
         self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves the response."""
         try:
             await until_disconnect(receive, self._serve(scope, receive, send))
         except ClientDisconnect:
@@ -77,7 +73,7 @@ class EventStream(Response):
             await send(_body(await self._send_rest(send), is_last=True))
 
     async def _send_rest(self, send: Send) -> bytes:
-        """Returns what ends the stream."""
+        """Returns the bytes that end the stream."""
         try:
             async for batch in self._batches:
                 await send(_body(b"".join(batch)))

@@ -1,7 +1,4 @@
-"""Endpoints for probes and dashboards: liveness, readiness, version, metrics.
-
-Must not know requests.
-"""
+"""Endpoints for probes and dashboards: liveness, readiness, version, metrics. Must not know requests."""
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest

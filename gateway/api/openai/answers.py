@@ -1,7 +1,4 @@
-"""The OpenAI wire format of answers, as bytes.
-
-Knows chunks and whole answers, encoded by msgspec; must not know HTTP or who generates.
-"""
+"""OpenAI's wire format of chunks and whole answers, for chats and completions. Must not know HTTP."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -20,13 +17,13 @@ SYSTEM_FINGERPRINT = f"baton-{OWN_VERSION}"
 
 
 class PromptDetails(msgspec.Struct):
-    """What is known of a request's prompt tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
 
 
 class CompletionDetails(msgspec.Struct):
-    """What is known of an answer's tokens."""
+    """Details of the answer's tokens."""
 
     reasoning_tokens: int
 
@@ -38,7 +35,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails | UnsetType = UNSET  # where the model reasons
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET  # if the model reasons
 
 
 class TimingBody(msgspec.Struct):
@@ -70,11 +67,11 @@ class Delta(msgspec.Struct):
 class AssistantMessage(msgspec.Struct):
     """The whole answer to a chat."""
 
-    content: str | None  # null when there are calls and no text
+    content: str | None  # null if there are calls and no text
     role: str = "assistant"
     refusal: None = None
     tool_calls: list[ToolCallBody] | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET  # where the answer has a reasoning part
+    reasoning_content: str | UnsetType = UNSET  # if the answer has reasoning
 
 
 class ChunkChoice(msgspec.Struct):
@@ -85,8 +82,8 @@ class ChunkChoice(msgspec.Struct):
     finish_reason: Ending | None = None
     logprobs: ChatLogprobs | None = None
     timing: TimingBody | UnsetType = UNSET
-    stop_reason: str | int | UnsetType | None = UNSET  # as ChatChoice's, with the finish reason
-    token_ids: Sequence[int] | UnsetType = UNSET  # those since the last chunk, when asked for
+    stop_reason: str | int | UnsetType | None = UNSET  # as in ChatChoice; comes with the finish reason
+    token_ids: Sequence[int] | UnsetType = UNSET  # since the last chunk, if requested
 
 
 class ChatChoice(msgspec.Struct):
@@ -97,8 +94,8 @@ class ChatChoice(msgspec.Struct):
     finish_reason: Ending | None
     logprobs: ChatLogprobs | None = None
     timing: TimingBody | UnsetType = UNSET
-    stop_reason: str | int | None = None  # the string or token id of the request that ended it
-    token_ids: Sequence[int] | UnsetType = UNSET  # when asked for
+    stop_reason: str | int | None = None  # the request's stop string or token id that ended it
+    token_ids: Sequence[int] | UnsetType = UNSET  # if requested
 
 
 class TextChoice(msgspec.Struct):
@@ -109,10 +106,10 @@ class TextChoice(msgspec.Struct):
     finish_reason: Ending | None = None
     logprobs: TextLogprobs | None = None
     timing: TimingBody | UnsetType = UNSET
-    stop_reason: str | int | UnsetType | None = UNSET  # as ChatChoice's, with the finish reason
-    token_ids: Sequence[int] | UnsetType = UNSET  # when asked for
-    prompt_token_ids: Sequence[int] | UnsetType = UNSET  # when asked for, with the choice's first tokens
-    prompt_logprobs: Sequence[msgspec.Raw] | UnsetType = UNSET  # when asked for
+    stop_reason: str | int | UnsetType | None = UNSET  # as in ChatChoice; comes with the finish reason
+    token_ids: Sequence[int] | UnsetType = UNSET  # if requested
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET  # if requested, with the choice's first tokens
+    prompt_logprobs: Sequence[msgspec.Raw] | UnsetType = UNSET  # if requested
 
 
 Choice = ChunkChoice | ChatChoice | TextChoice
@@ -127,10 +124,10 @@ class Envelope(msgspec.Struct):
     created: int
     model: str
     choices: Sequence[Choice | msgspec.Raw]
-    usage: Usage | UnsetType | None = UNSET  # null in the chunks of a stream that will end with one
+    usage: Usage | UnsetType | None = UNSET  # null in the chunks before a stream's last, if that has it
     system_fingerprint: str = SYSTEM_FINGERPRINT
-    prompt_token_ids: Sequence[int] | UnsetType = UNSET  # of a chat, when asked for; of a stream in the first chunk
-    prompt_logprobs: Sequence[msgspec.Raw] | UnsetType = UNSET  # of a chat, when asked for
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET  # of a chat, if requested; streams: in the first chunk
+    prompt_logprobs: Sequence[msgspec.Raw] | UnsetType = UNSET  # of a chat, if requested
 
 
 class ModelCard(msgspec.Struct):
@@ -139,7 +136,7 @@ class ModelCard(msgspec.Struct):
     id: str
     created: int
     max_model_len: int
-    root: str  # the model that it is made of, as vLLM has it
+    root: str  # the base model, as in vLLM
     object: str = "model"
     owned_by: str = "baton"
 

@@ -1,7 +1,4 @@
-"""How one choice is written: what chats and plain completions write differently.
-
-A writer belongs to one choice of one request. Must not know envelopes, HTTP or where pieces come from.
-"""
+"""Writes one choice of a chat or a plain completion. Must not know envelopes, HTTP or where pieces come from."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +28,7 @@ Logprobs = TypeVar("Logprobs", ChatLogprobs, TextLogprobs)
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a client wants to see besides text."""
+    """What a client requests besides text."""
 
     token_bytes: TokenBytes
     with_logprobs: bool = False
@@ -39,7 +36,7 @@ class Extras:
     with_token_ids: bool = False
 
     def timing(self, piece: Piece) -> TimingBody | UnsetType:
-        """The `timing` field of a choice whose last piece this is."""
+        """The `timing` field of a choice with this last piece."""
         return timing_of(piece.timing) if self.with_timing and piece.timing is not None else UNSET
 
     def logprobs(self, kind: type[Logprobs], tokens: Sequence[ShownToken]) -> Logprobs | None:
@@ -59,11 +56,11 @@ class ChoiceWriter(Protocol):
     """Writes one choice, either as chunks or as a whole."""
 
     def chunks(self, piece: Piece) -> Sequence[Choice]:
-        """What a piece adds to the stream. The last chunk has the finish reason, and no text."""
+        """The chunks for a piece. The last chunk has the finish reason and no text."""
         ...
 
     def add(self, piece: Piece) -> None:
-        """Takes in a piece of a choice that is not streamed."""
+        """Adds a piece of a choice that is not streamed."""
         ...
 
     def whole(self) -> Choice:
@@ -94,7 +91,7 @@ class _Writer(Generic[Logprobs]):
             self._logprobs.extend(piece.shown_tokens, self._extras.token_bytes)
 
     def _says_more(self, piece: Piece) -> bool:
-        """Whether a piece adds to the stream besides calls and its end."""
+        """Whether a piece needs a chunk besides those for calls and the finish reason."""
         has_ids = self._extras.with_token_ids and piece.token_ids
         return bool(piece.text or piece.reasoning or piece.shown_tokens or has_ids)
 
@@ -182,12 +179,12 @@ class _TextWriter(_Writer[TextLogprobs]):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What an endpoint calls its answers, and how it writes their choices."""
+    """The names of an endpoint's answers, and the writer of their choices."""
 
     id_prefix: str
     chunk_kind: ObjectKind
     whole_kind: ObjectKind
-    writer: Callable[[int, EncodedPrompt, Extras], ChoiceWriter]  # of the choice with this index and prompt
+    writer: Callable[[int, EncodedPrompt, Extras], ChoiceWriter]  # of a choice: its index and prompt
 
 
 CHAT = Endpoint("chatcmpl", "chat.completion.chunk", "chat.completion", _ChatWriter)  # /v1/chat/completions

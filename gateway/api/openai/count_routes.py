@@ -30,7 +30,7 @@ def build_count_router(front: Front) -> APIRouter:
             token_strs = tokenizer.pieces(ids) if body.return_token_strs else UNSET
             return encode(TokenizeAnswer(len(ids), tokenizer.context_tokens, ids, token_strs))
 
-        return json_response(await front.offload.run(len(ids), write))  # a token costs less than tokenising a character
+        return json_response(await front.offload.run(len(ids), write))  # cheaper per token than tokenising a character
 
     @router.post("/detokenize")
     async def to_text(body: DetokenizeRequest) -> Response:

@@ -1,7 +1,4 @@
-"""Bodies of /tokenize and /detokenize, as vLLM has them: names and types.
-
-Must not know HTTP or how text becomes tokens.
-"""
+"""Bodies of /tokenize and /detokenize, as in vLLM: names and types. Must not know HTTP or how text becomes tokens."""
 
 from typing import Annotated
 
@@ -39,7 +36,7 @@ class TokenizeRequest(TemplateFields):
     tools: Tools | None = TOOLS_FIELD
 
     def text_to_count(self) -> TextToCount:
-        """The request without its wire format. Raises ApiError unless it has one prompt."""
+        """The request without its wire format. Raises ApiError unless it has a prompt or messages, and not both."""
         if (self.prompt is None) == (self.messages is None):
             given = "neither prompt nor messages are" if self.prompt is None else "prompt and messages are both"
             raise bad_request(f"{given} given; send one of them", "prompt", "missing_field")

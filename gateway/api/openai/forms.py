@@ -1,6 +1,6 @@
-"""What an answer must match, in OpenAI's words (`response_format`) and vLLM's (`structured_outputs`).
+"""What an answer must match: OpenAI's `response_format` and vLLM's `structured_outputs`, names and types.
 
-Names and types; sizes are checked in answer_forms.py. Must not know HTTP or how a form is kept.
+gateway/request/structured_output.py checks sizes. Must not know HTTP or how a form is enforced.
 """
 
 from typing import Any, Literal
@@ -30,7 +30,7 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
     def form(self) -> AnswerForm | None:
-        """None for text of any form. Raises ApiError when type and schema do not belong together."""
+        """None: any text. Raises ApiError if type and schema do not match."""
         if self.type == "json_schema":
             if self.json_schema is None:
                 path = "response_format.json_schema"
@@ -55,7 +55,7 @@ class StructuredOutputs(Body):
     json_: Any = Field(None, alias="json", description="A JSON schema, as an object or as text.")
 
     def form(self) -> AnswerForm:
-        """Raises ApiError unless there is exactly one."""
+        """The form. Raises ApiError unless exactly one is given."""
         forms = [
             form
             for form in (
@@ -77,7 +77,7 @@ class StructuredOutputs(Body):
 def pick_form(
     response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
 ) -> AnswerForm | None:
-    """The one form that a request asks for. Raises ApiError when it asks for two."""
+    """The form that a request asks for, if any. Raises ApiError if it asks for two."""
     form = None if response_format is None else response_format.form()
     if structured_outputs is None:
         return form

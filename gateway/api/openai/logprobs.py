@@ -1,7 +1,4 @@
-"""Log-probabilities as OpenAI's clients expect them, for chats and for plain completions.
-
-Tokens are written to JSON as they come, so that an answer's worth of them is never encoded at once.
-"""
+"""Log-probabilities in OpenAI's form. Each token is encoded when it arrives, never a whole answer's at once."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,15 +7,15 @@ import msgspec
 from gateway.answer.choice_text import ShownToken
 from gateway.api.http.json_answer import encode
 
-_LOWEST = -9999.0  # how OpenAI writes what is as good as impossible: JSON has no infinity
+_LOWEST = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 TokenBytes = Callable[[int], bytes]
 
 
 class TopLogprob(msgspec.Struct):
-    """One of the most likely tokens at a place of a chat's answer."""
+    """One of the most likely tokens at a position of a chat's answer."""
 
-    token: str  # U+FFFD for what is no whole character; `bytes` is exact
+    token: str  # U+FFFD for incomplete characters; `bytes` is exact
     logprob: float
     bytes: list[int]
 
@@ -33,7 +30,7 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Of a chat's choice or of one of its chunks."""
+    """Log-probabilities of a chat's choice or chunk."""
 
     content: list[msgspec.Raw] = msgspec.field(default_factory=list)  # TokenLogprob
     refusal: None = None
@@ -44,11 +41,11 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class TextLogprobs(msgspec.Struct):
-    """Of a completion's choice or of one of its chunks: columns of equal length."""
+    """Log-probabilities of a completion's choice or chunk: lists of equal length."""
 
     tokens: list[str] = msgspec.field(default_factory=list)
     token_logprobs: list[float | None] = msgspec.field(default_factory=list)  # null for a prompt's first token
-    # token |-> log-probability, the token that stands there included
+    # token |-> log-probability, including the token itself
     top_logprobs: list[msgspec.Raw | None] = msgspec.field(default_factory=list)
     text_offset: list[int] = msgspec.field(default_factory=list)
 
@@ -62,15 +59,15 @@ class TextLogprobs(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    """How likely a token was at a place of the prompt, as vLLM has it."""
+    """How likely a token was at a position of the prompt, as in vLLM."""
 
     logprob: float
-    rank: int | None  # 1: the likeliest; null where it is not among those asked for
+    rank: int | None  # 1: most likely; null: not among the most likely requested
     decoded_token: str
 
 
 def prompt_logprob(token: ShownToken, token_bytes: TokenBytes) -> msgspec.Raw:
-    """One place of `prompt_logprobs`: token id |-> PromptLogprob; null for the prompt's first token."""
+    """One position of `prompt_logprobs`: token id |-> PromptLogprob; null for the prompt's first token."""
     if token.logprobs is None:
         return msgspec.Raw(b"null")
     ranked = enumerate(zip(token.logprobs.top_ids, token.logprobs.top_logprobs, strict=True), 1)
@@ -106,7 +103,7 @@ def _text_top(token: ShownToken, token_bytes: TokenBytes) -> msgspec.Raw | None:
 
 
 def _text_name(token: bytes) -> str:
-    """The token's text, or its bytes where they are no whole characters: `bytes:\\xe2\\x80`."""
+    """The token's text, or its bytes if they are not whole characters: `bytes:\\xe2\\x80`."""
     try:
         return token.decode()
     except UnicodeDecodeError:

@@ -1,7 +1,4 @@
-"""OpenAI's REST endpoints: from a body to a stream or a whole answer.
-
-Must not know how requests are checked, text is made or chunks are written.
-"""
+"""OpenAI's REST endpoints. Must not know how requests are checked or answers written."""
 
 from fastapi import APIRouter
 from starlette.requests import Request

@@ -1,4 +1,4 @@
-"""Calls of functions in OpenAI's answers, whole and as parts of a stream."""
+"""Tool calls in OpenAI's answers, whole and streamed."""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -10,7 +10,7 @@ from gateway.tools.parse import Arguments, CallBegin, CallEvent
 
 
 class FunctionBody(msgspec.Struct):
-    """What is called."""
+    """The called function and its arguments."""
 
     name: str
     arguments: str
@@ -41,7 +41,7 @@ class ToolCallDelta(msgspec.Struct):
 
 
 def call_deltas(events: Iterable[CallEvent]) -> list[ToolCallDelta]:
-    """One for each chunk."""
+    """One per chunk."""
     deltas = []
     for event in events:
         if isinstance(event, CallBegin):

@@ -1,7 +1,4 @@
-"""Tools in OpenAI's requests: names and types.
-
-Values and limits are checked in gateway/tools/request.py. Must not know HTTP, answers or how models write calls.
-"""
+"""Tools in OpenAI's requests: names and types. gateway/tools/request.py checks values. Must not know HTTP."""
 
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -69,14 +66,14 @@ TOOLS_FIELD = Field(None, description="Functions that the answer may call.", jso
 
 
 class FunctionCall(Body):
-    """What was called."""
+    """The called function and its arguments."""
 
     name: str = Field(min_length=1)
     arguments: ArgumentsText = Field(description="A JSON object as text.")
 
 
 class MessageToolCall(Body):
-    """A call that an assistant's message made."""
+    """A call in an assistant's message."""
 
     id: str = Field(min_length=1)
     type: Literal["function"] = "function"
@@ -94,7 +91,7 @@ MessageToolCalls = Annotated[list[MessageToolCall], FirstErrorOnly()]
 def raw_tools(
     tools: list[ToolDefinition] | None, choice: Choice | NamedToolChoice | None, is_parallel: bool | None
 ) -> RawTools:
-    """What the fields of a request ask."""
+    """A request's tools without their wire format."""
     if isinstance(choice, NamedToolChoice):
         choice_or_name: Choice | NamedChoice | None = NamedChoice(choice.function.name, "tool_choice.function.name")
     else:

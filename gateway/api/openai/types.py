@@ -1,7 +1,4 @@
-"""The OpenAI wire format of requests: names and types.
-
-Values and limits are checked by the rules that raw_request.py names. Must not know HTTP, answers or who generates.
-"""
+"""Request bodies of OpenAI's chats and completions: names and types. gateway/request checks values."""
 
 import re
 from collections.abc import Sequence
@@ -40,7 +37,7 @@ def _kind(value: object) -> str:
 
 
 def _few_biases(value: object) -> object:
-    """A dict makes one error for each entry: so that many are not even looked at."""
+    """Refuses a large dict before pydantic checks it, which would make one error per entry."""
     if isinstance(value, dict) and len(value) > MAX_BIASED_TOKENS:
         raise ValueError(f"{len(value)} entries; at most {MAX_BIASED_TOKENS} are allowed")
     return value
@@ -73,7 +70,7 @@ class Message(Body):
         "refusal": (),
         "annotations": ([],),
         "audio": (),
-        "provider_specific_fields": (ANY,),  # where litellm keeps what it does not know of an answer
+        "provider_specific_fields": (ANY,),  # where litellm keeps fields of answers that it does not know
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -105,7 +102,7 @@ class Message(Body):
 
 
 class TemplateFields(Body):
-    """What a chat's fields say to the chat template besides messages and tools."""
+    """Fields of a chat for the chat template, besides messages and tools."""
 
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
     reasoning_effort: str | None = Field(None, description="none switches reasoning off, other levels on.")
@@ -113,7 +110,7 @@ class TemplateFields(Body):
     continue_final_message: bool | None = Field(None, description="The answer goes on with the last message's text.")
 
     def options(self) -> dict[str, Option]:
-        """Variables for the template; a client's own go before those of an effort. Raises ApiError."""
+        """Variables for the template; the client's own override those of the effort. Raises ApiError."""
         given = check_options(self.chat_template_kwargs or {}, "chat_template_kwargs")
         effort = effort_options(self.reasoning_effort, "reasoning_effort") if self.reasoning_effort else {}
         return {**effort, **given}
@@ -162,7 +159,7 @@ _IGNORED: Ignored = {
 
 
 class _GenerationBody(Body):
-    """What chat and plain completions have in common; null means not given."""
+    """Fields that chats and plain completions share; null means not given."""
 
     model: str
     stream: bool | None = None
@@ -195,7 +192,7 @@ class _GenerationBody(Body):
 
     @property
     def streamed_usage(self) -> StreamedUsage:
-        """What token counts a stream has."""
+        """Which token counts a stream has."""
         options = self.stream_options
         if options is None or not options.include_usage:
             return "none"

@@ -1,7 +1,4 @@
-"""How the choices of one request become an answer for OpenAI's clients: its envelopes and their order.
-
-Must not know HTTP or where the text comes from.
-"""
+"""Writes the choices of one request as an answer for OpenAI's clients. Must not know HTTP or where text comes from."""
 
 import asyncio
 import secrets
@@ -68,7 +65,7 @@ class AnswerWriter:
         choices = []
         for choice in self._choices:
             choices.append(Raw(encode(choice.whole())))
-            await asyncio.sleep(0)  # others get their turn: log-probabilities make a choice many megabytes
+            await asyncio.sleep(0)  # lets other requests run: with log-probabilities a choice has many megabytes
         whole = self._envelope(self._endpoint.whole_kind, choices, usage_of(self._totals))
         whole.prompt_logprobs = self._prompt_logprobs or UNSET
         return encode(whole)

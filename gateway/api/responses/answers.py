@@ -1,4 +1,4 @@
-"""What OpenAI's Responses API sends: values. Must not know HTTP or who generates."""
+"""Answers of OpenAI's Responses API: types. Must not know HTTP or where text comes from."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -16,7 +16,7 @@ class OutputText(Tagged, tag="output_text"):
 
     text: str
     annotations: tuple[()] = ()
-    logprobs: Sequence[msgspec.Raw] = ()  # TokenLogprob, when asked for
+    logprobs: Sequence[msgspec.Raw] = ()  # TokenLogprob, if requested
 
 
 class OutputMessage(Tagged, tag="message"):
@@ -58,14 +58,14 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class InputDetails(msgspec.Struct):
-    """What is known of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputDetails(msgspec.Struct):
-    """What is known of the answer's tokens."""
+    """Details of the answer's tokens."""
 
     reasoning_tokens: int = 0
 
@@ -81,7 +81,7 @@ class ResponseUsage(msgspec.Struct):
 
 
 class Incomplete(msgspec.Struct):
-    """Why an answer is not whole."""
+    """Why an answer is incomplete."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
@@ -94,14 +94,14 @@ class Failure(msgspec.Struct):
 
 
 class InputTokens(msgspec.Struct):
-    """How many tokens an answer would be computed from."""
+    """How many tokens a request's prompt has."""
 
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class Asked(msgspec.Struct, kw_only=True):
-    """What of the request comes back with the answer, defaults filled in."""
+    """Fields of the request that the answer repeats, with their defaults."""
 
     instructions: str | None
     max_output_tokens: int | None
@@ -115,7 +115,7 @@ class Asked(msgspec.Struct, kw_only=True):
 
 
 class ResponseBody(Asked, kw_only=True):
-    """The whole answer, or what is known of it."""
+    """The whole answer, or the part known so far."""
 
     id: str
     created_at: int

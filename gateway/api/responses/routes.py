@@ -20,7 +20,7 @@ def build_responses_router(front: Front) -> APIRouter:
 
     @router.post("/responses")
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        """Answers a conversation; nothing is kept of it."""
+        """Answers a conversation, which is not stored."""
         return await respond(
             front,
             request,
@@ -33,7 +33,7 @@ def build_responses_router(front: Front) -> APIRouter:
 
     @router.post("/responses/input_tokens")
     async def count_input_tokens(body: CountInputRequest) -> Response:
-        """Counts what an answer would be computed from."""
+        """Counts the tokens of a request's prompt."""
         ids = await tokenize(front, body.text_to_count())
         return json_response(InputTokens(len(ids)))
 

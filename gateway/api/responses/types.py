@@ -1,7 +1,4 @@
-"""Body of OpenAI's Responses API: names and types.
-
-Values and limits are checked by the rules that raw_request.py names. Must not know HTTP, answers or who generates.
-"""
+"""Request bodies of OpenAI's Responses API: names and types. gateway/request checks values. Must not know HTTP."""
 
 from typing import Annotated, Any, Literal
 
@@ -41,7 +38,7 @@ _ITEM: Ignored = {
 
 
 class ResponsesTextPart(Body):
-    """Text, of a person or an answer."""
+    """Text of a message or an answer."""
 
     ignored = {"annotations": ([],), "logprobs": (ANY,), "prompt_cache_breakpoint": (ANY,)}
     types, types_rule = ("input_text", "output_text"), "it must be input_text or output_text"
@@ -64,7 +61,7 @@ class InputMessage(Body):
 
 
 class FunctionCallItem(Body):
-    """A call that an answer made."""
+    """A call in an earlier answer."""
 
     ignored = _ITEM
 
@@ -75,7 +72,7 @@ class FunctionCallItem(Body):
 
 
 class FunctionCallOutput(Body):
-    """What a call gave."""
+    """The result of a call."""
 
     ignored = _ITEM
 
@@ -138,7 +135,7 @@ class FunctionChoice(Body):
 
 
 class TextFormat(Body):
-    """What the text must be."""
+    """What the text must match."""
 
     ignored = {}
 
@@ -149,7 +146,7 @@ class TextFormat(Body):
     strict: bool | None = Field(None, description=STRICT)
 
     def form(self) -> AnswerForm | None:
-        """None for text of any form. Raises ApiError when type and schema do not belong together."""
+        """None: any text. Raises ApiError if type and schema do not match."""
         path = "text.format.schema"
         if (self.type == "json_schema") != (self.schema_ is not None):
             verb = "is missing, which the type json_schema needs" if self.schema_ is None else "needs that type"
@@ -170,7 +167,7 @@ class TextConfig(Body):
 class Reasoning(Body):
     """How the model reasons before it answers."""
 
-    ignored = {"generate_summary": (), "summary": ("auto", "concise", "detailed")}  # reasoning is shown whole
+    ignored = {"generate_summary": (), "summary": ("auto", "concise", "detailed")}  # answers contain all reasoning
 
     effort: str | None = Field(None, description="none switches reasoning off, other levels on.")
 
@@ -221,7 +218,7 @@ class CountInputRequest(Body):
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
-        reasoning: dict[str, str] = {}  # for the next message of the assistant's
+        reasoning: dict[str, str] = {}  # for the assistant's next message
         for item in self.input:
             if isinstance(item, InputMessage):
                 said = {"role": item.role, "content": _joined(item.content)}

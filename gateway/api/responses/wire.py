@@ -1,4 +1,4 @@
-"""How a choice becomes an answer for clients of OpenAI's Responses API, streamed or whole. Must not know HTTP."""
+"""Writes a choice as an answer for clients of OpenAI's Responses API, streamed or whole. Must not know HTTP."""
 
 import secrets
 import time
@@ -44,7 +44,7 @@ _GROWN = {
 
 
 def asked_of(request: ResponsesRequest, job: Job) -> Asked:
-    """What of a request comes back with its answer."""
+    """The fields of a request that its answer repeats."""
     sampling = job.generations[0].sampling
     text = request.text.model_dump(by_alias=True, exclude_none=True) if request.text else {}
     choice = request.tool_choice or "auto"
@@ -62,7 +62,7 @@ def asked_of(request: ResponsesRequest, job: Job) -> Asked:
 
 
 class ResponseWriter:
-    """Writes the answer to one request, which has one choice. A failure reports what came before it."""
+    """Writes the answer to one request, which has one choice. A failed answer contains the items before the error."""
 
     done = b""
 
@@ -75,7 +75,7 @@ class ResponseWriter:
         self._token_bytes = token_bytes
         self._reader = ItemReader()
         self._item_ids: list[str] = []
-        self._statuses: list[ItemStatus] = []  # of the items that are over
+        self._statuses: list[ItemStatus] = []  # of the finished items
         self._last = Piece("")
         self._num_events = 0
 
@@ -98,16 +98,16 @@ class ResponseWriter:
         return encode(self._finished(self._last))
 
     def failure(self, error: ApiError) -> bytes:
-        """The events of an answer that fails in mid-stream."""
+        """The events for an error in mid-stream."""
         body = build_error(error).error
         response = self._response("failed")
         response.error = Failure(error.code or body.type, error.message)
         failed = self._event("response.failed", response=response)
-        # `error` is what makes OpenAI's clients raise
+        # OpenAI's clients raise an exception only for `error`
         return failed + self._event("error", message=body.message, code=body.code, param=body.param, error=body)
 
     def _read(self, piece: Piece) -> list[ItemEvent]:
-        """What a piece adds; the item that the limit cut off is incomplete."""
+        """Returns the events of a piece. An item cut off by the token limit is incomplete."""
         events = self._reader.read(piece)
         for event in events:
             if isinstance(event, Begun):
@@ -154,7 +154,7 @@ class ResponseWriter:
         return named_event(kind, sequence_number=self._num_events - 1, **fields)
 
     def _item(self, item: Item, *, is_new: bool = False) -> OutputItem:
-        """An item as far as it has come; one that is not over is incomplete. A new one is empty."""
+        """An item so far: an unfinished one is incomplete, a new one empty."""
         item_id, status = self._item_ids[item.index], self._status(item)
         if is_new:
             status = "in_progress"
@@ -200,7 +200,7 @@ class ResponseWriter:
 
 
 def _part(kind: str, content: str, logprobs: list[Raw] | None = None) -> OutputText | ReasoningText | None:
-    """The part of an item that has parts."""
+    """The part of an item; a call has none."""
     if kind == "text":
         return OutputText(content, logprobs=logprobs or ())
     return ReasoningText(content) if kind == "reasoning" else None
