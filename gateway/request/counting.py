@@ -1,7 +1,4 @@
-"""Text to token ids and back for clients that ask for nothing else, the same for REST and gRPC.
-
-Must not know HTTP or gRPC.
-"""
+"""Turns text into token ids and back, for clients that request only that. Must not know HTTP or gRPC."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,21 +9,21 @@ from gateway.request.raw import Prompt
 from gateway.request.rules import check_model, check_vocabulary
 from gateway.tools.request import RawTools, check_tools
 
-_DECODE_COST = 4  # detokenising a token costs as much as tokenising so many characters
+_DECODE_COST = 4  # detokenising a token costs as much as tokenising this many characters
 
 
 @dataclass(frozen=True, slots=True)
 class TextToCount:
-    """What is tokenised. None: not given."""
+    """What to tokenise. None: not given."""
 
     model: str | None
     prompt: Prompt
-    tools: RawTools = field(default_factory=RawTools)  # in the prompt of a conversation
-    add_special_tokens: bool | None = None  # begin with the start token; by default texts do, and templates write it
+    tools: RawTools = field(default_factory=RawTools)  # for the prompt of a conversation
+    add_special_tokens: bool | None = None  # begin with the start token; None: only texts, as templates write it
 
 
 async def tokenize(front: Front, text: TextToCount) -> tuple[int, ...]:
-    """Token ids; they may be more than the context. Raises ApiError."""
+    """Returns token ids, possibly more than the context holds. Raises ApiError."""
     check_model(text.model, front.served_name)
     tools = check_tools(text.tools, front.tool_format)
     return await front.prompts.tokenize(text.prompt, tools, add_special_tokens=text.add_special_tokens)
@@ -35,7 +32,7 @@ async def tokenize(front: Front, text: TextToCount) -> tuple[int, ...]:
 async def detokenize(
     front: Front, model: str | None, token_ids: Sequence[int], param: str, *, with_control_tokens: bool
 ) -> str:
-    """Text of at most as many tokens as the context has. Raises ApiError naming `param`."""
+    """Returns the text of at most `context_tokens` tokens. Raises ApiError naming `param`."""
     check_model(model, front.served_name)
     context_tokens = front.tokenizer.context_tokens
     if len(token_ids) > context_tokens:

@@ -1,4 +1,4 @@
-"""A request after validation: what is generated, and what of it is shown. Values only."""
+"""A request after validation: what to generate and what to show. Values only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from gateway.tools.request import ToolUse
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that comes before its answer."""
+    """A prompt that is repeated before its answer."""
 
     text: str
-    offsets: Sequence[int]  # where each prompt token's text begins; empty unless log-probabilities are asked for
+    offsets: Sequence[int]  # character at which each prompt token begins; empty without log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class EncodedPrompt:
     """A prompt as token ids, and how its answers begin."""
 
     ids: tuple[int, ...]
-    before: tuple[int, ...] = ()  # its last tokens with text, if its answers go on with that text
+    before: tuple[int, ...] = ()  # its last tokens with text, if its answers continue that text
     reasoning: ReasoningStart = "off"
 
 
@@ -29,17 +29,17 @@ class EncodedPrompt:
 class Job:
     """All choices of one request, complete at birth."""
 
-    generations: tuple[Generation, ...]  # by choice: the n answers to the first prompt, then those to the second
+    generations: tuple[Generation, ...]  # by choice: n for the first prompt, then n for the second
     num_per_prompt: int  # n
     prompts: tuple[EncodedPrompt, ...]
     echoes: tuple[Echo | None, ...]  # by prompt
     stop_strings: tuple[str, ...] = ()  # text that ends a choice early
     is_prompt_only: bool = False  # max_tokens was 0: the one token generated is not shown
-    stop_token_ids: frozenset[int] = frozenset()  # those that the request named
+    stop_token_ids: frozenset[int] = frozenset()  # named by the request
     reasoning: ReasoningFormat | None = None  # how answers reason; None: all of an answer is content
     tools: ToolUse | None = None  # what answers may call
-    is_json: bool = False  # answers, unless they call
-    visible_controls: frozenset[str] = frozenset()  # control tokens that have text in answers, by how they are written
+    is_json: bool = False  # answers are JSON, unless they call
+    visible_controls: frozenset[str] = frozenset()  # texts of control tokens that answers show
 
     warnings: tuple[str, ...] = ()  # what of the request has no effect, for the client
 

@@ -1,7 +1,4 @@
-"""What REST and gRPC share: the served model, its options, and the way from a raw request to its generations.
-
-Must not know HTTP or gRPC.
-"""
+"""What REST and gRPC share: the served model, its options, and the way from a raw request to a job."""
 
 import secrets
 from collections.abc import Sequence
@@ -42,23 +39,23 @@ from wire.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class FrontOptions:
-    """How the public surface behaves; complete, with its defaults."""
+    """Settings of the public APIs, with defaults."""
 
-    api_keys: tuple[str, ...] = ()  # any of them opens the service; none: no key needed
-    cors_origins: tuple[str, ...] = ()  # of web pages that may call and read answers, never with credentials
+    api_keys: tuple[str, ...] = ()  # each of them is accepted; empty: no key needed
+    cors_origins: tuple[str, ...] = ()  # of web pages that may call the APIs, never with credentials
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 60.0  # for a request's whole body to arrive
-    stalled_client_s: float = 60.0  # for a gRPC client to take one message before its call ends; REST: connection.py
+    stalled_client_s: float = 60.0  # for a gRPC client to read one message; REST: connection.py
     tokenise_timeout_s: float = 30.0
     tokenise_threads: int = 2
-    max_waiting_tokenise: int = 64  # long prompts; further ones are refused with 429
+    max_waiting_tokenise: int = 64  # long prompts; more are refused with 429
     tool_format: str = "auto"  # how the model writes calls: a name of tools/formats.py, "auto" or "none"
     reasoning_format: str = "auto"  # how it reasons: a name of tools/reasoning.py, "auto" or "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """One served model before the ring."""
+    """One served model and its ring."""
 
     ring: Ring
     tokenizer: Tokenizer
@@ -66,13 +63,12 @@ class Front:
     options: FrontOptions
     metrics: FrontMetrics
     offload: Offload
-    created_s: int  # Unix time at which the model came to be served
-    tool_format: Format | None  # how the model writes calls; None: it cannot be given tools
+    created_s: int  # Unix time at which the gateway started
+    tool_format: Format | None  # how the model writes calls; None: it knows no tools
     reasoning: ReasoningFormat | None  # how the model reasons; None: it does not
 
     @property
     def prompts(self) -> Prompts:
-        """Prompts to token ids."""
         return Prompts(self.tokenizer, self.offload, self.tool_format, self.reasoning)
 
     async def prepare(self, raw: RawRequest, request_id: str) -> Job:
@@ -132,14 +128,14 @@ class Front:
     def _visible_controls(
         self, grammar: Grammar | None, tools: ToolUse | None, reasoning: ReasoningFormat | None
     ) -> frozenset[str]:
-        """Control tokens that calls and reasoning are written with, and those that the grammar names."""
+        """Texts of control tokens that calls, reasoning or the grammar use."""
         named = self.tokenizer.control_tokens_in(grammar.text) if grammar else frozenset[str]()
         markers = frozenset({reasoning.begin, reasoning.end}) if reasoning else frozenset[str]()
         return named | markers | (tools.format.markers if tools else frozenset[str]())
 
 
 def _grammar(answer: Grammar | None, tools: ToolUse | None) -> Grammar | None:
-    """What the whole text must match."""
+    """What the whole answer must match: calls, `answer` or either."""
     if tools is None:
         return answer
     if answer is not None and tools.is_required:
@@ -149,10 +145,10 @@ def _grammar(answer: Grammar | None, tools: ToolUse | None) -> Grammar | None:
 
 
 def _seed(raw: RawRequest, sampling: SamplingParams, rank: int) -> int:
-    """Of the prompt's `rank`th answer: equal prompts of one request get different answers, unless a seed was given."""
+    """The seed of a prompt's `rank`th answer. Without a given seed, equal prompts of one request get different ones."""
     return (sampling.seed + rank) % 2**64 if "seed" in raw.sampling else secrets.randbits(63)
 
 
 def _num_logprob_places(generation: Generation) -> int:
-    """Tokens whose log-probabilities may be asked for."""
+    """How many tokens may get log-probabilities."""
     return generation.max_tokens + (0 if generation.num_prompt_logprobs is None else len(generation.prompt_ids))

@@ -1,7 +1,4 @@
-"""Prompts to token ids, and back where they are echoed.
-
-Cheap checks come first, long work goes to a thread. Must not know HTTP, gRPC or what is generated.
-"""
+"""Turns prompts into token ids, and back if they are echoed. Must not know HTTP, gRPC or generations."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,9 +18,9 @@ from gateway.tools.request import ToolUse
 
 TemplateInput = Mapping[str, Any]  # a tool as chat templates take it
 
-_TEXTS = ("content", "name", "tool_call_id", "reasoning_content")  # of a message, which a template may print
+_TEXTS = ("content", "name", "tool_call_id", "reasoning_content")  # fields of a message that a template may print
 _MARKER_CHARS = 16  # a role and its markers
-_ECHO_COST = 4  # detokenising a token costs as much as tokenising so many characters
+_ECHO_COST = 4  # detokenising a token costs as much as tokenising this many characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,7 @@ class Prompts:
     reasoning: ReasoningFormat | None  # how the model reasons; None: it does not
 
     async def encode(self, prompts: Sequence[Prompt], tools: ToolUse | None = None) -> list[EncodedPrompt]:
-        """Each prompt, which fits the context. `tools` go into chats. Raises ApiError naming the prompt."""
+        """Encodes prompts, which must fit the context; `tools` go into chats. Raises ApiError naming the prompt."""
         inputs = [tool.as_template_input() for tool in tools.tools] if tools else []
         cost = sum([self._check_size(prompt, inputs) for prompt in prompts])
         encoded = await self.offload.run(cost, lambda: [self._encode(prompt, inputs) for prompt in prompts])
@@ -47,7 +44,7 @@ class Prompts:
     async def tokenize(
         self, prompt: Prompt, tools: ToolUse | None, *, add_special_tokens: bool | None
     ) -> tuple[int, ...]:
-        """Token ids of one prompt, which need not fit the context. `add_special_tokens`: None as `encode` does."""
+        """Token ids of one prompt, which need not fit the context. `add_special_tokens`: None as in `encode`."""
         inputs = [tool.as_template_input() for tool in tools.tools] if tools else []
         return await self.offload.run(
             self._check_size(prompt, inputs),
@@ -55,7 +52,7 @@ class Prompts:
         )
 
     async def echo(self, prompts: Sequence[Prompt], encoded: Sequence[EncodedPrompt], with_offsets: bool) -> list[Echo]:
-        """What comes before the answers: texts as they were given, token ids as the text they stand for."""
+        """Echoes of the prompts: texts as given, token ids as their text."""
         cost = _ECHO_COST * sum(
             len(found.ids)
             for prompt, found in zip(prompts, encoded, strict=True)
@@ -65,7 +62,7 @@ class Prompts:
         return await self.offload.run(cost, lambda: [self._echo(*pair, with_offsets) for pair in pairs])
 
     def _check_size(self, prompt: Prompt, tools: Sequence[TemplateInput]) -> int:
-        """Refuses what cannot fit; returns how many characters are to be tokenised."""
+        """Refuses a prompt that cannot fit. Returns how many characters to tokenise."""
         content, context = prompt.content, self.tokenizer.context_tokens
         if isinstance(content, str):
             check_text_bytes(len(content.encode()), prompt.param, context)
@@ -96,7 +93,7 @@ class Prompts:
         return sum([len(text) + _MARKER_CHARS for text in texts])
 
     def _calls(self, chat: Chat, param: str) -> list[object]:
-        """The calls of all messages; refused where the template would not show them."""
+        """The calls of all messages. Raises ApiError if the template cannot show them."""
         with_calls = [index for index, message in enumerate(chat.messages) if "tool_calls" in message]
         if with_calls and self.tool_format is None:
             path = chat.calls_param or f"{param}[{with_calls[0]}].tool_calls"

@@ -1,7 +1,6 @@
-"""The one set of rules for what a generation may ask, the same for REST and gRPC: lengths, counts and ends.
+"""Rules for a request's lengths, counts and stops, the same for REST and gRPC. Pure; must not know either.
 
-Pure: from a raw request and the model's limits to checked values or an ApiError naming the field. Must not know HTTP,
-gRPC, text encoding or who generates. Sampling's rules are in sampling_rules.py, those of forms in answer_forms.py.
+Each returns checked values or raises ApiError naming the field. Other rules: sampling.py, structured_output.py.
 """
 
 from collections.abc import Sequence
@@ -18,18 +17,18 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024  # of one stop string
 MAX_STOP_TOKEN_IDS = 256
 MAX_CACHE_SALT_CHARS = 1024
-MAX_TOLD_LOGPROBS = 2**21  # of all choices together, where there are several; about 100 bytes each while they wait
+MAX_TOLD_LOGPROBS = 2**21  # of all choices together, if there are several; each takes about 100 bytes while it waits
 TEXT_BYTES_PER_TOKEN = 16  # four times what English needs; longer text cannot fit the context and is not tokenised
 
 
 def check_model(model: str | None, served: str) -> None:
-    """None asks for whatever is served."""
+    """Raises ApiError unless `model` is None or the served one."""
     if model is not None and model != served:
         raise model_not_found(model[:200], served)
 
 
 def check_choices(raw: RawRequest) -> int:
-    """How many answers each prompt gets."""
+    """Returns the number of answers per prompt."""
     n = pick(raw.n, 1)
     if not raw.prompts:
         raise bad_request(f"{raw.prompts_param} is empty; send at least one prompt", raw.prompts_param)
@@ -43,7 +42,7 @@ def check_choices(raw: RawRequest) -> int:
 
 
 def check_stops(raw: RawRequest) -> tuple[str, ...]:
-    """The stop strings."""
+    """Returns the stop strings."""
     param = raw.stop_param
     if len(raw.stop) > MAX_STOP_STRINGS:
         raise bad_request(f"{param} has {len(raw.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", param)
@@ -56,7 +55,7 @@ def check_stops(raw: RawRequest) -> tuple[str, ...]:
 
 
 def check_stop_ids(raw: RawRequest, eos_token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
-    """The token ids that end the answer: the request's and, unless `ignore_eos`, the model's own."""
+    """Returns the token ids that end the answer: the request's and, unless `ignore_eos`, the model's own."""
     if len(raw.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise bad_request(
             f"stop_token_ids has {len(raw.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed",
@@ -68,7 +67,7 @@ def check_stop_ids(raw: RawRequest, eos_token_ids: frozenset[int], vocab_size: i
 
 
 def check_vocabulary(ids: Sequence[int], param: str, vocab_size: int) -> None:
-    """Every id names a token of the model."""
+    """Raises ApiError for an id that is not in the model's vocabulary."""
     if not ids:
         return
     for worst in (min(ids), max(ids)):
@@ -79,14 +78,14 @@ def check_vocabulary(ids: Sequence[int], param: str, vocab_size: int) -> None:
 
 
 def check_text_bytes(num_bytes: int, param: str, context_tokens: int) -> None:
-    """Refuses text that cannot fit the context before any work is spent on it."""
+    """Refuses text that cannot fit the context before it is tokenised."""
     limit = TEXT_BYTES_PER_TOKEN * context_tokens
     if num_bytes > limit:
         raise _too_long(f"{param} has {num_bytes} bytes of text; at most {limit} are read for this model", param)
 
 
 def check_prompt_tokens(num_prompt: int, param: str, context_tokens: int) -> None:
-    """A prompt has a token and leaves room for one more."""
+    """A prompt must have a token and leave room for one more."""
     if num_prompt < 1:
         raise bad_request(f"{param} is empty; it must have at least one token", param)
     if num_prompt >= context_tokens:
@@ -98,7 +97,7 @@ def check_prompt_tokens(num_prompt: int, param: str, context_tokens: int) -> Non
 
 
 def check_max_tokens(raw: RawRequest) -> None:
-    """What can be said of max_tokens and min_tokens before the prompt is counted."""
+    """Checks of max_tokens and min_tokens that do not need the prompt's length."""
     lowest = 0 if raw.is_echoed else 1
     if raw.max_tokens is not None and raw.max_tokens < lowest:
         raise bad_request(
@@ -109,14 +108,14 @@ def check_max_tokens(raw: RawRequest) -> None:
 
 
 def check_ends(raw: RawRequest, grammar: Grammar | None) -> None:
-    """A grammar says where the answer ends, and nothing else may."""
+    """A grammar decides where the answer ends: min_tokens and ignore_eos cannot."""
     if grammar is not None and (raw.min_tokens or raw.ignore_eos):
         name = "min_tokens" if raw.min_tokens else "ignore_eos"
         raise bad_request(f"{name} cannot be combined with {grammar.param}, which says where the answer ends", name)
 
 
 def resolve_max_tokens(raw: RawRequest, num_prompt: int, context_tokens: int) -> int:
-    """Most tokens to generate: as asked, or the rest of the context. 0 only for a prompt that is echoed."""
+    """Returns the most tokens to generate: as requested, or the rest of the context. 0 only with echo."""
     rest = context_tokens - num_prompt
     if raw.max_tokens is not None and raw.max_tokens > rest:
         raise _too_long(
@@ -128,7 +127,7 @@ def resolve_max_tokens(raw: RawRequest, num_prompt: int, context_tokens: int) ->
 
 
 def resolve_min_tokens(raw: RawRequest, max_tokens: int) -> int:
-    """Fewest tokens before the answer may end."""
+    """Returns the fewest tokens before the answer may end."""
     min_tokens = pick(raw.min_tokens, 0)
     if min_tokens > max_tokens:
         raise bad_request(
@@ -139,7 +138,7 @@ def resolve_min_tokens(raw: RawRequest, max_tokens: int) -> int:
 
 
 def check_logprobs(raw: RawRequest) -> None:
-    """How many likely tokens are told at each place."""
+    """Checks how many likely tokens are reported at each position."""
     if raw.num_logprobs is not None:
         check_range(raw.logprobs_param, raw.num_logprobs, 0, MAX_LOGPROBS)
     if raw.num_prompt_logprobs is not None:
@@ -149,7 +148,7 @@ def check_logprobs(raw: RawRequest) -> None:
 
 
 def check_cache_salt(raw: RawRequest) -> str:
-    """The salt; empty when there is none."""
+    """Returns the salt; empty if there is none."""
     if len(raw.cache_salt) > MAX_CACHE_SALT_CHARS:
         told = f"cache_salt has {len(raw.cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed"
         raise bad_request(told, "cache_salt")
@@ -157,7 +156,7 @@ def check_cache_salt(raw: RawRequest) -> str:
 
 
 def check_num_logprobs(raw: RawRequest, num_choices: int, num_places: int) -> None:
-    """Bounds what several choices hold in memory; one is bounded by the context. `num_places`: of all tokens told."""
+    """Limits the memory of several choices; the context limits one. `num_places`: tokens of all choices."""
     if num_choices == 1:
         return
     num_told = num_places * (max(raw.num_logprobs or 0, raw.num_prompt_logprobs or 0) + 1)

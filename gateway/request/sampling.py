@@ -1,4 +1,4 @@
-"""The rules for how tokens are chosen and guessed ahead. Pure, the same for REST and gRPC."""
+"""Rules for sampling and speculation, the same for REST and gRPC. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +17,7 @@ DRAFTERS = ("auto", "off", "ngram", "draft")
 
 
 def check_sampling(raw: RawRequest, defaults: SamplingParams, vocab_size: int) -> SamplingParams:
-    """What was given, and the defaults for the rest."""
+    """Returns the given parameters, with defaults for the rest. Raises ApiError naming the field."""
     given: dict[str, Any] = dict(raw.sampling)
     for name, value in given.items():
         if name in CLIENT_RANGES:
@@ -39,7 +39,7 @@ def check_sampling(raw: RawRequest, defaults: SamplingParams, vocab_size: int) -
 
 
 def check_speculation(raw: RawRequest) -> Speculation:
-    """How tokens are guessed ahead."""
+    """Returns how tokens are drafted. Raises ApiError naming the field."""
     drafter = raw.speculation or "auto"
     if drafter not in DRAFTERS:
         raise bad_request(f"speculation is {drafter[:40]!r}; it must be one of {', '.join(DRAFTERS)}", "speculation")

@@ -1,6 +1,6 @@
-"""The rules for what an answer must match: from the client's form to a `Grammar`. Pure, the same for REST and gRPC.
+"""Rules for what an answer must match: from the client's form to a `Grammar`, the same for REST and gRPC. Pure.
 
-Knows sizes and how texts are written, not whether a schema, expression or grammar makes sense: the decode worker says.
+Checks sizes and JSON; the decode worker checks whether a schema, expression or grammar is valid.
 """
 
 import json
@@ -18,7 +18,7 @@ MAX_GRAMMAR_BYTES = 64 * 2**10
 
 
 def check_form(form: AnswerForm | None) -> Grammar | None:
-    """The grammar that the client asks for. Raises ApiError naming the field."""
+    """Returns the grammar that the client asks for, if any. Raises ApiError naming the field."""
     if form is None:
         return None
     if form.kind == "json_object":
@@ -33,7 +33,7 @@ def check_form(form: AnswerForm | None) -> Grammar | None:
 
 
 def _schema_grammar(form: AnswerForm) -> Grammar:
-    """Of a schema that came as an object or as text."""
+    """Of a schema, which the client sends as an object or as text."""
     schema, param = form.value, form.param
     try:
         value = pydantic_core.from_json(_checked(schema, param)) if isinstance(schema, str) else schema
@@ -46,7 +46,7 @@ def _schema_grammar(form: AnswerForm) -> Grammar:
 
 
 def _one_of(texts: Sequence[str], param: str) -> str:
-    """A grammar of these texts and nothing else."""
+    """A grammar that matches exactly these texts."""
     _check_bytes(sum([len(text.encode()) for text in texts]), param)
     if not texts or not all(texts):
         raise bad_request(f"{param} must hold at least one text, and none that is empty", param)
