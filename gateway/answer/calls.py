@@ -1,4 +1,4 @@
-"""Calls of functions taken out of a choice's pieces. Must not know REST or gRPC."""
+"""Separates tool calls from the text of a choice's pieces. Must not know REST or gRPC."""
 
 import secrets
 import string
@@ -16,10 +16,7 @@ _NUM_ID_CHARS = 24  # as many as OpenAI's
 
 
 class CallReader:
-    """Reads one choice.
-
-    `is_trusted`: a grammar makes calls well-formed. `is_json`: it also makes text outside of calls JSON.
-    """
+    """Reads one choice. `is_trusted`: a grammar makes calls well-formed. `is_json`: and text outside of calls JSON."""
 
     def __init__(self, use: ToolUse, *, is_trusted: bool, is_json: bool = False) -> None:
         names = [tool.name for tool in use.callable_tools]
@@ -29,16 +26,16 @@ class CallReader:
         self._json_text = JsonText() if is_json else None
 
     def read(self, piece: Piece) -> list[Piece]:
-        """The piece with its calls taken out of its text, which lags behind while it may be part of a call.
+        """Returns the piece with its calls separated from its text. Text that may be part of a call is held back.
 
-        Several when text follows a call: the first has the tokens, the last the end.
+        Returns several pieces if text follows a call: the first has the tokens, the last the finish reason.
         """
         events = self._parser.push(piece.text)
         if piece.finish_reason is not None:
             events += self._parser.flush()
-        if self._is_required:  # the grammar allows no text: what is not a call is one that was cut off
+        if self._is_required:  # the grammar allows only calls: content is a call that was cut off
             events = [event for event in events if not isinstance(event, Content)]
-        # A named call ends with "stop", as OpenAI has it.
+        # An answer with a named call ends with "stop", as in OpenAI's API.
         is_whole = piece.finish_reason == "stop" and not isinstance(piece.stop, str)
         is_calling = is_whole and bool(self._parser.num_calls) and not self._is_named
         *earlier, (text, calls) = _runs([self._readable(event) for event in events])
@@ -55,7 +52,7 @@ class CallReader:
 
 
 def _runs(events: Sequence[Event]) -> list[tuple[str, tuple[CallEvent, ...]]]:
-    """The events in their order, as texts and the calls behind each; at least one."""
+    """Groups events, in order, into pairs of a text and the calls after it; at least one pair."""
     runs: list[tuple[list[str], list[CallEvent]]] = [([], [])]
     for event in events:
         texts, calls = runs[-1]

@@ -1,7 +1,4 @@
-"""From a choice's tokens to the pieces of its text, with each token's log-probabilities beside its text.
-
-Pure: knows text and stop strings; must not know REST, gRPC or where tokens come from.
-"""
+"""Turns a choice's tokens into pieces of its text. Pure; must not know REST, gRPC or where tokens come from."""
 
 from collections import deque
 from dataclasses import dataclass, replace
@@ -20,42 +17,42 @@ Ending = FinishReason | Literal["tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class ShownToken:
-    """A token whose text is shown, and how likely it was."""
+    """A token whose text is shown, with its log-probability."""
 
     token_id: int
     logprobs: TokenLogprobs | None  # None for a prompt's first token
-    offset: int  # where its text begins in the choice's
+    offset: int  # of its text in the choice's text, in characters
     is_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One piece of a choice. Its reasoning stands before its text, its text before its calls."""
+    """One piece of a choice, in this order: reasoning, text, calls."""
 
-    text: str  # whole characters; lags behind the tokens while it may be the start of a stop string
+    text: str  # whole characters; what may be the start of a stop string is held back
     reasoning: str = ""
-    token_ids: tuple[int, ...] = ()  # up to and with the one that completed a stop string
+    token_ids: tuple[int, ...] = ()  # up to and including the one that completed a stop string
     num_reasoning_tokens: int = 0  # of token_ids
     finish_reason: FinishReason | None = None  # set on the last piece only
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token of token_ids, when asked for
-    shown_tokens: tuple[ShownToken, ...] = ()  # those whose text begins in what is shown, each once, if asked for
-    prompt_tokens: tuple[ShownToken, ...] = ()  # the next of the prompt's, before all else, when asked for
-    timing: Timing | None = None  # on the last piece: the newest that came
-    calls: tuple[CallEvent, ...] = ()  # of functions
-    stop: str | int | None = None  # on the last piece: the string or token id of the request that ended the answer
-    is_calling: bool = False  # on the last piece: the answer is to be continued when its calls are answered
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token of token_ids, if requested
+    shown_tokens: tuple[ShownToken, ...] = ()  # tokens whose text begins in this piece, if requested
+    prompt_tokens: tuple[ShownToken, ...] = ()  # next tokens of the prompt, before all else, if requested
+    timing: Timing | None = None  # on the last piece: the latest received
+    calls: tuple[CallEvent, ...] = ()  # tool calls
+    stop: str | int | None = None  # on the last piece: the request's stop string or token id that ended it
+    is_calling: bool = False  # on the last piece: the client must answer its calls
 
     @property
     def ending(self) -> Ending | None:
-        """The finish reason as clients know it."""
+        """The finish reason that clients see."""
         return "tool_calls" if self.is_calling else self.finish_reason
 
 
 class PieceReader:
-    """Turns a choice's tokens into pieces: the stop token that ends it has no text, and nothing follows a stop string.
+    """Turns a choice's tokens into pieces. The stop token has no text, and nothing follows a stop string.
 
-    A token is shown with the first character that it has a part in; one without text, with what follows it or at the
-    end. A stop string takes the tokens with it that begin where it does or later. Reasoning has no stop strings.
+    A token is shown with its first character; one without text, with the next text or at the end. A stop string hides
+    the tokens that begin at its start or later. Stop strings are not searched in reasoning.
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class PieceReader:
         reasoning: ReasoningReader | None = None,
         text_offset: int = 0,
     ) -> None:
-        """`text_offset`: how many characters come before the answer."""
+        """`text_offset`: number of characters before the answer."""
         self._detokenizer = detokenizer
         self._stops = stops
         self._stop_token_ids = stop_token_ids
@@ -76,7 +73,7 @@ class PieceReader:
         self._reasoning = reasoning
         self._text_offset = text_offset
         self._num_decoded = text_offset
-        self._num_content = 0  # characters of text given out
+        self._num_content = 0  # characters of text returned
         self._texts: list[str] = []  # of the tokens being read
         self._reasonings: list[str] = []
         self._num_reasoning_tokens = 0
@@ -84,13 +81,13 @@ class PieceReader:
         self._timing: Timing | None = None
 
     def read(self, tokens: Tokens) -> Piece:
-        """The next piece. Not to be called after one with a finish reason."""
+        """Returns the next piece. Must not be called after a piece with a finish reason."""
         if self._with_logprobs and len(tokens.logprobs) != len(tokens.token_ids):
             raise ValueError(f"{len(tokens.token_ids)} tokens came with {len(tokens.logprobs)} log-probabilities")
         self._timing = tokens.timing or self._timing
         self._texts, self._reasonings, self._num_reasoning_tokens = [], [], 0
         is_stopped = tokens.finish_reason == "stop" and self._stop_token_ids.issuperset(tokens.token_ids[-1:])
-        num_with_text = len(tokens.token_ids) - is_stopped  # what a grammar ends has no stop token
+        num_with_text = len(tokens.token_ids) - is_stopped  # an answer that its grammar ends has no stop token
         for rank, token_id in enumerate(tokens.token_ids):
             before, text = self._detokenizer.push_token(token_id) if rank < num_with_text else ("", "")
             if self._with_logprobs:
@@ -126,14 +123,14 @@ class PieceReader:
         )
 
     def _show(self, decoded: str) -> bool:
-        """Adds what may be shown. True when a stop string was met."""
+        """Adds the text that may be shown. Returns True at a stop string."""
         self._num_decoded += len(decoded)
         if self._reasoning is not None:
             return self._add(self._reasoning.push(decoded))
         return self._add_text(decoded)
 
     def _show_held(self) -> bool:
-        """Adds what may have been a marker of reasoning. True when a stop string was met."""
+        """Adds text held back as a possible reasoning marker. Returns True at a stop string."""
         return self._reasoning is not None and self._add(self._reasoning.flush())
 
     def _add(self, part: Parts) -> bool:
@@ -151,7 +148,7 @@ class PieceReader:
         return self._piece(cut, self._take_shown(), finish_reason="stop", stop=self._stops.met)
 
     def _take_shown(self) -> tuple[ShownToken, ...]:
-        """The tokens that begin in what is shown so far."""
+        """Removes and returns the tokens that begin in the text shown so far."""
         num_taken = self._reasoning.num_taken if self._reasoning else 0
         reasoning_end = self._text_offset + num_taken if num_taken else 0
         end = self._text_offset + num_taken + self._num_content

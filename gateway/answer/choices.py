@@ -1,7 +1,4 @@
-"""From the ring's tokens to the choices of a request, piece by piece.
-
-Knows when a choice and a request are over; must not know REST or gRPC.
-"""
+"""From the ring's tokens to the choices of a request, piece by piece. Must not know REST or gRPC."""
 
 import asyncio
 from asyncio import CancelledError
@@ -28,7 +25,7 @@ from wire.timing import Timing
 
 _log = structlog.get_logger()
 
-_PROMPT_TOKENS_AT_ONCE = 512  # writing them holds the event loop, up to 30 us each
+_PROMPT_TOKENS_AT_ONCE = 512  # writing them blocks the event loop, up to 30 us each
 
 
 class Totals:
@@ -38,12 +35,11 @@ class Totals:
         self.job = job
         self.num_prompt = job.num_prompt_tokens
         self.num_completion = 0
-        self.num_reasoning = 0  # of those
-        self.num_cached = 0  # prompt tokens whose KV was there already
-        self.num_open = len(job.generations)  # choices without an end yet
+        self.num_reasoning = 0  # of num_completion
+        self.num_cached = 0  # prompt tokens whose KV was cached
+        self.num_open = len(job.generations)  # unfinished choices
 
     def add(self, index: int, piece: Piece) -> None:
-        """Counts a piece of a choice."""
         self.num_completion += len(piece.token_ids)
         self.num_reasoning += piece.num_reasoning_tokens
         self.num_open -= piece.finish_reason is not None
@@ -51,7 +47,7 @@ class Totals:
             self.num_cached += piece.timing.cached_tokens
 
     def log(self, event: str, **fields: object) -> None:
-        """One line for the request's end."""
+        """Logs the request's end."""
         _log.info(
             event,
             choices=len(self.job.generations),
@@ -62,14 +58,14 @@ class Totals:
 
 
 def timing_fields(timing: Timing, names: Iterable[str]) -> dict[str, Any]:
-    """Where a choice's time went, by the `names` that clients know: theirs end in `_seconds`, ours in `_s`."""
+    """Where a choice's time went, by clients' `names`, which end in `_seconds` where ours end in `_s`."""
     return {name: getattr(timing, name.replace("_seconds", "_s")) for name in names}
 
 
 async def stream_choices(front: Front, totals: Totals, meter: RequestMeter) -> AsyncGenerator[tuple[int, Piece], None]:
-    """Pieces of all choices as they come, each with its choice's index. Closing this iterator closes the ring's.
+    """Yields (index of its choice, piece) as pieces arrive. Closing this iterator closes the ring's.
 
-    Raises ApiError as the ring does: the first choice that fails ends the others.
+    Raises the ring's ApiError: the first choice that fails ends the others.
     """
     job = totals.job
     meter.start(totals.num_prompt)
@@ -85,12 +81,12 @@ async def stream_choices(front: Front, totals: Totals, meter: RequestMeter) -> A
                         raise ApiError(500, message, None, "incomplete_answer")
                     for num_before, piece in enumerate(choices[index].read(tokens)):
                         if piece.finish_reason is not None:
-                            await merged.close(index)  # before the client learns of the end
+                            await merged.close(index)  # before the client sees the end
                         totals.add(index, piece)
                         if not totals.num_open:
                             totals.log("answered", reason=piece.finish_reason)
                         if num_before:
-                            await asyncio.sleep(0)  # others get their turn while a long prompt is echoed
+                            await asyncio.sleep(0)  # lets other requests run while a long prompt is echoed
                         yield index, piece
     except (CancelledError, GeneratorExit):
         for choice in choices:
@@ -124,7 +120,7 @@ class _Choice:
         self._json_text = JsonText() if job.is_json and reasoning and not job.tools else None
 
     def read(self, tokens: Tokens) -> Iterator[Piece]:
-        """The pieces that these tokens make."""
+        """Yields the pieces of these tokens."""
         if not self._is_begun:
             self._is_begun = True
             yield from _prompt_pieces(self._generation, self._echo, tokens.prompt_logprobs)
@@ -138,22 +134,22 @@ class _Choice:
         yield from self._calls.read(piece) if self._calls else (piece,)
 
     def _finished(self, piece: Piece, tokens: Tokens) -> Piece:
-        """The last piece, complete."""
-        if piece.timing is not None and tokens.finish_reason is None:  # a stop string: the ring reports no more
+        """Completes the last piece."""
+        if piece.timing is not None and tokens.finish_reason is None:  # a stop string: the ring reports no final timing
             piece = replace(piece, timing=replace(piece.timing, decode_s=self.meter.decode_s))
         is_named = isinstance(piece.stop, str) or piece.stop in self._job.stop_token_ids
         return piece if is_named else replace(piece, stop=None)
 
 
 def _without_text(tokens: Tokens) -> Piece:
-    """What is left where only the prompt was asked for."""
+    """The piece for a request that wants only its prompt."""
     return Piece("", finish_reason=None if tokens.finish_reason is None else "length", timing=tokens.timing)
 
 
 def _prompt_pieces(
     generation: Generation, echo: Echo | None, logprobs: Sequence[TokenLogprobs] | None
 ) -> Iterator[Piece]:
-    """The prompt before its answer: its text if it is echoed, its tokens if their log-probabilities are asked for."""
+    """Yields the prompt: its text if it is echoed, its tokens if their log-probabilities are requested."""
     if generation.num_prompt_logprobs is None:
         if echo is not None:
             yield Piece(echo.text)

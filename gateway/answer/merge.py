@@ -1,4 +1,4 @@
-"""Several streams read as one. Knows asyncio only."""
+"""Merges several streams into one. Knows only asyncio."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -8,9 +8,9 @@ T = TypeVar("T")
 
 
 class MergedStreams(Generic[T]):
-    """Items of all streams as they come. Leaving the `async with` block closes every stream.
+    """Items of all streams as they arrive. Leaving the `async with` block closes every stream.
 
-    A single stream is read directly. Several are read by a task each, which waits until its last item is taken.
+    A single stream is read directly. Several are read by one task each, which waits until its last item is taken.
     """
 
     def __init__(self, streams: Sequence[AsyncGenerator[T, None]]) -> None:
@@ -32,13 +32,13 @@ class MergedStreams(Generic[T]):
             await stream.aclose()
 
     async def next(self) -> tuple[int, T | None]:
-        """The index of an open stream and its next item; None after its last. Raises what a stream raises."""
+        """Returns (index of a stream, its next item; None after its last). Raises what the stream raises."""
         if len(self._streams) == 1:
             return 0, await anext(self._streams[0], None)
         if not self._tasks:
             await self._start()
         elif not self._ready.empty():
-            await asyncio.sleep(0)  # others get their turn while the caller works on many items
+            await asyncio.sleep(0)  # lets other requests run while many items are ready
         while True:
             index, item = await self._ready.get()
             if index in self._open:
@@ -50,7 +50,7 @@ class MergedStreams(Generic[T]):
         return index, item
 
     async def close(self, index: int) -> None:
-        """Closes one stream: it gives nothing any more."""
+        """Closes one stream: `next` returns none of its items any more."""
         self._open.discard(index)
         if self._tasks:
             self._tasks[index].cancel()
@@ -60,7 +60,7 @@ class MergedStreams(Generic[T]):
     async def _start(self) -> None:
         for index in range(len(self._streams)):
             self._tasks.append(asyncio.create_task(self._pump(index)))
-            await asyncio.sleep(0)  # others get their turn while many begin
+            await asyncio.sleep(0)  # lets other requests run while many streams start
 
     async def _pump(self, index: int) -> None:
         try:

@@ -1,7 +1,4 @@
-"""An answer as a row of items, reasoning, text and calls, from its pieces: what Messages and Responses have in common.
-
-Pure. Must not know how items are written.
-"""
+"""Splits an answer into items (reasoning, text, calls) for Messages and Responses. Pure; knows no wire format."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,13 +12,13 @@ ItemKind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """A run of reasoning or text, or a call. Grows as the answer does."""
+    """A run of reasoning or text, or a call. Grows with the answer."""
 
     index: int
     kind: ItemKind
-    call: CallBegin | None = None  # of a call
+    call: CallBegin | None = None  # if the kind is call
     parts: list[str] = field(default_factory=list)
-    tokens: list[ShownToken] = field(default_factory=list)  # of text, those that are shown
+    tokens: list[ShownToken] = field(default_factory=list)  # shown tokens, if the kind is text
 
     @property
     def content(self) -> str:
@@ -38,7 +35,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """More of the item that began last; not empty."""
+    """More of the open item; not empty."""
 
     item: Item
     text: str
@@ -47,7 +44,7 @@ class Grown:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An item is over."""
+    """An item ends."""
 
     item: Item
 
@@ -61,7 +58,7 @@ class ItemReader:
     def __init__(self) -> None:
         self.items: list[Item] = []
         self._open: Item | None = None
-        self._tokens: list[ShownToken] = []  # that no item has yet
+        self._tokens: list[ShownToken] = []  # not assigned to an item yet
 
     @property
     def has_calls(self) -> bool:
@@ -69,7 +66,7 @@ class ItemReader:
         return any(item.call is not None for item in self.items)
 
     def read(self, piece: Piece) -> list[ItemEvent]:
-        """What a piece adds. The last piece ends what is open."""
+        """Returns the events of a piece. The last piece ends the open item."""
         events: list[ItemEvent] = []
         self._tokens += [token for token in piece.shown_tokens if not token.is_reasoning]
         self._read_run("reasoning", piece.reasoning, events)
@@ -89,7 +86,7 @@ class ItemReader:
         self._grow(text, events)
 
     def _read_call(self, event: CallEvent, events: list[ItemEvent]) -> None:
-        self._tokens.clear()  # of a call
+        self._tokens.clear()  # tokens of a call belong to no text
         if isinstance(event, CallBegin):
             self._end(events)
             self._begin("call", event, events)
