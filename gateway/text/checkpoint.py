@@ -1,7 +1,4 @@
-"""What a checkpoint folder says about its model's limits and sampling defaults.
-
-Reads JSON files only; must not know tokenizers, tensors or requests.
-"""
+"""Reads a model's limits and sampling defaults from its checkpoint folder. Must not know tokenizers or requests."""
 
 import json
 from collections.abc import Mapping
@@ -18,14 +15,14 @@ _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  #
 class ModelFacts:
     """Limits and defaults of one model."""
 
-    vocab_size: int | None  # rows of the embedding; None when config.json does not say
+    vocab_size: int | None  # rows of the embedding; None: not in config.json
     context_tokens: int  # most tokens in prompt and answer together
     eos_token_ids: frozenset[int]
-    defaults: SamplingParams  # for what a request leaves out
+    defaults: SamplingParams  # for parameters that a request does not set
 
 
 def read_model_facts(folder: Path) -> ModelFacts:
-    """Reads config.json and, where present, generation_config.json. Raises ValueError saying what is wrong."""
+    """Reads config.json and, if present, generation_config.json. Raises ValueError saying what is wrong."""
     config = _read_object(folder / "config.json")
     text_config = config.get("text_config") or config  # multimodal checkpoints nest the language model
     generation = _read_object(folder / "generation_config.json")
@@ -38,14 +35,14 @@ def read_model_facts(folder: Path) -> ModelFacts:
 
 
 def _yarn_context(config: Mapping[str, Any]) -> int:
-    """What yarn stretches the context to. Recipes that add it leave max_position_embeddings at the original."""
+    """The context with yarn, 0 without it. Recipes that add yarn leave max_position_embeddings at the original."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "yarn":
         return 0
     original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
     factor = rope.get("factor")
     is_sane = isinstance(original, int) and isinstance(factor, int | float) and 0 < factor < 2**53
-    return int(original * factor) if is_sane else 0  # the workers say what is wrong with it
+    return int(original * factor) if is_sane else 0  # the workers report the error
 
 
 def _read_object(path: Path) -> dict[str, Any]:

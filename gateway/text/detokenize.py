@@ -1,7 +1,6 @@
-"""Tokens to text as they arrive, in whole UTF-8 characters.
+"""Turns tokens into text as they arrive, in whole UTF-8 characters. Must not know stop strings or requests.
 
-Knows two kinds of token: those that are bytes wherever they stand (all of a byte-level vocabulary, the `<0xE2>` pieces
-of a sentencepiece one) and those whose text depends on what stands before them. Must not know stop strings or requests.
+A token has fixed bytes (all of a byte-level vocabulary, sentencepiece's `<0xE2>`), or its text depends on its context.
 """
 
 import codecs
@@ -11,29 +10,29 @@ from typing import Protocol
 
 
 class Pieces(Protocol):
-    """The vocabulary as the detokenizer sees it."""
+    """What the detokenizer needs of a vocabulary."""
 
     def is_silent(self, token_id: int) -> bool:
-        """True for tokens without text: control tokens and ids no token has."""
+        """True for ids without text: control tokens and ids without a token."""
         ...
 
     def raw_bytes(self, token_id: int) -> bytes | None:
-        """The bytes a token always stands for; None when its text depends on the token before."""
+        """A token's fixed bytes; None if its text depends on the token before."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the tokens taken as a whole answer."""
+        """Text of the tokens as a whole answer."""
         ...
 
 
 def last_with_text(pieces: Pieces, token_ids: Sequence[int]) -> tuple[int, ...]:
-    """The tokens that text after these depends on: the last two that have text, as one may need the other beside it."""
+    """The last two tokens with text, the context of the next token. Two, as the last one alone may have no text."""
     backwards = (token_id for token_id in reversed(token_ids) if not pieces.is_silent(token_id))
     return tuple(islice(backwards, 2))[::-1]
 
 
 class ShownTokens:
-    """A vocabulary in which some control tokens have text: that by which they are written."""
+    """A vocabulary in which some control tokens have text: their names."""
 
     def __init__(self, pieces: Pieces, texts: Mapping[int, str]) -> None:
         self._pieces = pieces
@@ -46,23 +45,23 @@ class ShownTokens:
         return self._texts.get(token_id) or self._pieces.raw_bytes(token_id)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Without the shown tokens: they are bytes, and never the text after a context."""
+        """Text without the shown tokens, which have fixed bytes."""
         return self._pieces.decode(token_ids)
 
 
 class IncrementalDetokenizer:
-    """Concatenated results of `push` and one last `flush` are the full text; each holds whole characters only.
+    """All results of `push` and of a last `flush` form the full text; each has whole characters only.
 
-    Bytes go through an incremental UTF-8 decoder, which holds back at most 3 of them. A token of the other kind is
-    decoded beside its context, the last token(s) with visible text, and the context's text is cut off: O(1) per token.
-    Ill-formed bytes become U+FFFD one maximal subpart at a time. (A sentencepiece decoder spoils the well-formed bytes
-    around them too, which an answer already sent could not follow.)
+    Fixed bytes go through an incremental UTF-8 decoder, which holds back at most 3. Other tokens are decoded after
+    their context, the last one or two tokens with text, whose text is then removed: O(1) per token. Each maximal
+    subpart of ill-formed bytes becomes one U+FFFD. (A sentencepiece decoder also replaces the well-formed bytes around
+    them; these may already be sent.)
     """
 
     def __init__(self, pieces: Pieces, before: Iterable[int] = ()) -> None:
-        """`before`: `last_with_text` of the tokens that the pushed ones go on from; else these begin a text.
+        """`before`: `last_with_text` of the tokens before the pushed ones; empty at the start of a text.
 
-        A character that `before` leaves unfinished stays so: none of its bytes come out here.
+        If `before` ends with an incomplete character, its bytes are dropped.
         """
         self._pieces = pieces
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -71,11 +70,11 @@ class IncrementalDetokenizer:
         self._utf8.reset()
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Text that became complete with these tokens."""
+        """Returns the text that these tokens complete."""
         return "".join([text for token_id in token_ids for text in self.push_token(token_id)])
 
     def push_token(self, token_id: int) -> tuple[str, str]:
-        """The same in two: what bytes before this token came to without it, and the text it has a part in."""
+        """Returns (U+FFFD if this token breaks off a character before it, the text that this token completes)."""
         if self._pieces.is_silent(token_id):
             return "", ""
         raw = self._pieces.raw_bytes(token_id)
@@ -87,7 +86,7 @@ class IncrementalDetokenizer:
         return self.flush() if is_cut_off else "", self._utf8.decode(raw)
 
     def flush(self) -> str:
-        """What an unfinished character at the end comes to."""
+        """Returns U+FFFD for an incomplete last character, else nothing."""
         return self._utf8.decode(b"", final=True)
 
     def _text_after_context(self, token_id: int) -> str:

@@ -1,7 +1,4 @@
-"""Work that would block the event loop, on a bounded number of threads with a bounded queue.
-
-Knows the cost it is told, not the work.
-"""
+"""Runs work that would block the event loop on a bounded number of threads with a bounded queue."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +11,7 @@ T = TypeVar("T")
 
 
 class Offload:
-    """Runs cheap calls at once and dear ones on a thread."""
+    """Runs cheap work directly and expensive work on a thread."""
 
     def __init__(self, cheap_chars: int, num_threads: int, max_waiting: int, timeout_s: float) -> None:
         self._cheap_chars = cheap_chars
@@ -24,7 +21,7 @@ class Offload:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenise")
 
     async def run(self, num_chars: int, work: Callable[[], T]) -> T:
-        """Result of `work`, whose time grows with `num_chars`. Raises 429 when too much waits or it takes too long."""
+        """Returns the result of `work`. `num_chars`: its cost. Raises ApiError 429 if too many wait or it is slow."""
         if num_chars <= self._cheap_chars:
             return work()
         if self._num_waiting >= self._max_waiting:
@@ -39,5 +36,5 @@ class Offload:
             self._num_waiting -= 1
 
     def close(self) -> None:
-        """Drops what has not begun; does not wait for what has."""
+        """Drops waiting work; does not wait for running work."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,4 @@
-"""Stop strings found in text that arrives in pieces.
-
-Pure: knows text only, no tokens. Where the text is cut does not depend on how it was split into pieces.
-"""
+"""Finds stop strings in text that arrives in pieces; how it is split does not matter. Pure; must not know tokens."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,7 +13,7 @@ class _Automaton:
         self._fallback = _fallbacks(stop)
 
     def step(self, char: str) -> int:
-        """Takes one character; returns the length of the stop string when it is now complete, else 0."""
+        """Takes one character. Returns the length of the stop string if it is now complete, else 0."""
         self.matched = _follow(self.stop, self._fallback, self.matched, char)
         return self.matched if self.matched == len(self.stop) else 0
 
@@ -46,11 +43,11 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._automata = [_Automaton(stop) for stop in stops]
         self._first_chars = frozenset(stop[0] for stop in stops)
-        self.met: str | None = None  # the one that was met
-        self._held = ""  # the longest end of the text so far that starts a stop string
+        self.met: str | None = None  # the stop string that was found
+        self._held = ""  # the longest suffix of the text so far that begins a stop string
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Returns the text that may be shown now and whether a stop string was met. Not to be called after it was."""
+        """Returns (text that may be shown now, whether a stop string was found). Do not call it after one was found."""
         if not self._held and self._first_chars.isdisjoint(text):
             return text, False
         text = self._held + text
@@ -63,6 +60,6 @@ class StopStrings:
         return text[:shown], False
 
     def flush(self) -> str:
-        """The text held back, once it is known that nothing follows."""
+        """Returns the text held back. Call it at the end of the text."""
         held, self._held = self._held, ""
         return held

@@ -1,6 +1,6 @@
-"""The model's tokenizer and chat template: text to token ids and back.
+"""The model's tokenizer and chat template: text to token ids and back. Must not know requests or import torch.
 
-The only file of the gateway that imports transformers. Must not know requests, REST or gRPC, nor import torch itself.
+The only file of the gateway that imports transformers.
 """
 
 import re
@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from gateway.text.checkpoint import ModelFacts, read_model_facts
 from gateway.text.detokenize import IncrementalDetokenizer, ShownTokens, last_with_text
 
-_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>\Z")  # how sentencepiece writes a byte without a piece of its own
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>\Z")  # how sentencepiece writes a byte that has no piece
 
 _WORD_MARK = "\u2581"  # how sentencepiece writes a space
 
@@ -26,10 +26,10 @@ class TemplateRefusalError(Exception):
 
 
 class Tokenizer:
-    """Tokenizer of one checkpoint folder. Thread-safe: nothing changes after construction but a cache."""
+    """Tokenizer of one checkpoint folder. Thread-safe: only a cache changes after construction."""
 
     def __init__(self, folder: Path, max_context_tokens: int | None = None) -> None:
-        """Reads the folder only, never a network. `max_context_tokens` narrows what config.json allows."""
+        """Reads only the folder, never the network. `max_context_tokens` lowers config.json's limit."""
         facts = read_model_facts(folder)
         self._hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         backend = getattr(self._hf, "backend_tokenizer", None)
@@ -54,25 +54,25 @@ class Tokenizer:
         return bool(self._hf.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text, with the model's start token where it has one if `add_special_tokens`.
+        """Token ids of a text. `add_special_tokens`: with the model's start token, if it has one.
 
-        Control tokens written in the text become control tokens. Releases the interpreter lock (`encode` would not).
+        Names of control tokens in the text become these tokens. Releases the GIL (the backend's `encode` does not).
         """
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def has_token(self, text: str) -> bool:
-        """Whether the vocabulary has a token that is written so."""
+        """Whether the vocabulary has a token with this name."""
         return self._backend.token_to_id(text) is not None
 
     @property
     def chat_templates(self) -> str:
-        """Sources of all chat templates; empty when there is none."""
+        """Sources of all chat templates; empty if there is none."""
         return str(self._hf.chat_template or "")
 
     @property
     def tool_template(self) -> str:
-        """Source of the chat template that is used with tools; empty when there is none."""
+        """Source of the chat template that is used with tools; empty if there is none."""
         try:
             return str(self._hf.get_chat_template(tools=[{}]))
         except ValueError:
@@ -87,14 +87,13 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         is_open: bool = False,
     ) -> str:
-        """The prompt text of a conversation, up to where the assistant's answer begins; runs the template in a sandbox.
+        """Text of a conversation up to the start of the answer. Runs the template in a sandbox.
 
-        `options`: variables for the template, as checked by tools/template_options.py; it gets those that it names.
-        Without `add_generation_prompt` it ends with the last message. `is_open`: it ends within the last message, an
-        assistant's, without its end marker; space at the message's end goes where the template trims messages. Raises
-        TemplateRefusalError.
+        `options`: variables from tools/template_options.py; the template gets those that it names. Without
+        `add_generation_prompt` the text ends with the last message. `is_open`: it ends inside the last message, an
+        assistant's, without trailing space if the template trims messages. Raises TemplateRefusalError.
         """
-        if is_open and not messages[-1]["content"].strip():  # nothing to go on with
+        if is_open and not messages[-1]["content"].strip():  # no text to continue
             messages, add_generation_prompt, is_open = messages[:-1], True, False
         try:
             rendered = self._hf.apply_chat_template(
@@ -113,42 +112,38 @@ class Tokenizer:
         return str(rendered)
 
     def last_with_text(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """The last tokens that have text, as many as the text after them depends on."""
+        """The last tokens with text, the context of the next token."""
         return last_with_text(self, token_ids)
 
     def detokenizer(self, shown: Collection[str] = (), before: Sequence[int] = ()) -> IncrementalDetokenizer:
-        """A detokenizer for one answer.
-
-        `shown`: control tokens that have text for once, by how they are written. `before`: `last_with_text` of the
-        tokens that the answer goes on from; none where it begins a text.
-        """
+        """A detokenizer for one answer. `shown`: names of control tokens to show; `before`: as in its constructor."""
         ids = {text: self._backend.token_to_id(text) for text in shown}
         texts = {token_id: text for text, token_id in ids.items() if token_id in self._silent_ids}
         return IncrementalDetokenizer(ShownTokens(self, texts) if texts else self, before)
 
     def control_tokens_in(self, text: str) -> frozenset[str]:
-        """Those that are written in the text."""
+        """Names of control tokens that occur in the text."""
         return frozenset(written for written in self._control_texts if written in text)
 
     def decode(self, token_ids: Sequence[int], *, with_control_tokens: bool = False) -> str:
-        """Text of the tokens. Releases the interpreter lock (the backend's `decode` would not)."""
+        """Text of the tokens. Releases the GIL (the backend's `decode` does not)."""
         texts: list[str] = self._backend.decode_batch([list(token_ids)], skip_special_tokens=not with_control_tokens)
         return texts[0]
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """How the vocabulary writes each token; empty for ids that no token has."""
+        """The name of each token in the vocabulary; empty for ids without a token."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def is_silent(self, token_id: int) -> bool:
-        """True for control tokens and for ids of the embedding that no token has."""
+        """True for control tokens and for ids of the embedding without a token."""
         return token_id in self._silent_ids or self._backend.id_to_token(token_id) is None
 
     def raw_bytes(self, token_id: int) -> bytes | None:
-        """The bytes a token stands for wherever it stands; None when its text depends on the token before."""
+        """A token's fixed bytes; None if its text depends on the token before."""
         return self._raw_bytes(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token as a vocabulary lists it: control tokens as they are written, b"" where none is."""
+        """The bytes of one token alone: the name of a control token, b"" for ids without a token."""
         if token_id in self._silent_ids:
             return str(self._backend.id_to_token(token_id)).encode()
         if self.is_silent(token_id):
@@ -157,7 +152,7 @@ class Tokenizer:
         return str(self._backend.id_to_token(token_id)).replace(_WORD_MARK, " ").encode() if raw is None else raw
 
     def _known_role(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Most templates know the newer name of the system role not at all."""
+        """Renames the role developer to system, unless the template knows it."""
         if message["role"] == "developer" and "developer" not in self.chat_templates:
             return {**message, "role": "system"}
         return dict(message)
@@ -168,7 +163,7 @@ def _with_own_eos(facts: ModelFacts, tokenizer_eos: int | None) -> frozenset[int
 
 
 def _bytes_of_pieces(backend: Any) -> Callable[[int], bytes | None]:
-    """A cached function: token id |-> its bytes, or None. Called for tokens that exist."""
+    """Returns a cached function: id of an existing token |-> its fixed bytes, or None."""
     kinds = _decoder_kinds(backend.decoder)
 
     @cache
@@ -176,7 +171,7 @@ def _bytes_of_pieces(backend: Any) -> Callable[[int], bytes | None]:
         piece: str = backend.id_to_token(token_id)
         if all(char in _BYTE_OF_CHAR for char in piece):
             return bytes(_BYTE_OF_CHAR[char] for char in piece)
-        return piece.encode()  # an added token, written as it is
+        return piece.encode()  # an added token, stored as plain text
 
     @cache
     def byte_fallback(token_id: int) -> bytes | None:
@@ -197,7 +192,7 @@ def _decoder_kinds(decoder: Any) -> list[str]:
 
 
 def _build_byte_of_char() -> dict[str, int]:
-    """Byte-level vocabularies write printable Latin-1 bytes as themselves, the 68 others as U+0100 and on."""
+    """Byte-level vocabularies write printable Latin-1 bytes as themselves, the 68 others as U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     table = {chr(byte): byte for byte in printable}

@@ -1,4 +1,4 @@
-"""Whole calls from the events of an answer. Pure."""
+"""Joins call events to whole calls. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from gateway.tools.parse import Arguments, CallBegin, CallEvent
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call. Its arguments are whole, unless the answer was cut off or they broke off."""
+    """One call. Its arguments are complete unless the answer was cut off or they are malformed."""
 
     id: str
     name: str
@@ -16,14 +16,14 @@ class Call:
 
 
 class CallCollector:
-    """Collects the calls of one answer; each is over before the next begins."""
+    """Collects the calls of one answer; each ends before the next begins."""
 
     def __init__(self) -> None:
         self._begun: CallBegin | None = None
         self._parts: list[str] = []
 
     def push(self, events: Iterable[CallEvent]) -> list[Call]:
-        """The calls that these events end."""
+        """Returns the calls that these events complete."""
         ended = []
         for event in events:
             if isinstance(event, CallBegin):

@@ -1,7 +1,4 @@
-"""How models write calls of functions: one entry per format, and which one a chat template teaches.
-
-Data only: `parse.py` reads what is described here, `grammar.py` enforces it. Must not know requests or tokens.
-"""
+"""Formats of tool calls, and which one a chat template uses. `parse.py` reads them, `grammar.py` enforces them."""
 
 import re
 from collections.abc import Mapping
@@ -18,25 +15,25 @@ class Format:
     object: `opener {"name": NAME, "arguments": {...}} closer`, each call with its own opener.
     array: `opener [{"name": NAME, "arguments": {...}}, ...]`.
     named: `opener NAME args_marker {...}`, each call with its own opener.
-    Readers allow whitespace wherever JSON does and around markers; writers write exactly what stands here.
+    Parsers allow whitespace wherever JSON does and around markers; grammars allow exactly this text.
     """
 
     name: str
     form: Form
     opener: str  # its first character occurs in it once
-    closer: str = ""  # first character as above; readers do without at the end of the text
+    closer: str = ""  # first character as above; optional for parsers at the end of the text
     arguments_key: str = "arguments"
-    layout: str = ""  # what the model was taught to write after the opener and before the closer
-    separator: str = ""  # what it was taught to write between calls
-    # A call may stand at the start of the answer without opener, others after it behind ";"; so the grammar writes it.
+    layout: str = ""  # text that the model writes after the opener and before the closer
+    separator: str = ""  # text that it writes between calls
+    # An answer may begin with a call without opener; more calls follow after ";". The grammar writes this form.
     is_bare: bool = False
     args_marker: str = ""
-    id_marker: str = ""  # what may stand before an id between name and args_marker
+    id_marker: str = ""  # before an optional id, between name and args_marker
     num_id_chars: int = 0  # of ids that the template accepts; 0: any
 
     @property
     def markers(self) -> frozenset[str]:
-        """Texts that may be control tokens, which a reader must see."""
+        """Texts that may be control tokens, which the detokenizer must show."""
         return frozenset({self.opener, self.closer, self.args_marker, self.id_marker} - {""})
 
 
@@ -61,14 +58,14 @@ FORMATS: Mapping[str, Format] = {
 
 
 def resolve_format(setting: str, template: str) -> Format | None:
-    """The format that is set, or what the template shows where that is left to it ("auto")."""
+    """The format named by `setting`, None for "none", or the template's for "auto"."""
     if setting == "auto":
         return choose_format(template)
     return None if setting == "none" else FORMATS[setting]
 
 
 def choose_format(template: str) -> Format | None:
-    """The format that a chat template writes calls in; None when it knows no tools, or writes them in another way."""
+    """The format of calls in a chat template; None if it knows no tools, or uses another format."""
     if not re.search(r"\btools\b", template):
         return None
     if _MISTRAL.opener in template:

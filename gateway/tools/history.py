@@ -1,4 +1,4 @@
-"""Calls and reasoning of earlier turns, as chat templates take them, and the turn that is left open. Pure."""
+"""Calls and reasoning of earlier messages as chat templates take them, and an open last message. Pure."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ def template_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """A call's arguments; none when the text is empty. Raises ValueError saying what is wrong with them."""
+    """A call's arguments; {} if the text is empty. Raises ValueError saying what is wrong."""
     return read_object(text) if text.strip() else {}
 
 
 def check_results(messages: Sequence[Message], params: Sequence[str]) -> None:
-    """Raises ApiError for a result whose id is missing or names no call before it. `params`: a name for each result."""
+    """Raises ApiError for a result whose id is missing or names no earlier call. `params`: the ids' fields."""
     call_ids: set[str] = set()
     names = iter(params)
     for message in messages:
@@ -39,8 +39,7 @@ def check_results(messages: Sequence[Message], params: Sequence[str]) -> None:
 
 
 def fit_ids(message: Message, format: Format) -> Message:
-    """The message with ids that the format's template accepts: others become ones made from them, calls and answers
-    alike. A conversation may have been begun with another model."""
+    """Replaces ids that the format's template refuses, in calls and results: another model may have made them."""
     fitted = dict(message)
     if "tool_call_id" in fitted:
         fitted["tool_call_id"] = _fit(fitted["tool_call_id"], format)
@@ -50,16 +49,13 @@ def fit_ids(message: Message, format: Format) -> Message:
 
 
 def fit_reasoning(message: Message, template: str) -> Message:
-    """The message with its reasoning where the template reads it, else without.
-
-    Most templates show reasoning only since the last question; those that read none were taught to go on without it.
-    """
+    """Removes the reasoning if the template does not read it: such models are trained to continue without it."""
     is_read = message["role"] == "assistant" and message.get("reasoning_content") and "reasoning_content" in template
     return message if is_read else {name: value for name, value in message.items() if name != "reasoning_content"}
 
 
 def check_open(messages: Sequence[Message]) -> None:
-    """That the last message can be left open, for the answer to go on with it. Raises ValueError saying why not."""
+    """Raises ValueError saying why, if an answer cannot continue the last message."""
     last = messages[-1] if messages else {"role": "none"}
     if last["role"] != "assistant":
         raise ValueError(f"an answer goes on with a last message of the assistant's, not {last['role']}")

@@ -1,4 +1,4 @@
-"""JSON text that arrives in pieces, made such that strict readers take it. Pure."""
+"""Makes JSON text that arrives in pieces valid for strict parsers. Pure."""
 
 import re
 
@@ -6,14 +6,13 @@ _TELLING = re.compile(r'\\(?:.|\Z)|["\x00-\x1f]', re.DOTALL)
 
 
 class JsonText:
-    """Escapes control characters in strings, which JSON wants escaped: grammars of bounded strings let them through."""
+    """Escapes control characters in strings, as JSON requires: grammars of bounded strings allow them unescaped."""
 
     def __init__(self) -> None:
         self._is_in_string = False
         self._is_escaping = False  # the last piece ended with a backslash
 
     def push(self, text: str) -> str:
-        """The text, so written."""
         num_escaped = int(self._is_escaping and bool(text))
         self._is_escaping = self._is_escaping and not text
         return text[:num_escaped] + _TELLING.sub(self._written, text[num_escaped:])

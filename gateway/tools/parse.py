@@ -1,7 +1,6 @@
-"""Calls of functions found in text that arrives in pieces: text in, events out.
+"""Finds tool calls in text that arrives in pieces: text in, events out. Pure.
 
-Pure. What comes out, once neighbouring texts are joined, does not depend on how the text was split. Nothing is lost:
-what does not make a call is content, but for the layout around calls (markers, whitespace beside them).
+How the text is split does not matter. Text outside of calls is content, except markers and whitespace next to calls.
 """
 
 from collections.abc import Callable, Collection
@@ -10,22 +9,22 @@ from dataclasses import dataclass
 from gateway.tools.formats import Format
 from gateway.tools.scan import END, Reading, Scanner
 
-# A call that may turn out malformed is held back while its arguments are no longer than this: then it is content after
-# all. Beyond, they are streamed as they come and stay what they are.
+# A call is held back until its arguments are longer than this: if they are malformed by then, it is content. Longer
+# arguments are streamed and remain a call.
 HELD_ARGUMENTS_CHARS = 2048
-_EXTRA_KEYS = ("id", "type")  # that models write beside name and arguments; JSON with others is an answer, not a call
+_EXTRA_KEYS = ("id", "type")  # that models add to name and arguments; an object with other keys is content, not a call
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for the reader of the answer; not empty."""
+    """Text outside of calls; not empty."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A call's first news."""
+    """The start of a call."""
 
     index: int  # among the calls of this answer, from 0
     id: str
@@ -34,10 +33,10 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The next part of a call's arguments: JSON, an object; not empty.
+    """The next part of a call's arguments, a JSON object; not empty.
 
-    As the model wrote it, but for control characters in strings, which JSON wants escaped: models write them plainly,
-    and xgrammar lets them through where a schema bounds a string's length.
+    As the model wrote it, except that control characters in strings are escaped: models do not escape them, and
+    xgrammar allows that where a schema limits a string's length.
     """
 
     index: int
@@ -46,7 +45,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """A call is over. Its arguments are whole, unless the answer was cut off or they broke off while streamed."""
+    """The end of a call. Its arguments are complete unless the answer was cut off or they are malformed."""
 
     index: int
 
@@ -56,9 +55,9 @@ Event = Content | CallEvent
 
 
 class CallParser(Scanner):
-    """Reads one answer. What it takes is held and at last given out as content or arguments, or dropped as layout.
+    """Reads one answer. Text is held until it is emitted as content or arguments, or dropped as layout.
 
-    `is_trusted`: a grammar has made the text, so calls are well-formed and need not be held back.
+    `is_trusted`: a grammar makes calls well-formed, so they are not held back.
     """
 
     def __init__(
@@ -70,13 +69,13 @@ class CallParser(Scanner):
         self._new_id = new_id
         self._held_chars = 0 if is_trusted else HELD_ARGUMENTS_CHARS
         self._events: list[Event] = []
-        self._is_streaming = False  # what is taken are arguments of the call that began last
+        self._is_streaming = False  # the text taken is arguments of the last call
         self.num_calls = 0
         self._reading = self._answer()
         next(self._reading)
 
     def push(self, text: str) -> list[Event]:
-        """What is certain now."""
+        """Returns the events that are now certain."""
         for char in text:
             self._reading.send(char)
         if self._is_streaming:
@@ -84,7 +83,7 @@ class CallParser(Scanner):
         return self._take_events()
 
     def flush(self) -> list[Event]:
-        """The rest, once it is known that nothing follows. The last call of all."""
+        """Returns the remaining events. Call it last, at the end of the text."""
         try:
             self._reading.send(END)
         except StopIteration:
@@ -95,10 +94,10 @@ class CallParser(Scanner):
         events, self._events = self._events, []
         return events
 
-    # What is done with the text held.
+    # Uses of the held text.
 
     def _show(self) -> None:
-        """The text held is content."""
+        """Emits the held text as content."""
         text, last = "".join(self._held), self._events[-1] if self._events else None
         self._drop()
         if isinstance(last, Content):
@@ -107,7 +106,7 @@ class CallParser(Scanner):
             self._events.append(Content(text))
 
     def _stream(self) -> None:
-        """The text held is arguments."""
+        """Emits the held text as arguments."""
         if self._json:
             self._events.append(Arguments(self.num_calls - 1, "".join(self._json)))
             self._drop()
@@ -116,10 +115,10 @@ class CallParser(Scanner):
         self._events.append(CallBegin(self.num_calls, self._new_id(), name))
         self.num_calls += 1
 
-    # Answers and calls. Those that tell false leave in `_held` what is content after all.
+    # Answers and calls. A reading that returns False leaves content in `_held`.
 
     def _answer(self) -> Reading[None]:
-        """Between its steps, `_held` is whitespace: content, unless it stands beside a call."""
+        """Between its steps, `_held` is whitespace: content, unless it is next to a call."""
         self._char = yield
         yield from self._space()
         is_behind_call = False
@@ -144,7 +143,7 @@ class CallParser(Scanner):
         return is_whole
 
     def _opened(self) -> Reading[bool]:
-        """An opener and the calls behind it."""
+        """An opener and the calls after it."""
         if not (yield from self._literal(self._format.opener)):
             return False
         yield from self._space()
@@ -155,7 +154,7 @@ class CallParser(Scanner):
         return (yield from self._objects())
 
     def _objects(self) -> Reading[bool]:
-        """Calls one after the other, each with its closer, or else with ";" between them."""
+        """Calls, each with its closer, or with ";" between them if the format has none."""
         closer, opener = self._format.closer, self._format.opener
         while (yield from self._object()):
             yield from self._space()
@@ -224,7 +223,7 @@ class CallParser(Scanner):
         return self._finish(name, arguments, is_whole and bool(name), before)
 
     def _finish(self, name: str, arguments: str | None, is_whole: bool, num_before: int) -> bool:
-        """Gives out a call that was held back, or ends one that is out; `num_before`: calls that were out before it."""
+        """Emits a call that was held back, or ends one that was streamed. `num_before`: calls emitted before it."""
         is_out = self.num_calls > num_before
         if is_whole:
             self._drop()
@@ -236,7 +235,7 @@ class CallParser(Scanner):
         return is_whole
 
     def _arguments(self, name: str) -> Reading[str | None]:
-        """An object; begins the call once it need no longer be held back. Tells what is held of it; None: malformed."""
+        """An object. Begins the call once it is too long to be held back. Returns its held part; None: malformed."""
         start, length = len(self._held), 0
         reading = self._value()
         next(reading)

@@ -1,23 +1,22 @@
-"""How models write reasoning before an answer: one entry per format, and what a chat template and a prompt show of it.
+"""Formats of reasoning, which one a chat template uses, and whether a prompt opens it. Pure.
 
-Data and pure decisions: `reasoning_reader.py` reads what is described here, `reasoning_grammar.py` lets it come before
-a grammar. Must not know requests or tokens.
+`reasoning_reader.py` reads them, `reasoning_grammar.py` allows them before a grammar. Must not know requests or tokens.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-# inside: the prompt has opened the block, and the answer begins in it. possible: the answer may open it.
-# off: the prompt has closed the block, or the answer goes on with content.
+# inside: the prompt opens the block and the answer begins in it. possible: the answer may open it.
+# off: the prompt closes the block, or the answer continues content.
 ReasoningStart = Literal["inside", "possible", "off"]
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Reasoning stands once, before anything else of the answer, between `begin` and `end`.
+    """Reasoning occurs once, at the start of the answer, between `begin` and `end`.
 
-    Newlines beside the markers are layout. Markers may be control tokens, which the detokenizer must then show.
+    Newlines next to the markers are layout. Markers may be control tokens, which the detokenizer must then show.
     """
 
     name: str
@@ -38,17 +37,17 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
 
 
 def resolve_reasoning(setting: str, template: str, has_token: Callable[[str], bool]) -> ReasoningFormat | None:
-    """The format that is set by name, none for "none", or what the template shows for "auto"."""
+    """The format named by `setting`, None for "none", or the template's for "auto"."""
     if setting == "auto":
         return choose_reasoning(template, has_token)
     return None if setting == "none" else REASONING_FORMATS[setting]
 
 
 def choose_reasoning(template: str, has_token: Callable[[str], bool]) -> ReasoningFormat | None:
-    """The format that a chat template writes; None when it shows no reasoning, or reasoning of another kind.
+    """The format of a chat template; None if it has no reasoning, or uses another format.
 
-    Some templates only cut reasoning off at the end marker. They count when both markers are tokens of the vocabulary:
-    the model was trained to write them.
+    Some templates only remove reasoning up to the end marker. They count if both markers are tokens of the vocabulary:
+    the model is then trained to write them.
     """
     for item in REASONING_FORMATS.values():
         is_trained = has_token(item.begin) and has_token(item.end)
@@ -58,9 +57,9 @@ def choose_reasoning(template: str, has_token: Callable[[str], bool]) -> Reasoni
 
 
 def reasoning_start(format: ReasoningFormat, prompt: str, opened: str = "") -> ReasoningStart:
-    """Where an answer begins. `opened`: the text of an assistant message left open, with which the prompt ends.
+    """Where an answer begins. Only the prompt's end counts, as users may write markers too.
 
-    Only the prompt's end counts: a user may write markers too.
+    `opened`: the text of the open assistant's message that ends the prompt.
     """
     opened = opened.strip()
     last_begin, last_end = opened.rfind(format.begin), opened.rfind(format.end)

@@ -1,4 +1,4 @@
-"""Text of a grammar that begins only after the reasoning. Pure; writes xgrammar's structural tags, as `grammar.py`."""
+"""Grammars that begin after the reasoning, as xgrammar's structural tags. Pure."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from gateway.tools.grammar import answer_node
 from gateway.tools.reasoning import ReasoningFormat, ReasoningStart
 
 _Node = dict[str, Any]
-# Models are taught to write up to two newlines behind the end marker; more would let one write newlines without end.
+# Models are trained to write up to two newlines after the end marker; without a limit they may never stop writing them.
 _LAYOUT: _Node = {"type": "regex", "pattern": r"\n{0,2}"}
 
 
 def after_reasoning(grammar: Grammar, format: ReasoningFormat, start: ReasoningStart) -> Grammar:
     """The grammar of a whole answer: free reasoning up to the end marker, then `grammar`.
 
-    The reasoning must come where the prompt has opened it, and may come where it is possible. As the text names the
-    markers, masks allow them where they are control tokens.
+    Reasoning is required if `start` is inside, optional if it is possible. The grammar's text has the markers, so masks
+    allow them even if they are control tokens.
     """
     if start == "off":
         return grammar

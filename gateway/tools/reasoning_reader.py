@@ -1,7 +1,6 @@
-"""Reasoning taken out of text that arrives in pieces: text in, reasoning and content out.
+"""Separates reasoning from content in text that arrives in pieces; how it is split does not matter. Pure.
 
-Pure. What comes out, once joined, does not depend on how the text was split. Nothing is lost but the markers and the
-newlines beside them. Works before stop strings and calls: both are looked for in content only.
+Drops only markers and newlines next to them. Stop strings and calls are searched later, in content only.
 """
 
 from typing import Literal, NamedTuple
@@ -12,7 +11,7 @@ _Place = Literal["start", "reasoning", "layout", "content"]
 
 
 class Parts(NamedTuple):
-    """What became certain; reasoning stands before content. Either may be empty."""
+    """Text that became certain: reasoning, then content. Either may be empty."""
 
     reasoning: str
     content: str
@@ -36,16 +35,16 @@ class ReasoningReader:
         self._is_inside = is_inside
         self._place: _Place = "start"
         self._held = ""  # may be part of a marker, or layout
-        self._has_reasoned = False  # reasoning came out; newlines before it are layout
+        self._has_reasoned = False  # reasoning was returned; newlines before it are layout
         self.num_taken = 0  # characters pushed that are neither content nor held: reasoning, markers and layout
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether what was pushed last belongs to the reasoning or its end marker; not yet known counts as none."""
+        """Whether the text pushed last is reasoning or its end marker. False while that is unknown."""
         return self._place in ("reasoning", "layout")
 
     def push(self, text: str) -> Parts:
-        """What is certain now."""
+        """Returns the text that is now certain."""
         if self._place == "content":
             return Parts("", text)
         num_unread = len(self._held) + len(text)
@@ -61,7 +60,7 @@ class ReasoningReader:
         return Parts(reasoning, content)
 
     def flush(self) -> Parts:
-        """The text held back, once it is known that nothing follows."""
+        """Returns the text held back. Call it at the end of the text."""
         is_reasoning = self._place == "reasoning" or self._is_inside
         if not is_reasoning:
             return Parts("", self._take_held())
@@ -95,6 +94,6 @@ class ReasoningReader:
 
 
 def _num_begun(text: str, end: str) -> int:
-    """Length of the longest end of the text with which the marker begins."""
+    """Length of the longest suffix of `text` that begins the marker `end`."""
     lengths = range(min(len(text), len(end) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(end[:length])), 0)

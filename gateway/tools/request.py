@@ -1,7 +1,4 @@
-"""What a chat may call: the rules for tools and the choice among them, the same for REST and gRPC.
-
-Pure. Must not know HTTP, gRPC, or how calls are written.
-"""
+"""Rules for tools and tool_choice, the same for REST and gRPC. Pure; must not know either or how calls are written."""
 
 import json
 import re
@@ -32,7 +29,7 @@ class Tool:
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """Of the arguments."""
+        """JSON schema of the arguments."""
         return {"type": "object", "properties": {}} if self.parameters is None else as_object(self.parameters)
 
     def as_template_input(self) -> dict[str, Any]:
@@ -46,40 +43,40 @@ class NamedChoice:
     """This tool must be called."""
 
     name: str
-    param: str  # what the client calls it, for errors
+    param: str  # field of the name, for errors
 
 
 @dataclass(frozen=True, slots=True)
 class RawTools:
-    """What a client asked, types right and values unchecked. None: not given."""
+    """A client's tools: types are right, values unchecked. None: not given."""
 
     tools: Sequence[Tool] = ()
-    tools_param: str = "tools[{}].function"  # what the client calls one tool, for errors
-    parameters_param: str = "parameters"  # and that of a tool
+    tools_param: str = "tools[{}].function"  # field of one tool, for errors
+    parameters_param: str = "parameters"  # field of its parameters, for errors
     choice: Choice | NamedChoice | None = None
     is_parallel: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tools after validation, complete: what an answer may or must call."""
+    """Tools after validation: what an answer may or must call."""
 
     format: Format
     tools: tuple[Tool, ...]  # at least one; names are unique
-    is_required: bool  # at least one call must come
+    is_required: bool  # the answer must have at least one call
     named: str | None  # the only tool that may be called, if one was named; then is_required
-    is_parallel: bool  # several calls may come
-    warnings: tuple[str, ...] = ()  # what arguments may disregard of their schemas, for the client
+    is_parallel: bool  # the answer may have several calls
+    warnings: tuple[str, ...] = ()  # parts of schemas that are not enforced, for the client
     params: Mapping[str, str] = field(default_factory=dict)  # name of a tool |-> the client's field of its schema
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """Those that the answer may call."""
+        """Tools that the answer may call."""
         return tuple(tool for tool in self.tools if self.named in (None, tool.name))
 
 
 def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
-    """None when nothing may be called. `format`: how the model writes calls. Raises ApiError."""
+    """Returns None if nothing may be called. `format`: how the model writes calls. Raises ApiError."""
     _check_list(raw)
     named = raw.choice if isinstance(raw.choice, NamedChoice) else None
     is_required = named is not None or raw.choice == "required"
@@ -129,7 +126,7 @@ def _check_list(raw: RawTools) -> None:
 
 
 def _check_schemas(raw: RawTools, named: str | None, *, is_required: bool) -> tuple[str, ...]:
-    """That arguments can be made to fit where they must, but for what the warnings name; sizes are checked already."""
+    """Checks that required arguments can be enforced; returns warnings for parts that cannot. Sizes are checked before."""
     warnings: list[str] = []
     for index, tool in enumerate(raw.tools):
         path = _schema_param(raw, index)

@@ -1,4 +1,4 @@
-"""A recursive descent over characters that arrive one by one: literals, whitespace and JSON. Pure."""
+"""A recursive-descent scanner of characters that arrive one by one: literals, whitespace and JSON. Pure."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from gateway.tools.json_object import HIGH_HALF, LONE_HALF, LOW_HALF
 from runtime.peer_input import MAX_JSON_DEPTH
 
 T = TypeVar("T")
-Reading = Generator[None, str, T]  # takes one character at each step; tells a T
+Reading = Generator[None, str, T]  # takes one character at each step; returns a T
 
 END = ""  # stands after the last character
 SPACE = frozenset(" \t\r\n")
@@ -18,15 +18,14 @@ _SCALAR_CHARS = frozenset(string.ascii_letters + string.digits + "+-.")
 _SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")
 _WORD_CHARS = frozenset(string.ascii_letters + string.digits + "_-")
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
-_ESCAPE_PART = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{0,4})?')  # one, or what may become one
+_ESCAPE_PART = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{0,4})?')  # an escape or its beginning
 
 
 class Scanner:
     """Generators that share a lookahead, `_char`, and append what they take to `_held`.
 
-    `_json` is what is held as JSON wants it, entry by entry: control characters in strings escaped, lone halves of
-    surrogate pairs replaced. A reading that tells false, or nothing, has taken what was well-formed and stopped at what
-    was not.
+    `_json` is `_held` as valid JSON, entry by entry: control characters in strings are escaped, lone halves of
+    surrogate pairs replaced. A reading that returns False, or "", has taken the well-formed part and stopped after it.
     """
 
     def __init__(self) -> None:
@@ -35,7 +34,7 @@ class Scanner:
         self._json: list[str] = []
 
     def _drop(self, end: int | None = None) -> None:
-        """The text held, up to `end`, is layout, or was given out."""
+        """Removes the held text up to `end`: it is layout or was emitted."""
         del self._held[:end], self._json[:end]
 
     def _take(self) -> Reading[None]:
@@ -51,7 +50,7 @@ class Scanner:
             yield from self._take()
 
     def _one_of(self, *texts: str) -> Reading[str]:
-        """Takes one of the texts, none of which begins another, and tells which; else what is common, and tells ""."""
+        """Takes and returns one of the texts; else takes the matching part and returns "". No text begins another."""
         taken = ""
         while self._char != END and any(text.startswith(taken + self._char) for text in texts):
             taken += self._char
@@ -63,10 +62,10 @@ class Scanner:
     def _literal(self, text: str) -> Reading[bool]:
         return bool((yield from self._one_of(text)))
 
-    # JSON as of RFC 8259, nested up to MAX_JSON_DEPTH. Takes what is well-formed and stops at what is not.
+    # JSON as of RFC 8259, nested up to MAX_JSON_DEPTH. Takes the well-formed part and stops after it.
 
     def _value(self) -> Reading[bool]:
-        closers: list[str] = []  # of what is open
+        closers: list[str] = []  # of the open containers
         while True:
             if self._char in "{[" and self._char != END:
                 if len(closers) == MAX_JSON_DEPTH:
@@ -105,14 +104,14 @@ class Scanner:
         return is_whole
 
     def _key(self) -> Reading[str]:
-        """The same; tells the key."""
+        """A key and its colon; returns the key."""
         start = len(self._held)
         if not (yield from self._member()):
             return ""
         return str(json.loads("".join(self._json[start:]).rstrip(" \t\r\n:")))
 
     def _text(self) -> Reading[str]:
-        """A string; tells what it says."""
+        """A string; returns its value."""
         start = len(self._held)
         return str(json.loads("".join(self._json[start:]))) if (yield from self._string()) else ""
 
@@ -130,8 +129,8 @@ class Scanner:
         return (yield from self._literal('"'))
 
     def _escapes(self) -> Reading[bool]:
-        """An escape and, behind the first half of a surrogate pair, others up to one that is no such half."""
-        high = ""  # not held yet: what follows tells whether it is lone
+        """An escape; after the first half of a surrogate pair also the next ones, up to one that is not such a half."""
+        high = ""  # not held yet: the next escape decides whether it is lone
         while self._char == "\\":
             escape = yield from self._escape()
             if high and LOW_HALF.fullmatch(escape):
@@ -147,7 +146,7 @@ class Scanner:
         return True
 
     def _escape(self) -> Reading[str]:
-        """One escape, which is not held yet; or what is well-formed of it."""
+        """One escape, or its well-formed part, which is not held yet."""
         escape = ""
         while self._char != END and _ESCAPE_PART.fullmatch(escape + self._char):
             escape += self._char
@@ -163,7 +162,7 @@ class Scanner:
         return bool(_SCALAR.fullmatch(scalar))
 
     def _word(self) -> Reading[str]:
-        """Letters that names and ids are made of."""
+        """The characters of a name or an id."""
         word = ""
         while self._char in _WORD_CHARS:
             word += self._char

@@ -1,4 +1,4 @@
-"""What a request may say to the chat template besides messages and tools: `chat_template_kwargs` and effort. Pure."""
+"""A request's variables for the chat template: `chat_template_kwargs` and those of a reasoning effort. Pure."""
 
 import json
 import math
@@ -14,7 +14,7 @@ MAX_OPTIONS_BYTES = 4096  # as JSON
 MAX_INTEGER = 2**53
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-# What the service gives the template, and what transformers takes beside it; also names that end with _token.
+# Names that the service or transformers sets; names that end with _token are reserved, too.
 RESERVED = frozenset({
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations", "documents",
     "kwargs", "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
@@ -23,7 +23,7 @@ RESERVED = frozenset({
 
 
 def check_options(given: object, param: str) -> Mapping[str, Option]:
-    """The variables that a client sets for the template. Raises ApiError naming the one at fault."""
+    """Returns the client's variables for the template. Raises ApiError naming the wrong one."""
     if not isinstance(given, Mapping):
         raise bad_request(f"{param} must be an object", param, "invalid_type")
     if len(given) > MAX_OPTIONS:
@@ -49,10 +49,10 @@ def _check_option(name: str, value: object, param: str) -> None:
 
 
 def effort_options(effort: str, param: str) -> Mapping[str, Option]:
-    """What a reasoning effort sets; a client's own options go before these. Raises ApiError.
+    """Variables of a reasoning effort; the client's own override them. Raises ApiError.
 
-    Templates know the effort itself, or a switch under one of two names: Qwen, GLM and Gemma read `enable_thinking`,
-    DeepSeek and Granite `thinking`. Any effort but "none" switches reasoning on.
+    Templates read the effort or a switch: Qwen, GLM and Gemma read `enable_thinking`, DeepSeek and Granite `thinking`.
+    Any effort but "none" switches reasoning on.
     """
     if effort not in EFFORTS:
         raise bad_request(f"{param} must be one of {', '.join(EFFORTS)}", param)
@@ -60,5 +60,5 @@ def effort_options(effort: str, param: str) -> Mapping[str, Option]:
 
 
 def switch_options(is_on: bool) -> Mapping[str, Option]:
-    """What switches reasoning on or off."""
+    """Variables that switch reasoning on or off."""
     return {"enable_thinking": is_on, "thinking": is_on}
