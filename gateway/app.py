@@ -1,7 +1,4 @@
-"""Assembles the public surface, REST and gRPC, around one ring.
-
-Knows how the parts fit and nothing that they do.
-"""
+"""Assembles the REST and gRPC APIs around one ring. Must not know what the parts do."""
 
 import time
 from typing import Any
@@ -31,14 +28,14 @@ from gateway.tools.reasoning import resolve_reasoning
 
 __all__ = ["Front", "FrontOptions", "add_inference_services", "build_app", "build_front", "build_interceptors"]
 
-_ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {}}  # spares FastAPI's own 422, which is never sent
+_ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {}}  # replaces FastAPI's own 422, which is never sent
 _CHEAP_CHARS = 4096  # tokenised in 1-3 ms; longer text goes to a thread
 
 
 def build_front(
     ring: Ring, tokenizer: Tokenizer, served_name: str, options: FrontOptions, registry: CollectorRegistry
 ) -> Front:
-    """What REST and gRPC share. Registers the front's metrics: once per registry. `front.offload.close()` ends it."""
+    """Builds what REST and gRPC share. Registers metrics: call it once per registry. End it with `offload.close()`."""
     offload = Offload(_CHEAP_CHARS, options.tokenise_threads, options.max_waiting_tokenise, options.tokenise_timeout_s)
     tool_format = resolve_format(options.tool_format, tokenizer.tool_template)
     reasoning = resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token)
@@ -58,7 +55,7 @@ def build_app(front: Front) -> FastAPI:
     add_error_handlers(app)
     app.add_middleware(OriginCheck, cors_origins=front.options.cors_origins)
     open_paths = {*OPEN_PATHS, *PAGE_PATHS}
-    app.add_middleware(KeyCheck, api_keys=front.options.api_keys, open_paths=open_paths)  # preflights pass before it
+    app.add_middleware(KeyCheck, api_keys=front.options.api_keys, open_paths=open_paths)  # preflights need no key
     app.add_middleware(
         CORSMiddleware,
         allow_origins=front.options.cors_origins,

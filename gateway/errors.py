@@ -1,11 +1,11 @@
-"""Errors a client gets to see, independent of REST and gRPC."""
+"""Errors that clients see, independent of REST and gRPC."""
 
 from dataclasses import dataclass
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A refusal. `status` is the HTTP status; gRPC maps it. `param` names the request field at fault."""
+    """An error for the client. `status` is the HTTP status; gRPC maps it. `param` names the wrong request field."""
 
     status: int
     message: str
@@ -18,25 +18,25 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None, code: str = "invalid_value") -> ApiError:
-    """400: what the client sent cannot be served; `message` says what and which value would do."""
+    """400: the request is invalid. `message` says what is wrong and which value is allowed."""
     return ApiError(400, message, param, code)
 
 
 def model_not_found(model: str, served: str) -> ApiError:
-    """404: another model than the one served here."""
+    """404: the request names another model than the served one."""
     return ApiError(404, f"model '{model}' is not served here; this service has '{served}'", "model", "model_not_found")
 
 
 def overloaded(message: str) -> ApiError:
-    """429: the queue is full; trying again later helps."""
+    """429: the queue is full; a retry may succeed."""
     return ApiError(429, message, None, "overloaded", retry_after_s=1)
 
 
 def took_too_long() -> ApiError:
-    """504: the request's own deadline has passed."""
+    """504: the request's deadline has passed."""
     return ApiError(504, "the request took longer than --request-timeout-s allows", code="timeout")
 
 
 def not_ready(message: str) -> ApiError:
-    """503: nobody can serve now."""
+    """503: no worker can serve the request now."""
     return ApiError(503, message, None, "not_ready", retry_after_s=1)

@@ -1,4 +1,4 @@
-"""Start and end of the gateway process: wires the parts together and decides nothing."""
+"""Starts and stops the gateway process: wires the parts together and makes no decisions."""
 
 import asyncio
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ from runtime.trust import load_trust
 
 log = structlog.get_logger()
 
-STOP_S = 2  # for clients to take the last of their answers
+STOP_S = 2  # for clients to read the rest of their answers
 START_PATIENCE_S = 10.0
 
 
 def run(config: GatewayConfig) -> int:
-    """Serve until a signal. Returns the exit code: 1 when the gateway could not start."""
+    """Serves until a signal. Returns the exit code: 1 if the gateway could not start."""
     setup_logging("gateway", config.log_level)
     take_open_files()
     try:
@@ -106,7 +106,7 @@ def _front_options(config: GatewayConfig) -> FrontOptions:
 
 
 class _RestServer(uvicorn.Server):
-    """Leaves signals to us."""
+    """Leaves signals to `Shutdown`."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -114,7 +114,7 @@ class _RestServer(uvicorn.Server):
 
 
 async def _wait_until_ready(fleet: Fleet, dispatcher: Dispatcher) -> None:
-    """Until somebody can serve, but no longer than START_PATIENCE_S: workers may also come later."""
+    """Waits until requests can be served, START_PATIENCE_S at most: workers may also start later."""
     is_ready = asyncio.Event()
 
     def look() -> None:

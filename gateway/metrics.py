@@ -1,7 +1,4 @@
-"""Request-level metrics measured where text leaves the service.
-
-Knows prometheus_client and a clock; must not know what is queued or running, which the dispatcher counts.
-"""
+"""Metrics of requests, measured where text leaves the service. The dispatcher counts what is queued or running."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from gateway.ring.generation import FinishReason
 
-# Three steps a decade from 1 ms; tokens come within seconds, answers within minutes.
+# Three buckets per decade from 1 ms; tokens arrive within seconds, answers within minutes.
 _TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _REQUEST_BUCKETS_S = (*_TOKEN_BUCKETS_S, 20.0, 50.0, 100.0, 200.0, 500.0)
 
@@ -57,22 +54,22 @@ class RequestMeter:
     """Times one request."""
 
     def __init__(self, metrics: FrontMetrics, arrived_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`arrived_s`: when it arrived, by the clock."""
+        """`arrived_s`: when the request arrived, by `clock`."""
         self._metrics = metrics
         self._clock = clock
         self._arrived_s = arrived_s
 
     def start(self, num_prompt: int) -> None:
-        """The request passed validation."""
+        """Call it when the request has passed validation."""
         self._metrics.prompt_tokens.inc(num_prompt)
 
     def choice(self) -> "ChoiceMeter":
-        """A meter for one of its choices."""
+        """Returns a meter for one of the request's choices."""
         return ChoiceMeter(self._metrics, self._clock, self._arrived_s)
 
 
 class ChoiceMeter:
-    """Times one choice of a request. `finish` or `cancel` ends it and what follows is not counted."""
+    """Times one choice of a request. The first `finish` or `cancel` ends it; later ones are not counted."""
 
     def __init__(self, metrics: FrontMetrics, clock: Callable[[], float], arrived_s: float) -> None:
         self._metrics = metrics
@@ -83,7 +80,7 @@ class ChoiceMeter:
         self._is_over = False
 
     def add_tokens(self, num_tokens: int) -> None:
-        """Tokens arrived, together."""
+        """Counts tokens that arrived together."""
         if not num_tokens:
             return
         now = self._clock()
@@ -99,18 +96,18 @@ class ChoiceMeter:
 
     @property
     def decode_s(self) -> float:
-        """From the first tokens to the last so far."""
+        """Seconds from the first tokens to the latest."""
         return (self._last_token_s or 0.0) - (self._first_token_s or 0.0)
 
     def finish(self, reason: FinishReason) -> None:
-        """The answer is complete."""
+        """Call it when the answer is complete."""
         if not self._is_over:
             self._is_over = True
             self._metrics.e2e_request_latency.observe(self._clock() - self._arrived_s)
             self._metrics.request_success.labels(reason).inc()
 
     def cancel(self) -> None:
-        """The client went away."""
+        """Call it when the client has left."""
         if not self._is_over:
             self._is_over = True
             self._metrics.cancelled.labels("waiting" if self._last_token_s is None else "decode").inc()

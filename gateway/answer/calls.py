@@ -16,7 +16,7 @@ _NUM_ID_CHARS = 24  # as many as OpenAI's
 
 
 class CallReader:
-    """Reads one choice. `is_trusted`: a grammar makes calls well-formed. `is_json`: and text outside of calls JSON."""
+    """Reads one choice. `is_trusted`: a grammar makes calls well-formed; `is_json`: it also makes other text JSON."""
 
     def __init__(self, use: ToolUse, *, is_trusted: bool, is_json: bool = False) -> None:
         names = [tool.name for tool in use.callable_tools]
