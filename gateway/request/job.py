@@ -41,7 +41,7 @@ class Job:
     is_json: bool = False  # answers are JSON, unless they call
     visible_controls: frozenset[str] = frozenset()  # texts of control tokens that answers show
 
-    warnings: tuple[str, ...] = ()  # what of the request has no effect, for the client
+    warnings: tuple[str, ...] = ()  # about parts of the request without effect, for the client
 
     def prompt_of(self, choice: int) -> int:
         """Index of the prompt that a choice answers."""

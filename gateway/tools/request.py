@@ -126,7 +126,7 @@ def _check_list(raw: RawTools) -> None:
 
 
 def _check_schemas(raw: RawTools, named: str | None, *, is_required: bool) -> tuple[str, ...]:
-    """Checks that required arguments can be enforced; returns warnings for parts that cannot. Sizes are checked before."""
+    """Checks that required arguments can be enforced. Returns warnings for parts that cannot. Call it after sizes."""
     warnings: list[str] = []
     for index, tool in enumerate(raw.tools):
         path = _schema_param(raw, index)

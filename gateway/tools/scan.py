@@ -12,7 +12,7 @@ from runtime.peer_input import MAX_JSON_DEPTH
 T = TypeVar("T")
 Reading = Generator[None, str, T]  # takes one character at each step; returns a T
 
-END = ""  # stands after the last character
+END = ""  # follows the last character
 SPACE = frozenset(" \t\r\n")
 _SCALAR_CHARS = frozenset(string.ascii_letters + string.digits + "+-.")
 _SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")
