@@ -15,11 +15,11 @@ import pytest
 
 from bench.live import Live, serve
 from bench.plain_http import HTTP
-from protos import inference_pb2, inference_pb2_grpc
-from tests.gateway.api.test_inference_grpc import details_of
+from tests.support.grpc_adapters import read_status
+from tests.support.surface import MODEL, Surface
+from tests.support.words import Outcome
 
 CONTEXT = 160
-MODEL = "baton-demo"
 PATIENCE_S = 120.0
 PROMPT = [5] * 20
 
@@ -32,9 +32,9 @@ def live() -> Iterator[Live]:
 
 
 @pytest.fixture(scope="module")
-def stub(live: Live) -> Iterator[inference_pb2_grpc.InferenceStub]:
+def surface(live: Live) -> Iterator[Surface]:
     with grpc.insecure_channel(live.grpc_address) as channel:
-        yield inference_pb2_grpc.InferenceStub(channel)
+        yield Surface(channel)
 
 
 @pytest.fixture
@@ -52,18 +52,6 @@ def complete(live: Live, headers: dict[str, str] | None = None, **fields: Any) -
     return HTTP.post(f"{live.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S)
 
 
-def generate(
-    stub: inference_pb2_grpc.InferenceStub,
-    prompt: list[int],
-    max_tokens: int | None,
-    metadata: tuple[tuple[str, str], ...] = (),
-) -> str:
-    request = inference_pb2.GenerateRequest(
-        token_ids=inference_pb2.TokenIds(ids=prompt), max_tokens=max_tokens, temperature=0.0, ignore_eos=True
-    )
-    return "".join(part.text for part in stub.Generate(request, timeout=PATIENCE_S, metadata=metadata))
-
-
 @pytest.mark.parametrize(
     ("num_prompt", "max_tokens", "num_answer"),
     [
@@ -72,13 +60,13 @@ def generate(
     ],
 )  # fmt: skip
 def test_what_just_fits_is_answered_alike(
-    live: Live, stub: inference_pb2_grpc.InferenceStub, num_prompt: int, max_tokens: int | None, num_answer: int
+    live: Live, surface: Surface, num_prompt: int, max_tokens: int | None, num_answer: int
 ) -> None:
     prompt = [5] * num_prompt
     answer = complete(live, prompt=prompt, max_tokens=max_tokens).json()
     assert answer["usage"]["completion_tokens"] == num_answer
     assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["choices"][0]["text"] == generate(stub, prompt, max_tokens)
+    assert answer["choices"][0]["text"] == surface.ask_one(prompt, max_tokens=max_tokens).text
 
 
 @pytest.mark.parametrize(
@@ -89,20 +77,19 @@ def test_what_just_fits_is_answered_alike(
     ],
 )  # fmt: skip
 def test_one_token_more_is_refused_alike(
-    live: Live, stub: inference_pb2_grpc.InferenceStub, num_prompt: int, max_tokens: int | None, field: str
+    live: Live, surface: Surface, num_prompt: int, max_tokens: int | None, field: str
 ) -> None:
     prompt = [5] * num_prompt
     refused = complete(live, prompt=prompt, max_tokens=max_tokens)
     error = refused.json()["error"]
     assert (refused.status_code, error["param"], error["code"]) == (400, field, "context_length_exceeded")
     with pytest.raises(grpc.RpcError) as raised:
-        generate(stub, prompt, max_tokens)
-    assert isinstance(raised.value, grpc.Call)
-    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    (violation,) = details_of(raised.value)["BadRequest"].field_violations
-    named = violation.field
-    assert named == {"prompt": "token_ids"}.get(field, field)
-    assert raised.value.details() == error["message"].replace(f"{field} ", f"{named} ", 1)
+        surface.ask(prompt, max_tokens=max_tokens)
+    told = Outcome()
+    read_status(told, raised.value)
+    named = {"prompt": "token_ids"}.get(field, field)
+    assert (told.status, told.param) == (400, named)
+    assert told.message == error["message"].replace(f"{field} ", f"{named} ", 1)
 
 
 def test_fields_that_name_hosts_or_transfers_are_refused(live: Live, trap: socket.socket) -> None:
@@ -131,9 +118,7 @@ def test_addresses_within_fields_are_not_called(live: Live, trap: socket.socket)
         assert refused.status_code == 400, refused.text
 
 
-def test_headers_and_metadata_choose_no_worker(
-    live: Live, stub: inference_pb2_grpc.InferenceStub, trap: socket.socket
-) -> None:
+def test_headers_and_metadata_choose_no_worker(live: Live, surface: Surface, trap: socket.socket) -> None:
     there = "{}:{}".format(*trap.getsockname())
     plain = complete(live, prompt=PROMPT, max_tokens=8).json()["choices"]
     named = {
@@ -143,7 +128,7 @@ def test_headers_and_metadata_choose_no_worker(
     forwarded = {"x-forwarded-host": there, "forwarded": f"host={there}", "x-original-url": f"http://{there}/"}
     for headers in (named, forwarded, {"host": there}):
         assert complete(live, headers, prompt=PROMPT, max_tokens=8).json()["choices"] == plain
-    assert generate(stub, PROMPT, 8, tuple(named.items())) == plain[0]["text"]
+    assert surface.ask_one(PROMPT, max_tokens=8, metadata=tuple(named.items())).text == plain[0]["text"]
 
 
 def test_a_request_for_another_host_is_not_passed_on(live: Live, trap: socket.socket) -> None:

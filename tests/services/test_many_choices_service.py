@@ -13,35 +13,30 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from bench.live import Live, serve
+from bench.live import Live
 from bench.plain_http import HTTP
 from tests.support.oracle import random_prompt
+from tests.support.surface import MODEL, VOCAB
 
 NUM_CHOICES = int(os.environ.get("TEST_MANY_CHOICES", "300"))
 NUM_CLIENTS = 12
-MODEL = "baton-demo"
-PROMPTS = [random_prompt(length, 300, seed=length) for length in (1, 16, 17, 60, 130)]
+PROMPTS = [random_prompt(length, VOCAB, seed=length) for length in (1, 16, 17, 60, 130)]
 NUM_TOKENS = 24
 
 
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    with serve("demo", "--dtype=float32", "--chunk-tokens=64") as service:
-        yield service
-
-
 @pytest.mark.timeout(300 + NUM_CHOICES)
-def test_no_page_is_left_after_many_choices_of_which_some_are_cancelled(live: Live) -> None:
-    whole = [_ask(live, [prompt], 1, {}, None)[0] for prompt in PROMPTS]
+def test_no_page_is_left_after_many_choices_of_which_some_are_cancelled(demo: Live) -> None:
+    num_cancelled = demo.metric("decode-0", "cancelled_total")
+    whole = [_ask(demo, [prompt], 1, {}, None)[0] for prompt in PROMPTS]
     requests = list(_draw_requests(random.Random(NUM_CHOICES)))
     with ThreadPoolExecutor(NUM_CLIENTS) as clients:
-        num_whole = sum(clients.map(lambda one: _check(live, whole, *one), requests))
+        num_whole = sum(clients.map(lambda one: _check(demo, whole, *one), requests))
     assert 0.3 < num_whole / len(requests) < 0.7
-    live.wait_until_unused()
+    demo.wait_until_unused()
     for gauge in ("num_requests_running", "num_requests_waiting"):
-        for name in live.metrics_urls:
-            assert live.metric(name, gauge) == 0, (name, gauge)
-    assert live.metric("decode-0", "cancelled_total") > 0
+        for name in demo.metrics_urls:
+            assert demo.metric(name, gauge) == 0, (name, gauge)
+    assert demo.metric("decode-0", "cancelled_total") > num_cancelled
 
 
 def _draw_requests(rng: random.Random) -> Iterator[tuple[list[int], int, bool, float | int | None]]:

@@ -1,47 +1,22 @@
-"""The prefix cache through whole services: a prompt that was seen, and conversations on two and two workers."""
+"""The prefix cache through whole services: a prompt that was seen, conversations on two and two workers."""
 
+import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import grpc
 import pytest
 
 from bench.live import Live
-from demo.paths import TARGET_DIR
-from protos import inference_pb2, inference_pb2_grpc
+from bench.plain_http import HTTP
 from tests.support.calm import serve_calmly
-from tests.support.oracle import random_prompt
+from tests.support.oracle import Oracle, random_prompt
+from tests.support.surface import MODEL, PAGE_TOKENS, VOCAB, Surface, Told, take
 
-VOCAB, PAGE_TOKENS = 1024, 16
 NUM_TURNS = 8
 NEW_TOKENS, ANSWER_TOKENS = 60, 24  # a turn
-
-
-@contextmanager
-def client(live: Live) -> Iterator[inference_pb2_grpc.InferenceStub]:
-    with grpc.insecure_channel(live.grpc_address) as channel:
-        yield inference_pb2_grpc.InferenceStub(channel)
-
-
-def start(
-    stub: inference_pb2_grpc.InferenceStub, prompt: list[int], num_tokens: int, salt: str = ""
-) -> Iterator[inference_pb2.GenerateResponse]:
-    request = inference_pb2.GenerateRequest(
-        token_ids=inference_pb2.TokenIds(ids=prompt), max_tokens=num_tokens, temperature=0, ignore_eos=True,
-        include_timing=True, cache_salt=salt,
-    )  # fmt: skip
-    return iter(stub.Generate(request, timeout=120))
-
-
-def ask(
-    stub: inference_pb2_grpc.InferenceStub, prompt: list[int], num_tokens: int, salt: str = ""
-) -> list[inference_pb2.GenerateResponse]:
-    return list(start(stub, prompt, num_tokens, salt))
-
-
-def tokens_of(responses: Iterable[inference_pb2.GenerateResponse]) -> list[int]:
-    return [token for response in responses for token in response.token_ids]
 
 
 def num_prefilled(live: Live) -> float:
@@ -56,63 +31,97 @@ def wait_until_idle(live: Live) -> None:
         time.sleep(0.01)
 
 
-def test_a_prompt_seen_before_is_not_computed_again() -> None:
+def test_a_prompt_seen_before_is_not_computed_again(demo: Live, surface: Surface) -> None:
     prompt = random_prompt(1500, VOCAB, seed=1)
-    with serve_calmly(TARGET_DIR) as live, client(live) as stub:
-        ask(stub, prompt, 8)
-        before = num_prefilled(live)
-        steps_before = live.metric("decode-0", "engine_step_seconds_count")
-        (last,) = ask(stub, prompt, 1)
-        assert last.usage.cached_tokens == 1499 // PAGE_TOKENS * PAGE_TOKENS
-        assert last.timing.cached_tokens == last.usage.cached_tokens
-        assert num_prefilled(live) - before < PAGE_TOKENS
-        assert live.metric("decode-0", "engine_step_seconds_count") - steps_before <= 2  # steps until the first token
-        assert live.metric("decode-0", "prefix_cache_hits_total") == last.usage.cached_tokens
-        ask(stub, prompt, 1, salt="another")
-        assert num_prefilled(live) - before > 1400
+    surface.ask(prompt, max_tokens=8)
+    steps, hits = "engine_step_seconds_count", "prefix_cache_hits_total"
+    before, num_steps, num_hits = num_prefilled(demo), demo.metric("decode-0", steps), demo.metric("decode-0", hits)
+    (last,) = surface.start(prompt, max_tokens=1)
+    assert last.usage.cached_tokens == 1499 // PAGE_TOKENS * PAGE_TOKENS
+    assert last.timing.cached_tokens == last.usage.cached_tokens
+    assert num_prefilled(demo) - before < PAGE_TOKENS
+    assert demo.metric("decode-0", steps) - num_steps <= 2  # steps until the first token
+    assert demo.metric("decode-0", hits) - num_hits == last.usage.cached_tokens
+    surface.ask(prompt, max_tokens=1, cache_salt="another")
+    assert num_prefilled(demo) - before > 1400
 
 
 @pytest.fixture(scope="module", params=["--cache-routing", "--no-cache-routing"])
-def two_and_two(request: pytest.FixtureRequest) -> Iterator[tuple[str, Live]]:
-    with serve_calmly(TARGET_DIR, "--prefill-workers=2", "--decode-workers=2", request.param) as live:
-        yield request.param, live
+def two_and_two(request: pytest.FixtureRequest) -> Iterator[tuple[str, Live, Surface]]:
+    with (
+        serve_calmly("demo", "--dtype=float32", "--prefill-workers=2", "--decode-workers=2", request.param) as live,
+        grpc.insecure_channel(live.grpc_address) as channel,
+    ):
+        yield request.param, live, Surface(channel, 240)
 
 
-def test_a_conversation_is_prefilled_once(two_and_two: tuple[str, Live]) -> None:
+def test_a_conversation_is_prefilled_once(two_and_two: tuple[str, Live, Surface]) -> None:
     """On an idle fleet both ways of routing find the same workers again."""
-    _, live = two_and_two
+    _, live, surface = two_and_two
     before, prompt = num_prefilled(live), list[int]()
-    with client(live) as stub:
-        for turn in range(NUM_TURNS):
-            prompt += random_prompt(NEW_TOKENS, VOCAB, seed=turn)
-            num_tokens = len(prompt)
-            prompt += tokens_of(ask(stub, prompt, ANSWER_TOKENS))
-            wait_until_idle(live)  # a place that is given back late counts as load
+    for turn in range(NUM_TURNS):
+        prompt += random_prompt(NEW_TOKENS, VOCAB, seed=turn)
+        num_tokens = len(prompt)
+        prompt += surface.answer(prompt, max_tokens=ANSWER_TOKENS)
+        wait_until_idle(live)  # a place that is given back late counts as load
     # what a turn leaves in part of a page is computed again
     assert num_prefilled(live) - before <= num_tokens + NUM_TURNS * PAGE_TOKENS
 
 
 def test_routing_keeps_conversations_where_their_pages_are(
-    two_and_two: tuple[str, Live], handed_over: dict[str, float]
+    two_and_two: tuple[str, Live, Surface], handed_over: dict[str, float]
 ) -> None:
     """Of two conversations now one, now the other is under way when the other's turn comes: load alone swaps them."""
-    routing, live = two_and_two
+    routing, live, surface = two_and_two
+    before = num_read(live)
     prompts: list[list[int]] = [[], []]
-    with client(live) as stub:
-        for turn in range(NUM_TURNS):
-            first, second = prompts if turn % 2 else prompts[::-1]
-            for number, prompt in enumerate(prompts):
-                prompt += random_prompt(NEW_TOKENS, VOCAB, seed=1000 * (number + 1) + turn)
-            slow = start(stub, first, 8 * ANSWER_TOKENS)
-            begun = [next(slow)]
-            second += tokens_of(ask(stub, second, ANSWER_TOKENS))
-            first += tokens_of([*begun, *slow])
-    handed_over[routing] = sum(live.metric(f"decode-{rank}", "kv_transfer_bytes_total") for rank in range(2))
+    for turn in range(NUM_TURNS):
+        first, second = prompts if turn % 2 else prompts[::-1]
+        for number, prompt in enumerate(prompts):
+            prompt += random_prompt(NEW_TOKENS, VOCAB, seed=1000 * (number + 1) + turn)
+        slow, told = surface.start(first, max_tokens=8 * ANSWER_TOKENS), Told()
+        begun = next(slow)
+        second += surface.answer(second, max_tokens=ANSWER_TOKENS)
+        for response in chain([begun], slow):
+            take([told], response)
+        first += told.tokens
+    handed_over[routing] = num_read(live) - before
     if routing == "--no-cache-routing":
         assert handed_over[routing] > 1.5 * handed_over["--cache-routing"]
+
+
+def num_read(live: Live) -> float:
+    """Bytes of KV."""
+    return sum(live.metric(f"decode-{rank}", "kv_transfer_bytes_total") for rank in range(2))
 
 
 @pytest.fixture(scope="module")
 def handed_over() -> dict[str, float]:
     """routing |-> bytes that decode workers read."""
     return {}
+
+
+@pytest.mark.parametrize("two_and_two", ["--cache-routing"], indirect=True)
+def test_200_requests(two_and_two: tuple[str, Live, Surface], oracle: Oracle) -> None:
+    """Mixed prompts, answers, streams and transports of request; no error, every pool empty afterwards."""
+    _, live, surface = two_and_two
+    probes = {length: oracle.answer(random_prompt(length, VOCAB, seed=length), 12) for length in (1, 30, 300)}
+    everyone = threading.Barrier(200, timeout=60)
+
+    def ask(index: int) -> None:
+        everyone.wait()
+        if index % 2:
+            length = (1, 30, 300)[index % 3]
+            assert surface.answer(random_prompt(length, VOCAB, seed=length), max_tokens=12) == probes[length]
+        else:
+            messages = [{"role": "user", "content": "Hello! What is 3 + 4?"}]
+            body = {"model": MODEL, "messages": messages, "max_tokens": 1 + index, "stream": index % 4 == 0}
+            response = HTTP.post(f"{live.url}/v1/chat/completions", json=body, timeout=240)
+            assert response.status_code == 200, response.text
+
+    with ThreadPoolExecutor(200) as threads:
+        list(threads.map(ask, range(200)))
+    live.wait_until_unused()
+    workers = [f"{role}-{index}" for role in ("prefill", "decode") for index in (0, 1)]
+    shares = {name: live.metric(name, "engine_step_seconds_count") for name in workers}
+    assert all(shares.values()), f"a worker did nothing: {shares}"

@@ -4,9 +4,8 @@ Alone and in a batch of 16 that arrive and leave at different times. The demo mo
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ import grpc
 import pytest
 
 from bench.live import Live
-from protos import inference_pb2, inference_pb2_grpc
 from tests.support.calm import serve_calmly
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
 from tests.support.oracle import Oracle, random_prompt
+from tests.support.surface import Surface
 
 VOCAB = 320
 LENGTHS = (1, 15, 16, 17, 100, 1000)
@@ -52,17 +51,6 @@ WAYS = [
 HIDDEN = 192  # divisible by every num_heads above
 
 
-@dataclass
-class Answers:
-    """To one request."""
-
-    tokens: list[list[int]]  # of each of its n answers
-    num_cached: int = 0
-
-
-Ask = Callable[..., Answers]
-
-
 @pytest.fixture(scope="module", params=WAYS, ids="-".join)
 def way(request: pytest.FixtureRequest) -> tuple[str, str]:
     way: tuple[str, str] = request.param
@@ -94,42 +82,26 @@ def live(way: tuple[str, str], checkpoint: Path) -> Iterator[Live]:
 
 
 @pytest.fixture
-def ask(live: Live) -> Iterator[Ask]:
+def surface(live: Live) -> Iterator[Surface]:
     with grpc.insecure_channel(live.grpc_address) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-
-        def generate(prompt_ids: list[int], num_tokens: int, num_answers: int = 1) -> Answers:
-            request = inference_pb2.GenerateRequest(
-                token_ids=inference_pb2.TokenIds(ids=prompt_ids),
-                max_tokens=num_tokens,
-                temperature=0,
-                ignore_eos=True,
-                n=num_answers,
-            )
-            answers = Answers([[] for _ in range(num_answers)])
-            for response in stub.Generate(request, timeout=120):
-                answers.tokens[response.index] += response.token_ids
-                answers.num_cached += response.usage.cached_tokens
-            return answers
-
-        yield generate
+        yield Surface(channel)
 
 
-def test_alone(ask: Ask, oracle: Oracle) -> None:
+def test_alone(surface: Surface, oracle: Oracle) -> None:
     for length in LENGTHS:
         prompt = random_prompt(length, VOCAB, seed=length)
-        (answer,) = ask(prompt, 20).tokens
+        answer = surface.answer(prompt, max_tokens=20)
         assert answer == oracle.answer(prompt, 20, guess=answer), f"prompt of {length} tokens"
 
 
-def test_in_a_batch_of_mixed_lengths(ask: Ask, oracle: Oracle, live: Live) -> None:
+def test_in_a_batch_of_mixed_lengths(surface: Surface, oracle: Oracle, live: Live) -> None:
     """Each of 16 requests starts when an earlier one has begun to answer, so the batch changes all the time."""
     prompts = [random_prompt(1 + 37 * index % 211, VOCAB, seed=1000 + index) for index in range(16)]
     gates = [threading.Event() for _ in range(len(prompts) + 1)]
 
     def run(index: int) -> list[int]:
         gates[index // 4].wait(30)
-        (answer,) = ask(prompts[index], 5 + 3 * index).tokens
+        answer = surface.answer(prompts[index], max_tokens=5 + 3 * index)
         gates[index // 4 + 1].set()
         return answer
 
@@ -142,14 +114,15 @@ def test_in_a_batch_of_mixed_lengths(ask: Ask, oracle: Oracle, live: Live) -> No
     assert live.metric("decode-0", "prompt_tokens_total") == 0, "decode prefilled something by itself"
 
 
-def test_cached_and_four_at_once(ask: Ask, oracle: Oracle) -> None:
+def test_cached_and_four_at_once(surface: Surface, oracle: Oracle) -> None:
     """Four answers to one prompt, the prompt again, and a next turn that goes on from an answer."""
     prompt = random_prompt(100, VOCAB, seed=77)
-    expected = oracle.answer(prompt, 40, guess=(first := ask(prompt, 40, 4)).tokens[0])
-    assert first.tokens == [expected] * 4 and not first.num_cached
-    again = ask(prompt, 40)
-    assert again.tokens == [expected] and again.num_cached == 96
+    first = surface.ask(prompt, max_tokens=40, n=4)
+    expected = oracle.answer(prompt, 40, guess=first[0].tokens)
+    assert [one.tokens for one in first] == [expected] * 4 and not first[0].timing.cached_tokens
+    again = surface.ask_one(prompt, max_tokens=40)
+    assert again.tokens == expected and again.timing.cached_tokens == 96
     turn = [*prompt, *expected, *random_prompt(30, VOCAB, seed=78)]
-    answer = ask(turn, 20)
-    assert answer.tokens == [oracle.answer(turn, 20, guess=answer.tokens[0])]
-    assert answer.num_cached >= 96
+    answer = surface.ask_one(turn, max_tokens=20)
+    assert answer.tokens == oracle.answer(turn, 20, guess=answer.tokens)
+    assert answer.timing.cached_tokens >= 96

@@ -1,6 +1,5 @@
 """What clients can ask for, through real processes: each answer is what transformers, or a simpler request, gives."""
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,22 +23,10 @@ from gateway.text.tokenizer import Tokenizer
 from tests.support.calm import serve_calmly
 from tests.support.checkpoints import write_slow_twin
 from tests.support.oracle import Oracle, random_prompt
-from tests.support.surface import PAGE_TOKENS, Surface, Told, transferred_bytes
+from tests.support.surface import CHUNK, MODEL, PAGE_TOKENS, VOCAB, Surface, Told, transferred_bytes
 
-VOCAB = 300
-MODEL = "baton-demo"
-CHUNK = 64  # prompt tokens a step
 LOCAL = 200  # decode prefills prompts of up to so many tokens and one
 TOLERANCE = 1e-4
-RANKS = int(os.environ.get("TEST_RANKS", "1"))  # of both workers: what is asked for here does not depend on it
-
-
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    flags = (f"--chunk-tokens={CHUNK}", f"--prefill-tp={RANKS}", f"--decode-tp={RANKS}")
-    with serve_calmly("demo", "--dtype=float32", *flags) as service:
-        yield service
-        service.wait_until_unused()
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +45,6 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 @pytest.fixture(scope="module")
 def twin_oracle() -> Oracle:
     return Oracle(DRAFT_DIR)
-
-
-@pytest.fixture(scope="module")
-def surface(live: Live) -> Iterator[Surface]:
-    with grpc.insecure_channel(live.grpc_address) as channel:
-        yield Surface(channel)
-
-
-@pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle(TARGET_DIR)
 
 
 @pytest.fixture(scope="module")
@@ -94,21 +70,21 @@ def read_bytes(live: Live) -> float:
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33, 130])
 def test_choices_are_the_answers_of_single_requests_after_one_hand_off(
-    live: Live, surface: Surface, oracle: Oracle, length: int
+    demo: Live, surface: Surface, oracle: Oracle, length: int
 ) -> None:
     """The others find the first one's whole pages; what is less than a page, each of them computes anew."""
     prompt = random_prompt(length, VOCAB, seed=length)
-    moved = transferred_bytes(length, RANKS)
+    moved = transferred_bytes(length)
     expected = [moved, *[moved if length <= PAGE_TOKENS else 0] * 2]
     for number in range(20):
-        before = read_bytes(live)
+        before = read_bytes(demo)
         choices = surface.ask(prompt, n=3, seed=7, max_tokens=30, temperature=1, cache_salt=str(number))
-        assert read_bytes(live) - before == sum(expected)
+        assert read_bytes(demo) - before == sum(expected)
         if [choice.timing.transfer_bytes for choice in choices] == expected:
             break  # otherwise prefill's call ended after the answer
     else:
         raise AssertionError(f"{expected} bytes were never told")
-    live.wait_until_unused()
+    demo.wait_until_unused()
     for number, choice in enumerate(choices):
         assert choice.tokens == surface.answer(prompt, seed=7 + number, max_tokens=30, temperature=1), number
     assert len({tuple(choice.tokens) for choice in choices}) == 3
@@ -117,12 +93,12 @@ def test_choices_are_the_answers_of_single_requests_after_one_hand_off(
 
 
 @pytest.mark.parametrize("num_messages", [1, 60])
-def test_a_client_that_leaves_frees_all_its_choices(live: Live, surface: Surface, num_messages: int) -> None:
+def test_a_client_that_leaves_frees_all_its_choices(demo: Live, surface: Surface, num_messages: int) -> None:
     call = surface.start(random_prompt(100, VOCAB, seed=1), n=8, max_tokens=3000)
     for _ in range(num_messages):
         next(call)
     call.cancel()
-    live.wait_until_unused()
+    demo.wait_until_unused()
 
 
 # -- log-probabilities -----------------------------------------------------------------------------------------------
@@ -135,7 +111,7 @@ def test_logprobs_are_transformers_whatever_else_shapes_the_answer(
     prompt = random_prompt(length, VOCAB, seed=length)
     shaped = {"temperature": 0.7, "top_p": 0.9, "seed": 3, "frequency_penalty": 0.5, "logit_bias": {40: 5.0}}
     for fields in ({}, shaped):
-        (choice,) = surface.ask(prompt, max_tokens=24, logprobs=5, **fields)
+        choice = surface.ask_one(prompt, max_tokens=24, logprobs=5, **fields)
         wanted = oracle.logprobs([*prompt, *choice.tokens])[length - 1 : -1]
         assert [told.token_id for told in choice.logprobs] == choice.tokens
         for told, row in zip(choice.logprobs, wanted, strict=True):
@@ -167,10 +143,10 @@ def check_echo(live: Live, oracle: Oracle, prompt: Sequence[int], num_tokens: in
 
 @pytest.mark.parametrize("num_tokens", [0, 12])
 @pytest.mark.parametrize("length", [1, 2, 17, CHUNK + 1, 300])
-def test_an_echoed_prompt_has_transformers_logprobs(live: Live, oracle: Oracle, length: int, num_tokens: int) -> None:
-    before = live.metric("decode-0", "prompt_tokens_total")
-    check_echo(live, oracle, random_prompt(length, VOCAB, seed=length), num_tokens)
-    assert live.metric("decode-0", "prompt_tokens_total") == before, "decode prefilled something by itself"
+def test_an_echoed_prompt_has_transformers_logprobs(demo: Live, oracle: Oracle, length: int, num_tokens: int) -> None:
+    before = demo.metric("decode-0", "prompt_tokens_total")
+    check_echo(demo, oracle, random_prompt(length, VOCAB, seed=length), num_tokens)
+    assert demo.metric("decode-0", "prompt_tokens_total") == before, "decode prefilled something by itself"
 
 
 # -- what shapes answers ---------------------------------------------------------------------------------------------
@@ -209,19 +185,19 @@ def test_penalties_and_biases_change_the_answer_as_they_should(
 
 
 def test_ends_come_when_they_may(surface: Surface, oracle: Oracle, question: list[int]) -> None:
-    (short,) = surface.ask(question, max_tokens=60, ignore_eos=False)
+    short = surface.ask_one(question, max_tokens=60, ignore_eos=False)
     length, end = len(short.tokens), short.tokens[-1]
     assert short.finish_reason == "stop" and 3 < length < 30
-    (beyond,) = surface.ask(question, max_tokens=length + 10)
+    beyond = surface.ask_one(question, max_tokens=length + 10)
     assert beyond.tokens == oracle.answer(question, length + 10) and beyond.finish_reason == "length"
     assert beyond.tokens[:length] == short.tokens
-    (longer,) = surface.ask(question, max_tokens=length + 20, min_tokens=length + 10, ignore_eos=False)
+    longer = surface.ask_one(question, max_tokens=length + 20, min_tokens=length + 10, ignore_eos=False)
     ends = sorted(Tokenizer(TARGET_DIR).eos_token_ids)
     forbids = MinNewTokensLengthLogitsProcessor(len(question), length + 10, ends, device="cpu")
     expected = oracle.answer_with(forbids, question, length + 20)
     stop = next((at for at, token in enumerate(expected) if token in ends), length + 19)
     assert end in ends and longer.tokens == expected[: stop + 1]
-    (stopped,) = surface.ask(question, max_tokens=60, stop_token_ids=[short.tokens[2]])
+    stopped = surface.ask_one(question, max_tokens=60, stop_token_ids=[short.tokens[2]])
     assert stopped.tokens == short.tokens[: short.tokens.index(short.tokens[2]) + 1]
     assert stopped.finish_reason == "stop"
 
@@ -241,7 +217,7 @@ def test_timing_is_plausible(surface: Surface, speculation: str) -> None:
     prompt = random_prompt(50, VOCAB, seed=5) * 10
     for number in range(20):
         started = time.monotonic()
-        (choice,) = surface.ask(prompt, max_tokens=100, speculation=speculation, cache_salt=f"{speculation} {number}")
+        choice = surface.ask_one(prompt, max_tokens=100, speculation=speculation, cache_salt=f"{speculation} {number}")
         whole = time.monotonic() - started
         timing = choice.timing
         if timing.transport:
@@ -250,7 +226,7 @@ def test_timing_is_plausible(surface: Surface, speculation: str) -> None:
     assert min(parts) >= 0 and timing.prefill_seconds > 0 and timing.decode_seconds > 0
     assert sum(parts) <= whole
     assert 0 < timing.transfer_seconds <= whole
-    assert (timing.transport, timing.transfer_bytes) == ("shm", transferred_bytes(500, RANKS))
+    assert (timing.transport, timing.transfer_bytes) == ("shm", transferred_bytes(500))
     assert (timing.attempts, timing.cached_tokens) == (1, 0)
     assert 0 <= timing.accepted_tokens <= timing.draft_tokens
     assert speculation != "off" or not timing.draft_tokens
@@ -274,7 +250,7 @@ def mixed_requests() -> list[dict[str, Any]]:
     return wanted
 
 
-@pytest.mark.parametrize("guessing", ["live", "twin"])
+@pytest.mark.parametrize("guessing", ["demo", "twin"])
 def test_speculation_changes_no_token_of_a_mixed_batch(guessing: str, request: pytest.FixtureRequest) -> None:
     """The twin's guesses are all worth their cost; the draft model's of the demo may not be, on a slow machine."""
     live: Live = request.getfixturevalue(guessing)
@@ -293,7 +269,7 @@ def test_speculation_changes_no_token_of_a_mixed_batch(guessing: str, request: p
         num_drafted[speculation] = sum(one.timing.draft_tokens for choices in given for one in choices)
     live.wait_until_unused()
     assert num_drafted["off"] == 0, num_drafted
-    require_guesses(num_drafted["ngram"] if guessing == "live" else min(num_drafted["draft"], num_drafted["auto"]))
+    require_guesses(num_drafted["ngram"] if guessing == "demo" else min(num_drafted["draft"], num_drafted["auto"]))
 
 
 # -- short prompts prefilled by decode, and a draft model that is always right ---------------------------------------

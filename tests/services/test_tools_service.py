@@ -9,9 +9,13 @@ import openai
 import pytest
 from openai import NOT_GIVEN
 
-from bench.live import serve
+from bench.live import Live
+from tests.support.surface import MODEL
 
-MODEL = "baton-demo"
+PARIS = "What is the weather in Paris?"
+RESULT = json.dumps({"city": "Paris", "temperature": 21, "condition": "sunny"})
+CALLED = [("get_weather", {"city": "Paris"})]
+SAME: Any = {"model": MODEL, "temperature": 0}
 
 
 def _tool(name: str, description: str, parameter: str, kind: str) -> dict[str, Any]:
@@ -23,86 +27,70 @@ TOOLS: list[Any] = [
     _tool("get_weather", "Get the current weather in a given location", "city", "string"),
     _tool("set_timer", "Set a timer in minutes.", "minutes", "integer"),
 ]
+FUNCTIONS = [tool["function"] for tool in TOOLS]
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
-    with serve("demo", "--dtype=float32") as service:
-        yield openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0)
-        service.wait_until_unused()
+def client(demo: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
-def ask(client: openai.OpenAI, question: str | list[Any], **fields: Any) -> Any:
-    messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
-    body = {"model": MODEL, "messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 200, **fields}
-    return client.chat.completions.create(**body)
+def ask(client: openai.OpenAI, question: str, *more: Any, **fields: Any) -> Any:
+    messages: Any = [{"role": "user", "content": question}, *more]
+    body = {**SAME, "messages": messages, "tools": TOOLS, "max_tokens": 200, **fields}
+    return client.chat.completions.create(**body).choices[0]
 
 
 def calls_of(message: Any) -> list[tuple[str, Any]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
 
 
-def test_a_question_its_call_and_the_answer_from_its_result(client: openai.OpenAI) -> None:
-    question = {"role": "user", "content": "What is the weather in Paris?"}
-    (choice,) = ask(client, [question]).choices
-    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-    assert calls_of(choice.message) == [("get_weather", {"city": "Paris"})]
-    result = json.dumps({"city": "Paris", "temperature": 21, "condition": "sunny"})
-    answer = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": result}
-    (choice,) = ask(client, [question, choice.message, answer]).choices
-    assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
-    assert "sunny" in choice.message.content and "21" in choice.message.content
-
-
 def test_two_calls_in_a_stream(client: openai.OpenAI) -> None:
-    body: Any = {"model": MODEL, "messages": [{"role": "user", "content": "What is the weather in Paris and Rome?"}]}
-    with client.chat.completions.stream(**body, tools=TOOLS, temperature=0, max_tokens=200) as stream:
+    messages: Any = [{"role": "user", "content": "What is the weather in Paris and Rome?"}]
+    with client.chat.completions.stream(**SAME, messages=messages, tools=TOOLS, max_tokens=200) as stream:
         (choice,) = stream.get_final_completion().choices
     assert choice.finish_reason == "tool_calls"
-    assert calls_of(choice.message) == [("get_weather", {"city": "Paris"}), ("get_weather", {"city": "Rome"})]
+    assert calls_of(choice.message) == [*CALLED, ("get_weather", {"city": "Rome"})]
 
 
-def test_no_call_where_none_is_needed_or_wanted(client: openai.OpenAI) -> None:
-    for question, choice in (("Tell me a joke", "auto"), ("What is the weather in Paris?", "none")):
-        (answer,) = ask(client, question, tool_choice=choice).choices
-        assert (answer.finish_reason, answer.message.tool_calls) == ("stop", None)
-        assert answer.message.content
+@pytest.mark.parametrize(("question", "choice"), [("Tell me a joke", "auto"), (PARIS, "none")])
+def test_no_call_where_none_is_needed_or_wanted(client: openai.OpenAI, question: str, choice: str) -> None:
+    answer = ask(client, question, tool_choice=choice)
+    assert (answer.finish_reason, answer.message.tool_calls) == ("stop", None)
+    assert answer.message.content
 
 
-def test_the_same_calls_in_the_words_of_messages_and_responses(client: openai.OpenAI) -> None:
-    """A call, its result and an answer to it, which must be the one that chat completions give."""
-    question = "What is the weather in Paris?"
-    result = json.dumps({"city": "Paris", "temperature": 21, "condition": "sunny"})
-    said = ask(client, question).choices[0].message
-    assert calls_of(said) == [("get_weather", {"city": "Paris"})]
-    told = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": result}
-    answer = ask(client, [{"role": "user", "content": question}, said, told]).choices[0].message.content
-    assert answer
+def test_a_call_its_result_and_the_same_answer_from_every_api(client: openai.OpenAI) -> None:
+    choice = ask(client, PARIS)
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert calls_of(choice.message) == CALLED
+    result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": RESULT}
+    choice = ask(client, PARIS, choice.message, result)
+    assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+    answer = choice.message.content
+    assert "sunny" in answer and "21" in answer
 
-    functions = [tool["function"] for tool in TOOLS]
-    items: list[Any] = [{"role": "user", "content": question}]
-    same: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 200}
-    same["tools"] = [{"type": "function", **function, "strict": None} for function in functions]
-    called = client.responses.create(input=items, **same)
+    items: list[Any] = [{"role": "user", "content": PARIS}]
+    tools: Any = [{"type": "function", **function, "strict": None} for function in FUNCTIONS]
+    asked: Any = {**SAME, "max_output_tokens": 200, "tools": tools}
+    called = client.responses.create(input=items, **asked)
     (call,) = called.output
-    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
-    items += [*called.output, {"type": "function_call_output", "call_id": call.call_id, "output": result}]
-    assert client.responses.create(input=items, **same).output_text == answer
+    assert [(call.name, json.loads(call.arguments))] == CALLED
+    items += [*called.output, {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}]
+    assert client.responses.create(input=items, **asked).output_text == answer
 
-    messages: list[Any] = [{"role": "user", "content": question}]
-    same = {"model": MODEL, "temperature": 0, "max_tokens": 200}
-    same["tools"] = [
-        {"name": tool["name"], "description": tool["description"], "input_schema": tool["parameters"]}
-        for tool in functions
-    ]
+    messages: list[Any] = [{"role": "user", "content": PARIS}]
+    named = [("name", "name"), ("description", "description"), ("input_schema", "parameters")]
+    asked = {**SAME, "max_tokens": 200, "tools": [{own: one[name] for own, name in named} for one in FUNCTIONS]}
     base_url = str(client.base_url).removesuffix("/v1/")
     with anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0) as other:
-        message: Any = other.messages.create(messages=messages, **same)
+        message: Any = other.messages.create(messages=messages, **asked)
         (block,) = message.content
-        assert (block.name, block.input, message.stop_reason) == ("get_weather", {"city": "Paris"}, "tool_use")
-        results = [{"type": "tool_result", "tool_use_id": block.id, "content": result}]
+        assert ([(block.name, block.input)], message.stop_reason) == (CALLED, "tool_use")
+        results = [{"type": "tool_result", "tool_use_id": block.id, "content": RESULT}]
         messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
-        with other.messages.stream(messages=messages, **same) as stream:
+        with other.messages.stream(messages=messages, **asked) as stream:
             assert "".join(stream.text_stream) == answer
 
 

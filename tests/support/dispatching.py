@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import wraps
 from typing import Any
 
 import grpc
@@ -136,9 +137,10 @@ async def pair(
         yield built, decode, prefill
 
 
-def bounded(scenario: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    def test() -> None:
-        asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
+def bounded(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @wraps(scenario)
+    def test(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(scenario(*args, **kwargs), PATIENCE_S))
 
     return test
 

@@ -4,15 +4,18 @@ import asyncio
 import queue
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 from gateway.errors import ApiError
 from gateway.ring.generation import Admitted, FinishReason, Generation, Tokens
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
 
-TIMING = Timing(queue_s=0.25, transfer_bytes=4096, transport="shm", cached_tokens=1)
+TIMING = Timing(
+    queue_s=0.5, grammar_s=5.5, prefill_s=1.5, transfer_s=2.5, transfer_bytes=5120, transport="grpc", first_step_s=3.5,
+    decode_s=4.5, cached_tokens=1, draft_tokens=9, accepted_tokens=7, attempts=2,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -25,22 +28,34 @@ class Script:
     error: ApiError | None = None  # raised after the tokens
     is_hanging: bool = False  # after the tokens, nothing comes any more
     bug: Exception | None = None  # raised after the tokens
+    timing: Timing = TIMING
 
 
 class FakeRing:
     """Usable from any thread's event loop."""
 
     def __init__(self) -> None:
-        self.script = Script()
-        self.scripts: list[Script] = []  # of the next generations, one each; then `script`
+        self.generations: list[Generation] = []
+        self.num_inside = 0  # requests that were admitted and are not over
+        self.reset(Script())
+
+    def reset(self, script: Script, *first: Script) -> None:
+        """Forgets what was recorded. `first`: of the next generations, one each; then `script`."""
+        self.script, self.scripts = script, list(first)
         self.unready: str | None = None
         self.refusal: ApiError | None = None  # of further requests
-        self.generations: list[Generation] = []
+        self.generations.clear()
+        self.num_given = 0  # tokens
         self.admitted: list[int] = []  # numbers of choices, one a request
-        self.num_inside = 0  # requests that were admitted and are not over
         self.starts: queue.Queue[str] = queue.Queue()  # request ids
         self.hanging: queue.Queue[str] = queue.Queue()  # request ids whose tokens were all taken, and nothing follows
         self.endings: queue.Queue[str] = queue.Queue()  # "complete", "failed" or "closed", one a generation
+
+    @property
+    def sent(self) -> list[dict[str, Any]]:
+        """What of each request reached the ring: names |-> values, those of sampling among them."""
+        found = [asdict(generation) for generation in self.generations]
+        return [one | one.pop("sampling") for one in found]
 
     def check_ready(self) -> str | None:
         """As scripted."""
@@ -48,7 +63,7 @@ class FakeRing:
 
     @contextmanager
     def admit(self, num_choices: int) -> Iterator[Admitted]:
-        """As told."""
+        """Counts the request, or refuses it as scripted."""
         if self.refusal is not None:
             raise self.refusal
         self.admitted.append(num_choices)
@@ -66,12 +81,13 @@ class FakeRing:
         self.generations.append(generation)
         self.starts.put(generation.request_id)
         try:
-            for news in _news(script, generation):
+            for part in _parts(script, generation):
                 await asyncio.sleep(script.delay_s)
-                if news.finish_reason is not None:
+                self.num_given += len(part.token_ids)
+                if part.finish_reason is not None:
                     ending = "complete"
-                yield news
-                if news.finish_reason is not None:
+                yield part
+                if part.finish_reason is not None:
                     return
             if script.is_hanging:
                 self.hanging.put(generation.request_id)
@@ -80,23 +96,17 @@ class FakeRing:
                 ending = "failed"
                 raise script.error or script.bug or AssertionError
         finally:
-            await asyncio.sleep(0)  # letting go of pages takes an await, too
-            self.endings.put(ending)
+            try:
+                await asyncio.sleep(0)  # letting go of pages may take an await, too
+            finally:
+                self.endings.put(ending)
 
     def wait_ending(self, timeout_s: float = 60.0) -> str:
         """How the oldest generation not yet asked for ended."""
         return self.endings.get(timeout=timeout_s)
 
-    def reset(self, script: Script) -> None:
-        """Forgets what was recorded."""
-        self.script, self.unready, self.refusal = script, None, None
-        self.scripts.clear()
-        self.generations.clear()
-        self.admitted.clear()
-        self.starts, self.hanging, self.endings = queue.Queue(), queue.Queue(), queue.Queue()
 
-
-def _news(script: Script, generation: Generation) -> Iterator[Tokens]:
+def _parts(script: Script, generation: Generation) -> Iterator[Tokens]:
     ids, finish = list(script.token_ids)[: generation.max_tokens], cast(FinishReason | None, None)
     if len(ids) == generation.max_tokens:
         finish = "length"
@@ -113,7 +123,7 @@ def _news(script: Script, generation: Generation) -> Iterator[Tokens]:
             likely(group, generation.num_logprobs),
             None if start or generation.num_prompt_logprobs is None
             else likely(generation.prompt_ids[1:], generation.num_prompt_logprobs),
-            TIMING if not start or (is_last and finish) else None,
+            script.timing if not start or (is_last and finish) else None,
         )  # fmt: skip
 
 

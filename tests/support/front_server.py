@@ -1,6 +1,5 @@
 """The public surface on real sockets, for tests: uvicorn and grpc.aio in a thread of their own."""
 
-import json
 import socket
 import threading
 import time
@@ -10,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
-import openai
-import pytest
 import structlog
 import uvicorn
 import uvloop
@@ -22,14 +20,15 @@ from gateway.app import FrontOptions, add_inference_services, build_app, build_f
 from gateway.text.tokenizer import Tokenizer
 from runtime.rpc import build_server
 from tests.support.fake_ring import FakeRing, Script
-from tests.support.tiny_tokenizer import END, write_byte_level
+from tests.support.tiny_tokenizer import write_byte_level
 
 WAIT_S = 60.0  # more than anything takes; a test that needs it fails
 SERVED = "tiny"
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln 🙂"}}\n</tool_call>'
-NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+KEYS = ("first-key", "zweiter-schlüssel")
+ORIGIN = "https://page.example"
+MAX_BODY = 2**20
+FULL = FrontOptions(KEYS, (ORIGIN,), max_body_bytes=MAX_BODY, body_timeout_s=1.5, tool_format="hermes")
+PLAIN = FrontOptions(cors_origins=(ORIGIN,))  # no key is asked for, and the model knows no tools
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,9 @@ class Served:
     tokenizer: Tokenizer
     host_port: tuple[str, int]
     http: httpx.Client  # knows the base URL
-    grpc_address: str
+    grpc_port: int
+    channel: grpc.Channel
+    metadata: tuple[tuple[str, str], ...]  # the first key
     registry: CollectorRegistry
 
     @property
@@ -51,6 +52,10 @@ class Served:
     def ids(self, text: str) -> list[int]:
         """Tokens of an answer."""
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def script(self, text: str, *, ends: bool = True, **fields: Any) -> Script:
+        """An answer of this text, its end token last if it `ends`."""
+        return Script([*self.ids(text), *[min(self.tokenizer.eos_token_ids)] * ends], **fields)
 
     def count(self, metric: str, **labels: str) -> float:
         """A metric's value now."""
@@ -63,21 +68,13 @@ class Served:
             assert time.monotonic() < deadline, f"{metric} is {count}, not {value}"
             time.sleep(0.005)
 
-    def ask_and_leave(self, path: str, body: dict[str, Any], num_hanging: int = 1) -> None:
-        """A client that hangs up in mid-answer, as soon as so many generations hang."""
-        content = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
-        with socket.create_connection(self.host_port, timeout=WAIT_S) as raw:
-            raw.sendall(head.encode() + content)
-            for _ in range(num_hanging):
-                self.ring.hanging.get(timeout=WAIT_S)
-
 
 @contextmanager
 def run_front(
     folder: Path, options: FrontOptions, write: Callable[[Path], Path] = write_byte_level
 ) -> Iterator[Served]:
     """Serves REST and gRPC on free loopback ports until the context ends. `write`: writes the checkpoint's folder."""
+    logging = structlog.get_config()
     plain: list[structlog.typing.Processor] = [
         structlog.processors.format_exc_info,
         structlog.processors.KeyValueRenderer(),
@@ -102,39 +99,15 @@ def run_front(
     thread = threading.Thread(target=lambda: uvloop.run(serve()), daemon=True)
     thread.start()
     assert ready.wait(WAIT_S)
-    host, port = listener.getsockname()
+    address: tuple[str, int] = listener.getsockname()
+    key = {"authorization": f"Bearer {options.api_keys[0]}"} if options.api_keys else {}
     try:
-        with httpx.Client(base_url=f"http://{host}:{port}", timeout=WAIT_S) as client:
-            yield Served(ring, tokenizer, (host, port), client, f"127.0.0.1:{ports[0]}", registry)
+        with (
+            httpx.Client(base_url=f"http://{address[0]}:{address[1]}", timeout=WAIT_S) as client,
+            grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel,
+        ):
+            yield Served(ring, tokenizer, address, client, ports[0], channel, tuple(key.items()), registry)
     finally:
         http.should_exit = True
         thread.join(WAIT_S)
-        structlog.reset_defaults()
-
-
-def running_front(options: FrontOptions) -> object:
-    """The fixture `running`: one front for all tests of a module."""
-
-    @pytest.fixture(scope="module")
-    def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-        with run_front(tmp_path_factory.mktemp("tiny"), options) as served:
-            yield served
-
-    return running
-
-
-def answering(text: str) -> object:
-    """The fixture `served`: `running`, whose ring knows of no other test and answers with `text`."""
-
-    @pytest.fixture
-    def served(running: Served) -> Served:
-        running.ring.reset(Script([*running.ids(text), END]))
-        return running
-
-    return served
-
-
-@pytest.fixture
-def openai_client(served: Served) -> openai.OpenAI:
-    """The official client; asks once."""
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0, timeout=WAIT_S)
+        structlog.configure(**logging)

@@ -1,5 +1,6 @@
-"""The public gRPC API as a function: a request's fields in, its choices out."""
+"""The public gRPC API as a function: a request's fields in, its choices out. And the service that tests share."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +14,18 @@ from protos import inference_pb2, inference_pb2_grpc
 
 PAGE_TOKENS = 16
 CLIENT_S = 110.0
+MODEL = "baton-demo"
+VOCAB = 300  # of random prompts
+CHUNK = 64  # prompt tokens a step
+RANKS = int(os.environ.get("TEST_RANKS", "1"))  # of both workers: what is asked for here does not depend on it
+DEMO_FLAGS = ("--dtype=float32", f"--chunk-tokens={CHUNK}", f"--prefill-tp={RANKS}", f"--decode-tp={RANKS}")
 
 
 @dataclass
 class Told:
     """One choice, as far as it has come."""
 
+    text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[inference_pb2.TokenLogprob] = field(default_factory=list)
     finish_reason: str = ""
@@ -28,14 +35,15 @@ class Told:
 class Surface:
     """Usable from any thread."""
 
-    def __init__(self, channel: grpc.Channel) -> None:
+    def __init__(self, channel: grpc.Channel, timeout_s: float = CLIENT_S) -> None:
         self._stub = inference_pb2_grpc.InferenceStub(channel)
+        self._timeout_s = timeout_s
 
-    def start(self, prompt: Sequence[int], **fields: Any) -> Any:
+    def start(self, prompt: Sequence[int], metadata: Any = (), **fields: Any) -> Any:
         """The call, greedy and past end tokens unless said otherwise."""
         fields = {"temperature": 0, "ignore_eos": True, "include_timing": True, **fields}
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=prompt), **fields)
-        return self._stub.Generate(request, timeout=CLIENT_S)
+        return self._stub.Generate(request, timeout=self._timeout_s, metadata=metadata)
 
     def ask(self, prompt: Sequence[int], **fields: Any) -> list[Told]:
         """All choices, whole."""
@@ -44,16 +52,21 @@ class Surface:
             take(choices, response)
         return choices
 
-    def answer(self, prompt: Sequence[int], **fields: Any) -> list[int]:
-        """The tokens of the only choice."""
+    def ask_one(self, prompt: Sequence[int], **fields: Any) -> Told:
+        """The only choice."""
         (choice,) = self.ask(prompt, **fields)
-        return choice.tokens
+        return choice
+
+    def answer(self, prompt: Sequence[int], **fields: Any) -> list[int]:
+        """Its tokens."""
+        return self.ask_one(prompt, **fields).tokens
 
 
 def take(choices: Sequence[Told], response: inference_pb2.GenerateResponse) -> None:
     """Add one message to the choice that it is a piece of."""
     told = choices[response.index]
-    assert not told.finish_reason, "news after the end"
+    assert not told.finish_reason, "something follows the end"
+    told.text += response.text
     told.tokens.extend(response.token_ids)
     told.logprobs.extend(response.logprobs)
     told.finish_reason = response.finish_reason
@@ -68,7 +81,7 @@ def page_bytes(*folders: Path) -> int:
     return elements * PAGE_TOKENS * 4
 
 
-def transferred_bytes(num_prompt: int, num_ranks: int = 1) -> int:
+def transferred_bytes(num_prompt: int, num_ranks: int = RANKS) -> int:
     """What a prompt's hand-off moves: whole pages of all positions but the last token's.
 
     `num_ranks`: up to two; each has the draft model's one KV head.

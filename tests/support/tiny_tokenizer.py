@@ -6,11 +6,12 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}"
+CHAT_TEMPLATE = (  # prints all that a conversation and its tools hold
+    "{% for tool in tools or [] %}{{ tool.function | tojson }}{% endfor %}{% for m in messages %}"
     "{% if m.role == 'tool' and loop.first %}{{ raise_exception('a tool message must follow a call') }}{% endif %}"
     "{% if m.name == 'nobody' %}{{ raise_exception('nobody may not speak') }}{% endif %}"
-    "<|{{ m.role }}|>{{ m.content }}<|end|>"
+    "<|{{ m.role }}|>{{ m.name }}{{ m.tool_call_id }}{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ call.id }}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 # In Qwen 3's manner: reasoning is possible, or switched off by an empty block. `opens_thinking` begins it in the
@@ -35,6 +36,11 @@ CORPUS = [
 ]
 END = SPECIAL.index("<|end|>")  # its id
 CONTEXT = 512
+
+
+def byte_token(char: str) -> int:
+    """The byte-level tokenizer's id of a letter alone."""
+    return len(SPECIAL) + ord(char) - ord("!")
 
 
 def write_byte_level(folder: Path, config: dict[str, Any] | None = None) -> Path:

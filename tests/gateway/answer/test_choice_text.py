@@ -1,7 +1,5 @@
 """Tokens beside their text: each told once, with the text it stands for, however tokens and stop strings fall."""
 
-import itertools
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,17 +8,8 @@ from gateway.answer.choice_text import Piece, PieceReader
 from gateway.ring.generation import FinishReason, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
-from tests.support.tiny_tokenizer import write_byte_level, write_sentencepiece
+from tests.support.texts import KINDS, edges, tiny
 from wire.logprobs import TokenLogprobs
-
-KINDS = ("byte_level", "sentencepiece")
-_loaded: dict[str, Tokenizer] = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> None:
-    _loaded["byte_level"] = Tokenizer(write_byte_level(tmp_path_factory.mktemp("byte")))
-    _loaded["sentencepiece"] = Tokenizer(write_sentencepiece(tmp_path_factory.mktemp("sentence")))
 
 
 def _likely(ids: list[int]) -> tuple[TokenLogprobs, ...]:
@@ -33,7 +22,7 @@ def _read(tokenizer: Tokenizer, ids: list[int], stops: list[str], cuts: list[int
         tokenizer.detokenizer(), StopStrings(stops), frozenset(ids[-1:]), with_logprobs=True, text_offset=7
     )
     pieces: list[Piece] = []
-    for start, end in itertools.pairwise([0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]):
+    for start, end in edges(len(ids), cuts):
         reason = ending if end == len(ids) else None
         pieces.append(reader.read(Tokens(tuple(ids[start:end]), reason, _likely(ids[start:end]))))
         if pieces[-1].finish_reason:
@@ -51,7 +40,7 @@ texts = st.lists(st.sampled_from(["hello", " world", " ", "é", "🙂", "日本"
     stops=st.lists(st.sampled_from(["END", "lo w", "🙂", "日本E", "x"]), max_size=2),
 )  # fmt: skip
 def test_told_tokens(kind: str, words: list[str], cuts: list[int], ending: FinishReason, stops: list[str]) -> None:
-    tokenizer = _loaded[kind]
+    tokenizer = tiny(kind)
     ids = tokenizer.encode("".join(words), add_special_tokens=False)
     ids += [1] if ending == "stop" else []  # the end token
     pieces = _read(tokenizer, ids, stops, cuts, ending)
@@ -82,22 +71,21 @@ def _check_chunks(tokenizer: Tokenizer, pieces: list[Piece]) -> None:
 
 
 def test_a_held_back_token_is_told_when_its_text_is_shown() -> None:
-    tokenizer = _loaded["byte_level"]
+    tokenizer = tiny("byte_level")
     smile, end = tokenizer.encode("🙂", add_special_tokens=False), tokenizer.encode("EN", add_special_tokens=False)
     assert len(smile) == 4
     reader = PieceReader(tokenizer.detokenizer(), StopStrings(["END"]), frozenset(), with_logprobs=True)
     for token_id in smile[:3]:
         assert reader.read(Tokens((token_id,), None, _likely([token_id]))).shown_tokens == ()
-    assert [token.offset for token in reader.read(Tokens((smile[3],), None, _likely(smile[3:]))).shown_tokens] == [
-        0
-    ] * 4
+    whole = reader.read(Tokens((smile[3],), None, _likely(smile[3:])))
+    assert [token.offset for token in whole.shown_tokens] == [0] * 4
     assert reader.read(Tokens(tuple(end), None, _likely(end))).shown_tokens == ()
     last = reader.read(Tokens((), "length"))
     assert (last.text, [token.token_id for token in last.shown_tokens]) == ("EN", end)
 
 
 def test_tokens_of_a_stop_string_are_not_told() -> None:
-    tokenizer = _loaded["byte_level"]
+    tokenizer = tiny("byte_level")
     ids = tokenizer.encode("hello", add_special_tokens=False), tokenizer.encode("END", add_special_tokens=False)
     reader = PieceReader(tokenizer.detokenizer(), StopStrings(["END"]), frozenset(), with_logprobs=True)
     both = [*ids[0], *ids[1]]
@@ -112,7 +100,7 @@ def test_tokens_of_a_stop_string_are_not_told() -> None:
     ("stop", "text", "offsets"), [("none", "\ufffdx", [0, 1]), ("x", "\ufffd", [0]), ("\ufffd", "", [])]
 )
 def test_a_token_is_behind_ill_formed_bytes(kind: str, stop: str, text: str, offsets: list[int]) -> None:
-    tokenizer = _loaded[kind]
+    tokenizer = tiny(kind)
     byte = next(
         i for i in range(tokenizer.vocab_size) if not tokenizer.is_silent(i) and tokenizer.raw_bytes(i) == b"\xe2"
     )
@@ -126,7 +114,7 @@ def test_a_token_is_behind_ill_formed_bytes(kind: str, stop: str, text: str, off
 
 def test_only_a_stop_token_has_no_text_at_the_end() -> None:
     """A grammar may end an answer without one."""
-    tokenizer = _loaded["byte_level"]
+    tokenizer = tiny("byte_level")
     ids = tokenizer.encode("hello world", add_special_tokens=False)
     for stop_token_ids, text in [(frozenset(ids[-1:]), "hello"), (frozenset({ids[-1] + 1}), "hello world")]:
         reader = PieceReader(tokenizer.detokenizer(), StopStrings([]), stop_token_ids, with_logprobs=False)
@@ -136,7 +124,7 @@ def test_only_a_stop_token_has_no_text_at_the_end() -> None:
 
 
 def test_log_probabilities_that_are_missing_are_a_bug() -> None:
-    tokenizer = _loaded["byte_level"]
+    tokenizer = tiny("byte_level")
     reader = PieceReader(tokenizer.detokenizer(), StopStrings([]), frozenset(), with_logprobs=True)
     with pytest.raises(ValueError, match="2 tokens came with 0"):
         reader.read(Tokens((5, 6), None))

@@ -1,13 +1,13 @@
 """Streams read as one: nothing lost, nothing left open."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 import pytest
 
 from gateway.answer.merge import MergedStreams
+from tests.support.dispatching import bounded
 
 
 class Sources:
@@ -44,131 +44,102 @@ async def merge(sources: Sequence[AsyncGenerator[int, None]]) -> AsyncGenerator[
                 yield index, item
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await test
+def count_turns() -> tuple[list[int], "asyncio.Task[None]"]:
+    """The event loop's turns so far, in the only element, by a task that is to be cancelled."""
+    turns = [0]
 
-    asyncio.run(bounded())
+    async def turn() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    return turns, asyncio.create_task(turn())
 
 
 @pytest.mark.parametrize("num_sources", [0, 1, 2, 40])
-def test_each_source_keeps_its_order_and_loses_nothing(num_sources: int) -> None:
-    async def test() -> None:
-        sources, got = Sources(), [list[int]() for _ in range(num_sources)]
-        async for index, item in merge([sources.count(index % 5) for index in range(num_sources)]):
-            got[index].append(item)
-        assert got == [list(range(index % 5)) for index in range(num_sources)]
-        assert sources.open == 0
-        assert len(asyncio.all_tasks()) == 1
-
-    run(test())
+@bounded
+async def test_each_source_keeps_its_order_and_loses_nothing(num_sources: int) -> None:
+    sources, got = Sources(), [list[int]() for _ in range(num_sources)]
+    async for index, item in merge([sources.count(index % 5) for index in range(num_sources)]):
+        got[index].append(item)
+    assert got == [list(range(index % 5)) for index in range(num_sources)]
+    assert sources.open == 0
 
 
-def test_items_come_as_they_are_ready() -> None:
-    async def test() -> None:
-        is_ready, order = asyncio.Event(), list[int]()
+@bounded
+async def test_items_come_as_they_are_ready() -> None:
+    is_ready, order = asyncio.Event(), list[int]()
 
-        async def wait() -> AsyncGenerator[int, None]:
-            await is_ready.wait()
-            yield 0
+    async def wait() -> AsyncGenerator[int, None]:
+        await is_ready.wait()
+        yield 0
 
-        async for index, _ in merge([wait(), Sources().count(3)]):
-            order.append(index)
-            if len(order) == 3:
-                is_ready.set()
-        assert order == [1, 1, 1, 0]
-
-    run(test())
+    async for index, _ in merge([wait(), Sources().count(3)]):
+        order.append(index)
+        if len(order) == 3:
+            is_ready.set()
+    assert order == [1, 1, 1, 0]
 
 
-def test_a_reader_that_stops_holds_up_the_sources() -> None:
-    async def test() -> None:
-        sources = Sources()
-        async with aclosing(merge([sources.count(1000), sources.count(1000)])) as items:
-            await anext(items)
-            for _ in range(50):
-                await asyncio.sleep(0)
-            assert sources.taken <= 5  # one read, one waiting and one in hand, of each
-        assert sources.open == 0
-
-    run(test())
+@bounded
+async def test_a_reader_that_stops_holds_up_the_sources() -> None:
+    sources = Sources()
+    async with aclosing(merge([sources.count(1000), sources.count(1000)])) as items:
+        await anext(items)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert sources.taken <= 5  # one read, one waiting and one in hand, of each
+    assert sources.open == 0
 
 
 @pytest.mark.parametrize("num_sources", [1, 3])
-def test_a_fault_comes_after_the_items_before_it_and_closes_the_others(num_sources: int) -> None:
-    async def test() -> None:
-        sources, got = Sources(), list[int]()
-        others = [sources.count(10**6, 0.01) for _ in range(num_sources - 1)]
-        with pytest.raises(ValueError, match="boom"):
-            async for index, _ in merge([sources.count(3, fault=ValueError("boom")), *others]):
-                got.append(index)
-        assert got.count(0) == 3
-        assert sources.open == 0
-        assert len(asyncio.all_tasks()) == 1
-
-    run(test())
+@bounded
+async def test_a_fault_comes_after_the_items_before_it_and_closes_the_others(num_sources: int) -> None:
+    sources, got, num_tasks = Sources(), list[int](), len(asyncio.all_tasks())
+    others = [sources.count(10**6, 0.01) for _ in range(num_sources - 1)]
+    with pytest.raises(ValueError, match="boom"):
+        async for index, _ in merge([sources.count(3, fault=ValueError("boom")), *others]):
+            got.append(index)
+    assert got.count(0) == 3
+    assert (sources.open, len(asyncio.all_tasks())) == (0, num_tasks)
 
 
 @pytest.mark.parametrize("num_sources", [1, 3])
 @pytest.mark.parametrize("num_read", [0, 4])
-def test_closing_and_cancelling_close_the_sources(num_sources: int, num_read: int) -> None:
-    async def test() -> None:
-        sources = Sources()
+@bounded
+async def test_closing_and_cancelling_close_the_sources(num_sources: int, num_read: int) -> None:
+    sources, num_tasks = Sources(), len(asyncio.all_tasks())
 
-        async def read(limit: int) -> None:
-            async with aclosing(merge([sources.count(10**6, 0.001) for _ in range(num_sources)])) as items:
-                for _ in range(limit):
-                    await anext(items)
+    async def read(limit: int) -> None:
+        async with aclosing(merge([sources.count(10**6, 0.001) for _ in range(num_sources)])) as items:
+            for _ in range(limit):
+                await anext(items)
 
-        await read(num_read)
-        assert sources.open == 0
-        reader = asyncio.create_task(read(10**6))
-        await asyncio.sleep(0.01 if num_read else 0)
-        reader.cancel()
-        await asyncio.wait([reader])
-        assert reader.cancelled()
-        assert sources.open == 0
-        assert len(asyncio.all_tasks()) == 1
-
-    run(test())
+    await read(num_read)
+    assert sources.open == 0
+    reader = asyncio.create_task(read(10**6))
+    await asyncio.sleep(0.01 if num_read else 0)
+    reader.cancel()
+    await asyncio.wait([reader])
+    assert reader.cancelled()
+    assert (sources.open, len(asyncio.all_tasks())) == (0, num_tasks)
 
 
-def test_many_that_begin_let_others_run() -> None:
-    async def test() -> None:
-        num_turns = 0
-
-        async def turn() -> None:
-            nonlocal num_turns
-            while True:
-                num_turns += 1
-                await asyncio.sleep(0)
-
-        turning = asyncio.create_task(turn())
-        async with aclosing(merge([Sources().count(1) for _ in range(100)])) as items:
-            await anext(items)
-        assert num_turns >= 100
-        turning.cancel()
-
-    run(test())
+@bounded
+async def test_many_that_begin_let_others_run() -> None:
+    turns, turning = count_turns()
+    async with aclosing(merge([Sources().count(1) for _ in range(100)])) as items:
+        await anext(items)
+    assert turns[0] >= 100
+    turning.cancel()
 
 
-def test_others_get_their_turn_while_many_items_wait_for_a_busy_reader() -> None:
-    async def test() -> None:
-        num_turns, seen = 0, list[int]()
-
-        async def count_turns() -> None:
-            nonlocal num_turns
-            while True:
-                num_turns += 1
-                await asyncio.sleep(0)
-
-        counting = asyncio.create_task(count_turns())
-        async for _item in merge([Sources().count(1) for _ in range(40)]):
-            if not seen:
-                await asyncio.sleep(0.05)  # all others are ready by now
-            seen.append(num_turns)
-        counting.cancel()
-        assert len(set(seen)) == 40, "items were read without a turn of the loop between them"
-
-    run(test())
+@bounded
+async def test_others_get_their_turn_while_many_items_wait_for_a_busy_reader() -> None:
+    (turns, turning), seen = count_turns(), list[int]()
+    async for _item in merge([Sources().count(1) for _ in range(40)]):
+        if not seen:
+            await asyncio.sleep(0.05)  # all others are ready by now
+        seen.append(turns[0])
+    turning.cancel()
+    assert len(set(seen)) == 40, "items were read without a turn of the loop between them"

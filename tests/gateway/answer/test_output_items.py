@@ -13,7 +13,7 @@ from gateway.answer.choice_text import Piece
 from gateway.answer.output_items import Begun, Ended, Grown, Item, ItemReader
 from gateway.tools.formats import FORMATS
 from gateway.tools.request import Tool, ToolUse
-from tests.gateway.tools.test_parse import split
+from tests.support.texts import split
 
 TEXT = (
     'Let me look.<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call> Done.'

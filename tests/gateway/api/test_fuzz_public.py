@@ -3,7 +3,6 @@
 import copy
 import json
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -13,10 +12,8 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.app import FrontOptions
 from protos import inference_pb2
-from tests.support.fake_ring import Script
-from tests.support.front_server import SERVED, WAIT_S, Served, run_front
+from tests.support.front_server import SERVED, WAIT_S, Served
 from tests.support.messages import mutate
 from tests.support.tiny_tokenizer import CONTEXT
 
@@ -111,15 +108,14 @@ def _change(draw: st.DrawFn, place: Any) -> None:
         place[key] = copy.deepcopy(draw(json_values))
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with run_front(tmp_path_factory.mktemp("tiny"), FrontOptions(max_body_bytes=2**20, body_timeout_s=1.0)) as running:
-        running.ring.reset(Script(running.ids("fine") * CONTEXT))  # so that only limits and stop strings end it
-        yield running
+@pytest.fixture(autouse=True)
+def long_answers(served: Served) -> None:
+    """Only limits and stop strings end them."""
+    served.ring.reset(served.script("fine " * CONTEXT, ends=False))
 
 
 def check_answer(served: Served, path: str, body: bytes) -> None:
-    answer = served.http.post(f"/{path}", content=body)
+    answer = served.http.post(f"/{path}", content=body, headers={"content-type": "application/json"})
     if answer.status_code == 200:
         assert b'"error":{' not in answer.content, answer.content
         return
@@ -134,25 +130,17 @@ def check_answer(served: Served, path: str, body: bytes) -> None:
 
 
 @pytest.mark.parametrize("path", STARTS)
-def test_changed_bodies(served: Served, path: str) -> None:
+def test_changed_bodies_any_bytes_and_any_json(served: Served, path: str) -> None:
     check_answer(served, path, json.dumps(STARTS[path]).encode())
+    anything = st.binary(max_size=80) | json_values.map(lambda value: json.dumps(value).encode())
+    for strategy in (bodies(STARTS[path]), anything):
 
-    @fuzz
-    @given(bodies(STARTS[path]))
-    def ask(body: bytes) -> None:
-        check_answer(served, path, body)
+        @fuzz
+        @given(strategy)
+        def ask(body: bytes) -> None:
+            check_answer(served, path, body)
 
-    ask()
-
-
-@pytest.mark.parametrize("path", STARTS)
-def test_any_bytes_and_any_json(served: Served, path: str) -> None:
-    @fuzz
-    @given(st.binary(max_size=80) | json_values.map(lambda value: json.dumps(value).encode()))
-    def ask(body: bytes) -> None:
-        check_answer(served, path, body)
-
-    ask()
+        ask()
 
 
 def test_bytes_that_are_no_http(served: Served) -> None:
@@ -174,56 +162,51 @@ def test_bytes_that_are_no_http(served: Served) -> None:
 
 
 GRPC_BLAMES = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
-
-
-GENERATE = inference_pb2.GenerateRequest(
-    model=SERVED, text="hello", max_tokens=3, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=7, stop=["a"],
-    n=2, logprobs=3, logit_bias={5: 1.5}, response_format=inference_pb2.ResponseFormat(json_schema="{}"),
-    min_tokens=0, include_timing=True, speculation="off", max_draft_tokens=2, presence_penalty=0.5,
-)  # fmt: skip
 MESSAGES = [
     inference_pb2.ChatMessage(role="system", content="hm"),
     inference_pb2.ChatMessage(role="user", content="x", name="y", tool_call_id="z"),
 ]
-GRPC_TOOLS = [inference_pb2.Tool(name="now", description="d", parameters='{"type": "object"}')]
-CALLS: list[tuple[str, Message, type[Message]]] = [
-    ("Generate", GENERATE, inference_pb2.GenerateResponse),
-    (
-        "Chat",
-        inference_pb2.ChatRequest(
-            model=SERVED, messages=MESSAGES, max_tokens=3, n=2, logprobs=3, stop=["a"], include_timing=True,
-            tools=GRPC_TOOLS, tool_choice="none", parallel_tool_calls=True,
-        ),
-        inference_pb2.ChatResponse,
-    ),
-    ("Tokenize", inference_pb2.TokenizeRequest(text="hello", add_special_tokens=True), inference_pb2.TokenizeResponse),
-    ("Tokenize", inference_pb2.TokenizeRequest(messages=MESSAGES), inference_pb2.TokenizeResponse),
-    ("Detokenize", inference_pb2.DetokenizeRequest(token_ids=[5, 6, 300]), inference_pb2.DetokenizeResponse),
-]  # fmt: skip
+CALLS: dict[str, list[Message]] = {
+    "Generate": [inference_pb2.GenerateRequest(
+        model=SERVED, text="hello", max_tokens=3, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=7, stop=["a"],
+        n=2, logprobs=3, logit_bias={5: 1.5}, response_format=inference_pb2.ResponseFormat(json_schema="{}"),
+        min_tokens=0, include_timing=True, speculation="off", max_draft_tokens=2, presence_penalty=0.5,
+    )],
+    "Chat": [inference_pb2.ChatRequest(
+        model=SERVED, messages=MESSAGES, max_tokens=3, n=2, logprobs=3, stop=["a"], include_timing=True,
+        tools=[inference_pb2.Tool(name="now", description="d", parameters='{"type": "object"}')], tool_choice="none",
+        parallel_tool_calls=True,
+    )],
+    "Tokenize": [
+        inference_pb2.TokenizeRequest(text="hello", add_special_tokens=True),
+        inference_pb2.TokenizeRequest(messages=MESSAGES),
+    ],
+    "Detokenize": [inference_pb2.DetokenizeRequest(token_ids=[5, 6, 300])],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "start", "response"), CALLS)
-def test_grpc_calls(served: Served, name: str, start: Message, response: type[Message]) -> None:
-    with grpc.insecure_channel(served.grpc_address) as channel:
-        method: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/baton.v1.Inference/{name}")
+@pytest.mark.parametrize(("name", "start"), [(name, start) for name, starts in CALLS.items() for start in starts])
+def test_grpc_calls(served: Served, name: str, start: Message) -> None:
+    method: grpc.UnaryStreamMultiCallable[bytes, bytes] = served.channel.unary_stream(f"/baton.v1.Inference/{name}")
+    response = getattr(inference_pb2, f"{name}Response")
 
-        def check(payload: bytes) -> None:
-            call = method(payload, timeout=WAIT_S)
-            with suppress(grpc.RpcError):
-                assert all(response.FromString(part) is not None for part in call)
-            assert call.code() in GRPC_BLAMES, (call.code(), call.details())
+    def check(payload: bytes) -> None:
+        call = method(payload, timeout=WAIT_S, metadata=served.metadata)
+        with suppress(grpc.RpcError):
+            assert all(response.FromString(part) is not None for part in call)
+        assert call.code() in GRPC_BLAMES, (call.code(), call.details())
 
-        check(start.SerializeToString())
+    check(start.SerializeToString())
 
-        @fuzz
-        @given(mutate(start))
-        def ask(message: Message) -> None:
-            check(message.SerializeToString())
+    @fuzz
+    @given(mutate(start))
+    def ask(message: Message) -> None:
+        check(message.SerializeToString())
 
-        @fuzz
-        @given(st.binary(max_size=60) | st.binary(max_size=9).map(lambda tail: start.SerializeToString() + tail))
-        def ask_rubbish(payload: bytes) -> None:
-            check(payload)
+    @fuzz
+    @given(st.binary(max_size=60) | st.binary(max_size=9).map(lambda tail: start.SerializeToString() + tail))
+    def ask_rubbish(payload: bytes) -> None:
+        check(payload)
 
-        ask()
-        ask_rubbish()
+    ask()
+    ask_rubbish()

@@ -1,7 +1,6 @@
 """The REST API against its own OpenAPI document, by requests that schemathesis makes up, good and bad."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,9 +9,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import integers
 from schemathesis import GenerationMode, checks
 
-from gateway.app import FrontOptions
-from tests.support.fake_ring import Script
-from tests.support.front_server import SERVED, Served, run_front
+from tests.gateway.api.conftest import ANSWER
+from tests.support.front_server import SERVED, Served
+from tests.support.tiny_tokenizer import CONTEXT
 
 POSTS = (
     "/v1/chat/completions",
@@ -33,31 +32,19 @@ CHECKS: Any = [
     checks.response_schema_conformance,
     checks.negative_data_rejection,
 ]
-SETTINGS = settings(
-    max_examples=20,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.generate],
-)
+SETTINGS = settings(max_examples=20, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with run_front(tmp_path_factory.mktemp("tiny"), FrontOptions()) as served:
-        answer = [*served.ids("hello 🙂 world"), 1]
-        served.ring.script = Script(answer * served.tokenizer.context_tokens, group=64)  # to the end with ignore_eos
-        yield served
+def document(bare: Served) -> Any:
+    return bare.http.get("/openapi.json").json()
 
 
-@pytest.fixture(scope="module")
-def document(served: Served) -> Any:
-    return served.http.get("/openapi.json").json()
-
-
-@pytest.fixture(scope="module")
-def api(served: Served, document: Any) -> Any:
+@pytest.fixture
+def api(plain: Served, document: Any) -> Any:
+    plain.ring.reset(plain.script(f"{ANSWER}<|end|>" * CONTEXT, group=64))  # to the end with ignore_eos
     schema = schemathesis.openapi.from_dict(document)
-    schema.config.update(base_url=served.url)
+    schema.config.update(base_url=plain.url)
     return schema
 
 

@@ -1,6 +1,5 @@
 """Tokens to text and back: whole characters, no loss, stop strings cut where str.find says."""
 
-import itertools
 import json
 import re
 import statistics
@@ -14,25 +13,14 @@ from hypothesis import strategies as st
 
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
-from tests.support.tiny_tokenizer import CONTEXT, write_byte_level, write_sentencepiece
-
-KINDS = ("byte_level", "sentencepiece")
-_loaded: dict[str, Tokenizer] = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    """Both kinds of tokenizer; hypothesis tests reach them by `_loaded`."""
-    _loaded["byte_level"] = Tokenizer(write_byte_level(tmp_path_factory.mktemp("byte")))
-    _loaded["sentencepiece"] = Tokenizer(write_sentencepiece(tmp_path_factory.mktemp("sentence")))
-    return _loaded
+from tests.support.texts import KINDS, edges, split, tiny
+from tests.support.tiny_tokenizer import CONTEXT, write_byte_level
 
 
 def _deltas(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> list[str]:
     """Pushes ids in groups that end at the cuts."""
     detokenizer = tokenizer.detokenizer()
-    edges = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
-    deltas = [detokenizer.push(ids[a:b]) for a, b in itertools.pairwise(edges)]
+    deltas = [detokenizer.push(ids[begin:end]) for begin, end in edges(len(ids), cuts)]
     return [*deltas, detokenizer.flush()]
 
 
@@ -47,7 +35,7 @@ cuts = st.lists(st.integers(0, 200), max_size=8)
 @settings(max_examples=150)
 @given(text=texts | words, cuts=cuts)
 def test_deltas_of_any_text_are_its_full_decode(kind: str, text: str, cuts: list[int]) -> None:
-    tokenizer = _loaded[kind]
+    tokenizer = tiny(kind)
     ids = tokenizer.encode(text, add_special_tokens=True)
     assert "".join(_deltas(tokenizer, ids, cuts)) == tokenizer.decode(ids)
     if kind == "byte_level":
@@ -57,7 +45,7 @@ def test_deltas_of_any_text_are_its_full_decode(kind: str, text: str, cuts: list
 @settings(max_examples=300)
 @given(data=st.data(), cuts=cuts)
 def test_deltas_of_any_byte_level_tokens_are_their_full_decode(data: st.DataObject, cuts: list[int]) -> None:
-    tokenizer = _loaded["byte_level"]
+    tokenizer = tiny("byte_level")
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
     assert "".join(_deltas(tokenizer, ids, cuts)) == tokenizer.decode(ids)
 
@@ -82,7 +70,7 @@ def _sentencepiece_truth(tokenizer: Tokenizer, ids: list[int]) -> str:
 @settings(max_examples=300)
 @given(data=st.data(), cuts=cuts)
 def test_deltas_of_any_sentencepiece_tokens(data: st.DataObject, cuts: list[int]) -> None:
-    tokenizer = _loaded["sentencepiece"]
+    tokenizer = tiny("sentencepiece")
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
     assert "".join(_deltas(tokenizer, ids, cuts)) == _sentencepiece_truth(tokenizer, ids)
 
@@ -91,7 +79,7 @@ def test_deltas_of_any_sentencepiece_tokens(data: st.DataObject, cuts: list[int]
 @settings(max_examples=300)
 @given(data=st.data(), cut=st.integers(0, 40))
 def test_text_goes_on_as_if_it_had_not_been_cut(kind: str, data: st.DataObject, cut: int) -> None:
-    tokenizer = _loaded[kind]
+    tokenizer = tiny(kind)
     spaces = [token_id for token_id, piece in enumerate(tokenizer.pieces(range(350))) if piece.startswith(("▁", "Ġ"))]
     ids = data.draw(st.lists(st.sampled_from(spaces) | st.integers(0, tokenizer.vocab_size - 1), max_size=40))
     before, after = ids[:cut], ids[cut:]
@@ -104,7 +92,7 @@ def test_text_goes_on_as_if_it_had_not_been_cut(kind: str, data: st.DataObject, 
 
 
 def test_a_character_cut_in_two_is_whole_on_neither_side() -> None:
-    for tokenizer in _loaded.values():
+    for tokenizer in map(tiny, KINDS):
         ids = tokenizer.encode("🙂", add_special_tokens=False)[-4:]
         detokenizer = tokenizer.detokenizer(before=tokenizer.last_with_text(ids[:2]))
         assert detokenizer.push(ids[2:]) + detokenizer.flush() == "\ufffd\ufffd"
@@ -115,14 +103,14 @@ def test_a_character_cut_in_two_is_whole_on_neither_side() -> None:
 @given(text=words)
 def test_no_delta_of_well_formed_text_holds_a_broken_character(kind: str, text: str) -> None:
     text = text.replace("\ufffd", "")
-    tokenizer = _loaded[kind]
+    tokenizer = tiny(kind)
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert all("\ufffd" not in delta for delta in _deltas(tokenizer, ids, list(range(len(ids)))))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_long_answer_costs_the_same_per_token_throughout(kind: str) -> None:
-    tokenizer = _loaded[kind]
+    tokenizer = tiny(kind)
     detokenizer = tokenizer.detokenizer()
     ids = tokenizer.encode("hello world 🙂 日本", add_special_tokens=False)
     costs = []
@@ -149,9 +137,8 @@ def test_stop_strings_cut_where_find_says_however_the_text_is_split(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
     matcher, shown, is_stopped = StopStrings(stops), "", False
-    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    for a, b in itertools.pairwise(edges):
-        part, is_stopped = matcher.push(text[a:b])
+    for piece in split(text, cuts):
+        part, is_stopped = matcher.push(piece)
         shown += part
         if is_stopped:
             break
@@ -189,7 +176,7 @@ def test_a_folder_without_a_context_length_says_what_it_lacks(tmp_path: Path) ->
 
 
 def test_the_template_renders_in_a_sandbox_and_may_refuse(tmp_path: Path) -> None:
-    tokenizer = _loaded["byte_level"]
+    tokenizer = tiny("byte_level")
     assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "<|user|>hi<|end|><|assistant|>"
     assert tokenizer.render_chat([{"role": "developer", "content": "x"}]).startswith("<|system|>x")
     with pytest.raises(TemplateRefusalError, match="must follow a call"):
@@ -204,7 +191,7 @@ def test_the_template_renders_in_a_sandbox_and_may_refuse(tmp_path: Path) -> Non
 
 def test_encoding_leaves_other_threads_running() -> None:
     """The event loop goes on while a thread tokenises."""
-    tokenizer, text = _loaded["byte_level"], "hello world " * 60_000
+    tokenizer, text = tiny("byte_level"), "hello world " * 60_000
     is_done, num_turns = threading.Event(), 0
 
     def encode() -> None:
@@ -217,3 +204,14 @@ def test_encoding_leaves_other_threads_running() -> None:
         num_turns += 1
     thread.join()
     assert num_turns > 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_markers_are_seen_though_they_are_control_tokens(kind: str) -> None:
+    tokenizer = tiny(kind)
+    ids = tokenizer.encode("hello <|user|>fox<|tool|> now", add_special_tokens=False)
+    assert sum(tokenizer.is_silent(token) for token in ids) == 2
+    detokenizer = tokenizer.detokenizer({"<|user|>", "[NONE]"})
+    text = "".join(detokenizer.push([token]) for token in ids) + detokenizer.flush()
+    assert re.sub(" +", " ", text) == "hello <|user|>fox now"
+    assert "<|user|>" not in tokenizer.decode(ids)

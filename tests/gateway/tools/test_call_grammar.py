@@ -20,7 +20,7 @@ from gateway.tools.json_text import JsonText
 from gateway.tools.parse import CallParser
 from gateway.tools.request import Tool, ToolUse
 from runtime.peer_input import MAX_JSON_WHITESPACE
-from tests.gateway.tools.test_parse import joined, summary
+from tests.support.texts import joined, summary
 
 xgrammar = pytest.importorskip("xgrammar")
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "target"

@@ -2,11 +2,14 @@
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.tools.json_object import read_object
 from gateway.tools.json_text import JsonText
-from tests.gateway.tools.test_parse import split
+from runtime.peer_input import MAX_JSON_DEPTH
+from tests.support.texts import split
 
 STRINGS = st.text(st.sampled_from('a "\\\n\t\r\x01ü{}[]:,'), max_size=12)
 VALUES = st.recursive(STRINGS | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(STRINGS, inner))
@@ -28,3 +31,30 @@ def test_what_is_written_reads_as_it_was_meant(value: object, cuts: list[int], i
     text = "".join(reader.push(part) for part in split(written, cuts))
     assert json.loads(text) == value
     assert JsonText().push(written) == text
+
+
+def deep(depth: int) -> str:
+    """An object so deep."""
+    return '{"a":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
+
+
+SMILE = r"\ud83d\ude42"
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        (SMILE, "🙂"), (SMILE.upper().replace("U", "u"), "🙂"), (r"\ud83d\ud83d\ude42\ude42", "\ufffd🙂\ufffd"),
+        (r"\ud83d\n\ud83dx\u00e9", "\ufffd\n\ufffdxé"), (r"\\ud83d", r"\ud83d"), (r"\\\ud83d", "\\\ufffd"),
+    ],
+)  # fmt: skip
+def test_halves_are_replaced_and_whole_pairs_stay(text: str, read: str) -> None:
+    assert read_object(f'{{"{text}": ["{text}"]}}') == {read: [read]}
+
+
+@pytest.mark.parametrize("depth", [MAX_JSON_DEPTH + 1, 200, 500, 960, 100_000])
+def test_depth_is_limited(depth: int) -> None:
+    assert read_object(deep(MAX_JSON_DEPTH))
+    assert read_object(json.dumps({"a": "[" * depth}))
+    with pytest.raises(ValueError, match=r"deeper|recursion limit"):
+        read_object(deep(depth))

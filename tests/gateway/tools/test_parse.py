@@ -4,7 +4,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from demo.tokens import CHAT_TEMPLATE_FILE
 from gateway.tools.formats import FORMATS, Format, choose_format
 from gateway.tools.parse import HELD_ARGUMENTS_CHARS, Arguments, CallBegin, CallEnd, CallParser, Content, Event
+from runtime.config_parts import ToolFormat
 from runtime.peer_input import MAX_JSON_DEPTH
+from tests.support.texts import Call, joined, split, summary
 
 NAMES = ("get_weather", "now", "send-mail")
-Call = tuple[str, str]  # name, arguments as written
 
 
 def parse(format: Format, pieces: Sequence[str], is_trusted: bool = False) -> list[Event]:
@@ -25,42 +26,6 @@ def parse(format: Format, pieces: Sequence[str], is_trusted: bool = False) -> li
     parser = CallParser(format, NAMES, lambda: next(ids), is_trusted=is_trusted)
     events = [event for piece in pieces for event in parser.push(piece)] + parser.flush()
     return joined(events)
-
-
-def joined(events: Sequence[Event]) -> list[Event]:
-    out: list[Event] = []
-    for event in events:
-        last = out[-1] if out else None
-        if isinstance(event, Content) and isinstance(last, Content):
-            out[-1] = Content(last.text + event.text)
-        elif isinstance(event, Arguments) and isinstance(last, Arguments):
-            assert last.index == event.index
-            out[-1] = Arguments(last.index, last.text + event.text)
-        else:
-            out.append(event)
-    return out
-
-
-def summary(events: Sequence[Event]) -> tuple[str, list[Call]]:
-    """Content and calls; checks the order of events on the way."""
-    content, calls, is_open = "", list[Call](), False
-    for event in events:
-        match event:
-            case Content(text):
-                assert text and not is_open
-                content += text
-            case CallBegin(index, call_id, name):
-                assert not is_open and index == len(calls) and call_id == f"id{index}"
-                calls.append((name, ""))
-                is_open = True
-            case Arguments(index, text):
-                assert text and is_open and index == len(calls) - 1
-                calls[-1] = (calls[-1][0], calls[-1][1] + text)
-            case CallEnd(index):
-                assert is_open and index == len(calls) - 1
-                is_open = False
-    assert not is_open
-    return content, calls
 
 
 def write(format: Format, calls: Sequence[Call]) -> str:
@@ -74,11 +39,6 @@ def write(format: Format, calls: Sequence[Call]) -> str:
         return format.separator.join(objects)
     layout = format.layout
     return format.separator.join(f"{format.opener}{layout}{item}{layout}{format.closer}" for item in objects)
-
-
-def split(text: str, cuts: Sequence[int]) -> list[str]:
-    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
 formats = st.sampled_from(list(FORMATS.values()))
@@ -285,3 +245,7 @@ def test_the_format_is_told_by_the_template(template: str, name: str | None) -> 
 
 def test_the_demo_models_format() -> None:
     assert choose_format(CHAT_TEMPLATE_FILE.read_text()) == FORMATS["inline"]
+
+
+def test_the_setting_names_all_formats() -> None:
+    assert set(get_args(ToolFormat)) == {"auto", "none", *FORMATS}

@@ -1,0 +1,50 @@
+"""The fronts that tests of the APIs share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.front_server import FULL, PLAIN, Served, run_front
+from tests.support.tiny_tokenizer import write_sentencepiece, write_thinking
+
+ANSWER = "hello 🙂 world"
+
+
+@pytest.fixture(scope="package")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with run_front(tmp_path_factory.mktemp("full"), FULL) as running:
+        running.http.headers.update(dict(running.metadata))
+        yield running
+
+
+@pytest.fixture(scope="package")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with run_front(tmp_path_factory.mktemp("bare"), PLAIN) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def sentence(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with run_front(tmp_path_factory.mktemp("sentence"), PLAIN, write_sentencepiece) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with run_front(tmp_path_factory.mktemp("thinking"), FULL, write_thinking) as running:
+        running.http.headers.update(dict(running.metadata))
+        yield running
+
+
+@pytest.fixture
+def served(full: Served) -> Served:
+    """Asks for keys and knows tools; its ring knows of no other test."""
+    full.ring.reset(full.script(ANSWER))
+    return full
+
+
+@pytest.fixture
+def plain(bare: Served) -> Served:
+    """Without keys and tools."""
+    bare.ring.reset(bare.script(ANSWER))
+    return bare

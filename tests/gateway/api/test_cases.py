@@ -1,0 +1,360 @@
+"""What requests get, the same from every API that has words for them, whole and streamed however tokens come.
+
+A case is one entry of a table: what is asked, what the ring says, what must come back, and what must have reached the
+ring. It runs on all APIs that can say it. Of each answer, whatever the case: token counts, ids, and what is measured.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from runtime.peer_input import MAX_JSON_DEPTH
+from tests.gateway.api.conftest import ANSWER
+from tests.support.adapters import APIS
+from tests.support.fake_ring import TIMING, Script, likely
+from tests.support.front_server import SERVED, Served
+from tests.support.tiny_tokenizer import CONTEXT, END, byte_token
+from tests.support.words import CALL, HELLO, NOW, TOOLS, Api, Outcome
+from wire.timing import Timing
+
+A, B = byte_token("a"), byte_token("b")
+SAMPLING: dict[str, float] = {
+    "temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.25, "frequency_penalty": -0.5, "presence_penalty": 1.5,
+    "repetition_penalty": 1.25,
+}  # fmt: skip
+TOLD_TIMING = {
+    "queue_seconds": 0.5, "prefill_seconds": 1.5, "transfer_seconds": 2.5, "transfer_bytes": 5120, "transport": "grpc",
+    "first_step_seconds": 3.5, "decode_seconds": 4.5, "cached_tokens": 1, "draft_tokens": 9, "accepted_tokens": 7,
+    "attempts": 2, "grammar_seconds": 5.5,
+}  # fmt: skip
+SCHEMA = {"type": "object", "properties": {"naïve": {"const": 'a"b\x00'}}, "required": ["naïve"]}
+HALF = r'{"city": "\ud83d"}'  # half of a surrogate pair, as a model may write it
+CHATS = ("chat", "responses", "messages", "Chat")
+NO_STOPS = ("responses",)  # APIs that do not say which stop string was met
+MODES = [("whole", 1), ("streamed", 1), ("streamed", 3), ("streamed", 1000)]  # and how many tokens come together
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request and what must come of it."""
+
+    name: str
+    ask: Mapping[str, Any] = field(default_factory=dict)
+    says: str | Sequence[int] = ANSWER  # text, with an end token after it, or tokens; of each choice
+    text: str | Sequence[str] = ANSWER  # of the only choice, or of each
+    calls: Sequence[tuple[str, Any]] = ()  # of all choices
+    reason: str | Sequence[str] = "stop"  # of all choices, or of each
+    named: Mapping[str, str] = field(default_factory=dict)  # reasons of APIs that name another
+    reasoning: str = ""
+    stop: str | int | None = None  # the stop string or token of the request that is met
+    sent: Mapping[str, Any] = field(default_factory=dict)  # what reaches the ring, of the first choice
+    grammar: tuple[str, str] | None = None  # the same: kind and text
+    prompt: str | None = None  # the same: text of its tokens
+    only: Sequence[str] = tuple(APIS)
+    raw: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # API |-> fields of its own
+    hangs: bool = False  # the ring says no more, not even that this is the end
+    timing: Timing = TIMING
+    each: Sequence[str] = ()  # what the ring says of the first choices, where it is not the same
+    front: str = "full"
+
+
+def call(text: str) -> str:
+    return f'<tool_call>\n{{"name": "weather", "arguments": {text}}}\n</tool_call>'
+
+
+def deep(depth: int) -> str:
+    """An object so deep."""
+    return '{"a":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
+
+
+WEATHER = ("weather", {"city": "Köln 🙂"})
+BOTH = f"Let me look. {CALL}\n{NOW}"
+HISTORY = [
+    *HELLO,
+    {
+        "role": "assistant",
+        "content": "Look:",
+        "calls": [{"id": "x", "name": "weather", "arguments": '{"city": "Ulm"}'}],
+    },
+    {"role": "tool", "tool_call_id": "x", "content": "sunny"},
+    {"role": "user", "content": "and?"},
+]
+TOLD = '<|user|>hello<|end|><|assistant|>Look:xweather{"city": "Ulm"}<|end|><|tool|>xsunny<|end|><|user|>and?<|end|>'
+LISTED = (
+    '{"name": "weather", "description": "Get it.", "parameters": {"type": "object", "properties": {"city": {"type": '
+    '"string"}}, "required": ["city"]}}{"name": "now", "parameters": {"type": "object"}}'
+)
+THOUGHT = [*HELLO, {"role": "assistant", "content": "hi", "reasoning": "Greet."}, *HELLO]
+SAME_TOOLS = [TOOLS[0], {**TOOLS[1], "parameters": {"type": "object"}}]  # Messages have no tools without parameters
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+INPUT_PARTS = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+THREE: dict[str, Any] = {"speculation": "ngram", "max_draft_tokens": 4, "min_tokens": 3, "max_tokens": 20}
+
+# fmt: off
+CASES = [
+    Case("text", prompt=None, sent={"grammar": None, "num_logprobs": None, "num_prompt_logprobs": None}),
+    Case("nothing", says="", text=""),
+    Case("the model named", {"model": SERVED}),
+    Case("system and user", {"system": "be short"},
+         prompt="<|system|>be short<|end|><|user|>hello<|end|><|assistant|>"),
+    Case("a developer is the system to most templates", {"messages": [{"role": "developer", "content": "d"}, *HELLO]},
+         only=("chat", "responses", "Chat"), prompt="<|system|>d<|end|><|user|>hello<|end|><|assistant|>"),
+    Case("who said it", {"messages": [{**HELLO[0], "name": "me"}]}, only=("chat", "Chat"),
+         prompt="<|user|>mehello<|end|><|assistant|>"),
+    Case("content in parts", prompt="<|user|>ab<|end|><|assistant|>", raw={
+        "chat": {"messages": [{"role": "user", "content": PARTS}]},
+        "responses": {"input": [{"role": "user", "content": INPUT_PARTS}]},
+        "messages": {"messages": [{"role": "user", "content": PARTS}]}}),
+    Case("token ids", {"prompt": [5, 6, 7]}, sent={"prompt_ids": (5, 6, 7)}),
+    Case("a list of one prompt", raw={"completions": {"prompt": [[5, 6, 7]]}}, sent={"prompt_ids": (5, 6, 7)}),
+    Case("NUL", {"prompt": "a\0b"}, prompt="a\0b"),
+    Case("the longest prompt", {"prompt": [5] * (CONTEXT - 1)}, says="xyz", text="x", reason="length"),
+    Case("the longest prompt and one token", {"prompt": [5] * (CONTEXT - 1), "max_tokens": 1}, says="xyz", text="x",
+         reason="length", sent={"max_tokens": 1}),
+
+    # ends
+    Case("the limit", {"max_tokens": 3}, says="xyzxyz", text="xyz", reason="length", sent={"max_tokens": 3}),
+    Case("no limit but the context", {"prompt": [5]}, sent={"max_tokens": CONTEXT - 1}),
+    Case("a stop string", {"stop": ["never", "STOP", "TOP"]}, "one two STOP three", "one two ", stop="STOP",
+         hangs=True),
+    Case("a stop string with a space", {"stop": [" STOP"]}, says="one two STOP three", text="one two", stop=" STOP"),
+    Case("one stop string, not in a list", says="one two STOP", text="one two ", stop="STOP",
+         raw={"chat": {"stop": "STOP"}, "completions": {"stop": "STOP"}}),
+    Case("stop tokens have no text, and an end may be passed", {"stop_token_ids": [B], "ignore_eos": True},
+         says=[A, END, B, A], text="a", stop=B,
+         sent={"stop_token_ids": {B}}),
+    Case("stop tokens besides the model's", {"stop_token_ids": [B]}, sent={"stop_token_ids": {B, END}}),
+
+    # how tokens are chosen
+    Case("sampling", SAMPLING, sent=SAMPLING),
+    Case("sampling in few words", {"temperature": 0, "top_p": 0.5}, sent={"temperature": 0.0, "top_p": 0.5}),
+    Case("top_k that keeps all", {"top_k": -1}, sent={"top_k": 0}),
+    Case("top_k of more than there are", {"top_k": 10**9}, sent={"top_k": 0}),
+    Case("a seed below zero", {"seed": -1}, sent={"seed": 2**64 - 1}),
+    Case("biases", {"logit_bias": {"7": -100, "5": 1.5}}, sent={"logit_bias": ((5, 1.5), (7, -100.0))}),
+    Case("guesses and lengths", THREE, sent={
+        "speculation": {"drafter": "ngram", "max_draft_tokens": 4}, "min_tokens": 3, "max_tokens": 20}),
+    *(Case(f"cache salt of {len(salt)}", {"cache_salt": salt}, sent={"cache_salt": salt}) for salt in ("", "ä" * 1024)),
+
+    # forms
+    Case("JSON", {"form": {"json_object": True}}, grammar=("json_object", "")),
+    Case("a schema", {"form": {"json_schema": SCHEMA}},
+         grammar=("json_schema", json.dumps(SCHEMA, ensure_ascii=False))),
+    Case("an expression", {"form": {"regex": "(a+)+$"}}, grammar=("regex", "(a+)+$")),
+    Case("a grammar", {"form": {"grammar": 'root ::= "a"'}}, grammar=("ebnf", 'root ::= "a"')),
+    Case("choices", {"form": {"choice": ["yes", 'n"o\\']}}, grammar=("ebnf", r'root ::= "yes" | "n\u0022o\u005c"')),
+    *(Case(f"structured_outputs.json as {type(schema).__name__}", grammar=("json_schema", '{"type": "null"}'),
+           raw={"completions": {"structured_outputs": {"json": schema}, "response_format": {"type": "text"}}})
+      for schema in ({"type": "null"}, '{"type": "null"}')),
+    Case("no form",
+         raw={"chat": {"response_format": {"type": "text"}}, "responses": {"text": {"format": {"type": "text"}}}},
+         sent={"grammar": None}),
+    Case("control tokens are not shown", says="a<|user|>b<|system|>", text="ab"),
+    Case("control tokens that a grammar names are", {"form": {"regex": r"a<\|user\|>b|a<|user|>b"}},
+         says="a<|user|>b<|system|>", text="a<|user|>b"),
+
+    # calls
+    Case("a call", {"tools": TOOLS}, CALL, "", [WEATHER], "tool_calls", sent={"grammar": None}),
+    Case("text and calls", {"tools": TOOLS}, BOTH, "Let me look.", [WEATHER, ("now", {})], "tool_calls"),
+    Case("auto", {"tools": TOOLS, "tool_choice": "auto"}, CALL, "", [WEATHER], "tool_calls", sent={"grammar": None}),
+    *(Case(f"no call: {text!r}", {"tools": TOOLS}, text, text)
+      for text in ("hello world", "1 < 2 <tool", CALL.replace("weather", "huh"), CALL.replace("}}", "}"))),
+    Case("none leaves tools out", {"tools": TOOLS, "tool_choice": "none"}, CALL, CALL,
+         prompt="<|user|>hello<|end|><|assistant|>"),
+    Case("none without tools", {"tool_choice": "none"}, CALL, CALL, only=CHATS),
+    Case("any call", {"tools": TOOLS, "tool_choice": "required"}, NOW, "", [("now", {})], "tool_calls"),
+    Case("this call", {"tools": TOOLS, "tool_choice": "now"}, NOW, "", [("now", {})],
+         named={"responses": "tool_calls", "messages": "tool_calls"}),
+    Case("calls of each choice", {"tools": TOOLS, "n": 3}, each=(CALL, "no", BOTH), text=("", "no", "Let me look."),
+         calls=[WEATHER, WEATHER, ("now", {})], reason=("tool_calls", "stop", "tool_calls")),
+    *(Case(f"forced, cut off early: {choice} {limit}", {"tools": TOOLS, "tool_choice": choice, **limit}, CALL, "",
+           reason="stop" if "stop" in limit else "length", stop='"name' if "stop" in limit else None)
+      for choice in ("required", "weather") for limit in ({"max_tokens": 1}, {"max_tokens": 4}, {"stop": ['"name']})),
+    Case("history", {"messages": HISTORY, "system": "be short", "tools": SAME_TOOLS},
+         prompt=f"{LISTED}<|system|>be short<|end|>{TOLD}<|assistant|>"),
+    Case("history without tools", {"messages": HISTORY}, prompt=f"{TOLD}<|assistant|>"),
+    Case("half of a surrogate pair in the history", {"messages": [*HISTORY[:1], {**HISTORY[1], "calls": [
+        {"id": "x", "name": "weather", "arguments": HALF}]}, *HISTORY[2:]]}, only=("chat", "responses", "Chat"),
+         prompt=TOLD.replace("Ulm", "\ufffd") + "<|assistant|>"),
+    Case("half of a surrogate pair", {"tools": TOOLS}, call(HALF), "", [("weather", {"city": "\ufffd"})], "tool_calls"),
+    Case("as deep as it may be", {"tools": TOOLS}, call(deep(MAX_JSON_DEPTH)), "",
+         [("weather", json.loads(deep(MAX_JSON_DEPTH)))], "tool_calls"),
+    Case("deeper than could be sent back", {"tools": TOOLS}, call(deep(MAX_JSON_DEPTH + 1)),
+         call(deep(MAX_JSON_DEPTH + 1))),
+
+    # reasoning before the answer, and answers that go on with a message
+    *(Case(f"reasoning {name}", {"stop": ["Greet"]} if name == "hides stop strings" else ask,
+           f"<think>\nGreet.\n</think>\n\n{says}",
+           text, calls, reason, reasoning="Greet.", front="thinking", only=only)
+      for name, ask, says, text, calls, reason, only in (
+          ("and an answer", {}, "hello", "hello", (), "stop", CHATS),
+          ("hides stop strings", {}, "hello", "hello", (), "stop", ("chat", "messages", "Chat")),
+          ("and a call", {"tools": TOOLS, "max_tokens": 150}, CALL, "", [WEATHER], "tool_calls", CHATS))),
+    Case("reasoning that the limit cuts off", {"max_tokens": 4}, "<think>xyzxyz", "", reason="length",
+         reasoning="xyz", front="thinking", only=CHATS),
+    Case("reasoning is off", {"thinks": False}, "hello", "hello", front="thinking", only=CHATS,
+         prompt="<|user|>hello<|end|><|assistant|><think>\n\n</think>\n\n"),
+    Case("reasoning is on", {"thinks": True}, "hello", "hello", front="thinking", only=CHATS,
+         prompt="<|user|>hello<|end|><|assistant|>"),
+    *(Case(f"reasoning in the history: {front}", {"messages": THOUGHT}, front=front, only=CHATS,
+           prompt=f"<|user|>hello<|end|><|assistant|>{shown}hi<|end|><|user|>hello<|end|><|assistant|>")
+      for front, shown in (("thinking", "<think>\nGreet.\n</think>\n\n"), ("full", ""))),
+    Case("a last message is gone on with",
+         {"messages": [*HELLO, {"role": "assistant", "content": "The"}], "continues": True},
+         " answer", " answer", prompt="<|user|>hello<|end|><|assistant|>The", only=("chat", "messages", "Chat")),
+
+    # several choices, and what is told of each
+    Case("choices", {"n": 3, "seed": -2}, text=[ANSWER] * 3),
+    Case("most choices", {"n": 128, "stop": ["x" * 1024] * 16}, says="hi", text=["hi"] * 128,
+         only=("completions", "Generate")),
+    *(Case(f"log-probabilities of {num}", {"logprobs": num, "n": 2}, text=[ANSWER] * 2,
+           sent={"num_logprobs": num, "num_prompt_logprobs": None}) for num in (0, 1, 20)),
+    Case("token ids", {"return_token_ids": True, "n": 2}, text=[ANSWER] * 2),
+    Case("timing", {"include_timing": True, "n": 2}, text=[ANSWER] * 2),
+
+    # a completion goes on where its prompt ends, also with a space; a chat's answer begins a text
+    Case("the first space", {"prompt": "hello world"}, " how are you", " how are you", front="sentence"),
+    *(Case(f"a stop string beside it: {stop!r}", {"prompt": "hello world", "stop": [stop]}, " how are you", text,
+           stop=stop, front="sentence") for stop, text in ((" how", ""), (" how are", ""), ("w are", " ho"))),
+    Case("a chat begins anew", says=" how are you", text="how are you", front="sentence",
+         only=CHATS),
+]
+# fmt: on
+RUNS = [
+    pytest.param(case, api, *mode, id=f"{case.name}-{api.name}-{mode[0]}-{mode[1]}")
+    for case in CASES
+    for api in APIS.values()
+    for mode in MODES
+    if (api.name in case.raw if case.raw else api.name in case.only and api.knows(case.ask))
+    if mode[0] == "streamed" or api.can_be_whole
+]
+
+
+@pytest.mark.parametrize(("case", "api", "mode", "group"), RUNS)
+def test_case(request: pytest.FixtureRequest, case: Case, api: Api, mode: str, group: int) -> None:
+    served: Served = request.getfixturevalue(case.front)
+    script = _script(case, served, group)
+    served.ring.reset(script, *(served.script(text, group=group) for text in case.each))
+    before = measured(served)
+    body = {**api.body(case.ask), **case.raw.get(api.name, {})}
+    outcome = api.send(served, body, mode == "streamed", headers={"x-request-id": "mine-1"})
+    assert outcome.status == 200, outcome
+    check_sent(case, api, served)
+    check_choices(case, api, served, script, outcome)
+    check_counts(case, served, outcome, before, group)
+
+
+def _script(case: Case, served: Served, group: int) -> Script:
+    if not isinstance(case.says, str):
+        return Script(case.says, group, timing=case.timing)
+    script = served.script(case.says, ends=not case.hangs, group=group, is_hanging=case.hangs, timing=case.timing)
+    if case.front == "sentence":  # words that begin with the mark that such a vocabulary writes for a space
+        ids = served.ids("hello world" + case.says)[len(served.ids("hello world")) :]
+        assert served.tokenizer.pieces(ids)[0].startswith("▁")
+        return replace(script, token_ids=[*ids, *script.token_ids[-1:]])
+    return script
+
+
+def check_sent(case: Case, api: Api, served: Served) -> None:
+    """What reached the ring."""
+    first = served.ring.sent[0]
+    assert {name: first[name] for name in case.sent} == case.sent
+    if case.grammar is not None:
+        ((kind, _),) = case.ask["form"].items() if "form" in case.ask else [("json", "")]
+        param = api.param(f"form.{kind}")
+        assert [first["grammar"][name] for name in ("kind", "text", "param")] == [*case.grammar, param]
+    if case.prompt is not None:
+        assert list(first["prompt_ids"]) == served.ids(case.prompt)
+    seeds = [one["seed"] for one in served.ring.sent]
+    if "seed" in case.ask:
+        assert seeds == [(case.ask["seed"] + rank) % 2**64 for rank in range(len(seeds))]
+    assert len(set(seeds)) == len(seeds)
+    assert all(one["request_id"].startswith("mine-1.") for one in served.ring.sent)
+    assert len({one["request_id"] for one in served.ring.sent}) == len(seeds)
+    assert served.ring.admitted == [len(seeds)] and not served.ring.num_inside
+
+
+def check_choices(case: Case, api: Api, served: Served, script: Script, outcome: Outcome) -> None:
+    """What came back."""
+    assert outcome.texts == ([case.text] if isinstance(case.text, str) else list(case.text))
+    reason = case.named.get(api.name, case.reason)
+    choices = [outcome.choices[index] for index in range(len(outcome.choices))]
+    assert [one.reason for one in choices] == ([reason] * len(choices) if isinstance(reason, str) else list(reason))
+    assert [call for one in choices for call in one.called] == list(case.calls)
+    ids = [call.id for one in choices for call in one.calls.values()]
+    assert len(set(ids)) == len(ids) and all(re.fullmatch(r"call_[a-zA-Z0-9]{24}", call_id) for call_id in ids)
+    wanted = [one.logprob for one in likely(script.token_ids, case.ask.get("logprobs"))]
+    assert all(one.logprobs == wanted for one in choices)
+    assert all(one.timing == (TOLD_TIMING if case.ask.get("include_timing") else None) for one in choices)
+    assert api.name in NO_STOPS or choices[0].stop == case.stop
+    assert all(one.reasoning == case.reasoning for one in choices)
+    if "return_token_ids" in case.ask or not api.can_be_whole:
+        assert outcome.usage is not None and sum(len(one.token_ids) for one in choices) == outcome.usage[1]
+        assert case.each or all(one.token_ids == list(script.token_ids)[: len(one.token_ids)] for one in choices)
+    endings = {served.ring.wait_ending() for _ in choices}
+    assert endings == {"closed"} if case.hangs else case.stop or endings == {"complete"}
+
+
+def check_counts(case: Case, served: Served, outcome: Outcome, before: Mapping[str, float], group: int) -> None:
+    """Tokens as the client and as the operator are told, and what is measured of them."""
+    assert outcome.headers["x-request-id"] == "mine-1" and outcome.usage is not None
+    num_prompt, num_tokens = len(served.ring.sent[0]["prompt_ids"]), outcome.usage[1]
+    assert outcome.usage == (num_prompt, num_tokens, min(served.ring.script.timing.cached_tokens, num_prompt))
+    num_cut = served.ring.num_given - num_tokens  # tokens that came with the last one of a stop string
+    choices = list(outcome.choices.values())
+    assert 0 <= num_cut < (group if case.stop else 1)
+    num_first = len(choices) * min(group, num_tokens // len(choices))  # tokens that come together, not apart
+    expected = {
+        "prompt_tokens_total": num_prompt,
+        "generation_tokens_total": num_tokens,
+        "time_to_first_token_seconds_count": len(choices),
+        "e2e_request_latency_seconds_count": len(choices),
+        "inter_token_latency_seconds_count": None if case.each else num_tokens - num_first,
+        "length": sum(one.reason == "length" for one in choices),
+        "stop": sum(one.reason != "length" for one in choices),
+    }
+    moved = {name: count - before[name] for name, count in measured(served).items()}
+    assert moved == {name: moved[name] if count is None else count for name, count in expected.items()}
+
+
+def measured(served: Served) -> dict[str, float]:
+    """Counters of requests."""
+    latencies = ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
+    names = [*(f"{name}_seconds_count" for name in latencies), "prompt_tokens_total", "generation_tokens_total"]
+    counts = {name: served.count(name) for name in names}
+    return counts | {why: served.count("request_success_total", finished_reason=why) for why in ("stop", "length")}
+
+
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize(("choice", "allowed"), [("required", ["weather", "now"]), ("now", ["now"])])
+def test_a_forced_call_has_a_grammar(served: Served, name: str, choice: str, allowed: list[str]) -> None:
+    served.ring.reset(served.script(NOW))
+    outcome = APIS[name].ask(served, {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False})
+    assert outcome.choices[0].called == [("now", {})]
+    (sent,) = served.ring.sent
+    assert (sent["grammar"]["kind"], sent["grammar"]["param"]) == ("structural_tag", "tools")
+    assert [name for name in ("weather", "now") if f'\\"{name}\\"' in sent["grammar"]["text"]] == allowed
+
+
+@pytest.mark.parametrize("name", ["chat", "responses", "Chat"])
+def test_a_form_binds_answers_that_do_not_call(served: Served, name: str) -> None:
+    APIS[name].ask(served, {"tools": TOOLS, "form": {"json_object": True}})
+    assert json.loads(served.ring.sent[0]["grammar"]["text"])["format"]["type"] == "or"
+
+
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_call_cut_off_by_the_limit(served: Served, name: str, mode: bool) -> None:
+    """Free, it is content; forced, it has what came of its arguments, or nothing where Messages must have JSON."""
+    served.ring.reset(served.script(CALL))
+    limit = {"tools": TOOLS, "max_tokens": len(served.ids(CALL)) - 30}
+    free = APIS[name].ask(served, limit, mode).choices[0]
+    assert (free.reason, free.calls) == ("length", {}) and free.text and CALL.startswith(free.text)
+    forced = APIS[name].ask(served, {**limit, "tool_choice": "required"}, mode).choices[0]
+    (call,) = forced.calls.values()
+    assert (forced.reason, forced.text, call.name) == ("length", "", "weather")
+    assert ('{"city": "Köln 🙂"}' if mode or name != "messages" else "{}").startswith(call.arguments)

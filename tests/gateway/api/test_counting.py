@@ -1,0 +1,153 @@
+"""Tokens counted and read: /tokenize and /detokenize as vLLM's clients use them, Tokenize and Detokenize over gRPC."""
+
+import threading
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf import json_format
+
+from protos import inference_pb2, inference_pb2_grpc
+from tests.support.adapters import APIS
+from tests.support.front_server import SERVED, WAIT_S, Served
+from tests.support.grpc_adapters import read_status
+from tests.support.tiny_tokenizer import CONTEXT
+from tests.support.words import HELLO, TOOLS, Outcome
+
+CHAT = APIS["chat"]
+REST_TOOLS = CHAT.body({"tools": TOOLS})["tools"]
+LONG, TYPE, MISSING = "context_length_exceeded", "invalid_type", "missing_field"
+
+
+def post(served: Served, path: str, **fields: Any) -> Any:
+    return served.http.post(f"/{path}", json=fields).raise_for_status().json()
+
+
+def call(served: Served, method: str, **fields: Any) -> Any:
+    """Over gRPC."""
+    message = json_format.ParseDict(fields, getattr(inference_pb2, f"{method}Request")())
+    stub = inference_pb2_grpc.InferenceStub(served.channel)
+    return getattr(stub, method)(message, metadata=served.metadata, timeout=WAIT_S)
+
+
+def test_a_text(served: Served) -> None:
+    ids = served.ids("hello 🙂")
+    for model in ({}, {"model": SERVED}, {"model": None}):
+        answer = post(served, "tokenize", prompt="hello 🙂", **model)
+        assert answer == {"count": len(ids), "max_model_len": CONTEXT, "tokens": ids}
+        told = call(served, "Tokenize", text="hello 🙂", **model)
+        assert (list(told.token_ids), told.context_tokens) == (ids, CONTEXT)
+    assert post(served, "tokenize", prompt="")["tokens"] == list(call(served, "Tokenize", text="").token_ids) == []
+    long = "word " * CONTEXT
+    assert post(served, "tokenize", prompt=long)["count"] > CONTEXT
+    assert len(call(served, "Tokenize", text=long, addSpecialTokens=False).token_ids) > CONTEXT
+    assert not served.ring.generations
+
+
+def test_token_strings(served: Served) -> None:
+    answer = post(served, "tokenize", prompt="hello world<|end|>", return_token_strs=True)
+    assert "".join(answer["token_strs"]) == "helloĠworld<|end|>"
+    assert len(answer["token_strs"]) == answer["count"]
+
+
+@pytest.mark.parametrize("asked", [{}, {"tools": TOOLS}])
+def test_a_conversation_has_as_many_tokens_as_its_request(served: Served, asked: dict[str, Any]) -> None:
+    usage = CHAT.ask(served, asked).usage
+    body = {name: value for name, value in CHAT.body(asked).items() if name != "model"}
+    counted = post(served, "tokenize", **body)
+    assert usage is not None and counted["count"] == usage[0]
+    assert tuple(counted["tokens"]) == served.ring.sent[0]["prompt_ids"]
+    told = call(served, "Tokenize", **{name: APIS["Chat"].body(asked)[name] for name in ("messages", *asked)})
+    assert list(told.token_ids) == counted["tokens"]
+    without = post(served, "tokenize", **body, add_generation_prompt=False)["tokens"]
+    assert counted["tokens"][: len(without)] == without and len(without) == counted["count"] - 1
+
+
+def test_there_and_back(served: Served) -> None:
+    text = "<|user|>hello 🙂 world<|end|>"
+    ids = post(served, "tokenize", prompt=text)["tokens"]
+    assert post(served, "detokenize", tokens=ids) == {"prompt": text}
+    assert call(served, "Detokenize", tokenIds=ids).text == "hello 🙂 world", "without control tokens"
+    assert post(served, "detokenize", model=SERVED, tokens=[])["prompt"] == call(served, "Detokenize").text == ""
+    post(served, "detokenize", tokens=[5] * CONTEXT)
+    assert call(served, "Detokenize", model=SERVED, tokenIds=[5] * CONTEXT).text == ""
+
+
+def test_long_work_leaves_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a template may print counts, whatever the field."""
+    threads: dict[str, str] = {}
+    for name in ("pieces", "render_chat"):
+        work = getattr(served.tokenizer, name)
+
+        def noted(*args: Any, name: str = name, work: Any = work, **more: Any) -> Any:
+            threads[name] = threading.current_thread().name
+            return work(*args, **more)
+
+        monkeypatch.setattr(served.tokenizer, name, noted)
+    for size, is_offloaded in ((10, False), (5000, True)):
+        post(served, "tokenize", prompt="\x00" * size, return_token_strs=True)
+        assert threads["pieces"].startswith("tokenise") is is_offloaded
+        for field in ("content", "name", "tool_call_id"):
+            post(served, "tokenize", messages=[{"role": "user", "content": "x", field: "x" * size}])
+            assert threads["render_chat"].startswith("tokenise") is is_offloaded, field
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("tokenize", {}, "prompt"),
+    ("tokenize", {"prompt": "x", "messages": HELLO}, "prompt"),
+    ("tokenize", {"prompt": 7}, "prompt"),
+    ("tokenize", {"prompt": ["x"]}, "prompt"),
+    ("tokenize", {"prompt": "x" * (16 * CONTEXT + 1)}, "prompt"),
+    ("tokenize", {"prompt": "x", "tools": REST_TOOLS}, "tools"),
+    ("tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
+    ("tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
+    ("tokenize", {"prompt": "x", "return_token_strs": "yes"}, "return_token_strs"),
+    ("tokenize", {"prompt": "x", "huh": 1}, "huh"),
+    ("tokenize", {"messages": []}, "messages"),
+    ("tokenize", {"messages": [{**HELLO[0], "name": "x" * (16 * CONTEXT)}]}, "messages"),
+    ("tokenize", {"messages": [{**HELLO[0], "tool_call_id": "x" * (16 * CONTEXT)}]}, "messages"),
+    ("tokenize", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+    ("tokenize", {"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages[0].audio"),
+    ("tokenize", {"messages": HELLO, "tools": [{"type": "web"}]}, "tools[0].type"),
+    ("tokenize", {"messages": HELLO, "tools": [*REST_TOOLS, REST_TOOLS[0]]}, "tools[2].function.name"),
+    ("tokenize", {"messages": HELLO, "chat_template": "x"}, "chat_template"),
+    ("tokenize", {"messages": HELLO, "continue_final_message": True}, "messages"),
+    ("tokenize", {"prompt": "x", "continue_final_message": True}, "continue_final_message"),
+    ("detokenize", {}, "tokens"),
+    ("detokenize", {"tokens": "x"}, "tokens"),
+    ("detokenize", {"tokens": [1.5]}, "tokens[0]"),
+    ("detokenize", {"tokens": [-1]}, "tokens"),
+    ("detokenize", {"tokens": [10**9]}, "tokens"),
+    ("detokenize", {"tokens": [5] * (CONTEXT + 1)}, "tokens"),
+    ("detokenize", {"tokens": [5], "huh": 1}, "huh"),
+    ("Tokenize", {"text": "x", "messages": HELLO}, "text"),
+    ("Tokenize", {"addSpecialTokens": True, "messages": HELLO}, "add_special_tokens"),
+    ("Tokenize", {"text": "x", "tools": [{"name": "now"}]}, "tools"),
+    ("Tokenize", {"text": "x" * (16 * CONTEXT + 1)}, "text"),
+    ("Tokenize", {"messages": [{"role": "x"}]}, "messages[0].role"),
+    ("Tokenize", {"messages": HELLO, "tools": [{"name": ""}]}, "tools[0].name"),
+    ("Detokenize", {"tokenIds": [-1]}, "token_ids"),
+    ("Detokenize", {"tokenIds": [10**12]}, "token_ids"),
+    ("Detokenize", {"tokenIds": [5] * (CONTEXT + 1)}, "token_ids"),
+    ("tokenize", {"model": "other", "prompt": "x"}, "model"),
+    ("detokenize", {"model": "other", "tokens": []}, "model"),
+    ("Tokenize", {"model": "other"}, "model"),
+    ("Detokenize", {"model": "other"}, "model"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("where", "fields", "param"), BAD)
+def test_what_is_wrong_is_named(served: Served, where: str, fields: dict[str, Any], param: str) -> None:
+    outcome = ask(served, where, fields)
+    assert (outcome.status, outcome.param) == (404 if param == "model" else 400, param), outcome
+
+
+def ask(served: Served, where: str, fields: dict[str, Any]) -> Outcome:
+    if where.islower():
+        answer = served.http.post(f"/{where}", json=fields)
+        return Outcome(answer.status_code, param=answer.json()["error"]["param"])
+    outcome = Outcome()
+    with pytest.raises(grpc.RpcError) as caught:
+        call(served, where, **fields)
+    read_status(outcome, caught.value)
+    return outcome

@@ -1,0 +1,88 @@
+"""Requests that get no whole answer, from every API: the ring refuses or fails, there is a bug, clients leave."""
+
+from typing import Any
+
+import pytest
+
+from gateway.errors import ApiError, not_ready, overloaded, took_too_long
+from tests.support.adapters import APIS
+from tests.support.fake_ring import Script
+from tests.support.front_server import Served
+from tests.support.words import Api, named
+
+MODES = [(api, stream) for api in APIS.values() for stream in (False, True) if stream or api.can_be_whole]
+SEVERAL = [(api, stream) for api, stream in MODES if api.knows({"n": 2})]
+FAULTS = [
+    overloaded("the queue is full"), not_ready("no worker is alive"), took_too_long(),
+    ApiError(503, "x", None, "failed", 1), RuntimeError("secret detail"), None,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("api", "stream"), MODES, ids=named)
+@pytest.mark.parametrize("num_tokens", [0, 2])
+@pytest.mark.parametrize("fault", FAULTS, ids=named)
+def test_a_fault(served: Served, api: Api, stream: bool, num_tokens: int, fault: Exception | None) -> None:
+    """What came before it comes in a stream. Without any the ring ends with no reason."""
+    error = fault if isinstance(fault, ApiError) else None
+    bug = None if error else fault
+    served.ring.reset(Script(served.ids("hello world")[:num_tokens], error=error, bug=bug))
+    before, num_before = count_whole(served), served.count("generation_tokens_total")
+    outcome = api.ask(served, {}, stream, headers={"x-request-id": "mine-1"})
+    text = served.tokenizer.decode(served.ring.script.token_ids) if stream else ""
+    assert "".join(outcome.texts) == text
+    assert outcome.headers["x-request-id"] == "mine-1"
+    assert "secret" not in outcome.message
+    is_header_sent = stream and num_tokens and api.can_be_whole
+    if error is not None:
+        assert (outcome.status, outcome.message) == (error.status, error.message)
+        assert outcome.code == (error.code if api.tells_codes else None)
+        assert outcome.retry_after == (None if is_header_sent else error.retry_after_s)
+    else:
+        assert outcome.status == 500
+        codes = ["incomplete_answer"] if bug is None else ["bug", "internal_error"]
+        assert outcome.code in codes if api.tells_codes else outcome.code is None
+        assert bug is None or "mine-1" in outcome.message or is_header_sent
+    assert served.ring.wait_ending() == ("closed" if fault is None else "failed")
+    assert count_whole(served) == before and not served.ring.num_inside
+    assert served.count("generation_tokens_total") == num_before + num_tokens
+
+
+def count_whole(served: Served) -> list[float]:
+    """Answers that are counted as such."""
+    counts = [served.count("request_success_total", finished_reason=reason) for reason in ("stop", "length")]
+    return [*counts, served.count("e2e_request_latency_seconds_count")]
+
+
+@pytest.mark.parametrize(("api", "stream"), MODES, ids=named)
+def test_a_full_queue_refuses_before_anything_begins(served: Served, api: Api, stream: bool) -> None:
+    served.ring.refusal = overloaded("too many")
+    outcome = api.ask(served, {"n": 2} if api.knows({"n": 2}) else {}, stream)
+    assert (outcome.status, outcome.retry_after) == (429, 1)
+    assert not served.ring.generations and not served.ring.num_inside
+
+
+@pytest.mark.parametrize(("api", "stream"), SEVERAL, ids=named)
+def test_one_choice_that_fails_ends_the_others(served: Served, api: Api, stream: bool) -> None:
+    hanging = Script(served.ids("hello"), is_hanging=True)
+    for failing in (Script(served.ids("he"), error=not_ready("x")), Script(error=overloaded("the queue is full"))):
+        served.ring.reset(hanging, hanging, failing)
+        outcome = api.ask(served, {"n": 4}, stream)
+        assert failing.error is not None and outcome.status == failing.error.status
+        assert sorted(served.ring.wait_ending() for _ in served.ring.generations) == sorted(
+            ["closed"] * (len(served.ring.generations) - 1) + ["failed"]
+        )
+
+
+@pytest.mark.parametrize(("api", "stream"), MODES, ids=named)
+@pytest.mark.parametrize("num_tokens", [0, 2])
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_client_that_leaves_ends_the_work(served: Served, api: Api, stream: bool, num_tokens: int, n: int) -> None:
+    asked: Any = {"n": n} if n > 1 else {}
+    if not api.knows(asked):
+        return
+    served.ring.reset(Script(served.ids("hello world")[:num_tokens], is_hanging=True))
+    phase = "decode" if num_tokens else "waiting"
+    before = served.count("cancelled_total", phase=phase)
+    api.leave(served, asked, stream, n)
+    assert [served.ring.wait_ending() for _ in range(n)] == ["closed"] * n
+    served.wait_count(before + n, "cancelled_total", phase=phase)

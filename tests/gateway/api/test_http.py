@@ -1,0 +1,191 @@
+"""What REST has below its APIs: bodies that are no JSON objects, too large or too slow; paths, probes, request ids."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from http.client import HTTPResponse
+from typing import Any
+
+import pytest
+
+from tests.support.adapters import APIS
+from tests.support.front_server import MAX_BODY, SERVED, WAIT_S, Served
+from tests.support.tiny_tokenizer import CONTEXT
+from tests.support.words import HELLO
+
+TEXT = APIS["completions"].body({})
+CHAT = APIS["chat"].body({})
+
+
+def post(served: Served, content: Any, path: str = "/v1/chat/completions", **headers: str) -> tuple[int, Any]:
+    """The status, and the error or the answer."""
+    answer = served.http.post(path, content=content, headers=headers)
+    body = answer.json()
+    if answer.status_code != 200:
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+    return answer.status_code, body.get("error", body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"null", b'"text"', b"[" * 10_000 + b"]" * 10_000, b'{"a":' * 10_000 + b"1" + b"}" * 10_000,
+        b'{"model":"\\ud800"}', b'{"model":"\xff\xfe"}', b'{"model": 1' + b"0" * 100_000 + b"}",
+        b"[" + b"[]," * 300_000 + b"[]]", b"\x00", b"--boundary\r\n",
+    ],
+    ids=lambda body: repr(body[:12]),
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"])
+def test_bodies_that_are_no_json_object(served: Served, path: str, body: bytes) -> None:
+    status, error = post(served, body, path)
+    assert status == 400 and error["message"]
+
+
+@pytest.mark.parametrize(
+    ("element", "count"), [("[]", 20_001), ('""', 50_001), ("1", 510_000)], ids=["containers", "strings", "numbers"]
+)
+def test_bodies_of_too_many_elements(served: Served, element: str, count: int) -> None:
+    body = f'{{"model": "{SERVED}", "prompt": [{",".join([element] * count)}]}}'
+    _, error = post(served, body, "/v1/completions")
+    assert (error["param"], error["code"]) == (None, "body_too_complex"), error
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ('{"model": "m", "prompt": "a", "prompt": "b"}', "prompt"),
+        ('{"model": "m", "prompt": {"a": [], "b": {}}, "prompt": "b"}', "prompt"),
+        ('{"model": "m", "pr\\u006fmpt": "a", "prompt": "b"}', "prompt"),
+        ('{"model": "m", "messages": [{}, {"role": "user", "role": "user"}]}', "messages[1].role"),
+        ('{"model": "m", "a": [[1, {"b\\":": {"c": 1, "c": 2}}]]}', 'a[0][1].b":.c'),
+        ('{"model": "m", "n": ' + "9" * 4300 + ', "n": 1}', "n"),
+    ],
+)
+def test_a_key_that_comes_twice_is_named(served: Served, body: str, path: str) -> None:
+    status, error = post(served, body)
+    assert (status, error["param"], error["code"]) == (400, path, "invalid_json") and path in error["message"]
+
+
+def test_keys_are_counted_as_they_are_parsed(served: Served) -> None:
+    """Colons, quotes and brackets in strings are no keys; equal keys of different objects are no repetition."""
+    more = {
+        "prompt": '{"a": 1, "a": {}}\\',
+        "user": '\\":"',
+        "metadata": {"a:b": {"a": '{"'}, "b": [{"a": 1}, {"a": 2}]},
+    }
+    assert post(served, json.dumps({**TEXT, **more}), "/v1/completions")[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+def test_a_body_of_another_type_is_a_415(served: Served, kind: str) -> None:
+    status, error = post(served, "{}", **{"content-type": kind})
+    assert status == 415 and kind in error["message"]
+    assert error["message"].endswith("send JSON with the header 'Content-Type: application/json'")
+
+
+@pytest.mark.parametrize("kind", [None, "Application/JSON; charset=utf-8", "application/vnd.x+json"])
+def test_a_body_of_no_type_or_some_json_is_read(served: Served, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    assert post(served, b'{"prompt": 1}', "/v1/completions", **headers)[1]["param"] == "model"
+
+
+def test_a_body_over_the_limit_is_refused_while_it_is_read(served: Served) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(MAX_BODY // 2**16 + 8):
+            yield b" " * 2**16
+
+    assert b" 413 " in send_head(served, "content-length: 99999999999")
+    status, error = post(served, chunks())
+    assert (status, error["code"]) == (413, "body_too_large")
+
+
+def send_head(served: Served, *lines: str) -> bytes:
+    """The beginning of the answer to a POST of no body."""
+    keys = [f"{name}: {value}" for name, value in served.metadata]
+    with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
+        raw.sendall("\r\n".join(["POST /v1/completions HTTP/1.1", "host: x", *keys, *lines, "", ""]).encode())
+        return raw.recv(4096)
+
+
+def test_a_body_that_never_comes_is_given_up(served: Served) -> None:
+    keys = "".join(f"{name}: {value}\r\n" for name, value in served.metadata)
+    with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
+        raw.sendall(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{keys}content-length: 10\r\n\r\n{{".encode())
+        response = HTTPResponse(raw)
+        response.begin()
+        error = json.loads(response.read())["error"]
+        assert (response.status, error["type"], error["code"]) == (408, "invalid_request_error", "body_timeout")
+
+
+def test_large_rubbish_does_not_hold_up_others(served: Served) -> None:
+    fields: list[dict[str, Any]] = [
+        {"prompt": ["x"] * 200_000}, {"prompt": [1] * 300_000}, {"messages": [5] * 300_000},
+        {"messages": [{}] * 60_000}, {f"k{i}": 1 for i in range(60_000)},
+        {"messages": [{f"k{i}": 1 for i in range(60_000)}]},
+        {"stop": ["x"] * 200_000}, {"prompt": "a" * 900_000},
+    ]  # fmt: skip
+    parsing_s = whole_s = 0.0  # of CPU
+    for more in fields:
+        encoded = json.dumps({**TEXT, **more})
+        began = time.process_time()
+        json.loads(encoded)
+        parsed = time.process_time()
+        assert post(served, encoded, "/v1/completions")[0] == 400
+        parsing_s += parsed - began
+        whole_s += time.process_time() - parsed
+    assert whole_s < 20 * parsing_s
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing", 404), ("GET", "/v1/chat/completions", 405), ("POST", "/live", 405),
+        ("POST", "//v1/completions", 404), ("POST", "/v1/completions/", 404), ("GET", "/docs", 404),
+    ],
+)  # fmt: skip
+def test_paths_and_methods_that_are_not_served(served: Served, method: str, path: str, status: int) -> None:
+    answer = served.http.request(method, served.url + path)
+    error = answer.json()["error"]
+    told = {404: ("not_found_error", "not_found"), 405: ("invalid_request_error", "method_not_allowed")}
+    assert (answer.status_code, error["type"], error["code"]) == (status, *told[status])
+    assert path == "/live" or answer.headers.get("allow") == ("POST" if status == 405 else None)
+
+
+def test_request_ids(served: Served) -> None:
+    for bad in (b"x" * 129, "caf\u00e9".encode(), b"tab\there"):
+        answer = served.http.get("/live", headers={b"x-request-id": bad})
+        assert answer.headers["x-request-id"].startswith("req-")
+    assert served.http.get("/nothing", headers={"x-request-id": "e"}).headers["x-request-id"] == "e"
+
+
+def test_models(served: Served) -> None:
+    (model,) = served.http.get("/v1/models").json()["data"]
+    assert (model["id"], model["root"], model["max_model_len"]) == (SERVED, SERVED, CONTEXT)
+
+
+def test_probes_version_and_metrics(served: Served) -> None:
+    served.http.post("/v1/chat/completions", json={**CHAT, "messages": HELLO}).raise_for_status()
+    assert [served.http.get(path).status_code for path in ("/live", "/ready", "/health")] == [200] * 3
+    assert "version" in served.http.get("/version").json()
+    text = served.http.get("/metrics").text
+    for name in ("prompt_tokens_total", "generation_tokens_total", "request_success_total", "cancelled_total"):
+        assert f"baton:{name}" in text
+    for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency"):
+        assert f'baton:{name}_seconds_bucket{{le="0.001"}}' in text
+    served.ring.unready = "no decode worker is alive"
+    answer = served.http.get("/ready")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["message"] == "no decode worker is alive"
+
+
+def test_the_document_has_the_bodies(served: Served) -> None:
+    document = served.http.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    bodies = {
+        "ChatCompletionRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest", "MessagesRequest",
+        "CountTokensRequest", "ResponsesRequest",
+    }  # fmt: skip
+    assert bodies <= schemas.keys()
+    assert set(schemas["ChatCompletionRequest"]["required"]) == {"model", "messages"}
+    assert "~" not in json.dumps(schemas)

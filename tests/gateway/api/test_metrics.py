@@ -1,0 +1,88 @@
+"""What the gateway measures of requests by a clock of the test's own, and of their wait for workers.
+
+What is counted of whole answers, of those that fail and of those whose clients leave: test_cases.py, test_ends.py.
+"""
+
+import asyncio
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from gateway.metrics import FrontMetrics, RequestMeter
+from tests.support.dispatching import answer, bounded, generation, pair
+
+
+class Measured:
+    """A request that is measured by a clock which the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.registry = CollectorRegistry()
+        self.meter = RequestMeter(FrontMetrics(self.registry), self.now, lambda: self.now)
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"baton:{name}", labels) or 0.0
+
+    def latency(self, name: str) -> tuple[float, float]:
+        """How often, and seconds in all."""
+        return self.value(f"{name}_seconds_count"), self.value(f"{name}_seconds_sum")
+
+
+def test_each_choice_is_timed_from_the_requests_arrival() -> None:
+    one = Measured()
+    one.now += 0.25
+    one.meter.start(7)
+    first, second = one.meter.choice(), one.meter.choice()
+    one.now += 0.25
+    first.add_tokens(2)
+    first.add_tokens(0)
+    assert one.latency("time_to_first_token") == (1, 0.5)
+    one.now += 0.5
+    first.add_tokens(4)
+    assert one.latency("inter_token_latency") == (4, 0.5), "they came together and share their time"
+    assert one.value("inter_token_latency_seconds_bucket", le="0.1") == 0
+    assert one.value("inter_token_latency_seconds_bucket", le="0.2") == 4
+    second.add_tokens(1)
+    assert one.latency("time_to_first_token") == (2, 0.5 + 1.0)
+    one.now += 1.0
+    first.finish("stop")
+    one.now += 1.0
+    second.finish("length")
+    assert one.latency("e2e_request_latency") == (2, 2.0 + 3.0)
+    assert first.decode_s == 0.5 and second.decode_s == 0
+    assert one.value("prompt_tokens_total") == one.value("generation_tokens_total") == 7
+
+
+def test_a_choice_ends_once() -> None:
+    one = Measured()
+    done, waiting, left = (one.meter.choice() for _ in range(3))
+    done.add_tokens(1)
+    left.add_tokens(1)
+    done.finish("stop")
+    for choice in (done, waiting, left):
+        choice.cancel()
+        choice.finish("length")
+    assert [one.value("request_success_total", finished_reason=why) for why in ("stop", "length")] == [1, 0]
+    assert [one.value("cancelled_total", phase=phase) for phase in ("waiting", "decode")] == [1, 1]
+    assert one.latency("e2e_request_latency")[0] == 1
+
+
+@bounded
+async def test_the_wait_for_a_worker_is_reported_as_it_is_measured() -> None:
+    async with pair(is_manual=True, max_running=1) as (ring, decode, _prefill):
+        tasks = [asyncio.create_task(ring.listen(generation(f"r{number}"))) for number in range(2)]
+        for number in range(2):
+            await decode.has_sessions(number + 1)
+            await asyncio.sleep(0.02)
+            decode.sessions[number].emit(4, "length")
+        waits = []
+        for task in tasks:
+            parts = await task
+            assert [token for part in parts for token in part.token_ids] == answer(4)
+            assert parts[-1].timing is not None
+            waits.append(parts[-1].timing.queue_s)
+        (metric,) = ring.dispatcher._queue_seconds.collect()
+        values = {sample.name: sample.value for sample in metric.samples if not sample.labels}
+        assert values["baton:request_queue_time_seconds_count"] == 2
+        assert values["baton:request_queue_time_seconds_sum"] == pytest.approx(sum(waits))
+        assert waits[1] >= 0.02

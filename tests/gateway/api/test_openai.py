@@ -1,0 +1,425 @@
+"""What only chats and completions have: chunks, several prompts, log-probabilities, echo, their official client."""
+
+import asyncio
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.answer.choice_text import ShownToken
+from gateway.api.openai.logprobs import ChatLogprobs, TextLogprobs
+from gateway.errors import ApiError, overloaded
+from gateway.request.raw import RawRequest
+from gateway.request.rules import check_num_logprobs
+from tests.gateway.api.conftest import ANSWER
+from tests.support.adapters import APIS
+from tests.support.fake_ring import TIMING, Script, likely
+from tests.support.front_server import KEYS, SERVED, WAIT_S, Served
+from tests.support.rest_adapters import read_events
+from tests.support.tiny_tokenizer import CONTEXT, END
+from tests.support.words import CALL, HELLO, NOW, TOOLS
+from wire.logprobs import TokenLogprobs
+
+CHAT, TEXT = APIS["chat"].body({}), APIS["completions"].body({})
+PATHS = {"chat/completions": CHAT, "completions": TEXT}
+CALLING: Any = {"messages": HELLO, "tools": APIS["chat"].body({"tools": TOOLS})["tools"], "model": SERVED}
+
+
+def ask(served: Served, path: str = "completions", stream: bool = False, **fields: Any) -> list[Any]:
+    """The answer, or the events of its stream but the last."""
+    answer = served.http.post(f"/v1/{path}", json={**PATHS[path], "stream": stream, **fields})
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        return [answer.json()]
+    *events, last = read_events(answer.text)
+    assert last == "[DONE]"
+    return events
+
+
+def read_columns(events: Sequence[Any], index: int = 0) -> dict[str, list[Any]]:
+    """The log-probabilities of a completion's choice, whole or streamed."""
+    columns = defaultdict[str, list[Any]](list)
+    for event in events:
+        for choice in event["choices"]:
+            for name, column in (choice["logprobs"] or {}).items() if choice["index"] == index else ():
+                columns[name] += column
+    return dict(columns)
+
+
+@pytest.fixture
+def client(served: Served) -> openai.OpenAI:
+    """The official one; asks once."""
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEYS[0], max_retries=0, timeout=WAIT_S)
+
+
+# -- chunks ----------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_of_a_chat(served: Served) -> None:
+    events = ask(served, "chat/completions", stream=True)
+    assert [event["choices"][0]["delta"] for event in events[:: len(events) - 1]] == [
+        {"role": "assistant", "content": ""},
+        {},
+    ]
+    assert all("role" not in event["choices"][0]["delta"] for event in events[1:])
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None] * (len(events) - 1) + ["stop"]
+    assert all("usage" not in event for event in events)
+    assert len({event["id"] for event in events}) == 1 and events[0]["id"].startswith("chatcmpl-")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("is_continuous", [False, True])
+def test_token_counts_in_a_stream(served: Served, path: str, is_continuous: bool) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": is_continuous}
+    *usages, last = [event["usage"] for event in ask(served, path, stream=True, stream_options=options)]
+    assert last["completion_tokens"] == len(served.ring.script.token_ids)
+    if not is_continuous:
+        assert usages == [None] * len(usages)
+        return
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts) and counts[-1] == last["completion_tokens"] > counts[0]
+    assert {usage["prompt_tokens"] for usage in usages} == {last["prompt_tokens"]}
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_obfuscation_that_is_not_wanted(served: Served, value: object) -> None:
+    for path in PATHS:
+        ask(served, path, stream=True, stream_options={"include_obfuscation": value})
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_streamed_choices_come_as_they_are_ready(served: Served, path: str) -> None:
+    served.ring.reset(served.script(ANSWER, delay_s=0.001))
+    events = ask(served, path, stream=True, n=3)
+    indices = [event["choices"][0]["index"] for event in events]
+    assert indices != sorted(indices)
+    if path == "chat/completions":
+        roles = [at for at, event in enumerate(events) if "role" in event["choices"][0]["delta"]]
+        assert roles == sorted(indices.index(index) for index in range(3))
+
+
+@pytest.mark.parametrize("group", [1, 3, 1000])
+def test_a_streamed_call_begins_with_its_id_type_and_name(served: Served, group: int) -> None:
+    served.ring.reset(served.script(f"Let me look. {CALL}\n{NOW}", group=group))
+    events = ask(served, "chat/completions", stream=True, tools=CALLING["tools"])
+    calls = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", ())]
+    for index, name in enumerate(("weather", "now")):
+        first, *rest = [call for call in calls if call["index"] == index]
+        assert (first["type"], first["function"]) == ("function", {"name": name, "arguments": ""})
+        assert all(call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"} for call in rest)
+
+
+def test_content_beside_calls_is_null_where_there_is_none(served: Served) -> None:
+    served.ring.reset(served.script(CALL))
+    for tools, content in ((CALLING["tools"], None), (None, CALL)):
+        message = ask(served, "chat/completions", tools=tools)[0]["choices"][0]["message"]
+        assert (message["role"], message["content"], "tool_calls" in message) == (
+            "assistant",
+            content,
+            tools is not None,
+        )
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_the_prompt_and_how_likely_they_are(served: Served, path: str, stream: bool) -> None:
+    """They are of the prompt's first choice, which begins with them; a chat has them beside its choices."""
+    more = {} if stream else {"prompt_logprobs": 1}
+    events = ask(served, path, stream, return_token_ids=True, n=2, **more)
+    ids = list(served.ring.sent[0]["prompt_ids"])
+    assert {event["system_fingerprint"] for event in events} == {events[0]["system_fingerprint"]} != {""}
+    places = events if path != "completions" else [choice for event in events for choice in event["choices"]]
+    assert next(place["prompt_token_ids"] for place in places if place.get("prompt_token_ids")) == ids
+    if stream:
+        return
+    told = next(place["prompt_logprobs"] for place in places if place.get("prompt_logprobs"))
+    truth = likely(ids[1:], 1)
+    assert told[0] is None
+    for token_id, one, true in zip(ids[1:], told[1:], truth, strict=True):
+        assert one[str(token_id)]["logprob"] == true.logprob
+        assert set(one) == {str(token_id), *map(str, true.top_ids)}
+
+
+# -- several prompts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_of_several_prompts(served: Served, stream: bool) -> None:
+    texts = [f"answer {index}" for index in range(6)]
+    served.ring.reset(Script(), *map(served.script, texts))
+    outcome = APIS["completions"].send(
+        served, {**TEXT, "prompt": ["one", "two", "three"], "n": 2, "seed": 2**64 - 1}, stream
+    )
+    assert sorted(outcome.texts) == texts
+    by_id = sorted(served.ring.sent, key=lambda sent: int(sent["request_id"].rsplit("-", 1)[1]))
+    prompts = [tuple(served.ids(text)) for text in ("one", "one", "two", "two", "three", "three")]
+    assert [sent["prompt_ids"] for sent in by_id] == prompts
+    assert [sent["seed"] for sent in by_id] == [2**64 - 1, 0] * 3
+    assert outcome.usage == (sum(map(len, prompts[::2])), served.ring.num_given, 3 * TIMING.cached_tokens)
+    assert served.ring.admitted == [6]
+    assert len({sent["request_id"] for sent in by_id}) == 6
+
+
+def test_equal_prompts_get_seeds_of_their_own(served: Served) -> None:
+    ask(served, prompt=["x", "x"])
+    ask(served, prompt="x")
+    assert len({sent["seed"] for sent in served.ring.sent}) == 3
+
+
+def test_most_prompts(served: Served) -> None:
+    (answer,) = ask(served, prompt=["a"] * 64, n=2)
+    assert [choice["text"] for choice in answer["choices"]] == [ANSWER] * 128
+
+
+def test_a_client_that_leaves_ends_all_prompts(served: Served) -> None:
+    served.ring.reset(Script(served.ids("hello"), is_hanging=True))
+    api = APIS["completions"]
+    api.leave(served, {"prompt": ["x", "y"], "n": 4}, stream=True, num_choices=8)
+    assert [served.ring.wait_ending() for _ in range(8)] == ["closed"] * 8
+
+
+# -- log-probabilities -----------------------------------------------------------------------------------------------
+
+
+def token_name(served: Served, token_id: int) -> str:
+    raw = served.tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_log_probabilities_of_a_chat(served: Served, group: int) -> None:
+    ids = list(served.ring.script.token_ids)
+    served.ring.reset(Script(ids, group=group))
+    asked: Any = {"path": "chat/completions", "logprobs": True, "top_logprobs": 3}
+    whole = ask(served, **asked)[0]["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(token["bytes"]) for token in whole) == ANSWER.encode() + b"<|end|>"
+    for token_id, told, truth in zip(ids, whole, likely(ids, 3), strict=True):
+        assert bytes(told["bytes"]) == served.tokenizer.token_bytes(token_id)
+        assert told["token"] == bytes(told["bytes"]).decode(errors="replace")
+        assert told["logprob"] == truth.logprob
+        assert [top["logprob"] for top in told["top_logprobs"]] == list(truth.top_logprobs)
+        names = [served.tokenizer.token_bytes(other) for other in truth.top_ids]
+        assert [bytes(top["bytes"]) for top in told["top_logprobs"]] == names
+    streamed: list[Any] = []
+    for event in ask(served, **asked, stream=True):
+        (choice,) = event["choices"]
+        tokens = (choice["logprobs"] or {}).get("content") or []
+        text = b"".join(bytes(token["bytes"]) for token in tokens).removesuffix(b"<|end|>")
+        assert text.decode() == choice["delta"].get("content", "")
+        streamed += tokens
+    assert streamed == whole
+
+
+def test_a_chat_without_likely_tokens(served: Served) -> None:
+    for more in ({}, {"top_logprobs": 0}, {"top_logprobs": None}):
+        (choice,) = ask(served, "chat/completions", logprobs=True, **more)[0]["choices"]
+        assert all(token["top_logprobs"] == [] for token in choice["logprobs"]["content"])
+    assert ask(served, "chat/completions", logprobs=False)[0]["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 20])
+def test_log_probabilities_of_a_completion(served: Served, num_top: int) -> None:
+    ids = list(served.ring.script.token_ids)
+    told = read_columns(ask(served, logprobs=num_top))
+    assert told["tokens"] == [token_name(served, token_id) for token_id in ids]
+    assert told["token_logprobs"] == [token.logprob for token in likely(ids, 0)]
+    for token_id, top, truth in zip(ids, told["top_logprobs"], likely(ids, num_top), strict=True):
+        others = zip(truth.top_ids, truth.top_logprobs, strict=True)
+        assert top == {token_name(served, token_id): truth.logprob} | {
+            token_name(served, other): logprob for other, logprob in others
+        }
+    assert told["text_offset"].count(ANSWER.index("🙂")) == 4
+    assert [name for name in told["tokens"] if "bytes" in name] == [f"bytes:\\x{byte:02x}" for byte in "🙂".encode()]
+    assert read_columns(ask(served, logprobs=num_top, stream=True)) == told
+
+
+def test_tokens_cut_by_a_stop_string_are_not_told(served: Served) -> None:
+    served.ring.reset(Script(served.ids("one two STOP three"), group=2))
+    tokens = read_columns(ask(served, stop="STOP", logprobs=0))["tokens"]
+    (choice,) = ask(served, "chat/completions", stop="STOP", logprobs=True)[0]["choices"]
+    assert "".join(tokens) == "".join(token["token"] for token in choice["logprobs"]["content"]) == "one two "
+
+
+def test_what_is_impossible_is_a_number_too() -> None:
+    """JSON has no infinity."""
+    token = ShownToken(5, TokenLogprobs(-math.inf, (6, 7), (-0.5, -math.inf)), 0)
+    chat, text = ChatLogprobs(), TextLogprobs()
+    for logprobs in (chat, text):
+        logprobs.extend([token], lambda token_id: b"%d" % token_id)
+    assert json.loads(bytes(chat.content[0]))["logprob"] == -9999
+    assert text.token_logprobs == [-9999]
+    assert json.loads(bytes(text.top_logprobs[0] or b"")) == {"6": -0.5, "7": -9999, "5": -9999}
+
+
+def test_more_log_probabilities_than_memory_may_hold_are_refused() -> None:
+    raw = RawRequest("m", [], num_logprobs=20, logprobs_param="top_logprobs")
+    check_num_logprobs(raw, 1, 10**9)  # bounded by the context
+    check_num_logprobs(raw, 2, 2**21 // 21)
+    with pytest.raises(ApiError, match="lower max_tokens") as caught:
+        check_num_logprobs(raw, 2, 2**21 // 21 + 1)
+    assert caught.value.param == "top_logprobs"
+
+
+def test_an_answer_cut_by_a_stop_string_has_timing_and_cached_tokens(served: Served) -> None:
+    served.ring.reset(served.script("one two STOP", ends=False, is_hanging=True, delay_s=0.005))
+    (answer,) = ask(served, stop="STOP", include_timing=True)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == TIMING.cached_tokens
+    assert 0.005 < answer["choices"][0]["timing"]["decode_seconds"] != TIMING.decode_s
+
+
+# -- echo ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("more", [{}, {"logprobs": 0}])
+def test_echo_of_texts(served: Served, stream: bool, more: dict[str, Any]) -> None:
+    prompts = ["<|end|>one 🙂", "two"]
+    body = {**TEXT, "prompt": prompts, "n": 2, "echo": True, "stop": "one", **more}
+    outcome = APIS["completions"].send(served, body, stream)
+    assert outcome.texts == [f"{prompts[0]}{ANSWER}"] * 2 + [f"{prompts[1]}{ANSWER}"] * 2
+
+
+def test_offsets_count_the_control_tokens_that_a_prompt_is_written_with(served: Served) -> None:
+    (choice,) = ask(served, prompt="<|user|>hi there<|end|>ok", echo=True, logprobs=0)[0]["choices"]
+    told = list(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True))
+    for token, offset in told[1:-1]:  # those that begin and end texts are no part of them
+        assert token.startswith("bytes:") or choice["text"].startswith(token, offset)
+
+
+def test_a_prompts_tokens_behind_ill_formed_bytes_begin_behind_them(served: Served) -> None:
+    prompt = [served.ids("🙂")[0], *served.ids("ok")]
+    (choice,) = ask(served, prompt=prompt, echo=True, logprobs=0, max_tokens=1)[0]["choices"]
+    assert choice["text"].startswith("\ufffdok") and choice["logprobs"]["text_offset"][:2] == [0, 1]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+@pytest.mark.parametrize("stream", [False, True])
+def test_scores_of_a_prompt_as_lm_eval_asks_for_them(served: Served, max_tokens: int, stream: bool) -> None:
+    prompts = [served.ids("hello 🙂 world"), served.ids("the quick")]
+    fields: Any = {
+        "prompt": prompts,
+        "echo": True,
+        "logprobs": 1,
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "seed": 1234,
+    }
+    events = ask(served, stream=stream, **fields)
+    if not stream:
+        (answer,) = events
+        assert answer["usage"]["completion_tokens"] == 2 * max_tokens
+        assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+        text = answer["choices"][1]["text"]
+        assert text.startswith("the quick") and (max_tokens or text == "the quick")
+    answered = list(served.ring.script.token_ids)[:max_tokens]
+    for index, ids in enumerate(prompts):
+        told = read_columns(events, index)
+        assert told["tokens"] == [token_name(served, token_id) for token_id in [*ids, *answered]]
+        assert told["token_logprobs"] == [None, *(token.logprob for token in likely([*ids[1:], *answered], 1))]
+        assert told["top_logprobs"][0] is None
+        scores, tops = told["token_logprobs"][2:-1], told["top_logprobs"][2:-1]  # as lm-eval does
+        greedy = [score == max(top.values()) for score, top in zip(scores, tops, strict=True)]
+        assert greedy == [token_id % 2 == 1 for token_id in [*ids, *answered][2:-1]]
+        assert told["text_offset"] == sorted(told["text_offset"])
+    assert {sent["num_prompt_logprobs"] for sent in served.ring.sent} == {1}
+    assert {sent["max_tokens"] for sent in served.ring.sent} == {max(max_tokens, 1)}
+
+
+def test_an_end_token_after_a_scored_prompt_is_told(served: Served) -> None:
+    """lm-eval drops the last token, whatever it is."""
+    served.ring.reset(Script([END]))
+    assert len(read_columns(ask(served, prompt=[5, 6, 7], echo=True, logprobs=1, max_tokens=1))["tokens"]) == 4
+
+
+def test_a_long_prompt_is_echoed_whole(served: Served) -> None:
+    prompt = [5 + at % 50 for at in range(CONTEXT - 1)]
+    (choice,) = ask(served, prompt=prompt, echo=True, logprobs=2, max_tokens=0)[0]["choices"]
+    assert choice["logprobs"]["tokens"] == [token_name(served, token_id) for token_id in prompt]
+    assert choice["text"] == served.tokenizer.decode(prompt)
+
+
+# -- where a prompt ends and its answer goes on ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["text", "ids", "ids behind control tokens"])
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_first_space_is_the_answers(sentence: Served, kind: str, echo: bool, stream: bool) -> None:
+    text, answer = "hello world", " how are you"
+    ids = sentence.tokenizer.encode(text, add_special_tokens=True)
+    answered = sentence.ids(text + answer)[len(sentence.ids(text)) :]
+    sentence.ring.reset(Script([*answered, min(sentence.tokenizer.eos_token_ids)]))
+    prompt = {"text": text, "ids": ids, "ids behind control tokens": [*ids, END, END, END]}[kind]
+    events = ask(sentence, prompt=prompt, echo=echo, logprobs=0, stream=stream)
+    whole, told = "".join(event["choices"][0]["text"] for event in events), read_columns(events)
+    assert whole == (text if echo else "") + answer
+    for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+        assert whole[offset:].startswith(token) or offset in (0, len(whole)) or token.startswith("<|")
+    assert "".join(told["tokens"][-len(answered) - 1 : -1]) == answer
+    assert told["text_offset"][-len(answered) - 1] == len(whole) - len(answer)
+
+
+def test_the_answer_to_a_prompt_without_text_begins_one(sentence: Served) -> None:
+    sentence.ring.reset(sentence.script("how are you"))
+    assert ask(sentence, prompt=[END])[0]["choices"][0]["text"] == "how are you"
+
+
+# -- official clients ------------------------------------------------------------------------------------------------
+
+
+def test_the_official_client(client: openai.OpenAI, served: Served) -> None:
+    asked: Any = {"model": SERVED, "messages": HELLO, "logprobs": True, "top_logprobs": 1}
+    answer = client.chat.completions.create(**asked)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (ANSWER, "stop")
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == ANSWER
+    assert chunks[-1].usage == answer.usage and not chunks[-1].choices
+    assert client.completions.create(model=SERVED, prompt="hello", max_tokens=3).choices[0].finish_reason == "length"
+    parts = client.completions.create(model=SERVED, prompt="hello", stream=True)
+    assert "".join(part.choices[0].text for part in parts) == ANSWER
+    assert [model.id for model in client.models.list()] == [client.models.retrieve(SERVED).id] == [SERVED]
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_the_official_asyncio_client(served: Served) -> None:
+    async def talk() -> tuple[str, str]:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=KEYS[0], max_retries=0) as client:
+            whole = await client.chat.completions.create(model=SERVED, messages=HELLO)
+            stream = await client.completions.create(model=SERVED, prompt="hi", stream=True)
+            parts = [chunk.choices[0].text async for chunk in stream]
+            return whole.choices[0].message.content or "", "".join(parts)
+
+    assert asyncio.run(talk()) == (ANSWER, ANSWER)
+
+
+def test_a_conversation_with_calls_by_the_official_client(client: openai.OpenAI, served: Served) -> None:
+    """Its own message goes back as an object, as a dict without nulls, and as one with all of them."""
+    served.ring.reset(served.script(f"{CALL}\n{NOW}"))
+    with client.chat.completions.stream(**CALLING) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert [call.function.name for call in message.tool_calls or ()] == ["weather", "now"]
+    whole: Any = client.chat.completions.create(**CALLING).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in whole.tool_calls]
+    said = {**whole.model_dump(), "provider_specific_fields": {"refusal": None}}  # litellm adds this
+    for form in (whole, whole.model_dump(exclude_none=True), said):
+        client.chat.completions.create(**{**CALLING, "messages": [*HELLO, form, *results]})
+    assert len({sent["prompt_ids"] for sent in served.ring.sent[-3:]}) == 1
+
+
+def test_the_official_client_raises(client: openai.OpenAI, served: Served) -> None:
+    for stream in (False, True):
+        served.ring.reset(Script(error=overloaded("the queue is full")))
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.chat.completions.create(model=SERVED, messages=HELLO, stream=stream)
+        assert caught.value.response.headers["retry-after"] == "1" and caught.value.code == "overloaded"
+    served.ring.reset(Script(served.ids("hello"), error=ApiError(503, "no worker is left")))
+    with pytest.raises(openai.APIError, match="no worker is left"):
+        list(client.chat.completions.create(model=SERVED, messages=HELLO, stream=True))

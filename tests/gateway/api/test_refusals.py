@@ -1,0 +1,445 @@
+"""What every API refuses: by status, by the field's own name, by a code, and never with a 500.
+
+Tables: values that no API takes, fields that one API refuses by itself, and what means nothing and so may be sent.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from gateway.api.access import MAX_WARNING_CHARS, WARNING_HEADER, warning_headers
+from runtime.peer_input import MAX_JSON_DEPTH
+from tests.support.adapters import APIS
+from tests.support.front_server import Served
+from tests.support.tiny_tokenizer import CONTEXT, END
+from tests.support.words import CALL, HELLO, TOOLS, Api, named
+
+NAN, INF = float("nan"), float("inf")
+VALUE, TYPE, MISSING, LONG = "invalid_value", "invalid_type", "missing_field", "context_length_exceeded"
+UNKNOWN, UNSUPPORTED = "unknown_field", "unsupported_field"
+GONE: Any = object()  # as a value: the field is not sent
+CHATS = [APIS[name] for name in ("chat", "responses", "messages", "Chat")]
+
+
+def said(role: str = "user", content: Any = "x", **fields: Any) -> list[Any]:
+    """A conversation whose second message is this."""
+    return [*HELLO, {"role": role, "content": content, **fields}]
+
+
+def called(arguments: str = "{}", call_id: str = "x", name: str = "now") -> list[Any]:
+    """A conversation whose second message calls."""
+    call = {"id": call_id, "name": name, "arguments": arguments}
+    return [*said("assistant", "", calls=[call]), *HELLO]
+
+
+def tool(name: str = "now", **fields: Any) -> list[Any]:
+    return [{"name": name, **fields}]
+
+
+def calls_of(**fields: Any) -> list[Any]:
+    """The same in the words of chat completions."""
+    call = {"id": "x", "type": "function", "function": {"name": "now", "arguments": "{}"}, **fields}
+    return said("assistant", None, tool_calls=[call])
+
+
+USED = {"type": "function_call", "call_id": "x", "name": "now", "arguments": "{}"}
+USE = {"type": "tool_use", "id": "x", "name": "now", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "x", "content": "y"}
+
+
+# fmt: off
+# word |-> values that are wrong, perhaps with the place that errors name and a code
+VALUES: dict[str, list[Any]] = {
+    "model": [("gpt-9", "model", "model_not_found")],
+    "max_tokens": [-1, 0, (CONTEXT, "", LONG), (2**63 - 1, "", LONG), (2**63, "", LONG)],
+    "temperature": [(-0.1, "", VALUE), (2.1, "", VALUE), NAN, INF],
+    "top_p": [0, 1.01], "top_k": [-2], "min_p": [NAN, INF],
+    "seed": [2**64, -(2**63) - 1],
+    "frequency_penalty": [-2.1, NAN], "presence_penalty": [2.1, NAN], "repetition_penalty": [0, 2.1],
+    "stop": [[""], ["x"] * 17, ["x", ""], ["x" * 10_000]],
+    "stop_token_ids": [[10**6], [-1], [1] * 10_000],
+    "n": [0, -1, 129, 10**9],
+    "logprobs": [21, 10**6, -1],
+    "min_tokens": [-1],
+    "logit_bias": [({"1": 101}, ".1"), ({"1": -INF}, ".1"), {"9999": 1}, {"-1": 1},
+                   {str(at): 1 for at in range(20_000)}],
+    "speculation": ["tree"], "max_draft_tokens": [0, 17],
+    "cache_salt": ["x" * 1025],
+    "prompt": ["", ("word " * CONTEXT, "", LONG), ("x" * (16 * CONTEXT + 1), "", LONG),
+               *(([bad], "_ids") for bad in (-1, 10**9)), ([], "_ids"), ([5] * CONTEXT, "_ids", LONG)],
+    "form": [({"json_schema": {"const": "x" * 2**16}}, ".json_schema"),
+             ({"json_schema": {"const": NAN}}, ".json_schema"),
+             ({"regex": ""}, ".regex"), ({"regex": "a\0"}, ".regex"), ({"regex": "a" * (2**16 + 1)}, ".regex"),
+             ({"grammar": "a" * (2**16 + 1)}, ".grammar"), ({"choice": []}, ".choice"),
+             ({"choice": ["a", ""]}, ".choice"),
+             ({"choice": ["\x7f" * 2**15] * 3}, ".choice"), ({"choice": ["word"] * 20_000}, ".choice")],
+    "messages": [[], HELLO * 4097, (said("robot"), "[1].role"), (said(name="nobody"), ""),  # the template refuses
+                 *(([{"role": "tool", "tool_call_id": bad, "content": "x"}], "[0].tool_call_id", code)
+                   for bad, code in (("y", ""), ("", MISSING))),
+                 (called(call_id=""), "[1].calls[0].id"), (called(name=""), "[1].calls[0].name"),
+                 (said(content="word " * CONTEXT), "", LONG), (said(content="x" * (16 * CONTEXT + 1)), "", LONG),
+                 *((called(bad), "[1].calls[0].arguments")
+                   for bad in ("{", "[]", "NaN", '{"a": NaN}', "[" * 5000, "1" * 5000))],
+    "tools": [*((tool(name), "[0].name") for name in ("a b", "x" * 65, "now\n", "")), (tool() * 2, "[1].name"),
+              (tool(parameters={"type": "string"}), "[0].parameters"),
+              (tool(parameters={"anyOf": [{}]}, strict=True), "[0].parameters"),
+              [{"name": f"f{at}"} for at in range(129)], tool(description="x" * 300_000)],
+    "tool_choice": ["required", ("now", "")],
+}
+PAIRS: list[tuple[Mapping[str, Any], str]] = [  # values that do not go together, and the field that is named
+    ({"min_tokens": 4, "max_tokens": 3}, "min_tokens"),
+    ({"prompt": [5] * (CONTEXT - 1), "max_tokens": 2}, "max_tokens"),
+    ({"tools": TOOLS, "tool_choice": "huh"}, "tool_choice.name"),
+    ({"tools": tool(parameters={"enum": [1]}), "tool_choice": "required"}, "tools[0].parameters"),
+    ({"tools": TOOLS, "tool_choice": "required", "min_tokens": 3}, "min_tokens"),
+    ({"tools": TOOLS, "parallel_tool_calls": False, "ignore_eos": True}, "ignore_eos"),
+    *(({"tools": TOOLS, "tool_choice": "required", "form": form}, f"form.{kind}")
+      for kind, form in (
+          ("json_object", {"json_object": True}), ("json_schema", {"json_schema": {}}), ("regex", {"regex": "a"}))),
+    *(({"form": {"json_schema": {"type": "null"}}, name: value}, name)
+      for name, value in (("min_tokens", 1), ("ignore_eos", True))),
+]
+
+# API |-> its own field |-> values that are wrong: perhaps with the place, begun with a dot or bracket, or another field
+OWN: dict[str, dict[str, list[Any]]] = {
+    "chat": {
+        "model": [(GONE, "", MISSING), 7, None],
+        "messages": [
+            (GONE, "", MISSING), "hi", (["hi"], "[0]", TYPE), ([{"content": "x"}], "[0].role", MISSING),
+            ([{"role": "user"}], "[0].content", MISSING), (said(content=None), "[1].content"),
+            (said(content=5), "[1].content"),
+            (said(content=[{"type": "text", "text": 5}]), "[1].content[0].text"),
+            (said(content=[{"type": "image_url", "image_url": "x"}]), "[1].content[0].type", UNSUPPORTED),
+            (said(content=[{"type": "audio", "text": "x"}]), "[1].content[0].type", UNSUPPORTED),
+            (said(nonsense=1), "[1].nonsense", UNKNOWN), (said("tool"), "[1].tool_call_id", MISSING),
+            (said(refusal="x"), "[1].refusal", UNSUPPORTED),
+            (said(tool_calls=[{"id": "x"}]), "[1].tool_calls[0].function", MISSING),
+            (said("assistant", None), "[1].content"), (said("assistant", None, tool_calls=[]), "[1].content"),
+            (calls_of(function={"name": "now"}), "[1].tool_calls[0].function.arguments", MISSING),
+            (calls_of(type="custom"), "[1].tool_calls[0].type"), (calls_of(id=None), "[1].tool_calls[0].id")],
+        "max_tokens": [1.5, "9", True, (10**4000, "", LONG)], "max_completion_tokens": [-1, (CONTEXT, "", LONG)],
+        "temperature": [("hot", "", TYPE)], "top_k": [1.5], "seed": [1.5], "frequency_penalty": [True],
+        "stop": ["", "x" * 10_000, (["x", 3], "[1]", TYPE)], "stop_token_ids": [(["x"], "[0]")], "ignore_eos": ["yes"],
+        "stream": ["yes"], "stream_options": [{"include_usage": True}, ({"x": 1}, ".x", UNKNOWN)],
+        "include_timing": [1],
+        "n": [10**400, (True, "", TYPE)], "min_tokens": [10**400], "max_draft_tokens": [10**400],
+        "logprobs": [1], "top_logprobs": [10**6], "echo": [(True, "", UNSUPPORTED)],
+        "logit_bias": [({"1": "x"}, ".1"), ({"one": 1}, ".one"), ({"01": 1}, ".01"), ({"\u0663": 1}, ".\u0663"),
+                       ({"1" * 5000: 1}, "." + "1" * 100), [1]],
+        "tools": ["now", ([{"type": "web_search"}], "[0].type"), ([{"type": "function"}], "[0].function", MISSING),
+                  ([{"type": "function", "function": {}}], "[0].function.name", MISSING),
+                  *(([{"type": "function", "function": {"name": "now", name: bad}}], f"[0].function.{name}")
+                    for name, bad in (("parameters", []), ("strict", 1))),
+                  ([{"type": "function", "function": {"name": "now", "extra": 1}}], "[0].function.extra", UNKNOWN),
+                  ([{"type": "function", "function": {"name": "now", "parameters": {"a": NAN}}}], "")],
+        "tool_choice": ["always", "auto", 7, ({"type": "function"}, ".function", MISSING)],
+        "parallel_tool_calls": ["no"],
+        "response_format": ["json_object", ({}, ".type", MISSING), ({"type": "xml"}, ".type"),
+                            ({"type": "text", "x": 1}, ".x", UNKNOWN),
+                            ({"type": "json_schema"}, ".json_schema", MISSING),
+                            ({"type": "json_object", "json_schema": {"name": "x", "schema": {}}}, ".json_schema"),
+                            *(({"type": "json_schema", "json_schema": {"name": "x", "schema": {}, name: bad}},
+                               f".json_schema.{name}")
+                              for name, bad in (("name", None), ("schema", []), ("strict", "yes"))),
+                            ({"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "huh": 1}},
+                             ".json_schema.huh", UNKNOWN)],
+        "structured_outputs": [{}, {"regex": "a", "choice": ["a"]},
+                               ({"structural_tag": "x"}, ".structural_tag", UNKNOWN),
+                               ({"grammar": 5}, ".grammar"), ({"choice": ["a", 5]}, ".choice[1]"),
+                               ({"json": "{"}, ".json"),
+                               ({"json": "[" * 500}, ".json"), ({"json": 5}, ".json")],
+        "chat_template": [("{{ 1 }}", "", UNKNOWN)], "kv_transfer_params": [({"host": "1.2.3.4"}, "", UNKNOWN)],
+        "~one": [(1, "", UNKNOWN)], "x" * 500: [(1, "x" * 100, UNKNOWN)],
+    },
+    "completions": {
+        "prompt": [(GONE, "", MISSING), None, [], ([""], "[0]"), ([[]], "[0]"), (["a", ""], "[1]"), ([[1], []], "[1]"),
+                   ([[1], [10**9]], "[1]"), ([[1], [5] * CONTEXT], "[1]", LONG), ["a"] * 129, (["a", 1], "[1]"),
+                   ([1, "a"], "[1]"),
+                   ([1.5], "[0]"), ([True], "[0]"), ([[1], "a"], "[1]"), {"a": 1}, [10**30]],
+        "messages": [(HELLO, "", UNKNOWN)], "max_completion_tokens": [(3, "", UNKNOWN)],
+        "top_logprobs": [(3, "", UNKNOWN)],
+        "echo": [1], "logprobs": [True],
+    },
+    "responses": {
+        "model": [(GONE, "", MISSING)],
+        "input": [(GONE, "", MISSING), 7, [], (["x"], "[0]"), ([{"content": "x"}], "[0].role", MISSING),
+                  ([{"role": "tool", "content": "x"}], "[0].role"),
+                  *(([{"type": kind, "id": "x", "summary": []}], "[0].type", UNSUPPORTED)
+                    for kind in ("item_reference",)),
+                  ([{"type": ["message"]}], "[0].type"),
+                  ([{"role": "user"}], "[0].content", MISSING),
+                  ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "[0].content[0].type",
+                   UNSUPPORTED),
+                  ([{"role": "user", "content": [{"type": "input_text"}]}], "[0].content[0].text", MISSING),
+                  ([{"role": "user", "content": ["x"]}], "[0].content[0]"),
+                  ([{**HELLO[0], "huh": 1}], "[0].huh", UNKNOWN),
+                  ([{**USED, "call_id": None}], "[0].call_id"),
+                  ([{"type": "function_call_output", "call_id": "x"}], "[0].output", MISSING)],
+        "instructions": [7], "top_logprobs": [2], "metadata": [({"a": 1}, ".a")], "parallel_tool_calls": [1],
+        "reasoning": ["high"],
+        "text": [({"format": {"type": "xml"}}, ".format.type"),
+                 ({"format": {"type": "json_schema", "name": "x"}}, ".format.schema", MISSING),
+                 ({"format": {"type": "text", "schema": {}}}, ".format.schema"),
+                 ({"verbosity": "low"}, ".verbosity", UNSUPPORTED)],
+        "tools": [([{"type": "web_search", "filters": {}}], "[0].type", UNSUPPORTED),
+                  ([{"type": "function"}], "[0].name", MISSING)],
+        "tool_choice": ["always", ({"type": "allowed_tools", "name": "now"}, ".type")], "n": [(2, "", UNKNOWN)],
+    },
+    "messages": {
+        "model": [None], "max_tokens": [None, GONE, "3"],
+        "messages": ["x", (["x"], "[0]"), ([{"role": "system", "content": "x"}], "[0].role"),
+                     ([{"role": "user"}], "[0].content"),
+                     ([{**HELLO[0], "name": "y"}], "[0].name"),
+                     *((said(content=[block]), f"[1].content[0]{place}") for block, place in [
+                         ({"type": "image", "source": {}}, ".type"), ({"type": ["text"]}, ".type"), ("x", ""),
+                         ({"type": "text", "text": 7}, ".text"),
+                         ({"type": "text", "text": "x", "huh": 7}, ".huh"),
+                         ({"type": "text", "text": "x", "citations": [{}]}, ".citations"),
+                         (USE, ".type"), ({**RESULT, "content": [{"type": "image"}]}, ".content[0].type"),
+                         ({**RESULT, "tool_use_id": None}, ".tool_use_id")]),
+                     (said(content=[{"type": "text", "text": "x"}, RESULT]), "[1].content[1]"),
+                     *(([*said("assistant", [block]), *HELLO], f"[1].content[0]{place}") for block, place in [
+                         (RESULT, ".type"), ({**USE, "input": "x"}, ".input")])],
+        "system": [7, ([{"type": "image"}], "[0].type")], "stop_sequences": ["x"], "n": [2],
+        "output_config": [({"effort": "low"}, ".effort"), ({"format": {"type": "xml"}}, ".format.type")],
+        "tools": [([{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}], "[0].type"),
+                  ([{"name": "now"}], "[0].input_schema"),
+                  ([{"name": "a", "input_schema": {}, "defer_loading": True}], "[0].defer_loading")],
+        "tool_choice": ["auto", {"type": "auto"}, ({"type": "required"}, ".type"), ({"type": "tool"}, ".name"),
+                        ({"type": "any", "name": "now"}, ".name")],
+    },
+    "Generate": {"text": [(GONE, "prompt", MISSING)], "responseFormat": [({}, "response_format", MISSING)]},
+    "Chat": {
+        "messages": [(said(""), "[1].role")], "toolChoice": [("auto", "tool_choice")],
+        "tools": [*(([{"name": "a", "parameters": bad}], "[0].parameters") for bad in ("{", "[]", " " * 2**18 + "{}",
+            "[" * 9999, '{"a": NaN}'))],
+    },
+}
+OWN_PAIRS: list[tuple[str, Mapping[str, Any], str]] = [
+    ("chat", {"max_completion_tokens": 5, "max_tokens": 6}, "max_tokens"),
+    ("chat", {"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
+    ("chat", {"tool_choice": "required", "tools": None}, "tool_choice"),
+    *(("chat", {"stream": True, "stream_options": bad}, f"stream_options{place}")
+      for bad, place in (({"include_usage": 1}, ".include_usage"), ([], ""))),
+    ("chat", {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    *((name, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs") for name in ("chat", "completions")),
+    ("completions", {"prompt": ["a"] * 64, "n": 3}, "n"),
+    ("completions", {"max_tokens": -1, "echo": True}, "max_tokens"),
+    ("completions", {"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
+]
+# fields without effect here: values that ask for nothing, values that ask for what is not here
+UNSUPPORTED_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
+    "modalities": ([["text"]], [["text", "audio"], ["audio"], []]),
+    "audio": ([], [{"voice": "alloy", "format": "wav"}, {}, False]),
+    "prediction": ([], [{"type": "content", "content": "x"}, {}]),
+    "web_search_options": ([], [{}, {"search_context_size": "low"}]),
+    "moderation": ([], [{}, "auto", False]), "reasoning_effort": (["none"], ["minimal", "low", "medium", "high", ""]),
+    "verbosity": (["medium"], ["low", "high"]), "service_tier": (["auto", "default"], ["flex", "priority", ""]),
+    "functions": ([[]], [[{"name": "f"}], {}]), "function_call": (["none", "auto"], [{"name": "f"}, "f"]),
+    "store": ([False], [True, 0]), "priority": ([0], [1, -1, False]), "best_of": ([1], [2, True]),
+    "suffix": ([""], ["x"]),
+    "echo": ([False], [True, 0]),
+}
+REFUSED: dict[str, dict[str, Any]] = {  # the same of other APIs: path |-> value
+    "responses": {
+        "previous_response_id": "resp_1", "conversation": "conv_1", "store": True, "background": True,
+        "prompt": {"id": "x"},
+        "reasoning.effort": "high", "reasoning.summary": "loud",
+        "truncation": "auto",
+        "max_tool_calls": 1},
+    "messages": {
+        "thinking": {"type": "enabled", "budget_tokens": 1024}, "mcp_servers": [{}], "container": "x",
+        "service_tier": "priority"},
+    "completions": {"suffix": "x", "best_of": 2, "stream_options.include_obfuscation": True},
+}
+BLOCK = {"type": "text", "text": "x", "citations": None, "cache_control": {"type": "ephemeral"}}
+HARMLESS: dict[str, dict[str, Any]] = {
+    "chat": {
+        "n": 1, "logprobs": False, "top_logprobs": None, "presence_penalty": 0, "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "tools": None, "parallel_tool_calls": True, "response_format": {"type": "text"}, "stop": None, "seed": None,
+        "stream_options": None, "max_tokens": None, "user": "me", "metadata": {"a": "b"}, "store": False,
+        "service_tier": "auto",
+        "reasoning_effort": None, "cache_salt": None},
+    "completions": {"best_of": 1, "echo": False, "suffix": None, "logprobs": None, "n": 1, "stop": [],
+                    "cache_salt": None},
+    "responses": {
+        "store": False, "previous_response_id": None, "reasoning": {"effort": None, "summary": None},
+        "truncation": "disabled",
+        "include": [], "background": False, "service_tier": "auto", "user": "me", "safety_identifier": "me",
+        "prompt_cache_key": "k",
+        "text": {"verbosity": "medium"}, "tools": [], "tool_choice": None, "metadata": None, "stream_options": None,
+        "top_logprobs": 0, "cache_salt": None},
+    "messages": {
+        "messages": [{"role": "user", "content": [BLOCK]}], "system": [BLOCK], "thinking": {"type": "disabled"},
+        "metadata": {"user_id": "x"}, "service_tier": "auto", "container": None, "mcp_servers": [],
+        "stop_sequences": None,
+        "tool_choice": None, "output_config": {"effort": "high"}, "cache_salt": None,
+        "tools": [{"name": "now", "input_schema": {}, "type": "custom", "cache_control": {}, "defer_loading": False}]},
+}
+# fmt: on
+
+
+def check_refused(api: Api, served: Served, body: Mapping[str, Any], path: str, code: str = "") -> None:
+    """`code`: empty for a value or a type that is wrong, or a prompt and an answer that are too long together."""
+    outcome = api.send(served, body)
+    assert outcome.status == (404 if code == "model_not_found" else 400), body
+    assert 0 < len(outcome.message) < 500
+    if api.tells_codes:
+        assert outcome.param == path, outcome
+        wrong = [VALUE, TYPE, LONG] if api.can_be_whole else [VALUE, LONG, MISSING]  # a message's empty texts are none
+        assert outcome.code in ([code] if code else wrong), outcome
+    else:
+        assert path in outcome.message or outcome.status == 404, (path, outcome)
+    assert not served.ring.generations
+
+
+def spread(value: Any) -> tuple[Any, str, str]:
+    """A table's entry: the value, the place in it, and the code."""
+    value, place, code, *_ = (*value, "", "") if isinstance(value, tuple) else (value, "", "")
+    return value, place, code
+
+
+@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+@pytest.mark.parametrize("word", VALUES)
+def test_values(served: Served, api: Api, word: str) -> None:
+    for value, place, code in map(spread, VALUES[word]):
+        if api.knows({word: value}):
+            path = place if place.startswith(word) else f"{word}{place}"
+            check_refused(api, served, api.body({word: value}), api.param(path), code)
+
+
+@pytest.mark.parametrize(("asked", "path"), PAIRS)
+def test_values_that_do_not_go_together(served: Served, asked: Mapping[str, Any], path: str) -> None:
+    able = [api for api in APIS.values() if api.knows(asked)]
+    assert able
+    for api in able:
+        check_refused(api, served, api.body(asked), api.param(path))
+
+
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name, fields in OWN.items() for field in fields])
+def test_fields_of_one_api(served: Served, name: str, field: str) -> None:
+    api = APIS[name]
+    for value, place, code in map(spread, OWN[name][field]):
+        path = f"{field}{place}" if not place or place[0] in ".[" else place
+        body = {one: content for one, content in {**api.body({}), field: value}.items() if content is not GONE}
+        check_refused(api, served, body, path, code)
+
+
+@pytest.mark.parametrize(("name", "fields", "path"), OWN_PAIRS)
+def test_fields_of_one_api_that_do_not_go_together(
+    served: Served, name: str, fields: Mapping[str, Any], path: str
+) -> None:
+    check_refused(APIS[name], served, {**APIS[name].body({}), **fields}, path)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED_FIELDS)
+def test_what_is_not_supported_is_refused_by_name(served: Served, name: str) -> None:
+    harmless, others = UNSUPPORTED_FIELDS[name]
+    for value in others:
+        check_refused(APIS["chat"], served, {**APIS["chat"].body({}), name: value}, name, UNSUPPORTED)
+    for value in [None, *harmless]:
+        assert APIS["chat"].send(served, {**APIS["chat"].body({}), name: value}).status == 200, value
+
+
+@pytest.mark.parametrize(("name", "path"), [(name, path) for name, paths in REFUSED.items() for path in paths])
+def test_what_other_apis_do_not_support(served: Served, name: str, path: str) -> None:
+    field, _, inner = path.partition(".")
+    value: Any = {inner: REFUSED[name][path]} if inner else REFUSED[name][path]
+    stream = {"stream": True} if field == "stream_options" else {}
+    check_refused(APIS[name], served, {**APIS[name].body({}), **stream, field: value}, path, UNSUPPORTED)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_values_that_ask_for_nothing_are_accepted(served: Served, name: str) -> None:
+    api = APIS[name]
+    outcome = api.send(served, {**api.body({}), **HARMLESS[name]}, headers={"anthropic-version": "x"})
+    assert outcome.status == 200, outcome
+    (sent,) = served.ring.sent
+    assert (sent["cache_salt"], sent["grammar"], sent["stop_token_ids"]) == ("", None, {END})
+
+
+@pytest.mark.parametrize("api", [api for api in APIS.values() if api.can_be_whole], ids=named)
+@pytest.mark.parametrize("salt", [7, ["x"], "\ud800"])
+def test_salts_that_are_no_text(served: Served, api: Api, salt: Any) -> None:
+    outcome = api.send(served, {**api.body({}), "cache_salt": salt})
+    assert outcome.status == 400 and (salt == "\ud800" or "cache_salt" in outcome.message)
+    assert not served.ring.generations
+
+
+@pytest.mark.parametrize("api", CHATS, ids=named)
+@pytest.mark.parametrize("depth", [MAX_JSON_DEPTH, MAX_JSON_DEPTH + 1, 150, 500, 700, 950, 5000])
+def test_deep_json(served: Served, api: Api, depth: int) -> None:
+    text = '{"a":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
+    asked: list[tuple[Mapping[str, Any], str]] = [({"messages": called(text)}, "messages[1].calls[0].arguments")]
+    if depth < 190:  # no body is deeper than 200
+        asked.append(({"tools": tool(parameters=json.loads(text))}, "tools[0].parameters"))
+    elif api.name == "messages":
+        asked.clear()
+    for ask, path in asked:
+        if depth > MAX_JSON_DEPTH:
+            check_refused(api, served, api.body(ask), api.param(path))
+        else:
+            assert api.ask(served, ask).status == 200
+            served.ring.reset(served.ring.script)
+
+
+WORDS = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+LOOSE = {"type": "object", "properties": {"words": WORDS}}
+FINE = {"type": "object", "properties": {"words": {"type": "array"}}}
+
+
+@pytest.mark.parametrize("api", APIS.values(), ids=named)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["form.json_schema", "tools[0].parameters"])
+def test_parts_of_a_schema_that_cannot_be_enforced(served: Served, api: Api, stream: bool, path: str) -> None:
+    """Under `strict` refused, otherwise a warning beside the answer."""
+    problem = f"{api.param(path)} has 'uniqueItems' at #/properties/words"
+    for schema, strict in ((LOOSE, False), (LOOSE, True), (FINE, False), (FINE, True)):
+        forced = {
+            "tools": [{"name": "now", "parameters": schema, **({"strict": True} if strict else {})}],
+            "tool_choice": "required",
+        }
+        form = {"form": {"json_schema": schema, **({} if strict else {"strict": False})}}
+        asked: Mapping[str, Any] = forced if "tools" in path else form
+        if not api.knows(asked):
+            continue
+        outcome = api.ask(served, asked, stream)
+        is_refused = strict and schema is LOOSE
+        assert outcome.status == (400 if is_refused else 200), outcome
+        assert not is_refused or problem in outcome.message
+        warning = f"{problem}, which is not enforced" if schema is LOOSE and not strict else None
+        assert outcome.headers.get(WARNING_HEADER) == warning
+
+
+@pytest.mark.parametrize("api", CHATS, ids=named)
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "b"}])
+def test_tools_that_need_not_fit_their_schemas_are_not_warned_of(
+    served: Served, api: Api, choice: Mapping[str, Any]
+) -> None:
+    outcome = api.ask(served, {"tools": [*tool(parameters=LOOSE), *tool("b")], **choice})
+    assert outcome.status == 200 and WARNING_HEADER not in outcome.headers
+
+
+@pytest.mark.parametrize("name", ["a\r\nx-evil: 1", "größe\x00", "\ud800", "x" * 10_000])
+def test_a_warning_is_a_header_whatever_the_schema_holds(name: str) -> None:
+    (shown,) = warning_headers([name, "b"]).values()
+    assert shown.isascii() and shown.isprintable() and len(shown) <= MAX_WARNING_CHARS
+    assert not warning_headers([])
+
+
+@pytest.mark.parametrize("api", CHATS, ids=named)
+def test_a_model_without_tools(plain: Served, api: Api) -> None:
+    check_refused(api, plain, api.body({"tools": TOOLS}), "tools")
+    own = {
+        "chat": "messages[1].tool_calls",
+        "responses": "input",
+        "messages": "messages",
+        "Chat": "messages[1].tool_calls",
+    }
+    check_refused(api, plain, api.body({"messages": called()}), own[api.name])
+    assert "chat template knows no" in api.ask(plain, {"tools": TOOLS}).message
+    plain.ring.reset(plain.script(CALL))
+    assert api.ask(plain, {"tools": TOOLS, "tool_choice": "none"}).texts == [CALL]
