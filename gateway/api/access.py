@@ -43,7 +43,7 @@ def unique_id(request_id: str) -> str:
 
 
 def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
-    """Warnings about parts of a request without effect, as a header or metadata: printable ASCII, as names may be any."""
+    """Warnings about parts of a request without effect, for a header or metadata: printable ASCII; names may be any."""
     text = "; ".join(warnings)
     shown = "".join(char if " " <= char <= "~" else f"\\u{ord(char):04x}" for char in text)
     return {WARNING_HEADER: shown[:MAX_WARNING_CHARS]} if shown else {}
