@@ -202,8 +202,8 @@ def test_ends_come_when_they_may(surface: Surface, oracle: Oracle, question: lis
     assert stopped.finish_reason == "stop"
 
 
-def test_a_worker_that_is_ready_has_its_grammar_compiler(live: Live) -> None:
-    pid = next(worker["pid"] for worker in live.workers() if worker["role"] == "decode")
+def test_a_worker_that_is_ready_has_its_grammar_compiler(demo: Live) -> None:
+    pid = next(worker["pid"] for worker in demo.workers() if worker["role"] == "decode")
     children = [pid for task in Path(f"/proc/{pid}/task").iterdir() for pid in (task / "children").read_text().split()]
     commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children]
     assert any("compiler_process" in command for command in commands), commands
