@@ -1,4 +1,4 @@
-"""Assembles the REST and gRPC APIs around one ring. Must not know what the parts do."""
+"""Assembles the REST API around one ring. Must not know what the parts do."""
 
 import time
 from typing import Any
@@ -9,7 +9,6 @@ from starlette.middleware.cors import CORSMiddleware
 
 from gateway.api.access import REQUEST_ID_HEADER, WARNING_HEADER
 from gateway.api.anthropic.routes import build_messages_router
-from gateway.api.grpc.service import add_inference_services, build_interceptors
 from gateway.api.http.errors import add_error_handlers
 from gateway.api.http.middleware import OPEN_PATHS, KeyCheck, OriginCheck, RequestScope
 from gateway.api.http.page_routes import PAGE_PATHS, build_page_router
@@ -18,51 +17,49 @@ from gateway.api.openai.count_routes import build_count_router
 from gateway.api.openai.routes import build_openai_router
 from gateway.api.openapi import add_document
 from gateway.api.responses.routes import build_responses_router
-from gateway.metrics import FrontMetrics
-from gateway.request.prepare import Front, FrontOptions
+from gateway.metrics import RequestMetrics
+from gateway.request.prepare import ApiOptions, ServedModel
 from gateway.ring.generation import Ring
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.formats import resolve_format
 from gateway.tools.reasoning import resolve_reasoning
 
-__all__ = ["Front", "FrontOptions", "add_inference_services", "build_app", "build_front", "build_interceptors"]
-
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {}}  # replaces FastAPI's own 422, which is never sent
 _CHEAP_CHARS = 4096  # tokenised in 1-3 ms; longer text goes to a thread
 
 
-def build_front(
-    ring: Ring, tokenizer: Tokenizer, served_name: str, options: FrontOptions, registry: CollectorRegistry
-) -> Front:
+def build_served_model(
+    ring: Ring, tokenizer: Tokenizer, served_name: str, options: ApiOptions, registry: CollectorRegistry
+) -> ServedModel:
     """Builds what REST and gRPC share. Registers metrics: call it once per registry. End it with `offload.close()`."""
     offload = Offload(_CHEAP_CHARS, options.tokenise_threads, options.max_waiting_tokenise, options.tokenise_timeout_s)
     tool_format = resolve_format(options.tool_format, tokenizer.tool_template)
     reasoning = resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token)
-    metrics, created_s = FrontMetrics(registry), int(time.time())
-    return Front(ring, tokenizer, served_name, options, metrics, offload, created_s, tool_format, reasoning)
+    metrics, created_s = RequestMetrics(registry), int(time.time())
+    return ServedModel(ring, tokenizer, served_name, options, metrics, offload, created_s, tool_format, reasoning)
 
 
-def build_app(front: Front) -> FastAPI:
+def build_app(served: ServedModel) -> FastAPI:
     """The REST API, to be served by uvicorn."""
     app = FastAPI(title="Baton", version="1", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
-    app.include_router(build_openai_router(front))
-    app.include_router(build_messages_router(front))
-    app.include_router(build_responses_router(front))
-    app.include_router(build_count_router(front))
-    app.include_router(build_status_router(front))
+    app.include_router(build_openai_router(served))
+    app.include_router(build_messages_router(served))
+    app.include_router(build_responses_router(served))
+    app.include_router(build_count_router(served))
+    app.include_router(build_status_router(served))
     app.include_router(build_page_router())
     add_error_handlers(app)
-    app.add_middleware(OriginCheck, cors_origins=front.options.cors_origins)
+    app.add_middleware(OriginCheck, cors_origins=served.options.cors_origins)
     open_paths = {*OPEN_PATHS, *PAGE_PATHS}
-    app.add_middleware(KeyCheck, api_keys=front.options.api_keys, open_paths=open_paths)  # preflights need no key
+    app.add_middleware(KeyCheck, api_keys=served.options.api_keys, open_paths=open_paths)  # preflights need no key
     app.add_middleware(
         CORSMiddleware,
-        allow_origins=front.options.cors_origins,
+        allow_origins=served.options.cors_origins,
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
         expose_headers=[REQUEST_ID_HEADER, WARNING_HEADER, "retry-after"],
     )
     app.add_middleware(RequestScope)
-    add_document(app, needs_key=bool(front.options.api_keys))
+    add_document(app, needs_key=bool(served.options.api_keys))
     return app

@@ -10,9 +10,11 @@ import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from gateway.api.grpc.service import add_inference_services, build_interceptors
 from gateway.api.http.connection import ServerConfig
 from gateway.api.http.fleet_routes import build_fleet_router
-from gateway.app import FrontOptions, add_inference_services, build_app, build_front, build_interceptors
+from gateway.app import build_app, build_served_model
+from gateway.request.prepare import ApiOptions
 from gateway.ring.dispatcher import Dispatcher
 from gateway.ring.fleet import Fleet
 from gateway.text.tokenizer import Tokenizer
@@ -63,13 +65,13 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
     door = dispatcher.door
     shutdown = Shutdown(config.drain_s, lambda: len(door))
     door.is_draining, door.on_empty = lambda: shutdown.is_draining, shutdown.look_soon
-    front = build_front(dispatcher, tokenizer, config.served_name, _front_options(config), registry)
-    app = build_app(front)
+    served = build_served_model(dispatcher, tokenizer, config.served_name, _api_options(config), registry)
+    app = build_app(served)
     app.include_router(build_fleet_router(fleet))
 
-    grpc_server = rpc.build_server(build_interceptors(front), config.body_limit_bytes)
+    grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes)
     grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port)
-    add_inference_services(grpc_server, front)
+    add_inference_services(grpc_server, served)
     fleet.start()
     await grpc_server.start()
     rest = _RestServer(ServerConfig(app, config.client_timeout_s, STOP_S))
@@ -90,11 +92,11 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
     await serving
     await grpc_server.stop(rpc.STOP_GRACE_S)
     await fleet.close()
-    front.offload.close()
+    served.offload.close()
 
 
-def _front_options(config: GatewayConfig) -> FrontOptions:
-    return FrontOptions(
+def _api_options(config: GatewayConfig) -> ApiOptions:
+    return ApiOptions(
         api_keys=config.api_key,
         cors_origins=config.cors_origins,
         max_body_bytes=config.body_limit_bytes,

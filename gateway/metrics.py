@@ -12,7 +12,7 @@ _TOKEN_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2
 _REQUEST_BUCKETS_S = (*_TOKEN_BUCKETS_S, 20.0, 50.0, 100.0, 200.0, 500.0)
 
 
-class FrontMetrics:
+class RequestMetrics:
     """The metrics of all requests, registered once per registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -53,7 +53,9 @@ class FrontMetrics:
 class RequestMeter:
     """Times one request."""
 
-    def __init__(self, metrics: FrontMetrics, arrived_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, metrics: RequestMetrics, arrived_s: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         """`arrived_s`: when the request arrived, by `clock`."""
         self._metrics = metrics
         self._clock = clock
@@ -71,7 +73,7 @@ class RequestMeter:
 class ChoiceMeter:
     """Times one choice of a request. The first `finish` or `cancel` ends it; later ones are not counted."""
 
-    def __init__(self, metrics: FrontMetrics, clock: Callable[[], float], arrived_s: float) -> None:
+    def __init__(self, metrics: RequestMetrics, clock: Callable[[], float], arrived_s: float) -> None:
         self._metrics = metrics
         self._clock = clock
         self._arrived_s = arrived_s

@@ -14,7 +14,7 @@ from gateway.answer.merge import MergedStreams
 from gateway.errors import ApiError
 from gateway.metrics import ChoiceMeter, RequestMeter
 from gateway.request.job import Echo, Job
-from gateway.request.prepare import Front
+from gateway.request.prepare import ServedModel
 from gateway.ring.generation import Generation, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
@@ -62,17 +62,19 @@ def timing_fields(timing: Timing, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(timing, name.replace("_seconds", "_s")) for name in names}
 
 
-async def stream_choices(front: Front, totals: Totals, meter: RequestMeter) -> AsyncGenerator[tuple[int, Piece], None]:
+async def stream_choices(
+    served: ServedModel, totals: Totals, meter: RequestMeter
+) -> AsyncGenerator[tuple[int, Piece], None]:
     """Yields (index of its choice, piece) as pieces arrive. Closing this iterator closes the ring's.
 
     Raises the ring's ApiError: the first choice that fails ends the others.
     """
     job = totals.job
     meter.start(totals.num_prompt)
-    choices = [_Choice(job, index, front.tokenizer, meter.choice()) for index in range(len(job.generations))]
+    choices = [_Choice(job, index, served.tokenizer, meter.choice()) for index in range(len(job.generations))]
     try:
-        with front.ring.admit(len(choices)) as admitted:
-            streams = [front.ring.generate(generation, admitted) for generation in job.generations]
+        with served.ring.admit(len(choices)) as admitted:
+            streams = [served.ring.generate(generation, admitted) for generation in job.generations]
             async with MergedStreams(cast("Sequence[AsyncGenerator[Tokens, None]]", streams)) as merged:
                 while totals.num_open:
                     index, tokens = await merged.next()

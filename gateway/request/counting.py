@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gateway.errors import bad_request
-from gateway.request.prepare import Front
+from gateway.request.prepare import ServedModel
 from gateway.request.raw import Prompt
 from gateway.request.rules import check_model, check_vocabulary
 from gateway.tools.request import RawTools, check_tools
@@ -22,24 +22,24 @@ class TextToCount:
     add_special_tokens: bool | None = None  # begin with the start token; None: only texts, as templates write it
 
 
-async def tokenize(front: Front, text: TextToCount) -> tuple[int, ...]:
+async def tokenize(served: ServedModel, text: TextToCount) -> tuple[int, ...]:
     """Returns token ids, possibly more than the context holds. Raises ApiError."""
-    check_model(text.model, front.served_name)
-    tools = check_tools(text.tools, front.tool_format)
-    return await front.prompts.tokenize(text.prompt, tools, add_special_tokens=text.add_special_tokens)
+    check_model(text.model, served.name)
+    tools = check_tools(text.tools, served.tool_format)
+    return await served.prompts.tokenize(text.prompt, tools, add_special_tokens=text.add_special_tokens)
 
 
 async def detokenize(
-    front: Front, model: str | None, token_ids: Sequence[int], param: str, *, with_control_tokens: bool
+    served: ServedModel, model: str | None, token_ids: Sequence[int], param: str, *, with_control_tokens: bool
 ) -> str:
     """Returns the text of at most `context_tokens` tokens. Raises ApiError naming `param`."""
-    check_model(model, front.served_name)
-    context_tokens = front.tokenizer.context_tokens
+    check_model(model, served.name)
+    context_tokens = served.tokenizer.context_tokens
     if len(token_ids) > context_tokens:
         message = f"{param} has {len(token_ids)} ids; at most {context_tokens} are turned into text at once"
         raise bad_request(message, param, "context_length_exceeded")
-    check_vocabulary(token_ids, param, front.tokenizer.vocab_size)
-    return await front.offload.run(
+    check_vocabulary(token_ids, param, served.tokenizer.vocab_size)
+    return await served.offload.run(
         _DECODE_COST * len(token_ids),
-        lambda: front.tokenizer.decode(token_ids, with_control_tokens=with_control_tokens),
+        lambda: served.tokenizer.decode(token_ids, with_control_tokens=with_control_tokens),
     )

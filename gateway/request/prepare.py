@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 
 from gateway.errors import bad_request
-from gateway.metrics import FrontMetrics
+from gateway.metrics import RequestMetrics
 from gateway.request.job import Echo, Job
 from gateway.request.prompts import Prompts
 from gateway.request.raw import Chat, RawRequest
@@ -38,7 +38,7 @@ from wire.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class FrontOptions:
+class ApiOptions:
     """Settings of the public APIs, with defaults."""
 
     api_keys: tuple[str, ...] = ()  # each of them is accepted; empty: no key needed
@@ -54,14 +54,14 @@ class FrontOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class ServedModel:
     """One served model and its ring."""
 
     ring: Ring
     tokenizer: Tokenizer
-    served_name: str
-    options: FrontOptions
-    metrics: FrontMetrics
+    name: str
+    options: ApiOptions
+    metrics: RequestMetrics
     offload: Offload
     created_s: int  # Unix time at which the gateway started
     tool_format: Format | None  # how the model writes calls; None: it knows no tools
@@ -73,7 +73,7 @@ class Front:
 
     async def prepare(self, raw: RawRequest, request_id: str) -> Job:
         """Checks a request, cheap rules before expensive ones, and tokenises its prompts. Raises ApiError."""
-        check_model(raw.model, self.served_name)
+        check_model(raw.model, self.name)
         n = check_choices(raw)
         check_max_tokens(raw)
         check_logprobs(raw)

@@ -1,4 +1,4 @@
-"""A scripted `Ring` for tests of the front: answers with given tokens and records how each generation ended."""
+"""A scripted `Ring` for tests of the APIs: answers with given tokens and records how each generation ended."""
 
 import asyncio
 import queue

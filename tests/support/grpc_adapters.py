@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from protos import inference_pb2
-from tests.support.front_server import WAIT_S, Served
+from tests.support.api_server import WAIT_S, Served
 from tests.support.words import NONE, Api, Ask, Call, Outcome
 
 _GRPC_CODES = {

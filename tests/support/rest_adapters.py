@@ -5,7 +5,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.support.front_server import WAIT_S, Served
+from tests.support.api_server import WAIT_S, Served
 from tests.support.words import NONE, Api, Ask, Call, Choice, Outcome
 
 _TYPES = {  # status |-> its word in OpenAI's errors

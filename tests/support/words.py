@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.front_server import SERVED, Served
+from tests.support.api_server import SERVED, Served
 
 Ask = Mapping[str, Any]  # word |-> value
 NONE: Mapping[str, str] = {}

@@ -12,27 +12,27 @@ from gateway.api.http.json_answer import json_response
 from gateway.api.http.json_body import limited_route
 from gateway.api.http.respond import respond
 from gateway.request.counting import tokenize
-from gateway.request.prepare import Front
+from gateway.request.prepare import ServedModel
 
 
-def build_messages_router(front: Front) -> APIRouter:
+def build_messages_router(served: ServedModel) -> APIRouter:
     """Routes under /v1/messages."""
-    router = APIRouter(prefix=MESSAGES_PATH, route_class=limited_route(front))
+    router = APIRouter(prefix=MESSAGES_PATH, route_class=limited_route(served))
 
     @router.post("")
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answers a conversation."""
         return await respond(
-            front,
+            served,
             request,
             body.raw(),
-            lambda totals: MessageWriter(front.served_name, totals),
+            lambda totals: MessageWriter(served.name, totals),
             is_streamed=bool(body.stream),
         )
 
     @router.post("/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> Response:
         """Counts a conversation's tokens."""
-        return json_response(CountAnswer(len(await tokenize(front, body.text_to_count()))))
+        return json_response(CountAnswer(len(await tokenize(served, body.text_to_count()))))
 
     return router

@@ -20,7 +20,7 @@ from gateway.api.waking_timeout import waking_timeout
 from gateway.errors import ApiError
 from gateway.metrics import RequestMeter
 from gateway.request.counting import detokenize, tokenize
-from gateway.request.prepare import Front
+from gateway.request.prepare import ServedModel
 from gateway.request.raw import RawRequest
 from protos import inference_pb2, inference_pb2_grpc
 from runtime.malformed import MalformedInterceptor
@@ -34,15 +34,15 @@ class _StalledClientError(Exception):
     """A client did not read a message in time."""
 
 
-def build_interceptors(front: Front) -> Sequence[grpc.aio.ServerInterceptor]:
+def build_interceptors(served: ServedModel) -> Sequence[grpc.aio.ServerInterceptor]:
     """Returns the interceptors, which the gRPC server takes at construction."""
-    return [KeyInterceptor(front.options.api_keys), MalformedInterceptor(refuse_malformed)]
+    return [KeyInterceptor(served.options.api_keys), MalformedInterceptor(refuse_malformed)]
 
 
-def add_inference_services(server: grpc.aio.Server, front: Front) -> None:
+def add_inference_services(server: grpc.aio.Server, served: ServedModel) -> None:
     """Adds Inference, health and reflection."""
-    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(front), server)
-    health_pb2_grpc.add_HealthServicer_to_server(ReadinessService(front), server)
+    inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(served), server)
+    health_pb2_grpc.add_HealthServicer_to_server(ReadinessService(served), server)
     names = [
         inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
         health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
@@ -54,8 +54,8 @@ def add_inference_services(server: grpc.aio.Server, front: Front) -> None:
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """baton.v1.Inference."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
 
     async def Generate(  # noqa: N802
         self,
@@ -80,8 +80,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         """Turns text or a conversation into token ids."""
         async with _serving(context):
-            token_ids = await tokenize(self._front, tokenize_request(request))
-        return inference_pb2.TokenizeResponse(token_ids=token_ids, context_tokens=self._front.tokenizer.context_tokens)
+            token_ids = await tokenize(self._served, tokenize_request(request))
+        return inference_pb2.TokenizeResponse(token_ids=token_ids, context_tokens=self._served.tokenizer.context_tokens)
 
     async def Detokenize(  # noqa: N802
         self,
@@ -92,7 +92,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with _serving(context):
             check_known(request)
             model, token_ids = request.model or None, tuple(request.token_ids)
-            text = await detokenize(self._front, model, token_ids, "token_ids", with_control_tokens=False)
+            text = await detokenize(self._served, model, token_ids, "token_ids", with_control_tokens=False)
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(  # noqa: N802
@@ -103,7 +103,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """The models served."""
         async with _serving(context):
             check_known(request)
-        model = inference_pb2.Model(id=self._front.served_name, context_tokens=self._front.tokenizer.context_tokens)
+        model = inference_pb2.Model(id=self._served.name, context_tokens=self._served.tokenizer.context_tokens)
         return inference_pb2.ListModelsResponse(models=[model])
 
     async def _stream(
@@ -129,7 +129,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def _write(self, context: grpc.aio.ServicerContext[Any, Response], response: Response) -> None:
         try:
-            async with waking_timeout(self._front.options.stalled_client_s):
+            async with waking_timeout(self._served.options.stalled_client_s):
                 await context.write(response)
         except TimeoutError as error:
             raise _StalledClientError from error
@@ -141,13 +141,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         read: Callable[[], RawRequest],
         write: Callable[[AnswerMessages, int, Piece], Response],
     ) -> AsyncGenerator[Response, None]:
-        meter = RequestMeter(self._front.metrics, time.perf_counter())
+        meter = RequestMeter(self._served.metrics, time.perf_counter())
         raw = read()
-        job = await self._front.prepare(raw, unique_id(request_id))
+        job = await self._served.prepare(raw, unique_id(request_id))
         context.set_trailing_metadata(tuple(warning_headers(job.warnings).items()))
         totals = Totals(job)
         messages = AnswerMessages(totals, with_timing=raw.with_timing)
-        async with aclosing(stream_choices(self._front, totals, meter)) as pieces:
+        async with aclosing(stream_choices(self._served, totals, meter)) as pieces:
             async for index, piece in pieces:
                 yield write(messages, index, piece)
 
@@ -155,8 +155,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """grpc.health.v1.Health: serving while the ring is ready. `Watch` is not implemented, as the protocol allows."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
 
     async def Check(  # noqa: N802
         self,
@@ -167,7 +167,7 @@ class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         async with _serving(context):
             if request.service not in ("", "baton.v1.Inference"):
                 raise ApiError(404, f"no service {request.service[:100]!r} here", "service")
-        is_ready = self._front.ring.check_ready() is None
+        is_ready = self._served.ring.check_ready() is None
         status = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
         return health_pb2.HealthCheckResponse(status=status)
 

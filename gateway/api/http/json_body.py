@@ -11,7 +11,7 @@ from starlette.responses import Response
 from gateway.api.http.repeated_keys import count_keys, find_repeated_key
 from gateway.api.waking_timeout import waking_timeout
 from gateway.errors import ApiError, bad_request
-from gateway.request.prepare import Front, FrontOptions
+from gateway.request.prepare import ApiOptions, ServedModel
 
 # Parsing and freeing a body block the event loop: up to 3 us per container, 0.5 us per string and 0.1 us per number
 # (measured on 8 MB bodies). Within these limits that is less than 0.1 s; real requests are far smaller.
@@ -21,7 +21,7 @@ _MAX_ELEMENTS = 500_000  # in addition to a prompt of token ids that fills the c
 _MAX_PATH_CHARS = 200
 
 
-def limited_route(front: Front) -> type[APIRoute]:
+def limited_route(served: ServedModel) -> type[APIRoute]:
     """Returns a route class that reads bodies within the limits before FastAPI validates them."""
 
     class LimitedRoute(APIRoute):
@@ -31,7 +31,7 @@ def limited_route(front: Front) -> type[APIRoute]:
                 return handle
 
             async def handle_read(request: Request) -> Response:
-                return await handle(_ReadRequest(request, await _read_object(request, front)))
+                return await handle(_ReadRequest(request, await _read_object(request, served)))
 
             return handle_read
 
@@ -52,12 +52,12 @@ class _ReadRequest(Request):
         return self._value
 
 
-async def _read_object(request: Request, front: Front) -> dict[str, object]:
+async def _read_object(request: Request, served: ServedModel) -> dict[str, object]:
     """Returns the body as a JSON object. Raises ApiError 400, 408, 413 or 415, and ClientDisconnect."""
     _check_content_type(request)
-    body = await _read_body(request, front.options)
+    body = await _read_body(request, served.options)
     marks = _outside_strings(body)
-    if marks is None or _is_too_complex(marks, front.tokenizer.context_tokens):
+    if marks is None or _is_too_complex(marks, served.tokenizer.context_tokens):
         raise bad_request("the body has too many JSON elements to be a request", None, "body_too_complex")
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=True)  # NaN is refused later, with the field's name
@@ -82,7 +82,7 @@ def _check_content_type(request: Request) -> None:
     request.scope["headers"] = [*others, (b"content-type", b"application/json")]
 
 
-async def _read_body(request: Request, options: FrontOptions) -> bytes:
+async def _read_body(request: Request, options: ApiOptions) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and (len(announced) > 18 or int(announced) > options.max_body_bytes):
         raise _too_large(options)
@@ -115,7 +115,7 @@ def _is_too_complex(marks: bytes, max_ids: int) -> bool:
     return num_containers > _MAX_CONTAINERS or marks.count(b",") > max_ids + _MAX_ELEMENTS
 
 
-def _too_large(options: FrontOptions) -> ApiError:
+def _too_large(options: ApiOptions) -> ApiError:
     return ApiError(
         413, f"the body is larger than {options.max_body_bytes} bytes; send a shorter one", None, "body_too_large"
     )

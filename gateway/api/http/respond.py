@@ -14,7 +14,7 @@ from gateway.api.http.disconnect import until_disconnect
 from gateway.api.http.json_answer import json_response
 from gateway.api.http.sse import EventStream, StreamEnd
 from gateway.metrics import RequestMeter
-from gateway.request.prepare import Front
+from gateway.request.prepare import ServedModel
 from gateway.request.raw import RawRequest
 
 Pieces = AsyncGenerator[tuple[int, Piece], None]
@@ -41,7 +41,7 @@ class Writer(StreamEnd, Protocol):
 
 
 async def respond(
-    front: Front,
+    served: ServedModel,
     request: Request,
     raw: RawRequest,
     new_writer: Callable[[Totals], Writer],
@@ -49,9 +49,9 @@ async def respond(
     is_streamed: bool,
 ) -> Response:
     """Returns the response. Raises ApiError, and ClientDisconnect if the client leaves before a whole answer."""
-    job = await front.prepare(raw, unique_id(request.state.request_id))
-    totals, meter = Totals(job), RequestMeter(front.metrics, request.state.arrived_s)
-    writer, pieces = new_writer(totals), stream_choices(front, totals, meter)
+    job = await served.prepare(raw, unique_id(request.state.request_id))
+    totals, meter = Totals(job), RequestMeter(served.metrics, request.state.arrived_s)
+    writer, pieces = new_writer(totals), stream_choices(served, totals, meter)
     if is_streamed:
         response: Response = EventStream(_stream(writer, pieces), writer)
     else:

@@ -6,11 +6,11 @@ from starlette.responses import Response
 
 from gateway.api.http.json_answer import json_response
 from gateway.errors import not_ready
-from gateway.request.prepare import Front
+from gateway.request.prepare import ServedModel
 from runtime.version import OWN_VERSION
 
 
-def build_status_router(front: Front) -> APIRouter:
+def build_status_router(served: ServedModel) -> APIRouter:
     """Routes at the root."""
     router = APIRouter()
 
@@ -23,7 +23,7 @@ def build_status_router(front: Front) -> APIRouter:
     @router.get("/health")
     async def ready() -> Response:
         """Requests can be served; 503 with the reason when not."""
-        if reason := front.ring.check_ready():
+        if reason := served.ring.check_ready():
             raise not_ready(reason)
         return json_response({"status": "ready"})
 
@@ -35,6 +35,6 @@ def build_status_router(front: Front) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         """Metrics for Prometheus."""
-        return Response(generate_latest(front.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(generate_latest(served.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     return router

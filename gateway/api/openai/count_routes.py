@@ -13,29 +13,29 @@ from gateway.api.openai.count_types import (
     TokenizeRequest,
 )
 from gateway.request.counting import detokenize, tokenize
-from gateway.request.prepare import Front
+from gateway.request.prepare import ServedModel
 
 
-def build_count_router(front: Front) -> APIRouter:
+def build_count_router(served: ServedModel) -> APIRouter:
     """Routes at the root."""
-    router = APIRouter(route_class=limited_route(front))
-    tokenizer = front.tokenizer
+    router = APIRouter(route_class=limited_route(served))
+    tokenizer = served.tokenizer
 
     @router.post("/tokenize")
     async def to_tokens(body: TokenizeRequest) -> Response:
         """Turns a prompt or a conversation into token ids."""
-        ids = await tokenize(front, body.text_to_count())
+        ids = await tokenize(served, body.text_to_count())
 
         def write() -> bytes:
             token_strs = tokenizer.pieces(ids) if body.return_token_strs else UNSET
             return encode(TokenizeAnswer(len(ids), tokenizer.context_tokens, ids, token_strs))
 
-        return json_response(await front.offload.run(len(ids), write))  # cheaper per token than tokenising a character
+        return json_response(await served.offload.run(len(ids), write))  # cheaper per token than tokenising a character
 
     @router.post("/detokenize")
     async def to_text(body: DetokenizeRequest) -> Response:
         """Turns token ids into text, control tokens as they are written."""
-        text = await detokenize(front, body.model, body.tokens, "tokens", with_control_tokens=True)
+        text = await detokenize(served, body.model, body.tokens, "tokens", with_control_tokens=True)
         return json_response(DetokenizeAnswer(text))
 
     return router

@@ -13,51 +13,51 @@ from gateway.api.openai.choices import CHAT, TEXT, Endpoint, Extras
 from gateway.api.openai.types import ChatCompletionRequest, CompletionRequest
 from gateway.api.openai.wire import AnswerWriter
 from gateway.errors import bad_request, model_not_found
-from gateway.request.prepare import Front
+from gateway.request.prepare import ServedModel
 
 
-def build_openai_router(front: Front) -> APIRouter:
+def build_openai_router(served: ServedModel) -> APIRouter:
     """Routes under /v1."""
-    router = APIRouter(prefix="/v1", route_class=limited_route(front))
+    router = APIRouter(prefix="/v1", route_class=limited_route(served))
 
     @router.post("/chat/completions")
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation."""
-        return await _respond(front, request, body, CHAT)
+        return await _respond(served, request, body, CHAT)
 
     @router.post("/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts."""
-        return await _respond(front, request, body, TEXT)
+        return await _respond(served, request, body, TEXT)
 
     @router.get("/models")
     async def list_models() -> Response:
         """The models served."""
-        return json_response(ModelList([_card(front)]))
+        return json_response(ModelList([_card(served)]))
 
     @router.get("/models/{model_id:path}")
     async def get_model(model_id: str) -> Response:
         """One model, if it is served."""
-        if model_id != front.served_name:
-            raise model_not_found(model_id[:200], front.served_name)
-        return json_response(_card(front))
+        if model_id != served.name:
+            raise model_not_found(model_id[:200], served.name)
+        return json_response(_card(served))
 
     return router
 
 
 async def _respond(
-    front: Front, request: Request, body: ChatCompletionRequest | CompletionRequest, endpoint: Endpoint
+    served: ServedModel, request: Request, body: ChatCompletionRequest | CompletionRequest, endpoint: Endpoint
 ) -> Response:
     raw = body.raw()
     if body.stream and raw.num_prompt_logprobs is not None:
         raise bad_request("prompt_logprobs come with whole answers only; set stream to false", "prompt_logprobs")
-    extras = Extras(front.tokenizer.token_bytes, raw.num_logprobs is not None, raw.with_timing, raw.with_token_ids)
+    extras = Extras(served.tokenizer.token_bytes, raw.num_logprobs is not None, raw.with_timing, raw.with_token_ids)
 
     def new_writer(totals: Totals) -> AnswerWriter:
-        return AnswerWriter(endpoint, front.served_name, totals, extras, body.streamed_usage)
+        return AnswerWriter(endpoint, served.name, totals, extras, body.streamed_usage)
 
-    return await respond(front, request, raw, new_writer, is_streamed=bool(body.stream))
+    return await respond(served, request, raw, new_writer, is_streamed=bool(body.stream))
 
 
-def _card(front: Front) -> ModelCard:
-    return ModelCard(front.served_name, front.created_s, front.tokenizer.context_tokens, front.served_name)
+def _card(served: ServedModel) -> ModelCard:
+    return ModelCard(served.name, served.created_s, served.tokenizer.context_tokens, served.name)

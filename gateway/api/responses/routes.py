@@ -11,22 +11,22 @@ from gateway.api.responses.answers import InputTokens
 from gateway.api.responses.types import CountInputRequest, ResponsesRequest
 from gateway.api.responses.wire import ResponseWriter, asked_of
 from gateway.request.counting import tokenize
-from gateway.request.prepare import Front
+from gateway.request.prepare import ServedModel
 
 
-def build_responses_router(front: Front) -> APIRouter:
+def build_responses_router(served: ServedModel) -> APIRouter:
     """Routes under /v1."""
-    router = APIRouter(prefix="/v1", route_class=limited_route(front))
+    router = APIRouter(prefix="/v1", route_class=limited_route(served))
 
     @router.post("/responses")
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answers a conversation, which is not stored."""
         return await respond(
-            front,
+            served,
             request,
             body.raw(),
             lambda totals: ResponseWriter(
-                front.served_name, totals, asked_of(body, totals.job), front.tokenizer.token_bytes
+                served.name, totals, asked_of(body, totals.job), served.tokenizer.token_bytes
             ),
             is_streamed=bool(body.stream),
         )
@@ -34,7 +34,7 @@ def build_responses_router(front: Front) -> APIRouter:
     @router.post("/responses/input_tokens")
     async def count_input_tokens(body: CountInputRequest) -> Response:
         """Counts the tokens of a request's prompt."""
-        ids = await tokenize(front, body.text_to_count())
+        ids = await tokenize(served, body.text_to_count())
         return json_response(InputTokens(len(ids)))
 
     return router

@@ -1,10 +1,10 @@
-"""The fronts that tests of the APIs share."""
+"""The APIs, started once, that their tests share."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.support.front_server import FULL, PLAIN, Served, run_front
+from tests.support.api_server import FULL, PLAIN, Served, run_api
 from tests.support.tiny_tokenizer import write_sentencepiece, write_thinking
 
 ANSWER = "hello 🙂 world"
@@ -12,26 +12,26 @@ ANSWER = "hello 🙂 world"
 
 @pytest.fixture(scope="package")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with run_front(tmp_path_factory.mktemp("full"), FULL) as running:
+    with run_api(tmp_path_factory.mktemp("full"), FULL) as running:
         running.http.headers.update(dict(running.metadata))
         yield running
 
 
 @pytest.fixture(scope="package")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with run_front(tmp_path_factory.mktemp("bare"), PLAIN) as running:
+    with run_api(tmp_path_factory.mktemp("bare"), PLAIN) as running:
         yield running
 
 
 @pytest.fixture(scope="package")
 def sentence(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with run_front(tmp_path_factory.mktemp("sentence"), PLAIN, write_sentencepiece) as running:
+    with run_api(tmp_path_factory.mktemp("sentence"), PLAIN, write_sentencepiece) as running:
         yield running
 
 
 @pytest.fixture(scope="package")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with run_front(tmp_path_factory.mktemp("thinking"), FULL, write_thinking) as running:
+    with run_api(tmp_path_factory.mktemp("thinking"), FULL, write_thinking) as running:
         running.http.headers.update(dict(running.metadata))
         yield running
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.app import FrontOptions
+from gateway.request.prepare import ApiOptions
 from tests.support.adapters import APIS
-from tests.support.front_server import KEYS, ORIGIN, WAIT_S, Served, run_front
+from tests.support.api_server import KEYS, ORIGIN, WAIT_S, Served, run_api
 
 BODY = APIS["completions"].body({})
 OTHER = "https://other.example"
@@ -109,7 +109,7 @@ def test_pages_of_our_own_and_of_listed_origins_are_served(plain: Served) -> Non
 
 
 def test_all_origins_may_be_let_in(tmp_path: Path) -> None:
-    with run_front(tmp_path, FrontOptions(cors_origins=("*",))) as served:
+    with run_api(tmp_path, ApiOptions(cors_origins=("*",))) as served:
         served.ring.reset(served.script("x"))
         assert [post(served.http, origin) for origin in (OTHER, "null")] == [200, 200]
 

@@ -15,8 +15,8 @@ import pytest
 from runtime.peer_input import MAX_JSON_DEPTH
 from tests.gateway.api.conftest import ANSWER
 from tests.support.adapters import APIS
+from tests.support.api_server import SERVED, Served
 from tests.support.fake_ring import TIMING, Script, likely
-from tests.support.front_server import SERVED, Served
 from tests.support.tiny_tokenizer import CONTEXT, END, byte_token
 from tests.support.words import CALL, HELLO, NOW, TOOLS, Api, Outcome
 from wire.timing import Timing
@@ -59,7 +59,7 @@ class Case:
     hangs: bool = False  # the ring says no more, not even that this is the end
     timing: Timing = TIMING
     each: Sequence[str] = ()  # what the ring says of the first choices, where it is not the same
-    front: str = "full"
+    service: str = "full"
 
 
 def call(text: str) -> str:
@@ -189,20 +189,20 @@ CASES = [
     # reasoning before the answer, and answers that go on with a message
     *(Case(f"reasoning {name}", {"stop": ["Greet"]} if name == "hides stop strings" else ask,
            f"<think>\nGreet.\n</think>\n\n{says}",
-           text, calls, reason, reasoning="Greet.", front="thinking", only=only)
+           text, calls, reason, reasoning="Greet.", service="thinking", only=only)
       for name, ask, says, text, calls, reason, only in (
           ("and an answer", {}, "hello", "hello", (), "stop", CHATS),
           ("hides stop strings", {}, "hello", "hello", (), "stop", ("chat", "messages", "Chat")),
           ("and a call", {"tools": TOOLS, "max_tokens": 150}, CALL, "", [WEATHER], "tool_calls", CHATS))),
     Case("reasoning that the limit cuts off", {"max_tokens": 4}, "<think>xyzxyz", "", reason="length",
-         reasoning="xyz", front="thinking", only=CHATS),
-    Case("reasoning is off", {"thinks": False}, "hello", "hello", front="thinking", only=CHATS,
+         reasoning="xyz", service="thinking", only=CHATS),
+    Case("reasoning is off", {"thinks": False}, "hello", "hello", service="thinking", only=CHATS,
          prompt="<|user|>hello<|end|><|assistant|><think>\n\n</think>\n\n"),
-    Case("reasoning is on", {"thinks": True}, "hello", "hello", front="thinking", only=CHATS,
+    Case("reasoning is on", {"thinks": True}, "hello", "hello", service="thinking", only=CHATS,
          prompt="<|user|>hello<|end|><|assistant|>"),
-    *(Case(f"reasoning in the history: {front}", {"messages": THOUGHT}, front=front, only=CHATS,
+    *(Case(f"reasoning in the history: {service}", {"messages": THOUGHT}, service=service, only=CHATS,
            prompt=f"<|user|>hello<|end|><|assistant|>{shown}hi<|end|><|user|>hello<|end|><|assistant|>")
-      for front, shown in (("thinking", "<think>\nGreet.\n</think>\n\n"), ("full", ""))),
+      for service, shown in (("thinking", "<think>\nGreet.\n</think>\n\n"), ("full", ""))),
     Case("a last message is gone on with",
          {"messages": [*HELLO, {"role": "assistant", "content": "The"}], "continues": True},
          " answer", " answer", prompt="<|user|>hello<|end|><|assistant|>The", only=("chat", "messages", "Chat")),
@@ -217,10 +217,10 @@ CASES = [
     Case("timing", {"include_timing": True, "n": 2}, text=[ANSWER] * 2),
 
     # a completion goes on where its prompt ends, also with a space; a chat's answer begins a text
-    Case("the first space", {"prompt": "hello world"}, " how are you", " how are you", front="sentence"),
+    Case("the first space", {"prompt": "hello world"}, " how are you", " how are you", service="sentence"),
     *(Case(f"a stop string beside it: {stop!r}", {"prompt": "hello world", "stop": [stop]}, " how are you", text,
-           stop=stop, front="sentence") for stop, text in ((" how", ""), (" how are", ""), ("w are", " ho"))),
-    Case("a chat begins anew", says=" how are you", text="how are you", front="sentence",
+           stop=stop, service="sentence") for stop, text in ((" how", ""), (" how are", ""), ("w are", " ho"))),
+    Case("a chat begins anew", says=" how are you", text="how are you", service="sentence",
          only=CHATS),
 ]
 # fmt: on
@@ -236,7 +236,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("case", "api", "mode", "group"), RUNS)
 def test_case(request: pytest.FixtureRequest, case: Case, api: Api, mode: str, group: int) -> None:
-    served: Served = request.getfixturevalue(case.front)
+    served: Served = request.getfixturevalue(case.service)
     script = _script(case, served, group)
     served.ring.reset(script, *(served.script(text, group=group) for text in case.each))
     before = measured(served)
@@ -252,7 +252,7 @@ def _script(case: Case, served: Served, group: int) -> Script:
     if not isinstance(case.says, str):
         return Script(case.says, group, timing=case.timing)
     script = served.script(case.says, ends=not case.hangs, group=group, is_hanging=case.hangs, timing=case.timing)
-    if case.front == "sentence":  # words that begin with the mark that such a vocabulary writes for a space
+    if case.service == "sentence":  # words that begin with the mark that such a vocabulary writes for a space
         ids = served.ids("hello world" + case.says)[len(served.ids("hello world")) :]
         assert served.tokenizer.pieces(ids)[0].startswith("▁")
         return replace(script, token_ids=[*ids, *script.token_ids[-1:]])

@@ -9,7 +9,7 @@ from google.protobuf import json_format
 
 from protos import inference_pb2, inference_pb2_grpc
 from tests.support.adapters import APIS
-from tests.support.front_server import SERVED, WAIT_S, Served
+from tests.support.api_server import SERVED, WAIT_S, Served
 from tests.support.grpc_adapters import read_status
 from tests.support.tiny_tokenizer import CONTEXT
 from tests.support.words import HELLO, TOOLS, Outcome

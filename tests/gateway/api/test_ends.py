@@ -6,8 +6,8 @@ import pytest
 
 from gateway.errors import ApiError, not_ready, overloaded, took_too_long
 from tests.support.adapters import APIS
+from tests.support.api_server import Served
 from tests.support.fake_ring import Script
-from tests.support.front_server import Served
 from tests.support.words import Api, named
 
 MODES = [(api, stream) for api in APIS.values() for stream in (False, True) if stream or api.can_be_whole]

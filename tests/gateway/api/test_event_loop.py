@@ -17,7 +17,8 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from demo.paths import TARGET_DIR
-from gateway.app import FrontOptions, build_app, build_front
+from gateway.app import build_app, build_served_model
+from gateway.request.prepare import ApiOptions
 from gateway.text.tokenizer import Tokenizer
 from runtime.garbage import spare_what_is_here
 from tests.support.fake_ring import FakeRing, Script
@@ -52,8 +53,8 @@ def as_in_a_gateway() -> Iterator[None]:
 def test_no_step_takes_long(monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]) -> None:
     ring, steps = FakeRing(), list[float]()
     ring.script = Script(ANSWER, group=5)
-    front = build_front(ring, Tokenizer(TARGET_DIR), "demo", FrontOptions(), CollectorRegistry())
-    app = build_app(front)
+    served = build_served_model(ring, Tokenizer(TARGET_DIR), "demo", ApiOptions(), CollectorRegistry())
+    app = build_app(served)
 
     async def test() -> None:
         await _post(app, "/v1/completions", {"model": "demo", "prompt": "x", "max_tokens": 1})  # imports what is left
@@ -62,7 +63,7 @@ def test_no_step_takes_long(monkeypatch: pytest.MonkeyPatch, path: str, fields: 
 
     _measure_steps(monkeypatch, steps)
     asyncio.run(test())
-    front.offload.close()
+    served.offload.close()
     assert max(steps) < MOST_SHARE * sum(steps)
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from protos import inference_pb2
-from tests.support.front_server import SERVED, WAIT_S, Served
+from tests.support.api_server import SERVED, WAIT_S, Served
 from tests.support.messages import mutate
 from tests.support.tiny_tokenizer import CONTEXT
 

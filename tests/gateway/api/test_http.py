@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.adapters import APIS
-from tests.support.front_server import MAX_BODY, SERVED, WAIT_S, Served
+from tests.support.api_server import MAX_BODY, SERVED, WAIT_S, Served
 from tests.support.tiny_tokenizer import CONTEXT
 from tests.support.words import HELLO
 

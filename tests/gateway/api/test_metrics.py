@@ -8,7 +8,7 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.metrics import FrontMetrics, RequestMeter
+from gateway.metrics import RequestMeter, RequestMetrics
 from tests.support.dispatching import answer, bounded, generation, pair
 
 
@@ -18,7 +18,7 @@ class Measured:
     def __init__(self) -> None:
         self.now = 100.0
         self.registry = CollectorRegistry()
-        self.meter = RequestMeter(FrontMetrics(self.registry), self.now, lambda: self.now)
+        self.meter = RequestMeter(RequestMetrics(self.registry), self.now, lambda: self.now)
 
     def value(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"baton:{name}", labels) or 0.0

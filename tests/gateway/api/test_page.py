@@ -11,9 +11,9 @@ import pytest
 from playwright.sync_api import Page, sync_playwright
 
 from gateway.errors import ApiError
-from gateway.request.prepare import FrontOptions
+from gateway.request.prepare import ApiOptions
+from tests.support.api_server import Served, run_api
 from tests.support.fake_ring import Script
-from tests.support.front_server import Served, run_front
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
@@ -26,7 +26,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on thi
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with run_front(tmp_path_factory.mktemp("tiny"), FrontOptions()) as served:
+    with run_api(tmp_path_factory.mktemp("tiny"), ApiOptions()) as served:
         yield served
 
 
@@ -47,7 +47,7 @@ def test_nothing_else_is_served_from_the_folder(served: Served) -> None:
 
 
 def test_the_page_needs_no_key_but_all_that_it_asks_does(tmp_path: Path) -> None:
-    with run_front(tmp_path, FrontOptions(api_keys=("a-key",))) as served:
+    with run_api(tmp_path, ApiOptions(api_keys=("a-key",))) as served:
         for path in ("/", "/page/style.css", "/page/app.js"):
             assert served.http.get(path).status_code == 200
         for path in ("/v1/models", "/page/", "/page/nothing.js"):
@@ -97,7 +97,7 @@ def is_in_view(page: Page, selector: str) -> bool:
 
 @needs_chromium
 def test_a_person_enters_the_key(tmp_path: Path) -> None:
-    with run_front(tmp_path, FrontOptions(api_keys=("a-key",))) as served:
+    with run_api(tmp_path, ApiOptions(api_keys=("a-key",))) as served:
         served.ring.reset(answer(served, "Hello."))
         with opened(served.url) as page:
             page.wait_for_selector("#error >> text=asks for an API key")

@@ -12,7 +12,7 @@ import pytest
 from gateway.api.access import MAX_WARNING_CHARS, WARNING_HEADER, warning_headers
 from runtime.peer_input import MAX_JSON_DEPTH
 from tests.support.adapters import APIS
-from tests.support.front_server import Served
+from tests.support.api_server import Served
 from tests.support.tiny_tokenizer import CONTEXT, END
 from tests.support.words import CALL, HELLO, TOOLS, Api, named
 

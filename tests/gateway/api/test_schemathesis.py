@@ -10,7 +10,7 @@ from hypothesis.strategies import integers
 from schemathesis import GenerationMode, checks
 
 from tests.gateway.api.conftest import ANSWER
-from tests.support.front_server import SERVED, Served
+from tests.support.api_server import SERVED, Served
 from tests.support.tiny_tokenizer import CONTEXT
 
 POSTS = (

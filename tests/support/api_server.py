@@ -16,7 +16,9 @@ import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from gateway.app import FrontOptions, add_inference_services, build_app, build_front, build_interceptors
+from gateway.api.grpc.service import add_inference_services, build_interceptors
+from gateway.app import build_app, build_served_model
+from gateway.request.prepare import ApiOptions
 from gateway.text.tokenizer import Tokenizer
 from runtime.rpc import build_server
 from tests.support.fake_ring import FakeRing, Script
@@ -27,13 +29,13 @@ SERVED = "tiny"
 KEYS = ("first-key", "zweiter-schlüssel")
 ORIGIN = "https://page.example"
 MAX_BODY = 2**20
-FULL = FrontOptions(KEYS, (ORIGIN,), max_body_bytes=MAX_BODY, body_timeout_s=1.5, tool_format="hermes")
-PLAIN = FrontOptions(cors_origins=(ORIGIN,))  # no key is asked for, and the model knows no tools
+FULL = ApiOptions(KEYS, (ORIGIN,), max_body_bytes=MAX_BODY, body_timeout_s=1.5, tool_format="hermes")
+PLAIN = ApiOptions(cors_origins=(ORIGIN,))  # no key is asked for, and the model knows no tools
 
 
 @dataclass(frozen=True)
 class Served:
-    """A running front and what stands behind it."""
+    """Running APIs and what stands behind them."""
 
     ring: FakeRing
     tokenizer: Tokenizer
@@ -70,9 +72,7 @@ class Served:
 
 
 @contextmanager
-def run_front(
-    folder: Path, options: FrontOptions, write: Callable[[Path], Path] = write_byte_level
-) -> Iterator[Served]:
+def run_api(folder: Path, options: ApiOptions, write: Callable[[Path], Path] = write_byte_level) -> Iterator[Served]:
     """Serves REST and gRPC on free loopback ports until the context ends. `write`: writes the checkpoint's folder."""
     logging = structlog.get_config()
     plain: list[structlog.typing.Processor] = [
@@ -85,17 +85,17 @@ def run_front(
     ready, ports = threading.Event(), list[int]()
 
     async def serve() -> None:
-        grpc_server = build_server(build_interceptors(front))
-        add_inference_services(grpc_server, front)
+        grpc_server = build_server(build_interceptors(served))
+        add_inference_services(grpc_server, served)
         ports.append(grpc_server.add_insecure_port("127.0.0.1:0"))
         await grpc_server.start()
         ready.set()
         await http.serve([listener])
         await grpc_server.stop(0)
-        front.offload.close()
+        served.offload.close()
 
-    front = build_front(ring, tokenizer, SERVED, options, registry)
-    http = uvicorn.Server(uvicorn.Config(build_app(front), log_level="warning"))
+    served = build_served_model(ring, tokenizer, SERVED, options, registry)
+    http = uvicorn.Server(uvicorn.Config(build_app(served), log_level="warning"))
     thread = threading.Thread(target=lambda: uvloop.run(serve()), daemon=True)
     thread.start()
     assert ready.wait(WAIT_S)
