@@ -20,8 +20,6 @@ import pytest
 
 from bench.gpu_checks.ipc import Exporter
 from bench.gpu_checks.ipc_exporter import page_content
-from bench.live import serve
-from demo.paths import TARGET_DIR
 from engine.kvcache.peer_pages import GpuPages, HostPages
 from kvtransfer import nixl_pages
 from kvtransfer.nixl import NixlReader
@@ -29,11 +27,10 @@ from kvtransfer.nixl_agent import Agent, Transfer
 from kvtransfer.nixl_pool import MAX_METADATA_BYTES, MAX_PAGES
 from kvtransfer.reader import PageRef, ReadError
 from kvtransfer.ucx_log import UNKNOWN, find_link, is_fast
-from protos import decode_pb2, inference_pb2, inference_pb2_grpc, kv_pb2
+from protos import decode_pb2, kv_pb2
 from tests.support.fake_cuda import FakeGpu, count_opened
 from tests.support.fake_workers import Signal
 from tests.support.nixl_reader import NUM_LOCAL, open_reader
-from tests.support.oracle import Oracle, random_prompt
 from tests.support.real_workers import decode_worker, gateway
 
 NIXL_PROCESS = (sys.executable, "-m", "tests.support.pool_process", "nixl")
@@ -331,22 +328,3 @@ async def test_an_owner_survives_its_reader(manner: str, owner: Exporter) -> Non
     again = await open_reader(owner.peer)
     await again.read([ref(2)], [2])
     await again.close()
-
-
-def test_tokens_of_a_service_are_exact_over_nixl() -> None:
-    """Also after a restart: see tests/faults/test_nixl.py."""
-    flags = ("--dtype=float32", "--transport=nixl", "--require-transport", "--nixl-allow-tcp", "--kv-memory-mib=64")
-    prompt = random_prompt(300, 300, seed=1)
-    request = inference_pb2.GenerateRequest(
-        token_ids=inference_pb2.TokenIds(ids=prompt), max_tokens=8, temperature=0, ignore_eos=True, include_timing=True
-    )
-    with (
-        serve(TARGET_DIR, *flags, env={"UCX_TLS": "tcp,self"}) as live,
-        grpc.insecure_channel(live.grpc_address) as channel,
-    ):
-        responses = list(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60))
-        answer = [token for response in responses for token in response.token_ids]
-        assert answer == Oracle(TARGET_DIR).answer(prompt, 8, guess=answer)
-        assert {response.timing.transport for response in responses if response.HasField("timing")} == {"nixl:tcp"}
-        read = live.metric("decode-0", "kv_transfer_bytes_total", {"transport": "nixl:tcp"})
-        assert read == live.metric("decode-0", "kv_transfer_bytes_total") > 0

@@ -15,7 +15,7 @@ from tests.support.calm import serve_calmly
 from tests.support.command_line import run
 from tests.support.under_load import WAIT_S, Asking, answers, ask, complete, find, send, wait_shown, wait_until
 
-NUM, NUM_TOKENS = 6, 1000  # answers so long that work is left when a test looks, on any machine
+NUM, NUM_TOKENS = 4, 500  # answers so long that work is left when a test looks, on any machine
 
 
 @pytest.fixture(scope="module")

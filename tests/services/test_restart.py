@@ -13,7 +13,7 @@ from cli.plan import plan_restart
 from tests.support.command_line import run
 from tests.support.under_load import WAIT_S, answers, ask, complete, find, send, wait_shown, wait_until
 
-NUM = 4
+NUM, NUM_TOKENS = 4, 250
 SECRET = "known-to-all-of-the-fleet"
 
 
@@ -52,7 +52,7 @@ def live() -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def undisturbed(live: Live) -> list[list[int]]:
-    return answers(ask(live, NUM))
+    return answers(ask(live, NUM, num_tokens=NUM_TOKENS))
 
 
 def is_alive(live: Live, name: str) -> bool:
@@ -62,7 +62,7 @@ def is_alive(live: Live, name: str) -> bool:
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
 def test_a_killed_worker_starts_again_and_is_taken_back(live: Live, undisturbed: list[list[int]], name: str) -> None:
     before = find(live, name)
-    asking = ask(live, NUM)
+    asking = ask(live, NUM, num_tokens=NUM_TOKENS)
     send(live, name, signal.SIGKILL)
     wait_shown(live, f"{name} ended with signal SIGKILL; 2 workers are left; it starts again in 0.5 s")
     wait_until(lambda: find(live, name)["incarnation"] != before["incarnation"] and is_alive(live, name), "taken back")
@@ -72,7 +72,7 @@ def test_a_killed_worker_starts_again_and_is_taken_back(live: Live, undisturbed:
     served = "prompt_tokens_total" if name == "prefill-0" else "generation_tokens_total"
 
     def works() -> bool:
-        assert answers(ask(live, NUM)) == undisturbed
+        assert answers(ask(live, NUM, num_tokens=NUM_TOKENS)) == undisturbed
         return live.metric(name, served) > 0
 
     wait_until(works, "the new process works")
@@ -81,7 +81,7 @@ def test_a_killed_worker_starts_again_and_is_taken_back(live: Live, undisturbed:
 def test_stopped_workers_are_named_and_come_back(live: Live, undisturbed: list[list[int]]) -> None:
     names = ("decode-0", "decode-1", "prefill-0")
     pids = {name: find(live, name)["pid"] for name in names}
-    asking = ask(live, NUM)
+    asking = ask(live, NUM, num_tokens=NUM_TOKENS)
     for name in names[:2]:
         send(live, name, signal.SIGSTOP)
     wait_until(lambda: HTTP.get(f"{live.url}/ready", timeout=WAIT_S).status_code == 503, "not ready")
@@ -98,18 +98,18 @@ def test_stopped_workers_are_named_and_come_back(live: Live, undisturbed: list[l
     wait_until(lambda: all(is_alive(live, name) for name in names), "all are back")
     assert {name: find(live, name)["pid"] for name in names} == pids, "without a restart"
     assert answers(asking) == undisturbed
-    assert answers(ask(live, NUM)) == undisturbed
+    assert answers(ask(live, NUM, num_tokens=NUM_TOKENS)) == undisturbed
 
 
 def test_a_drain_that_is_too_short_moves_sessions(live: Live, undisturbed: list[list[int]]) -> None:
-    asking = ask(live, NUM)
     stranger = drain(live, "decode-0", "another-secret-that-is-long-enough")
+    asking = ask(live, NUM, num_tokens=4 * NUM_TOKENS)  # longer than the command takes to start
     assert stranger.returncode == 1 and "set BATON_FLEET_SECRET" in stranger.stderr
     done = drain(live, "decode-0", SECRET)
     assert (done.returncode, done.stderr) == (0, "")
     assert "drains: " in done.stdout and done.stdout.endswith("has ended\n"), done.stdout
     wait_shown(live, "decode-0 ended with exit status 0; 2 workers are left; it stays ended, as it was asked to")
-    assert answers(asking) == undisturbed
+    assert [answer[:NUM_TOKENS] for answer in answers(asking)] == undisturbed
     done = drain(live, "decode-0", SECRET)
     assert done.returncode == 1 and "does not answer" in done.stderr, done.stderr
 

@@ -1,4 +1,4 @@
-"""Through the whole service, greedy tokens in float32 are transformers' own: every family, odd shapes, both transports.
+"""Through the whole service, greedy tokens in float32 are transformers' own: every family, odd shapes, each transport.
 
 Alone and in a batch of 16 that arrive and leave at different times. The demo model is in test_surface_service.py.
 """
@@ -6,6 +6,7 @@ Alone and in a batch of 16 that arrive and leave at different times. The demo mo
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,51 +18,59 @@ from tests.support.calm import serve_calmly
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
 from tests.support.oracle import Oracle, random_prompt
 from tests.support.surface import Surface
+from tests.support.under_load import wait_until
 
 VOCAB = 320
 LENGTHS = (1, 15, 16, 17, 100, 1000)
-# GQA ratios 1, 3 and 8, head_dim 64, 80 and 128, tied and untied, each family twice.
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-gqa1-hd64-tied": dict(family="llama", num_heads=2, num_kv_heads=2, head_dim=64, tied=True),
-    "llama-gqa8-hd128-llama3": dict(
-        family="llama", num_heads=8, num_kv_heads=1, head_dim=128,
-        rope_scaling={
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 512,
-        },
+HIDDEN = 192  # divisible by every num_heads below
+NIXL_OVER_TCP = ("--nixl-allow-tcp", "--kv-memory-mib=64")
+NO_COMPILER = {"CXX": "/nonexistent/c++", "PATH": "/nonexistent"}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A model, how its pages travel, and what its service is started with."""
+
+    shape: dict[str, Any]
+    transport: str  # as metrics name it
+    flags: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+
+# Each family; GQA ratios 1, 3 and 8; head_dim 64, 80 and 128; tied and untied. test_model.py has more of them.
+WAYS = {
+    "llama-gqa8-hd128-llama3": Way(
+        dict(
+            family="llama", num_heads=8, num_kv_heads=1, head_dim=128,
+            rope_scaling={
+                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 512,
+            },
+        ),
+        "grpc",
     ),
-    "mistral-gqa3-hd80-window": dict(family="mistral", num_heads=6, num_kv_heads=2, head_dim=80, sliding_window=50),
-    "mistral-gqa1-hd128-tied": dict(family="mistral", num_heads=3, num_kv_heads=3, head_dim=128, tied=True),
-    "qwen2-gqa8-hd64-tied": dict(family="qwen2", num_heads=8, num_kv_heads=1, head_dim=64, tied=True),
-    "qwen2-gqa3-hd80": dict(family="qwen2", num_heads=3, num_kv_heads=1, head_dim=80, sliding_window=40),
-    "qwen3-gqa3-hd128": dict(family="qwen3", num_heads=3, num_kv_heads=1, head_dim=128),
-    "qwen3-gqa8-hd80-tied": dict(family="qwen3", num_heads=8, num_kv_heads=1, head_dim=80, tied=True, shards=2),
+    "mistral-gqa3-hd80-window": Way(
+        dict(family="mistral", num_heads=6, num_kv_heads=2, head_dim=80, sliding_window=50), "shm", env=NO_COMPILER
+    ),
+    "qwen2-gqa1-hd64-tied": Way(
+        dict(family="qwen2", num_heads=2, num_kv_heads=2, head_dim=64, tied=True),
+        "nixl:tcp", NIXL_OVER_TCP, {"UCX_TLS": "tcp,self"},
+    ),
+    "qwen3-gqa8-hd80-tied": Way(
+        dict(family="qwen3", num_heads=8, num_kv_heads=1, head_dim=80, tied=True, shards=2), "shm"
+    ),
 }  # fmt: skip
-# A model and how its pages travel: each family and each GQA ratio by both.
-WAYS = [
-    ("llama-gqa1-hd64-tied", "shm"),
-    ("llama-gqa8-hd128-llama3", "grpc"),
-    ("mistral-gqa3-hd80-window", "shm"),
-    ("mistral-gqa1-hd128-tied", "grpc"),
-    ("qwen2-gqa8-hd64-tied", "shm"),
-    ("qwen2-gqa3-hd80", "grpc"),
-    ("qwen3-gqa3-hd128", "shm"),
-    ("qwen3-gqa8-hd80-tied", "grpc"),
-]
-HIDDEN = 192  # divisible by every num_heads above
 
 
-@pytest.fixture(scope="module", params=WAYS, ids="-".join)
-def way(request: pytest.FixtureRequest) -> tuple[str, str]:
-    way: tuple[str, str] = request.param
-    return way
+@pytest.fixture(scope="module", params=WAYS)
+def way(request: pytest.FixtureRequest) -> Way:
+    return WAYS[request.param]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(way: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    name, _ = way
-    folder = tmp_path_factory.mktemp(name)
-    write_checkpoint(folder, hidden=HIDDEN, vocab=VOCAB, seed=len(name), **SHAPES[name])
+def checkpoint(way: Way, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_checkpoint(folder, hidden=HIDDEN, vocab=VOCAB, seed=len(way.transport), **way.shape)
     return write_tokenizer(folder, VOCAB)
 
 
@@ -71,14 +80,19 @@ def oracle(checkpoint: Path) -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def live(way: tuple[str, str], checkpoint: Path) -> Iterator[Live]:
-    _, transport = way
-    flags = ("--dtype=float32", f"--transport={transport}", "--require-transport", "--chunk-tokens=256")
-    with serve_calmly(checkpoint, *flags) as service:
+def live(way: Way, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """Every transferred byte takes the way's transport; without a compiler workers warn; none outlives the service."""
+    flags = ("--dtype=float32", f"--transport={way.transport.split(':')[0]}", "--require-transport", *way.flags)
+    env = way.env | ({"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))} if way.env is NO_COMPILER else {})
+    with serve_calmly(checkpoint, *flags, "--chunk-tokens=256", env=env) as service:
         yield service
         service.wait_until_unused()
         read = service.metric("decode-0", "kv_transfer_bytes_total")
-        assert read == service.metric("decode-0", "kv_transfer_bytes_total", {"transport": transport}) > 0
+        assert read == service.metric("decode-0", "kv_transfer_bytes_total", {"transport": way.transport}) > 0
+        assert service.read_log().count("slow attention") == (2 if way.env is NO_COMPILER else 0)
+        processes = [Path(f"/proc/{worker['pid']}") for worker in service.workers()]
+        assert all(map(Path.exists, processes))
+    wait_until(lambda: not any(map(Path.exists, processes)), "no worker outlives baton serve")
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The demo model through the whole service, as users meet it."""
 
 import json
-import os
 import shutil
 import subprocess
 import time
@@ -13,10 +12,10 @@ import grpc
 import openai
 import pytest
 
-from bench.live import Live, serve
+from bench.live import Live
 from bench.plain_http import HTTP, read_families
 from cli.main import app
-from tests.support.oracle import Oracle, random_prompt
+from tests.support.oracle import random_prompt
 from tests.support.surface import MODEL, VOCAB, Surface, transferred_bytes
 from tests.support.under_load import wait_until
 
@@ -200,24 +199,3 @@ def test_bad_requests(demo: Live, surface: Surface) -> None:
             surface.answer([7], **fields)
         assert failure.value.code() is code
         assert next(iter(fields)) in str(failure.value.details())
-
-
-def test_without_a_compiler_the_service_is_slow_but_right_and_stops_whole(tmp_path: Path, oracle: Oracle) -> None:
-    """No compiler and no built kernel: one warning per worker, the same tokens. Afterwards no process is left."""
-    env = {"CXX": "/nonexistent/c++", "PATH": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path)}
-    prompt = random_prompt(40, VOCAB, seed=4)
-    with serve("demo", "--dtype=float32", env=env) as live, grpc.insecure_channel(live.grpc_address) as channel:
-        assert Surface(channel).answer(prompt, max_tokens=8) == oracle.answer(prompt, 8)
-        warnings = [line for line in live.read_log().splitlines() if "slow attention" in line]
-        assert len(warnings) == 2, live.read_log()
-        pids = [worker["pid"] for worker in live.workers()]
-        assert all(map(_is_running, pids))
-    wait_until(lambda: not any(map(_is_running, pids)), "no worker outlives baton serve")
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
