@@ -38,7 +38,7 @@ serve: $(RUN_STAMP) ## Start a service; takes MODEL PORT PREFILL DECODE DTYPE TR
 	    --decode-workers "$(DECODE)" --dtype "$(DTYPE)" --transport "$(TRANSPORT)" --device "$(DEVICE)" $(ARGS)
 
 test: $(DEV_STAMP) ## Run the tests; takes JOBS, and ARGS for pytest
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder $(ARGS)
 
 check: $(DEV_STAMP) ## Generated code fresh, style, types, imports between packages
 	@rm -rf $(FRESH) && mkdir -p $(FRESH)

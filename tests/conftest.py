@@ -5,18 +5,40 @@ Properties are tried on the same examples everywhere, however slow the machine. 
 
 import asyncio
 import inspect
+from typing import Any
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 from runtime.hardware import wait_without_spinning
 from tests.support.interpreter import interpret_kernels
 
 wait_without_spinning()
 interpret_kernels()
+structlog.configure([structlog.processors.format_exc_info, structlog.processors.KeyValueRenderer()])  # plain tracebacks
 settings.register_profile("baton", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
+DEMO = "tests/services/demo/"
 PATIENCE_S = 60.0  # of a coroutine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Services come first, for they take longest."""
+    items.sort(key=lambda item: "services" not in item.path.parts)
+
+
+class Files(LoadScopeScheduling):  # type: ignore[misc]  # untyped
+    """A process gets whole files, and one of them all files of the shared demo service."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.split("::")[0]
+        return DEMO if path.startswith(DEMO) else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return Files(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""The prefix cache through whole services: a prompt that was seen, conversations on two and two workers."""
+"""The prefix cache through a whole service: conversations on two and two workers."""
 
 import threading
 import time
@@ -11,17 +11,13 @@ import pytest
 
 from bench.live import Live
 from bench.plain_http import HTTP
+from demo.paths import TARGET_DIR
 from tests.support.calm import serve_calmly
 from tests.support.oracle import Oracle, random_prompt
-from tests.support.surface import MODEL, PAGE_TOKENS, VOCAB, Surface, Told, take, transferred_bytes
+from tests.support.surface import MODEL, PAGE_TOKENS, VOCAB, Surface, Told, num_prefilled, take, transferred_bytes
 
 NUM_TURNS = 8
 NEW_TOKENS, ANSWER_TOKENS = 60, 24  # a turn
-
-
-def num_prefilled(live: Live) -> float:
-    """Prompt positions computed by all workers."""
-    return sum(live.metric(name, "prompt_tokens_total") for name in live.metrics_urls if name != "gateway")
 
 
 def wait_until_idle(live: Live) -> None:
@@ -29,21 +25,6 @@ def wait_until_idle(live: Live) -> None:
     while live.metric("gateway", "num_requests_running"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def test_a_prompt_seen_before_is_not_computed_again(demo: Live, surface: Surface) -> None:
-    prompt = random_prompt(1500, VOCAB, seed=1)
-    surface.ask(prompt, max_tokens=8)
-    steps, hits = "engine_step_seconds_count", "prefix_cache_hits_total"
-    before, num_steps, num_hits = num_prefilled(demo), demo.metric("decode-0", steps), demo.metric("decode-0", hits)
-    (last,) = surface.start(prompt, max_tokens=1)
-    assert last.usage.cached_tokens == 1499 // PAGE_TOKENS * PAGE_TOKENS
-    assert last.timing.cached_tokens == last.usage.cached_tokens
-    assert num_prefilled(demo) - before < PAGE_TOKENS
-    assert demo.metric("decode-0", steps) - num_steps <= 2  # steps until the first token
-    assert demo.metric("decode-0", hits) - num_hits == last.usage.cached_tokens
-    surface.ask(prompt, max_tokens=1, cache_salt="another")
-    assert num_prefilled(demo) - before > 1400
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +73,9 @@ def num_read(live: Live) -> float:
     return sum(live.metric(f"decode-{rank}", "kv_transfer_bytes_total") for rank in range(2))
 
 
-def test_200_requests(two_and_two: tuple[Live, Surface], oracle: Oracle) -> None:
+def test_200_requests(two_and_two: tuple[Live, Surface]) -> None:
     """Mixed prompts, answers, streams and transports of request; no error, every pool empty afterwards."""
-    live, surface = two_and_two
+    (live, surface), oracle = two_and_two, Oracle(TARGET_DIR)
     probes = {length: oracle.answer(random_prompt(length, VOCAB, seed=length), 12) for length in (1, 30, 300)}
     everyone = threading.Barrier(200, timeout=60)
 

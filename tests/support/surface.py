@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from bench.live import Live
 from demo.paths import DRAFT_DIR, TARGET_DIR
 from engine.model.config import load_config
 from protos import inference_pb2, inference_pb2_grpc
@@ -88,3 +89,8 @@ def transferred_bytes(num_prompt: int, num_ranks: int = RANKS) -> int:
     """
     all_page_bytes = page_bytes() + (num_ranks - 1) * page_bytes(DRAFT_DIR)
     return -(-(num_prompt - 1) // PAGE_TOKENS) * all_page_bytes
+
+
+def num_prefilled(live: Live) -> float:
+    """Prompt positions computed by all workers."""
+    return sum(live.metric(name, "prompt_tokens_total") for name in live.metrics_urls if name != "gateway")

@@ -66,7 +66,7 @@ KEYS = [
     "repetition_penalty", "presence_penalty", "speculation", "max_draft_tokens", "include_timing", "7", "input", "text",
     "instructions", "reasoning", "call_id", "output", "system", "stop_sequences", "input_schema", "is_error", "tokens",
 ]  # fmt: skip
-fuzz = settings(max_examples=300, suppress_health_check=list(HealthCheck))
+fuzz = settings(max_examples=120, suppress_health_check=list(HealthCheck))
 
 EDGES: list[Any] = [
     None, True, False, 0, -1, 1, 2, 2**31, 2**63, -(2**63) - 1, 10**30, 0.0, -0.5, 1e308, float("nan"), float("inf"),

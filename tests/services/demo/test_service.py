@@ -16,10 +16,10 @@ from bench.live import Live
 from bench.plain_http import HTTP, read_families
 from cli.main import app
 from tests.support.oracle import random_prompt
-from tests.support.surface import MODEL, VOCAB, Surface, transferred_bytes
+from tests.support.surface import MODEL, PAGE_TOKENS, VOCAB, Surface, num_prefilled, transferred_bytes
 from tests.support.under_load import wait_until
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello! What is 3 + 4?"}]
 PROCESSES = ["gateway", "prefill-0", "decode-0"]
 
@@ -199,3 +199,18 @@ def test_bad_requests(demo: Live, surface: Surface) -> None:
             surface.answer([7], **fields)
         assert failure.value.code() is code
         assert next(iter(fields)) in str(failure.value.details())
+
+
+def test_a_prompt_seen_before_is_not_computed_again(demo: Live, surface: Surface) -> None:
+    prompt = random_prompt(1500, VOCAB, seed=1)
+    surface.ask(prompt, max_tokens=8)
+    steps, hits = "engine_step_seconds_count", "prefix_cache_hits_total"
+    before, num_steps, num_hits = num_prefilled(demo), demo.metric("decode-0", steps), demo.metric("decode-0", hits)
+    (last,) = surface.start(prompt, max_tokens=1)
+    assert last.usage.cached_tokens == 1499 // PAGE_TOKENS * PAGE_TOKENS
+    assert last.timing.cached_tokens == last.usage.cached_tokens
+    assert num_prefilled(demo) - before < PAGE_TOKENS
+    assert demo.metric("decode-0", steps) - num_steps <= 2  # steps until the first token
+    assert demo.metric("decode-0", hits) - num_hits == last.usage.cached_tokens
+    surface.ask(prompt, max_tokens=1, cache_salt="another")
+    assert num_prefilled(demo) - before > 1400
