@@ -1,21 +1,20 @@
 """The settings of each process: the parts that it shares with others, and its own."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from runtime.addresses import bracketed
 from runtime.config_parts import (
     MAX_TP,
+    DecodingConfig,
     EngineConfig,
-    GrammarConfig,
     HeartbeatConfig,
     ProcessConfig,
     PublicConfig,
-    SpeculationConfig,
-    TransferConfig,
     TransportConfig,
     WorkerConfig,
 )
-from runtime.settings import MAX_PORT, ConfigError, flag
+from runtime.settings import MAX_PORT, ConfigError, Positive, Seconds, count, flag
 
 MAX_WORKERS = 1024  # processes of a role on one machine
 
@@ -26,28 +25,20 @@ class PrefillConfig(HeartbeatConfig, TransportConfig, WorkerConfig):
 
     chunk_tokens: int = 512
     """Most prompt tokens in one step."""
-    max_running: int = 16
+    max_running: Positive = 16
     """Most prompts running at once."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_count("chunk_tokens", self.page_tokens)
-        self.require_count("max_running", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeConfig(GrammarConfig, SpeculationConfig, TransferConfig, WorkerConfig):
+class DecodeConfig(DecodingConfig, WorkerConfig):
     """One decode worker."""
 
-    max_running: int = 64
+    max_running: Positive = 64
     """Most sessions at once."""
-    local_prefill_chunk_tokens: int = 256
-    """Most prompt tokens that decode computes by itself in one step."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_count("max_running", 1)
-        self.require_count("local_prefill_chunk_tokens", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +49,7 @@ class GatewayConfig(PublicConfig, HeartbeatConfig, ProcessConfig):
     """host:port of a prefill worker; repeat for several."""
     decode: tuple[str, ...]
     """host:port of a decode worker; repeat for several."""
-    max_context_tokens: int = 0
+    max_context_tokens: Annotated[int, count(0)] = 0
     """Most tokens in prompt and answer together; 0 is the model's limit. The same as the workers'."""
     ready_fd: int | None = None
     """File descriptor on which to report progress, given by `baton serve`."""
@@ -69,44 +60,32 @@ class GatewayConfig(PublicConfig, HeartbeatConfig, ProcessConfig):
             for address in getattr(self, name):
                 _require_address(name, address)
         self.require("decode", bool(self.decode), "at least one host:port, such as --decode 127.0.0.1:9001")
-        self.require_count("max_context_tokens", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(
-    PublicConfig, GrammarConfig, SpeculationConfig, TransferConfig, HeartbeatConfig, EngineConfig, ProcessConfig
-):
+class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig, EngineConfig, ProcessConfig):
     """A whole service on one machine."""
 
-    prefill_workers: int = 1
+    prefill_workers: Annotated[int, count(0, MAX_WORKERS)] = 1
     """Prefill processes; with 0, decode workers prefill by themselves."""
-    decode_workers: int = 1
+    decode_workers: Annotated[int, count(1, MAX_WORKERS)] = 1
     """Decode processes."""
-    prefill_tp: int = 1
+    prefill_tp: Annotated[int, count(1, MAX_TP)] = 1
     """Tensor-parallel ranks of each prefill worker; see --tp of `baton prefill`."""
-    decode_tp: int = 1
+    decode_tp: Annotated[int, count(1, MAX_TP)] = 1
     """Tensor-parallel ranks of each decode worker; may differ from --prefill-tp."""
     chunk_tokens: int = PrefillConfig.chunk_tokens
     """Most prompt tokens in one step of a prefill worker."""
-    prefill_max_running: int = PrefillConfig.max_running
+    prefill_max_running: Positive = PrefillConfig.max_running
     """Most prompts running at once on one prefill worker."""
-    decode_max_running: int = DecodeConfig.max_running
+    decode_max_running: Positive = DecodeConfig.max_running
     """Most sessions at once on one decode worker."""
-    local_prefill_chunk_tokens: int = DecodeConfig.local_prefill_chunk_tokens
-    """Most prompt tokens that decode computes by itself in one step."""
-    start_timeout_s: float = 1800.0
+    start_timeout_s: Seconds = 1800.0
     """Longest time that loading may take; then the start is given up."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_count("prefill_workers", 0, MAX_WORKERS)
-        self.require_count("decode_workers", 1, MAX_WORKERS)
-        self.require_count("prefill_tp", 1, MAX_TP)
-        self.require_count("decode_tp", 1, MAX_TP)
         self.require_count("chunk_tokens", self.page_tokens)
-        for name in ("prefill_max_running", "decode_max_running", "local_prefill_chunk_tokens"):
-            self.require_count(name, 1)
-        self.require_seconds("start_timeout_s")
 
 
 def _require_address(name: str, address: str) -> None:

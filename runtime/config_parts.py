@@ -4,10 +4,10 @@ config.py puts them together. A name means the same in every process, so `baton 
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from runtime.addresses import bracketed, is_any, is_loopback
-from runtime.settings import MAX_PORT, ConfigError, Settings
+from runtime.settings import MAX_PORT, ConfigError, Port, Positive, Seconds, SecondsOrZero, Settings, count
 from wire.sampling import MAX_DRAFT_TOKENS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -40,9 +40,9 @@ class ProcessConfig(Settings):
     """Address to listen on; 0.0.0.0 for all interfaces, :: for those with IPv6 too."""
     log_level: LogLevel = "info"
     """Least severe log line shown."""
-    lease_s: float = 30.0
+    lease_s: Seconds = 30.0
     """Seconds after which anything held for a silent peer is freed."""
-    drain_s: float = 30.0
+    drain_s: SecondsOrZero = 30.0
     """Seconds in which a process that was asked to stop may finish the requests it has."""
 
     tls_dir: str = ""
@@ -59,8 +59,6 @@ class ProcessConfig(Settings):
             )
         self.require("model", bool(self.model), 'a folder, a hub id or "demo"')
         self.require("host", bool(self.host), "an address such as 127.0.0.1 or 0.0.0.0")
-        self.require_seconds("lease_s")
-        self.require_seconds("drain_s", may_be_zero=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,32 +75,26 @@ class EngineConfig(Settings):
     """Small model that guesses ahead: a folder, a hub id, "none", or auto: the demo's own beside the demo model."""
     device: Device = "auto"
     """Where to compute; auto is cuda when there is a GPU."""
-    page_tokens: int = 16
+    page_tokens: Positive = 16
     """Tokens in a KV page; the same on all workers."""
-    kv_memory_mib: int = 0
+    kv_memory_mib: Annotated[int, count(0, MAX_MEMORY_MIB)] = 0
     """Memory of one worker's KV pool, over its ranks; 0 is what its longest batch needs, within its share of memory."""
     gpu_memory_share: float = 0.0
     """Share of its GPU's whole memory that a worker may take; 0 is 0.9, divided among those of `baton serve` on it."""
-    max_context_tokens: int = 0
+    max_context_tokens: Annotated[int, count(0)] = 0
     """Most tokens in prompt and answer together; 0 is the model's limit."""
     cuda_graphs: bool = True
     """Decode on GPUs by captured graphs; without, each kernel is launched by itself."""
     steps_ahead: int | None = None
     """Steps launched before the last one is collected, 0 or 1. Default: 1 on a GPU, else 0."""
-    threads: int = 0
+    threads: Annotated[int, count(0, MAX_THREADS)] = 0
     """CPU threads of each worker, over its ranks; 0 is one per core, as prefill and decode are rarely busy at once."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_power = self.page_tokens > 0 and self.page_tokens & (self.page_tokens - 1) == 0
-        self.require("page_tokens", is_power, "a power of two such as 16")
-        self.require_count("page_tokens", 1)
-        self.require_count("kv_memory_mib", 0, MAX_MEMORY_MIB)
-        self.require(
-            "gpu_memory_share", 0 <= self.gpu_memory_share <= 1, "a number above 0 and at most 1, or 0 for auto"
-        )
-        self.require_count("max_context_tokens", 0)
-        self.require_count("threads", 0, MAX_THREADS)
+        self.require("page_tokens", self.page_tokens.bit_count() == 1, "a power of two such as 16")
+        is_share = 0 <= self.gpu_memory_share <= 1
+        self.require("gpu_memory_share", is_share, "a number above 0 and at most 1, or 0 for auto")
         self.require("steps_ahead", self.steps_ahead in (None, 0, 1), "0 or 1")
         self.require("draft_model", bool(self.draft_model), 'a folder, a hub id, "auto" or "none"')
 
@@ -111,15 +103,13 @@ class EngineConfig(Settings):
 class HeartbeatConfig(ProcessConfig):
     """How processes notice that another one is silent or stuck."""
 
-    heartbeat_s: float = 5.0
+    heartbeat_s: Seconds = 5.0
     """Seconds between signs of life, and of silence after which a worker counts as dead; shorter than a lease."""
-    stall_s: float = 30.0
+    stall_s: Seconds = 30.0
     """Seconds in one engine step after which a worker counts as stuck: more than its slowest step takes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_seconds("heartbeat_s")
-        self.require_seconds("stall_s")
         is_shorter = self.heartbeat_s < self.lease_s
         self.require("heartbeat_s", is_shorter, f"a number below --lease-s, which is {self.lease_s:g}")
 
@@ -133,13 +123,23 @@ class TransportConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransferConfig(TransportConfig):
-    """How a decode worker reads pages."""
+class DecodingConfig(TransportConfig):
+    """How a decode worker reads pages, guesses ahead and compiles grammars."""
 
     require_transport: bool = False
     """Refuse a prefill worker that cannot be read by --transport, instead of falling back."""
     nixl_allow_tcp: bool = False
     """Read by NIXL also where UCX has nothing better than TCP, or does not say what it has."""
+    speculate: Speculate = "auto"
+    """What guesses tokens ahead: draft (the draft model), ngram (repeats), off, or auto for the best there is."""
+    max_draft_tokens: Annotated[int, count(1, MAX_DRAFT_TOKENS)] = 8
+    """Most tokens guessed in one step of a sequence; fewer are when that is faster."""
+    grammar_cpu_s: Annotated[int, count(1, MAX_GRAMMAR_CPU_S)] = 5
+    """Seconds of CPU time after which a schema, expression or grammar is refused: it takes too long to compile."""
+    grammar_cache_mib: Annotated[int, count(0, MAX_MEMORY_MIB)] = 256
+    """Memory for compiled grammars that no request uses now; those in use come on top."""
+    local_prefill_chunk_tokens: Positive = 256
+    """Most prompt tokens that decode computes by itself in one step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,42 +148,12 @@ class TransferConfig(TransportConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculationConfig(Settings):
-    """How a decode worker guesses ahead for requests that do not set it themselves."""
-
-    speculate: Speculate = "auto"
-    """What guesses tokens ahead: draft (the draft model), ngram (repeats), off, or auto for the best there is."""
-    max_draft_tokens: int = 8
-    """Most tokens guessed in one step of a sequence; fewer are when that is faster."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_possible = 1 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS
-        self.require("max_draft_tokens", is_possible, f"1 to {MAX_DRAFT_TOKENS}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrammarConfig(Settings):
-    """Time and memory that schemas, expressions and grammars may take on a decode worker."""
-
-    grammar_cpu_s: int = 5
-    """Seconds of CPU time after which a schema, expression or grammar is refused: it takes too long to compile."""
-    grammar_cache_mib: int = 256
-    """Memory for compiled grammars that no request uses now; those in use come on top."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_count("grammar_cpu_s", 1, MAX_GRAMMAR_CPU_S)
-        self.require_count("grammar_cache_mib", 0, MAX_MEMORY_MIB)
-
-
-@dataclass(frozen=True, kw_only=True)
 class PublicConfig(Settings):
     """The service as its clients see it."""
 
-    port: int = 8000
+    port: Port = 8000
     """Port of the REST API; 0 takes any free one."""
-    grpc_port: int | None = None
+    grpc_port: Annotated[int | None, Settings.require_port] = None
     """Port of the gRPC API; 0 takes any free one. Default: --port + 1."""
     served_name: str = ""
     """Name of the model in requests; empty is its folder's name or hub id."""
@@ -191,9 +161,9 @@ class PublicConfig(Settings):
     """Key that clients must send as a bearer token; repeat for several. None: no key is asked for."""
     cors_origins: tuple[str, ...] = ()
     """Web origins that browsers may call from; repeat for several, "*" for all."""
-    max_queue: int = 1024
+    max_queue: Positive = 1024
     """Most requests that wait for a worker; more are refused with 429."""
-    local_prefill_max_tokens: int | None = None
+    local_prefill_max_tokens: Annotated[int | None, count(0)] = None
     """Decode prefills by itself when at most this many tokens of a prompt are missing. Default: any number where decode
     and prefill workers compute with the same CPU cores, else 0."""
     cache_routing: bool = True
@@ -202,19 +172,17 @@ class PublicConfig(Settings):
     """How the model writes calls of tools; auto is what its chat template shows, none refuses tools."""
     reasoning_format: ReasoningFormat = "auto"
     """How the model reasons before it answers; auto is what its chat template shows, none leaves that in the text."""
-    body_limit_bytes: int = 8 << 20
+    body_limit_bytes: Annotated[int, count(1024, MAX_BODY_BYTES)] = 8 << 20
     """Largest request body."""
-    request_timeout_s: float = 600.0
+    request_timeout_s: Seconds = 600.0
     """Longest life of a request, waiting included."""
-    client_timeout_s: float = 60.0
+    client_timeout_s: Seconds = 60.0
     """Seconds that a client may take to send a request's head, its body, or to take one message of an answer."""
-    patience_s: float = 30.0
+    patience_s: SecondsOrZero = 30.0
     """Seconds that requests wait for a worker to come back while none is alive: as long as one takes to start again."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_port("port")
-        self.require_port("grpc_port")
         if self.port and self.port == self.grpc_port:
             raise ConfigError(
                 f"grpc_port={self.port} is also the port of REST: set --grpc-port to another, or 0 for any"
@@ -222,13 +190,6 @@ class PublicConfig(Settings):
         is_clean = all(key and not set(key) & set(", \t\n") for key in self.api_key)  # they travel in one variable
         if not is_clean:
             raise ConfigError("api_key cannot be used: --api-key needs keys without spaces and commas, none empty")
-        self.require_count("max_queue", 1)
-        if self.local_prefill_max_tokens is not None:
-            self.require_count("local_prefill_max_tokens", 0)
-        self.require_count("body_limit_bytes", 1024, MAX_BODY_BYTES)
-        self.require_seconds("request_timeout_s")
-        self.require_seconds("client_timeout_s")
-        self.require_seconds("patience_s", may_be_zero=True)
 
     @property
     def grpc_listen_port(self) -> int:
@@ -239,14 +200,16 @@ class PublicConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListenConfig(Settings):
-    """Where one worker is reached."""
+class WorkerConfig(EngineConfig, ProcessConfig):
+    """What prefill and decode workers share."""
 
-    port: int = 0
+    tp: Annotated[int, count(1, MAX_TP)] = 1
+    """Processes that compute the model together, a part of its heads and weights each: tensor-parallel ranks."""
+    port: Port = 0
     """Port of the worker's gRPC server; 0 takes any free one."""
     advertise_host: str = ""
     """Name by which other processes reach this worker; empty is --host."""
-    metrics_port: int = 0
+    metrics_port: Port = 0
     """Port of /metrics; 0 takes any free one."""
     kv_memory_share: float = 0.25
     """Share of free main memory that an automatic KV pool may take on a CPU; see gpu_memory_share for GPUs."""
@@ -255,21 +218,7 @@ class ListenConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_port("port")
-        self.require_port("metrics_port")
         self.require("kv_memory_share", 0 < self.kv_memory_share <= 1, "a number above 0 and at most 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerConfig(ListenConfig, EngineConfig, ProcessConfig):
-    """What prefill and decode workers share."""
-
-    tp: int = 1
-    """Processes that compute the model together, a part of its heads and weights each: tensor-parallel ranks."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_count("tp", 1, MAX_TP)
         is_reachable = bool(self.advertise_host) or not is_any(self.host)
         self.require("advertise_host", is_reachable, f"the name by which others reach this --host {self.host}")
         is_safe = bool(self.tls_dir or self.fleet_secret) or is_loopback(self.host)

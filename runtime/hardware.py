@@ -58,57 +58,6 @@ def resolve_context(max_context_tokens: int, model_tokens: int) -> int:
     return max_context_tokens or model_tokens
 
 
-def resolve_num_pages(
-    config: PrefillConfig | DecodeConfig, *, context_tokens: int, page_bytes: int, available_bytes: int
-) -> int:
-    """Pages of a worker's pool.
-
-    `kv_memory_mib` if set; otherwise room for `max_running` full contexts, within `kv_memory_share` of
-    `available_bytes`. Raises ConfigError if not even one full context fits.
-    """
-    pages_per_context = -(-context_tokens // config.page_tokens)
-    if config.kv_memory_mib:
-        num_pages = (config.kv_memory_mib << 20) // page_bytes
-    else:
-        affordable = int(available_bytes * config.kv_memory_share) // page_bytes
-        num_pages = min(config.max_running * pages_per_context, affordable)
-    if num_pages < pages_per_context:
-        needed_mib = -(-pages_per_context * page_bytes // (1 << 20))
-        raise ConfigError(
-            f"kv_memory_mib={config.kv_memory_mib} holds {num_pages * config.page_tokens} tokens, less than one "
-            f"context of {context_tokens}: set --kv-memory-mib {needed_mib} or more, or a smaller --max-context-tokens"
-        )
-    return num_pages
-
-
-def resolve_gpu_pages(
-    config: PrefillConfig | DecodeConfig, *, context_tokens: int, page_bytes: int, total_bytes: int, taken_bytes: int
-) -> int:
-    """Pages of an automatic pool on a GPU of `total_bytes`, of which this process uses `taken_bytes`.
-
-    Room for `max_running` full contexts, within the worker's share of the GPU. Memory used by other processes does not
-    count: workers whose shares fit together fit in any start order. Raises ConfigError if not one full context fits.
-    """
-    share = config.gpu_memory_share or GPU_SHARE
-    left_bytes = max(0, int(total_bytes * share) - taken_bytes - GPU_RESERVE_BYTES)
-    affordable, pages_per_context = left_bytes // page_bytes, -(-context_tokens // config.page_tokens)
-    if affordable >= pages_per_context:
-        return min(config.max_running * pages_per_context, affordable)
-    wanted_bytes = pages_per_context * page_bytes
-    wanted_share = math.ceil((taken_bytes + GPU_RESERVE_BYTES + wanted_bytes) / total_bytes * 100) / 100
-    if affordable:
-        advice = f"--max-context-tokens {affordable * config.page_tokens} or less"
-    elif wanted_share <= 1:
-        advice = f"--gpu-memory-share {wanted_share:g} or more"
-    else:
-        advice = "--model to a smaller one"
-    raise ConfigError(
-        f"the GPU has no room for the KV of one context of {context_tokens} tokens: it takes {wanted_bytes // MIB} "
-        f"MiB, and {left_bytes // MIB} MiB are left of {share:.3g} x {total_bytes // MIB} MiB, of which weights take "
-        f"{taken_bytes // MIB} MiB and computing {GPU_RESERVE_BYTES // MIB} MiB: set {advice}"
-    )
-
-
 def resolve_pool(
     config: PrefillConfig | DecodeConfig,
     model_context_tokens: int,
@@ -117,19 +66,29 @@ def resolve_pool(
     gpu_memory: tuple[int, int] | None,
     host_bytes: int,
 ) -> int:
-    """Pages of a worker's pool. Raises ConfigError if not even one context fits.
+    """Pages of a worker's pool: `kv_memory_mib` if set, else `max_running` full contexts within its share of memory.
 
     `page_bytes`: of one rank. `gpu_memory`: (bytes of a rank's GPU, bytes that the rank uses); None on a CPU, where
-    `host_bytes` are free for all ranks.
+    `host_bytes` are free for all ranks. What other processes use of a GPU does not count: workers whose shares fit
+    together fit in any start order. Raises ConfigError if not even one full context fits.
     """
     context_tokens = resolve_context(config.max_context_tokens, model_context_tokens)
-    if gpu_memory is None or config.kv_memory_mib:
-        return resolve_num_pages(
-            config, context_tokens=context_tokens, page_bytes=num_ranks * page_bytes, available_bytes=host_bytes
-        )
-    total_bytes, taken_bytes = gpu_memory
-    return resolve_gpu_pages(
-        config, context_tokens=context_tokens, page_bytes=page_bytes, total_bytes=total_bytes, taken_bytes=taken_bytes
+    pages_per_context = -(-context_tokens // config.page_tokens)
+    most, host_page_bytes = config.max_running * pages_per_context, num_ranks * page_bytes
+    if config.kv_memory_mib:
+        num_pages = config.kv_memory_mib * MIB // host_page_bytes
+    elif gpu_memory is None:
+        num_pages = min(most, int(host_bytes * config.kv_memory_share) // host_page_bytes)
+    else:
+        num_pages = min(most, _left_on_gpu(config, *gpu_memory) // page_bytes)
+    if num_pages >= pages_per_context:
+        return num_pages
+    if gpu_memory is not None and not config.kv_memory_mib:
+        raise ConfigError(_explain_small_gpu(config, context_tokens, pages_per_context, page_bytes, *gpu_memory))
+    needed_mib = -(-pages_per_context * host_page_bytes // MIB)
+    raise ConfigError(
+        f"kv_memory_mib={config.kv_memory_mib} holds {num_pages * config.page_tokens} tokens, less than one "
+        f"context of {context_tokens}: set --kv-memory-mib {needed_mib} or more, or a smaller --max-context-tokens"
     )
 
 
@@ -144,6 +103,35 @@ def size_pool(
     """`resolve_pool` with this host's free memory, less mapped weights: these count as free, but are needed."""
     host_bytes = max(0, available_memory_bytes() - mapped_bytes)
     return resolve_pool(config, model_context_tokens, page_bytes, num_ranks, gpu_memory, host_bytes)
+
+
+def _left_on_gpu(config: PrefillConfig | DecodeConfig, total_bytes: int, taken_bytes: int) -> int:
+    """Bytes for pages in the worker's share of a GPU."""
+    return max(0, int(total_bytes * (config.gpu_memory_share or GPU_SHARE)) - taken_bytes - GPU_RESERVE_BYTES)
+
+
+def _explain_small_gpu(
+    config: PrefillConfig | DecodeConfig,
+    context_tokens: int,
+    pages_per_context: int,
+    page_bytes: int,
+    total_bytes: int,
+    taken_bytes: int,
+) -> str:
+    left_bytes, wanted_bytes = _left_on_gpu(config, total_bytes, taken_bytes), pages_per_context * page_bytes
+    wanted_share = math.ceil((taken_bytes + GPU_RESERVE_BYTES + wanted_bytes) / total_bytes * 100) / 100
+    if left_bytes >= page_bytes:
+        advice = f"--max-context-tokens {left_bytes // page_bytes * config.page_tokens} or less"
+    elif wanted_share <= 1:
+        advice = f"--gpu-memory-share {wanted_share:g} or more"
+    else:
+        advice = "--model to a smaller one"
+    return (
+        f"the GPU has no room for the KV of one context of {context_tokens} tokens: it takes {wanted_bytes // MIB} "
+        f"MiB, and {left_bytes // MIB} MiB are left of {config.gpu_memory_share or GPU_SHARE:.3g} x "
+        f"{total_bytes // MIB} MiB, of which weights take {taken_bytes // MIB} MiB and computing "
+        f"{GPU_RESERVE_BYTES // MIB} MiB: set {advice}"
+    )
 
 
 def _meminfo_available_bytes() -> int:

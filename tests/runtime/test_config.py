@@ -13,7 +13,7 @@ from runtime.hardware import (
     available_memory_bytes,
     num_cores,
     resolve_context,
-    resolve_num_pages,
+    resolve_pool,
     resolve_threads,
 )
 from runtime.settings import MAX_COUNT, ConfigError, Settings, field_names, flag
@@ -90,7 +90,8 @@ def test_a_bad_value_is_refused_with_what_would_do(
 @pytest.mark.parametrize("config_type", CONFIG_TYPES)
 def test_no_time_is_endless(config_type: type[Settings], value: float) -> None:
     needed: dict[str, object] = {"decode": ("a:1",)} if config_type is GatewayConfig else {}
-    times = [item.name for item in dataclasses.fields(config_type) if item.type in ("float", float)]
+    times = [item.name for item in dataclasses.fields(config_type) if isinstance(item.default, float)]
+    assert {"lease_s", "drain_s"} <= set(times)
     for name in [name for name in times if name.endswith("_s")]:
         with pytest.raises(ConfigError, match=f"{flag(name)} needs "):
             config_type(**{**needed, name: value})
@@ -145,9 +146,7 @@ class TestNumPages:
 
     @staticmethod
     def resolve(config: DecodeConfig, available_mib: int) -> int:
-        return resolve_num_pages(
-            config, context_tokens=1000, page_bytes=1 << 20, available_bytes=available_mib << 20
-        )  # one context is 63 pages
+        return resolve_pool(config, 1000, 1 << 20, 1, None, available_mib << 20)  # one context is 63 pages
 
     def test_automatic_is_room_for_every_session_when_memory_allows(self) -> None:
         assert self.resolve(DecodeConfig(max_running=4), 100_000) == 4 * 63

@@ -16,7 +16,7 @@ from runtime import gpus
 from runtime.config import DecodeConfig, ServeConfig
 from runtime.config_parts import GPU_SHARE, Device
 from runtime.gpus import Driver, ask_driver, list_visible
-from runtime.hardware import GPU_RESERVE_BYTES, resolve_gpu_pages, resolve_pool
+from runtime.hardware import GPU_RESERVE_BYTES, resolve_pool
 from runtime.settings import ConfigError
 
 GIB = 1 << 30
@@ -137,10 +137,7 @@ def test_what_workers_take_of_a_gpu_together_is_less_than_all_of_it(
     used: Counter[int] = Counter()
     for plan in divide(config, tuple(map(str, range(num_gpus)))):
         try:
-            pages = resolve_gpu_pages(
-                plan.settings, context_tokens=64, page_bytes=page_bytes, total_bytes=total_bytes,
-                taken_bytes=taken_bytes,
-            )  # fmt: skip
+            pages = resolve_pool(plan.settings, 64, page_bytes, tp[0], (total_bytes, taken_bytes), 0)
         except ConfigError:
             continue  # it does not start, and takes nothing
         assert pages >= 4
@@ -181,10 +178,7 @@ def test_a_context_that_does_not_fit_is_told_in_numbers_with_what_to_set(
 ) -> None:
     config = DecodeConfig(gpu_memory_share=share)
     with pytest.raises(ConfigError) as caught:
-        resolve_gpu_pages(
-            config, context_tokens=context_tokens, page_bytes=2 << 20, total_bytes=70 * GIB,
-            taken_bytes=weights_gib * GIB,
-        )  # fmt: skip
+        resolve_pool(config, context_tokens, 2 << 20, 1, (70 * GIB, weights_gib * GIB), 0)
     said = str(caught.value)
     assert said.endswith(f": set {advice}")
     numbers = ("131072 tokens: it takes 16384 MiB", f"{share:g} x 71680 MiB", f"{weights_gib << 10} MiB", "2048 MiB")
