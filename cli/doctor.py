@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cli.doctor_facts import Machine, Model
+from cli.doctor_facts import Model
 from cli.doctor_rules import Row, judge
 from cli.screen import open_console
 from runtime.config import ServeConfig
@@ -34,30 +34,19 @@ def doctor(
     from cli.doctor_probe import examine_machine, examine_model  # here, so that other commands do not wait for torch
 
     machine = examine_machine()
-    if config.device == "cuda" and not machine.gpus:
-        model: Model | Exception = ValueError("--device cuda: there is no GPU")
-    else:
-        try:
-            model = examine_model(config)
-        except (ValueError, OSError, RuntimeError) as error:
-            model = error
+    try:
+        model: Model | Exception = examine_model(config)
+    except (ValueError, OSError, RuntimeError) as error:
+        model = error
     rows = judge(config, machine, model)
     is_ok = not any(row.status == "missing" for row in rows)
     if as_json:
-        print(json.dumps(describe(rows, is_ok, machine, model)))
+        found = None if isinstance(model, Exception) else asdict(model)
+        report = {"ok": is_ok, "rows": [asdict(row) for row in rows], "machine": asdict(machine), "model": found}
+        print(json.dumps(report))
     else:
         show(rows)
     return 0 if is_ok else 1
-
-
-def describe(rows: list[Row], is_ok: bool, machine: Machine, model: Model | Exception) -> dict[str, object]:
-    """The object of --json: keys stay, values may get more."""
-    return {
-        "ok": is_ok,
-        "rows": [asdict(row) for row in rows],
-        "machine": asdict(machine),
-        "model": None if isinstance(model, Exception) else asdict(model),
-    }
 
 
 def show(rows: list[Row], console: Console | None = None) -> None:

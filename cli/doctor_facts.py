@@ -30,7 +30,6 @@ class Machine:
     has_own_pid_namespace: bool  # not the host's
     has_own_ipc_namespace: bool
     memory_file_error: str  # why there is no memory file (memfd)
-    dev_shm_bytes: int
     locked_bytes: int  # limit of locked memory; -1: none
     torch: str
     torch_cuda: str  # the CUDA version torch is built with

@@ -8,8 +8,6 @@ import os
 import re
 import resource
 import shutil
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
@@ -30,10 +28,11 @@ from engine.model.weights import choose_dtype
 from runtime.config import ServeConfig
 from runtime.gpus import VISIBLE, ask_driver, visible_gpus
 from runtime.hardware import available_memory_bytes, num_cores
+from runtime.version import find_version
 from wire.kv_layout import PagePart
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-OWN_NAMESPACE = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}  # the host's, fixed in the kernel's proc_ns.h
+HOST_NAMESPACE = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}  # fixed in the kernel's proc_ns.h
 
 
 def examine_machine() -> Machine:
@@ -42,20 +41,21 @@ def examine_machine() -> Machine:
     gpus = tuple(map(examine_gpu, range(torch.cuda.device_count() if torch.cuda.is_available() else 0)))
     cpp_compiler, kernel_error = try_kernel()
     flashinfer, flashinfer_error, flashinfer_modules = examine_flashinfer()
-    soft_bytes, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    cpu_info = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
+    cuda_home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    pairs = permutations(range(len(gpus)), 2)
     return Machine(
         num_cores=num_cores(),
         num_host_cores=os.cpu_count() or 1,
         memory_bytes=available_memory_bytes(),
-        cpu_flags=tuple(flag for flag in CPU_FLAGS if re.search(rf"^flags.*\b{flag}\b", read("/proc/cpuinfo"), re.M)),
+        cpu_flags=tuple(flag for flag in CPU_FLAGS if re.search(rf"^flags.*\b{flag}\b", cpu_info, re.M)),
         cpp_compiler=cpp_compiler,
         kernel_error=kernel_error,
-        c_compiler=next(filter(None, (os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))), ""),
+        c_compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "",
         has_own_pid_namespace=has_own_namespace("pid"),
         has_own_ipc_namespace=has_own_namespace("ipc"),
         memory_file_error=try_memory_file(),
-        dev_shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
-        locked_bytes=soft_bytes,
+        locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         torch=torch.__version__,
         torch_cuda=torch.version.cuda or "",
         driver=driver.version,
@@ -63,12 +63,12 @@ def examine_machine() -> Machine:
         visible_gpus=visible_gpus(),
         visible_setting=os.environ.get(VISIBLE, ""),
         gpus=gpus,
-        strangers=tuple(find_strangers(len(gpus))),
+        strangers=tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)),
         triton=find_version("triton"),
         flashinfer=flashinfer,
         flashinfer_error=flashinfer_error,
         flashinfer_modules=flashinfer_modules,
-        nvcc=find_nvcc(),
+        nvcc=shutil.which("nvcc", path=f"{cuda_home}/bin" if cuda_home else None) or "",
         nixl=find_version("nixl-cu13"),
         rdma_devices=tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))),
     )
@@ -120,20 +120,11 @@ def examine_gpu(index: int) -> Gpu:
     return Gpu(facts.name, facts.total_memory, free_bytes, (facts.major, facts.minor), str(facts.uuid))
 
 
-def find_strangers(num_gpus: int) -> Iterator[tuple[int, int]]:
-    """Ordered pairs of GPUs without peer access."""
-    for one, other in permutations(range(num_gpus), 2):
-        if not torch.cuda.can_device_access_peer(one, other):
-            yield one, other
-
-
 def try_kernel() -> tuple[str, str]:
     """The C++ compiler, and why the attention kernel cannot be built; empty where it can."""
+    compiler = ""
     try:
         compiler = " ".join(find_compiler())
-    except BuildError as error:
-        return "", str(error)
-    try:
         load_kernel("cpu_paged")
     except BuildError as error:
         return compiler, str(error)
@@ -152,15 +143,7 @@ def try_memory_file() -> str:
 def has_own_namespace(kind: str) -> bool:
     """Whether this process is in another namespace than the host's first process."""
     link = Path(f"/proc/self/ns/{kind}")
-    return link.is_symlink() and str(link.readlink()) != OWN_NAMESPACE[kind]
-
-
-def find_version(distribution: str) -> str:
-    """Of an installed package; empty when it is not."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
+    return link.is_symlink() and str(link.readlink()) != HOST_NAMESPACE[kind]
 
 
 def examine_flashinfer() -> tuple[str, str, tuple[str, ...]]:
@@ -174,18 +157,3 @@ def examine_flashinfer() -> tuple[str, str, tuple[str, ...]]:
         return str(importlib.import_module("flashinfer").__version__), "", modules
     except Exception as error:  # of whatever kind its dependencies raise
         return find_version("flashinfer-python") or "found", f"{type(error).__name__}: {error}", modules
-
-
-def find_nvcc() -> str:
-    """The compiler that FlashInfer would use."""
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    named = next((f"{home}/bin" for home in homes if home), None)
-    return shutil.which("nvcc", path=named) or "" if named else shutil.which("nvcc") or ""
-
-
-def read(path: str) -> str:
-    """A file's text; empty when there is none."""
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""

@@ -9,7 +9,6 @@ from typing import Literal
 
 from cli.doctor_facts import Machine, Model
 from cli.plan import WorkerPlan, divide
-from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank
 from kvtransfer.nixl_agent import NOT_INSTALLED
 from kvtransfer.reader import choose_transport
 from protos import kv_pb2
@@ -35,48 +34,38 @@ class Row:
 
 
 def judge(config: ServeConfig, machine: Machine, model: Model | Exception) -> list[Row]:
-    """All rows. `model`: or why it cannot be examined."""
-    return [*judge_machine(config, machine, model), *judge_service(config, machine, model)]
+    """All rows, without those that only a GPU needs where none is used. `model`: or why it cannot be examined."""
+    is_on_gpu = config.device != "cpu" and bool(machine.gpus)
+    memory = f"{machine.memory_bytes / GIB:.1f} GiB may be taken, within the container's limit if it has one"
+    instructions = " ".join(machine.cpu_flags) or "neither AVX2 nor AVX-512 nor AMX"
+    return [
+        Row("cores", "ok", f"{machine.num_cores} of {machine.num_host_cores} may be used"),
+        Row("memory", "ok", memory),
+        Row("cpu instructions", "ok", instructions),
+        judge_kernels(machine, is_on_gpu),
+        Row("torch", "ok", f"{machine.torch}, {f'CUDA {machine.torch_cuda}' if machine.torch_cuda else 'no CUDA'}"),
+        *(judge_gpus(config, machine) if machine.gpus else [explain_no_gpu(config, machine)]),
+        *([judge_triton(machine), judge_flashinfer(machine, model)] if is_on_gpu else []),
+        *([judge_peers(machine)] if is_on_gpu and len(machine.gpus) > 1 else []),
+        judge_namespaces(machine),
+        judge_shared_memory(machine),
+        judge_nixl(config, machine),
+        *judge_service(config, machine, model),
+    ]
 
 
-def judge_machine(config: ServeConfig, machine: Machine, model: Model | Exception) -> Iterator[Row]:
-    """Parts of the machine. Those that only a GPU needs are left out where none is used."""
-    yield Row("cores", "ok", f"{machine.num_cores} of {machine.num_host_cores} may be used")
-    yield Row(
-        "memory", "ok", f"{machine.memory_bytes / GIB:.1f} GiB may be taken, within the container's limit if it has one"
-    )
-    yield Row("cpu instructions", "ok", " ".join(machine.cpu_flags) or "neither AVX2 nor AVX-512 nor AMX")
-    yield judge_kernels(config, machine)
-    yield Row("torch", "ok", machine.torch + (f", CUDA {machine.torch_cuda}" if machine.torch_cuda else ", no CUDA"))
-    yield from judge_gpus(config, machine)
-    if uses_gpu(config, machine):
-        yield judge_triton(machine)
-        yield judge_flashinfer(machine, model)
-    yield from judge_peers(config, machine)
-    yield judge_namespaces(machine)
-    yield judge_shared_memory(machine)
-    yield judge_nixl(config, machine)
-
-
-def uses_gpu(config: ServeConfig, machine: Machine) -> bool:
-    """Where `--device` leads to."""
-    return config.device != "cpu" and bool(machine.gpus)
-
-
-def judge_kernels(config: ServeConfig, machine: Machine) -> Row:
+def judge_kernels(machine: Machine, is_on_gpu: bool) -> Row:
     """The C++ kernels, without which a CPU attends and samples by torch."""
     if not machine.kernel_error:
         return Row("cpu kernels", "ok", f"built by {machine.cpp_compiler}")
-    if uses_gpu(config, machine):
+    if is_on_gpu:
         return Row("cpu kernels", "ok", "not built, and not needed on a GPU")
-    advice = "install g++" if not machine.cpp_compiler else "set CXX to a compiler that works"
+    advice = "set CXX to a compiler that works" if machine.cpp_compiler else "install g++"
     return Row("cpu kernels", "warning", machine.kernel_error, f"{advice}; until then attention is slow")
 
 
 def judge_gpus(config: ServeConfig, machine: Machine) -> Iterator[Row]:
-    """A row for each GPU, or one that says why there is none."""
-    if not machine.gpus:
-        yield explain_no_gpu(config, machine)
+    """A row for each GPU."""
     for index, gpu in enumerate(machine.gpus):
         major, minor = gpu.capability
         found = (
@@ -144,16 +133,13 @@ def is_for(module: str, model: Model | Exception) -> bool:
     return types in module and f"head_dim_qk_{model.head_dim}_" in module
 
 
-def judge_peers(config: ServeConfig, machine: Machine) -> Iterator[Row]:
+def judge_peers(machine: Machine) -> Row:
     """Whether GPUs read each other's memory without the host."""
-    if len(machine.gpus) < 2 or config.device == "cpu":
-        return
     if not machine.strangers:
-        yield Row("peer access", "ok", "between all GPUs")
-        return
+        return Row("peer access", "ok", "between all GPUs")
     pairs = ", ".join(sorted({f"{min(two)} and {max(two)}" for two in machine.strangers}))
     advice = f"set {VISIBLE} to GPUs that have it; pages between others go through the host"
-    yield Row("peer access", "warning", f"not between {pairs}", advice)
+    return Row("peer access", "warning", f"not between {pairs}", advice)
 
 
 def judge_namespaces(machine: Machine) -> Row:
@@ -167,27 +153,22 @@ def judge_namespaces(machine: Machine) -> Row:
 
 
 def judge_shared_memory(machine: Machine) -> Row:
-    """Pools on a CPU are memory files; /dev/shm is not used. Only RDMA needs locked memory."""
+    """Pools on a CPU are memory files. Only RDMA needs locked memory."""
     locked = "unlimited" if machine.locked_bytes == -1 else f"{machine.locked_bytes >> 20} MiB"
-    found = f"locked memory {locked}, /dev/shm {machine.dev_shm_bytes >> 20} MiB (not used)"
     if not machine.memory_file_error:
-        return Row("shared memory", "ok", f"memory files work; {found}")
-    found = f"no memory file ({machine.memory_file_error}); {found}"
+        return Row("shared memory", "ok", f"memory files work; locked memory {locked}")
+    found = f"no memory file ({machine.memory_file_error}); locked memory {locked}"
     return Row("shared memory", "warning", found, "allow memfd_create, or pages go over gRPC even on this host")
 
 
 def judge_nixl(config: ServeConfig, machine: Machine) -> Row:
     """What --transport nixl needs on this host. Only a hand-off shows whether UCX can use a device."""
-    if machine.nixl:
-        devices = ", ".join(machine.rdma_devices)
-        found = f"{machine.nixl}, {f'RDMA by {devices}' if devices else 'no RDMA device'}"
-    else:
-        found = "not installed"
-    if config.transport != "nixl":
-        return Row("nixl", "ok", found)
+    is_wanted, devices = config.transport == "nixl", ", ".join(machine.rdma_devices)
     if not machine.nixl:
-        return Row("nixl", "missing", found, "pip install 'baton[nixl]'")
-    if not machine.rdma_devices and not config.nixl_allow_tcp:
+        advice = "pip install 'baton[nixl]'" if is_wanted else ""
+        return Row("nixl", "missing" if is_wanted else "ok", "not installed", advice)
+    found = f"{machine.nixl}, {f'RDMA by {devices}' if devices else 'no RDMA device'}"
+    if is_wanted and not devices and not config.nixl_allow_tcp:
         return Row("nixl", "warning", found, "between hosts it would read by TCP, which takes --nixl-allow-tcp")
     return Row("nixl", "ok", found)
 
@@ -195,7 +176,7 @@ def judge_nixl(config: ServeConfig, machine: Machine) -> Row:
 def judge_service(config: ServeConfig, machine: Machine, model: Model | Exception) -> Iterator[Row]:
     """What `baton serve` would start."""
     if config.device == "cuda" and not machine.gpus:
-        return  # said above
+        return  # the row of the GPU says it
     if isinstance(model, OSError):
         advice = "workers fetch it when they start; or set --model to a folder"
         yield Row("model", "warning", f"{config.model} is not on this machine", advice)
@@ -253,10 +234,7 @@ def judge_hand_off(config: ServeConfig, plans: Sequence[WorkerPlan], machine: Ma
     """How decode workers would read pages of prefill workers, by the choice that they make themselves."""
     if not config.prefill_workers:
         return Row("hand-off", "ok", "none: decode workers prefill by themselves")
-    ours, theirs = (describe_peer(machine, model, pid, plan) for pid, plan in ((1, plans[-1]), (2, plans[0])))
-    if config.transport == "nixl" and machine.nixl:
-        for rank in theirs.ranks:
-            rank.nixl.SetInParent()
+    ours, theirs = (describe_peer(config, machine, model, plan) for plan in (plans[-1], plans[0]))
     try:
         obstacle = None if machine.nixl else NOT_INSTALLED
         transport, why = choose_transport(ours, theirs, config.transport, config.require_transport, obstacle)
@@ -268,20 +246,21 @@ def judge_hand_off(config: ServeConfig, plans: Sequence[WorkerPlan], machine: Ma
     return Row("hand-off", "warning" if is_slow else "ok", f"{transport}: {why}")
 
 
-def describe_peer(machine: Machine, model: Model, pid: int, plan: WorkerPlan) -> kv_pb2.Peer:
-    """A worker of `baton serve` on this machine, as its peers see it, as far as the choice of a transport goes."""
-    has_file = not machine.memory_file_error
+def describe_peer(config: ServeConfig, machine: Machine, model: Model, plan: WorkerPlan) -> kv_pb2.Peer:
+    """A worker of `baton serve` on this machine, as far as the choice of a transport looks at it."""
     gpus = [describe_gpu(machine, gpu) if model.device == "cuda" else None for gpu in plan.gpus]
-    facts = PoolFacts("", model.dtype, 0, 0, 0, model.head_dim, 1, 0 if has_file else None, 0)
-    ranks = [build_rank("another worker", pid, gpu) for gpu in gpus]
-    return build_peer("", "another worker", "", "this host", facts, ranks)
+    nixl = kv_pb2.Nixl() if config.transport == "nixl" and machine.nixl else None
+    pid = 1 if plan.role == "prefill" else 2  # two processes
+    pool_fd = None if machine.memory_file_error else 0
+    ranks = [kv_pb2.Rank(gpu=gpu, nixl=nixl) for gpu in gpus]
+    return kv_pb2.Peer(address="another worker", pid=pid, pool_fd=pool_fd, ranks=ranks)
 
 
-def describe_gpu(machine: Machine, gpu: int) -> GpuFacts:
+def describe_gpu(machine: Machine, gpu: int) -> kv_pb2.Gpu:
     """The GPU of a pool whose memory can be exported."""
     others = (other for other in range(len(machine.gpus)) if (gpu, other) not in machine.strangers)
-    readable = tuple(machine.gpus[other].uuid for other in others)
-    return GpuFacts(machine.gpus[gpu].uuid, b"a handle", readable)
+    readable = [machine.gpus[other].uuid for other in others]
+    return kv_pb2.Gpu(uuid=machine.gpus[gpu].uuid, ipc_handle=b"a handle", readable=readable)
 
 
 def split_advice(part: str, error: str) -> Row:

@@ -1,13 +1,14 @@
-"""The version of this software."""
+"""Versions of installed packages, this one's too."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 
-def _own_version() -> str:
+def find_version(distribution: str) -> str:
+    """Of an installed package; empty when it is not."""
     try:
-        return version("baton")
+        return version(distribution)
     except PackageNotFoundError:
-        return "unknown"
+        return ""
 
 
-OWN_VERSION = _own_version()
+OWN_VERSION = find_version("baton") or "unknown"

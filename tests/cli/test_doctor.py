@@ -29,7 +29,7 @@ CPU = Machine(
     num_cores=8, num_host_cores=16, memory_bytes=64 * GIB, cpu_flags=("avx2", "avx512f", "amx_bf16"),
     cpp_compiler="g++", kernel_error="", c_compiler="/usr/bin/gcc",
     has_own_pid_namespace=False, has_own_ipc_namespace=False, memory_file_error="",
-    dev_shm_bytes=64 << 20, locked_bytes=8 << 20,
+    locked_bytes=8 << 20,
     torch="2.11.0+cpu", torch_cuda="", driver="", num_driver_gpus=0, visible_gpus=(), visible_setting="", gpus=(),
     strangers=(), triton="", flashinfer="", flashinfer_error="", flashinfer_modules=(), nvcc="", nixl="",
     rdma_devices=(),
