@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
 from runtime.config_parts import GPU_SHARE
 from runtime.events import Ready
+from runtime.gpus import VISIBLE
 from runtime.settings import Settings, field_names, flag
 
 LOOPBACK = "127.0.0.1"
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 HOST_SHARE = 0.5  # of free main memory, for the KV pools of all workers together
 # Threads that wait between two products of a step spin for some 0.2 ms before they sleep, 3 % of a step's time. Where
 # others want the same cores it costs more than it saves.
@@ -33,7 +33,7 @@ class ProcessSpec:
     """A process to start."""
 
     name: str  # unique in the service, such as "decode-0"
-    command: tuple[str, ...]
+    command: Command
     environment: Mapping[str, str]  # added to the supervisor's own, from which BATON_* is removed
 
 

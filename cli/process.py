@@ -4,10 +4,11 @@ Knows pipes, signals and process groups; not what the process is for.
 """
 
 import asyncio
+import io
 import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from cli.plan import ProcessSpec
 from cli.screen import Screen
@@ -32,7 +33,8 @@ class Process:
         self._loop = asyncio.get_running_loop()
         self._ready_at: float | None = None  # loop time
         self._ready: asyncio.Future[Ready | None] = self._loop.create_future()
-        self._pipes = (LineReader(events, self._take_event), LineReader(log, self._take_line))
+        pipes = ((events, self._take_event), (log, self._take_line))
+        self._pipes = [asyncio.create_task(read_lines(fd, take)) for fd, take in pipes]
         self._end = asyncio.create_task(self._wait_end())
 
     @classmethod
@@ -94,9 +96,9 @@ class Process:
         self.kill()  # what it may have started: until these end, the group's id is not used again
         if self._ready_at is not None:
             self.served_s = self._loop.time() - self._ready_at
-        await asyncio.wait([pipe.ended for pipe in self._pipes], timeout=LAST_LINES_S)
+        await asyncio.wait(self._pipes, timeout=LAST_LINES_S)
         for pipe in self._pipes:
-            pipe.close()
+            pipe.cancel()
         if not self._ready.done():
             self._ready.set_result(None)
         return code
@@ -118,31 +120,18 @@ class Process:
         self._screen.log(self.spec.name, line)
 
 
-class LineReader:
-    """Owns the reading end of a pipe, and calls `take` with each line; one that is too long comes in parts."""
-
-    def __init__(self, fd: int, take: Callable[[str], None]) -> None:
-        self._fd = fd
-        self._take = take
-        self._rest = b""
-        self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(fd, self._read)
-
-    def _read(self) -> None:
-        data = os.read(self._fd, READ_BYTES)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if self._rest and (not data or len(self._rest) > LINE_LIMIT_BYTES):
-            lines.append(self._rest)
-            self._rest = b""
-        for line in lines:
-            self._take(line.decode(errors="replace"))
-        if not data:
-            self.close()
-
-    def close(self) -> None:
-        """Idempotent."""
-        if not self.ended.done():
-            self._loop.remove_reader(self._fd)
-            os.close(self._fd)
-            self.ended.set_result(None)
+async def read_lines(fd: int, take: Callable[[str], None]) -> None:
+    """Call `take` with each line of a pipe until its end; one that is too long comes in parts. `fd` is owned here."""
+    reader, rest = asyncio.StreamReader(), b""
+    transport, _protocol = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), io.FileIO(fd)
+    )
+    with closing(transport):
+        while data := await reader.read(READ_BYTES):
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > LINE_LIMIT_BYTES:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                take(line.decode(errors="replace"))
+    if rest:
+        take(rest.decode(errors="replace"))

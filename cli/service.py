@@ -67,19 +67,14 @@ class Service:
     def call(self, method: str, path: str, body: object = None) -> Iterator[httpx.Response]:
         """An answer whose status is good, to be read as it comes."""
         try:
-            request = self._client.build_request(method, path, json=body)
-        except ValueError as error:
-            advice = "/set shows the settings, /set NAME= drops one"
-            raise CommandError(f"this cannot be sent ({error}); {advice}") from error
-        try:
-            response = self._client.send(request, stream=True)
-            try:
+            with self._client.stream(method, path, json=body) as response:
                 if not response.is_success:
                     response.read()
                     raise CommandError(describe_refusal(response))
                 yield response
-            finally:
-                response.close()
+        except ValueError as error:
+            advice = "/set shows the settings, /set NAME= drops one"
+            raise CommandError(f"this cannot be sent ({error}); {advice}") from error
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise CommandError(f"{self.url} does not answer ({error}): start `baton serve`, or set --url") from error
         except httpx.HTTPError as error:

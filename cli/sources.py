@@ -38,9 +38,9 @@ def use_sources(app: App, path: Path | None) -> None:
     """
     variable = os.environ.get(PREFIX + "CONFIG")
     file = path or (Path(variable) if variable else None)
-    of_process = (check_environment, Env(PREFIX, command=False), *([FileSource(file)] if file else ()))
+    of_process = (check_environment, Env(PREFIX, command=False), *([file_source(file)] if file else ()))
     for name in set(app) - set(app.help_flags) - set(app.version_flags):
-        app[name].config = of_process if name in CONFIG_TYPES else (FileSource(path),) if path else ()
+        app[name].config = of_process if name in CONFIG_TYPES else (file_source(path),) if path else ()
 
 
 def check_environment(_app: App, _commands: tuple[str, ...], _arguments: ArgumentCollection) -> None:
@@ -52,22 +52,21 @@ def check_environment(_app: App, _commands: tuple[str, ...], _arguments: Argumen
             refuse_unknown(name, variables, "environment variable")
 
 
-class FileSource:
+def file_source(path: Path) -> Source:
     """A TOML file whose keys are the options of the command that is run."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    def read(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
         options = {key_of(name): one for one in arguments for name in one.names if name.startswith("--")}
-        table = {key_of(name): value for name, value in read_toml(self._path).items()}
+        table = {key_of(name): value for name, value in read_toml(path).items()}
         for name, value in table.items():
-            refuse_unknown(name, options, f"key in {self._path}")
+            refuse_unknown(name, options, f"key in {path}")
             is_list = isinstance(value, list) and get_origin(options[name].hint) is tuple
             if isinstance(value, list | dict) and not is_list:
-                raise ConfigError(f"{name}={value!r} in {self._path} cannot be used: give one value")
+                raise ConfigError(f"{name}={value!r} in {path} cannot be used: give one value")
         by_command = reduce(lambda inner, command: {command: inner}, reversed(commands), table)
-        Dict(by_command, source=str(self._path))(app, commands, arguments)
+        Dict(by_command, source=str(path))(app, commands, arguments)
+
+    return read
 
 
 def key_of(name: str) -> str:

@@ -24,15 +24,13 @@ class Ready:
     detail: Mapping[str, str] = field(default_factory=dict)  # for users, such as device or transport
 
 
+_EVENTS: Mapping[str, type[Loading | Ready]] = {"loading": Loading, "ready": Ready}
+
+
 def parse_event(line: str) -> Loading | Ready:
     """The event in a line from the pipe. Raises ValueError for any other line."""
     try:
         fields = json.loads(line)
-        kind = fields.pop("event")
-        if kind == "ready":
-            return Ready(**fields)
-        if kind == "loading":
-            return Loading(**fields)
+        return _EVENTS[fields.pop("event")](**fields)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"not JSON of a known event: {line[:200]!r}") from error
-    raise ValueError(f"unknown event {kind!r}: {line[:200]!r}")

@@ -86,7 +86,9 @@ class Trust:
         if self.tls is not None:
             credentials = grpc.ssl_channel_credentials(self.tls.ca, self.tls.key, self.tls.cert)
         channel = rpc.open_channel(address, credentials)
-        return _SecretChannel(channel, self.secret) if self.secret else channel
+        if self.secret:
+            _add_metadata(channel, ((SECRET_KEY, self.secret),))
+        return channel
 
     def build_server(self) -> grpc.aio.Server:
         """A server that rejects calls without the secret."""
@@ -161,39 +163,11 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the fleet secret is missing or wrong")
 
 
-class _SecretChannel(grpc.aio.Channel):
-    """A channel whose calls carry the secret. Not done with interceptors, which change how cancellation propagates."""
+def _add_metadata(channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]) -> None:
+    """Give it to every call on a new channel. Not done with interceptors, which change how cancellation propagates."""
+    for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+        setattr(channel, kind, _with_metadata(getattr(channel, kind), metadata))
 
-    def __init__(self, channel: grpc.aio.Channel, secret: str) -> None:
-        self._channel = channel
-        self._metadata = ((SECRET_KEY, secret),)
 
-    async def __aenter__(self) -> "_SecretChannel":
-        return self
-
-    async def __aexit__(self, *_error: object) -> None:
-        await self.close()
-
-    async def close(self, grace: float | None = None) -> None:
-        await self._channel.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._channel.channel_ready()
-
-    def unary_unary(self, *args: Any, **options: Any) -> Any:
-        return partial(self._channel.unary_unary(*args, **options), metadata=self._metadata)
-
-    def unary_stream(self, *args: Any, **options: Any) -> Any:
-        return partial(self._channel.unary_stream(*args, **options), metadata=self._metadata)
-
-    def stream_unary(self, *args: Any, **options: Any) -> Any:
-        return partial(self._channel.stream_unary(*args, **options), metadata=self._metadata)
-
-    def stream_stream(self, *args: Any, **options: Any) -> Any:
-        return partial(self._channel.stream_stream(*args, **options), metadata=self._metadata)
+def _with_metadata(open_method: Callable[..., Any], metadata: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
+    return lambda *args, **options: partial(open_method(*args, **options), metadata=metadata)

@@ -9,13 +9,13 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cli.plan import VISIBLE, divide, plan_workers
+from cli.plan import divide, plan_workers
 from engine.engine import _gpu_memory
 from engine.out_of_memory import explain_full_gpu
 from runtime import gpus
 from runtime.config import DecodeConfig, ServeConfig
 from runtime.config_parts import GPU_SHARE, Device
-from runtime.gpus import Driver, ask_driver, list_visible
+from runtime.gpus import VISIBLE, Driver, ask_driver, list_visible
 from runtime.hardware import GPU_RESERVE_BYTES, resolve_pool
 from runtime.settings import ConfigError
 
