@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cli.doctor_facts import Machine, Model
-from cli.plan import WorkerPlan, divide
+from cli.plan import WorkerPlan, plan_workers
 from kvtransfer.nixl_agent import NOT_INSTALLED
 from kvtransfer.reader import choose_transport
 from protos import kv_pb2
@@ -189,7 +189,7 @@ def judge_service(config: ServeConfig, machine: Machine, model: Model | Exceptio
     )
     yield Row("model", "ok", found)
     try:
-        plans = divide(config, machine.visible_gpus[: len(machine.gpus)])
+        plans = plan_workers(config, machine.visible_gpus[: len(machine.gpus)])
     except ConfigError as error:
         yield split_advice("workers", str(error))
         return

@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
 from runtime.config_parts import GPU_SHARE
@@ -29,26 +29,27 @@ SettingsType = TypeVar("SettingsType", bound=Settings)
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessSpec:
+class ProcessPlan(Generic[SettingsType]):
     """A process to start."""
 
     name: str  # unique in the service, such as "decode-0"
-    command: Command
-    environment: Mapping[str, str]  # added to the supervisor's own, from which BATON_* is removed
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlan:
-    """A worker: its settings, and the GPUs that it sees."""
-
-    name: str  # such as "decode-0"
     role: str
-    settings: PrefillConfig | DecodeConfig
-    gpus: tuple[int, ...]  # of its ranks, among those given; (0,) without any
-    environment: Mapping[str, str]
+    settings: SettingsType  # without secrets, which travel by environment: command lines are public
+    environment: Mapping[str, str]  # added to the supervisor's own, from which BATON_* is removed
+    program: Command
+    gpus: tuple[int, ...] = ()  # of a worker's ranks, among those given; (0,) without any
+
+    @property
+    def command(self) -> Command:
+        """Its command line."""
+        return (*self.program, self.role, *build_flags(self.settings))
 
 
-def divide(config: ServeConfig, gpus: Sequence[str]) -> list[WorkerPlan]:
+ProcessSpec = ProcessPlan[Any]
+WorkerPlan = ProcessPlan[PrefillConfig | DecodeConfig]
+
+
+def plan_workers(config: ServeConfig, gpus: Sequence[str] = (), program: Command = PROGRAM) -> list[WorkerPlan]:
     """The workers, prefill first, and their shares of the machine.
 
     `gpus`: what processes started here see, by names of CUDA_VISIBLE_DEVICES. Workers take them in turn, so that none
@@ -62,19 +63,21 @@ def divide(config: ServeConfig, gpus: Sequence[str]) -> list[WorkerPlan]:
     # No other worker uses the decode worker's cores: on a CPU it prefills by itself, unless told to hand prompts off.
     is_handed = config.prefill_workers and config.local_prefill_max_tokens is not None
     has_all_cores = config.decode_workers == config.decode_tp == 1 and not is_handed
-    plans = []
+    plans: list[WorkerPlan] = []
     for number, (role, own) in enumerate(zip(roles, places, strict=True)):
-        shares = {"kv_memory_share": HOST_SHARE / len(roles)}
+        given = {name: getattr(config, f"{role}_{name}") for name in ("max_running", "tp")}
+        given["kv_memory_share"] = HOST_SHARE / len(roles)
         if gpus or config.device == "cuda":
-            shares["gpu_memory_share"] = share_gpu(config, max(num_sharing[gpu] for gpu in own))
-        order = (*own, *(gpu for gpu in range(len(gpus)) if gpu not in own))
-        environment = {VISIBLE: ",".join(gpus[gpu] for gpu in order)} if len(gpus) > 1 else {}
+            given["gpu_memory_share"] = share_gpu(config, max(num_sharing[gpu] for gpu in own))
+        environment = secrets_of(config)
+        if len(gpus) > 1:
+            others = (gpu for gpu in range(len(gpus)) if gpu not in own)
+            environment[VISIBLE] = ",".join(gpus[gpu] for gpu in (*own, *others))
         if role == "decode" and has_all_cores:
             environment |= SPIN
         name = f"{role}-{number if role == 'prefill' else number - config.prefill_workers}"
         target: type[PrefillConfig | DecodeConfig] = PrefillConfig if role == "prefill" else DecodeConfig
-        by_role = {one: getattr(config, f"{role}_{one}") for one in ("max_running", "tp")}
-        plans.append(WorkerPlan(name, role, derive(target, config, **by_role, **shares), own, environment))
+        plans.append(ProcessPlan(name, role, derive(target, config, **given), environment, program, own))
     return plans
 
 
@@ -100,15 +103,6 @@ def share_gpu(config: ServeConfig, num_sharing: int) -> float:
     return config.gpu_memory_share or GPU_SHARE / num_sharing
 
 
-def plan_workers(config: ServeConfig, gpus: Sequence[str] = (), program: Command = PROGRAM) -> list[ProcessSpec]:
-    """The processes of the workers, prefill first. `gpus`: see `divide`."""
-    secrets = secrets_of(config)
-    return [
-        ProcessSpec(one.name, (*program, one.role, *build_flags(one.settings)), {**secrets, **one.environment})
-        for one in divide(config, gpus)
-    ]
-
-
 def plan_gateway(
     config: ServeConfig, name: str, prefill: Command, decode: Command, program: Command = PROGRAM
 ) -> ProcessSpec:
@@ -116,19 +110,19 @@ def plan_gateway(
     given = {"host": config.host, "port": config.port, "served_name": name, "api_key": ()}
     settings = derive(GatewayConfig, config, **given, prefill=prefill, decode=decode)
     keys = {"BATON_API_KEY": ",".join(config.api_key)} if config.api_key else {}
-    return ProcessSpec("gateway", (*program, "gateway", *build_flags(settings)), keys | secrets_of(config))
+    return ProcessPlan("gateway", "gateway", settings, keys | secrets_of(config), program)
 
 
 def secrets_of(config: ServeConfig) -> dict[str, str]:
-    """The fleet's secret. Like keys it travels by environment: command lines are public."""
+    """The fleet's secret."""
     return {"BATON_FLEET_SECRET": config.fleet_secret} if config.fleet_secret else {}
 
 
 def pin_ports(spec: ProcessSpec, ready: Ready) -> ProcessSpec:
     """The same worker, on the ports that it got: gateways and scrapers know them."""
     ports = {"port": ready.address, "metrics_port": ready.metrics_address}
-    pinned = [f"{flag(name)}={address.rpartition(':')[2]}" for name, address in ports.items() if address]
-    return replace(spec, command=(*spec.command, *pinned))
+    pinned = {name: int(address.rpartition(":")[2]) for name, address in ports.items() if address}
+    return replace(spec, settings=replace(spec.settings, **pinned))
 
 
 def derive(target: type[SettingsType], config: ServeConfig, **given: Any) -> SettingsType:

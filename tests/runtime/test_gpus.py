@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cli.plan import divide, plan_workers
+from cli.plan import plan_workers
 from engine.engine import _gpu_memory
 from engine.out_of_memory import explain_full_gpu
 from runtime import gpus
@@ -104,9 +104,9 @@ def test_ranks_are_spread_and_workers_see_all_gpus_their_own_first(
     config, excess = configure(counts, tp), find_excess(counts, tp)
     if excess:
         with pytest.raises(ConfigError, match=f": {excess} needs {num_gpus} or less: each rank has a GPU of its own"):
-            divide(config, names)
+            plan_workers(config, names)
         return
-    plans = divide(config, names)
+    plans = plan_workers(config, names)
     assert len({plan.name for plan in plans}) == len(plans) == num_prefill + num_decode
     for plan in plans:
         size = tp[plan.role == "decode"]
@@ -135,7 +135,7 @@ def test_what_workers_take_of_a_gpu_together_is_less_than_all_of_it(
     config, num_gpus = configure(counts, tp, "cuda"), counts[2]
     total_bytes, taken_bytes, page_bytes = total_gib * GIB, weights_gib * GIB, 2 << 20
     used: Counter[int] = Counter()
-    for plan in divide(config, tuple(map(str, range(num_gpus)))):
+    for plan in plan_workers(config, tuple(map(str, range(num_gpus)))):
         try:
             pages = resolve_pool(plan.settings, 64, page_bytes, tp[0], (total_bytes, taken_bytes), 0)
         except ConfigError:
@@ -148,16 +148,16 @@ def test_what_workers_take_of_a_gpu_together_is_less_than_all_of_it(
 
 def test_a_share_that_is_set_is_each_workers_and_may_not_exceed_the_gpu() -> None:
     config = ServeConfig(device="cuda", gpu_memory_share=0.5)
-    assert [plan.settings.gpu_memory_share for plan in divide(config, ())] == [0.5, 0.5]
+    assert [plan.settings.gpu_memory_share for plan in plan_workers(config, ())] == [0.5, 0.5]
     config = ServeConfig(device="cuda", gpu_memory_share=0.6)
-    assert [plan.settings.gpu_memory_share for plan in divide(config, ("0", "1"))] == [0.6, 0.6]
+    assert [plan.settings.gpu_memory_share for plan in plan_workers(config, ("0", "1"))] == [0.6, 0.6]
     with pytest.raises(ConfigError, match=r"--gpu-memory-share needs 0\.5 or less: 2 workers share a GPU"):
-        divide(config, ("0",))
+        plan_workers(config, ("0",))
 
 
 def test_auto_counts_as_a_gpu_where_there_is_one_and_cpu_never_does() -> None:
     def shares(device: str, names: tuple[str, ...]) -> list[float]:
-        return [plan.settings.gpu_memory_share for plan in divide(ServeConfig(device=device), names)]  # type: ignore[arg-type]
+        return [plan.settings.gpu_memory_share for plan in plan_workers(ServeConfig(device=device), names)]  # type: ignore[arg-type]
 
     assert shares("auto", ("0",)) == [GPU_SHARE / 2] * 2
     assert shares("auto", ("0", "1")) == [GPU_SHARE] * 2
