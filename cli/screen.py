@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from runtime.addresses import is_any
 from runtime.events import Loading, Ready
-from runtime.output import unfailing
+from runtime.logs import unfailing
 
 log = structlog.get_logger()
 

@@ -36,7 +36,6 @@ class Supervisor:
         self._workers: list[Process] = []
         self._gateway: list[Process] = []
         self._is_stopping = False
-        self._hurry = asyncio.Event()  # a second signal came
 
     async def run(self, workers: list[ProcessSpec], plan_gateway: PlanGateway) -> int:
         """Serve until a signal (returns 0), or until the gateway or the start fails (1)."""
@@ -56,7 +55,7 @@ class Supervisor:
 
     def _on_signal(self, serving: asyncio.Task[str]) -> None:
         if self._is_stopping:
-            self._hurry.set()
+            self._kill(*self._gateway, *self._workers)
         else:
             self._is_stopping = True
             self._screen.say("stopping; another signal stops at once")
@@ -69,7 +68,11 @@ class Supervisor:
                 ready = await self._start(workers, self._workers)
                 [gateway] = await self._start([plan_gateway(ready)], self._gateway)
         except TimeoutError as error:
-            raise StartError(self._describe_timeout()) from error
+            waiting = [process.spec.name for process in (*self._workers, *self._gateway) if not process.is_ready]
+            raise StartError(
+                f"{', '.join(waiting)} did not become ready within {self._start_timeout_s:g} s: "
+                "set --start-timeout-s higher if the model only loads slowly"
+            ) from error
         self._screen.serving(gateway)
         keeping = asyncio.gather(*map(self._keep, range(len(ready)), ready))
         try:
@@ -129,31 +132,23 @@ class Supervisor:
             self._screen.say(f"{spec.name} is killed: not ready within {self._start_timeout_s:g} s", level="error")
             worker.kill()
 
-    def _describe_timeout(self) -> str:
-        waiting = [process.spec.name for process in (*self._workers, *self._gateway) if not process.is_ready]
-        return (
-            f"{', '.join(waiting)} did not become ready within {self._start_timeout_s:g} s: "
-            "set --start-timeout-s higher if the model only loads slowly"
-        )
-
     async def _shut_down(self) -> None:
-        """End the gateway, then the workers: each is asked, given time, and killed. A second signal kills at once."""
+        """End the gateway, then the workers: each is asked, given time, and killed."""
         for group in (self._gateway, self._workers):
-            running = [process for process in group if process.is_running]
-            if not running:
-                continue
-            for process in running:
+            for process in group:
                 process.terminate()
-            ends = asyncio.gather(*(process.wait_end() for process in running))
-            hurry = asyncio.create_task(self._hurry.wait())
-            await asyncio.wait((ends, hurry), timeout=self._stop_s, return_when=asyncio.FIRST_COMPLETED)
-            hurry.cancel()
-            for process in running:
-                if process.is_running:
-                    self._screen.say(f"{process.spec.name} did not end by itself and is killed", level="warning")
-                    process.kill()
+            ends = asyncio.gather(*(process.wait_end() for process in group))
+            await asyncio.wait((ends,), timeout=self._stop_s)
+            self._kill(*group)
             await asyncio.wait((ends,), timeout=KILL_S)
             ends.cancel()
+
+    def _kill(self, *processes: Process) -> None:
+        """Those that still run."""
+        for process in processes:
+            if process.is_running:
+                self._screen.say(f"{process.spec.name} did not end by itself and is killed", level="warning")
+                process.kill()
 
 
 def describe_exit(code: int) -> str:

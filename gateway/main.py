@@ -21,8 +21,7 @@ from gateway.text.tokenizer import Tokenizer
 from runtime import rpc
 from runtime.addresses import bracketed
 from runtime.config import GatewayConfig
-from runtime.garbage import spare_what_is_here
-from runtime.lifecycle import ReadyReporter, Shutdown, take_open_files
+from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_open_files
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
 

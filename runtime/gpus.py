@@ -5,6 +5,7 @@ Asks NVML, or /proc if NVML is not installed. `CUDA_VISIBLE_DEVICES` limits the 
 
 import ctypes
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,12 +24,11 @@ class Driver(NamedTuple):
 
 def ask_driver() -> Driver:
     """All GPUs of the driver; none without a driver."""
-    try:
+    nvml = None
+    with suppress(OSError):
         nvml = ctypes.CDLL(NVML)
-    except OSError:
-        return Driver(_count_in_proc(), "")
-    if nvml.nvmlInit_v2():
-        return Driver(_count_in_proc(), "")
+    if nvml is None or nvml.nvmlInit_v2():
+        return Driver(len(list(PROC.iterdir())) if PROC.is_dir() else 0, "")
     count, version = ctypes.c_uint(0), ctypes.create_string_buffer(VERSION_BYTES)
     nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))  # stays 0 if the call fails
     nvml.nvmlSystemGetDriverVersion(version, VERSION_BYTES)
@@ -55,7 +55,3 @@ def list_visible(visible: str | None, num_gpus: int) -> tuple[str, ...]:
 def visible_gpus() -> tuple[str, ...]:
     """The GPUs visible to processes started from here, as entries of `CUDA_VISIBLE_DEVICES`, in order."""
     return list_visible(os.environ.get(VISIBLE), ask_driver().num_gpus)
-
-
-def _count_in_proc() -> int:
-    return len(list(PROC.iterdir())) if PROC.is_dir() else 0

@@ -9,6 +9,7 @@ Knows exit codes, signals and the pipe, not what a process does. `cli/` reads th
 
 import asyncio
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -25,7 +26,6 @@ import uvloop
 
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.events import Loading, Ready
-from runtime.garbage import spare_what_is_here
 from runtime.logs import setup_logging
 
 log = structlog.get_logger()
@@ -88,6 +88,15 @@ def run_worker(
         log.error("cannot start", reason=str(error))
         return 1
     return 0
+
+
+def spare_what_is_here() -> None:
+    """Exclude all existing objects from later garbage collections. Call it after loading.
+
+    A gateway then has 260,000 objects, which take 0.1 s to scan, and a worker a million.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def take_open_files() -> None:

@@ -27,8 +27,7 @@ from kvtransfer.reader import PageRef, Reader, ReadError
 from protos import kv_pb2
 from runtime import rpc
 from runtime.config import DecodeConfig, PrefillConfig
-from runtime.garbage import spare_what_is_here
-from runtime.lifecycle import die_with_parent, is_abandoned
+from runtime.lifecycle import die_with_parent, is_abandoned, spare_what_is_here
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
 from worker import rank_link as link

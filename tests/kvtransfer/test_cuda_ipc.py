@@ -27,7 +27,7 @@ from kvtransfer import cuda_ipc
 from kvtransfer.cuda_ipc import CudaIpcReader
 from kvtransfer.reader import PageRef, PageStore, PeerPages, ReadError
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
-from runtime.garbage import spare_what_is_here
+from runtime.lifecycle import spare_what_is_here
 from tests.support.fake_cuda import FakeGpu, count_opened
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.pool_process import build_pool

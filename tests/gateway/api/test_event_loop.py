@@ -20,7 +20,7 @@ from demo.paths import TARGET_DIR
 from gateway.app import build_app, build_served_model
 from gateway.request.prepare import ApiOptions
 from gateway.text.tokenizer import Tokenizer
-from runtime.garbage import spare_what_is_here
+from runtime.lifecycle import spare_what_is_here
 from tests.support.fake_ring import FakeRing, Script
 
 MOST_SHARE = 0.125  # twice that
