@@ -39,24 +39,15 @@ def simulate(
 ) -> int:
     """Simulate a fleet with the real routing, batching and caches, and a model of what a step takes.
 
-    Parameters
-    ----------
-    model
-        Whose shape: a folder, a hub id, demo, or 1B, 8B, 70B.
-    gpu
-        Whose data sheet.
-    costs
-        Measured steps of every worker (baton bench steps), instead of the roofline's.
-    ttft
-        Goal for the time to the first token, in ms.
-    tpot
-        Goal for the time per token after it, in ms.
-    colocated
-        Simulate also as many GPUs whose workers all do both.
-    times
-        Simulate so many times the workers, requests and rate; repeat for several.
-    as_json
-        Print JSON instead of a table.
+    Args:
+        model: Whose shape: a folder, a hub id, demo, or 1B, 8B, 70B.
+        gpu: Whose data sheet.
+        costs: Measured steps of every worker (baton bench steps), instead of the roofline's.
+        ttft: Goal for the time to the first token, in ms.
+        tpot: Goal for the time per token after it, in ms.
+        colocated: Simulate also as many GPUs whose workers all do both.
+        times: Simulate so many times the workers, requests and rate; repeat for several.
+        as_json: Print JSON instead of a table.
     """
     from bench.simulate import command
     from bench.simulate.costs import fit, load
@@ -76,18 +67,12 @@ def simulate(
 def steps(out: Path, /, *, model: str = "demo", device: str = "auto", dtype: str = "auto", threads: int = 0) -> int:
     """Measure real steps of the engine here, and write them for `baton bench simulate --costs`.
 
-    Parameters
-    ----------
-    out
-        File to write, JSON.
-    model
-        Folder of a checkpoint, a hub id, or demo.
-    device
-        Where to compute: auto, cpu or cuda.
-    dtype
-        Number type: auto, float32, bfloat16 or float16.
-    threads
-        CPU threads; 0 is one per core.
+    Args:
+        out: File to write, JSON.
+        model: Folder of a checkpoint, a hub id, or demo.
+        device: Where to compute: auto, cpu or cuda.
+        dtype: Number type: auto, float32, bfloat16 or float16.
+        threads: CPU threads; 0 is one per core.
     """
     from bench.simulate import command
 
@@ -99,12 +84,9 @@ def steps(out: Path, /, *, model: str = "demo", device: str = "auto", dtype: str
 def kernels(*, threads: int = 0, rounds: int = 15) -> int:
     """Measure this CPU's kernels beside torch's and the machine's ceilings.
 
-    Parameters
-    ----------
-    threads
-        Threads to compute with; 0 is one for each core.
-    rounds
-        Rounds in which everything compared takes turns.
+    Args:
+        threads: Threads to compute with; 0 is one for each core.
+        rounds: Rounds in which everything compared takes turns.
     """
     wait_without_spinning()
     from bench.kernels import run_kernels
@@ -126,24 +108,15 @@ def plan(
 ) -> int:
     """Propose workers for a model on given GPUs. Computed from data sheets, nothing is measured.
 
-    Parameters
-    ----------
-    model
-        Folder of a checkpoint, a hub id, demo, or 1B, 8B, 70B.
-    gpu
-        Kind of GPU.
-    num_gpus
-        How many there are.
-    rate
-        Requests a second, arriving at random.
-    input_tokens
-        Tokens of a prompt.
-    output_tokens
-        Tokens of an answer.
-    ttft
-        Goal for the time to the first token, in ms, for nine of ten requests.
-    tpot
-        Goal for the time per token after it, in ms, likewise.
+    Args:
+        model: Folder of a checkpoint, a hub id, demo, or 1B, 8B, 70B.
+        gpu: Kind of GPU.
+        num_gpus: How many there are.
+        rate: Requests a second, arriving at random.
+        input_tokens: Tokens of a prompt.
+        output_tokens: Tokens of an answer.
+        ttft: Goal for the time to the first token, in ms, for nine of ten requests.
+        tpot: Goal for the time per token after it, in ms, likewise.
     """
     from bench.capacity import Goals, UnreachableError, propose
     from bench.proposal import describe, describe_assumptions, describe_start

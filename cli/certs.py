@@ -24,16 +24,11 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 def certs(folder: Path, /, *, host: tuple[str, ...] = (), days: int = 365, force: bool = False) -> int:
     """Make a test authority (ca.pem, ca-key.pem) and one fleet certificate (cert.pem, key.pem) for --tls-dir.
 
-    Parameters
-    ----------
-    folder
-        Where to put the files.
-    host
-        Name or address by which workers are reached, besides this machine's own; repeat for several.
-    days
-        How long they are valid.
-    force
-        Replace files that are there.
+    Args:
+        folder: Where to put the files.
+        host: Name or address by which workers are reached, besides this machine's own; repeat for several.
+        days: How long they are valid.
+        force: Replace files that are there.
     """
     if not 1 <= days <= MAX_DAYS:
         raise ConfigError(f"days={days} cannot be used: --days needs 1 to {MAX_DAYS}")

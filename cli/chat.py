@@ -21,12 +21,9 @@ Ctrl-C stops an answer."""
 def chat(*, url: Url = URL, model: str = "", api_key: ApiKey = "", system: str = "") -> int:
     """Chat with a served model in the terminal.
 
-    Parameters
-    ----------
-    model
-        Name of the model; empty asks the service.
-    system
-        System message at the start of the conversation.
+    Args:
+        model: Name of the model; empty asks the service.
+        system: System message at the start of the conversation.
     """
     with suppress(ImportError):
         import readline  # noqa: F401  gives input() a history and editing

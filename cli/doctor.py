@@ -25,10 +25,8 @@ def doctor(
 ) -> int:
     """Look at this machine with the settings of `baton serve`; exit code 1 when what they ask for cannot be had.
 
-    Parameters
-    ----------
-    as_json
-        Print one JSON object instead of a table.
+    Args:
+        as_json: Print one JSON object instead of a table.
     """
     wait_without_spinning()
     from cli.doctor_probe import examine_machine, examine_model  # here, so that other commands do not wait for torch

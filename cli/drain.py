@@ -36,19 +36,13 @@ def drain(
 ) -> int:
     """Let one worker finish the requests it has, and end. New ones go to other workers.
 
-    Parameters
-    ----------
-    worker
-        host:port of a prefill or decode worker, as `baton status` shows it.
-    wait
-        Wait until the worker has ended.
-    force
-        Drain it even if no other decode worker is left.
-    tls_dir
-        Folder with ca.pem, cert.pem and key.pem, where the fleet uses TLS.
-    fleet_secret
-        Secret of the fleet; pass it by BATON_FLEET_SECRET, never by flag. One that this user's `baton serve` drew is
-        found without.
+    Args:
+        worker: host:port of a prefill or decode worker, as `baton status` shows it.
+        wait: Wait until the worker has ended.
+        force: Drain it even if no other decode worker is left.
+        tls_dir: Folder with ca.pem, cert.pem and key.pem, where the fleet uses TLS.
+        fleet_secret: Secret of the fleet; pass it by BATON_FLEET_SECRET, never by flag. One that this user's `baton
+            serve` drew is found without.
     """
     workers = find_workers(url, api_key)
     alive = [address for address, one in workers.items() if one["role"] == "decode" and one["alive"]]

@@ -44,11 +44,9 @@ def launch(
 ) -> int:
     """Run a command with its options from command line, environment and file.
 
-    Parameters
-    ----------
-    config
-        TOML file with options of the command; weaker than environment and command line. serve, gateway, prefill,
-        decode and doctor also take it from BATON_CONFIG.
+    Args:
+        config: TOML file with options of the command; weaker than environment and command line. serve, gateway,
+            prefill, decode and doctor also take it from BATON_CONFIG.
     """
     use_sources(app, config)
     try:

@@ -38,8 +38,8 @@ def gateway(config: Annotated[GatewayConfig, Parameter(name="*")]) -> int:
     follow_supervisor(config.ready_fd)
     folder = fetch_tokenizer(config.model)
     check_files(folder, (CONFIGURATION, TOKENIZER))
-    # Transformers is made to believe that torch is not installed: the gateway uses no tensors, and importing torch would
-    # double the time that it takes to start, and take 190 MB. The variable keeps transformers from warning of that.
+    # Transformers takes torch for not installed: the gateway uses no tensors, and importing torch would double the time
+    # that it takes to start, and take 190 MB. The variable keeps transformers from warning of that.
     sys.modules["torch"] = None  # type: ignore[assignment]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from gateway.main import run

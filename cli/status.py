@@ -23,10 +23,8 @@ def status(
 ) -> int:
     """Show the workers of a running service.
 
-    Parameters
-    ----------
-    as_json
-        Print JSON instead of a table.
+    Args:
+        as_json: Print JSON instead of a table.
     """
     with closing(Service(url, api_key)) as service:
         workers = read_workers(service)
