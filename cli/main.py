@@ -14,8 +14,7 @@ from cli.certs import certs
 from cli.chat import chat
 from cli.doctor import doctor
 from cli.drain import drain
-from cli.roles import decode, gateway, prefill
-from cli.serve import serve
+from cli.serve import decode, gateway, prefill, serve
 from cli.service import CommandError
 from cli.sources import split_variable, use_sources
 from cli.status import status

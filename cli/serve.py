@@ -1,21 +1,36 @@
-"""`baton serve`: a whole service on this machine, one process per part."""
+"""`baton serve`: a whole service on this machine, one process per part. `baton gateway`, `prefill`, `decode`: one part.
+
+The heavy imports of a part stand in its function, so that other commands and --help need not wait for torch or the web
+server.
+"""
 
 import asyncio
 import os
 import secrets
+import sys
 from dataclasses import replace
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from cli.models import check_files, choose_served_name, locate_model
+from cli.models import (
+    CONFIGURATION,
+    TOKENIZER,
+    check_files,
+    choose_served_name,
+    fetch_tokenizer,
+    locate,
+    locate_model,
+)
 from cli.plan import PROGRAM, ProcessSpec, plan_gateway, plan_workers
 from cli.screen import Screen
 from cli.supervisor import STOP_MARGIN_S, Supervisor
 from runtime import rpc
-from runtime.config import ServeConfig
+from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
 from runtime.events import Ready
 from runtime.gpus import visible_gpus
+from runtime.hardware import wait_without_spinning
+from runtime.lifecycle import follow_supervisor
 from runtime.logs import setup_logging
 from runtime.settings import ConfigError, flag
 from runtime.trust import load_trust
@@ -60,3 +75,35 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
         return plan_gateway(config, served_name, prefill, decode, program)
 
     return await Supervisor(screen, config.start_timeout_s, stop_s).run(workers, plan)
+
+
+def prefill(config: Annotated[PrefillConfig, Parameter(name="*")] = PrefillConfig()) -> int:  # noqa: B008  frozen
+    """Start one prefill worker: it computes the KV of prompts and offers it to decode workers."""
+    follow_supervisor(config.ready_fd)
+    wait_without_spinning()
+    from prefill_worker.main import run
+
+    return run(locate(config))
+
+
+def decode(config: Annotated[DecodeConfig, Parameter(name="*")] = DecodeConfig()) -> int:  # noqa: B008  frozen
+    """Start one decode worker: it reads the KV of prompts and generates all tokens."""
+    follow_supervisor(config.ready_fd)
+    wait_without_spinning()
+    from decode_worker.main import run
+
+    return run(locate(config))
+
+
+def gateway(config: Annotated[GatewayConfig, Parameter(name="*")]) -> int:
+    """Start the gateway: it answers REST and gRPC and sends prompts to workers."""
+    follow_supervisor(config.ready_fd)
+    folder = fetch_tokenizer(config.model)
+    check_files(folder, (CONFIGURATION, TOKENIZER))
+    # Transformers takes torch for not installed: the gateway uses no tensors, and importing torch would double the time
+    # that it takes to start, and take 190 MB. The variable keeps transformers from warning of that.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from gateway.main import run
+
+    return run(replace(config, model=folder, served_name=config.served_name or choose_served_name(config.model)))

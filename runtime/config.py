@@ -7,12 +7,10 @@ from runtime.addresses import bracketed
 from runtime.config_parts import (
     MAX_TP,
     DecodingConfig,
-    EngineConfig,
     HeartbeatConfig,
-    ProcessConfig,
     PublicConfig,
-    TransportConfig,
     WorkerConfig,
+    at_least_a_page,
 )
 from runtime.settings import MAX_PORT, ConfigError, Positive, Seconds, count, flag
 
@@ -20,17 +18,13 @@ MAX_WORKERS = 1024  # processes of a role on one machine
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillConfig(HeartbeatConfig, TransportConfig, WorkerConfig):
+class PrefillConfig(HeartbeatConfig, WorkerConfig):
     """One prefill worker."""
 
-    chunk_tokens: int = 512
+    chunk_tokens: Annotated[int, at_least_a_page] = 512
     """Most prompt tokens in one step."""
     max_running: Positive = 16
     """Most prompts running at once."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_count("chunk_tokens", self.page_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +36,7 @@ class DecodeConfig(DecodingConfig, WorkerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(PublicConfig, HeartbeatConfig, ProcessConfig):
+class GatewayConfig(PublicConfig, HeartbeatConfig):
     """The gateway. `model` is read for its tokenizer and configuration only."""
 
     prefill: tuple[str, ...] = ()
@@ -63,7 +57,7 @@ class GatewayConfig(PublicConfig, HeartbeatConfig, ProcessConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig, EngineConfig, ProcessConfig):
+class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig):
     """A whole service on one machine."""
 
     prefill_workers: Annotated[int, count(0, MAX_WORKERS)] = 1
@@ -74,7 +68,7 @@ class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig, EngineConfig, P
     """Tensor-parallel ranks of each prefill worker; see --tp of `baton prefill`."""
     decode_tp: Annotated[int, count(1, MAX_TP)] = 1
     """Tensor-parallel ranks of each decode worker; may differ from --prefill-tp."""
-    chunk_tokens: int = PrefillConfig.chunk_tokens
+    chunk_tokens: Annotated[int, at_least_a_page] = PrefillConfig.chunk_tokens
     """Most prompt tokens in one step of a prefill worker."""
     prefill_max_running: Positive = PrefillConfig.max_running
     """Most prompts running at once on one prefill worker."""
@@ -82,10 +76,6 @@ class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig, EngineConfig, P
     """Most sessions at once on one decode worker."""
     start_timeout_s: Seconds = 1800.0
     """Longest time that loading may take; then the start is given up."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_count("chunk_tokens", self.page_tokens)
 
 
 def _require_address(name: str, address: str) -> None:

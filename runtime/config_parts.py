@@ -52,8 +52,9 @@ class ProcessConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.fleet_secret and not _is_secret(self.fleet_secret):  # its value is not shown
-            raise ConfigError(
+        is_printable = all("!" <= char <= "~" for char in self.fleet_secret)  # it travels as metadata of calls
+        if self.fleet_secret and not (is_printable and len(self.fleet_secret) >= MIN_SECRET_CHARS):
+            raise ConfigError(  # without its value
                 f"fleet_secret cannot be used: BATON_FLEET_SECRET needs {MIN_SECRET_CHARS} or more ASCII letters, "
                 "digits or signs without spaces, such as `openssl rand -hex 32` prints"
             )
@@ -63,7 +64,7 @@ class ProcessConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(Settings):
-    """How a worker computes and how much memory it takes."""
+    """How a worker computes, how much memory it takes, and how pages get from prefill to decode."""
 
     dtype: DType = "auto"
     """Number type of weights and KV; auto is the checkpoint's."""
@@ -89,6 +90,8 @@ class EngineConfig(Settings):
     """Steps launched before the last one is collected, 0 or 1. Default: 1 on a GPU, else 0."""
     threads: Annotated[int, count(0, MAX_THREADS)] = 0
     """CPU threads of each worker, over its ranks; 0 is one per core, as prefill and decode are rarely busy at once."""
+    transport: Transport = "auto"
+    """How decode reads pages: shm (same host), cuda_ipc (GPUs of one host), nixl (RDMA; for both roles), grpc, auto."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,6 +100,11 @@ class EngineConfig(Settings):
         self.require("gpu_memory_share", is_share, "a number above 0 and at most 1, or 0 for auto")
         self.require("steps_ahead", self.steps_ahead in (None, 0, 1), "0 or 1")
         self.require("draft_model", bool(self.draft_model), 'a folder, a hub id, "auto" or "none"')
+
+
+def at_least_a_page(config: EngineConfig, name: str) -> None:
+    """For annotations: a page of tokens or more."""
+    config.require_count(name, config.page_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,15 +123,7 @@ class HeartbeatConfig(ProcessConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransportConfig(Settings):
-    """How pages get from prefill to decode."""
-
-    transport: Transport = "auto"
-    """How decode reads pages: shm (same host), cuda_ipc (GPUs of one host), nixl (RDMA; for both roles), grpc, auto."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodingConfig(TransportConfig):
+class DecodingConfig(EngineConfig):
     """How a decode worker reads pages, guesses ahead and compiles grammars."""
 
     require_transport: bool = False
@@ -228,8 +228,3 @@ class WorkerConfig(EngineConfig, ProcessConfig):
     def reachable_host(self) -> str:
         """The host by which peers reach this worker, as it stands before :port."""
         return bracketed(self.advertise_host or self.host)
-
-
-def _is_secret(text: str) -> bool:
-    """It travels as metadata of calls: printable ASCII."""
-    return len(text) >= MIN_SECRET_CHARS and all("!" <= char <= "~" for char in text)

@@ -84,7 +84,7 @@ def resolve_pool(
     if num_pages >= pages_per_context:
         return num_pages
     if gpu_memory is not None and not config.kv_memory_mib:
-        raise ConfigError(_explain_small_gpu(config, context_tokens, pages_per_context, page_bytes, *gpu_memory))
+        raise ConfigError(_explain_small_gpu(config, context_tokens, page_bytes, *gpu_memory))
     needed_mib = -(-pages_per_context * host_page_bytes // MIB)
     raise ConfigError(
         f"kv_memory_mib={config.kv_memory_mib} holds {num_pages * config.page_tokens} tokens, less than one "
@@ -111,14 +111,10 @@ def _left_on_gpu(config: PrefillConfig | DecodeConfig, total_bytes: int, taken_b
 
 
 def _explain_small_gpu(
-    config: PrefillConfig | DecodeConfig,
-    context_tokens: int,
-    pages_per_context: int,
-    page_bytes: int,
-    total_bytes: int,
-    taken_bytes: int,
+    config: PrefillConfig | DecodeConfig, context_tokens: int, page_bytes: int, total_bytes: int, taken_bytes: int
 ) -> str:
-    left_bytes, wanted_bytes = _left_on_gpu(config, total_bytes, taken_bytes), pages_per_context * page_bytes
+    left_bytes = _left_on_gpu(config, total_bytes, taken_bytes)
+    wanted_bytes = -(-context_tokens // config.page_tokens) * page_bytes
     wanted_share = math.ceil((taken_bytes + GPU_RESERVE_BYTES + wanted_bytes) / total_bytes * 100) / 100
     if left_bytes >= page_bytes:
         advice = f"--max-context-tokens {left_bytes // page_bytes * config.page_tokens} or less"
