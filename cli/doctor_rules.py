@@ -184,10 +184,8 @@ def judge_service(config: ServeConfig, machine: Machine, model: Model | Exceptio
     if isinstance(model, Exception):
         yield split_advice("model", str(model))
         return
-    found = (
-        f"{config.model} in {model.dtype}, weights {model.weight_bytes / GIB:.2f} GiB, context {model.context_tokens}"
-    )
-    yield Row("model", "ok", found)
+    weights = f"weights {model.weight_bytes / GIB:.2f} GiB"
+    yield Row("model", "ok", f"{config.model} in {model.dtype}, {weights}, context {model.context_tokens}")
     try:
         plans = plan_workers(config, machine.visible_gpus[: len(machine.gpus)])
     except ConfigError as error:

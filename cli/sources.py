@@ -78,12 +78,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The file's table. Raises ConfigError that names the file and what is wrong with it."""
     try:
         return tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--config {path} is not valid TOML: {error}") from error
-    except RecursionError as error:
-        raise ConfigError(f"--config {path} is nested too deeply") from error
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"--config {path} cannot be read: {error}") from error
 
 
 def refuse_unknown(name: str, known: Iterable[str], kind: str) -> None:
