@@ -30,6 +30,7 @@ class Speculator:
         """`meter`: of the model's own forwards. The last two: for requests that do not set them."""
         self._drafters = drafters
         self._meter = meter
+        self._failing = set[str]()  # drafters whose last guesses failed
         self._speculate = speculate
         self._max_draft_tokens = max_draft_tokens
         self._acceptance: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
@@ -79,10 +80,12 @@ class Speculator:
                     ]
                 )
             except Exception as error:
-                log.error(
-                    "guessing ahead failed", drafter=name, reason=str(error), exc_info=not is_out_of_memory(error)
-                )  # fmt: skip
+                if name not in self._failing:  # one line, not one a step
+                    traceback = not is_out_of_memory(error)
+                    log.error("guessing ahead failed", drafter=name, reason=str(error), exc_info=traceback)
+                self._failing.add(name)
                 continue
+            self._failing.discard(name)
             for step, guess in zip(mine, answers, strict=True):
                 step.guesses, step.draft_computed = guess.token_ids, guess.draft_computed
 

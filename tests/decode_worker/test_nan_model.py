@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from bench.decoding import NO_SPECULATION, build_eager_speculator, decode
 from decode_worker.speculation.costs import CostMeter
@@ -64,6 +65,8 @@ def test_a_broken_draft_model_changes_no_token(broken: Path) -> None:
     assert engine.draft_runner is not None
     wanted = [replace(one, drafter="draft", max_draft_tokens=3) for one in jobs()]
     drafter = ModelDrafter(engine.draft_runner, CostMeter(), 64)
-    guessed = decode(engine, build_eager_speculator({"draft": drafter}), wanted)
+    with capture_logs() as logs:
+        guessed = decode(engine, build_eager_speculator({"draft": drafter}), wanted)
+    assert [event["event"] for event in logs].count("guessing ahead failed") == 1
     assert guessed.tokens == decode(engine, NO_SPECULATION, wanted).tokens
     assert {end.finish_reason for end in guessed.ends.values()} <= {"stop", "length"}
