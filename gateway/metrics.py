@@ -1,7 +1,7 @@
 """Metrics of requests, measured where text leaves the service. The dispatcher counts what is queued or running."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -17,63 +17,33 @@ class RequestMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self.prompt_tokens = Counter(
-            "baton:prompt_tokens", "Prompt tokens of requests started; each prompt counts once.", registry=registry
-        )
-        self.generation_tokens = Counter("baton:generation_tokens", "Tokens generated.", registry=registry)
-        self.time_to_first_token = Histogram(
-            "baton:time_to_first_token_seconds",
-            "From a request's arrival to each choice's first token.",
-            buckets=_REQUEST_BUCKETS_S,
-            registry=registry,
-        )
-        self.inter_token_latency = Histogram(
-            "baton:inter_token_latency_seconds",
-            "Time between tokens; tokens that come together share theirs.",
-            buckets=_TOKEN_BUCKETS_S,
-            registry=registry,
-        )
-        self.e2e_request_latency = Histogram(
-            "baton:e2e_request_latency_seconds",
-            "From a request's arrival to each choice's last token.",
-            buckets=_REQUEST_BUCKETS_S,
-            registry=registry,
-        )
-        self.request_success = Counter(
-            "baton:request_success", "Choices answered in full.", ["finished_reason"], registry=registry
-        )
-        self.cancelled = Counter(
-            "baton:cancelled",
-            "Choices their client gave up, before the first token (waiting) or after it (decode).",
-            ["phase"],
-            registry=registry,
-        )
 
+        def count(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"baton:{name}", help, labels, registry=registry)
 
-class RequestMeter:
-    """Times one request."""
+        def time(name: str, help: str, buckets_s: Sequence[float]) -> Histogram:
+            return Histogram(f"baton:{name}_seconds", help, buckets=buckets_s, registry=registry)
 
-    def __init__(
-        self, metrics: RequestMetrics, arrived_s: float, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        """`arrived_s`: when the request arrived, by `clock`."""
-        self._metrics = metrics
-        self._clock = clock
-        self._arrived_s = arrived_s
-
-    def start(self, num_prompt: int) -> None:
-        """Call it when the request has passed validation."""
-        self._metrics.prompt_tokens.inc(num_prompt)
-
-    def choice(self) -> "ChoiceMeter":
-        """Returns a meter for one of the request's choices."""
-        return ChoiceMeter(self._metrics, self._clock, self._arrived_s)
+        self.prompt_tokens = count("prompt_tokens", "Prompt tokens of requests started; each prompt counts once.")
+        self.generation_tokens = count("generation_tokens", "Tokens generated.")
+        told = "From a request's arrival to each choice's first token."
+        self.time_to_first_token = time("time_to_first_token", told, _REQUEST_BUCKETS_S)
+        told = "Time between tokens; tokens that come together share theirs."
+        self.inter_token_latency = time("inter_token_latency", told, _TOKEN_BUCKETS_S)
+        told = "From a request's arrival to each choice's last token."
+        self.e2e_request_latency = time("e2e_request_latency", told, _REQUEST_BUCKETS_S)
+        self.request_success = count("request_success", "Choices answered in full.", "finished_reason")
+        told = "Choices their client gave up, before the first token (waiting) or after it (decode)."
+        self.cancelled = count("cancelled", told, "phase")
 
 
 class ChoiceMeter:
     """Times one choice of a request. The first `finish` or `cancel` ends it; later ones are not counted."""
 
-    def __init__(self, metrics: RequestMetrics, clock: Callable[[], float], arrived_s: float) -> None:
+    def __init__(
+        self, metrics: RequestMetrics, arrived_s: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`arrived_s`: when the request arrived, by `clock`."""
         self._metrics = metrics
         self._clock = clock
         self._arrived_s = arrived_s

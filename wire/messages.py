@@ -11,6 +11,12 @@ from wire.sampling import SCALARS, SamplingParams
 from wire.timing import Timing
 
 _TOKEN = np.dtype("<i4")
+_SESSION_TIMING = {  # field of SessionTiming |-> of Timing
+    "kv_seconds": "prefill_s",
+    "first_step_seconds": "first_step_s",
+    "decode_seconds": "decode_s",
+    "grammar_seconds": "grammar_s",
+} | {name: name for name in ("draft_tokens", "accepted_tokens", "steps", "preemptions", "cached_tokens")}
 
 
 def pack_tokens(token_ids: "NDArray[np.int32]") -> bytes:
@@ -46,31 +52,11 @@ def unpack_logprobs(message: decode_pb2.TokenLogprobs) -> TokenLogprobs:
 
 def pack_decode_timing(timing: Timing) -> decode_pb2.SessionTiming:
     """The decode worker's part; `prefill_s` is its wait for the prompt's KV, computed here or read."""
-    return decode_pb2.SessionTiming(
-        kv_seconds=timing.prefill_s,
-        first_step_seconds=timing.first_step_s,
-        decode_seconds=timing.decode_s,
-        draft_tokens=timing.draft_tokens,
-        accepted_tokens=timing.accepted_tokens,
-        steps=timing.steps,
-        preemptions=timing.preemptions,
-        cached_tokens=timing.cached_tokens,
-        grammar_seconds=timing.grammar_s,
-    )
+    return decode_pb2.SessionTiming(**{theirs: getattr(timing, ours) for theirs, ours in _SESSION_TIMING.items()})
 
 
 def unpack_decode_timing(message: decode_pb2.SessionTiming) -> Timing:
-    return Timing(
-        prefill_s=message.kv_seconds,
-        first_step_s=message.first_step_seconds,
-        decode_s=message.decode_seconds,
-        draft_tokens=message.draft_tokens,
-        accepted_tokens=message.accepted_tokens,
-        steps=message.steps,
-        preemptions=message.preemptions,
-        cached_tokens=message.cached_tokens,
-        grammar_s=message.grammar_seconds,
-    )
+    return Timing(**{ours: getattr(message, theirs) for theirs, ours in _SESSION_TIMING.items()})
 
 
 def unpack_prefill_timing(message: prefill_pb2.RunResponse) -> Timing:

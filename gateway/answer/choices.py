@@ -12,7 +12,7 @@ from gateway.answer.calls import CallReader
 from gateway.answer.choice_text import Piece, PieceReader, ShownToken
 from gateway.answer.merge import MergedStreams
 from gateway.errors import ApiError
-from gateway.metrics import ChoiceMeter, RequestMeter
+from gateway.metrics import ChoiceMeter
 from gateway.request.job import Echo, Job
 from gateway.request.prepare import ServedModel
 from gateway.ring.generation import Generation, Tokens
@@ -63,15 +63,17 @@ def timing_fields(timing: Timing, names: Iterable[str]) -> dict[str, Any]:
 
 
 async def stream_choices(
-    served: ServedModel, totals: Totals, meter: RequestMeter
+    served: ServedModel, totals: Totals, arrived_s: float
 ) -> AsyncGenerator[tuple[int, Piece], None]:
     """Yields (index of its choice, piece) as pieces arrive. Closing this iterator closes the ring's.
 
-    Raises the ring's ApiError: the first choice that fails ends the others.
+    `arrived_s`: when the request arrived, by time.perf_counter. Raises the ring's ApiError: the first choice that
+    fails ends the others.
     """
     job = totals.job
-    meter.start(totals.num_prompt)
-    choices = [_Choice(job, index, served.tokenizer, meter.choice()) for index in range(len(job.generations))]
+    served.metrics.prompt_tokens.inc(totals.num_prompt)
+    meters = [ChoiceMeter(served.metrics, arrived_s) for _ in job.generations]
+    choices = [_Choice(job, index, served.tokenizer, meter) for index, meter in enumerate(meters)]
     try:
         with served.ring.admit(len(choices)) as admitted:
             streams = [served.ring.generate(generation, admitted) for generation in job.generations]
@@ -91,8 +93,8 @@ async def stream_choices(
                             await asyncio.sleep(0)  # lets other requests run while a long prompt is echoed
                         yield index, piece
     except (CancelledError, GeneratorExit):
-        for choice in choices:
-            choice.meter.cancel()
+        for meter in meters:
+            meter.cancel()
         if totals.num_open:
             totals.log("cancelled")
         raise
@@ -104,7 +106,7 @@ class _Choice:
     def __init__(self, job: Job, index: int, tokenizer: Tokenizer, meter: ChoiceMeter) -> None:
         prompt = job.prompts[job.prompt_of(index)]
         generation, reasoning = job.generations[index], job.reasoning
-        self.meter = meter
+        self._meter = meter
         self._job = job
         self._generation = generation
         self._echo = job.echoes[job.prompt_of(index)]
@@ -127,9 +129,9 @@ class _Choice:
             self._is_begun = True
             yield from _prompt_pieces(self._generation, self._echo, tokens.prompt_logprobs)
         piece = _without_text(tokens) if self._job.is_prompt_only else self._reader.read(tokens)
-        self.meter.add_tokens(len(piece.token_ids))
+        self._meter.add_tokens(len(piece.token_ids))
         if piece.finish_reason is not None:
-            self.meter.finish(piece.finish_reason)
+            self._meter.finish(piece.finish_reason)
             piece = self._finished(piece, tokens)
         if self._json_text is not None:
             piece = replace(piece, text=self._json_text.push(piece.text))
@@ -138,7 +140,7 @@ class _Choice:
     def _finished(self, piece: Piece, tokens: Tokens) -> Piece:
         """Completes the last piece."""
         if piece.timing is not None and tokens.finish_reason is None:  # a stop string: the ring reports no final timing
-            piece = replace(piece, timing=replace(piece.timing, decode_s=self.meter.decode_s))
+            piece = replace(piece, timing=replace(piece.timing, decode_s=self._meter.decode_s))
         is_named = isinstance(piece.stop, str) or piece.stop in self._job.stop_token_ids
         return piece if is_named else replace(piece, stop=None)
 

@@ -1,32 +1,21 @@
 """Turns text into token ids and back, for clients that request only that. Must not know HTTP or gRPC."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from gateway.errors import bad_request
 from gateway.request.prepare import ServedModel
-from gateway.request.raw import Prompt
+from gateway.request.raw import RawRequest
 from gateway.request.rules import check_model, check_vocabulary
-from gateway.tools.request import RawTools, check_tools
+from gateway.tools.request import check_tools
 
 _DECODE_COST = 4  # detokenising a token costs as much as tokenising this many characters
 
 
-@dataclass(frozen=True, slots=True)
-class TextToCount:
-    """What to tokenise. None: not given."""
-
-    model: str | None
-    prompt: Prompt
-    tools: RawTools = field(default_factory=RawTools)  # for the prompt of a conversation
-    add_special_tokens: bool | None = None  # begin with the start token; None: only texts, as templates write it
-
-
-async def tokenize(served: ServedModel, text: TextToCount) -> tuple[int, ...]:
-    """Returns token ids, possibly more than the context holds. Raises ApiError."""
-    check_model(text.model, served.name)
-    tools = check_tools(text.tools, served.tool_format)
-    return await served.prompts.tokenize(text.prompt, tools, add_special_tokens=text.add_special_tokens)
+async def tokenize(served: ServedModel, raw: RawRequest) -> tuple[int, ...]:
+    """Returns the token ids of its one prompt, possibly more than the context holds. Raises ApiError."""
+    check_model(raw.model, served.name)
+    tools = check_tools(raw.tools, served.tool_format)
+    return await served.prompts.tokenize(raw.prompts[0], tools, add_special_tokens=raw.add_special_tokens)
 
 
 async def detokenize(

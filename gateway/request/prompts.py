@@ -47,8 +47,7 @@ class Prompts:
         """Token ids of one prompt, which need not fit the context. `add_special_tokens`: None as in `encode`."""
         inputs = [tool.as_template_input() for tool in tools.tools] if tools else []
         return await self.offload.run(
-            self._check_size(prompt, inputs),
-            lambda: self._encode(prompt, inputs, add_special_tokens).ids,
+            self._check_size(prompt, inputs), lambda: self._encode(prompt, inputs, add_special_tokens).ids
         )
 
     async def echo(self, prompts: Sequence[Prompt], encoded: Sequence[EncodedPrompt], with_offsets: bool) -> list[Echo]:
@@ -76,7 +75,7 @@ class Prompts:
     def _check_chat(self, chat: Chat, param: str, tools: Sequence[TemplateInput]) -> int:
         if not chat.messages:
             raise bad_request("messages is empty; send at least one message", param)
-        if not self.tokenizer.has_chat_template:
+        if not self.tokenizer.chat_templates:
             raise bad_request("the model has no chat template; send its prompt to /v1/completions instead", param)
         check_results(chat.messages, chat.result_params)
         if chat.is_open:
@@ -101,10 +100,7 @@ class Prompts:
         return [chat.messages[index]["tool_calls"] for index in with_calls]
 
     def _encode(
-        self,
-        prompt: Prompt,
-        tools: Sequence[TemplateInput],
-        add_special_tokens: bool | None = None,
+        self, prompt: Prompt, tools: Sequence[TemplateInput], add_special_tokens: bool | None = None
     ) -> EncodedPrompt:
         content, model = prompt.content, self.tokenizer
         if isinstance(content, Chat):

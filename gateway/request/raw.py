@@ -71,5 +71,6 @@ class RawRequest:
     max_draft_tokens: int | None = None
     with_timing: bool = False
     with_token_ids: bool = False
+    add_special_tokens: bool | None = None  # when only counted: begin with the start token; None: as in answers
     cache_salt: str = ""
     tools: RawTools = field(default_factory=RawTools)

@@ -6,22 +6,12 @@ to be done by the caller are calls of workers, and tokens for the client.
 
 from dataclasses import dataclass, field
 
+from gateway.errors import ApiError, took_too_long
 from gateway.ring.decode_state import Session, SessionEvent
 from gateway.ring.generation import Tokens
 from gateway.ring.queue import Places, Queue, Waiter
-from gateway.ring.reasons import OUT_OF_TIME, Reason
 from gateway.ring.request_machine import Phase, Request
-from gateway.ring.request_steps import (
-    EndAttempt,
-    Event,
-    Forget,
-    GiveBack,
-    Placed,
-    Prefilled,
-    Refused,
-    Remember,
-    Role,
-)
+from gateway.ring.request_steps import EndAttempt, Event, Forget, GiveBack, Placed, Prefilled, Refused, Remember
 from protos import decode_pb2, prefill_pb2
 
 Command = prefill_pb2.RunRequest | Tokens
@@ -75,14 +65,14 @@ class AttemptState:
             self.places.release(self.places.prefill)
         self.session.put(event)
 
-    def next_event(self, now: float) -> SessionEvent | Reason | None:
+    def next_event(self, now: float) -> SessionEvent | ApiError | None:
         """The next thing to `step` with; None: wait for one. Only while the request runs.
 
         After the deadline what has arrived counts only if it is all of the answer: its reader may be slow.
         """
         if self.session.inbox and (now < self.request.deadline or self.session.is_over):
             return self.session.inbox.popleft()
-        return OUT_OF_TIME if now >= self.request.deadline else None
+        return took_too_long() if now >= self.request.deadline else None
 
     def step(self, event: Event, now: float) -> list[Command]:
         """What the caller has to do: at most one call of prefill, and at most one Tokens."""
@@ -92,7 +82,9 @@ class AttemptState:
                 case prefill_pb2.RunRequest() | Tokens():
                     commands.append(action)
                 case GiveBack(role, is_refused):
-                    self._give_back(role, is_refused, now)
+                    worker = self.places.prefill if role == "prefill" else self.places.decode
+                    assert worker is not None
+                    self.places.release(worker, now if is_refused else None)
                 case Remember(role):
                     self.queue.remember(self.places, self.request, role)
                 case Forget(num_cached):
@@ -100,14 +92,6 @@ class AttemptState:
                 case EndAttempt():
                     self.end = action
         return commands
-
-    def _give_back(self, role: Role, is_refused: bool, now: float) -> None:
-        worker = self.places.prefill if role == "prefill" else self.places.decode
-        assert worker is not None
-        if is_refused:
-            self.places.give_back_refused(worker, now)
-        else:
-            self.places.release(worker)
 
     def close(self) -> None:
         """Give back and abort all that it still holds."""

@@ -60,11 +60,8 @@ class DecodeLink(WorkerLink):
         """
         await self._send_aborts()
         timeout_s = min(timeout_s, self._heartbeat_s)
-        try:
+        with self._doubting():
             response: decode_pb2.ReserveResponse = await self._stub.Reserve(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            self._doubt(error)
-            raise
         return response
 
     async def _abort_unwanted(self) -> None:

@@ -80,7 +80,6 @@ class Ring(Protocol):
         Until the block ends, each choice counts as waiting until it runs on a worker, and none is refused any more
         because the queue is full. Raises errors.ApiError on entry: 429 when the queue has no room, 503 while draining.
         """
-        ...
 
     def generate(self, generation: Generation, admitted: Admitted) -> AsyncIterator[Tokens]:
         """Stream one choice of an admitted request. Closing the iterator (aclose) ends the work everywhere and frees
@@ -89,8 +88,6 @@ class Ring(Protocol):
         Raises errors.ApiError: 400 when no worker can take it, 503 when no worker can serve it, 504 when it takes too
         long.
         """
-        ...
 
     def check_ready(self) -> str | None:
         """Why the service cannot serve now; None when it can."""
-        ...

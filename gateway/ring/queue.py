@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
+from gateway.errors import ApiError, not_ready, overloaded
 from gateway.ring.decode_state import DecodeState
 from gateway.ring.generation import Admitted
 from gateway.ring.policy import Placement, WorkerView, find_unready
-from gateway.ring.reasons import Reason
 from gateway.ring.request_machine import Request
 from gateway.ring.request_steps import Role
 from gateway.ring.routing import Coming, Held, Router
@@ -41,30 +41,20 @@ class Places:
         for worker in self.held:
             worker.num_mine += 1
 
-    def release(self, worker: WorkerState) -> None:
-        """Give one place back. Idempotent."""
+    def release(self, worker: WorkerState, refused_at: float | None = None) -> None:
+        """Give one place back. `refused_at`: when the worker refused the request, if it did. Idempotent."""
         if worker in self.held:
             self.held.remove(worker)
-            worker.release()
-
-    def give_back_refused(self, worker: WorkerState, now: float) -> None:
-        """Give back a place that the worker refused. Idempotent."""
-        if worker in self.held:
-            self.held.remove(worker)
-            worker.refuse(now)
-
-    def release_all(self) -> None:
-        for worker in list(self.held):
-            self.release(worker)
+            worker.release(refused_at)
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request in the queue; once decided, it has places or the reason why not."""
+    """A request in the queue; once decided, it has places or a refusal."""
 
     request: Request  # does not change while it waits
     places: Places | None = None
-    reason: Reason | None = None
+    refusal: ApiError | None = None
 
 
 class Queue:
@@ -96,11 +86,11 @@ class Queue:
 
     # -- being let in ------------------------------------------------------------------------------------------------
 
-    def admit(self, num_choices: int) -> Admitted | Reason:
+    def admit(self, num_choices: int) -> Admitted | ApiError:
         """As Ring.admit, until `dismiss`. Any number while none waits, so that no request is refused for ever."""
         num_waiting = self.num_waiting
         if num_waiting and num_waiting + num_choices > self._max_queue:
-            return Reason("queue full", _describe_full(num_waiting, num_choices, self._max_queue))
+            return overloaded(_describe_full(num_waiting, num_choices, self._max_queue))
         self._num_apart += num_choices
         return Admitted(num_choices)
 
@@ -138,7 +128,8 @@ class Queue:
             self._waiting.remove(waiter)
         self._placed.discard(waiter)
         if waiter.places is not None:
-            waiter.places.release_all()
+            for worker in list(waiter.places.held):
+                waiter.places.release(worker)
             self._end_coming(waiter.places)
 
     # -- what workers have of prompts --------------------------------------------------------------------------------
@@ -160,7 +151,7 @@ class Queue:
     # -- deciding ----------------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Waiter]:
-        """Requests whose wait is over: they have places, or a reason. Call it at each change and after each poll."""
+        """Requests whose wait is over: they have places, or a refusal. Call it at each change and after each poll."""
         views = self.views(now)
         unready = find_unready(views)
         if unready is None:
@@ -170,7 +161,7 @@ class Queue:
             return []
         refused, self._waiting = list(self._waiting), deque()
         for waiter in refused:
-            waiter.reason = Reason("not ready", unready)
+            waiter.refusal = not_ready(unready)
         return refused
 
     def _place_all(self, views: Sequence[WorkerView], now: float) -> list[Waiter]:

@@ -5,8 +5,8 @@ What follows from the answers is worker_state.py's.
 
 import asyncio
 import time
-from collections.abc import Coroutine
-from typing import Literal
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 
 import grpc
 import structlog
@@ -40,10 +40,6 @@ class WorkerLink:
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def role(self) -> Literal["prefill", "decode"]:
-        return self.state.role
-
-    @property
     def status(self) -> decode_pb2.WorkerStatus:
         """As the worker last reported it."""
         return self.state.status
@@ -66,15 +62,10 @@ class WorkerLink:
         task.add_done_callback(_report_bug)
         self._tasks.append(task)
 
-    async def ask_status(self) -> decode_pb2.WorkerStatus:
-        """Raises grpc.aio.AioRpcError."""
-        status: decode_pb2.WorkerStatus = await self._stub.Status(decode_pb2.StatusRequest(), timeout=self._heartbeat_s)
-        return status
-
     async def _poll(self) -> None:
         while True:
             try:
-                status = await self.ask_status()
+                status = await self._stub.Status(decode_pb2.StatusRequest(), timeout=self._heartbeat_s)
             except grpc.aio.AioRpcError as error:
                 self._miss(error)
             else:
@@ -111,10 +102,15 @@ class WorkerLink:
             except TimeoutError:
                 return
 
-    def _doubt(self, error: grpc.aio.AioRpcError) -> None:
-        """A call failed."""
-        if error.code() in GONE:
-            self.state.doubt(time.monotonic())
+    @contextmanager
+    def _doubting(self) -> Iterator[None]:
+        """Around a call, which may fail."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            if error.code() in GONE:
+                self.state.doubt(time.monotonic())
+            raise
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -137,9 +133,6 @@ class PrefillLink(WorkerLink):
 
     async def run(self, request: prefill_pb2.RunRequest, timeout_s: float) -> prefill_pb2.RunResponse:
         """Have a prompt prefilled and handed over. Raises grpc.aio.AioRpcError."""
-        try:
+        with self._doubting():
             response: prefill_pb2.RunResponse = await self._stub.Run(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            self._doubt(error)
-            raise
         return response

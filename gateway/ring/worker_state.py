@@ -110,17 +110,15 @@ class WorkerState:
             num_cores=status.cores,
         )
 
-    def release(self) -> None:
-        """A place here is free again."""
-        self.num_mine -= 1
-        self.is_full = False
-        self.on_change()
+    def release(self, refused_at: float | None = None) -> None:
+        """A place here is free again. `refused_at`: when the worker had no room for a request.
 
-    def refuse(self, now: float) -> None:
-        """It had no room for a request: it gets no other until a place there is free or it has been polled, soon."""
+        It then gets no other until a place there is free or it has been polled, soon.
+        """
         self.num_mine -= 1
-        self.is_full = True
-        self._hurry(now)
+        self.is_full = refused_at is not None
+        if refused_at is not None:
+            self._hurry(refused_at)
         self.on_change()
 
     def doubt(self, now: float) -> None:

@@ -14,15 +14,12 @@ class Pieces(Protocol):
 
     def is_silent(self, token_id: int) -> bool:
         """True for ids without text: control tokens and ids without a token."""
-        ...
 
     def raw_bytes(self, token_id: int) -> bytes | None:
         """A token's fixed bytes; None if its text depends on the token before."""
-        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens as a whole answer."""
-        ...
 
 
 def last_with_text(pieces: Pieces, token_ids: Sequence[int]) -> tuple[int, ...]:

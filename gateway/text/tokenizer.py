@@ -13,7 +13,7 @@ import jinja2
 import msgspec
 from transformers import AutoTokenizer
 
-from gateway.text.checkpoint import ModelFacts, read_model_facts
+from gateway.text.checkpoint import read_model_facts
 from gateway.text.detokenize import IncrementalDetokenizer, ShownTokens, last_with_text
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>\Z")  # how sentencepiece writes a byte that has no piece
@@ -42,16 +42,11 @@ class Tokenizer:
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
         self._control_texts = [str(self._backend.id_to_token(token_id)) for token_id in self._silent_ids]
-        self._raw_bytes = _bytes_of_pieces(self._backend)
+        self.raw_bytes = _bytes_of_pieces(self._backend)  # of a token; None if its text depends on the token before
         self.vocab_size: int = facts.vocab_size or self._backend.get_vocab_size()
         self.context_tokens = min(facts.context_tokens, max_context_tokens or facts.context_tokens)
-        self.eos_token_ids = _with_own_eos(facts, self._hf.eos_token_id)
+        self.eos_token_ids = facts.eos_token_ids | ({self._hf.eos_token_id} - {None})
         self.sampling_defaults = facts.defaults
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether chat requests can be served."""
-        return bool(self._hf.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. `add_special_tokens`: with the model's start token, if it has one.
@@ -138,10 +133,6 @@ class Tokenizer:
         """True for control tokens and for ids of the embedding without a token."""
         return token_id in self._silent_ids or self._backend.id_to_token(token_id) is None
 
-    def raw_bytes(self, token_id: int) -> bytes | None:
-        """A token's fixed bytes; None if its text depends on the token before."""
-        return self._raw_bytes(token_id)
-
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token alone: the name of a control token, b"" for ids without a token."""
         if token_id in self._silent_ids:
@@ -156,10 +147,6 @@ class Tokenizer:
         if message["role"] == "developer" and "developer" not in self.chat_templates:
             return {**message, "role": "system"}
         return dict(message)
-
-
-def _with_own_eos(facts: ModelFacts, tokenizer_eos: int | None) -> frozenset[int]:
-    return facts.eos_token_ids if tokenizer_eos is None else facts.eos_token_ids | {tokenizer_eos}
 
 
 def _bytes_of_pieces(backend: Any) -> Callable[[int], bytes | None]:

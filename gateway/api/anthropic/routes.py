@@ -33,6 +33,6 @@ def build_messages_router(served: ServedModel) -> APIRouter:
     @router.post("/count_tokens")
     async def count_tokens(body: CountTokensRequest) -> Response:
         """Counts a conversation's tokens."""
-        return json_response(CountAnswer(len(await tokenize(served, body.text_to_count()))))
+        return json_response(CountAnswer(len(await tokenize(served, body.raw()))))
 
     return router

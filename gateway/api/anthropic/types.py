@@ -2,24 +2,26 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
 from gateway.api.http.body import (
-    ANY,
     CACHE_SALT_FIELD,
     Body,
     FirstErrorOnly,
     Ignored,
     TextOr,
     Texts,
+    any_value,
     by_type,
     given_sampling,
+    joined,
+    only_null,
     sampling_field,
 )
 from gateway.errors import bad_request
-from gateway.request.counting import TextToCount
 from gateway.request.raw import AnswerForm, Chat, Prompt, RawRequest
 from gateway.request.rules import MAX_MESSAGES, MAX_STOP_STRINGS
 from gateway.tools.history import template_call
@@ -27,10 +29,10 @@ from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools, Tool
 from gateway.tools.template_options import switch_options
 
 _BLOCK: Ignored = {
-    "cache_control": (ANY,),
+    **any_value("cache_control"),
+    **only_null("toolset_name"),
     "caller": ({"type": "direct"},),
     "citations": ([],),
-    "toolset_name": (),
 }
 
 
@@ -77,7 +79,7 @@ class ToolResultBlock(Body):
 
     def plain(self) -> dict[str, Any]:
         """As chat templates take it."""
-        text = _joined(self.content or "")
+        text = joined(self.content or "")
         return {
             "role": "tool",
             "tool_call_id": self.tool_use_id,
@@ -88,7 +90,7 @@ class ToolResultBlock(Body):
 class ThinkingBlock(Body):
     """Reasoning before an answer."""
 
-    ignored = {"signature": (ANY,)}
+    ignored = any_value("signature")
 
     type: Literal["thinking"]
     thinking: str
@@ -158,10 +160,9 @@ class MessagesTool(Body):
     """A function that an answer may call."""
 
     ignored = {
+        **any_value("cache_control", "eager_input_streaming"),
         "allowed_callers": (["direct"],),
-        "cache_control": (ANY,),
         "defer_loading": (False,),
-        "eager_input_streaming": (ANY,),
         "input_examples": ([],),
     }
     types, types_rule = ("custom",), "only tools of the type custom are supported, which the client runs"
@@ -212,9 +213,6 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-_Tools = Annotated[list[MessagesTool], FirstErrorOnly()]
-
-
 class Thinking(Body):
     """Whether the model reasons before it answers."""
 
@@ -228,30 +226,25 @@ class CountTokensRequest(Body):
     """Body of POST /v1/messages/count_tokens; null means not given."""
 
     ignored = {
-        "cache_control": (ANY,),
-        "container": (),
-        "context_management": (),
-        "inference_geo": (),
+        **any_value("cache_control", "metadata"),
+        **only_null("container", "context_management", "inference_geo", "user_profile_id"),
         "mcp_servers": ([],),
-        "metadata": (ANY,),
         "service_tier": ("auto", "standard_only"),
-        "user_profile_id": (),
     }
 
     model: str
     messages: Annotated[list[MessageParam], FirstErrorOnly()] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: _TextOrBlocks | None = None
-    tools: _Tools | None = Field(None, json_schema_extra={"maxItems": MAX_TOOLS})
+    tools: Annotated[list[MessagesTool], FirstErrorOnly()] | None = Field(
+        None, json_schema_extra={"maxItems": MAX_TOOLS}
+    )
     tool_choice: MessagesToolChoice | None = None
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None
 
-    def text_to_count(self) -> TextToCount:
-        """The request without its wire format."""
-        return TextToCount(self.model, self._prompt(), self._raw_tools())
-
-    def _prompt(self) -> Prompt:
-        system = [] if self.system is None else [{"role": "system", "content": _joined(self.system)}]
+    def raw(self) -> RawRequest:
+        """The request without its wire format. Raises ApiError."""
+        system = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
         said = [plain for index, message in enumerate(self.messages) for plain in message.plain(f"messages[{index}]")]
         results = [
             f"messages[{index}].content[{rank}].tool_use_id"
@@ -268,17 +261,15 @@ class CountTokensRequest(Body):
             reasoning_param="thinking" if is_thinking else None,
             is_open=said[-1]["role"] == "assistant",  # the answer continues it
         )
-        return Prompt(chat, "messages")
-
-    def _raw_tools(self) -> RawTools:
         choice = self.tool_choice
-        return RawTools(
+        tools = RawTools(
             [tool.tool() for tool in self.tools or ()],
             "tools[{}]",
             "input_schema",
             choice.choice() if choice else None,
             False if choice and choice.disable_parallel_tool_use else None,
         )
+        return RawRequest(self.model, [Prompt(chat, "messages")], "messages", tools=tools)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -293,21 +284,13 @@ class MessagesRequest(CountTokensRequest):
     cache_salt: str | None = CACHE_SALT_FIELD
 
     def raw(self) -> RawRequest:
-        """The request without its wire format."""
         form = self.output_config.format if self.output_config else None
-        return RawRequest(
-            model=self.model,
-            prompts=[self._prompt()],
-            prompts_param="messages",
+        return replace(
+            super().raw(),
             max_tokens=self.max_tokens,
             sampling=given_sampling(self),
             cache_salt=self.cache_salt or "",
             stop=self.stop_sequences or (),
             stop_param="stop_sequences",
             form=AnswerForm("json_schema", form.schema_, "output_config.format.schema") if form else None,
-            tools=self._raw_tools(),
         )
-
-
-def _joined(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)

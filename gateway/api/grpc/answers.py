@@ -22,32 +22,32 @@ class AnswerMessages:
 
     def generate(self, index: int, piece: Piece) -> inference_pb2.GenerateResponse:
         """A piece of a choice."""
-        return inference_pb2.GenerateResponse(
-            text=piece.text,
-            token_ids=piece.token_ids,
-            finish_reason=piece.finish_reason or "",
-            usage=self._usage(),
-            index=index,
-            logprobs=logprob_messages(piece),
-            timing=self._timing(piece),
-            **_stop(piece),
-        )
+        return inference_pb2.GenerateResponse(finish_reason=piece.finish_reason or "", **self._shared(index, piece))
 
     def chat(self, index: int, piece: Piece) -> inference_pb2.ChatResponse:
         """A piece of a choice, with the tool calls that it completes."""
         calls = self._calls[index].push(piece.calls)
         return inference_pb2.ChatResponse(
-            text=piece.text,
-            token_ids=piece.token_ids,
             finish_reason=piece.ending or "",
-            usage=self._usage(),
-            index=index,
-            logprobs=logprob_messages(piece),
-            timing=self._timing(piece),
             tool_calls=[inference_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in calls],
             reasoning=piece.reasoning,
-            **_stop(piece),
+            **self._shared(index, piece),
         )
+
+    def _shared(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Fields of both messages."""
+        pairs = zip(piece.token_ids, piece.logprobs, strict=True) if piece.logprobs else ()
+        fields = {
+            "text": piece.text,
+            "token_ids": piece.token_ids,
+            "usage": self._usage(),
+            "index": index,
+            "logprobs": [_logprob(*pair) for pair in pairs],
+            "timing": _timing(piece.timing) if self._with_timing and piece.timing else None,
+        }
+        if piece.stop is not None:
+            fields["stop_string" if isinstance(piece.stop, str) else "stop_token_id"] = piece.stop
+        return fields
 
     def _usage(self) -> inference_pb2.Usage | None:
         """Token counts; only in the request's last message."""
@@ -61,26 +61,8 @@ class AnswerMessages:
             reasoning_tokens=totals.num_reasoning,
         )
 
-    def _timing(self, piece: Piece) -> inference_pb2.Timing | None:
-        return timing_message(piece.timing) if self._with_timing and piece.timing else None
 
-
-def _stop(piece: Piece) -> dict[str, Any]:
-    """The field of `stop_reason` that is set, if any."""
-    if piece.stop is None:
-        return {}
-    return {"stop_string" if isinstance(piece.stop, str) else "stop_token_id": piece.stop}
-
-
-def logprob_messages(piece: Piece) -> list[inference_pb2.TokenLogprob]:
-    """One per token of the piece; none if they were not requested."""
-    if not piece.logprobs:
-        return []
-    return [_logprob(token_id, told) for token_id, told in zip(piece.token_ids, piece.logprobs, strict=True)]
-
-
-def timing_message(timing: Timing) -> inference_pb2.Timing:
-    """Where one choice's time went."""
+def _timing(timing: Timing) -> inference_pb2.Timing:
     return inference_pb2.Timing(**timing_fields(timing, inference_pb2.Timing.DESCRIPTOR.fields_by_name))
 
 

@@ -10,7 +10,6 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from gateway.api.grpc.conversations import chat_prompt, raw_tools
 from gateway.errors import bad_request
-from gateway.request.counting import TextToCount
 from gateway.request.raw import AnswerForm, Prompt, RawRequest
 from protos import inference_pb2
 from wire.sampling import SCALARS
@@ -75,7 +74,7 @@ def chat_request(request: inference_pb2.ChatRequest) -> RawRequest:
     return replace(_raw_request(request, chat_prompt(request)), tools=raw_tools(request))
 
 
-def tokenize_request(request: inference_pb2.TokenizeRequest) -> TextToCount:
+def tokenize_request(request: inference_pb2.TokenizeRequest) -> RawRequest:
     """Raises ApiError if text and messages are both given, or a field of one with the other."""
     check_known(request)
     if request.messages and request.text:
@@ -86,8 +85,12 @@ def tokenize_request(request: inference_pb2.TokenizeRequest) -> TextToCount:
     if request.tools and not request.messages:
         raise bad_request("tools go into a conversation; send messages, too", "tools")
     prompt = chat_prompt(request) if request.messages else Prompt(request.text, "text")
-    add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else None
-    return TextToCount(request.model or None, prompt, raw_tools(request), add_special_tokens)
+    return RawRequest(
+        request.model or None,
+        [prompt],
+        tools=raw_tools(request),
+        add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else None,
+    )
 
 
 def _raw_request(request: "inference_pb2.GenerateRequest | inference_pb2.ChatRequest", prompt: Prompt) -> RawRequest:

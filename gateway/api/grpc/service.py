@@ -1,12 +1,14 @@
 """The public gRPC service: the same requests, rules and errors as REST. Must not know where text comes from."""
 
+# ruff: noqa: N802 (rpcs have the names of their proto)
+
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, TypeVar
 
 import grpc
 import structlog
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -14,11 +16,10 @@ from gateway.answer.choice_text import Piece
 from gateway.answer.choices import Totals, stream_choices
 from gateway.api.access import unique_id, warning_headers
 from gateway.api.grpc.answers import AnswerMessages
-from gateway.api.grpc.errors import KeyInterceptor, abort_with, pick_call_id, refuse_malformed, send_call_id
+from gateway.api.grpc.errors import Context, KeyInterceptor, abort_with, pick_call_id, refuse_malformed, send_call_id
 from gateway.api.grpc.requests import chat_request, check_known, generate_request, tokenize_request
 from gateway.api.waking_timeout import waking_timeout
 from gateway.errors import ApiError
-from gateway.metrics import RequestMeter
 from gateway.request.counting import detokenize, tokenize
 from gateway.request.prepare import ServedModel
 from gateway.request.raw import RawRequest
@@ -26,8 +27,6 @@ from protos import inference_pb2, inference_pb2_grpc
 from runtime.malformed import MalformedInterceptor
 
 _log = structlog.get_logger()
-
-Response = TypeVar("Response", inference_pb2.GenerateResponse, inference_pb2.ChatResponse)
 
 
 class _StalledClientError(Exception):
@@ -57,36 +56,24 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     def __init__(self, served: ServedModel) -> None:
         self._served = served
 
-    async def Generate(  # noqa: N802
-        self,
-        request: inference_pb2.GenerateRequest,
-        context: grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse],
-    ) -> None:
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Streams continuations of one prompt."""
         await self._stream(context, lambda: generate_request(request), AnswerMessages.generate)
 
-    async def Chat(  # noqa: N802
-        self,
-        request: inference_pb2.ChatRequest,
-        context: grpc.aio.ServicerContext[inference_pb2.ChatRequest, inference_pb2.ChatResponse],
-    ) -> None:
+    async def Chat(self, request: inference_pb2.ChatRequest, context: Context) -> None:
         """Streams answers to one conversation."""
         await self._stream(context, lambda: chat_request(request), AnswerMessages.chat)
 
-    async def Tokenize(  # noqa: N802
-        self,
-        request: inference_pb2.TokenizeRequest,
-        context: grpc.aio.ServicerContext[inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse],
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """Turns text or a conversation into token ids."""
         async with _serving(context):
             token_ids = await tokenize(self._served, tokenize_request(request))
         return inference_pb2.TokenizeResponse(token_ids=token_ids, context_tokens=self._served.tokenizer.context_tokens)
 
-    async def Detokenize(  # noqa: N802
-        self,
-        request: inference_pb2.DetokenizeRequest,
-        context: grpc.aio.ServicerContext[inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse],
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         """Turns token ids into text."""
         async with _serving(context):
@@ -95,10 +82,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             text = await detokenize(self._served, model, token_ids, "token_ids", with_control_tokens=False)
         return inference_pb2.DetokenizeResponse(text=text)
 
-    async def ListModels(  # noqa: N802
-        self,
-        request: inference_pb2.ListModelsRequest,
-        context: grpc.aio.ServicerContext[inference_pb2.ListModelsRequest, inference_pb2.ListModelsResponse],
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         """The models served."""
         async with _serving(context):
@@ -107,10 +92,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.ListModelsResponse(models=[model])
 
     async def _stream(
-        self,
-        context: grpc.aio.ServicerContext[Any, Response],
-        read: Callable[[], RawRequest],
-        write: Callable[[AnswerMessages, int, Piece], Response],
+        self, context: Context, read: Callable[[], RawRequest], write: Callable[[AnswerMessages, int, Piece], Message]
     ) -> None:
         """Serves a streamed call. Closes the ring's iterators if it is cancelled or its client stops reading.
 
@@ -122,32 +104,29 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 aclosing(self._responses(context, request_id, read, write)) as responses,
             ):
                 async for response in responses:
-                    await self._write(context, response)
+                    try:
+                        async with waking_timeout(self._served.options.stalled_client_s):
+                            await context.write(response)
+                    except TimeoutError as error:
+                        raise _StalledClientError from error
         except _StalledClientError:
             _log.warning("client stopped reading; request cancelled")
             await context.abort(grpc.StatusCode.CANCELLED, "the client stopped reading")
 
-    async def _write(self, context: grpc.aio.ServicerContext[Any, Response], response: Response) -> None:
-        try:
-            async with waking_timeout(self._served.options.stalled_client_s):
-                await context.write(response)
-        except TimeoutError as error:
-            raise _StalledClientError from error
-
     async def _responses(
         self,
-        context: grpc.aio.ServicerContext[Any, Response],
+        context: Context,
         request_id: str,
         read: Callable[[], RawRequest],
-        write: Callable[[AnswerMessages, int, Piece], Response],
-    ) -> AsyncGenerator[Response, None]:
-        meter = RequestMeter(self._served.metrics, time.perf_counter())
+        write: Callable[[AnswerMessages, int, Piece], Message],
+    ) -> AsyncGenerator[Message, None]:
+        arrived_s = time.perf_counter()
         raw = read()
         job = await self._served.prepare(raw, unique_id(request_id))
         context.set_trailing_metadata(tuple(warning_headers(job.warnings).items()))
         totals = Totals(job)
         messages = AnswerMessages(totals, with_timing=raw.with_timing)
-        async with aclosing(stream_choices(self._served, totals, meter)) as pieces:
+        async with aclosing(stream_choices(self._served, totals, arrived_s)) as pieces:
             async for index, piece in pieces:
                 yield write(messages, index, piece)
 
@@ -158,11 +137,7 @@ class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self, served: ServedModel) -> None:
         self._served = served
 
-    async def Check(  # noqa: N802
-        self,
-        request: health_pb2.HealthCheckRequest,
-        context: grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse],
-    ) -> health_pb2.HealthCheckResponse:
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         """The state of the server ("") or of Inference."""
         async with _serving(context):
             if request.service not in ("", "baton.v1.Inference"):
@@ -173,7 +148,7 @@ class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 @asynccontextmanager
-async def _serving(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[str]:
+async def _serving(context: Context) -> AsyncIterator[str]:
     """Yields the call's request id, which logs and answer have. An ApiError becomes a gRPC status, a bug INTERNAL."""
     request_id = pick_call_id(context)
     with structlog.contextvars.bound_contextvars(request_id=request_id):

@@ -68,6 +68,21 @@ def _is_same(value: object, allowed: object) -> bool:
     return isinstance(value, bool) == isinstance(allowed, bool) and value == allowed
 
 
+def any_value(*names: str) -> Ignored:
+    """These fields have no effect, whatever their value."""
+    return dict.fromkeys(names, (ANY,))
+
+
+def only_null(*names: str) -> Ignored:
+    """These fields are known, and not supported."""
+    return dict.fromkeys(names, ())
+
+
+def joined(content: str | list[Any]) -> str:
+    """The text of a content: a string, or bodies with a field `text`."""
+    return content if isinstance(content, str) else "".join([part.text for part in content])
+
+
 class FirstErrorOnly(FailFast):
     """Stops at a list's first wrong element. Hashable, as members of unions must be."""
 
@@ -108,8 +123,7 @@ def sampling_field(name: str) -> Any:
     """Returns the pydantic field of a sampling parameter with its range."""
     lowest, highest = CLIENT_RANGES[name]
     return Field(
-        None,
-        json_schema_extra={"exclusiveMinimum" if name in ABOVE_LOWEST else "minimum": lowest, "maximum": highest},
+        None, json_schema_extra={"exclusiveMinimum" if name in ABOVE_LOWEST else "minimum": lowest, "maximum": highest}
     )
 
 

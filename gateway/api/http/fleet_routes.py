@@ -44,7 +44,7 @@ def _describe(link: WorkerLink) -> WorkerStatus:
     status = link.status
     trouble = link.find_trouble()
     return WorkerStatus(
-        role=link.role,
+        role=link.state.role,
         address=link.address,
         pid=status.peer.pid,
         incarnation=status.peer.incarnation,

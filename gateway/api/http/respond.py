@@ -13,7 +13,6 @@ from gateway.api.access import unique_id, warning_headers
 from gateway.api.http.disconnect import until_disconnect
 from gateway.api.http.json_answer import json_response
 from gateway.api.http.sse import EventStream, StreamEnd
-from gateway.metrics import RequestMeter
 from gateway.request.prepare import ServedModel
 from gateway.request.raw import RawRequest
 
@@ -25,33 +24,24 @@ class Writer(StreamEnd, Protocol):
 
     def begin(self) -> list[bytes]:
         """Events to send with those of the first piece."""
-        ...
 
     def events(self, index: int, piece: Piece) -> list[bytes]:
         """Events for a piece of a choice."""
-        ...
 
     def add(self, index: int, piece: Piece) -> None:
         """Adds a piece of a choice to an answer that is not streamed."""
-        ...
 
     async def whole(self) -> bytes:
         """The body of an answer that is not streamed, after its last piece."""
-        ...
 
 
 async def respond(
-    served: ServedModel,
-    request: Request,
-    raw: RawRequest,
-    new_writer: Callable[[Totals], Writer],
-    *,
-    is_streamed: bool,
+    served: ServedModel, request: Request, raw: RawRequest, new_writer: Callable[[Totals], Writer], *, is_streamed: bool
 ) -> Response:
     """Returns the response. Raises ApiError, and ClientDisconnect if the client leaves before a whole answer."""
     job = await served.prepare(raw, unique_id(request.state.request_id))
-    totals, meter = Totals(job), RequestMeter(served.metrics, request.state.arrived_s)
-    writer, pieces = new_writer(totals), stream_choices(served, totals, meter)
+    totals = Totals(job)
+    writer, pieces = new_writer(totals), stream_choices(served, totals, request.state.arrived_s)
     if is_streamed:
         response: Response = EventStream(_stream(writer, pieces), writer)
     else:

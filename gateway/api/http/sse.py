@@ -20,14 +20,10 @@ _log = structlog.get_logger()
 class StreamEnd(Protocol):
     """How an API ends its streams."""
 
-    @property
-    def done(self) -> bytes:
-        """Bytes after the last event of a complete stream."""
-        ...
+    done: bytes  # after the last event of a complete stream
 
     def failure(self, error: ApiError) -> bytes:
         """Events that end a stream after an error."""
-        ...
 
 
 def data_event(message: bytes) -> bytes:

@@ -1,8 +1,8 @@
 """Writes one choice of a chat or a plain completion. Must not know envelopes, HTTP or where pieces come from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from msgspec import UNSET, Raw, UnsetType
 
@@ -52,26 +52,13 @@ class Extras:
         return ids if self.with_token_ids else UNSET
 
 
-class ChoiceWriter(Protocol):
+class _Writer(Generic[Logprobs]):
     """Writes one choice, either as chunks or as a whole."""
 
-    def chunks(self, piece: Piece) -> Sequence[Choice]:
-        """The chunks for a piece. The last chunk has the finish reason and no text."""
-        ...
-
-    def add(self, piece: Piece) -> None:
-        """Adds a piece of a choice that is not streamed."""
-        ...
-
-    def whole(self) -> Choice:
-        """The choice that is not streamed, after its last piece."""
-        ...
-
-
-class _Writer(Generic[Logprobs]):
-    """What both kinds of choices collect."""
-
     kind: type[Logprobs]
+    id_prefix: str  # of answers
+    chunk_kind: ObjectKind
+    whole_kind: ObjectKind
 
     def __init__(self, index: int, prompt: EncodedPrompt, extras: Extras) -> None:
         self._index = index
@@ -82,7 +69,16 @@ class _Writer(Generic[Logprobs]):
         self._logprobs: Logprobs | None = extras.logprobs(self.kind, ())
         self._last = Piece("")
 
+    def chunks(self, piece: Piece) -> list[Choice]:
+        """The chunks for a piece. The last chunk has the finish reason and no text."""
+        raise NotImplementedError
+
+    def whole(self) -> Choice:
+        """The choice that is not streamed, after its last piece."""
+        raise NotImplementedError
+
     def add(self, piece: Piece) -> None:
+        """Adds a piece of a choice that is not streamed."""
         self._texts.append(piece.text)
         self._last = piece
         if self._extras.with_token_ids:
@@ -96,8 +92,11 @@ class _Writer(Generic[Logprobs]):
         return bool(piece.text or piece.reasoning or piece.shown_tokens or has_ids)
 
 
-class _ChatWriter(_Writer[ChatLogprobs]):
+class ChatWriter(_Writer[ChatLogprobs]):
+    """Of /v1/chat/completions."""
+
     kind = ChatLogprobs
+    id_prefix, chunk_kind, whole_kind = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
     def __init__(self, index: int, prompt: EncodedPrompt, extras: Extras) -> None:
         super().__init__(index, prompt, extras)
@@ -137,8 +136,11 @@ class _ChatWriter(_Writer[ChatLogprobs]):
         return ChatChoice(self._index, message, self._last.ending, self._logprobs, timing, self._last.stop, token_ids)
 
 
-class _TextWriter(_Writer[TextLogprobs]):
+class TextWriter(_Writer[TextLogprobs]):
+    """Of /v1/completions."""
+
     kind = TextLogprobs
+    id_prefix, chunk_kind, whole_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, index: int, prompt: EncodedPrompt, extras: Extras) -> None:
         super().__init__(index, prompt, extras)
@@ -177,15 +179,4 @@ class _TextWriter(_Writer[TextLogprobs]):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """The names of an endpoint's answers, and the writer of their choices."""
-
-    id_prefix: str
-    chunk_kind: ObjectKind
-    whole_kind: ObjectKind
-    writer: Callable[[int, EncodedPrompt, Extras], ChoiceWriter]  # of a choice: its index and prompt
-
-
-CHAT = Endpoint("chatcmpl", "chat.completion.chunk", "chat.completion", _ChatWriter)  # /v1/chat/completions
-TEXT = Endpoint("cmpl", "text_completion", "text_completion", _TextWriter)  # /v1/completions
+ChoiceWriter = ChatWriter | TextWriter

@@ -6,12 +6,7 @@ from starlette.responses import Response
 
 from gateway.api.http.json_answer import encode, json_response
 from gateway.api.http.json_body import limited_route
-from gateway.api.openai.count_types import (
-    DetokenizeAnswer,
-    DetokenizeRequest,
-    TokenizeAnswer,
-    TokenizeRequest,
-)
+from gateway.api.openai.count_types import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from gateway.request.counting import detokenize, tokenize
 from gateway.request.prepare import ServedModel
 
@@ -24,7 +19,7 @@ def build_count_router(served: ServedModel) -> APIRouter:
     @router.post("/tokenize")
     async def to_tokens(body: TokenizeRequest) -> Response:
         """Turns a prompt or a conversation into token ids."""
-        ids = await tokenize(served, body.text_to_count())
+        ids = await tokenize(served, body.raw())
 
         def write() -> bytes:
             token_strs = tokenizer.pieces(ids) if body.return_token_strs else UNSET

@@ -10,8 +10,7 @@ from gateway.api.http.body import Body, FirstErrorOnly, Ids
 from gateway.api.openai.tool_types import TOOLS_FIELD, Tools, raw_tools
 from gateway.api.openai.types import Message, TemplateFields, chat_prompt
 from gateway.errors import bad_request
-from gateway.request.counting import TextToCount
-from gateway.request.raw import Prompt
+from gateway.request.raw import Prompt, RawRequest
 from gateway.request.rules import MAX_MESSAGES
 
 _FOR_CHATS = ("tools", *TemplateFields.model_fields)
@@ -20,11 +19,7 @@ _FOR_CHATS = ("tools", *TemplateFields.model_fields)
 class TokenizeRequest(TemplateFields):
     """Body of POST /tokenize: a prompt or messages."""
 
-    ignored = {
-        "chat_template": (),
-        "media_io_kwargs": ({},),
-        "mm_processor_kwargs": ({},),
-    }
+    ignored = {"chat_template": (), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},)}
 
     model: str | None = None
     prompt: str | None = None
@@ -35,7 +30,7 @@ class TokenizeRequest(TemplateFields):
     return_token_strs: bool | None = Field(None, description="Report how the vocabulary writes each token.")
     tools: Tools | None = TOOLS_FIELD
 
-    def text_to_count(self) -> TextToCount:
+    def raw(self) -> RawRequest:
         """The request without its wire format. Raises ApiError unless it has a prompt or messages, and not both."""
         if (self.prompt is None) == (self.messages is None):
             given = "neither prompt nor messages are" if self.prompt is None else "prompt and messages are both"
@@ -47,12 +42,8 @@ class TokenizeRequest(TemplateFields):
                 if getattr(self, name):
                     raise bad_request(f"{name} is for messages; leave it out or send them instead of a prompt", name)
             prompt = Prompt(self.prompt or "", "prompt")
-        return TextToCount(
-            self.model,
-            prompt,
-            raw_tools(self.tools, None, None),
-            self.add_special_tokens,
-        )
+        tools = raw_tools(self.tools, None, None)
+        return RawRequest(self.model, [prompt], tools=tools, add_special_tokens=self.add_special_tokens)
 
 
 class DetokenizeRequest(Body):

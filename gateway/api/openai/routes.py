@@ -9,7 +9,7 @@ from gateway.api.http.json_answer import json_response
 from gateway.api.http.json_body import limited_route
 from gateway.api.http.respond import respond
 from gateway.api.openai.answers import ModelCard, ModelList
-from gateway.api.openai.choices import CHAT, TEXT, Endpoint, Extras
+from gateway.api.openai.choices import ChatWriter, ChoiceWriter, Extras, TextWriter
 from gateway.api.openai.types import ChatCompletionRequest, CompletionRequest
 from gateway.api.openai.wire import AnswerWriter
 from gateway.errors import bad_request, model_not_found
@@ -23,12 +23,12 @@ def build_openai_router(served: ServedModel) -> APIRouter:
     @router.post("/chat/completions")
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation."""
-        return await _respond(served, request, body, CHAT)
+        return await _respond(served, request, body, ChatWriter)
 
     @router.post("/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts."""
-        return await _respond(served, request, body, TEXT)
+        return await _respond(served, request, body, TextWriter)
 
     @router.get("/models")
     async def list_models() -> Response:
@@ -46,7 +46,7 @@ def build_openai_router(served: ServedModel) -> APIRouter:
 
 
 async def _respond(
-    served: ServedModel, request: Request, body: ChatCompletionRequest | CompletionRequest, endpoint: Endpoint
+    served: ServedModel, request: Request, body: ChatCompletionRequest | CompletionRequest, kind: type[ChoiceWriter]
 ) -> Response:
     raw = body.raw()
     if body.stream and raw.num_prompt_logprobs is not None:
@@ -54,7 +54,7 @@ async def _respond(
     extras = Extras(served.tokenizer.token_bytes, raw.num_logprobs is not None, raw.with_timing, raw.with_token_ids)
 
     def new_writer(totals: Totals) -> AnswerWriter:
-        return AnswerWriter(endpoint, served.name, totals, extras, body.streamed_usage)
+        return AnswerWriter(kind, served.name, totals, extras, body.streamed_usage)
 
     return await respond(served, request, raw, new_writer, is_streamed=bool(body.stream))
 

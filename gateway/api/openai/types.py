@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from gateway.api.http.body import (
-    ANY,
     CACHE_SALT_FIELD,
     Body,
     FirstErrorOnly,
@@ -15,7 +14,10 @@ from gateway.api.http.body import (
     Ignored,
     TextOr,
     Texts,
+    any_value,
     given_sampling,
+    joined,
+    only_null,
     sampling_field,
 )
 from gateway.api.openai.forms import ResponseFormat, StructuredOutputs, pick_form
@@ -66,11 +68,9 @@ class Message(Body):
     """One message of a conversation."""
 
     ignored = {
-        "function_call": (),
-        "refusal": (),
+        **only_null("function_call", "refusal", "audio"),
+        **any_value("provider_specific_fields"),  # where litellm keeps fields of answers that it does not know
         "annotations": ([],),
-        "audio": (),
-        "provider_specific_fields": (ANY,),  # where litellm keeps fields of answers that it does not know
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -88,17 +88,15 @@ class Message(Body):
 
     def plain(self) -> dict[str, Any]:
         """As chat templates take it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         calls = [call.plain() for call in self.tool_calls or ()]
-        given = {
+        given: dict[str, Any] = {
             "name": self.name,
             "tool_call_id": self.tool_call_id,
             "tool_calls": calls or None,
             "reasoning_content": self.reasoning_content,
         }
-        return {"role": self.role, "content": text} | {
-            name: value for name, value in given.items() if value is not None
-        }
+        given = {name: value for name, value in given.items() if value is not None}
+        return {"role": self.role, "content": joined(self.content), **given}
 
 
 class TemplateFields(Body):
@@ -145,14 +143,10 @@ class StreamOptions(Body):
 
 
 _IGNORED: Ignored = {
+    **any_value("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     "best_of": (1,),
     "priority": (0,),
     "suffix": ("",),
-    "user": (ANY,),
-    "metadata": (ANY,),
-    "safety_identifier": (ANY,),
-    "prompt_cache_key": (ANY,),
-    "prompt_cache_retention": (ANY,),
     "service_tier": ("auto", "default"),
     "store": (False,),
 }
@@ -226,16 +220,13 @@ class ChatCompletionRequest(_GenerationBody, TemplateFields):
 
     ignored = {
         **_IGNORED,
+        **any_value("prompt_cache_options"),
+        **only_null("audio", "prediction", "web_search_options", "moderation"),
         "echo": (False,),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
         "verbosity": ("medium",),
-        "web_search_options": (),
-        "moderation": (),
-        "prompt_cache_options": (ANY,),
     }
 
     messages: Annotated[list[Message], FirstErrorOnly()] = Field(min_length=1, max_length=MAX_MESSAGES)

@@ -12,14 +12,8 @@ from gateway.answer.choices import Totals
 from gateway.api.http.errors import build_error
 from gateway.api.http.json_answer import encode
 from gateway.api.http.sse import data_event
-from gateway.api.openai.answers import (
-    Choice,
-    Envelope,
-    ObjectKind,
-    Usage,
-    usage_of,
-)
-from gateway.api.openai.choices import CHAT, Endpoint, Extras
+from gateway.api.openai.answers import Choice, Envelope, ObjectKind, Usage, usage_of
+from gateway.api.openai.choices import ChatWriter, ChoiceWriter, Extras
 from gateway.api.openai.logprobs import prompt_logprob
 from gateway.api.openai.types import StreamedUsage
 from gateway.errors import ApiError
@@ -31,16 +25,16 @@ class AnswerWriter:
     done = b"data: [DONE]\n\n"
 
     def __init__(
-        self, endpoint: Endpoint, model: str, totals: Totals, extras: Extras, streamed_usage: StreamedUsage
+        self, kind: type[ChoiceWriter], model: str, totals: Totals, extras: Extras, streamed_usage: StreamedUsage
     ) -> None:
-        self._endpoint = endpoint
-        self._id = f"{endpoint.id_prefix}-{secrets.token_hex(12)}"
+        self._kind = kind
+        self._id = f"{kind.id_prefix}-{secrets.token_hex(12)}"
         self._created_s = int(time.time())
         self._model = model
         self._streamed_usage = streamed_usage
         job = totals.job
         self._choices = [
-            endpoint.writer(index, job.prompts[job.prompt_of(index)], extras) for index in range(len(job.generations))
+            kind(index, job.prompts[job.prompt_of(index)], extras) for index in range(len(job.generations))
         ]
         self._extras = extras
         self._totals = totals
@@ -58,7 +52,7 @@ class AnswerWriter:
 
     def add(self, index: int, piece: Piece) -> None:
         self._choices[index].add(piece)
-        if self._endpoint is CHAT and not index:
+        if self._kind is ChatWriter and not index:
             self._prompt_logprobs += [prompt_logprob(token, self._extras.token_bytes) for token in piece.prompt_tokens]
 
     async def whole(self) -> bytes:
@@ -66,7 +60,7 @@ class AnswerWriter:
         for choice in self._choices:
             choices.append(Raw(encode(choice.whole())))
             await asyncio.sleep(0)  # lets other requests run: with log-probabilities a choice has many megabytes
-        whole = self._envelope(self._endpoint.whole_kind, choices, usage_of(self._totals))
+        whole = self._envelope(self._kind.whole_kind, choices, usage_of(self._totals))
         whole.prompt_logprobs = self._prompt_logprobs or UNSET
         return encode(whole)
 
@@ -77,11 +71,11 @@ class AnswerWriter:
         usage: Usage | UnsetType | None = UNSET if self._streamed_usage == "none" else None
         if is_last or self._streamed_usage == "continuous":
             usage = usage_of(self._totals)
-        return data_event(encode(self._envelope(self._endpoint.chunk_kind, choices, usage)))
+        return data_event(encode(self._envelope(self._kind.chunk_kind, choices, usage)))
 
     def _envelope(self, kind: ObjectKind, choices: Sequence[Choice | Raw], usage: Usage | UnsetType | None) -> Envelope:
         envelope = Envelope(self._id, kind, self._created_s, self._model, choices, usage)
-        if self._endpoint is CHAT and not self._has_begun:
+        if self._kind is ChatWriter and not self._has_begun:
             envelope.prompt_token_ids = self._extras.token_ids(self._totals.job.prompts[0].ids)
         self._has_begun = True
         return envelope

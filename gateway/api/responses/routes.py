@@ -34,7 +34,7 @@ def build_responses_router(served: ServedModel) -> APIRouter:
     @router.post("/responses/input_tokens")
     async def count_input_tokens(body: CountInputRequest) -> Response:
         """Counts the tokens of a request's prompt."""
-        ids = await tokenize(served, body.text_to_count())
+        ids = await tokenize(served, body.raw())
         return json_response(InputTokens(len(ids)))
 
     return router

@@ -1,6 +1,7 @@
 """Request bodies of OpenAI's Responses API: names and types. gateway/request checks values. Must not know HTTP."""
 
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
@@ -12,14 +13,16 @@ from gateway.api.http.body import (
     Ignored,
     TextOr,
     Texts,
+    any_value,
     by_type,
     given_sampling,
+    joined,
+    only_null,
     sampling_field,
 )
 from gateway.api.openai.forms import STRICT
 from gateway.api.openai.tool_types import ArgumentsText, ChoiceOr
 from gateway.errors import bad_request
-from gateway.request.counting import TextToCount
 from gateway.request.raw import AnswerForm, Chat, Prompt, RawRequest
 from gateway.request.rules import MAX_MESSAGES
 from gateway.tools.history import template_call
@@ -28,12 +31,10 @@ from gateway.tools.template_options import effort_options
 from runtime.peer_input import MAX_LOGPROBS
 
 _ITEM: Ignored = {
+    **any_value("id", "phase", "status"),
+    **only_null("namespace"),
     "async": (False,),
     "caller": ({"type": "direct"},),
-    "id": (ANY,),
-    "namespace": (),
-    "phase": (ANY,),
-    "status": (ANY,),
 }
 
 
@@ -172,44 +173,44 @@ class Reasoning(Body):
     effort: str | None = Field(None, description="none switches reasoning off, other levels on.")
 
 
-_Tools = Annotated[list[FunctionTool], FirstErrorOnly()]
 _LOGPROBS = "message.output_text.logprobs"
 
 
 class CountInputRequest(Body):
     """Body of POST /v1/responses/input_tokens; null means not given."""
 
-    ignored = {"conversation": (), "previous_response_id": (), "truncation": ("disabled",)}
+    ignored: ClassVar[Ignored] = {
+        **only_null("conversation", "previous_response_id"),
+        "truncation": ("disabled",),
+    }
 
     model: str
     input: TextOr[_Items]
     instructions: str | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    tools: _Tools | None = Field(None, json_schema_extra={"maxItems": MAX_TOOLS})
+    tools: Annotated[list[FunctionTool], FirstErrorOnly()] | None = Field(
+        None, json_schema_extra={"maxItems": MAX_TOOLS}
+    )
     tool_choice: ChoiceOr[FunctionChoice] | None = None
     parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several functions.")
 
-    def text_to_count(self) -> TextToCount:
+    def raw(self) -> RawRequest:
         """The request without its wire format. Raises ApiError."""
-        return TextToCount(self.model, self._prompt(), self._raw_tools())
-
-    def _raw_tools(self) -> RawTools:
-        choice = None if self.tool_choice == "auto" else self.tool_choice  # clients send it without tools, too
-        return RawTools(
-            [tool.tool() for tool in self.tools or ()],
-            "tools[{}]",
-            choice=NamedChoice(choice.name, "tool_choice.name") if isinstance(choice, FunctionChoice) else choice,
-            is_parallel=self.parallel_tool_calls,
-        )
-
-    def _prompt(self) -> Prompt:
         items = () if isinstance(self.input, str) else self.input
         results = [f"input[{at}].call_id" for at, item in enumerate(items) if isinstance(item, FunctionCallOutput)]
         effort = self.reasoning.effort if self.reasoning else None
         options = {} if effort is None else effort_options(effort, "reasoning.effort")
         asks = "reasoning.effort" if effort not in (None, "none") else None
-        return Prompt(Chat(self._messages(), results, "input", options, asks), "input")
+        choice = None if self.tool_choice == "auto" else self.tool_choice  # clients send it without tools, too
+        tools = RawTools(
+            [tool.tool() for tool in self.tools or ()],
+            "tools[{}]",
+            choice=NamedChoice(choice.name, "tool_choice.name") if isinstance(choice, FunctionChoice) else choice,
+            is_parallel=self.parallel_tool_calls,
+        )
+        chat = Chat(self._messages(), results, "input", options, asks)
+        return RawRequest(self.model, [Prompt(chat, "input")], "input", tools=tools)
 
     def _messages(self) -> list[dict[str, Any]]:
         """As chat templates take them: calls and reasoning belong to an assistant's message."""
@@ -221,10 +222,10 @@ class CountInputRequest(Body):
         reasoning: dict[str, str] = {}  # for the assistant's next message
         for item in self.input:
             if isinstance(item, InputMessage):
-                said = {"role": item.role, "content": _joined(item.content)}
+                said = {"role": item.role, "content": joined(item.content)}
                 messages.append(said | reasoning if item.role == "assistant" else said)
             elif isinstance(item, FunctionCallOutput):
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
             elif isinstance(item, ReasoningItem):
                 reasoning = {"reasoning_content": "".join(part.text for part in item.content or item.summary or ())}
                 continue
@@ -241,23 +242,13 @@ class ResponsesRequest(CountInputRequest):
     """Body of POST /v1/responses; null means not given."""
 
     ignored = {
+        **CountInputRequest.ignored,
+        **any_value("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"),
+        **only_null("context_management", "image", "max_tool_calls", "moderation", "prompt"),
         "background": (False,),
-        "context_management": (),
-        "conversation": (),
-        "image": (),
-        "max_tool_calls": (),
-        "moderation": (),
-        "previous_response_id": (),
-        "prompt": (),
-        "prompt_cache_key": (ANY,),
-        "prompt_cache_options": (ANY,),
-        "prompt_cache_retention": (ANY,),
-        "safety_identifier": (ANY,),
         "service_tier": ("auto", "default"),
         "store": (False,),
         "stream_options": ({}, {"include_obfuscation": False}),
-        "truncation": ("disabled",),
-        "user": (ANY,),
     }
 
     max_output_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
@@ -276,14 +267,11 @@ class ResponsesRequest(CountInputRequest):
     cache_salt: str | None = CACHE_SALT_FIELD
 
     def raw(self) -> RawRequest:
-        """The request without its wire format. Raises ApiError."""
         has_logprobs = _LOGPROBS in (self.include or ())
         if self.top_logprobs and not has_logprobs:
             raise bad_request(f"top_logprobs needs {_LOGPROBS} in include", "top_logprobs")
-        return RawRequest(
-            model=self.model,
-            prompts=[self._prompt()],
-            prompts_param="input",
+        return replace(
+            super().raw(),
             max_tokens=self.max_output_tokens,
             max_tokens_param="max_output_tokens",
             num_logprobs=(self.top_logprobs or 0) if has_logprobs else None,
@@ -291,9 +279,4 @@ class ResponsesRequest(CountInputRequest):
             sampling=given_sampling(self),
             cache_salt=self.cache_salt or "",
             form=self.text.format.form() if self.text and self.text.format else None,
-            tools=self._raw_tools(),
         )
-
-
-def _joined(content: str | list[ResponsesTextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)

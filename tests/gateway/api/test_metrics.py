@@ -8,7 +8,7 @@ import asyncio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from gateway.metrics import RequestMeter, RequestMetrics
+from gateway.metrics import ChoiceMeter, RequestMetrics
 from tests.support.dispatching import answer, bounded, generation, pair
 
 
@@ -18,7 +18,12 @@ class Measured:
     def __init__(self) -> None:
         self.now = 100.0
         self.registry = CollectorRegistry()
-        self.meter = RequestMeter(RequestMetrics(self.registry), self.now, lambda: self.now)
+        self.metrics = RequestMetrics(self.registry)
+        self.arrived_s = self.now
+
+    def choice(self) -> ChoiceMeter:
+        """A meter of one of its choices."""
+        return ChoiceMeter(self.metrics, self.arrived_s, lambda: self.now)
 
     def value(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"baton:{name}", labels) or 0.0
@@ -31,8 +36,8 @@ class Measured:
 def test_each_choice_is_timed_from_the_requests_arrival() -> None:
     one = Measured()
     one.now += 0.25
-    one.meter.start(7)
-    first, second = one.meter.choice(), one.meter.choice()
+    one.metrics.prompt_tokens.inc(7)
+    first, second = one.choice(), one.choice()
     one.now += 0.25
     first.add_tokens(2)
     first.add_tokens(0)
@@ -55,7 +60,7 @@ def test_each_choice_is_timed_from_the_requests_arrival() -> None:
 
 def test_a_choice_ends_once() -> None:
     one = Measured()
-    done, waiting, left = (one.meter.choice() for _ in range(3))
+    done, waiting, left = (one.choice() for _ in range(3))
     done.add_tokens(1)
     left.add_tokens(1)
     done.finish("stop")
