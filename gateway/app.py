@@ -13,8 +13,7 @@ from gateway.api.http.errors import add_error_handlers
 from gateway.api.http.middleware import OPEN_PATHS, KeyCheck, OriginCheck, RequestScope
 from gateway.api.http.page_routes import PAGE_PATHS, build_page_router
 from gateway.api.http.status_routes import build_status_router
-from gateway.api.openai.count_routes import build_count_router
-from gateway.api.openai.routes import build_openai_router
+from gateway.api.openai.routes import build_count_router, build_openai_router
 from gateway.api.openapi import add_document
 from gateway.api.responses.routes import build_responses_router
 from gateway.metrics import RequestMetrics

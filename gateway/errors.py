@@ -22,6 +22,12 @@ def bad_request(message: str, param: str | None, code: str = "invalid_value") ->
     return ApiError(400, message, param, code)
 
 
+def check_count(param: str, count: int, most: int, unit: str) -> None:
+    """Raises ApiError if a field has more than `most` of something."""
+    if count > most:
+        raise bad_request(f"{param} has {count} {unit}; at most {most} are allowed", param)
+
+
 def model_not_found(model: str, served: str) -> ApiError:
     """404: the request names another model than the served one."""
     return ApiError(404, f"model '{model}' is not served here; this service has '{served}'", "model", "model_not_found")

@@ -1,14 +1,14 @@
-"""Separates tool calls from the text of a choice's pieces. Must not know REST or gRPC."""
+"""Separates tool calls from the text of a choice's pieces, and joins their parts. Must not know REST or gRPC."""
 
 import secrets
 import string
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from gateway.answer.choice_text import Piece
 from gateway.tools.formats import Format
 from gateway.tools.json_text import JsonText
-from gateway.tools.parse import CallEvent, CallParser, Content, Event
+from gateway.tools.parse import Arguments, CallBegin, CallEvent, CallParser, Content, Event
 from gateway.tools.request import ToolUse
 
 _ID_CHARS = string.ascii_letters + string.digits
@@ -49,6 +49,36 @@ class CallReader:
         if self._json_text is None or not isinstance(event, Content):
             return event
         return Content(self._json_text.push(event.text))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call. Its arguments are complete unless the answer was cut off or they are malformed."""
+
+    id: str
+    name: str
+    arguments: str  # JSON, an object
+
+
+class CallCollector:
+    """Collects the calls of one answer; each ends before the next begins."""
+
+    def __init__(self) -> None:
+        self._begun: CallBegin | None = None
+        self._parts: list[str] = []
+
+    def push(self, events: Iterable[CallEvent]) -> list[Call]:
+        """Returns the calls that these events complete."""
+        ended = []
+        for event in events:
+            if isinstance(event, CallBegin):
+                self._begun, self._parts = event, []
+            elif isinstance(event, Arguments):
+                self._parts.append(event.text)
+            elif self._begun is not None:
+                ended.append(Call(self._begun.id, self._begun.name, "".join(self._parts)))
+                self._begun = None
+        return ended
 
 
 def _runs(events: Sequence[Event]) -> list[tuple[str, tuple[CallEvent, ...]]]:

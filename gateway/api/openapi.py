@@ -7,8 +7,8 @@ from fastapi import FastAPI
 
 from gateway.api.anthropic.answers import CountAnswer, MessageBody
 from gateway.api.http.errors import MESSAGES_PATH, ErrorEnvelope, ErrorEvent
-from gateway.api.http.fleet_routes import WorkerStatus
 from gateway.api.http.middleware import OPEN_PATHS
+from gateway.api.http.status_routes import WorkerStatus
 from gateway.api.openai.answers import ChatChoice, Envelope, ModelCard, ModelList, TextChoice
 from gateway.api.openai.count_types import DetokenizeAnswer, TokenizeAnswer
 from gateway.api.openai.logprobs import TokenLogprob

@@ -30,9 +30,8 @@ from gateway.ring.generation import Generation, Grammar, Ring
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.formats import Format
-from gateway.tools.grammar import call_grammar
+from gateway.tools.grammar import after_reasoning, call_grammar
 from gateway.tools.reasoning import ReasoningFormat
-from gateway.tools.reasoning_grammar import after_reasoning
 from gateway.tools.request import ToolUse, check_tools
 from wire.sampling import SamplingParams
 

@@ -4,9 +4,9 @@ Each returns checked values or raises ApiError naming the field. Other rules: sa
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
-from gateway.errors import ApiError, bad_request, model_not_found
-from gateway.request.limits import check_range, pick, shown
+from gateway.errors import ApiError, bad_request, check_count, model_not_found
 from gateway.request.raw import RawRequest
 from gateway.ring.generation import Grammar
 from runtime.peer_input import MAX_LOGPROBS
@@ -19,6 +19,25 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_CACHE_SALT_CHARS = 1024
 MAX_TOLD_LOGPROBS = 2**21  # of all choices together, if there are several; each takes about 100 bytes while it waits
 TEXT_BYTES_PER_TOKEN = 16  # four times what English needs; longer text cannot fit the context and is not tokenised
+
+Number = TypeVar("Number", int, float)
+
+
+def pick(given: Number | None, default: Number) -> Number:
+    return default if given is None else given
+
+
+def check_range(name: str, value: Number, lowest: Number, highest: Number) -> Number:
+    """Returns the value if it is from `lowest` to `highest`. Raises ApiError naming the field."""
+    if not lowest <= value <= highest:  # also true for NaN
+        raise bad_request(f"{name} is {shown(value)}; it must be a number from {lowest:g} to {highest:g}", name)
+    return value
+
+
+def shown(number: float) -> str:
+    """A number for an error message: as the client wrote it, unless it is long."""
+    text = f"{number:g}" if isinstance(number, float) else str(number)
+    return text if len(text) <= 40 else f"a number of {len(text)} digits"
 
 
 def check_model(model: str | None, served: str) -> None:
@@ -44,8 +63,7 @@ def check_choices(raw: RawRequest) -> int:
 def check_stops(raw: RawRequest) -> tuple[str, ...]:
     """Returns the stop strings."""
     param = raw.stop_param
-    if len(raw.stop) > MAX_STOP_STRINGS:
-        raise bad_request(f"{param} has {len(raw.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", param)
+    check_count(param, len(raw.stop), MAX_STOP_STRINGS, "strings")
     for stop in raw.stop:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
             raise bad_request(
@@ -56,11 +74,7 @@ def check_stops(raw: RawRequest) -> tuple[str, ...]:
 
 def check_stop_ids(raw: RawRequest, eos_token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
     """Returns the token ids that end the answer: the request's and, unless `ignore_eos`, the model's own."""
-    if len(raw.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise bad_request(
-            f"stop_token_ids has {len(raw.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed",
-            "stop_token_ids",
-        )
+    check_count("stop_token_ids", len(raw.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
     check_vocabulary(raw.stop_token_ids, "stop_token_ids", vocab_size)
     own = frozenset[int]() if raw.ignore_eos else eos_token_ids
     return own | frozenset(raw.stop_token_ids)
@@ -149,9 +163,7 @@ def check_logprobs(raw: RawRequest) -> None:
 
 def check_cache_salt(raw: RawRequest) -> str:
     """Returns the salt; empty if there is none."""
-    if len(raw.cache_salt) > MAX_CACHE_SALT_CHARS:
-        told = f"cache_salt has {len(raw.cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed"
-        raise bad_request(told, "cache_salt")
+    check_count("cache_salt", len(raw.cache_salt), MAX_CACHE_SALT_CHARS, "characters")
     return raw.cache_salt
 
 

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from gateway.errors import bad_request
-from gateway.request.limits import check_range, shown
+from gateway.errors import bad_request, check_count
 from gateway.request.raw import RawRequest
-from gateway.request.rules import check_vocabulary
+from gateway.request.rules import check_range, check_vocabulary, shown
 from gateway.ring.generation import Drafter, Speculation
 from wire.sampling import ABOVE_LOWEST, CLIENT_RANGES, MAX_DRAFT_TOKENS, SamplingParams
 
@@ -49,8 +48,7 @@ def check_speculation(raw: RawRequest) -> Speculation:
 
 
 def _check_bias(bias: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    if len(bias) > MAX_BIASED_TOKENS:
-        raise bad_request(f"logit_bias has {len(bias)} entries; at most {MAX_BIASED_TOKENS} are allowed", "logit_bias")
+    check_count("logit_bias", len(bias), MAX_BIASED_TOKENS, "entries")
     check_vocabulary(list(bias), "logit_bias", vocab_size)
     for token_id, value in bias.items():
         check_range(f"logit_bias.{token_id}", value, -MAX_BIAS, MAX_BIAS)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import pydantic_core
 
-from gateway.errors import bad_request
+from gateway.errors import bad_request, check_count
 from gateway.request.raw import AnswerForm
 from gateway.ring.generation import Grammar
 from gateway.tools.json_schema import check_enforced
@@ -47,7 +47,7 @@ def _schema_grammar(form: AnswerForm) -> Grammar:
 
 def _one_of(texts: Sequence[str], param: str) -> str:
     """A grammar that matches exactly these texts."""
-    _check_bytes(sum([len(text.encode()) for text in texts]), param)
+    check_count(param, sum([len(text.encode()) for text in texts]), MAX_GRAMMAR_BYTES, "bytes")
     if not texts or not all(texts):
         raise bad_request(f"{param} must hold at least one text, and none that is empty", param)
     return "root ::= " + " | ".join(f'"{_escaped(text)}"' for text in texts)
@@ -58,12 +58,7 @@ def _escaped(text: str) -> str:
 
 
 def _checked(text: str, param: str) -> str:
-    _check_bytes(len(text.encode()), param)
+    check_count(param, len(text.encode()), MAX_GRAMMAR_BYTES, "bytes")
     if "\0" in text:
         raise bad_request(f"{param} holds a NUL character", param)
     return text
-
-
-def _check_bytes(num_bytes: int, param: str) -> None:
-    if num_bytes > MAX_GRAMMAR_BYTES:
-        raise bad_request(f"{param} has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param)

@@ -1,4 +1,4 @@
-"""The grammar that makes a model call functions as the request asks, in the format that `parse.py` reads.
+"""Grammars of answers that call functions, in the format that `parse.py` reads, and of answers behind reasoning.
 
 Pure. Writes xgrammar's structural tags (0.2.8).
 """
@@ -10,11 +10,14 @@ import msgspec
 
 from gateway.ring.generation import Grammar
 from gateway.tools.formats import Format
+from gateway.tools.reasoning import ReasoningFormat, ReasoningStart
 from gateway.tools.request import ToolUse
 from runtime.peer_input import MAX_JSON_WHITESPACE
 
 _Node = dict[str, Any]
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
+# Models are trained to write up to two newlines after the end marker; without a limit they may never stop writing them.
+_LAYOUT: _Node = {"type": "regex", "pattern": r"\n{0,2}"}
 
 
 def call_grammar(use: ToolUse, answer: Grammar | None = None) -> Grammar | None:
@@ -25,10 +28,25 @@ def call_grammar(use: ToolUse, answer: Grammar | None = None) -> Grammar | None:
     if use.is_required:
         return _grammar(_calls(use))
     if answer is not None:
-        return _grammar({"type": "or", "elements": [_calls(use), answer_node(answer)]}, answer.param)
+        return _grammar({"type": "or", "elements": [_calls(use), _answer_node(answer)]}, answer.param)
     if use.is_parallel and not any(tool.is_strict for tool in use.tools):
         return None
     return _grammar(_text_or_calls(use))
+
+
+def after_reasoning(grammar: Grammar, format: ReasoningFormat, start: ReasoningStart) -> Grammar:
+    """The grammar of a whole answer: free reasoning up to the end marker, then `grammar`.
+
+    Reasoning is required if `start` is inside, optional if it is possible. The grammar's text has the markers, so masks
+    allow them even if they are control tokens.
+    """
+    if start == "off":
+        return grammar
+    begin = "" if start == "inside" else format.begin
+    before = _sequence(_tag(begin, {"type": "any_text"}, format.end), _LAYOUT)
+    if start == "possible":
+        before = {"type": "optional", "content": before}
+    return _grammar(_sequence(before, _answer_node(grammar)), grammar.param)
 
 
 def _grammar(node: _Node, param: str = "tools") -> Grammar:
@@ -95,7 +113,7 @@ def _around(format: Format, name: str) -> tuple[str, str]:
     return f"{format.opener}{format.layout}{begin}", f"{end}{format.layout}{format.closer}"
 
 
-def answer_node(answer: Grammar) -> _Node:
+def _answer_node(answer: Grammar) -> _Node:
     """A grammar as a part of a structural tag."""
     match answer.kind:
         case "json_object":

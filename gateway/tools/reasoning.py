@@ -1,6 +1,6 @@
 """Formats of reasoning, which one a chat template uses, and whether a prompt opens it. Pure.
 
-`reasoning_reader.py` reads them, `reasoning_grammar.py` allows them before a grammar. Must not know requests or tokens.
+`reasoning_reader.py` reads them, `grammar.py` allows them before a grammar. Must not know requests or tokens.
 """
 
 from collections.abc import Callable, Mapping

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gateway.errors import bad_request
+from gateway.errors import bad_request, check_count
 from gateway.tools.formats import Format
 from gateway.tools.json_object import check_depth
 from gateway.tools.json_schema import as_object, check_enforced, takes_objects_only
@@ -98,8 +98,7 @@ def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
 
 
 def _check_list(raw: RawTools) -> None:
-    if len(raw.tools) > MAX_TOOLS:
-        raise bad_request(f"tools has {len(raw.tools)} tools; at most {MAX_TOOLS} are allowed", "tools")
+    check_count("tools", len(raw.tools), MAX_TOOLS, "tools")
     seen: set[str] = set()
     for index, tool in enumerate(raw.tools):
         param = raw.tools_param.format(index)
@@ -121,8 +120,7 @@ def _check_list(raw: RawTools) -> None:
         num_bytes = len(json.dumps([tool.as_template_input() for tool in raw.tools], allow_nan=False))
     except ValueError as error:
         raise bad_request(f"tools is not valid JSON: {error}", "tools") from error
-    if num_bytes > MAX_TOOLS_BYTES:
-        raise bad_request(f"tools has {num_bytes} bytes as JSON; at most {MAX_TOOLS_BYTES} are allowed", "tools")
+    check_count("tools", num_bytes, MAX_TOOLS_BYTES, "bytes as JSON")
 
 
 def _check_schemas(raw: RawTools, named: str | None, *, is_required: bool) -> tuple[str, ...]:

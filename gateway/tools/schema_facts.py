@@ -5,11 +5,13 @@ Clients write schemas: each part is read once, however many references lead to i
 
 import json
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 from wire.json_schema import Schema
+
+T = TypeVar("T")
 
 _NOTHING: Schema = {}
 _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
@@ -29,11 +31,8 @@ class SchemaFacts:
     def __init__(self, root: Schema) -> None:
         self._root = root
         self._num_left = _MAX_COMPARISONS
-        # By the id of a part: all of them live as long as the root does.
-        self._targets: dict[int, Schema] = {}
-        self._types: dict[int, frozenset[str]] = {}
-        self._required: dict[int, frozenset[str]] = {}
-        self._values: dict[int, frozenset[Hashable] | None] = {}
+        # By what was found and the id of a part: all parts live as long as the root does.
+        self._found: dict[tuple[Callable[[Schema], Any], int], Any] = {}
 
     def followed(self, part: object) -> Schema:
         """The schema at the end of the references; an empty one if there is none."""
@@ -41,15 +40,12 @@ class SchemaFacts:
         for _ in range(_MAX_HOPS):
             if not isinstance(schema.get("$ref"), str):
                 break
-            schema = self._target(schema)
+            schema = self._once(self._target, schema)
         return schema
 
     def types(self, part: object) -> frozenset[str]:
         """Types that a match may have; all of them if the part does not show it."""
-        schema = self.followed(part)
-        if id(schema) not in self._types:
-            self._types[id(schema)] = _types_of(schema)
-        return self._types[id(schema)]
+        return self._once(_types_of, self.followed(part))
 
     def are_apart(self, parts: Sequence[object]) -> bool:
         """Whether no value can match two of them: they differ in type, in listed values, or in a required property.
@@ -63,7 +59,7 @@ class SchemaFacts:
         types = widened(self.types(one)), widened(self.types(other))
         if types[0].isdisjoint(types[1]) or self._differ_in_values(one, other):
             return True
-        mine, others = self._required_of(one), self._required_of(other)
+        mine, others = self._once(_required_of, one), self._once(_required_of, other)
         self._num_left -= 1 + min(len(mine), len(others))
         return types[0] == types[1] == {"object"} and any(
             self._differ_in_values(one["properties"][name], other["properties"][name])
@@ -72,40 +68,42 @@ class SchemaFacts:
         )
 
     def _differ_in_values(self, one: object, other: object) -> bool:
-        values, others = self._values_of(one), self._values_of(other)
+        values, others = (self._once(_values_of, self.followed(part)) for part in (one, other))
         if values is None or others is None:
             return False
         self._num_left -= 1 + min(len(values), len(others))
         return self._num_left > 0 and values.isdisjoint(others)
 
-    def _values_of(self, part: object) -> frozenset[Hashable] | None:
-        """If the part lists them."""
-        schema = self.followed(part)
-        if id(schema) not in self._values:
-            values = _values_named(schema)
-            self._values[id(schema)] = None if values is None else frozenset(map(_value_key, values))
-        return self._values[id(schema)]
-
-    def _required_of(self, schema: Schema) -> frozenset[str]:
-        """Of its properties."""
-        if id(schema) not in self._required:
-            properties = mapping(schema.get("properties"))
-            self._required[id(schema)] = frozenset(names(schema.get("required"))) & properties.keys()
-        return self._required[id(schema)]
+    def _once(self, find: Callable[[Schema], T], schema: Schema) -> T:
+        """What `find` finds of the schema, which it reads only once."""
+        key = find, id(schema)
+        if key not in self._found:
+            self._found[key] = find(schema)
+        found: T = self._found[key]
+        return found
 
     def _target(self, schema: Schema) -> Schema:
-        if id(schema) not in self._targets:
-            found: object = self._root
-            for name in schema["$ref"].split("/")[1:]:
-                found = mapping(found).get(name)
-            self._targets[id(schema)] = found if isinstance(found, Mapping) else _NOTHING
-        return self._targets[id(schema)]
+        found: object = self._root
+        for name in schema["$ref"].split("/")[1:]:
+            found = mapping(found).get(name)
+        return mapping(found)
 
 
 def _values_named(schema: Schema) -> list[Any] | None:
     """Values that the schema itself lists."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return values if isinstance(values, list) else None
+
+
+def _values_of(schema: Schema) -> frozenset[Hashable] | None:
+    """Keys of the values that the schema lists, if it does."""
+    values = _values_named(schema)
+    return None if values is None else frozenset(map(_value_key, values))
+
+
+def _required_of(schema: Schema) -> frozenset[str]:
+    """Of its properties."""
+    return frozenset(names(schema.get("required"))) & mapping(schema.get("properties")).keys()
 
 
 def _types_of(schema: Schema) -> frozenset[str]:

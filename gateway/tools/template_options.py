@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from gateway.errors import bad_request
+from gateway.errors import bad_request, check_count
 
 Option = str | int | float | bool | None
 
@@ -26,13 +26,10 @@ def check_options(given: object, param: str) -> Mapping[str, Option]:
     """Returns the client's variables for the template. Raises ApiError naming the wrong one."""
     if not isinstance(given, Mapping):
         raise bad_request(f"{param} must be an object", param, "invalid_type")
-    if len(given) > MAX_OPTIONS:
-        raise bad_request(f"{param} has {len(given)} names; at most {MAX_OPTIONS} are allowed", param)
+    check_count(param, len(given), MAX_OPTIONS, "names")
     for name, value in given.items():
         _check_option(name, value, param)
-    num_bytes = len(json.dumps(given).encode())
-    if num_bytes > MAX_OPTIONS_BYTES:
-        raise bad_request(f"{param} has {num_bytes} bytes as JSON; at most {MAX_OPTIONS_BYTES} are allowed", param)
+    check_count(param, len(json.dumps(given).encode()), MAX_OPTIONS_BYTES, "bytes as JSON")
     return given
 
 

@@ -3,9 +3,9 @@
 from collections import defaultdict
 from typing import Any
 
+from gateway.answer.calls import CallCollector
 from gateway.answer.choice_text import Piece
 from gateway.answer.choices import Totals, timing_fields
-from gateway.tools.collect import CallCollector
 from protos import inference_pb2
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing

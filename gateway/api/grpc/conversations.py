@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.errors import bad_request
+from gateway.errors import bad_request, check_count
 from gateway.request.raw import Chat, Prompt
 from gateway.request.rules import MAX_MESSAGES
 from gateway.tools.history import template_call
@@ -18,8 +18,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 def chat_prompt(request: "inference_pb2.ChatRequest | inference_pb2.TokenizeRequest") -> Prompt:
     """Raises ApiError."""
     messages = request.messages
-    if len(messages) > MAX_MESSAGES:
-        raise bad_request(f"messages has {len(messages)} messages; at most {MAX_MESSAGES} are allowed", "messages")
+    check_count("messages", len(messages), MAX_MESSAGES, "messages")
     plain = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     results = [f"messages[{index}].tool_call_id" for index, message in enumerate(messages) if message.role == "tool"]
     if isinstance(request, inference_pb2.TokenizeRequest):

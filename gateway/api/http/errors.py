@@ -45,22 +45,14 @@ class ErrorEvent(Tagged, tag="error"):
     error: ErrorDetail
 
 
-_OPENAI_TYPES = {  # HTTP status |-> OpenAI's error type
+_TYPES = {  # HTTP status |-> error type
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
-    503: "service_unavailable_error",
 }
-_ANTHROPIC_TYPES = {  # HTTP status |-> Anthropic's error type
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+_OPENAI_TYPES = _TYPES | {503: "service_unavailable_error"}
+_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 
 
 def build_error(error: ApiError) -> ErrorEnvelope:

@@ -49,44 +49,54 @@ class RequestScope:
                 await error_response(error, scope["path"])(scope, receive, send_with_id)
 
 
-class KeyCheck:
+class _Check:
+    """Answers a request with the error that `_check` raises."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if scope["type"] == "http":
+                self._check(scope)
+        except ApiError as error:
+            await error_response(error, scope["path"])(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        raise NotImplementedError
+
+
+class KeyCheck(_Check):
     """Refuses requests without a valid API key, except to the open paths."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], open_paths: Collection[str]) -> None:
-        self._app = app
+        super().__init__(app)
         self._api_keys = tuple(api_keys)
         self._open_paths = frozenset(open_paths)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open_paths:
-            try:
-                check_key(_header(scope, b"authorization") or b"", self._api_keys, _header(scope, b"x-api-key"))
-            except ApiError as error:
-                await error_response(error, scope["path"])(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    def _check(self, scope: Scope) -> None:
+        if scope["path"] not in self._open_paths:
+            check_key(_header(scope, b"authorization") or b"", self._api_keys, _header(scope, b"x-api-key"))
 
 
-class OriginCheck:
+class OriginCheck(_Check):
     """Refuses POSTs from web pages of other origins: browsers send no preflight for a body of plain text.
 
     Our own page's origin equals the Host header, also behind a proxy that forwards this header.
     """
 
     def __init__(self, app: ASGIApp, cors_origins: Sequence[str]) -> None:
-        self._app = app
+        super().__init__(app)
         self._allowed = frozenset(origin.encode() for origin in cors_origins)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            origin, host = _header(scope, b"origin"), _header(scope, b"host")
-            if origin is not None and not self._may_post(origin, host or b""):
-                told = origin.decode("latin-1")[:200]
-                message = f"pages of {told} may not call: start the gateway with --cors-origins={told} if they should"
-                error = ApiError(403, message, None, "origin_not_allowed")
-                await error_response(error, scope["path"])(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    def _check(self, scope: Scope) -> None:
+        origin, host = _header(scope, b"origin"), _header(scope, b"host")
+        if scope["method"] == "POST" and origin is not None and not self._may_post(origin, host or b""):
+            told = origin.decode("latin-1")[:200]
+            message = f"pages of {told} may not call: start the gateway with --cors-origins={told} if they should"
+            raise ApiError(403, message, None, "origin_not_allowed")
 
     def _may_post(self, origin: bytes, host: bytes) -> bool:
         if b"*" in self._allowed or origin in self._allowed:

@@ -1,5 +1,6 @@
-"""Endpoints for probes and dashboards: liveness, readiness, version, metrics. Must not know requests."""
+"""Endpoints for probes, dashboards and people: liveness, readiness, version, metrics, fleet. Must not know requests."""
 
+import msgspec
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
@@ -7,6 +8,8 @@ from starlette.responses import Response
 from gateway.api.http.json_answer import json_response
 from gateway.errors import not_ready
 from gateway.request.prepare import ServedModel
+from gateway.ring.fleet import Fleet
+from gateway.ring.worker_link import WorkerLink
 from runtime.version import OWN_VERSION
 
 
@@ -38,3 +41,53 @@ def build_status_router(served: ServedModel) -> APIRouter:
         return Response(generate_latest(served.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     return router
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """One worker in the answer."""
+
+    role: str
+    address: str
+    pid: int
+    incarnation: str
+    ranks: int  # processes that compute its model together
+    transport: str  # in use with its peers; "none" before the first hand-off
+    free_pages: int  # cached ones included
+    used_pages: int
+    cached_pages: int
+    prefix_hits: float  # share of the prompt tokens looked up that were there
+    running: int
+    alive: bool
+    trouble: str
+
+
+def build_fleet_router(fleet: Fleet) -> APIRouter:
+    """GET /status."""
+    router = APIRouter()
+
+    @router.get("/status")
+    async def status() -> Response:
+        """Every worker, as of its last answer to the gateway."""
+        return json_response({"workers": [_describe(link) for link in fleet.links()]})
+
+    return router
+
+
+def _describe(link: WorkerLink) -> WorkerStatus:
+    status = link.status
+    trouble = link.find_trouble()
+    return WorkerStatus(
+        role=link.state.role,
+        address=link.address,
+        pid=status.peer.pid,
+        incarnation=status.peer.incarnation,
+        ranks=len(status.peer.ranks),
+        transport="+".join(sorted(set(status.transports.values()))) or "none",
+        free_pages=status.free_pages,
+        used_pages=status.used_pages,
+        cached_pages=status.cached_pages,
+        prefix_hits=round(status.prefix_hits / max(status.prefix_queries, 1), 3),
+        running=status.num_running,
+        alive=trouble is None,
+        trouble=trouble or "",
+    )

@@ -1,6 +1,6 @@
 """OpenAI's wire format of chunks and whole answers, for chats and completions. Must not know HTTP."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from gateway.answer.choice_text import Ending
 from gateway.answer.choices import Totals, timing_fields
 from gateway.api.openai.logprobs import ChatLogprobs, TextLogprobs
-from gateway.api.openai.tool_answers import ToolCallBody, ToolCallDelta
+from gateway.tools.parse import Arguments, CallBegin, CallEvent
 from runtime.version import OWN_VERSION
 from wire.timing import Timing
 
@@ -53,6 +53,37 @@ class TimingBody(msgspec.Struct):
     draft_tokens: int
     accepted_tokens: int
     attempts: int
+
+
+class FunctionBody(msgspec.Struct):
+    """The called function and its arguments."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallBody(msgspec.Struct):
+    """A whole call."""
+
+    id: str
+    function: FunctionBody
+    type: Literal["function"] = "function"
+
+
+class FunctionDelta(msgspec.Struct):
+    """What a chunk adds to a call's function."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct):
+    """What a chunk adds to a call. The first of each call has its id, type and function's name."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct):
@@ -146,6 +177,17 @@ class ModelList(msgspec.Struct):
 
     data: list[ModelCard]
     object: str = "list"
+
+
+def call_deltas(events: Iterable[CallEvent]) -> list[ToolCallDelta]:
+    """One per chunk."""
+    deltas = []
+    for event in events:
+        if isinstance(event, CallBegin):
+            deltas.append(ToolCallDelta(event.index, FunctionDelta("", event.name), event.id, "function"))
+        elif isinstance(event, Arguments):
+            deltas.append(ToolCallDelta(event.index, FunctionDelta(event.text)))
+    return deltas
 
 
 def usage_of(totals: Totals) -> Usage:

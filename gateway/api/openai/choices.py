@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 
 from msgspec import UNSET, Raw, UnsetType
 
+from gateway.answer.calls import Call, CallCollector
 from gateway.answer.choice_text import Piece, ShownToken
 from gateway.api.openai.answers import (
     AssistantMessage,
@@ -13,15 +14,16 @@ from gateway.api.openai.answers import (
     Choice,
     ChunkChoice,
     Delta,
+    FunctionBody,
     ObjectKind,
     TextChoice,
     TimingBody,
+    ToolCallBody,
+    call_deltas,
     timing_of,
 )
 from gateway.api.openai.logprobs import ChatLogprobs, TextLogprobs, TokenBytes, prompt_logprob
-from gateway.api.openai.tool_answers import FunctionBody, ToolCallBody, call_deltas
 from gateway.request.job import EncodedPrompt
-from gateway.tools.collect import Call, CallCollector
 
 Logprobs = TypeVar("Logprobs", ChatLogprobs, TextLogprobs)
 

@@ -1,18 +1,21 @@
 """OpenAI's REST endpoints. Must not know how requests are checked or answers written."""
 
 from fastapi import APIRouter
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.answer.choices import Totals
-from gateway.api.http.json_answer import json_response
+from gateway.api.http.json_answer import encode, json_response
 from gateway.api.http.json_body import limited_route
 from gateway.api.http.respond import respond
 from gateway.api.openai.answers import ModelCard, ModelList
 from gateway.api.openai.choices import ChatWriter, ChoiceWriter, Extras, TextWriter
+from gateway.api.openai.count_types import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from gateway.api.openai.types import ChatCompletionRequest, CompletionRequest
 from gateway.api.openai.wire import AnswerWriter
 from gateway.errors import bad_request, model_not_found
+from gateway.request.counting import detokenize, tokenize
 from gateway.request.prepare import ServedModel
 
 
@@ -41,6 +44,31 @@ def build_openai_router(served: ServedModel) -> APIRouter:
         if model_id != served.name:
             raise model_not_found(model_id[:200], served.name)
         return json_response(_card(served))
+
+    return router
+
+
+def build_count_router(served: ServedModel) -> APIRouter:
+    """POST /tokenize and /detokenize."""
+    router = APIRouter(route_class=limited_route(served))
+    tokenizer = served.tokenizer
+
+    @router.post("/tokenize")
+    async def to_tokens(body: TokenizeRequest) -> Response:
+        """Turns a prompt or a conversation into token ids."""
+        ids = await tokenize(served, body.raw())
+
+        def write() -> bytes:
+            token_strs = tokenizer.pieces(ids) if body.return_token_strs else UNSET
+            return encode(TokenizeAnswer(len(ids), tokenizer.context_tokens, ids, token_strs))
+
+        return json_response(await served.offload.run(len(ids), write))  # cheaper per token than tokenising a character
+
+    @router.post("/detokenize")
+    async def to_text(body: DetokenizeRequest) -> Response:
+        """Turns token ids into text, control tokens as they are written."""
+        text = await detokenize(served, body.model, body.tokens, "tokens", with_control_tokens=True)
+        return json_response(DetokenizeAnswer(text))
 
     return router
 

@@ -13,9 +13,8 @@ from decode_worker.grammar.tokenizer_file import read_vocabulary
 from gateway.ring.generation import Grammar
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.formats import FORMATS
-from gateway.tools.grammar import call_grammar
+from gateway.tools.grammar import after_reasoning, call_grammar
 from gateway.tools.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningStart
-from gateway.tools.reasoning_grammar import after_reasoning
 from gateway.tools.reasoning_reader import ReasoningReader
 from gateway.tools.request import Tool, ToolUse
 from tests.support.grammars import allowed_in
