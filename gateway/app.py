@@ -36,7 +36,7 @@ def build_served_model(
     tool_format = resolve_format(options.tool_format, tokenizer.tool_template)
     reasoning = resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token)
     metrics, created_s = RequestMetrics(registry), int(time.time())
-    return ServedModel(ring, tokenizer, served_name, options, metrics, offload, created_s, tool_format, reasoning)
+    return ServedModel(tokenizer, offload, tool_format, reasoning, ring, served_name, options, metrics, created_s)
 
 
 def build_app(served: ServedModel) -> FastAPI:

@@ -97,7 +97,7 @@ class PieceReader:
             self._num_reasoning_tokens += self._reasoning is not None and self._reasoning.is_reasoning
         if tokens.finish_reason is None:
             return self._piece(tokens, self._take_shown() if self._unshown else ())
-        if self._show(self._detokenizer.flush()) or self._show_held():
+        if self._show(self._detokenizer.flush()) or (self._reasoning and self._add(self._reasoning.flush())):
             return self._stopped(tokens, len(tokens.token_ids))
         self._texts.append(self._stops.flush())
         last_id = tokens.token_ids[-1] if is_stopped and tokens.token_ids else None
@@ -128,10 +128,6 @@ class PieceReader:
         if self._reasoning is not None:
             return self._add(self._reasoning.push(decoded))
         return self._add_text(decoded)
-
-    def _show_held(self) -> bool:
-        """Adds text held back as a possible reasoning marker. Returns True at a stop string."""
-        return self._reasoning is not None and self._add(self._reasoning.flush())
 
     def _add(self, part: Parts) -> bool:
         self._reasonings.append(part.reasoning)

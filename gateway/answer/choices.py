@@ -47,7 +47,6 @@ class Totals:
             self.num_cached += piece.timing.cached_tokens
 
     def log(self, event: str, **fields: object) -> None:
-        """Logs the request's end."""
         _log.info(
             event,
             choices=len(self.job.generations),
@@ -124,7 +123,6 @@ class _Choice:
         self._json_text = JsonText() if job.is_json and reasoning and not job.tools else None
 
     def read(self, tokens: Tokens) -> Iterator[Piece]:
-        """Yields the pieces of these tokens."""
         if not self._is_begun:
             self._is_begun = True
             yield from _prompt_pieces(self._generation, self._echo, tokens.prompt_logprobs)
@@ -138,7 +136,6 @@ class _Choice:
         yield from self._calls.read(piece) if self._calls else (piece,)
 
     def _finished(self, piece: Piece, tokens: Tokens) -> Piece:
-        """Completes the last piece."""
         if piece.timing is not None and tokens.finish_reason is None:  # a stop string: the ring reports no final timing
             piece = replace(piece, timing=replace(piece.timing, decode_s=self._meter.decode_s))
         is_named = isinstance(piece.stop, str) or piece.stop in self._job.stop_token_ids

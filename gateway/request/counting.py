@@ -15,7 +15,7 @@ async def tokenize(served: ServedModel, raw: RawRequest) -> tuple[int, ...]:
     """Returns the token ids of its one prompt, possibly more than the context holds. Raises ApiError."""
     check_model(raw.model, served.name)
     tools = check_tools(raw.tools, served.tool_format)
-    return await served.prompts.tokenize(raw.prompts[0], tools, add_special_tokens=raw.add_special_tokens)
+    return await served.tokenize(raw.prompts[0], tools, add_special_tokens=raw.add_special_tokens)
 
 
 async def detokenize(

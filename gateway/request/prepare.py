@@ -27,9 +27,6 @@ from gateway.request.rules import (
 from gateway.request.sampling import check_sampling, check_speculation
 from gateway.request.structured_output import check_form
 from gateway.ring.generation import Generation, Grammar, Ring
-from gateway.text.offload import Offload
-from gateway.text.tokenizer import Tokenizer
-from gateway.tools.formats import Format
 from gateway.tools.grammar import after_reasoning, call_grammar
 from gateway.tools.reasoning import ReasoningFormat
 from gateway.tools.request import ToolUse, check_tools
@@ -53,22 +50,14 @@ class ApiOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    """One served model and its ring."""
+class ServedModel(Prompts):
+    """One served model: its prompts, and the ring that answers them."""
 
     ring: Ring
-    tokenizer: Tokenizer
     name: str
     options: ApiOptions
     metrics: RequestMetrics
-    offload: Offload
     created_s: int  # Unix time at which the gateway started
-    tool_format: Format | None  # how the model writes calls; None: it knows no tools
-    reasoning: ReasoningFormat | None  # how the model reasons; None: it does not
-
-    @property
-    def prompts(self) -> Prompts:
-        return Prompts(self.tokenizer, self.offload, self.tool_format, self.reasoning)
 
     async def prepare(self, raw: RawRequest, request_id: str) -> Job:
         """Checks a request, cheap rules before expensive ones, and tokenises its prompts. Raises ApiError."""
@@ -91,7 +80,7 @@ class ServedModel:
             speculation=check_speculation(raw),
             cache_salt=check_cache_salt(raw),
         )
-        prompts = await self.prompts.encode(raw.prompts, tools)
+        prompts = await self.encode(raw.prompts, tools)
         reasoning = self.reasoning if isinstance(raw.prompts[0].content, Chat) else None
         generations: list[Generation] = []
         for prompt, rank in product(prompts, range(n)):
@@ -108,7 +97,7 @@ class ServedModel:
         check_num_logprobs(raw, len(generations), sum(map(_num_logprob_places, generations)))
         echoes: Sequence[Echo | None] = [None] * len(prompts)
         if raw.is_echoed:
-            echoes = await self.prompts.echo(raw.prompts, prompts, raw.num_logprobs is not None)
+            echoes = await self.echo(raw.prompts, prompts, raw.num_logprobs is not None)
         return Job(
             generations=tuple(generations),
             num_per_prompt=n,

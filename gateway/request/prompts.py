@@ -9,6 +9,7 @@ from gateway.errors import bad_request
 from gateway.request.job import Echo, EncodedPrompt
 from gateway.request.raw import Chat, Prompt
 from gateway.request.rules import check_prompt_tokens, check_text_bytes, check_vocabulary
+from gateway.text.detokenize import last_with_text
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
 from gateway.tools.formats import Format
@@ -52,13 +53,9 @@ class Prompts:
 
     async def echo(self, prompts: Sequence[Prompt], encoded: Sequence[EncodedPrompt], with_offsets: bool) -> list[Echo]:
         """Echoes of the prompts: texts as given, token ids as their text."""
-        cost = _ECHO_COST * sum(
-            len(found.ids)
-            for prompt, found in zip(prompts, encoded, strict=True)
-            if with_offsets or not isinstance(prompt.content, str)
-        )
         pairs = [(prompt, found.ids) for prompt, found in zip(prompts, encoded, strict=True)]
-        return await self.offload.run(cost, lambda: [self._echo(*pair, with_offsets) for pair in pairs])
+        num_ids = sum(len(ids) for prompt, ids in pairs if with_offsets or not isinstance(prompt.content, str))
+        return await self.offload.run(_ECHO_COST * num_ids, lambda: [self._echo(*pair, with_offsets) for pair in pairs])
 
     def _check_size(self, prompt: Prompt, tools: Sequence[TemplateInput]) -> int:
         """Refuses a prompt that cannot fit. Returns how many characters to tokenise."""
@@ -108,10 +105,10 @@ class Prompts:
             ids = tuple(model.encode(text, add_special_tokens=bool(add_special_tokens)))
             opened = content.messages[-1]["content"] if content.is_open else ""
             start = reasoning_start(self.reasoning, text, opened) if self.reasoning else "off"
-            return EncodedPrompt(ids, model.last_with_text(ids) if content.is_open else (), start)
+            return EncodedPrompt(ids, last_with_text(model, ids) if content.is_open else (), start)
         if isinstance(content, str):
             content = model.encode(content, add_special_tokens=add_special_tokens is not False)
-        return EncodedPrompt(tuple(content), model.last_with_text(content))
+        return EncodedPrompt(tuple(content), last_with_text(model, content))
 
     def _render(self, chat: Chat, tools: Sequence[TemplateInput], param: str) -> str:
         messages = [fit_reasoning(message, self.tokenizer.chat_templates) for message in chat.messages]

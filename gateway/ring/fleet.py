@@ -45,12 +45,13 @@ class Fleet:
     def _report_mismatches(self) -> None:
         """Log once, naming both values, which alive workers refuse what we accept, or cannot exchange pages."""
         for link in self.links():
-            incarnation = link.status.peer.incarnation
+            status = link.state.status
+            incarnation = status.peer.incarnation
             if incarnation in self._compared or link.find_trouble():
                 continue
             self._compared.add(incarnation)
-            if link.status.context_tokens < self._context_tokens:
-                reason = f"max_context_tokens here {self._context_tokens}, there {link.status.context_tokens}"
+            if status.context_tokens < self._context_tokens:
+                reason = f"max_context_tokens here {self._context_tokens}, there {status.context_tokens}"
                 log.error("a worker has less context than the gateway", there=link.address, reason=reason)
             for prefill, decode in product(self.prefill.values(), self.decode.values()):
                 if link in (prefill, decode):
@@ -58,7 +59,7 @@ class Fleet:
 
     def _report_pair(self, prefill: PrefillLink, decode: DecodeLink) -> None:
         """Unless one of them was not alive yet: it is compared when it is."""
-        here, there = prefill.status.peer, decode.status.peer
+        here, there = prefill.state.status.peer, decode.state.status.peer
         if here.incarnation in self._compared and there.incarnation in self._compared:
             mismatch = find_mismatch(here.layout, there.layout)
             if mismatch is not None:

@@ -10,7 +10,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from gateway.errors import ApiError, not_ready, overloaded
@@ -24,20 +24,21 @@ from gateway.ring.worker_state import WorkerState
 from wire.page_keys import PageKey
 
 
+@dataclass(slots=True, eq=False)
 class Places:
     """A place on a decode worker and perhaps one on a prefill worker, held until released.
 
     While `coming` is set, equal prompts wait for the KV that is to come here.
     """
 
-    def __init__(
-        self, placement: Placement, decode: DecodeState, prefill: WorkerState | None, coming: Coming | None
-    ) -> None:
-        self.placement = placement
-        self.decode = decode
-        self.prefill = prefill
-        self.coming = coming
-        self.held: list[WorkerState] = [decode, prefill] if prefill else [decode]
+    placement: Placement
+    decode: DecodeState
+    prefill: WorkerState | None
+    coming: Coming | None
+    held: list[WorkerState] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.held = [self.decode, self.prefill] if self.prefill else [self.decode]
         for worker in self.held:
             worker.num_mine += 1
 

@@ -11,12 +11,12 @@ needs no decision: its attempt ends, and that is all.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Literal
+from typing import cast
 
 import numpy as np
 
 from gateway.errors import ApiError, bad_request, not_ready, took_too_long
-from gateway.ring.generation import Generation, Tokens
+from gateway.ring.generation import FinishReason, Generation, Tokens
 from gateway.ring.request_steps import (
     Action,
     EndAttempt,
@@ -267,7 +267,7 @@ class Request:
         token_ids = tuple(token for update in updates for token in update.token_ids)
         tokens = Tokens(
             token_ids,
-            _reason(last.finish_reason),
+            cast(FinishReason, last.finish_reason) or None,  # others are trouble
             tuple(one for update in updates for one in update.logprobs),
             tuple(self.scored) if wants_prompt else None,
             self._timing(last.timing) if last.finish_reason or not self.emitted else None,
@@ -323,9 +323,3 @@ class Request:
 
 def _pack(token_ids: Sequence[int]) -> bytes:
     return pack_tokens(np.array(token_ids, np.int32))
-
-
-def _reason(finish_reason: str) -> Literal["stop", "length"] | None:
-    if not finish_reason:
-        return None
-    return "stop" if finish_reason == "stop" else "length"

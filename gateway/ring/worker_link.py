@@ -39,11 +39,6 @@ class WorkerLink:
         self._silence: str | None = None  # why it does not answer, as logged; empty when it does, None before the first
         self._tasks: list[asyncio.Task[None]] = []
 
-    @property
-    def status(self) -> decode_pb2.WorkerStatus:
-        """As the worker last reported it."""
-        return self.state.status
-
     def find_trouble(self) -> str | None:
         """Why this worker cannot take work; None when it can."""
         return self.state.find_trouble(time.monotonic())
@@ -73,7 +68,7 @@ class WorkerLink:
             await self._rest()
 
     def _learn(self, status: decode_pb2.WorkerStatus) -> None:
-        if self.status.peer.incarnation not in ("", status.peer.incarnation):
+        if self.state.status.peer.incarnation not in ("", status.peer.incarnation):
             log.warning("worker restarted", address=self.address, incarnation=status.peer.incarnation)
         elif self._silence:
             log.info("worker answers again", address=self.address)

@@ -14,7 +14,7 @@ import msgspec
 from transformers import AutoTokenizer
 
 from gateway.text.checkpoint import read_model_facts
-from gateway.text.detokenize import IncrementalDetokenizer, ShownTokens, last_with_text
+from gateway.text.detokenize import IncrementalDetokenizer, ShownTokens
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>\Z")  # how sentencepiece writes a byte that has no piece
 
@@ -105,10 +105,6 @@ class Tokenizer:
                 reason = "it drops or changes the text of the last message, so that no answer can go on with it"
             raise TemplateRefusalError(reason) from error
         return str(rendered)
-
-    def last_with_text(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """The last tokens with text, the context of the next token."""
-        return last_with_text(self, token_ids)
 
     def detokenizer(self, shown: Collection[str] = (), before: Sequence[int] = ()) -> IncrementalDetokenizer:
         """A detokenizer for one answer. `shown`: names of control tokens to show; `before`: as in its constructor."""

@@ -29,7 +29,6 @@ class Tool:
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """JSON schema of the arguments."""
         return {"type": "object", "properties": {}} if self.parameters is None else as_object(self.parameters)
 
     def as_template_input(self) -> dict[str, Any]:
@@ -71,7 +70,6 @@ class ToolUse:
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        """Tools that the answer may call."""
         return tuple(tool for tool in self.tools if self.named in (None, tool.name))
 
 

@@ -16,7 +16,6 @@ from gateway.request.prepare import ServedModel
 
 
 def build_messages_router(served: ServedModel) -> APIRouter:
-    """Routes under /v1/messages."""
     router = APIRouter(prefix=MESSAGES_PATH, route_class=limited_route(served))
 
     @router.post("")

@@ -136,15 +136,13 @@ class MessageParam(Body):
                 texts.append(block.text)
             elif isinstance(block, ThinkingBlock) and self.role == "assistant":
                 reasoning.append(block.thinking)
-            elif isinstance(block, RedactedThinkingBlock) and self.role == "assistant":
-                pass
             elif isinstance(block, ToolUseBlock) and self.role == "assistant":
                 calls.append(block.plain(block_path))
             elif isinstance(block, ToolResultBlock) and self.role == "user":
                 if texts:
                     raise bad_request(f"{block_path}: results of calls come before text", block_path)
                 results.append(block.plain())
-            else:
+            elif not (isinstance(block, RedactedThinkingBlock) and self.role == "assistant"):
                 raise bad_request(
                     f"{block_path}.type is {block.type!r}, which the role {self.role!r} cannot have",
                     f"{block_path}.type",
@@ -174,7 +172,6 @@ class MessagesTool(Body):
     strict: bool | None = Field(None, description="Arguments always fit `input_schema`.")
 
     def tool(self) -> Tool:
-        """Without its wire format."""
         return Tool(self.name, self.description, self.input_schema, bool(self.strict))
 
 

@@ -36,24 +36,21 @@ class AnswerMessages:
 
     def _shared(self, index: int, piece: Piece) -> dict[str, Any]:
         """Fields of both messages."""
-        pairs = zip(piece.token_ids, piece.logprobs, strict=True) if piece.logprobs else ()
         fields = {
             "text": piece.text,
             "token_ids": piece.token_ids,
-            "usage": self._usage(),
+            "usage": None if self._totals.num_open else self._usage(),
             "index": index,
-            "logprobs": [_logprob(*pair) for pair in pairs],
+            "logprobs": _logprobs(piece) if piece.logprobs else None,
             "timing": _timing(piece.timing) if self._with_timing and piece.timing else None,
         }
         if piece.stop is not None:
             fields["stop_string" if isinstance(piece.stop, str) else "stop_token_id"] = piece.stop
         return fields
 
-    def _usage(self) -> inference_pb2.Usage | None:
-        """Token counts; only in the request's last message."""
+    def _usage(self) -> inference_pb2.Usage:
+        """Token counts, for the request's last message."""
         totals = self._totals
-        if totals.num_open:
-            return None
         return inference_pb2.Usage(
             prompt_tokens=totals.num_prompt,
             completion_tokens=totals.num_completion,
@@ -64,6 +61,11 @@ class AnswerMessages:
 
 def _timing(timing: Timing) -> inference_pb2.Timing:
     return inference_pb2.Timing(**timing_fields(timing, inference_pb2.Timing.DESCRIPTOR.fields_by_name))
+
+
+def _logprobs(piece: Piece) -> list[inference_pb2.TokenLogprob]:
+    """One per token of the piece."""
+    return [_logprob(token_id, told) for token_id, told in zip(piece.token_ids, piece.logprobs, strict=True)]
 
 
 def _logprob(token_id: int, told: TokenLogprobs) -> inference_pb2.TokenLogprob:

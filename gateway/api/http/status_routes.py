@@ -14,7 +14,6 @@ from runtime.version import OWN_VERSION
 
 
 def build_status_router(served: ServedModel) -> APIRouter:
-    """Routes at the root."""
     router = APIRouter()
 
     @router.get("/live")
@@ -74,7 +73,7 @@ def build_fleet_router(fleet: Fleet) -> APIRouter:
 
 
 def _describe(link: WorkerLink) -> WorkerStatus:
-    status = link.status
+    status = link.state.status
     trouble = link.find_trouble()
     return WorkerStatus(
         role=link.state.role,

@@ -191,12 +191,10 @@ def call_deltas(events: Iterable[CallEvent]) -> list[ToolCallDelta]:
 
 
 def usage_of(totals: Totals) -> Usage:
-    """Token counts of one request."""
     num_prompt, num_completion = totals.num_prompt, totals.num_completion
     details = CompletionDetails(totals.num_reasoning) if totals.job.reasoning else UNSET
     return Usage(num_prompt, num_completion, num_prompt + num_completion, PromptDetails(totals.num_cached), details)
 
 
 def timing_of(timing: Timing) -> TimingBody:
-    """Where one choice's time went."""
     return TimingBody(**timing_fields(timing, TimingBody.__struct_fields__))

@@ -55,7 +55,7 @@ class Extras:
 
 
 class _Writer(Generic[Logprobs]):
-    """Writes one choice, either as chunks or as a whole."""
+    """One choice, written either as chunks or as a whole. The last chunk has the finish reason and no text."""
 
     kind: type[Logprobs]
     id_prefix: str  # of answers
@@ -70,14 +70,6 @@ class _Writer(Generic[Logprobs]):
         self._token_ids: list[int] = []
         self._logprobs: Logprobs | None = extras.logprobs(self.kind, ())
         self._last = Piece("")
-
-    def chunks(self, piece: Piece) -> list[Choice]:
-        """The chunks for a piece. The last chunk has the finish reason and no text."""
-        raise NotImplementedError
-
-    def whole(self) -> Choice:
-        """The choice that is not streamed, after its last piece."""
-        raise NotImplementedError
 
     def add(self, piece: Piece) -> None:
         """Adds a piece of a choice that is not streamed."""

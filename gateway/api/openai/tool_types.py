@@ -42,7 +42,6 @@ class ToolDefinition(Body):
     function: FunctionDefinition
 
     def tool(self) -> Tool:
-        """Without its wire format."""
         function = self.function
         return Tool(function.name, function.description, function.parameters, bool(function.strict))
 
@@ -62,6 +61,7 @@ class NamedToolChoice(Body):
 
 Tools = Annotated[list[ToolDefinition], FirstErrorOnly()]
 ToolChoice = ChoiceOr[NamedToolChoice]
+_NAME = "tool_choice.function.name"
 TOOLS_FIELD = Field(None, description="Functions that the answer may call.", json_schema_extra={"maxItems": MAX_TOOLS})
 
 
@@ -92,8 +92,8 @@ def raw_tools(
     tools: list[ToolDefinition] | None, choice: Choice | NamedToolChoice | None, is_parallel: bool | None
 ) -> RawTools:
     """A request's tools without their wire format."""
-    if isinstance(choice, NamedToolChoice):
-        choice_or_name: Choice | NamedChoice | None = NamedChoice(choice.function.name, "tool_choice.function.name")
-    else:
-        choice_or_name = choice
-    return RawTools(tools=[item.tool() for item in tools or ()], choice=choice_or_name, is_parallel=is_parallel)
+    return RawTools(
+        [item.tool() for item in tools or ()],
+        choice=NamedChoice(choice.function.name, _NAME) if isinstance(choice, NamedToolChoice) else choice,
+        is_parallel=is_parallel,
+    )

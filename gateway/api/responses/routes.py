@@ -15,7 +15,6 @@ from gateway.request.prepare import ServedModel
 
 
 def build_responses_router(served: ServedModel) -> APIRouter:
-    """Routes under /v1."""
     router = APIRouter(prefix="/v1", route_class=limited_route(served))
 
     @router.post("/responses")

@@ -122,7 +122,6 @@ class FunctionTool(Body):
     strict: bool | None = Field(None, description="Arguments always fit `parameters`, also where the model is free.")
 
     def tool(self) -> Tool:
-        """Without its wire format."""
         return Tool(self.name, self.description, self.parameters, bool(self.strict))
 
 

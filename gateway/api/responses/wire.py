@@ -127,7 +127,8 @@ class ResponseWriter:
                     "response.output_item.added", output_index=item.index, item=self._item(item, is_new=True)
                 )
                 part = _part(item.kind, "")
-                return [added] if part is None else [added, self._part_event("added", part_place, part)]
+                begin = "response.content_part.added"
+                return [added] if part is None else [added, self._event(begin, **part_place, part=part)]
             case Grown():
                 logprobs = {"logprobs": self._logprobs(event.tokens)} if item.kind == "text" else {}
                 return [self._event(f"{_GROWN[item.kind]}.delta", **part_place, delta=event.text, **logprobs)]
@@ -142,12 +143,9 @@ class ResponseWriter:
             part = _part(item.kind, content, self._logprobs(item.tokens))
             done = [
                 self._event(f"{_GROWN[item.kind]}.done", **place, text=content, **logprobs),
-                self._part_event("done", place, part),
+                self._event("response.content_part.done", **place, part=part),
             ]
         return [*done, self._event("response.output_item.done", output_index=item.index, item=self._item(item))]
-
-    def _part_event(self, what: str, place: dict[str, object], part: OutputText | ReasoningText | None) -> bytes:
-        return self._event(f"response.content_part.{what}", **place, part=part)
 
     def _event(self, kind: str, **fields: object) -> bytes:
         self._num_events += 1

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.text.detokenize import last_with_text
 from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE, write_byte_level, write_sentencepiece
 
@@ -67,4 +68,4 @@ def test_the_answer_goes_on_with_its_text(tmp_path: Path) -> None:
     ids = tokenizer.encode(prompt, add_special_tokens=False)
     answer = tokenizer.encode("world", add_special_tokens=False)  # the normaliser writes a space before it
     assert tokenizer.detokenizer().push(answer) == "world"
-    assert tokenizer.detokenizer(before=tokenizer.last_with_text(ids)).push(answer) == " world"
+    assert tokenizer.detokenizer(before=last_with_text(tokenizer, ids)).push(answer) == " world"

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.text.detokenize import last_with_text
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
 from tests.support.texts import KINDS, edges, split, tiny
@@ -83,7 +84,7 @@ def test_text_goes_on_as_if_it_had_not_been_cut(kind: str, data: st.DataObject, 
     spaces = [token_id for token_id, piece in enumerate(tokenizer.pieces(range(350))) if piece.startswith(("▁", "Ġ"))]
     ids = data.draw(st.lists(st.sampled_from(spaces) | st.integers(0, tokenizer.vocab_size - 1), max_size=40))
     before, after = ids[:cut], ids[cut:]
-    detokenizer = tokenizer.detokenizer(before=tokenizer.last_with_text(before))
+    detokenizer = tokenizer.detokenizer(before=last_with_text(tokenizer, before))
     text = detokenizer.push(after) + detokenizer.flush()
     prompt = "".join(_deltas(tokenizer, before, []))
     if prompt + text != "".join(_deltas(tokenizer, ids, [])):
@@ -94,7 +95,7 @@ def test_text_goes_on_as_if_it_had_not_been_cut(kind: str, data: st.DataObject, 
 def test_a_character_cut_in_two_is_whole_on_neither_side() -> None:
     for tokenizer in map(tiny, KINDS):
         ids = tokenizer.encode("🙂", add_special_tokens=False)[-4:]
-        detokenizer = tokenizer.detokenizer(before=tokenizer.last_with_text(ids[:2]))
+        detokenizer = tokenizer.detokenizer(before=last_with_text(tokenizer, ids[:2]))
         assert detokenizer.push(ids[2:]) + detokenizer.flush() == "\ufffd\ufffd"
 
 
