@@ -19,6 +19,7 @@ from bench.simulate.settings import Workload
 from bench.simulate.worker import Limits, SimWorker
 from bench.simulate.workload import Conversation, build_conversations
 from gateway.ring.generation import Generation
+from gateway.ring.reasons import as_error
 from wire.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -96,7 +97,7 @@ class Simulation:
 
     def _end(self, client: Conversation, turn: int, arrived: float, prompt: bytes, life: Life) -> None:
         failure = life.request.failure
-        error = str(failure) if failure else ""
+        error = str(as_error(failure)) if failure else ""
         num_tokens = len(life.request.emitted)
         self.outcome.answers.append(
             Answer(

@@ -5,9 +5,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gateway.errors import ApiError, not_ready
 from gateway.ring.generation import Admitted
 from gateway.ring.queue import Queue, Waiter
+from gateway.ring.reasons import Reason, as_error
 from gateway.ring.request_machine import Request
 
 
@@ -30,15 +30,15 @@ class Admission:
     def admit(self, num_choices: int) -> Iterator[Admitted]:
         """As Ring.admit."""
         admitted = self.queue.admit(num_choices)
-        if isinstance(admitted, ApiError):
-            raise admitted
+        if isinstance(admitted, Reason):
+            raise as_error(admitted)
         try:
             yield admitted
         finally:
             self.queue.dismiss(admitted)
 
     async def wait(self, request: Request) -> Waiter:
-        """Until an admitted request has places, or a refusal. The caller has it leave the queue in the end."""
+        """Until an admitted request has places, or a reason why not. The caller has it leave the queue in the end."""
         waiter = self.queue.join(request)
         decided = self._decided[waiter] = asyncio.get_running_loop().create_future()
         timeout_s = request.deadline - time.monotonic()
@@ -49,7 +49,7 @@ class Admission:
                 await decided
         except TimeoutError:
             self.queue.leave(waiter)
-            waiter.places, waiter.refusal = None, not_ready(f"no worker had room within {timeout_s:.0f} s")
+            waiter.places, waiter.reason = None, Reason("not ready", f"no worker had room within {timeout_s:.0f} s")
         except asyncio.CancelledError:
             self.queue.leave(waiter)
             raise

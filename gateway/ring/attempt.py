@@ -73,8 +73,8 @@ class Attempt:
             with self._admission.queue.apart():
                 await sleep(request.resumes_at - started)
         waiter = await self._admission.wait(request)
-        if waiter.refusal is not None:
-            request.step(waiter.refusal, time.monotonic())
+        if waiter.reason is not None:
+            request.step(waiter.reason, time.monotonic())
             return None
         self._state = state = AttemptState(self._admission.queue, waiter)
         state.session.on_event = self._wake

@@ -6,10 +6,10 @@ to be done by the caller are calls of workers, and tokens for the client.
 
 from dataclasses import dataclass, field
 
-from gateway.errors import ApiError, took_too_long
 from gateway.ring.decode_state import Session, SessionEvent
 from gateway.ring.generation import Tokens
 from gateway.ring.queue import Places, Queue, Waiter
+from gateway.ring.reasons import OUT_OF_TIME, Reason
 from gateway.ring.request_machine import Phase, Request
 from gateway.ring.request_steps import EndAttempt, Event, Forget, GiveBack, Placed, Prefilled, Refused, Remember
 from protos import decode_pb2, prefill_pb2
@@ -65,14 +65,14 @@ class AttemptState:
             self.places.release(self.places.prefill)
         self.session.put(event)
 
-    def next_event(self, now: float) -> SessionEvent | ApiError | None:
+    def next_event(self, now: float) -> SessionEvent | Reason | None:
         """The next thing to `step` with; None: wait for one. Only while the request runs.
 
         After the deadline what has arrived counts only if it is all of the answer: its reader may be slow.
         """
         if self.session.inbox and (now < self.request.deadline or self.session.is_over):
             return self.session.inbox.popleft()
-        return took_too_long() if now >= self.request.deadline else None
+        return OUT_OF_TIME if now >= self.request.deadline else None
 
     def step(self, event: Event, now: float) -> list[Command]:
         """What the caller has to do: at most one call of prefill, and at most one Tokens."""

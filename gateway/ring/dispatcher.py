@@ -14,6 +14,7 @@ from gateway.ring.fleet import Fleet
 from gateway.ring.generation import Admitted, Generation, Tokens
 from gateway.ring.policy import find_unready
 from gateway.ring.queue import Queue
+from gateway.ring.reasons import as_error
 from gateway.ring.request_machine import Phase, Request
 from gateway.ring.routing import Router
 from runtime.metrics import SECONDS_BUCKETS
@@ -75,7 +76,7 @@ class Dispatcher:
                     yield tokens
             self._note_end(attempt, generation.request_id)
         if request.failure is not None:
-            raise request.failure
+            raise as_error(request.failure)
 
     def _note_end(self, attempt: Attempt, request_id: str) -> None:
         end = attempt.end

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from gateway.errors import ApiError, not_ready, overloaded
 from gateway.ring.decode_state import DecodeState
 from gateway.ring.generation import Admitted
 from gateway.ring.policy import Placement, WorkerView, find_unready
+from gateway.ring.reasons import Reason
 from gateway.ring.request_machine import Request
 from gateway.ring.request_steps import Role
 from gateway.ring.routing import Coming, Held, Router
@@ -51,11 +51,11 @@ class Places:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request in the queue; once decided, it has places or a refusal."""
+    """A request in the queue; once decided, it has places or the reason why not."""
 
     request: Request  # does not change while it waits
     places: Places | None = None
-    refusal: ApiError | None = None
+    reason: Reason | None = None
 
 
 class Queue:
@@ -87,11 +87,11 @@ class Queue:
 
     # -- being let in ------------------------------------------------------------------------------------------------
 
-    def admit(self, num_choices: int) -> Admitted | ApiError:
+    def admit(self, num_choices: int) -> Admitted | Reason:
         """As Ring.admit, until `dismiss`. Any number while none waits, so that no request is refused for ever."""
         num_waiting = self.num_waiting
         if num_waiting and num_waiting + num_choices > self._max_queue:
-            return overloaded(_describe_full(num_waiting, num_choices, self._max_queue))
+            return Reason("queue full", _describe_full(num_waiting, num_choices, self._max_queue))
         self._num_apart += num_choices
         return Admitted(num_choices)
 
@@ -152,7 +152,7 @@ class Queue:
     # -- deciding ----------------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Waiter]:
-        """Requests whose wait is over: they have places, or a refusal. Call it at each change and after each poll."""
+        """Requests whose wait is over: they have places, or a reason. Call it at each change and after each poll."""
         views = self.views(now)
         unready = find_unready(views)
         if unready is None:
@@ -162,7 +162,7 @@ class Queue:
             return []
         refused, self._waiting = list(self._waiting), deque()
         for waiter in refused:
-            waiter.refusal = not_ready(unready)
+            waiter.reason = Reason("not ready", unready)
         return refused
 
     def _place_all(self, views: Sequence[WorkerView], now: float) -> list[Waiter]:

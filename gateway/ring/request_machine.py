@@ -11,12 +11,12 @@ needs no decision: its attempt ends, and that is all.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import cast
+from typing import Literal
 
 import numpy as np
 
-from gateway.errors import ApiError, bad_request, not_ready, took_too_long
-from gateway.ring.generation import FinishReason, Generation, Tokens
+from gateway.ring.generation import Generation, Tokens
+from gateway.ring.reasons import OUT_OF_TIME, Reason
 from gateway.ring.request_steps import (
     Action,
     EndAttempt,
@@ -57,7 +57,7 @@ class Request:
     patience_s: float  # how long it looks for a worker that answers
     silent_since: float  # when its client last got tokens; before the first, when it arrived, or queues again
     phase: Phase = Phase.WAITING
-    failure: ApiError | None = None  # why it ended, if not with its answer
+    failure: Reason | None = None  # why it ended, if not with its answer
     attempt: int = 1
     num_failures: int = 0
     resumes_at: float = 0.0  # when it goes back to the queue, at the earliest
@@ -123,7 +123,7 @@ class Request:
                 return self._take_update(event, now)
             case Phase.WAITING, Placed():
                 return self._reserve(event, now)
-            case Phase.WAITING, ApiError():
+            case Phase.WAITING, Reason():
                 return self._end(event)
             case Phase.RESERVING, decode_pb2.ReserveResponse():
                 return self._run(event, now)
@@ -133,8 +133,8 @@ class Request:
                 return self._take_prefilled(event, now)
             case Phase.RESERVING | Phase.RUNNING, SessionLost(detail):
                 return self._fail(detail, self.placed.decode, now, MAX_LOSSES)
-            case Phase.RUNNING, ApiError():
-                return self._end(event, EndAttempt("out of time"))
+            case Phase.RUNNING, Reason():
+                return self._end(event, EndAttempt(event.kind))
         return []
 
     def _reserve(self, placed: Placed, now: float) -> list[Action]:
@@ -209,11 +209,11 @@ class Request:
             return self._look_on(refused.detail, now)
         return self._fail(refused.detail, self.placed.decode, now)
 
-    def _impossible(self, refused: Refused) -> ApiError:
+    def _impossible(self, refused: Refused) -> Reason:
         if not refused.is_grammar or self.generation.grammar is None:
-            return bad_request(refused.detail, None)
+            return Reason("impossible", refused.detail)
         param = refused.param or self.generation.grammar.param
-        return bad_request(f"{param} cannot be used: {refused.detail}", param)
+        return Reason("impossible", f"{param} cannot be used: {refused.detail}", param)
 
     def _pause(self, reason: str, now: float) -> list[Action]:
         """The grammar is being compiled: others get the places meanwhile, and go first unless the client has tokens."""
@@ -222,7 +222,7 @@ class Request:
         self.resumes_at = now + GRAMMAR_PAUSE_S
         end = EndAttempt(reason)
         if self.resumes_at >= self.deadline:
-            return self._end(took_too_long(), end)
+            return self._end(OUT_OF_TIME, end)
         if not self.emitted:
             self.is_new_again, self.silent_since = True, self.resumes_at
         return self._again(end)
@@ -234,10 +234,10 @@ class Request:
             self.absent_since = now
         end = EndAttempt(reason)
         if now >= self.deadline:
-            return self._end(took_too_long(), end)
+            return self._end(OUT_OF_TIME, end)
         if now - self.absent_since >= self.patience_s:
             detail = f"found no worker for {self.patience_s:g} s; the last: {reason}"
-            return self._end(not_ready(detail), end)
+            return self._end(Reason("not ready", detail), end)
         return self._again(end)
 
     def _take_update(self, update: SessionUpdate, now: float) -> list[Action]:
@@ -249,8 +249,8 @@ class Request:
     def _take_trouble(self, update: SessionUpdate, now: float) -> list[Action]:
         detail, grammar = update.error or update.finish_reason, self.generation.grammar
         if update.finish_reason == "grammar_error" and grammar is not None:  # it would be so anywhere
-            error = bad_request(f"the answer cannot follow {grammar.param}: {detail}", grammar.param)
-            return self._end(error, EndAttempt(detail))
+            reason = Reason("impossible", f"the answer cannot follow {grammar.param}: {detail}", grammar.param)
+            return self._end(reason, EndAttempt(detail))
         detail = f"{self.placed.address}: {detail}"
         if update.finish_reason != "expired":
             return self._fail(detail, self.placed.decode, now)
@@ -267,7 +267,7 @@ class Request:
         token_ids = tuple(token for update in updates for token in update.token_ids)
         tokens = Tokens(
             token_ids,
-            cast(FinishReason, last.finish_reason) or None,  # others are trouble
+            _reason(last.finish_reason),
             tuple(one for update in updates for one in update.logprobs),
             tuple(self.scored) if wants_prompt else None,
             self._timing(last.timing) if last.finish_reason or not self.emitted else None,
@@ -304,10 +304,10 @@ class Request:
         self.avoid.add(culprit)
         end = EndAttempt(reason, is_failure=True)
         if now >= self.deadline:
-            return self._end(took_too_long(), end)
+            return self._end(OUT_OF_TIME, end)
         if self.num_failures >= limit:
             detail = f"gave up after {self.num_failures} attempts; the last: {reason}"
-            return self._end(ApiError(503, detail, code="failed", retry_after_s=1), end)
+            return self._end(Reason("gave up", detail), end)
         return self._again(end)
 
     def _again(self, end: EndAttempt) -> list[Action]:
@@ -315,7 +315,7 @@ class Request:
         self.attempt += 1
         return [end]
 
-    def _end(self, failure: ApiError | None, *last: EndAttempt) -> list[Action]:
+    def _end(self, failure: Reason | None, *last: EndAttempt) -> list[Action]:
         self.phase = Phase.ENDED
         self.failure = failure
         return list(last)
@@ -323,3 +323,9 @@ class Request:
 
 def _pack(token_ids: Sequence[int]) -> bytes:
     return pack_tokens(np.array(token_ids, np.int32))
+
+
+def _reason(finish_reason: str) -> Literal["stop", "length"] | None:
+    if not finish_reason:
+        return None
+    return "stop" if finish_reason == "stop" else "length"

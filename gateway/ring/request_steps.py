@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gateway.errors import ApiError
 from gateway.ring.generation import Tokens
+from gateway.ring.reasons import Reason
 from protos import decode_pb2, prefill_pb2
 from wire.logprobs import TokenLogprobs
 from wire.messages import unpack_decode_timing
@@ -87,8 +87,10 @@ class SessionLost:
     detail: str
 
 
-# ApiError: the request gets no places, or its deadline passed while it runs. ReserveResponse: the session is open.
-Event = Placed | ApiError | decode_pb2.ReserveResponse | Refused | Prefilled | SessionUpdate | SessionLost
+# Reason: the request gets no places, or its deadline passed while it runs. ReserveResponse: the session is open.
+Event = (
+    Placed | Reason | decode_pb2.ReserveResponse | Refused | Prefilled | SessionUpdate | SessionLost
+)  # fmt: skip
 
 
 # -- what is to be done ----------------------------------------------------------------------------------------------

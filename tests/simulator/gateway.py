@@ -6,11 +6,11 @@ It has the calls made that these decide on, as admission.py, attempt.py and the 
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.errors import ApiError, not_ready
 from gateway.ring.attempt_state import AttemptState
 from gateway.ring.decode_state import DecodeState
 from gateway.ring.generation import Tokens
 from gateway.ring.queue import Queue, Waiter
+from gateway.ring.reasons import Reason, as_error
 from gateway.ring.request_machine import Phase, Request
 from gateway.ring.request_steps import Event, Refused, update_of
 from gateway.ring.routing import Router
@@ -180,14 +180,14 @@ class SimGateway(Process):
         work = next((work for work in self.works if work.waiter is waiter), None)
         if work is None:
             return
-        if waiter.refusal is not None:
-            self._refuse(work, waiter.refusal)
+        if waiter.reason is not None:
+            self._refuse(work, waiter.reason)
             return
         attempt = work.attempt = AttemptState(self.queue, waiter)
         attempt.session.on_event = lambda: self._read_inbox(work)
         self._reserve(work, attempt, attempt.begin(self.world.now))
 
-    def _refuse(self, work: Work, reason: ApiError) -> None:
+    def _refuse(self, work: Work, reason: Reason) -> None:
         work.request.step(reason, self.world.now)
         self._let_go(work)
         self._go_on(work)
@@ -196,7 +196,7 @@ class SimGateway(Process):
         if work not in self.works:
             return
         if work.attempt is None:
-            self._refuse(work, not_ready("no worker had room"))
+            self._refuse(work, Reason("not ready", "no worker had room"))
         elif work.request.phase is Phase.RUNNING:
             self._read_inbox(work)
         else:
@@ -230,7 +230,7 @@ class SimGateway(Process):
         if work.request.phase is Phase.WAITING:
             self._enqueue(work)
         else:
-            self._end(work, f"error {failure}" if failure else "answer")
+            self._end(work, f"error {as_error(failure)}" if failure else "answer")
 
     def _end(self, work: Work, how: str) -> None:
         self.works.remove(work)

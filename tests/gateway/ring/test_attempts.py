@@ -7,6 +7,7 @@ import pytest
 
 from gateway.ring.generation import Generation, Grammar, Tokens
 from gateway.ring.policy import NO_LIMIT
+from gateway.ring.reasons import as_error
 from gateway.ring.request_machine import GRAMMAR_PAUSE_S, Phase
 from gateway.ring.request_steps import Prefilled, Refused, SessionLost
 from protos import decode_pb2, prefill_pb2
@@ -125,7 +126,7 @@ def test_an_attempt_ends_the_request_or_it_tries_again_avoiding_the_culprit(
         assert (request.phase, request.failure, request.avoid) == (Phase.WAITING, None, message)
     else:
         assert request.phase is Phase.ENDED and request.failure is not None
-        error = request.failure
+        error = as_error(request.failure)
         assert (error.status, error.message, error.param) == (status, message, PARAM)
     attempt.state.close()
     has_session = not isinstance(event, tuple)
@@ -149,7 +150,7 @@ def test_failures_in_a_row_are_bounded_and_a_token_forgives_them() -> None:
         assert attempt.state.end is not None and attempt.state.end.is_failure
         attempt = retry(attempt)
     assert attempt.request.failure is not None
-    error = attempt.request.failure
+    error = as_error(attempt.request.failure)
     assert (error.status, error.code, error.retry_after_s) == (503, "failed", 1)
     assert error.message == "gave up after 3 attempts; the last: D1: failure 4"
 
@@ -172,7 +173,7 @@ def test_a_request_that_finds_no_worker_gives_up_in_time(why: Any, seconds: floa
         hall.poll(hall.decodes[0])
         attempt, number = retry(attempt), number + 1
     assert attempt.request.failure is not None
-    error = attempt.request.failure
+    error = as_error(attempt.request.failure)
     assert error.status == ends and number == {"absent": 5, "failed": 2, "compiling": 3}[why]
     if why == "absent":
         assert error.message == "found no worker for 2 s; the last: D1: refused" and error.code == "not_ready"
@@ -195,7 +196,7 @@ def test_a_slow_reader_keeps_no_place_and_gets_after_its_time_only_a_whole_answe
     parts = attempt.read()
     assert [token for part in parts for token in part.token_ids] == ([8, 9, 10] if has_ended else [])
     failure = attempt.request.failure
-    assert (failure is None) == has_ended and (failure is None or failure.status == 504)
+    assert (failure is None) == has_ended and (failure is None or as_error(failure).status == 504)
     attempt.state.close()
     assert hall.decodes[0].take_unwanted() == ([] if has_ended else [1])
 

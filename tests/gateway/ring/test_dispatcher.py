@@ -23,6 +23,7 @@ from gateway.ring.fleet import Fleet
 from gateway.ring.generation import Generation, Grammar, Tokens
 from gateway.ring.policy import NO_LIMIT
 from gateway.ring.queue import Queue, Waiter
+from gateway.ring.reasons import as_error
 from gateway.ring.request_machine import Request
 from gateway.ring.routing import Router
 from protos import decode_pb2, kv_pb2, prefill_pb2
@@ -246,9 +247,9 @@ async def test_waiting_ends_with_places_in_time_or_when_it_is_cancelled() -> Non
             return asyncio.create_task(admission.wait(Request(generation(), time.monotonic() + seconds, 0.0, 0.0)))
 
         first = await wait(PATIENCE_S)
-        late = (await wait(0.01)).refusal
-        assert late is not None and late.status == 503
-        assert late.message == "no worker had room within 0 s"
+        late = (await wait(0.01)).reason
+        assert late is not None and as_error(late).status == 503
+        assert late.detail == "no worker had room within 0 s"
         second, third = wait(PATIENCE_S), wait(PATIENCE_S)
         await asyncio.sleep(0)
         assert (queue.num_placed, queue.num_waiting) == (1, 2)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from gateway.errors import ApiError
 from gateway.ring.generation import Admitted
 from gateway.ring.queue import Waiter
+from gateway.ring.reasons import Reason, as_error
 from gateway.ring.request_machine import GRAMMAR_PAUSE_S, Phase, Request
 from gateway.ring.request_steps import Refused
 from tests.support.dispatching import generation
@@ -33,9 +33,9 @@ def full(hall: Hall) -> list[Try]:
 # -- the limit -------------------------------------------------------------------------------------------------------
 
 
-def refusal(admitted: Admitted | ApiError) -> str:
-    assert isinstance(admitted, ApiError)
-    error = admitted
+def refusal(admitted: Admitted | Reason) -> str:
+    assert isinstance(admitted, Reason)
+    error = as_error(admitted)
     assert (error.status, error.code, error.retry_after_s) == (429, "overloaded", 1)
     return error.message
 
@@ -205,8 +205,8 @@ def test_requests_wait_for_a_worker_to_come_back_but_not_for_ever(was_ready: boo
     if was_ready:
         assert hall.decide() == []
         hall.now = 21
-    assert hall.decide() == ["r"] and waiter.refusal is not None
-    error = waiter.refusal
+    assert hall.decide() == ["r"] and waiter.reason is not None
+    error = as_error(waiter.reason)
     assert (error.status, error.code, error.retry_after_s) == (503, "not_ready", 1)
     assert error.message.startswith("no decode worker is alive: D1 has been silent")
     again = hall.join("again")
