@@ -36,7 +36,7 @@ class Slice(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """T new tokens of B sequences, on the host."""
+    """T new tokens of B sequences, on the host. All but the last are uploaded, in this order."""
 
     places: Ints  # [T] of the new tokens in the flat Rows.tokens
     positions: Ints  # [T]
@@ -99,28 +99,9 @@ def build_batch(layout: Layout, rows: Rows, stager: Stager) -> Batch:
 
     Arrays that are the same objects as in the stager's last layout keep their tensors.
     """
-    places, *fields = stager.upload(
-        [
-            layout.places,
-            layout.positions,
-            layout.query_starts,
-            layout.context_lens,
-            layout.page_table,
-            layout.write_pages,
-            layout.write_offsets,
-            layout.logits_rows,
-        ]
-    )
+    places, *fields = stager.upload(layout[:-1])
     positions, query_starts, context_lens, page_table, write_pages, write_offsets, logits_rows = fields
     return Batch(
-        token_ids=rows.tokens.take(places).long(),
-        positions=positions,
-        query_starts=query_starts,
-        context_lens=context_lens,
-        page_table=page_table,
-        write_pages=write_pages,
-        write_offsets=write_offsets,
-        logits_rows=logits_rows,
-        query_lens_host=layout.query_lens,
-        context_lens_host=layout.context_lens,
-    )
+        rows.tokens.take(places).long(), positions, query_starts, context_lens, page_table, write_pages, write_offsets,
+        logits_rows, query_lens_host=layout.query_lens, context_lens_host=layout.context_lens,
+    )  # fmt: skip

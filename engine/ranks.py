@@ -6,7 +6,6 @@ the group, nothing of models or of how ranks receive steps.
 
 import os
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,72 +14,43 @@ from torch import Tensor
 INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # ranks are on one host and trust each other
 
 
-class Ranks(Protocol):
-    """One rank's view of its group."""
-
-    rank: int
-    size: int
-
-    def add_(self, tensor: Tensor) -> Tensor:
-        """Replace `tensor` by the sum over all ranks and return it. All ranks get the same bits."""
-        ...
-
-    def join(self, tensor: Tensor) -> Tensor:
-        """[S, n], the same shape on each rank |-> [S, size * n], columns of rank 0 first."""
-        ...
-
-    def own_rows(self, count: int) -> slice:
-        """Of `count` rows, those whose tokens this rank samples."""
-        ...
-
-    def deal(self, tensor: Tensor) -> Tensor:
-        """[S, n], as in `join` |-> [m, size * n]: like `join`, for this rank's own rows only."""
-        ...
-
-    def share(self, tensor: Tensor, count: int) -> Tensor:
-        """[m], a value for each of this rank's own rows |-> [count], the values of all ranks."""
-        ...
-
-    def meet(self, device: torch.device) -> None:
-        """Launches a barrier: it completes on `device` after everything that any rank launched before it."""
-        ...
-
-    def least(self, number: int, device: torch.device) -> int:
-        """The minimum over all ranks. Waits for all."""
-        ...
-
-
-class OneRank:
-    """`Ranks` of a model that is not divided."""
+class Ranks:
+    """One rank's view of its group. This class: a group of one, which has the whole model."""
 
     rank, size = 0, 1
 
     def add_(self, tensor: Tensor) -> Tensor:
+        """Replace `tensor` by the sum over all ranks and return it. All ranks get the same bits."""
         return tensor
 
     def join(self, tensor: Tensor) -> Tensor:
+        """[S, n], the same shape on each rank |-> [S, size * n], columns of rank 0 first."""
         return tensor
 
     def own_rows(self, count: int) -> slice:
+        """Of `count` rows, those whose tokens this rank samples."""
         return slice(0, count)
 
     def deal(self, tensor: Tensor) -> Tensor:
+        """[S, n], as in `join` |-> [m, size * n]: like `join`, for this rank's own rows only."""
         return tensor
 
     def share(self, tensor: Tensor, count: int) -> Tensor:
+        """[m], a value for each of this rank's own rows |-> [count], the values of all ranks."""
         return tensor
 
     def meet(self, device: torch.device) -> None:
-        """See `Ranks.meet`."""
+        """Launches a barrier: it completes on `device` after everything that any rank launched before it."""
 
     def least(self, number: int, device: torch.device) -> int:
+        """The minimum over all ranks. Waits for all."""
         return number
 
 
-ONE_RANK = OneRank()
+ONE_RANK = Ranks()
 
 
-class GroupRanks:
+class GroupRanks(Ranks):
     """`Ranks` as a group of torch.distributed: NCCL between GPUs, gloo between CPUs."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -56,15 +56,8 @@ class SamplingBatch(NamedTuple):
         if logits.dim() != 2 or logits.dtype is not torch.float32 or not logits.is_contiguous():
             raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)}, expected contiguous float32 [S, V]")
         rows, vocabulary = logits.shape
-        _check("temperature", self.temperature, np.float32, rows)
-        _check("top_k", self.top_k, np.int64, rows)
-        _check("top_p", self.top_p, np.float64, rows)
-        _check("min_p", self.min_p, np.float64, rows)
-        _check("seeds", self.seeds, np.uint64, rows)
-        _check("positions", self.positions, np.int64, rows)
-        _check("repetition", self.repetition, np.float32, rows)
-        _check("frequency", self.frequency, np.float32, rows)
-        _check("presence", self.presence, np.float32, rows)
+        for name, dtype in PARAMETERS.items():
+            _check(name, getattr(self, name), dtype, rows)
         if self.counts is not None:
             self._check_counts(self.counts, logits)
             _check_lines("counts_line", self.counts_line, rows, self.counts.shape[0])
@@ -88,10 +81,11 @@ class SamplingBatch(NamedTuple):
             )
 
 
-ROW_FIELDS = (
-    "temperature", "top_k", "top_p", "min_p", "seeds", "positions", "repetition", "frequency", "presence",
-    "counts_line", "mask_line",
-)  # fmt: skip
+PARAMETERS: dict[str, DTypeLike] = {
+    "temperature": np.float32, "top_k": np.int64, "top_p": np.float64, "min_p": np.float64, "seeds": np.uint64,
+    "positions": np.int64, "repetition": np.float32, "frequency": np.float32, "presence": np.float32,
+}  # fmt: skip
+ROW_FIELDS = (*PARAMETERS, "counts_line", "mask_line")
 RAGGED_FIELDS = (("extra_starts", "extra_ids"), ("bias_starts", "bias_ids", "bias_values"))
 
 

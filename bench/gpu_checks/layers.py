@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bench.gpu_checks.attention import dtype_for
 from engine.attention.heads import Heads, Turn
-from engine.model.operations import TorchOperations
+from engine.model.operations import Operations
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 
 EPS = 1e-5
@@ -32,7 +32,7 @@ def check_layers(device: torch.device) -> str:
     def normal(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes))).to(device, dtype)
 
-    ours, theirs = kernels.TritonOperations(), TorchOperations()
+    ours, theirs = kernels.TritonOperations(), Operations()
     rows, delta, weight = normal(NUM_TOKENS, 4096), normal(NUM_TOKENS, 4096), normal(4096)
     compare("norm", ours.norm(rows, weight, EPS), theirs.norm(rows, weight, EPS))
     sums = rows.clone(), rows.clone()

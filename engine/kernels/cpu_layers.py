@@ -8,12 +8,12 @@ from torch import Tensor
 
 from engine.attention.heads import Heads, Turn
 from engine.kernels.build import BuildError, load_kernel
-from engine.model.operations import Operations, TorchOperations
+from engine.model.operations import Operations
 
 BF16 = torch.bfloat16
 
 
-class CpuOperations(TorchOperations):
+class CpuOperations(Operations):
     """See `Operations`. `gate` is torch's: packed products have their own."""
 
     def __init__(self, kernel: ctypes.CDLL) -> None:
@@ -75,7 +75,7 @@ def _can_turn(values: Tensor, turn: Turn) -> bool:
 def choose() -> Operations:
     """The kernel's operations if there is a compiler, else torch's."""
     kernel = load()
-    return TorchOperations() if kernel is None else CpuOperations(kernel)
+    return Operations() if kernel is None else CpuOperations(kernel)
 
 
 @cache

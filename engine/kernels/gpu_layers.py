@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.attention.heads import Heads
+from engine.model.operations import Operations
 
 GATE_BLOCK = 1024
 HEADS_BLOCK = 8  # heads of a token per program: 1,024 elements at D = 128
@@ -113,7 +114,7 @@ def join_pages_kernel(table, starts, out, table_stride, BLOCK: tl.constexpr):
     tl.store(out + begin + column, pages, mask=column < count)
 
 
-class TritonOperations:
+class TritonOperations(Operations):
     """See `Operations`."""
 
     def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:

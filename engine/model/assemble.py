@@ -9,7 +9,6 @@ from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder, DecoderLayer
 from engine.model.embedding import SummedEmbedding
-from engine.model.head import JoinedHead, WholeHead
 from engine.model.linear import Linear, SummedLinear
 from engine.model.loader import Loader
 from engine.model.shard import EMBEDDING, LM_HEAD
@@ -27,9 +26,9 @@ def build_decoder(config: ModelConfig, loader: Loader, ranks: Ranks = ONE_RANK) 
     final_norm = loader.take(FINAL_NORM)  # [H]
     loader.finish()
     if ranks.size == 1:
-        return Decoder(config, embedding, layers, final_norm, WholeHead(head))
+        return Decoder(config, embedding, layers, final_norm, head)
     table = SummedEmbedding(embedding, ranks.rank * len(embedding), ranks)
-    return Decoder(config, table, layers, final_norm, JoinedHead(head, ranks), ranks)
+    return Decoder(config, table, layers, final_norm, head, ranks)
 
 
 def _find_head(config: ModelConfig, checkpoint: Checkpoint) -> str:

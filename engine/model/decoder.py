@@ -15,7 +15,6 @@ from engine.attention.heads import Heads, Turn
 from engine.batch import Batch
 from engine.model.config import ModelConfig
 from engine.model.embedding import Embedding
-from engine.model.head import Head
 from engine.model.linear import Linear
 from engine.model.operations import Operations, choose_operations
 from engine.model.rope import build_rope_table, gather_rotation
@@ -44,10 +43,13 @@ class Decoder:
         embedding: Embedding,
         layers: Sequence[DecoderLayer],
         final_norm: Tensor,
-        lm_head: Head,
+        lm_head: Linear,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        """config: of this rank's part. The embedding's dtype and device are the model's; final_norm: [H]."""
+        """config: of this rank's part. The embedding's dtype and device are the model's; final_norm: [H].
+
+        lm_head: H -> this rank's part of the vocabulary, in float32.
+        """
         self.config = config
         self.dtype = embedding.dtype
         self.device = embedding.device
@@ -95,12 +97,12 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] rows from `forward`, or some of them |-> [S, V] float32, owned by the caller."""
-        return self._lm_head(hidden)
+        return self.ranks.join(self._lm_head(hidden))
 
     @torch.inference_mode()
     def deal_logits(self, hidden: Tensor) -> Tensor:
         """Like `logits`, but only for the rows whose tokens this rank samples (`Ranks.own_rows`): [m, V]."""
-        return self._lm_head.deal(hidden)
+        return self.ranks.deal(self._lm_head(hidden))
 
     def _attend(
         self, index: int, layer: DecoderLayer, normed: Tensor, turn: Turn, attention: AttentionBackend

@@ -1,62 +1,10 @@
-"""A model's last product: hidden rows to float32 logits."""
-
-from typing import Protocol
+"""A model's last product on one rank: hidden rows to float32 logits."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.model.linear import Linear
-from engine.ranks import Ranks
-
 BLOCK_BYTES = 32 << 20  # of weights widened to float32 at a time
-
-
-class Head(Protocol):
-    """Logits of hidden rows."""
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """rows: [S, H] in the model's dtype |-> [S, V] float32, owned by the caller."""
-        ...
-
-    def deal(self, rows: Tensor) -> Tensor:
-        """rows: [S, H] |-> [m, V]: all logits of the rows whose tokens this rank samples."""
-        ...
-
-
-class WholeHead:
-    """A head with the whole vocabulary on this rank."""
-
-    __slots__ = ("_product",)
-
-    def __init__(self, product: Linear) -> None:
-        """product: returns float32."""
-        self._product = product
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self._product(rows)
-
-    def deal(self, rows: Tensor) -> Tensor:
-        """See `Head.deal`: all rows."""
-        return self._product(rows)
-
-
-class JoinedHead:
-    """A head whose vocabulary is divided over ranks."""
-
-    __slots__ = ("_product", "_ranks")
-
-    def __init__(self, product: Linear, ranks: Ranks) -> None:
-        """product: returns float32, for this rank's part of the vocabulary."""
-        self._product = product
-        self._ranks = ranks
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self._ranks.join(self._product(rows))
-
-    def deal(self, rows: Tensor) -> Tensor:
-        """See `Head.deal`: this rank's rows."""
-        return self._ranks.deal(self._product(rows))
 
 
 class WidenedLinear:

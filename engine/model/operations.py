@@ -1,39 +1,25 @@
 """A decoder's elementwise work: norms and the gate. The slow twin of kernels/gpu_layers.py."""
 
 import importlib
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 
-class Operations(Protocol):
-    """Elementwise work on rows; one kernel each on a GPU. Sums are float32."""
+class Operations:
+    """Elementwise work on rows. This class: by torch, on any device; on a GPU one kernel each. Sums are float32."""
 
     def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm. rows: [T, H], weight: [H] |-> [T, H]"""
-        ...
-
-    def add_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add `delta` to `hidden` in place, both [T, H]; returns the norm of the sum, [T, H]."""
-        ...
-
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """SiLU of the first half of each row times the second. [T, 2 I] |-> [T, I]. May overwrite `gate_up`."""
-        ...
-
-
-class TorchOperations:
-    """`Operations` by torch, on any device."""
-
-    def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         return functional.rms_norm(rows, weight.shape, weight, eps)
 
     def add_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add `delta` to `hidden` in place, both [T, H]; returns the norm of the sum, [T, H]."""
         return self.norm(hidden.add_(delta), weight, eps)
 
     def gate(self, gate_up: Tensor) -> Tensor:
+        """SiLU of the first half of each row times the second. [T, 2 I] |-> [T, I]. May overwrite `gate_up`."""
         gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
         return functional.silu(gate).mul_(up)
 
@@ -45,5 +31,5 @@ def choose_operations(device: torch.device) -> Operations:
     elif device.type == "cuda":
         operations = importlib.import_module("engine.kernels.gpu_layers").TritonOperations()
     else:
-        operations = TorchOperations()
+        operations = Operations()
     return operations

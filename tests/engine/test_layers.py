@@ -7,12 +7,12 @@ from torch import Tensor
 from engine.attention.heads import Heads, Turn
 from engine.kernels import cpu_layers
 from engine.kernels.gpu_layers import TritonOperations, join_pages, turn_and_write
-from engine.model.operations import Operations, TorchOperations
+from engine.model.operations import Operations
 from tests.support.attention import needs_compiler
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 
 EPS = 1e-5
-TRITON, TORCH = TritonOperations(), TorchOperations()
+TRITON, TORCH = TritonOperations(), Operations()
 
 
 def normal(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -18,7 +18,7 @@ from engine.attention.heads import Heads
 from engine.batch import Batch
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import build_config, load_config
-from engine.model.head import WholeHead, WidenedLinear
+from engine.model.head import WidenedLinear
 from engine.model.rope import FREQUENCIES
 from engine.model.weights import load_model, resolve_model_folder, weight_fingerprint
 from tests.support.checkpoints import write_checkpoint
@@ -275,8 +275,8 @@ def test_tied_copies_are_shared_and_differing_ones_kept(tmp_path: Path) -> None:
     edit_weights(folder, {"lm_head.weight": embedding.clone()})
     torch.testing.assert_close(logits_of(folder), plain)
     decoder = load_model(folder, "auto", CPU)
-    assert isinstance(decoder._lm_head, WholeHead) and isinstance(decoder._lm_head._product, WidenedLinear)
-    assert decoder._lm_head._product._weight is decoder._embedding.weight
+    assert isinstance(decoder._lm_head, WidenedLinear)
+    assert decoder._lm_head._weight is decoder._embedding.weight
     edit_weights(folder, {"lm_head.weight": 2 * embedding})
     torch.testing.assert_close(logits_of(folder), 2 * plain)
 

@@ -15,7 +15,7 @@ from demo.paths import TARGET_DIR
 from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig, load_config
 from engine.model.shard import Shard, ShardedCheckpoint, find_cut, kv_heads_of, shard_config
-from engine.ranks import OneRank
+from engine.ranks import Ranks
 from tests.support import rank_process
 from tests.support.checkpoints import write_checkpoint
 from tests.support.threads import on_one_thread
@@ -51,7 +51,7 @@ def run_ranks(models: Sequence[Path], folder: Path, size: int) -> list[list[list
 def test_every_rank_chooses_the_tokens_of_one_process(models: Sequence[Path], tmp_path: Path) -> None:
     """Of four. With two: test_led_ranks.py."""
     with on_one_thread():
-        alone = [rank_process.run(model, OneRank()) for model in models]
+        alone = [rank_process.run(model, Ranks()) for model in models]
     assert run_ranks(models, tmp_path, 4) == [[alone] * 2] * 4
 
 
