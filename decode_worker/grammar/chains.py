@@ -75,24 +75,14 @@ def find_target(root: Any, pointer: str) -> Any:
 
 def _longest_chain(begins: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> int:
     """How many nodes follow each other at most; of a cycle, each counts once."""
-    heights: dict[Node, int] = {}  # of those that are done
-    for begin in begins:
-        under_way = {} if begin in heights else {begin: 0}  # node |-> the longest chain behind it so far; in order
-        left = [iter(following(node)) for node in under_way]
-        while left:
-            node = next(left[-1], None)
-            if node is None:
-                left.pop()
-                ended, height = under_way.popitem()
-                heights[ended] = height = height + 1
-            elif node in heights:
-                height = heights[node]
-            else:
-                if node not in under_way:
-                    under_way[node] = 0
-                    left.append(iter(following(node)))
-                continue
-            if under_way:
-                parent = next(reversed(under_way))
-                under_way[parent] = max(under_way[parent], height)
+    heights: dict[Node, int] = {}  # 0 while nodes behind it are looked at, so a cycle ends at a node of its own
+    left = [(begin, False) for begin in begins]  # a stack: node, whether all behind it is done
+    while left:
+        node, is_done = left.pop()
+        if is_done:
+            heights[node] = 1 + max((heights[behind] for behind in following(node)), default=0)
+        elif node not in heights:
+            heights[node] = 0
+            left.append((node, True))
+            left += [(behind, False) for behind in following(node)]
     return max(heights.values(), default=0)

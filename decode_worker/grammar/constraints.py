@@ -47,13 +47,6 @@ class _Bound:
     matcher: Matcher | None = None  # how far the answer has come
 
 
-@dataclass(frozen=True, slots=True)
-class _Masks:
-    """The tokens that may come next: after the text, and after each guess that the grammar allows."""
-
-    rows: NDArray[np.int32]  # [1 + guesses, ceil(V / 32)]
-
-
 class Constraints:
     """Follows the grammars of a worker's answers step by step. An exception as a result ends its sequence."""
 
@@ -81,9 +74,9 @@ class Constraints:
                 self._fair_share.waited(number)
             else:
                 self._fair_share.took(number, one.cpu_s)
-            if isinstance(one.result, _Masks):
-                bound[number].mask = one.result.rows
-                bound[number].guesses = bound[number].guesses[: len(one.result.rows) - 1]
+            if isinstance(one.result, np.ndarray):
+                bound[number].mask = one.result
+                bound[number].guesses = bound[number].guesses[: len(one.result) - 1]
             else:
                 standings[number] = one.result
         return [standings.get(step.sequence.id, Standing.OPEN) for step in planned]
@@ -118,8 +111,11 @@ class Constraints:
         return done + [_NO_TURN] * (len(work) - len(done))
 
 
-def _constrain(answer: _Bound, guesses: Seq[int]) -> _Masks | Standing:
-    """WHOLE if the answer is complete without a further token. Raises GrammarMismatchError."""
+def _constrain(answer: _Bound, guesses: Seq[int]) -> NDArray[np.int32] | Standing:
+    """[1 + guesses, ceil(V / 32)]: the tokens that may come next, and after each guess that the grammar allows.
+
+    WHOLE if the answer is complete without a further token. Raises GrammarMismatchError.
+    """
     until = thread_time() + MAX_TURN_CPU_S
     matcher = _find_matcher(answer)
     sequence = answer.sequence
@@ -130,7 +126,7 @@ def _constrain(answer: _Bound, guesses: Seq[int]) -> _Masks | Standing:
     masks = matcher.fill(guesses, until)
     if not masks[0].any():
         raise GrammarMismatchError("the grammar allows no token here, and not the end either")
-    return _Masks(masks)
+    return masks
 
 
 def _follow(answer: _Bound, tokens: Seq[int]) -> Standing:

@@ -56,8 +56,8 @@ class Matcher:
         # xgrammar wants a stop token. Without ours it gets one that is no text, and its bit is cleared again.
         stand_in = next(iter(grammar.vocabulary.control), self._size - 1)
         self._state = new_matcher(grammar.compiled, sorted(self._stops) or [stand_in])
-        self._text_mask = _without(grammar.text_mask, self._stops or {stand_in})
-        self._allowed_mask = _with(self._text_mask, self._stops)
+        self._text_mask = _with_bits(grammar.text_mask, self._stops or {stand_in}, is_set=False)
+        self._allowed_mask = _with_bits(self._text_mask, self._stops, is_set=True)
         self._rows = np.zeros((1, len(self._text_mask)), np.int32)
         self._is_first_row_filled = False
 
@@ -147,19 +147,11 @@ def _check_time(started: float) -> None:
         raise GrammarMismatchError(f"the grammar took {taken:.1f} s for one token: it is too ambiguous")
 
 
-def _with(mask: NDArray[np.int32], tokens: Collection[int]) -> NDArray[np.int32]:
-    """A copy with these tokens' bits set."""
+def _with_bits(mask: NDArray[np.int32], tokens: Collection[int], *, is_set: bool) -> NDArray[np.int32]:
+    """A copy in which these tokens' bits are set, or cleared."""
     words = mask.copy()
     bits = words.view(np.uint32)
     for token in tokens:
-        bits[token // 32] |= np.uint32(1 << token % 32)
-    return words
-
-
-def _without(mask: NDArray[np.int32], tokens: Collection[int]) -> NDArray[np.int32]:
-    """A copy with these tokens' bits cleared."""
-    words = mask.copy()
-    bits = words.view(np.uint32)
-    for token in tokens:
-        bits[token // 32] &= ~np.uint32(1 << token % 32)
+        bit = np.uint32(1 << token % 32)
+        bits[token // 32] = bits[token // 32] | bit if is_set else bits[token // 32] & ~bit
     return words
