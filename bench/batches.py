@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import Batch, Slice, build_batch, lay_out
+from engine.batch import Batch, RowRequest, build_batch, lay_out
 from engine.rows import Rows
 from engine.sampling_batch import SamplingBatch
 from engine.staging import Stager
@@ -48,7 +48,7 @@ def pack(parts: Sequence[Part], page_tokens: int, device: torch.device) -> Batch
         rows.open(row, np.zeros(0, np.int32), SamplingParams(), 0)
         rows.write_tokens(row, part.begin, np.array(part.token_ids, np.int32))
         rows.write_pages(row, 0, part.pages[: rows.page_table.shape[1]])
-    slices = [Slice(row, part.begin, len(part.token_ids), part.num_logits) for row, part in enumerate(parts)]
+    slices = [RowRequest(row, part.begin, len(part.token_ids), part.num_logits) for row, part in enumerate(parts)]
     return build_batch(lay_out(rows, slices), rows, Stager(device))
 
 

@@ -27,7 +27,7 @@ from decode_worker.streams import GatewayStreams
 from engine import runner as runner_module
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.choose import choose_attention
-from engine.batch import Batch, Slice
+from engine.batch import Batch, RowRequest
 from engine.kvcache.pool import PoolShape
 from engine.model.decoder import Decoder
 from engine.rows import Rows
@@ -96,7 +96,7 @@ def time_runner(case: Case, num_steps: int) -> float:
         rows.write_pages(row, 0, range(row * num_pages, (row + 1) * num_pages))
     times = []
     for begin in range(case.context_tokens - 1, case.context_tokens - 1 + num_steps):
-        slices = [Slice(row, begin, 1, 1) for row in range(case.num_sequences)]
+        slices = [RowRequest(row, begin, 1, 1) for row in range(case.num_sequences)]
         started = time.perf_counter()
         answers = runner.launch(slices).collect()
         times.append(time.perf_counter() - started)

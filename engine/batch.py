@@ -17,8 +17,8 @@ from engine.rows import Rows
 from engine.staging import Stager
 
 
-class Slice(NamedTuple):
-    """The part of one sequence that a step computes: positions [begin, begin + count), guesses included.
+class RowRequest(NamedTuple):
+    """One row's slice of a step: positions [begin, begin + count) of its sequence, guesses included.
 
     The row's pages already hold the KV of [0, begin); the step writes the KV of the slice. Each row of logits predicts
     the token after its position.
@@ -65,7 +65,7 @@ class Batch:
     context_lens_host: NDArray[np.int32]  # [B], the same on the host
 
 
-def lay_out(rows: Rows, slices: Sequence[Slice]) -> Layout:
+def lay_out(rows: Rows, slices: Sequence[RowRequest]) -> Layout:
     """Where the slices' tokens and pages are. ValueError if a slice ends beyond its row."""
     row, begins, counts, num_logits = (np.array(values, np.int64) for values in list(zip(*slices, strict=True))[:4])
     ends = begins + counts

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import Layout, Slice
+from engine.batch import Layout, RowRequest
 from engine.ranges import Ints, find_starts, join_ranges
 from engine.rows import Rows
 from engine.sampling_batch import SamplingBatch
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
     num_top: list[int]  # for each of `scored`
 
 
-def plan_outputs(rows: Rows, slices: Sequence[Slice], layout: Layout) -> Outputs:
+def plan_outputs(rows: Rows, slices: Sequence[RowRequest], layout: Layout) -> Outputs:
     """Also counts all tokens that are not guesses, for penalties. ValueError if a mask does not fit."""
     columns = list(zip(*slices, strict=True))
     row, num_logits, num_given, num_guessed = (np.array(columns[at], np.int64) for at in (0, 3, 4, 8))
@@ -67,7 +67,7 @@ def plan_outputs(rows: Rows, slices: Sequence[Slice], layout: Layout) -> Outputs
     )
 
 
-def _join_masks(slices: Sequence[Slice], vocab_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _join_masks(slices: Sequence[RowRequest], vocab_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """[S] the line of each output, -1 for no mask, and the lines: [m, ceil(V / 32)]."""
     lines: list[int] = []
     masks: list[NDArray[np.int32]] = []
@@ -87,7 +87,7 @@ def _join_masks(slices: Sequence[Slice], vocab_size: int) -> tuple[NDArray[np.in
     return np.array(lines, np.int32), np.concatenate(masks)
 
 
-def _list_num_top(slices: Sequence[Slice]) -> list[int | None]:
+def _list_num_top(slices: Sequence[RowRequest]) -> list[int | None]:
     return [
         part.given_logprobs if rank < part.num_given else part.chosen_logprobs
         for part in slices

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.batch import Layout, Slice, check_ends, lay_out
+from engine.batch import Layout, RowRequest, check_ends, lay_out
 from engine.outputs import Outputs, Piece, plan_outputs, plan_piece
 from engine.ranges import Ints
 from engine.rows import Rows
 
-PLAIN = Slice(row=0, begin=0, count=1, num_logits=1)  # every slice of a plain step, except `row` and `begin`
+PLAIN = RowRequest(row=0, begin=0, count=1, num_logits=1)  # every slice of a plain step, except `row` and `begin`
 SIZES, MASK = (2, 3, 4, 5, 6, 8), 7  # indices of the other fields
 
 
@@ -30,7 +30,7 @@ class Prepared:
     pieces: list[Piece]
 
 
-def prepare(rows: Rows, slices: Sequence[Slice], piece_rows: int) -> Prepared:
+def prepare(rows: Rows, slices: Sequence[RowRequest], piece_rows: int) -> Prepared:
     """Any step, in pieces of up to `piece_rows` outputs. Counts tokens for penalties.
 
     ValueError if a slice ends beyond its row, or a mask does not fit.
@@ -58,7 +58,7 @@ class Preparer:
         self._rows = rows
         self._last: Plain | None = None
 
-    def prepare(self, slices: Sequence[Slice], piece_rows: int) -> Prepared:
+    def prepare(self, slices: Sequence[RowRequest], piece_rows: int) -> Prepared:
         """Equal to `prepare`. Parts that a plain step shares with the one before are the same objects."""
         columns = list(zip(*slices, strict=True))
         if not is_plain(columns):

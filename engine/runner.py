@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import Slice, build_batch
+from engine.batch import RowRequest, build_batch
 from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured, Shape
 from engine.logprobs import FoundLogprobs, find_logprobs
 from engine.model.decoder import Decoder
@@ -98,7 +98,7 @@ class Runner:
             count = min(count, rows.width - MAX_DRAFT_TOKENS)
             rows.open(0, np.zeros(count, np.int32), SamplingParams(), count)
             rows.write_pages(0, 0, [padding_page] * -(-count // rows.page_tokens))
-            self.launch([Slice(0, 0, count, num_logits=1)]).collect()
+            self.launch([RowRequest(0, 0, count, num_logits=1)]).collect()
             rows.close(0)
 
     @property
@@ -110,7 +110,7 @@ class Runner:
     def vocab_size(self) -> int:
         return self._rows.vocab_size
 
-    def launch(self, slices: Sequence[Slice]) -> Launched:
+    def launch(self, slices: Sequence[RowRequest]) -> Launched:
         """Compute the slices' KV; sample or score the tokens after the rows of logits that they want.
 
         At least one slice, at most one per row. Slices do not affect each other's results. Sampled tokens are written
@@ -118,7 +118,7 @@ class Runner:
         """
         return self._run(self._prepare(slices))
 
-    def _prepare(self, slices: Sequence[Slice]) -> Prepared:
+    def _prepare(self, slices: Sequence[RowRequest]) -> Prepared:
         """Plan the step on the host. Counts tokens for penalties."""
         return self._preparer.prepare(slices, piece_rows=max(1, PIECE_VALUES // self._rows.vocab_size))
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import structlog
 
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.logits import NOT_A_NUMBER
 from engine.out_of_memory import StepFailedError, end_process, explain_failure, is_device_lost, is_out_of_memory
 from engine.runner import Answers, Launched
@@ -39,7 +39,7 @@ class NotNumbersError(Exception):
 class Launcher(Protocol):
     """A runner, or several that compute the same positions."""
 
-    def launch(self, slices: Sequence[Slice]) -> Launched:
+    def launch(self, slices: Sequence[RowRequest]) -> Launched:
         """See `Runner.launch`."""
         ...
 
@@ -47,7 +47,7 @@ class Launcher(Protocol):
 class LaunchedStep:
     """One forward, or several for parts of the step, and the slices that no forward could compute."""
 
-    def __init__(self, slices: Sequence[Slice], explain: Explain) -> None:
+    def __init__(self, slices: Sequence[RowRequest], explain: Explain) -> None:
         self._slices = slices
         self._explain = explain
         self._parts: list[tuple[range, Launched]] = []  # ascending
@@ -98,7 +98,7 @@ class LaunchedStep:
             tokens[spans[index]] = [-1] * self._slices[index].num_logits
 
 
-def launch_step(runner: Launcher, slices: Sequence[Slice], explain: Explain) -> LaunchedStep:
+def launch_step(runner: Launcher, slices: Sequence[RowRequest], explain: Explain) -> LaunchedStep:
     """Takes at least one slice. Ends the process if the GPU is lost."""
     step = LaunchedStep(slices, explain)
     step.launch(runner, range(len(slices)))

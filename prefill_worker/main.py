@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 
 import grpc
 
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.runner import Launched, Runner
 from kvtransfer.grpc_bytes import PageServer
 from prefill_worker.metrics import PrefillMetrics
@@ -70,6 +70,6 @@ class BothRunners:
         self._runner = runner
         self._draft_runner = draft_runner
 
-    def launch(self, slices: Seq[Slice]) -> Launched:
+    def launch(self, slices: Seq[RowRequest]) -> Launched:
         self._draft_runner.launch([part._replace(num_logits=0, num_given=0) for part in slices])
         return self._runner.launch(slices)

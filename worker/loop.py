@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.kvcache.pool import Pool
 from engine.logits import allowed_words
 from engine.out_of_memory import StepFailedError
@@ -116,14 +116,14 @@ class WorkerLoop:
         """Add guesses and masks to the step; drop sequences that ended or cannot take part."""
         return planned
 
-    def _slice(self, step: Planned) -> Slice:
+    def _slice(self, step: Planned) -> RowRequest:
         """What the engine computes for one sequence."""
         row, job = step.sequence.row, step.sequence.job
         num_guesses = len(step.guesses)
         if num_guesses:
             self._rows.write_tokens(row, step.begin + step.count, np.array(step.guesses, np.int32))
         mask = self._forbid(step) if job.min_tokens and step.wants_token else step.mask
-        return Slice(
+        return RowRequest(
             row, step.begin, step.count + num_guesses, step.num_scored + step.num_chosen, step.num_scored,
             job.num_prompt_logprobs or 0, job.num_logprobs, mask,
         )  # fmt: skip

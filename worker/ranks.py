@@ -13,7 +13,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.out_of_memory import end_process
 from engine.rows import Rows
 from engine.runner import Launched, Runner
@@ -64,11 +64,11 @@ class Step(msgspec.Struct, array_like=True):
 
     deltas: list[Delta]
     runner: int  # 0: the model's, 1: the draft model's
-    slices: list[tuple[Any, ...]]  # fields of `Slice` except the mask
+    slices: list[tuple[Any, ...]]  # fields of `RowRequest` except the mask
     masks: dict[int, bytes]  # index of a slice |-> its mask, int32
 
 
-MASK = Slice._fields.index("mask")
+MASK = RowRequest._fields.index("mask")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Step)
 
@@ -88,7 +88,7 @@ class Leader:
         if self.is_leading:
             self._deltas.append(delta)
 
-    def send(self, runner: int, slices: Sequence[Slice]) -> None:
+    def send(self, runner: int, slices: Sequence[RowRequest]) -> None:
         """Send a step, before rank 0 computes it. Raises RingError."""
         if not self.is_leading:
             return
@@ -132,7 +132,7 @@ class LedRunner(Runner):
         self._leader = leader
         self._number = number
 
-    def launch(self, slices: Sequence[Slice]) -> Launched:
+    def launch(self, slices: Sequence[RowRequest]) -> Launched:
         step = self._prepare(slices)  # finds errors in slices before anything is sent
         try:
             self._leader.send(self._number, slices)
@@ -169,10 +169,10 @@ def apply(rows: Rows, delta: Delta) -> None:
             rows.write_pages(delta.row, delta.first, delta.pages)
 
 
-def _slices(step: Step, vocab_size: int) -> list[Slice]:
+def _slices(step: Step, vocab_size: int) -> list[RowRequest]:
     slices = []
     for index, fields in enumerate(step.slices):
         mask = step.masks.get(index)
         words = None if mask is None else np.frombuffer(mask, np.int32).reshape(-1, -(-vocab_size // 32))
-        slices.append(Slice._make((*fields[:MASK], words, *fields[MASK:])))
+        slices.append(RowRequest._make((*fields[:MASK], words, *fields[MASK:])))
     return slices

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from bench.batches import SAMPLINGS
 from bench.gpu_checks.attention import without_waiting
 from demo.paths import DRAFT_DIR, TARGET_DIR
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.engine import Engine, build_engine
 from engine.rows import Rows
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
@@ -57,7 +57,7 @@ def check_greedy(device: torch.device) -> str:
     """float32: transformers' tokens."""
     engine = build_demo_engine("float32", device, 1)
     open_row(engine.rows, 0, PROMPT, SamplingParams(temperature=0.0))
-    slices = [Slice(0, 0, len(PROMPT), 1), *(Slice(0, len(PROMPT) + i, 1, 1) for i in range(NUM_TOKENS - 1))]
+    slices = [RowRequest(0, 0, len(PROMPT), 1), *(RowRequest(0, len(PROMPT) + i, 1, 1) for i in range(NUM_TOKENS - 1))]
     launched = [engine.runner.launch([part]) for part in slices]  # each reads the last one's token on the device
     assert [step.collect().tokens[0] for step in launched] == reference_tokens(), "tokens differ"
     return f"{NUM_TOKENS} tokens equal ({engine.attention.backend.name})"
@@ -72,7 +72,7 @@ def check_logits(device: torch.device) -> str:
         engine = build_demo_engine(dtype, device, 1)
         open_row(engine.rows, 0, PROMPT, SamplingParams(temperature=0.0))
         count = len(PROMPT) - 1
-        step = engine.runner.launch([Slice(0, 0, count, num_logits=count, num_given=count)]).collect()
+        step = engine.runner.launch([RowRequest(0, 0, count, num_logits=count, num_given=count)]).collect()
         ours = torch.tensor([one.logprob for one in step.logprobs if one is not None])
         error = (ours - truth).abs().max().item()
         bound = 1e-3
@@ -106,7 +106,9 @@ def check_graphs(device: torch.device) -> str:
         launched, collected = [], []
         for step in range(NUM_TOKENS):
             slices = [
-                Slice(row, 0, len(prompts[row]), 1) if step == 0 else Slice(row, len(prompts[row]) + step - 1, 1, 1)
+                RowRequest(row, 0, len(prompts[row]), 1)
+                if step == 0
+                else RowRequest(row, len(prompts[row]) + step - 1, 1, 1)
                 for row in everyone
             ]
             with without_waiting(device):
@@ -128,9 +130,9 @@ def check_eager_ahead(device: torch.device) -> str:
     for ahead in (0, AHEAD):
         engine = build_demo_engine("float32", device, 1)
         open_row(engine.rows, 0, PROMPT, SAMPLINGS[5])
-        launched, collected = [engine.runner.launch([Slice(0, 0, len(PROMPT), 1)])], []
+        launched, collected = [engine.runner.launch([RowRequest(0, 0, len(PROMPT), 1)])], []
         for step in range(NUM_TOKENS):
-            launched.append(engine.runner.launch([Slice(0, len(PROMPT) + step, 1, 1)]))
+            launched.append(engine.runner.launch([RowRequest(0, len(PROMPT) + step, 1, 1)]))
             if len(launched) > ahead:
                 collected += launched.pop(0).collect().tokens
         answers.append(collected + [token for step in launched for token in step.collect().tokens])

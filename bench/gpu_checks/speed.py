@@ -22,7 +22,7 @@ from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import ModelDrafter
 from decode_worker.speculation.speculator import Speculator
 from decode_worker.speculation.start import measure
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.engine import Engine
 from wire.sampling import SamplingParams
 from worker.plan import Budget
@@ -196,7 +196,7 @@ def time_steps_alone(engine: Engine, count: int, context_tokens: int, device: to
     for row in range(count):
         engine.rows.open(row, np.zeros(context_tokens, np.int32), SamplingParams(temperature=0.0), context_tokens)
         engine.rows.write_pages(row, 0, [page % engine.num_pages for page in range(row * pages, (row + 1) * pages)])
-    slices = [Slice(row, context_tokens - 1, 1, 1) for row in range(count)]
+    slices = [RowRequest(row, context_tokens - 1, 1, 1) for row in range(count)]
     seconds = time_calls(lambda: engine.runner.launch(slices), device, 20)
     for row in range(count):
         engine.rows.close(row)
@@ -210,7 +210,7 @@ def time_prefill(device: torch.device) -> str:
     count, config = scale.prefill_tokens, engine.config
     engine.rows.open(0, np.zeros(count, np.int32), SamplingParams(temperature=0.0), count)
     engine.rows.write_pages(0, 0, range(-(-count // engine.rows.page_tokens)))
-    seconds = time_calls(lambda: engine.runner.launch([Slice(0, 0, count, 1)]), device, 5)
+    seconds = time_calls(lambda: engine.runner.launch([RowRequest(0, 0, count, 1)]), device, 5)
     layers = weight_bytes(engine) // 2 - config.vocab_size * config.hidden_size
     flops = 2 * layers * count + 2 * config.num_layers * count**2 * config.num_heads * config.head_dim  # causal half
     rate = measure_products(device)

@@ -11,7 +11,7 @@ from typing import Protocol
 from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.lengths import CostCurve
 from decode_worker.speculation.ngram import propose_repeat
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.logits import NOT_A_NUMBER, allowed_words
 from engine.runner import Runner
 from worker.sequences import Sequence
@@ -93,7 +93,7 @@ class ModelDrafter:
             if one.count and begin + count >= end:
                 ready.append(i)  # its first forward also computes what it lacks
             elif count:
-                late.append(Slice(one.sequence.row, begin, count))
+                late.append(RowRequest(one.sequence.row, begin, count))
                 answers[i] = Guess((), begin + count)
         if late:
             self._runner.launch(late).collect()
@@ -107,7 +107,7 @@ class ModelDrafter:
         for depth in range(max((one.count for one in wanted), default=0)):
             deep = [i for i, one in enumerate(wanted) if one.count > depth]
             started = time.perf_counter()
-            answers = self._runner.launch([self._next_slice(wanted[i].sequence, depth) for i in deep]).collect()
+            answers = self._runner.launch([self._next_request(wanted[i].sequence, depth) for i in deep]).collect()
             if NOT_A_NUMBER in answers.tokens:
                 raise ValueError("the draft model's logits are NaN")
             if depth:  # the first forward also computes what is missing
@@ -116,13 +116,13 @@ class ModelDrafter:
                 guesses[i].append(token)
         return guesses
 
-    def _next_slice(self, sequence: Sequence, depth: int) -> Slice:
+    def _next_request(self, sequence: Sequence, depth: int) -> RowRequest:
         """The forward that guesses after `depth` guesses, which the runner has written behind the sequence's tokens."""
         end = len(sequence.tokens) + depth
         begin = end - 1 if depth else sequence.draft_computed
         words = allowed_words(None, sequence.forbidden_at(end), self._runner.vocab_size)
         mask = None if words is None else words[None]
-        return Slice(sequence.row, begin, end - begin, num_logits=1, mask=mask, num_guessed=depth)
+        return RowRequest(sequence.row, begin, end - begin, num_logits=1, mask=mask, num_guessed=depth)
 
     def cost(self) -> CostCurve | None:
         return self._meter.curve()

@@ -7,7 +7,7 @@ import numpy as np
 from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
 from decode_worker.speculation.speculator import Speculator
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.engine import Engine
 from engine.rows import Rows
 from engine.runner import Runner
@@ -55,5 +55,5 @@ def measure(runner: Runner, rows: Rows) -> CostMeter:
 
 def _time(runner: Runner, count: int) -> float:
     started = time.perf_counter()
-    runner.launch([Slice(row, 0, 1, num_logits=1) for row in range(count)]).collect()
+    runner.launch([RowRequest(row, 0, 1, num_logits=1) for row in range(count)]).collect()
     return time.perf_counter() - started

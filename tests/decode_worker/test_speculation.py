@@ -22,7 +22,7 @@ from decode_worker.speculation.lengths import (
     probe_length,
 )
 from decode_worker.speculation.ngram import LONGEST_MATCH, SHORTEST_MATCH, propose_repeat
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.runner import Answers
 from protos import decode_pb2
 from tests.support.real_workers import PLAIN
@@ -214,7 +214,7 @@ class CountingRunner:
     vocab_size: int = 100
     num_positions: list[int] = field(default_factory=list)
 
-    def launch(self, slices: Seq[Slice]) -> "CountingRunner":
+    def launch(self, slices: Seq[RowRequest]) -> "CountingRunner":
         self.num_positions.append(sum(part.count for part in slices))
         self._num_tokens = sum(part.num_logits for part in slices)
         return self

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import Slice, build_batch, lay_out
+from engine.batch import RowRequest, build_batch, lay_out
 from engine.rows import Rows
 from engine.staging import Stager
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
@@ -25,9 +25,9 @@ def build_rows(page_tokens: int, draw: np.random.Generator) -> Rows:
 
 
 @st.composite
-def slices(draw: st.DrawFn, row: int) -> Slice:
+def slices(draw: st.DrawFn, row: int) -> RowRequest:
     begin, count = draw(st.integers(0, 20)), draw(st.integers(1, 9))
-    return Slice(row, begin, count, num_logits=draw(st.integers(0, count)))
+    return RowRequest(row, begin, count, num_logits=draw(st.integers(0, count)))
 
 
 @settings(max_examples=60)
@@ -61,7 +61,7 @@ def test_every_token_lies_where_its_slice_says(data: st.DataObject, page_tokens:
 
 def test_types_are_those_that_kernels_expect() -> None:
     rows = build_rows(4, np.random.default_rng(0))
-    batch = build_batch(lay_out(rows, [Slice(2, 3, 1, 1)]), rows, Stager(CPU))
+    batch = build_batch(lay_out(rows, [RowRequest(2, 3, 1, 1)]), rows, Stager(CPU))
     for long in (batch.token_ids, batch.positions, batch.write_pages, batch.write_offsets, batch.logits_rows):
         assert long.dtype is torch.int64
     for short in (batch.query_starts, batch.context_lens, batch.page_table):
@@ -70,13 +70,13 @@ def test_types_are_those_that_kernels_expect() -> None:
 
 def test_a_slice_ends_before_its_row_does() -> None:
     rows = build_rows(4, np.random.default_rng(0))
-    lay_out(rows, [Slice(0, CONTEXT - 1, MAX_DRAFT_TOKENS, 1)])
+    lay_out(rows, [RowRequest(0, CONTEXT - 1, MAX_DRAFT_TOKENS, 1)])
     with pytest.raises(ValueError, match="48 positions and a token after them, in a row of 48"):
-        lay_out(rows, [Slice(0, CONTEXT - 1, 1 + MAX_DRAFT_TOKENS, 1)])
+        lay_out(rows, [RowRequest(0, CONTEXT - 1, 1 + MAX_DRAFT_TOKENS, 1)])
 
 
 def test_tokens_are_read_when_the_batch_is_built() -> None:
     rows = build_rows(4, np.random.default_rng(0))
-    layout = lay_out(rows, [Slice(1, 5, 1, 1)])
+    layout = lay_out(rows, [RowRequest(1, 5, 1, 1)])
     rows.tokens[1, 5] = 77
     assert build_batch(layout, rows, Stager(CPU)).token_ids.tolist() == [77]

@@ -19,7 +19,7 @@ from engine import gpu_sampling, runner
 from engine.attention import flashinfer
 from engine.attention.base import AttentionBackend
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.graphs import choose_shapes
 from engine.kernels import gpu_sampling as sampling_kernels
 from engine.model.assemble import build_decoder
@@ -62,7 +62,7 @@ class Built:
         if self.has_graphs:
             self.runner.capture_graphs(choose_shapes(len(SAMPLINGS), 3), gpu.capture, PADDING_PAGE)
 
-    def launch(self, *steps: Sequence[Slice]) -> int:
+    def launch(self, *steps: Sequence[RowRequest]) -> int:
         """Sequences begin, and steps work on them. Returns how many steps were graphs."""
         before = self.gpu.num_replays
         for slices in steps:
@@ -111,15 +111,15 @@ def use(ways: dict[str, Built], way: str) -> Iterator[Built]:
         yield ways[way]
 
 
-def plain(position: int, rows: Sequence[int] = EVERYONE, **asked: Any) -> list[Slice]:
-    return [Slice(row, position, 1, 1, **asked) for row in rows]
+def plain(position: int, rows: Sequence[int] = EVERYONE, **asked: Any) -> list[RowRequest]:
+    return [RowRequest(row, position, 1, 1, **asked) for row in rows]
 
 
-def of_odd_rows(slices: list[Slice], **asked: Any) -> list[Slice]:
+def of_odd_rows(slices: list[RowRequest], **asked: Any) -> list[RowRequest]:
     return [one._replace(**asked) if one.row % 2 else one for one in slices]
 
 
-PROMPTS = [Slice(row, 0, PROMPT, 1) for row in EVERYONE]
+PROMPTS = [RowRequest(row, 0, PROMPT, 1) for row in EVERYONE]
 
 
 @pytest.mark.parametrize("built", ["flashinfer", "graphs", "fp8", "torch_sdpa"], indirect=True)
@@ -144,15 +144,15 @@ def test_masks(built: Built, choices: Choices) -> None:
 
 
 def test_given_tokens(built: Built) -> None:
-    scored = [Slice(row, 0, PROMPT, PROMPT - 1, PROMPT - 1, 3) for row in EVERYONE]
-    scored_and_chosen = Slice(0, 0, PROMPT, PROMPT, PROMPT - 1, 3)
+    scored = [RowRequest(row, 0, PROMPT, PROMPT - 1, PROMPT - 1, 3) for row in EVERYONE]
+    scored_and_chosen = RowRequest(0, 0, PROMPT, PROMPT, PROMPT - 1, 3)
     assert not built.launch(scored, [scored_and_chosen, *plain(20, EVERYONE[1:])])
 
 
 def test_guesses(built: Built, choices: Choices) -> None:
-    checked = [Slice(row, 19, 4, 4) for row in EVERYONE]
+    checked = [RowRequest(row, 19, 4, 4) for row in EVERYONE]
     masks = np.full((4, WORDS), -1, np.int32)
-    drafted = [Slice(row, 21, 1, 1, num_guessed=2) for row in EVERYONE]
+    drafted = [RowRequest(row, 21, 1, 1, num_guessed=2) for row in EVERYONE]
     assert not built.launch(PROMPTS, checked, of_odd_rows(checked, mask=masks), drafted)
     assert [fields.extra_ids.numel() > 1 for fields in choices.fields[-4:]] == [False, True, True, True]
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from bench.batches import SAMPLINGS
 from engine import graphs as graphs_module
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.graphs import Compute, Shape, choose_shapes, powers_to
 from engine.model.decoder import Decoder
 from engine.rows import Rows
@@ -175,14 +175,14 @@ def test_steps_ahead_go_through_graphs(decoder: Decoder, expected: list[list[int
 
 
 @pytest.fixture
-def pair(decoder: Decoder) -> Iterator[Callable[[Sequence[Slice]], Answers]]:
+def pair(decoder: Decoder) -> Iterator[Callable[[Sequence[RowRequest]], Answers]]:
     """Both runners take the same steps from the same prompts: their answers are equal, and the graphs' are given."""
     built, eager_rows = build(decoder), Rows(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU)
     eager_pages = build_pages(decoder)
     eager = Runner(decoder, TorchSdpaAttention(decoder.config.attention_shape), eager_pages, eager_rows)
     runners = (built.runner, eager)
 
-    def both(slices: Sequence[Slice]) -> Answers:
+    def both(slices: Sequence[RowRequest]) -> Answers:
         answers, truth = (runner.launch(slices).collect() for runner in runners)
         assert answers.tokens == truth.tokens
         for one, other in zip(answers.logprobs, truth.logprobs, strict=True):
@@ -254,12 +254,12 @@ def test_steps_that_graphs_cannot_do_go_without_one(pair: Any) -> None:
         rows.write_tokens(0, first.begin + 1, np.array([5, 6, 7, 8], np.int32))
         open_row(rows, 3, 7)  # with penalties
     length = len(PROMPTS[7])
-    pair([Slice(3, 0, length, 1)])
+    pair([RowRequest(3, 0, length, 1)])
     for slices in (
         [first, third._replace(num_given=1)],
         [first._replace(count=5, num_logits=5)],
-        [Slice(1, 0, 3, 1)],
-        [Slice(3, length, 1, 1, num_guessed=1)],
+        [RowRequest(1, 0, 3, 1)],
+        [RowRequest(3, length, 1, 1, num_guessed=1)],
     ):
         pair(slices)
         assert pair.num_replays == 0

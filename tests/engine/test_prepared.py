@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.prepared import Preparer, prepare
 from engine.rows import Rows
 from engine.staging import Stager
@@ -65,7 +65,7 @@ class Twins:
         for rows in self.both:
             rows.write_pages(row, first, [page])
 
-    def step(self, slices: list[Slice], piece_rows: int) -> None:
+    def step(self, slices: list[RowRequest], piece_rows: int) -> None:
         after = self.preparer.prepare(slices, piece_rows)
         assert flatten(after) == flatten(prepare(self.both[1], slices, piece_rows))
         counts = [rows.counts.tolist() for rows in self.both]
@@ -91,13 +91,13 @@ def test_steps_are_prepared_as_if_they_were_alone(data: st.DataObject) -> None:
                 order = data.draw(st.permutations(order))
             case "other step":
                 change = data.draw(st.sampled_from(CHANGES))
-                parts = [Slice(one, twins.begins[one], 1, 1) for one in order]
+                parts = [RowRequest(one, twins.begins[one], 1, 1) for one in order]
                 parts[0] = parts[0]._replace(**change)
                 twins.step(parts, 2)
                 for part in parts:
                     twins.begins[part.row] += part.count
         shown = order[: data.draw(st.integers(max(1, len(order) - 1), len(order)))]
-        twins.step([Slice(row, twins.begins[row], 1, 1) for row in shown], data.draw(st.sampled_from([2, 2, 100])))
+        twins.step([RowRequest(row, twins.begins[row], 1, 1) for row in shown], data.draw(st.sampled_from([2, 2, 100])))
         for row in shown:
             twins.begins[row] += 1
 
@@ -107,12 +107,12 @@ def test_a_plain_step_shares_what_stays_the_same() -> None:
     for row in range(2):
         rows.open(row, np.zeros(9, np.int32), SAMPLINGS[1], 9)
     preparer = Preparer(rows)
-    first, second = [preparer.prepare([Slice(0, at, 1, 1), Slice(1, at, 1, 1)], 100) for at in (9, 10)]
+    first, second = [preparer.prepare([RowRequest(0, at, 1, 1), RowRequest(1, at, 1, 1)], 100) for at in (9, 10)]
     assert first.layout.page_table is second.layout.page_table
     assert first.layout.query_starts is second.layout.query_starts
     assert first.pieces[0].sampling.top_p is second.pieces[0].sampling.top_p
     rows.write_pages(1, 2, [7])
-    third = preparer.prepare([Slice(0, 11, 1, 1), Slice(1, 11, 1, 1)], 100)
+    third = preparer.prepare([RowRequest(0, 11, 1, 1), RowRequest(1, 11, 1, 1)], 100)
     assert third.layout.page_table[1].tolist() == [0, 0, 7]
     assert not second.layout.page_table.any()
 
@@ -121,9 +121,9 @@ def test_a_plain_step_ends_before_its_row_does() -> None:
     rows = Rows(NUM_ROWS, CONTEXT, PAGE_TOKENS, VOCAB, CPU)
     preparer = Preparer(rows)
     last = CONTEXT + MAX_DRAFT_TOKENS - 2
-    preparer.prepare([Slice(0, last, 1, 1)], 100)
+    preparer.prepare([RowRequest(0, last, 1, 1)], 100)
     with pytest.raises(ValueError, match="56 positions and a token after them, in a row of 56"):
-        preparer.prepare([Slice(0, last + 1, 1, 1)], 100)
+        preparer.prepare([RowRequest(0, last + 1, 1, 1)], 100)
 
 
 def test_only_new_arrays_are_uploaded() -> None:

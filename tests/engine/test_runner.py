@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from engine import runner as runner_module
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.model.decoder import Decoder
 from engine.model.weights import load_model
 from engine.rows import Rows
@@ -84,7 +84,9 @@ def test_prompt_scores_equal_log_softmax_of_transformers(
     tokens: list[int] = []
     told: list[TokenLogprobs | None] = []
     for begin, end in ((0, 1), (1, 20), (20, NUM_TOKENS - 1)):
-        answers = runner.launch([Slice(2, begin, end - begin, end - begin, end - begin, given_logprobs=3)]).collect()
+        answers = runner.launch(
+            [RowRequest(2, begin, end - begin, end - begin, end - begin, given_logprobs=3)]
+        ).collect()
         tokens += answers.tokens
         told += answers.logprobs
     assert tokens == ids[1:] and rows.tokens[2, :NUM_TOKENS].tolist() == ids
@@ -108,7 +110,7 @@ def test_the_head_is_read_once_a_step(model: Model, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Decoder, "logits", count)
     for row in range(4):
         open_row(rows, row, model.ids)
-    runner.launch([Slice(row, 0, NUM_TOKENS - 1, NUM_TOKENS - 1, NUM_TOKENS - 1) for row in range(4)]).collect()
+    runner.launch([RowRequest(row, 0, NUM_TOKENS - 1, NUM_TOKENS - 1, NUM_TOKENS - 1) for row in range(4)]).collect()
     assert num_rows == [4 * (NUM_TOKENS - 1)] and num_rows[0] > 128
 
 
@@ -116,7 +118,7 @@ def test_log_probabilities_are_those_before_any_adjustment(model: Model) -> None
     runner, rows = model.build()
     open_row(rows, 0, model.ids, SamplingParams(seed=3))
     open_row(rows, 1, model.ids, SamplingParams(0.3, logit_bias=((9, 50.0),), repetition_penalty=1.5))
-    slices = [Slice(0, 0, 60, 1, chosen_logprobs=4), Slice(1, 0, 60, 1, chosen_logprobs=4, mask=allow(5))]
+    slices = [RowRequest(0, 0, 60, 1, chosen_logprobs=4), RowRequest(1, 0, 60, 1, chosen_logprobs=4, mask=allow(5))]
     answers = runner.launch(slices).collect()
     free, forced = answers.logprobs
     assert free is not None and forced is not None and answers.tokens[1] == 5
@@ -129,11 +131,11 @@ def test_greedy_takes_the_largest_allowed_logit_and_writes_it(model: Model) -> N
     best, second, third = model.logits[-1].topk(3).indices.tolist()
     for row in (0, 3):
         open_row(rows, row, model.ids)
-    answers = runner.launch([Slice(0, 0, 60, 1), Slice(3, 0, 60, 1, mask=allow(third, second))]).collect()
+    answers = runner.launch([RowRequest(0, 0, 60, 1), RowRequest(3, 0, 60, 1, mask=allow(third, second))]).collect()
     assert answers.tokens == [best, second] and answers.logprobs == []
     assert rows.tokens[[0, 3], 60].tolist() == [best, second]
     with pytest.raises(ValueError, match=r"the mask is int32 \(1, 10\), expected int32 \(2, 10\)"):
-        runner.launch([Slice(0, 0, 5, 2, mask=allow(1))])
+        runner.launch([RowRequest(0, 0, 5, 2, mask=allow(1))])
 
 
 def test_a_step_with_drafts_says_what_plain_steps_say(model: Model) -> None:
@@ -141,28 +143,29 @@ def test_a_step_with_drafts_says_what_plain_steps_say(model: Model) -> None:
     sampling = SamplingParams(0.8, 0.95, seed=11, frequency_penalty=6.0, repetition_penalty=1.3, logit_bias=likely)
     runner, rows = model.build()
     open_row(rows, 0, model.ids[:20], sampling, prompt=20)
-    plain = runner.launch([Slice(0, 0, 20, 1)]).collect().tokens
+    plain = runner.launch([RowRequest(0, 0, 20, 1)]).collect().tokens
     for begin in range(20, 27):
-        plain += runner.launch([Slice(0, begin, 1, 1)]).collect().tokens
+        plain += runner.launch([RowRequest(0, begin, 1, 1)]).collect().tokens
 
     drafts = [*plain[1:4], (plain[4] + 1) % VOCAB, plain[5]]
     runner, rows = model.build()
     open_row(rows, 0, model.ids[:20], sampling, prompt=20)
-    runner.launch([Slice(0, 0, 20, 0)]).collect()
+    runner.launch([RowRequest(0, 0, 20, 0)]).collect()
     rows.write_tokens(0, 20, np.array([plain[0], *drafts], np.int32))
-    chosen = runner.launch([Slice(0, 20, 6, 6)]).collect().tokens
+    chosen = runner.launch([RowRequest(0, 20, 6, 6)]).collect().tokens
     assert count_accepted(drafts, chosen) == 3
     assert chosen[:4] == plain[1:5]
     rest = []
     for begin in range(24, 27):
-        rest += runner.launch([Slice(0, begin, 1, 1)]).collect().tokens
+        rest += runner.launch([RowRequest(0, begin, 1, 1)]).collect().tokens
     assert rest == plain[5:], "what was guessed wrong is not counted"
 
 
 def test_rows_do_not_know_of_each_other(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     slices = [
-        Slice(0, 0, 30, 2, num_given=1, chosen_logprobs=2), Slice(1, 0, 41), Slice(2, 0, 45, 3),
-        Slice(3, 0, 50, 1, num_given=1, given_logprobs=1), Slice(4, 0, 46, 1, mask=allow(*range(0, VOCAB, 3))),
+        RowRequest(0, 0, 30, 2, num_given=1, chosen_logprobs=2), RowRequest(1, 0, 41), RowRequest(2, 0, 45, 3),
+        RowRequest(3, 0, 50, 1, num_given=1, given_logprobs=1),
+        RowRequest(4, 0, 46, 1, mask=allow(*range(0, VOCAB, 3))),
     ]  # fmt: skip
 
     def build() -> Runner:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.runner import Answers
 from tests.simulator.model import PAGE_TOKENS, Cells, Memory, choose_token, extend, read
 from tests.simulator.world import World
@@ -87,14 +87,14 @@ class VirtualRunner:
         self.vocab_size = rows.vocab_size
         self._poisoned = -1  # a row that no launch can compute
 
-    def launch(self, slices: Sequence[Slice]) -> VirtualLaunched:
+    def launch(self, slices: Sequence[RowRequest]) -> VirtualLaunched:
         launched = VirtualLaunched(self._rows, self._fail(slices))
         pages = [self._rows.pages_of(part.row, part.begin + part.count) for part in slices]
         parts = list(zip(slices, pages, strict=True))
         self._rows.enqueue(lambda: self._run(parts, launched))
         return launched
 
-    def _fail(self, slices: Sequence[Slice]) -> str:
+    def _fail(self, slices: Sequence[RowRequest]) -> str:
         """Sometimes one of the slices cannot be computed, sometimes the device fails later: what it says then."""
         share, rng = self._world.faults.loss / 4, self._world.rng
         error = ""
@@ -109,7 +109,7 @@ class VirtualRunner:
             raise RuntimeError("a slice cannot be computed")
         return error
 
-    def _run(self, parts: Iterable[tuple[Slice, list[int]]], launched: VirtualLaunched) -> None:
+    def _run(self, parts: Iterable[tuple[RowRequest, list[int]]], launched: VirtualLaunched) -> None:
         """What the device does."""
         chosen: list[int] = []
         for part, pages in parts:
@@ -128,7 +128,7 @@ class VirtualRunner:
     def _find_seed(self, row: int) -> int:
         return self._rows.seeds[row]
 
-    def _choose(self, part: Slice, pages: Sequence[int], contents: Sequence[int]) -> int:
+    def _choose(self, part: RowRequest, pages: Sequence[int], contents: Sequence[int]) -> int:
         return choose_token(contents)
 
 
@@ -139,13 +139,13 @@ class VirtualDraftRunner(VirtualRunner):
         super().__init__(world, rows, memory.draft)
         self._main = memory.main[0]
 
-    def _fail(self, slices: Sequence[Slice]) -> str:
+    def _fail(self, slices: Sequence[RowRequest]) -> str:
         return ""
 
     def _find_seed(self, row: int) -> int:
         return ~self._rows.seeds[row]
 
-    def _choose(self, part: Slice, pages: Sequence[int], contents: Sequence[int]) -> int:
+    def _choose(self, part: RowRequest, pages: Sequence[int], contents: Sequence[int]) -> int:
         computed = len(contents) - part.num_guessed - 1  # by the model: all known tokens but the last
         found = read(self._main, pages, computed)
         extend(found, self._rows.seeds[part.row], self._rows.tokens[part.row][computed : len(contents)])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.model.decoder import Decoder
 from engine.prepared import Prepared
 from engine.ranges import Ints
@@ -81,7 +81,7 @@ class LateRunner(Runner):
         super().__init__(model, attention, pages, rows)
         self._late_rows = rows
 
-    def launch(self, slices: Sequence[Slice]) -> Launched:
+    def launch(self, slices: Sequence[RowRequest]) -> Launched:
         rows = self._late_rows
         step = self._prepare(slices)
         opened = rows.num_opened.copy()

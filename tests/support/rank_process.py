@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bench.batches import SAMPLINGS
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.graphs import Compute, choose_shapes
 from engine.kvcache.pool import PoolShape
 from engine.model.weights import load_model
@@ -49,9 +49,9 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
         prompt = torch.arange(2, 2 + length, dtype=torch.int32).mul_(row + 3).remainder_(config.vocab_size)
         rows.open(row, prompt.numpy(), SAMPLINGS[row], length)
         rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
-    told = [runner.launch([Slice(row, 0, length, 1) for row, length in enumerate(lengths)]).collect().tokens]
+    told = [runner.launch([RowRequest(row, 0, length, 1) for row, length in enumerate(lengths)]).collect().tokens]
     for step in range(NUM_TOKENS - 1):
-        slices = [Slice(row, length + step, 1, 1) for row, length in enumerate(lengths)]
+        slices = [RowRequest(row, length + step, 1, 1) for row, length in enumerate(lengths)]
         told.append(runner.launch(slices).collect().tokens)
     assert len(replays) == has_graphs * (NUM_TOKENS - 1)
     return [list(answer) for answer in zip(*told, strict=True)]

@@ -22,7 +22,7 @@ from decode_worker.main import DecodeRole
 from decode_worker.metrics import DecodeMetrics
 from demo.paths import TARGET_DIR
 from engine.attention.choose import AttentionChoice
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.engine import Engine
 from engine.kvcache.gpu import Gpu
 from engine.kvcache.pool import Pool
@@ -102,7 +102,7 @@ class KvRunner:
         self.may_run.set()
         self.pauses_after_token = False  # the step that chooses one clears `may_run`
 
-    def launch(self, slices: Sequence[Slice]) -> Launched:
+    def launch(self, slices: Sequence[RowRequest]) -> Launched:
         assert self.may_run.wait(PATIENCE_S)
         if self.failures:
             raise self.failures.popleft()
@@ -117,7 +117,7 @@ class KvRunner:
             self.may_run.clear()
         return cast(Launched, Done(answers))
 
-    def _run(self, part: Slice) -> Iterator[tuple[int, TokenLogprobs | None]]:
+    def _run(self, part: RowRequest) -> Iterator[tuple[int, TokenLogprobs | None]]:
         if part.num_logits > part.count:
             raise ValueError(f"{part.num_logits} rows of logits of {part.count} positions")
         tokens, pages, kv = self._rows.tokens[part.row], self._rows.page_table[part.row], self._pool.tensor

@@ -13,7 +13,7 @@ from bench.batches import SAMPLINGS
 from engine.attention.base import AttentionShape
 from engine.attention.heads import Heads
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.batch import Slice
+from engine.batch import RowRequest
 from engine.model.decoder import Decoder
 from engine.model.weights import load_model
 from engine.rows import Rows
@@ -47,12 +47,12 @@ def open_row(rows: Rows, row: int, which: int) -> None:
     rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
 
 
-def plan(step: int, rows: Sequence[int], which: Sequence[int]) -> list[Slice]:
+def plan(step: int, rows: Sequence[int], which: Sequence[int]) -> list[RowRequest]:
     """A prompt, then a token at a time."""
     lengths = [len(PROMPTS[one]) for one in which]
     if step == 0:
-        return [Slice(row, 0, length, 1) for row, length in zip(rows, lengths, strict=True)]
-    return [Slice(row, length + step - 1, 1, 1) for row, length in zip(rows, lengths, strict=True)]
+        return [RowRequest(row, 0, length, 1) for row, length in zip(rows, lengths, strict=True)]
+    return [RowRequest(row, length + step - 1, 1, 1) for row, length in zip(rows, lengths, strict=True)]
 
 
 @pytest.fixture(scope="module")
