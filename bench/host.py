@@ -96,9 +96,9 @@ def time_runner(case: Case, num_steps: int) -> float:
         rows.write_pages(row, 0, range(row * num_pages, (row + 1) * num_pages))
     times = []
     for begin in range(case.context_tokens - 1, case.context_tokens - 1 + num_steps):
-        slices = [RowRequest(row, begin, 1, 1) for row in range(case.num_sequences)]
+        requests = [RowRequest(row, begin, 1, 1) for row in range(case.num_sequences)]
         started = time.perf_counter()
-        answers = runner.launch(slices).collect()
+        answers = runner.launch(requests).collect()
         times.append(time.perf_counter() - started)
         assert answers.tokens == [TOKEN] * case.num_sequences
     return statistics.median(times)

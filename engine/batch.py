@@ -18,9 +18,9 @@ from engine.staging import Stager
 
 
 class RowRequest(NamedTuple):
-    """One row's slice of a step: positions [begin, begin + count) of its sequence, guesses included.
+    """One row's request of a step: positions [begin, begin + count) of its sequence, guesses included.
 
-    The row's pages already hold the KV of [0, begin); the step writes the KV of the slice. Each row of logits predicts
+    The row's pages already hold the KV of [0, begin); the step writes the rest. Each row of logits predicts
     the token after its position.
     """
 
@@ -60,14 +60,14 @@ class Batch:
     page_table: Tensor  # page ids; after a sequence's context any valid id
     write_pages: Tensor  # page for the KV of each new token
     write_offsets: Tensor  # [T] int64, row within that page
-    logits_rows: Tensor  # [S] int64, rows of T whose logits are wanted, ascending: each slice's last num_logits
+    logits_rows: Tensor  # [S] int64, rows of T whose logits are wanted, ascending: each request's last num_logits
     query_lens_host: NDArray[np.int32]  # [B], the same on the host
     context_lens_host: NDArray[np.int32]  # [B], the same on the host
 
 
-def lay_out(rows: Rows, slices: Sequence[RowRequest]) -> Layout:
-    """Where the slices' tokens and pages are. ValueError if a slice ends beyond its row."""
-    row, begins, counts, num_logits = (np.array(values, np.int64) for values in list(zip(*slices, strict=True))[:4])
+def lay_out(rows: Rows, requests: Sequence[RowRequest]) -> Layout:
+    """Where the requests' tokens and pages are. ValueError if a request ends beyond its row."""
+    row, begins, counts, num_logits = (np.array(values, np.int64) for values in list(zip(*requests, strict=True))[:4])
     ends = begins + counts
     longest = max(ends.tolist())
     check_ends(rows, longest)
@@ -89,7 +89,7 @@ def lay_out(rows: Rows, slices: Sequence[RowRequest]) -> Layout:
 
 
 def check_ends(rows: Rows, longest: int) -> None:
-    """ValueError if no slice can end at `longest`."""
+    """ValueError if no request can end at `longest`."""
     if longest >= rows.width:
         raise ValueError(f"{longest} positions and a token after them, in a row of {rows.width}")
 

@@ -43,9 +43,9 @@ class Piece(NamedTuple):
     num_top: list[int]  # for each of `scored`
 
 
-def plan_outputs(rows: Rows, slices: Sequence[RowRequest], layout: Layout) -> Outputs:
+def plan_outputs(rows: Rows, requests: Sequence[RowRequest], layout: Layout) -> Outputs:
     """Also counts all tokens that are not guesses, for penalties. ValueError if a mask does not fit."""
-    columns = list(zip(*slices, strict=True))
+    columns = list(zip(*requests, strict=True))
     row, num_logits, num_given, num_guessed = (np.array(columns[at], np.int64) for at in (0, 3, 4, 8))
     counted = layout.context_lens - num_logits + num_given + 1 - num_guessed
     is_choosing = num_logits > num_given
@@ -54,7 +54,7 @@ def plan_outputs(rows: Rows, slices: Sequence[RowRequest], layout: Layout) -> Ou
     is_given = ranks < num_given[owners]
     mask_lines = masks = None
     if any(map(is_not, columns[7], repeat(None))):
-        mask_lines, masks = _join_masks(slices, rows.vocab_size)
+        mask_lines, masks = _join_masks(requests, rows.vocab_size)
     return Outputs(
         row[owners],
         layout.positions[layout.logits_rows] + 1,
@@ -63,16 +63,16 @@ def plan_outputs(rows: Rows, slices: Sequence[RowRequest], layout: Layout) -> Ou
         is_given,
         mask_lines,
         masks,
-        _list_num_top(slices) if np.count_nonzero(num_given) or columns[6].count(None) < len(slices) else None,
+        _list_num_top(requests) if np.count_nonzero(num_given) or columns[6].count(None) < len(requests) else None,
     )
 
 
-def _join_masks(slices: Sequence[RowRequest], vocab_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _join_masks(requests: Sequence[RowRequest], vocab_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """[S] the line of each output, -1 for no mask, and the lines: [m, ceil(V / 32)]."""
     lines: list[int] = []
     masks: list[NDArray[np.int32]] = []
     num_lines = 0
-    for part in slices:
+    for part in requests:
         num_chosen = part.num_logits - part.num_given
         lines += [-1] * part.num_given
         if part.mask is None:
@@ -87,10 +87,10 @@ def _join_masks(slices: Sequence[RowRequest], vocab_size: int) -> tuple[NDArray[
     return np.array(lines, np.int32), np.concatenate(masks)
 
 
-def _list_num_top(slices: Sequence[RowRequest]) -> list[int | None]:
+def _list_num_top(requests: Sequence[RowRequest]) -> list[int | None]:
     return [
         part.given_logprobs if rank < part.num_given else part.chosen_logprobs
-        for part in slices
+        for part in requests
         for rank in range(part.num_logits)
     ]
 

@@ -17,7 +17,7 @@ from engine.outputs import Outputs, Piece, plan_outputs, plan_piece
 from engine.ranges import Ints
 from engine.rows import Rows
 
-PLAIN = RowRequest(row=0, begin=0, count=1, num_logits=1)  # every slice of a plain step, except `row` and `begin`
+PLAIN = RowRequest(row=0, begin=0, count=1, num_logits=1)  # every request of a plain step, except `row` and `begin`
 SIZES, MASK = (2, 3, 4, 5, 6, 8), 7  # indices of the other fields
 
 
@@ -30,13 +30,13 @@ class Prepared:
     pieces: list[Piece]
 
 
-def prepare(rows: Rows, slices: Sequence[RowRequest], piece_rows: int) -> Prepared:
+def prepare(rows: Rows, requests: Sequence[RowRequest], piece_rows: int) -> Prepared:
     """Any step, in pieces of up to `piece_rows` outputs. Counts tokens for penalties.
 
-    ValueError if a slice ends beyond its row, or a mask does not fit.
+    ValueError if a request ends beyond its row, or a mask does not fit.
     """
-    layout = lay_out(rows, slices)
-    outputs = plan_outputs(rows, slices, layout)
+    layout = lay_out(rows, requests)
+    outputs = plan_outputs(rows, requests, layout)
     spans = [slice(begin, begin + piece_rows) for begin in range(0, len(outputs.rows), piece_rows)]
     return Prepared(layout, outputs, [plan_piece(rows, outputs, span) for span in spans])
 
@@ -58,24 +58,24 @@ class Preparer:
         self._rows = rows
         self._last: Plain | None = None
 
-    def prepare(self, slices: Sequence[RowRequest], piece_rows: int) -> Prepared:
+    def prepare(self, requests: Sequence[RowRequest], piece_rows: int) -> Prepared:
         """Equal to `prepare`. Parts that a plain step shares with the one before are the same objects."""
-        columns = list(zip(*slices, strict=True))
+        columns = list(zip(*requests, strict=True))
         if not is_plain(columns):
-            return prepare(self._rows, slices, piece_rows)
+            return prepare(self._rows, requests, piece_rows)
         rows, last = self._rows, self._last
         made_of = columns[0], rows.version, piece_rows
         if last is not None and last.made_of == made_of:
             step, row_begins = follow(last, rows, columns[1]), last.row_begins
         else:
-            step = prepare(rows, slices, piece_rows)
+            step = prepare(rows, requests, piece_rows)
             row_begins = step.outputs.rows * rows.width
         self._last = Plain(made_of, rows.pages_version, row_begins, step)
         return step
 
 
 def is_plain(columns: Sequence[tuple[Any, ...]]) -> bool:
-    """Whether a step's slices, given field by field, form a plain step."""
+    """Whether a step's requests, given field by field, form a plain step."""
     if any(map(is_not, columns[MASK], repeat(None))):
         return False
     return all(columns[at] == (PLAIN[at],) * len(columns[at]) for at in SIZES)

@@ -34,7 +34,7 @@ class Answers:
     """The results for a step's rows of logits, in order."""
 
     tokens: list[int]  # sampled or given; NOT_A_NUMBER where the logits are NaN
-    logprobs: list[TokenLogprobs | None]  # one per token; empty if no slice asks for any
+    logprobs: list[TokenLogprobs | None]  # one per token; empty if no request asks for any
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +110,17 @@ class Runner:
     def vocab_size(self) -> int:
         return self._rows.vocab_size
 
-    def launch(self, slices: Sequence[RowRequest]) -> Launched:
-        """Compute the slices' KV; sample or score the tokens after the rows of logits that they want.
+    def launch(self, requests: Sequence[RowRequest]) -> Launched:
+        """Compute the requests' KV; sample or score the tokens after the rows of logits that they want.
 
-        At least one slice, at most one per row. Slices do not affect each other's results. Sampled tokens are written
-        to Rows.tokens at their positions, or none if this raises. ValueError says what is wrong with a slice.
+        At least one request, at most one per row. They do not affect each other. Sampled tokens are written
+        to Rows.tokens at their positions, or none if this raises. ValueError says what is wrong with a request.
         """
-        return self._run(self._prepare(slices))
+        return self._run(self._prepare(requests))
 
-    def _prepare(self, slices: Sequence[RowRequest]) -> Prepared:
+    def _prepare(self, requests: Sequence[RowRequest]) -> Prepared:
         """Plan the step on the host. Counts tokens for penalties."""
-        return self._preparer.prepare(slices, piece_rows=max(1, PIECE_VALUES // self._rows.vocab_size))
+        return self._preparer.prepare(requests, piece_rows=max(1, PIECE_VALUES // self._rows.vocab_size))
 
     @torch.inference_mode()
     def _run(self, step: Prepared) -> Launched:

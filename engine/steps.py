@@ -1,4 +1,4 @@
-"""One step of a worker's loop: a forward for several sequences that survives slices that cannot be computed."""
+"""One step of a worker's loop: a forward for several sequences that survives requests that cannot be computed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from wire.logprobs import TokenLogprobs
 log = structlog.get_logger()
 
 Explain = Callable[[Exception, Sequence[int]], StepFailedError]
-"""(a forward's exception, the indices of its slices) |-> why it failed. Called for the whole step and each culprit."""
+"""(a forward's exception, indices of its requests) |-> why it failed. Called for the whole step and each culprit."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepAnswers:
-    """The results for a step's rows of logits, slices in order."""
+    """The results for a step's rows of logits, requests in order."""
 
-    tokens: list[int]  # -1 for each row of a failed slice
-    logprobs: list[TokenLogprobs | None]  # one per token; empty if no slice asks for any
-    failed: dict[int, StepFailedError]  # index of a slice |-> why it was not computed
-    begins: list[int]  # index of a slice |-> its first row of logits
+    tokens: list[int]  # -1 for each row of a failed request
+    logprobs: list[TokenLogprobs | None]  # one per token; empty if no request asks for any
+    failed: dict[int, StepFailedError]  # index of a request |-> why it was not computed
+    begins: list[int]  # index of a request |-> its first row of logits
 
 
 class NotNumbersError(Exception):
@@ -39,34 +39,34 @@ class NotNumbersError(Exception):
 class Launcher(Protocol):
     """A runner, or several that compute the same positions."""
 
-    def launch(self, slices: Sequence[RowRequest]) -> Launched:
+    def launch(self, requests: Sequence[RowRequest]) -> Launched:
         """See `Runner.launch`."""
         ...
 
 
 class LaunchedStep:
-    """One forward, or several for parts of the step, and the slices that no forward could compute."""
+    """One forward, or several for parts of the step, and the requests that no forward could compute."""
 
-    def __init__(self, slices: Sequence[RowRequest], explain: Explain) -> None:
-        self._slices = slices
+    def __init__(self, requests: Sequence[RowRequest], explain: Explain) -> None:
+        self._requests = requests
         self._explain = explain
         self._parts: list[tuple[range, Launched]] = []  # ascending
         self._failed: dict[int, StepFailedError] = {}
 
     def launch(self, runner: Launcher, part: range) -> None:
-        """Launch the slices of `part` together; if that fails, each half separately, so that only culprits fail.
+        """Launch the requests of `part` together; if that fails, each half separately, so that only culprits fail.
 
-        k culprits among n slices cost O(k log n) forwards.
+        k culprits among n requests cost O(k log n) forwards.
         """
         try:
-            self._parts.append((part, runner.launch(self._slices[part.start : part.stop])))
+            self._parts.append((part, runner.launch(self._requests[part.start : part.stop])))
             return
         except Exception as error:
             _end_if_lost(error)
             if len(part) == 1:
                 self._failed[part.start] = self._explain(error, part)
                 return
-            if len(part) == len(self._slices):
+            if len(part) == len(self._requests):
                 self._explain(error, part)
         middle = (part.start + part.stop) // 2  # outside the except block, which keeps the failed forward's memory
         self.launch(runner, range(part.start, middle))
@@ -74,7 +74,7 @@ class LaunchedStep:
 
     def collect(self) -> StepAnswers:
         """Wait for the device. A part that fails here is not repeated: later steps may have read its tokens."""
-        begins = [0, *accumulate([one.num_logits for one in self._slices])]
+        begins = [0, *accumulate([one.num_logits for one in self._requests])]
         answers = StepAnswers([-1] * begins.pop(), [], self._failed, begins)
         for part, launched in self._parts:
             try:
@@ -95,13 +95,13 @@ class LaunchedStep:
         failure = self._explain(NotNumbersError(), which)
         for index in which:
             self._failed[index] = failure
-            tokens[spans[index]] = [-1] * self._slices[index].num_logits
+            tokens[spans[index]] = [-1] * self._requests[index].num_logits
 
 
-def launch_step(runner: Launcher, slices: Sequence[RowRequest], explain: Explain) -> LaunchedStep:
-    """Takes at least one slice. Ends the process if the GPU is lost."""
-    step = LaunchedStep(slices, explain)
-    step.launch(runner, range(len(slices)))
+def launch_step(runner: Launcher, requests: Sequence[RowRequest], explain: Explain) -> LaunchedStep:
+    """Takes at least one request. Ends the process if the GPU is lost."""
+    step = LaunchedStep(requests, explain)
+    step.launch(runner, range(len(requests)))
     return step
 
 

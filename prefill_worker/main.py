@@ -70,6 +70,6 @@ class BothRunners:
         self._runner = runner
         self._draft_runner = draft_runner
 
-    def launch(self, slices: Seq[RowRequest]) -> Launched:
-        self._draft_runner.launch([part._replace(num_logits=0, num_given=0) for part in slices])
-        return self._runner.launch(slices)
+    def launch(self, requests: Seq[RowRequest]) -> Launched:
+        self._draft_runner.launch([part._replace(num_logits=0, num_given=0) for part in requests])
+        return self._runner.launch(requests)

@@ -107,10 +107,10 @@ class WorkerLoop:
         planned = self._prepare(planned, updates)
         if not planned:
             return
-        slices = [self._slice(step) for step in planned]
+        requests = [self._slice(step) for step in planned]
         started = time.perf_counter()
-        launched = launch_step(self._runner, slices, partial(self._explain, planned))
-        self._flights.append(Flight(planned, launched, sum(part.count for part in slices), started))
+        launched = launch_step(self._runner, requests, partial(self._explain, planned))
+        self._flights.append(Flight(planned, launched, sum(part.count for part in requests), started))
 
     def _prepare(self, planned: list[Planned], updates: list[Update]) -> list[Planned]:
         """Add guesses and masks to the step; drop sequences that ended or cannot take part."""

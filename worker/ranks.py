@@ -64,8 +64,8 @@ class Step(msgspec.Struct, array_like=True):
 
     deltas: list[Delta]
     runner: int  # 0: the model's, 1: the draft model's
-    slices: list[tuple[Any, ...]]  # fields of `RowRequest` except the mask
-    masks: dict[int, bytes]  # index of a slice |-> its mask, int32
+    requests: list[tuple[Any, ...]]  # fields of `RowRequest` except the mask
+    masks: dict[int, bytes]  # index of a request |-> its mask, int32
 
 
 MASK = RowRequest._fields.index("mask")
@@ -88,12 +88,12 @@ class Leader:
         if self.is_leading:
             self._deltas.append(delta)
 
-    def send(self, runner: int, slices: Sequence[RowRequest]) -> None:
+    def send(self, runner: int, requests: Sequence[RowRequest]) -> None:
         """Send a step, before rank 0 computes it. Raises RingError."""
         if not self.is_leading:
             return
-        masks = {index: part.mask.tobytes() for index, part in enumerate(slices) if part.mask is not None}
-        plain = [part[:MASK] + part[MASK + 1 :] for part in slices]
+        masks = {index: part.mask.tobytes() for index, part in enumerate(requests) if part.mask is not None}
+        plain = [part[:MASK] + part[MASK + 1 :] for part in requests]
         deltas, self._deltas = self._deltas, []
         self._ring.write(_encoder.encode(Step(deltas, runner, plain, masks)), SEND_S)
 
@@ -132,10 +132,10 @@ class LedRunner(Runner):
         self._leader = leader
         self._number = number
 
-    def launch(self, slices: Sequence[RowRequest]) -> Launched:
-        step = self._prepare(slices)  # finds errors in slices before anything is sent
+    def launch(self, requests: Sequence[RowRequest]) -> Launched:
+        step = self._prepare(requests)  # finds errors in requests before anything is sent
         try:
-            self._leader.send(self._number, slices)
+            self._leader.send(self._number, requests)
             return self._run(step)
         except Exception:
             if not self._leader.is_closing():
@@ -151,7 +151,7 @@ def follow(ring: RingFollower, rows: Rows, runners: Sequence[Runner]) -> None:
         step = _decoder.decode(ring.read())
         for delta in step.deltas:
             apply(rows, delta)
-        behind.append(runners[step.runner].launch(_slices(step, rows.vocab_size)))
+        behind.append(runners[step.runner].launch(_requests(step, rows.vocab_size)))
         if len(behind) > MOST_BEHIND:
             behind.popleft().collect()
 
@@ -169,10 +169,10 @@ def apply(rows: Rows, delta: Delta) -> None:
             rows.write_pages(delta.row, delta.first, delta.pages)
 
 
-def _slices(step: Step, vocab_size: int) -> list[RowRequest]:
-    slices = []
-    for index, fields in enumerate(step.slices):
+def _requests(step: Step, vocab_size: int) -> list[RowRequest]:
+    requests = []
+    for index, fields in enumerate(step.requests):
         mask = step.masks.get(index)
         words = None if mask is None else np.frombuffer(mask, np.int32).reshape(-1, -(-vocab_size // 32))
-        slices.append(RowRequest._make((*fields[:MASK], words, *fields[MASK:])))
-    return slices
+        requests.append(RowRequest._make((*fields[:MASK], words, *fields[MASK:])))
+    return requests

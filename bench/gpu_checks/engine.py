@@ -57,8 +57,11 @@ def check_greedy(device: torch.device) -> str:
     """float32: transformers' tokens."""
     engine = build_demo_engine("float32", device, 1)
     open_row(engine.rows, 0, PROMPT, SamplingParams(temperature=0.0))
-    slices = [RowRequest(0, 0, len(PROMPT), 1), *(RowRequest(0, len(PROMPT) + i, 1, 1) for i in range(NUM_TOKENS - 1))]
-    launched = [engine.runner.launch([part]) for part in slices]  # each reads the last one's token on the device
+    requests = [
+        RowRequest(0, 0, len(PROMPT), 1),
+        *(RowRequest(0, len(PROMPT) + i, 1, 1) for i in range(NUM_TOKENS - 1)),
+    ]
+    launched = [engine.runner.launch([part]) for part in requests]  # each reads the last one's token on the device
     assert [step.collect().tokens[0] for step in launched] == reference_tokens(), "tokens differ"
     return f"{NUM_TOKENS} tokens equal ({engine.attention.backend.name})"
 
@@ -105,14 +108,14 @@ def check_graphs(device: torch.device) -> str:
             open_row(engine.rows, row, prompts[row], SAMPLINGS[row])
         launched, collected = [], []
         for step in range(NUM_TOKENS):
-            slices = [
+            requests = [
                 RowRequest(row, 0, len(prompts[row]), 1)
                 if step == 0
                 else RowRequest(row, len(prompts[row]) + step - 1, 1, 1)
                 for row in everyone
             ]
             with without_waiting(device):
-                launched.append(engine.runner.launch(slices))
+                launched.append(engine.runner.launch(requests))
             if len(launched) > ahead:
                 collected.append(launched.pop(0).collect().tokens)
         collected += [step.collect().tokens for step in launched]

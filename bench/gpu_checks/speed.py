@@ -196,8 +196,8 @@ def time_steps_alone(engine: Engine, count: int, context_tokens: int, device: to
     for row in range(count):
         engine.rows.open(row, np.zeros(context_tokens, np.int32), SamplingParams(temperature=0.0), context_tokens)
         engine.rows.write_pages(row, 0, [page % engine.num_pages for page in range(row * pages, (row + 1) * pages)])
-    slices = [RowRequest(row, context_tokens - 1, 1, 1) for row in range(count)]
-    seconds = time_calls(lambda: engine.runner.launch(slices), device, 20)
+    requests = [RowRequest(row, context_tokens - 1, 1, 1) for row in range(count)]
+    seconds = time_calls(lambda: engine.runner.launch(requests), device, 20)
     for row in range(count):
         engine.rows.close(row)
     return seconds

@@ -214,9 +214,9 @@ class CountingRunner:
     vocab_size: int = 100
     num_positions: list[int] = field(default_factory=list)
 
-    def launch(self, slices: Seq[RowRequest]) -> "CountingRunner":
-        self.num_positions.append(sum(part.count for part in slices))
-        self._num_tokens = sum(part.num_logits for part in slices)
+    def launch(self, requests: Seq[RowRequest]) -> "CountingRunner":
+        self.num_positions.append(sum(part.count for part in requests))
+        self._num_tokens = sum(part.num_logits for part in requests)
         return self
 
     def collect(self) -> Answers:

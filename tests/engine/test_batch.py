@@ -1,4 +1,4 @@
-"""The layout of a ragged batch, token by token, against the slices it was made of."""
+"""The layout of a ragged batch, token by token, against the requests it was made of."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def build_rows(page_tokens: int, draw: np.random.Generator) -> Rows:
 
 
 @st.composite
-def slices(draw: st.DrawFn, row: int) -> RowRequest:
+def requests(draw: st.DrawFn, row: int) -> RowRequest:
     begin, count = draw(st.integers(0, 20)), draw(st.integers(1, 9))
     return RowRequest(row, begin, count, num_logits=draw(st.integers(0, count)))
 
@@ -35,7 +35,7 @@ def slices(draw: st.DrawFn, row: int) -> RowRequest:
 def test_every_token_lies_where_its_slice_says(data: st.DataObject, page_tokens: int, seed: int) -> None:
     rows = build_rows(page_tokens, np.random.default_rng(seed))
     order = data.draw(st.permutations(range(NUM_ROWS)))[: data.draw(st.integers(1, NUM_ROWS))]
-    parts = [data.draw(slices(row)) for row in order]
+    parts = [data.draw(requests(row)) for row in order]
     batch = build_batch(lay_out(rows, parts), rows, Stager(CPU))
 
     wanted_rows, at = [], 0

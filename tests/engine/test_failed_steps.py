@@ -1,4 +1,4 @@
-"""A step that cannot be computed costs only the slices that are to blame."""
+"""A step that cannot be computed costs only the requests that are to blame."""
 
 import math
 from collections.abc import Sequence
@@ -40,13 +40,13 @@ class PoisonedRunner:
         self._is_late = is_late  # fails when collected
         self.num_forwards = 0
 
-    def launch(self, slices: Sequence[RowRequest]) -> Launched:
+    def launch(self, requests: Sequence[RowRequest]) -> Launched:
         self.num_forwards += 1
-        is_poisoned = any(one.row in self._poison for one in slices)
+        is_poisoned = any(one.row in self._poison for one in requests)
         if is_poisoned and not self._is_late:
             raise self._error
-        tokens = [10 * one.row + rank for one in slices for rank in range(one.num_logits)]
-        logprobs = [TokenLogprobs(-float(token)) for token in tokens if slices[0].chosen_logprobs is not None]
+        tokens = [10 * one.row + rank for one in requests for rank in range(one.num_logits)]
+        logprobs = [TokenLogprobs(-float(token)) for token in tokens if requests[0].chosen_logprobs is not None]
         return cast(Launched, Done(Answers(tokens, [*logprobs]), self._error if is_poisoned else None))
 
 
@@ -61,16 +61,16 @@ class Explained:
         return explain_failure(error, "--max-running", 64)
 
 
-def run(runner: PoisonedRunner, slices: Sequence[RowRequest], explain: Explained | None = None) -> StepAnswers:
-    return launch_step(cast(Runner, runner), slices, explain or Explained()).collect()
+def run(runner: PoisonedRunner, requests: Sequence[RowRequest], explain: Explained | None = None) -> StepAnswers:
+    return launch_step(cast(Runner, runner), requests, explain or Explained()).collect()
 
 
 @given(size=st.integers(1, 80), data=st.data())
 def test_culprits_alone_fail_and_few_forwards_are_spent(size: int, data: st.DataObject) -> None:
     poison = data.draw(st.sets(st.integers(0, size - 1), max_size=5))
-    slices = [RowRequest(row, 5, 1 + row % 3, num_logits=row % 3) for row in range(size)]
+    requests = [RowRequest(row, 5, 1 + row % 3, num_logits=row % 3) for row in range(size)]
     runner = PoisonedRunner([*poison], RuntimeError("cannot compute this"))
-    answers = run(runner, slices)
+    answers = run(runner, requests)
     assert answers.failed.keys() == poison
     assert {str(failure) for failure in answers.failed.values()} <= {"the engine step failed: cannot compute this"}
     assert answers.tokens == [
@@ -90,8 +90,8 @@ def test_out_of_memory_is_halved_too(error: Exception) -> None:
 
 
 def test_log_probabilities_keep_their_places() -> None:
-    slices = [RowRequest(row, 5, 1, 1, chosen_logprobs=0) for row in range(3)]
-    answers = run(PoisonedRunner([1], RuntimeError("no")), slices)
+    requests = [RowRequest(row, 5, 1, 1, chosen_logprobs=0) for row in range(3)]
+    answers = run(PoisonedRunner([1], RuntimeError("no")), requests)
     assert answers.logprobs == [TokenLogprobs(0.0), None, TokenLogprobs(-20.0)]
 
 
@@ -104,8 +104,8 @@ def test_a_failure_at_collection_is_not_repeated() -> None:
 
 def test_rows_without_numbers_fail_their_slices_alone() -> None:
     class NanRunner(PoisonedRunner):
-        def launch(self, slices: Sequence[RowRequest]) -> Launched:
-            tokens = [NOT_A_NUMBER if one.row == 1 and rank else one.row for one in slices for rank in range(2)]
+        def launch(self, requests: Sequence[RowRequest]) -> Launched:
+            tokens = [NOT_A_NUMBER if one.row == 1 and rank else one.row for one in requests for rank in range(2)]
             return cast(Launched, Done(Answers(tokens, []), None))
 
     explain = Explained()

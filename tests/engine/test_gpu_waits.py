@@ -65,11 +65,11 @@ class Built:
     def launch(self, *steps: Sequence[RowRequest]) -> int:
         """Sequences begin, and steps work on them. Returns how many steps were graphs."""
         before = self.gpu.num_replays
-        for slices in steps:
+        for requests in steps:
             with self.gpu.step():
-                if slices is steps[0]:
+                if requests is steps[0]:
                     self._open_rows()
-                self.runner.launch(slices)
+                self.runner.launch(requests)
         return self.gpu.num_replays - before
 
     def _open_rows(self) -> None:
@@ -115,8 +115,8 @@ def plain(position: int, rows: Sequence[int] = EVERYONE, **asked: Any) -> list[R
     return [RowRequest(row, position, 1, 1, **asked) for row in rows]
 
 
-def of_odd_rows(slices: list[RowRequest], **asked: Any) -> list[RowRequest]:
-    return [one._replace(**asked) if one.row % 2 else one for one in slices]
+def of_odd_rows(requests: list[RowRequest], **asked: Any) -> list[RowRequest]:
+    return [one._replace(**asked) if one.row % 2 else one for one in requests]
 
 
 PROMPTS = [RowRequest(row, 0, PROMPT, 1) for row in EVERYONE]

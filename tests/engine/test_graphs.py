@@ -182,8 +182,8 @@ def pair(decoder: Decoder) -> Iterator[Callable[[Sequence[RowRequest]], Answers]
     eager = Runner(decoder, TorchSdpaAttention(decoder.config.attention_shape), eager_pages, eager_rows)
     runners = (built.runner, eager)
 
-    def both(slices: Sequence[RowRequest]) -> Answers:
-        answers, truth = (runner.launch(slices).collect() for runner in runners)
+    def both(requests: Sequence[RowRequest]) -> Answers:
+        answers, truth = (runner.launch(requests).collect() for runner in runners)
         assert answers.tokens == truth.tokens
         for one, other in zip(answers.logprobs, truth.logprobs, strict=True):
             assert (one is None) == (other is None)
@@ -233,7 +233,7 @@ def test_guesses_and_missing_tokens_go_through_graphs_of_several_tokens(pair: An
             rows.write_tokens(part.row, part.begin + 1, np.array([5, 6, 7], np.int32))
     mask = np.full((3, -(-VOCAB // 32)), -1, np.int32)
     mask[1] = 1 << 9
-    for number, slices in enumerate(
+    for number, requests in enumerate(
         (
             [first._replace(count=4, num_logits=4), second._replace(count=2, num_logits=2), third],
             [first._replace(count=3, num_logits=3, mask=mask, chosen_logprobs=2), third._replace(num_logits=0)],
@@ -242,7 +242,7 @@ def test_guesses_and_missing_tokens_go_through_graphs_of_several_tokens(pair: An
         ),
         start=1,
     ):
-        pair(slices)
+        pair(requests)
         assert pair.num_replays == number
     ours, theirs = pair.pages
     assert torch.allclose(ours[:-1], theirs, atol=1e-5)
@@ -255,13 +255,13 @@ def test_steps_that_graphs_cannot_do_go_without_one(pair: Any) -> None:
         open_row(rows, 3, 7)  # with penalties
     length = len(PROMPTS[7])
     pair([RowRequest(3, 0, length, 1)])
-    for slices in (
+    for requests in (
         [first, third._replace(num_given=1)],
         [first._replace(count=5, num_logits=5)],
         [RowRequest(1, 0, 3, 1)],
         [RowRequest(3, length, 1, 1, num_guessed=1)],
     ):
-        pair(slices)
+        pair(requests)
         assert pair.num_replays == 0
     pair([first])
     assert pair.num_replays == 1

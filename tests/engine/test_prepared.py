@@ -65,9 +65,9 @@ class Twins:
         for rows in self.both:
             rows.write_pages(row, first, [page])
 
-    def step(self, slices: list[RowRequest], piece_rows: int) -> None:
-        after = self.preparer.prepare(slices, piece_rows)
-        assert flatten(after) == flatten(prepare(self.both[1], slices, piece_rows))
+    def step(self, requests: list[RowRequest], piece_rows: int) -> None:
+        after = self.preparer.prepare(requests, piece_rows)
+        assert flatten(after) == flatten(prepare(self.both[1], requests, piece_rows))
         counts = [rows.counts.tolist() for rows in self.both]
         assert counts[0] == counts[1]
 

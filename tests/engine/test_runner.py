@@ -118,8 +118,8 @@ def test_log_probabilities_are_those_before_any_adjustment(model: Model) -> None
     runner, rows = model.build()
     open_row(rows, 0, model.ids, SamplingParams(seed=3))
     open_row(rows, 1, model.ids, SamplingParams(0.3, logit_bias=((9, 50.0),), repetition_penalty=1.5))
-    slices = [RowRequest(0, 0, 60, 1, chosen_logprobs=4), RowRequest(1, 0, 60, 1, chosen_logprobs=4, mask=allow(5))]
-    answers = runner.launch(slices).collect()
+    requests = [RowRequest(0, 0, 60, 1, chosen_logprobs=4), RowRequest(1, 0, 60, 1, chosen_logprobs=4, mask=allow(5))]
+    answers = runner.launch(requests).collect()
     free, forced = answers.logprobs
     assert free is not None and forced is not None and answers.tokens[1] == 5
     assert forced.top_ids == free.top_ids
@@ -162,7 +162,7 @@ def test_a_step_with_drafts_says_what_plain_steps_say(model: Model) -> None:
 
 
 def test_rows_do_not_know_of_each_other(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    slices = [
+    requests = [
         RowRequest(0, 0, 30, 2, num_given=1, chosen_logprobs=2), RowRequest(1, 0, 41), RowRequest(2, 0, 45, 3),
         RowRequest(3, 0, 50, 1, num_given=1, given_logprobs=1),
         RowRequest(4, 0, 46, 1, mask=allow(*range(0, VOCAB, 3))),
@@ -182,14 +182,14 @@ def test_rows_do_not_know_of_each_other(model: Model, monkeypatch: pytest.Monkey
             open_row(rows, row, model.ids, sampling, prompt=10)
         return runner
 
-    together = build().launch(slices).collect()
+    together = build().launch(requests).collect()
     alone, logprobs = [], []
-    for one in slices:
+    for one in requests:
         answers = build().launch([one]).collect()
         alone += answers.tokens
         logprobs += answers.logprobs or [None] * one.num_logits
     monkeypatch.setattr(runner_module, "PIECE_VALUES", 2 * VOCAB)
-    in_pieces = build().launch(slices).collect()
+    in_pieces = build().launch(requests).collect()
     assert together.tokens == alone == in_pieces.tokens
     assert together.tokens[0] == model.ids[29] and together.tokens[5] == model.ids[50]
     for told in (together.logprobs, in_pieces.logprobs):

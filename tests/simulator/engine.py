@@ -78,7 +78,7 @@ class VirtualLaunched:
 
 
 class VirtualRunner:
-    """As engine.runner.Runner: computes the KV of slices, and the tokens that they want."""
+    """As engine.runner.Runner: computes the KV of requests, and the tokens that they want."""
 
     def __init__(self, world: World, rows: VirtualRows, ranks: Sequence[Cells]) -> None:
         self._world = world
@@ -87,26 +87,26 @@ class VirtualRunner:
         self.vocab_size = rows.vocab_size
         self._poisoned = -1  # a row that no launch can compute
 
-    def launch(self, slices: Sequence[RowRequest]) -> VirtualLaunched:
-        launched = VirtualLaunched(self._rows, self._fail(slices))
-        pages = [self._rows.pages_of(part.row, part.begin + part.count) for part in slices]
-        parts = list(zip(slices, pages, strict=True))
+    def launch(self, requests: Sequence[RowRequest]) -> VirtualLaunched:
+        launched = VirtualLaunched(self._rows, self._fail(requests))
+        pages = [self._rows.pages_of(part.row, part.begin + part.count) for part in requests]
+        parts = list(zip(requests, pages, strict=True))
         self._rows.enqueue(lambda: self._run(parts, launched))
         return launched
 
-    def _fail(self, slices: Sequence[RowRequest]) -> str:
-        """Sometimes one of the slices cannot be computed, sometimes the device fails later: what it says then."""
+    def _fail(self, requests: Sequence[RowRequest]) -> str:
+        """Sometimes one of the requests cannot be computed, sometimes the device fails later: what it says then."""
         share, rng = self._world.faults.loss / 4, self._world.rng
         error = ""
         if share and self._poisoned < 0 and rng.random() < share:
             if rng.random() < 0.5:
                 error = "the device failed"
             else:
-                self._poisoned = rng.choice(slices).row
-        if any(part.row == self._poisoned for part in slices):
-            if len(slices) == 1:
+                self._poisoned = rng.choice(requests).row
+        if any(part.row == self._poisoned for part in requests):
+            if len(requests) == 1:
                 self._poisoned = -1
-            raise RuntimeError("a slice cannot be computed")
+            raise RuntimeError("a request cannot be computed")
         return error
 
     def _run(self, parts: Iterable[tuple[RowRequest, list[int]]], launched: VirtualLaunched) -> None:
@@ -139,7 +139,7 @@ class VirtualDraftRunner(VirtualRunner):
         super().__init__(world, rows, memory.draft)
         self._main = memory.main[0]
 
-    def _fail(self, slices: Sequence[RowRequest]) -> str:
+    def _fail(self, requests: Sequence[RowRequest]) -> str:
         return ""
 
     def _find_seed(self, row: int) -> int:

@@ -180,9 +180,9 @@ def _finish_read_with_draft(self: SequenceTable, sequence_id: int, end: int, now
     finish_read(self, sequence_id, end, now)
 
 
-def _launch_draft_last(self: Any, slices: Any) -> Any:
-    launched = self._runner.launch(slices)
-    self._draft_runner.launch([part._replace(num_logits=0, num_given=0) for part in slices])
+def _launch_draft_last(self: Any, requests: Any) -> Any:
+    launched = self._runner.launch(requests)
+    self._draft_runner.launch([part._replace(num_logits=0, num_given=0) for part in requests])
     return launched
 
 

@@ -81,11 +81,11 @@ class LateRunner(Runner):
         super().__init__(model, attention, pages, rows)
         self._late_rows = rows
 
-    def launch(self, slices: Sequence[RowRequest]) -> Launched:
+    def launch(self, requests: Sequence[RowRequest]) -> Launched:
         rows = self._late_rows
-        step = self._prepare(slices)
+        step = self._prepare(requests)
         opened = rows.num_opened.copy()
-        for part in slices:
+        for part in requests:
             if part.num_logits > part.num_given:
                 rows.tokens[part.row, part.begin + part.count] = POISON
         return LateLaunched(rows.queue, lambda: self._run_late(step, opened))

@@ -51,8 +51,8 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
         rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
     told = [runner.launch([RowRequest(row, 0, length, 1) for row, length in enumerate(lengths)]).collect().tokens]
     for step in range(NUM_TOKENS - 1):
-        slices = [RowRequest(row, length + step, 1, 1) for row, length in enumerate(lengths)]
-        told.append(runner.launch(slices).collect().tokens)
+        requests = [RowRequest(row, length + step, 1, 1) for row, length in enumerate(lengths)]
+        told.append(runner.launch(requests).collect().tokens)
     assert len(replays) == has_graphs * (NUM_TOKENS - 1)
     return [list(answer) for answer in zip(*told, strict=True)]
 

@@ -102,14 +102,14 @@ class KvRunner:
         self.may_run.set()
         self.pauses_after_token = False  # the step that chooses one clears `may_run`
 
-    def launch(self, slices: Sequence[RowRequest]) -> Launched:
+    def launch(self, requests: Sequence[RowRequest]) -> Launched:
         assert self.may_run.wait(PATIENCE_S)
         if self.failures:
             raise self.failures.popleft()
-        if bad := self.poison.intersection(int(self._rows.tokens[part.row, 0]) for part in slices):
+        if bad := self.poison.intersection(int(self._rows.tokens[part.row, 0]) for part in requests):
             raise RuntimeError(f"poison {bad}")
         answers = Answers([], [])
-        for part in slices:
+        for part in requests:
             for token, told in self._run(part):
                 answers.tokens.append(token)
                 answers.logprobs.append(told)

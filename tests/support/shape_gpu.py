@@ -189,7 +189,7 @@ def wait(what: str) -> NoReturn:
 
 @contextmanager
 def cuda_guard() -> Iterator[None]:
-    """Slices set the current device, where torch built without CUDA has nothing to do so: nothing is done."""
+    """Slices of tensors set the current device, for which torch without CUDA has nothing: nothing is done."""
     guards = (ctypes.c_void_p * 2).in_dll(ctypes.CDLL(torch._C.__file__), "_ZN3c104impl26device_guard_impl_registryE")
     cpu, before = guards  # in the order of c10::DeviceType
     guards[1] = cpu
