@@ -9,17 +9,20 @@ from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
 
-from cli.bench import bench, plan
-from cli.certs import certs
-from cli.chat import chat
-from cli.doctor import doctor
-from cli.drain import drain
-from cli.serve import decode, gateway, prefill, serve
 from cli.service import CommandError
 from cli.sources import split_variable, use_sources
-from cli.status import status
 from runtime.settings import ConfigError
 from runtime.version import OWN_VERSION
+
+COMMANDS = {  # a command's file is imported when it is run, or its --help is asked for
+    "serve": ("serve", "gateway", "prefill", "decode"),
+    "doctor": ("doctor",),
+    "chat": ("chat",),
+    "status": ("status",),
+    "certs": ("certs",),
+    "drain": ("drain",),
+    "bench": ("plan", "bench"),
+}
 
 app = App(
     name="baton",
@@ -32,8 +35,9 @@ app = App(
     default_parameter=Parameter(env_var_split=split_variable, negative_iterable=()),
     result_action="return_value",
 )
-for command in (serve, gateway, prefill, decode, doctor, chat, status, certs, drain, plan, bench):
-    app.command(command)
+for module, names in COMMANDS.items():
+    for name in names:
+        app.command(f"cli.{module}:{name}", name=name)
 
 
 @app.meta.default
@@ -47,7 +51,7 @@ def launch(
         config: TOML file with options of the command; weaker than environment and command line. serve, gateway,
             prefill, decode and doctor also take it from BATON_CONFIG.
     """
-    use_sources(app, config)
+    use_sources(app, tokens[0] if tokens else "", config)
     try:
         return int(app(tokens) or 0)
     except CommandError as error:
@@ -57,6 +61,10 @@ def launch(
 
 def main() -> None:
     """Entry point of the `baton` script."""
+    if sys.argv[1:2] in ([], ["--help"], ["-h"]):
+        for names in COMMANDS.values():
+            for name in names:
+                app[name]  # imports the command, whose help is shown
     try:
         code = app.meta(result_action="return_value")
     except ConfigError as error:

@@ -7,8 +7,6 @@ from importlib import resources
 from pathlib import Path
 from typing import TypeVar
 
-from huggingface_hub import snapshot_download
-
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import DEMO_MODEL, NO_DRAFT
 from runtime.settings import ConfigError
@@ -76,6 +74,8 @@ def fetch_tokenizer(model: str) -> str:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return str(folder)
+    from huggingface_hub import snapshot_download  # not for commands and models that need none
+
     try:
         return snapshot_download(model, allow_patterns=TOKENIZER_FILES)
     except (OSError, ValueError) as error:

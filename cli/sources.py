@@ -31,16 +31,16 @@ OTHER_VARIABLES = ("config", "url")  # of the program itself, and of commands th
 Source = Callable[[App, tuple[str, ...], ArgumentCollection], Any]
 
 
-def use_sources(app: App, path: Path | None) -> None:
-    """Give every command the sources below its command line, strongest first: variables, then the file at `path`.
+def use_sources(app: App, command: str, path: Path | None) -> None:
+    """Give a command the sources below its command line, strongest first: variables, then the file at `path`.
 
     Only the commands of CONFIG_TYPES read variables, and a file named by BATON_CONFIG: it suits no other command.
     """
     variable = os.environ.get(PREFIX + "CONFIG")
     file = path or (Path(variable) if variable else None)
     of_process = (check_environment, Env(PREFIX, command=False), *([file_source(file)] if file else ()))
-    for name in set(app) - set(app.help_flags) - set(app.version_flags):
-        app[name].config = of_process if name in CONFIG_TYPES else (file_source(path),) if path else ()
+    if command in set(app) - set(app.help_flags) - set(app.version_flags):
+        app[command].config = of_process if command in CONFIG_TYPES else (file_source(path),) if path else ()
 
 
 def check_environment(_app: App, _commands: tuple[str, ...], _arguments: ArgumentCollection) -> None:

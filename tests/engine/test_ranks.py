@@ -49,10 +49,10 @@ def run_ranks(models: Sequence[Path], folder: Path, size: int) -> list[list[list
 
 
 def test_every_rank_chooses_the_tokens_of_one_process(models: Sequence[Path], tmp_path: Path) -> None:
-    """Of four. With two: test_led_ranks.py."""
+    """Of two. With four: test_rank_pairs.py."""
     with on_one_thread():
         alone = [rank_process.run(model, Ranks()) for model in models]
-    assert run_ranks(models, tmp_path, 4) == [[alone] * 2] * 4
+    assert run_ranks(models, tmp_path, 2) == [[alone] * 2] * 2
 
 
 @pytest.mark.parametrize("which", range(len(FAMILIES)), ids=list(FAMILIES))

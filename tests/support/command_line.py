@@ -28,7 +28,7 @@ def run(*words: str, typed: str | bytes = b"", **environment: str) -> subprocess
 
 def bind(*words: str, file: Path | None = None) -> dict[str, Any]:
     """The arguments that a command line means."""
-    use_sources(app, file)
+    use_sources(app, words[0], file)
     _function, bound, _ignored = app.parse_args(list(words), exit_on_error=False, print_error=False)
     return bound.arguments
 
