@@ -21,12 +21,13 @@ structlog.configure([structlog.processors.format_exc_info, structlog.processors.
 settings.register_profile("baton", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
 DEMO = "tests/services/demo/"
+LONGEST = {"services", "simulator", "worker"}  # folders
 PATIENCE_S = 60.0  # of a coroutine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Services come first, for they take longest."""
-    items.sort(key=lambda item: "services" not in item.path.parts)
+    """What takes longest comes first, so that processes end together."""
+    items.sort(key=lambda item: not LONGEST & set(item.path.parts))
 
 
 class Files(LoadScopeScheduling):  # type: ignore[misc]  # untyped
