@@ -26,6 +26,7 @@ from tests.support.tiny_tokenizer import write_byte_level
 
 WAIT_S = 60.0  # more than anything takes; a test that needs it fails
 SERVED = "tiny"
+ANSWER = "hello 🙂 world"
 KEYS = ("first-key", "zweiter-schlüssel")
 ORIGIN = "https://page.example"
 MAX_BODY = 2**20

@@ -4,10 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.api_server import FULL, PLAIN, Served, run_api
+from tests.support.api_server import ANSWER, FULL, PLAIN, Served, run_api
 from tests.support.tiny_tokenizer import write_sentencepiece, write_thinking
-
-ANSWER = "hello 🙂 world"
 
 
 @pytest.fixture(scope="package")

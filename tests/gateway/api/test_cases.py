@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from runtime.peer_input import MAX_JSON_DEPTH
-from tests.gateway.api.conftest import ANSWER
 from tests.support.adapters import APIS
-from tests.support.api_server import SERVED, Served
+from tests.support.api_server import ANSWER, SERVED, Served
 from tests.support.fake_ring import TIMING, Script, likely
 from tests.support.tiny_tokenizer import CONTEXT, END, byte_token
 from tests.support.words import CALL, HELLO, NOW, TOOLS, Api, Outcome

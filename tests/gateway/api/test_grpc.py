@@ -13,8 +13,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from protos import inference_pb2, inference_pb2_grpc
-from tests.gateway.api.conftest import ANSWER
-from tests.support.api_server import KEYS, SERVED, WAIT_S, Served
+from tests.support.api_server import ANSWER, KEYS, SERVED, WAIT_S, Served
 from tests.support.grpc_adapters import read_status
 from tests.support.tiny_tokenizer import CONTEXT
 from tests.support.words import Outcome

@@ -10,9 +10,8 @@ import pydantic
 import pytest
 
 from gateway.errors import not_ready, overloaded
-from tests.gateway.api.conftest import ANSWER
 from tests.support.adapters import APIS
-from tests.support.api_server import KEYS, SERVED, WAIT_S, Served
+from tests.support.api_server import ANSWER, KEYS, SERVED, WAIT_S, Served
 from tests.support.fake_ring import TIMING, Script
 from tests.support.rest_adapters import read_events
 from tests.support.words import CALL, HELLO, NOW, TOOLS

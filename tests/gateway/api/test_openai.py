@@ -15,9 +15,8 @@ from gateway.api.openai.logprobs import ChatLogprobs, TextLogprobs
 from gateway.errors import ApiError, overloaded
 from gateway.request.raw import RawRequest
 from gateway.request.rules import check_num_logprobs
-from tests.gateway.api.conftest import ANSWER
 from tests.support.adapters import APIS
-from tests.support.api_server import KEYS, SERVED, WAIT_S, Served
+from tests.support.api_server import ANSWER, KEYS, SERVED, WAIT_S, Served
 from tests.support.fake_ring import TIMING, Script, likely
 from tests.support.rest_adapters import read_events
 from tests.support.tiny_tokenizer import CONTEXT, END

@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import integers
 from schemathesis import GenerationMode, checks
 
-from tests.gateway.api.conftest import ANSWER
-from tests.support.api_server import SERVED, Served
+from tests.support.api_server import ANSWER, SERVED, Served
 from tests.support.tiny_tokenizer import CONTEXT
 
 POSTS = (

@@ -18,27 +18,9 @@ from gateway.ring.policy import (
     choose_placement,
     find_unready,
 )
+from tests.support.worker_views import DECODE, DECODE_2, FULL, PREFILL, PREFILL_2
 
-DECODE = WorkerView(
-    role="decode",
-    address="d:1",
-    incarnation="D1",
-    layout=b"layout",
-    is_alive=True,
-    trouble="",
-    max_running=4,
-    num_mine=0,
-    is_full=False,
-    free_pages=10,
-    num_pages=100,
-    page_tokens=16,
-    weights="w",
-)
-PREFILL = replace(DECODE, role="prefill", address="p:1", incarnation="P1")
-DECODE_2 = replace(DECODE, address="d:2", incarnation="D2")
-PREFILL_2 = replace(PREFILL, address="p:2", incarnation="P2")
 DEAD: dict[str, Any] = {"is_alive": False, "trouble": "does not answer"}
-FULL: dict[str, Any] = {"num_mine": 4}
 OTHER: dict[str, Any] = {"layout": b"other"}
 
 

@@ -9,9 +9,9 @@ from gateway.ring.request_machine import Phase, Request
 from gateway.ring.request_steps import EndAttempt, Forget, Placed
 from gateway.ring.routing import Held, Router
 from protos import decode_pb2, kv_pb2
-from tests.gateway.ring.test_policy import DECODE, DECODE_2, FULL, PREFILL, PREFILL_2
 from tests.support.dispatching import generation
 from tests.support.fake_workers import PAGE_TOKENS
+from tests.support.worker_views import DECODE, DECODE_2, FULL, PREFILL, PREFILL_2
 
 PROMPT = tuple(range(2 * PAGE_TOKENS + 8))  # two whole pages and a rest
 ALL = [PREFILL, PREFILL_2, DECODE, DECODE_2]
