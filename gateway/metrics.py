@@ -26,15 +26,15 @@ class RequestMetrics:
 
         self.prompt_tokens = count("prompt_tokens", "Prompt tokens of requests started; each prompt counts once.")
         self.generation_tokens = count("generation_tokens", "Tokens generated.")
-        told = "From a request's arrival to each choice's first token."
-        self.time_to_first_token = time("time_to_first_token", told, _REQUEST_BUCKETS_S)
-        told = "Time between tokens; tokens that come together share theirs."
-        self.inter_token_latency = time("inter_token_latency", told, _TOKEN_BUCKETS_S)
-        told = "From a request's arrival to each choice's last token."
-        self.e2e_request_latency = time("e2e_request_latency", told, _REQUEST_BUCKETS_S)
+        meaning = "From a request's arrival to each choice's first token."
+        self.time_to_first_token = time("time_to_first_token", meaning, _REQUEST_BUCKETS_S)
+        meaning = "Time between tokens; tokens that come together share theirs."
+        self.inter_token_latency = time("inter_token_latency", meaning, _TOKEN_BUCKETS_S)
+        meaning = "From a request's arrival to each choice's last token."
+        self.e2e_request_latency = time("e2e_request_latency", meaning, _REQUEST_BUCKETS_S)
         self.request_success = count("request_success", "Choices answered in full.", "finished_reason")
-        told = "Choices their client gave up, before the first token (waiting) or after it (decode)."
-        self.cancelled = count("cancelled", told, "phase")
+        meaning = "Choices their client gave up, before the first token (waiting) or after it (decode)."
+        self.cancelled = count("cancelled", meaning, "phase")
 
 
 class ChoiceMeter:

@@ -72,8 +72,8 @@ class GrammarCompiler:
                 raise GrammarBusyError("this worker stops")
             process = await self._ensure_started()
             if self._vocabulary is None:
-                told = await self._ask(process, Frame({"kind": "vocabulary"}))
-                self._vocabulary = await self._on_thread(lambda: vocabulary_from_frame(told))
+                reply = await self._ask(process, Frame({"kind": "vocabulary"}))
+                self._vocabulary = await self._on_thread(lambda: vocabulary_from_frame(reply))
             vocabulary = self._vocabulary
             answer = await self._ask(process, Frame({"kind": kind}, text.encode()))
             if answer.head["status"] == "refused":

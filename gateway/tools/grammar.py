@@ -64,7 +64,7 @@ def _calls(use: ToolUse) -> _Node:
 def _text_or_calls(use: ToolUse) -> _Node:
     """Any text, in which calls may stand."""
     form = use.format
-    if form.is_bare:  # no opener tells a call from text: the first character must
+    if form.is_bare:  # without an opener the first character must show that it is a call
         text = {"type": "any_text", "excludes": [form.opener]}
         prose = _sequence({"type": "regex", "pattern": r"[^{<\s]"}, text)
         return {"type": "or", "elements": [_calls(use), {"type": "optional", "content": prose}]}

@@ -65,10 +65,10 @@ def _timing(timing: Timing) -> inference_pb2.Timing:
 
 def _logprobs(piece: Piece) -> list[inference_pb2.TokenLogprob]:
     """One per token of the piece."""
-    return [_logprob(token_id, told) for token_id, told in zip(piece.token_ids, piece.logprobs, strict=True)]
+    return [_logprob(token_id, given) for token_id, given in zip(piece.token_ids, piece.logprobs, strict=True)]
 
 
-def _logprob(token_id: int, told: TokenLogprobs) -> inference_pb2.TokenLogprob:
-    pairs = zip(told.top_ids, told.top_logprobs, strict=True)
+def _logprob(token_id: int, given: TokenLogprobs) -> inference_pb2.TokenLogprob:
+    pairs = zip(given.top_ids, given.top_logprobs, strict=True)
     top = [inference_pb2.TokenLogprob(token_id=other, logprob=logprob) for other, logprob in pairs]
-    return inference_pb2.TokenLogprob(token_id=token_id, logprob=told.logprob, top=top)
+    return inference_pb2.TokenLogprob(token_id=token_id, logprob=given.logprob, top=top)

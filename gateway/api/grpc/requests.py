@@ -28,15 +28,15 @@ def check_known(request: Message) -> None:
         raise bad_request(f"the request has more than {_MAX_MESSAGES} messages in it", None, "body_too_complex")
     num_unknown = _count_unknown_bytes(request)
     if num_unknown > _MAX_UNKNOWN_BYTES:
-        told = f"{request.DESCRIPTOR.full_name} has {num_unknown} bytes in fields that are unknown here; leave them out"
-        raise bad_request(told, None, "unknown_field")
+        why = f"{request.DESCRIPTOR.full_name} has {num_unknown} bytes in fields that are unknown here; leave them out"
+        raise bad_request(why, None, "unknown_field")
     for path, message in messages if num_unknown else ():
         fields = UnknownFieldSet(message)
         numbers = sorted({fields[index].field_number for index in range(len(fields))})
         if numbers:
-            told = f"{message.DESCRIPTOR.full_name} has fields that are unknown here, or of another type: "
-            told += f"{', '.join(map(str, numbers[:_MAX_SHOWN]))}; leave them out"
-            raise bad_request(told, f"{path}{numbers[0]}", "unknown_field")
+            why = f"{message.DESCRIPTOR.full_name} has fields that are unknown here, or of another type: "
+            why += f"{', '.join(map(str, numbers[:_MAX_SHOWN]))}; leave them out"
+            raise bad_request(why, f"{path}{numbers[0]}", "unknown_field")
 
 
 def _messages(message: Message, path: str) -> Iterator[tuple[str, Message]]:

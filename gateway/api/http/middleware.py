@@ -94,8 +94,8 @@ class OriginCheck(_Check):
     def _check(self, scope: Scope) -> None:
         origin, host = _header(scope, b"origin"), _header(scope, b"host")
         if scope["method"] == "POST" and origin is not None and not self._may_post(origin, host or b""):
-            told = origin.decode("latin-1")[:200]
-            message = f"pages of {told} may not call: start the gateway with --cors-origins={told} if they should"
+            shown = origin.decode("latin-1")[:200]
+            message = f"pages of {shown} may not call: start the gateway with --cors-origins={shown} if they should"
             raise ApiError(403, message, None, "origin_not_allowed")
 
     def _may_post(self, origin: bytes, host: bytes) -> bool:

@@ -32,9 +32,9 @@ class ChatLogprobs(msgspec.Struct):
     content: list[msgspec.Raw] = msgspec.field(default_factory=list)  # TokenLogprob
     refusal: None = None
 
-    def extend(self, told: Iterable[ShownToken], token_bytes: TokenBytes) -> None:
+    def extend(self, tokens: Iterable[ShownToken], token_bytes: TokenBytes) -> None:
         """Adds tokens of an answer."""
-        self.content += [msgspec.Raw(encode(_chat_token(token, token_bytes))) for token in told]
+        self.content += [msgspec.Raw(encode(_chat_token(token, token_bytes))) for token in tokens]
 
 
 class TextLogprobs(msgspec.Struct):
@@ -46,9 +46,9 @@ class TextLogprobs(msgspec.Struct):
     top_logprobs: list[msgspec.Raw | None] = msgspec.field(default_factory=list)
     text_offset: list[int] = msgspec.field(default_factory=list)
 
-    def extend(self, told: Iterable[ShownToken], token_bytes: TokenBytes) -> None:
+    def extend(self, tokens: Iterable[ShownToken], token_bytes: TokenBytes) -> None:
         """Adds tokens of a prompt or an answer."""
-        for token in told:
+        for token in tokens:
             self.tokens.append(_text_name(token_bytes(token.token_id)))
             self.token_logprobs.append(None if token.logprobs is None else _finite(token.logprobs.logprob))
             self.top_logprobs.append(_text_top(token, token_bytes))
