@@ -1,4 +1,4 @@
-"""All public APIs by name, to be asked in one set of words; see words.py."""
+"""All public APIs by name, behind one vocabulary; see words.py."""
 
 from tests.support.grpc_adapters import Chat, Generate
 from tests.support.rest_adapters import ChatCompletions, Completions, Messages, Responses

@@ -24,27 +24,27 @@ from runtime.rpc import build_server
 from tests.support.fake_ring import FakeRing, Script
 from tests.support.tiny_tokenizer import write_byte_level
 
-WAIT_S = 60.0  # more than anything takes; a test that needs it fails
+WAIT_S = 60.0  # longer than any wait takes; a test that reaches it fails
 SERVED = "tiny"
 ANSWER = "hello 🙂 world"
 KEYS = ("first-key", "zweiter-schlüssel")
 ORIGIN = "https://page.example"
 MAX_BODY = 2**20
 FULL = ApiOptions(KEYS, (ORIGIN,), max_body_bytes=MAX_BODY, body_timeout_s=1.5, tool_format="hermes")
-PLAIN = ApiOptions(cors_origins=(ORIGIN,))  # no key is asked for, and the model knows no tools
+PLAIN = ApiOptions(cors_origins=(ORIGIN,))  # no key is needed; the model has no tools
 
 
 @dataclass(frozen=True)
 class Served:
-    """Running APIs and what stands behind them."""
+    """Running APIs, and the fakes behind them."""
 
     ring: FakeRing
     tokenizer: Tokenizer
     host_port: tuple[str, int]
-    http: httpx.Client  # knows the base URL
+    http: httpx.Client  # has the base URL
     grpc_port: int
     channel: grpc.Channel
-    metadata: tuple[tuple[str, str], ...]  # the first key
+    metadata: tuple[tuple[str, str], ...]  # with the first key
     registry: CollectorRegistry
 
     @property
@@ -61,11 +61,11 @@ class Served:
         return Script([*self.ids(text), *[min(self.tokenizer.eos_token_ids)] * ends], **fields)
 
     def count(self, metric: str, **labels: str) -> float:
-        """A metric's value now."""
+        """A metric's current value."""
         return self.registry.get_sample_value(f"baton:{metric}", labels) or 0.0
 
     def wait_count(self, value: float, metric: str, **labels: str) -> None:
-        """Returns when a metric has a value; fails when it does not get it."""
+        """Wait until a metric has this value; fail if it never does."""
         deadline = time.monotonic() + WAIT_S
         while (count := self.count(metric, **labels)) != value:
             assert time.monotonic() < deadline, f"{metric} is {count}, not {value}"
@@ -74,7 +74,7 @@ class Served:
 
 @contextmanager
 def run_api(folder: Path, options: ApiOptions, write: Callable[[Path], Path] = write_byte_level) -> Iterator[Served]:
-    """Serves REST and gRPC on free loopback ports until the context ends. `write`: writes the checkpoint's folder."""
+    """Serve REST and gRPC on free loopback ports until the context ends. `write` writes the checkpoint's folder."""
     logging = structlog.get_config()
     plain: list[structlog.typing.Processor] = [
         structlog.processors.format_exc_info,

@@ -1,4 +1,4 @@
-"""A ragged batch over pages, its attention by a dense softmax, and what may be written."""
+"""A ragged batch over pages, its attention as a dense softmax, and a check of what was written."""
 
 import shutil
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ class Problem:
         return backend.attend(1, self.heads, window), pool
 
     def truth(self, window: int | None) -> Tensor:
-        """[T, Hq, D] float64, by a dense softmax over tokens put in order one by one."""
+        """[T, Hq, D] float64: a dense softmax over tokens that are put in order one at a time."""
         page_tokens, pages_of_layer = self.pool.shape[TOKENS], of_layer(self.pool, 1)
         group = self.shape.num_heads // self.shape.num_kv_heads
         rows: list[Tensor] = []

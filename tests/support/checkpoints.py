@@ -1,7 +1,7 @@
-"""Writes small random checkpoints, with a tokenizer where wanted, that transformers and Baton load alike.
+"""Writes small random checkpoints, optionally with a tokenizer, that transformers and Baton both load.
 
-Random weights are scaled so that logits spread by several units: greedy tokens are then no near-ties, and norms and
-biases are random too, so that leaving one out shows.
+Weights are scaled so that logits spread over several units, which avoids near-ties between greedy tokens. Norms and
+biases are random too, so leaving one out changes the result.
 """
 
 import json
@@ -46,7 +46,9 @@ def write_checkpoint(
     rope_scaling: dict[str, Any] | None = None, sliding_window: int | None = None, max_window_layers: int = 1,
     attention_bias: bool = False, mlp_bias: bool = False, context: int = 2048,
 ) -> Path:  # fmt: skip
-    """Write config.json, generation_config.json and safetensors of at least `shards` files into `folder`; return it."""
+    """Write config.json, generation_config.json and at least `shards` safetensors files into `folder`; return
+    `folder`.
+    """
     config_class, model_class = FAMILIES[family]
     extra: dict[str, Any] = {}
     if family == "mistral":
@@ -122,7 +124,7 @@ def write_tokenizer(folder: Path, vocab: int) -> Path:
 
 
 def write_slow_twin(original: Path, folder: Path, num_layers: int) -> Path:
-    """The checkpoint `original` with layers on top that add nothing: the same logits for more time."""
+    """Write `original` with extra layers that add nothing: the same logits, more slowly."""
     shutil.copytree(original, folder, dirs_exist_ok=True)
     config = json.loads((original / "config.json").read_text())
     tensors = load_file(original / "model.safetensors")

@@ -1,4 +1,4 @@
-"""The `baton` program as tests use it: as a process, or only its command line."""
+"""The `baton` program for tests: as a process, or only its command line."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ WAIT_S = 120.0  # generous: the machine may be busy
 
 
 def run(*words: str, typed: str | bytes = b"", **environment: str) -> subprocess.CompletedProcess[str]:
-    """The program, as a process that knows no settings and no proxies but those of `environment`."""
+    """The program as a process, with no settings or proxies except those in `environment`."""
     inherited = {
         name: value for name, value in os.environ.items()
         if not name.startswith("BATON_") and not name.lower().endswith("_proxy")
@@ -27,12 +27,12 @@ def run(*words: str, typed: str | bytes = b"", **environment: str) -> subprocess
 
 
 def bind(*words: str, file: Path | None = None) -> dict[str, Any]:
-    """The arguments that a command line means."""
+    """The arguments that a command line stands for."""
     use_sources(app, words[0], file)
     _function, bound, _ignored = app.parse_args(list(words), exit_on_error=False, print_error=False)
     return bound.arguments
 
 
 def parse(*words: str, file: Path | None = None) -> Any:
-    """The settings that a command line means; None for all defaults."""
+    """The settings that a command line stands for; None for all defaults."""
     return bind(*words, file=file).get("config")

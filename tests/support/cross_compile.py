@@ -1,7 +1,7 @@
-"""Launches the engine's Triton kernels on a double of an H200's driver: they are compiled for it, and do not run.
+"""Launches the engine's Triton kernels on a double of an H200's driver, which compiles but does not run them.
 
-The launchers are the engine's own, so types, alignment, constants and options are those of a step. The compiler cannot
-run in a process whose kernels are interpreted: `compile_kernels` starts another,
+The engine's own launchers are used, so types, alignment, constants and options are those of a real step. The compiler
+cannot run in a process with interpreted kernels, so `compile_kernels` starts another:
 `python -m tests.support.cross_compile`.
 """
 
@@ -43,12 +43,12 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 class Compiled(NamedTuple):
     name: str
     ptx: str
-    shared: int  # bytes of a multiprocessor's memory that one program takes
-    may_fuse: bool  # a product and a sum, into one rounding
+    shared: int  # bytes of shared memory that one program takes
+    may_fuse: bool  # whether a product and a sum may be fused into one rounding
 
 
 def compile_kernels(timeout_s: float = 240) -> dict[str, list[Compiled]]:
-    """Case |-> its kernels that no case before it launched. Compiled anew when the engine or Triton has changed."""
+    """Case |-> the kernels it launches and no earlier case does. Recompiled when the engine or Triton has changed."""
     sources = (*sorted(Path(engine.__path__[0]).rglob("*.py")), Path(__file__))
     key = hashlib.sha256(b"".join(path.read_bytes() for path in sources) + triton.__version__.encode()).hexdigest()
     folder = cache_folder() / f"triton-{key[:16]}"
@@ -88,7 +88,7 @@ def launch_layers() -> None:
 
 
 def launch_write(dtype: torch.dtype, head_dim: int, has_norm: bool) -> None:
-    """32 heads, 8 of them of keys."""
+    """32 heads, 8 of them KV heads."""
     qkv, table = empty(4, 48, head_dim), empty(4, 1, head_dim)
     turn = Turn(table, table, empty(40, head_dim) if has_norm else None, 1e-5)
     pool = empty(*pool_sizes(num_pages=3, num_kv_heads=8, num_layers=2, page_tokens=16, head_dim=head_dim), dtype=dtype)
@@ -115,7 +115,7 @@ def launch_sampling(vocabulary: int) -> None:
 
 
 def launch_joins_of_one_block() -> None:
-    """Triton makes a number of 1 a constant. The surveys, which see no such number, are left out."""
+    """Triton turns an argument of 1 into a constant. Surveys never see a 1 and are left out."""
     with patch.object(gpu_sampling, "NUM_PLANES", 0):
         launch_sampling(BLOCK.value)
 
@@ -140,7 +140,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 class Driver:
-    """What Triton asks of a CUDA driver, answered as by an H200; a launch does nothing."""
+    """What Triton asks of a CUDA driver, answered as an H200 would; a launch does nothing."""
 
     def __init__(self) -> None:
         self.utils = self
@@ -158,7 +158,7 @@ class Driver:
         return {"max_shared_mem": 227 << 10}
 
     def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
-        """Module, function, registers, spills, most threads of a program."""
+        """Module, function, registers, spills, maximum threads of a program."""
         return 1, 1, 0, 0, 1024
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:

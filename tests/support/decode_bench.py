@@ -1,4 +1,4 @@
-"""A decode worker's loop without its thread, over a small model of random weights."""
+"""A decode worker's loop without its thread, over a small model with random weights."""
 
 import random
 import time
@@ -27,7 +27,7 @@ from worker.sequences import Job, Update
 from worker.table import SequenceTable
 
 PAGE_TOKENS, NUM_PAGES, NUM_ROWS, CHUNK_TOKENS, CONTEXT = 8, 300, 24, 24, 256
-MAX_AT_ONCE = 9  # sequences: later ones find their prompts in the cache
+MAX_AT_ONCE = 9  # sequences: later ones find their prompts cached
 
 
 def build(folder: Path, draft_folder: Path, place: Place = ALONE) -> Engine:
@@ -50,7 +50,7 @@ def make_late(engine: Engine, folder: Path, draft_folder: Path) -> Engine:
 
 
 def build_jobs(drafter: str) -> list[Job]:
-    """Each sampling with answers of all kinds; every fourth prompt was there before."""
+    """Every sampling with every kind of answer; each fourth prompt repeats an earlier one."""
     draw = random.Random(0)
     grammars = [
         compile_here(kind, text, vocabulary())
@@ -86,7 +86,7 @@ class Bench:
     def __init__(
         self, engine: Engine, speculator: Speculator, steps_ahead: int, num_pages: int, aborted: dict[int, int]
     ) -> None:
-        """aborted: handle |-> after so many of its tokens."""
+        """aborted: handle |-> number of its tokens after which it is aborted."""
         cache = PrefixCache(num_pages, engine.pool.generations)
         self.table = SequenceTable(cache, PAGE_TOKENS, NUM_ROWS // 2, lease_s=60.0)
         self.answers = Answers()

@@ -1,4 +1,4 @@
-"""A dispatcher before fake workers, and what its tests ask of it. Every use ends with all places given back."""
+"""A dispatcher in front of fake workers, and helpers for its tests. Each use checks that all places were given back."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -27,12 +27,12 @@ def generation(name: str = "r", max_tokens: int = 4, prompt: Sequence[int] = PRO
 
 
 def answer(count: int) -> list[int]:
-    """The tokens that any worker gives after PROMPT."""
+    """The tokens that any fake worker answers to PROMPT."""
     return [token_at(len(PROMPT) + offset) for offset in range(count)]
 
 
 class Ring:
-    """A fleet of fake workers and the dispatcher before it."""
+    """A fleet of fake workers and its dispatcher."""
 
     def __init__(self, fleet: Fleet, dispatcher: Dispatcher, signal: Signal) -> None:
         self.fleet = fleet
@@ -53,14 +53,14 @@ class Ring:
         return float(self.dispatcher._failed_attempts._value.get())
 
     async def generate(self, wanted: Generation) -> AsyncGenerator[Tokens, None]:
-        """The answer to a request with one choice."""
+        """The answer to a one-choice request."""
         with self.dispatcher.admit(1) as admitted:
             async with aclosing(self.dispatcher.generate(wanted, admitted)) as stream:
                 async for part in stream:
                     yield part
 
     async def listen(self, wanted: Generation, admitted: Admitted | None = None) -> list[Tokens]:
-        """All parts of an answer. `admitted`: of a request with more choices."""
+        """All parts of an answer. `admitted`: from a request with several choices."""
         if admitted is None:
             with self.dispatcher.admit(1) as admitted:
                 return await self.listen(wanted, admitted)
@@ -105,8 +105,8 @@ async def ring(
     patience_s: float = 0.0,
     cache_routing: bool = True,
 ) -> AsyncIterator[Ring]:
-    """A gateway whose workers have all answered."""
-    # No heartbeat asks workers before `slow_polls` does, which is once in a third of it.
+    """A gateway that has heard from all its workers."""
+    # No heartbeat polls the workers before `slow_polls` does, a third of the way through an interval.
     fleet = Fleet(prefill, decode, heartbeat_s=30 * PATIENCE_S, stall_s=PATIENCE_S, context_tokens=0)
     dispatcher = Dispatcher(fleet, max_queue, local, timeout_s, patience_s, CollectorRegistry(), cache_routing)
     built = Ring(fleet, dispatcher, signal)
@@ -123,7 +123,7 @@ async def ring(
 async def pair(
     is_manual: bool = False, max_running: int = 4, max_queue: int = 8, timeout_s: float = PATIENCE_S
 ) -> AsyncIterator[tuple[Ring, FakeDecode, FakePrefill]]:
-    """A ring with one worker of each role."""
+    """A ring with one worker per role."""
     signal = Signal()
     decode, prefill = FakeDecode("D1", signal, max_running, is_manual), FakePrefill("P1", signal)
     prefill.decodes = {"D1": decode}

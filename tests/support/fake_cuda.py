@@ -1,4 +1,4 @@
-"""A GPU over host memory: the engine's own calls to the library of fake_cudart.cpp, kernels in the interpreter."""
+"""A GPU over host memory: the engine's own calls go to fake_cudart.cpp, kernels run in the interpreter."""
 
 import ctypes
 import gc
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @cache
 def fake_cudart() -> str:
-    """The library's path, built if nobody did so before."""
+    """The library's path; builds the library if it is missing."""
     path = cache_folder() / f"fake_cudart-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
     if not path.exists():
         building = path.with_suffix(f".{os.getpid()}")
@@ -32,7 +32,7 @@ def fake_cudart() -> str:
 
 
 class FakeGpu:
-    """Satisfies engine.kvcache.gpu.Gpu. All processes have the same one."""
+    """Satisfies engine.kvcache.gpu.Gpu. All processes share one GPU."""
 
     def __init__(self) -> None:
         self.cudart = Cudart(fake_cudart(), 0)
@@ -49,6 +49,6 @@ class FakeGpu:
 
 
 def count_opened() -> int:
-    """Allocations of any process that are mapped here."""
+    """Number of other processes' allocations that are mapped here."""
     gc.collect()
     return Path("/proc/self/maps").read_text().count("memfd:fake-cuda")

@@ -1,4 +1,4 @@
-"""A scripted `Ring` for tests of the APIs: answers with given tokens and records how each generation ended."""
+"""A scripted `Ring` for tests of the APIs: answers with given tokens and records how each generation ends."""
 
 import asyncio
 import queue
@@ -20,13 +20,13 @@ TIMING = Timing(
 
 @dataclass(frozen=True)
 class Script:
-    """What the ring does with the next generations."""
+    """What the ring does with its next generations."""
 
-    token_ids: Sequence[int] = ()  # ends early at a stop token of the request or at its max_tokens
+    token_ids: Sequence[int] = ()  # cut at the request's stop token or max_tokens
     group: int = 1  # tokens that come together
     delay_s: float = 0.0  # before each group
     error: ApiError | None = None  # raised after the tokens
-    is_hanging: bool = False  # after the tokens, nothing comes any more
+    is_hanging: bool = False  # nothing follows the tokens
     bug: Exception | None = None  # raised after the tokens
     timing: Timing = TIMING
 
@@ -36,11 +36,11 @@ class FakeRing:
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
-        self.num_inside = 0  # requests that were admitted and are not over
+        self.num_inside = 0  # requests admitted and not yet finished
         self.reset(Script())
 
     def reset(self, script: Script, *first: Script) -> None:
-        """Forgets what was recorded. `first`: of the next generations, one each; then `script`."""
+        """Clear all records. `first`: scripts for one generation each; later ones follow `script`."""
         self.script, self.scripts = script, list(first)
         self.unready: str | None = None
         self.refusal: ApiError | None = None  # of further requests
@@ -48,22 +48,23 @@ class FakeRing:
         self.num_given = 0  # tokens
         self.admitted: list[int] = []  # numbers of choices, one a request
         self.starts: queue.Queue[str] = queue.Queue()  # request ids
-        self.hanging: queue.Queue[str] = queue.Queue()  # request ids whose tokens were all taken, and nothing follows
+        self.hanging: queue.Queue[str] = (
+            queue.Queue()
+        )  # request ids, once all their tokens are taken and nothing follows
         self.endings: queue.Queue[str] = queue.Queue()  # "complete", "failed" or "closed", one a generation
 
     @property
     def sent(self) -> list[dict[str, Any]]:
-        """What of each request reached the ring: names |-> values, those of sampling among them."""
+        """What reached the ring of each request: names |-> values, including the sampling parameters."""
         found = [asdict(generation) for generation in self.generations]
         return [one | one.pop("sampling") for one in found]
 
     def check_ready(self) -> str | None:
-        """As scripted."""
         return self.unready
 
     @contextmanager
     def admit(self, num_choices: int) -> Iterator[Admitted]:
-        """Counts the request, or refuses it as scripted."""
+        """Count the request, or refuse it as scripted."""
         if self.refusal is not None:
             raise self.refusal
         self.admitted.append(num_choices)
@@ -74,7 +75,6 @@ class FakeRing:
             self.num_inside -= 1
 
     async def generate(self, generation: Generation, admitted: Admitted) -> AsyncIterator[Tokens]:
-        """As scripted."""
         admitted.num_unplaced -= 1
         assert admitted.num_unplaced >= 0 and self.num_inside, "one admitted request for each"
         script, ending = self.scripts.pop(0) if self.scripts else self.script, "closed"
@@ -97,12 +97,12 @@ class FakeRing:
                 raise script.error or script.bug or AssertionError
         finally:
             try:
-                await asyncio.sleep(0)  # letting go of pages may take an await, too
+                await asyncio.sleep(0)  # releasing pages may await, too
             finally:
                 self.endings.put(ending)
 
     def wait_ending(self, timeout_s: float = 60.0) -> str:
-        """How the oldest generation not yet asked for ended."""
+        """How the oldest generation that was not yet waited for ended."""
         return self.endings.get(timeout=timeout_s)
 
 
@@ -128,7 +128,7 @@ def _parts(script: Script, generation: Generation) -> Iterator[Tokens]:
 
 
 def likely(ids: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs, ...]:
-    """Made-up log-probabilities: a token's own depends on its id, and an odd one is the likeliest at its place."""
+    """Made-up log-probabilities: each token's depends on its id; an odd token is the likeliest at its position."""
     if num_top is None:
         return ()
     return tuple(TokenLogprobs(_likeliness(token_id), *_top(token_id, num_top)) for token_id in ids)
@@ -140,6 +140,8 @@ def _likeliness(token_id: int) -> float:
 
 def _top(token_id: int, num_top: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
     own = (token_id, _likeliness(token_id))
-    others = [(40 + rank, own[1] + 0.75 - rank / 2) for rank in range(num_top)]  # the first is likelier than the token
+    others = [
+        (40 + rank, own[1] + 0.75 - rank / 2) for rank in range(num_top)
+    ]  # the first is likelier than the token itself
     top = [own, *others[1:]][:num_top] if token_id % 2 else others
     return tuple(other for other, _ in top), tuple(logprob for _, logprob in top)

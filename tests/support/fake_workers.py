@@ -1,7 +1,7 @@
-"""Workers without engines: the real gRPC services, scripted by the test that also plays the gateway.
+"""Workers without engines: the real gRPC services, scripted by a test that also plays the gateway.
 
-A fake's tokens name their positions, so a lost, repeated or reordered token shows in the answer. It remembers what it
-computed, as if its prefix cache had no end, until the test clears it.
+A fake's tokens name their positions, so a lost, repeated or reordered token shows in the answer. A fake remembers all
+it computed, like an unlimited prefix cache, until the test clears it.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from wire.page_keys import TOKEN_BYTES
 PAGE_TOKENS = 16
 PAGE_BYTES = PAGE_TOKENS * TOKEN_BYTES
 NUM_PAGES = 1000
-PATIENCE_S = 30.0  # more than any wait takes; a test that needs it fails
+PATIENCE_S = 30.0  # longer than any wait takes; a test that reaches it fails
 Refusal = tuple[grpc.StatusCode, str] | tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]  # the last: metadata
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -31,7 +31,7 @@ def token_at(position: int) -> int:
 
 
 class Signal:
-    """Lets a test wait for a fact without polling: whoever may have made it true calls `fire`."""
+    """Lets a test wait for a condition without polling: code that may have made it true calls `fire`."""
 
     def __init__(self) -> None:
         self._waiters: list[asyncio.Future[None]] = []
@@ -60,7 +60,7 @@ class FakeWorker:
         self.num_status_calls = 0
         self.is_draining = False
         self.context_tokens = 0
-        self.cached: set[tuple[str, bytes]] = set()  # (salt, tokens of a page and of all before it)
+        self.cached: set[tuple[str, bytes]] = set()  # (salt, a page's tokens and all before them)
         self._max_running = max_running
         layout = kv_pb2.KvLayout(weights="w", page_tokens=PAGE_TOKENS)
         self.peer = kv_pb2.Peer(role=role, incarnation=incarnation, layout=layout, num_pages=NUM_PAGES)
@@ -78,11 +78,11 @@ class FakeWorker:
         )
 
     def keep(self, tokens: bytes, salt: str) -> None:
-        """The KV of these tokens is here."""
+        """Mark the KV of these tokens as cached here."""
         self.cached |= {(salt, tokens[:end]) for end in range(PAGE_BYTES, len(tokens) + 1, PAGE_BYTES)}
 
     def find_cached(self, prompt: bytes, salt: str) -> int:
-        """Positions at the prompt's beginning, but not its last one, whose KV is here."""
+        """Number of leading positions, excluding the prompt's last, with KV cached here."""
         num_pages, end = 0, len(prompt) - TOKEN_BYTES
         while (num_pages + 1) * PAGE_BYTES <= end and (salt, prompt[: (num_pages + 1) * PAGE_BYTES]) in self.cached:
             num_pages += 1
@@ -108,13 +108,13 @@ class FakeSession:
         self._position = len(self.prompt_ids)
 
     def emit(self, count: int, finish: str = "", error: str = "") -> None:
-        """The next `count` tokens, in one message."""
+        """Send the next `count` tokens in one message."""
         tokens = [token_at(self._position + offset) for offset in range(count)]
         self._position += count
         self.say(tokens, finish, error)
 
     def say(self, tokens: list[int], finish: str = "", error: str = "", **more: Any) -> None:
-        """`more`: further fields of the message."""
+        """Send one message. `more`: further fields."""
         self._tokens += pack_tokens(np.array(tokens, np.int32))
         self._worker.keep(self._tokens[:-TOKEN_BYTES], self.request.cache_salt)
         delta = decode_pb2.SessionDelta(
@@ -137,13 +137,13 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         super().__init__("decode", incarnation, signal, max_running)
         self.is_manual = is_manual  # the test emits the tokens
         self.needs_prefill = True
-        self.num_cached: int | None = None  # tokens of each prompt that it says it has; None: those it remembers
+        self.num_cached: int | None = None  # cached tokens it reports for each prompt; None: those it remembers
         self.may_answer = asyncio.Event()  # Reserve answers, or refuses, once this is set
         self.may_answer.set()
         self.num_reserve_calls = 0
         self.sessions: list[FakeSession] = []
         self.aborted: set[int] = set()  # handles
-        self.streams: dict[str, asyncio.Queue[decode_pb2.StepEvents | None]] = {}  # gateway |-> what it will hear
+        self.streams: dict[str, asyncio.Queue[decode_pb2.StepEvents | None]] = {}  # gateway |-> its messages to come
 
     async def has_sessions(self, count: int) -> None:
         await self.signal.until(lambda: len(self.sessions) == count)
@@ -199,15 +199,15 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
 
 class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
-    """Says that it prefilled, at once or when the test lets it."""
+    """Reports prompts as prefilled, at once or when the test allows it."""
 
     def __init__(self, incarnation: str, signal: Signal, max_running: int = 4) -> None:
         super().__init__("prefill", incarnation, signal, max_running)
         self.may_finish = asyncio.Event()
         self.may_finish.set()
-        self.decodes: dict[str, FakeDecode] = {}  # incarnation |-> where pages go, set by the test
+        self.decodes: dict[str, FakeDecode] = {}  # incarnation |-> the worker that receives the pages; set by the test
         self.runs: list[prefill_pb2.RunRequest] = []
-        self.response = prefill_pb2.RunResponse()  # of every run that ends well
+        self.response = prefill_pb2.RunResponse()  # to every run that succeeds
         self.num_done = 0
         self.num_computed = 0  # positions
         self.num_cancelled = 0
@@ -239,7 +239,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
 
 @asynccontextmanager
 async def serving(worker: FakeWorker, port: int = 0) -> AsyncIterator[str]:
-    """The worker's address while it listens; afterwards its connections are cut."""
+    """The worker's address while it listens; its connections are cut afterwards."""
     server = build_server()
     address = f"127.0.0.1:{bind(server, '127.0.0.1', port)}"
     worker.add_to(server)

@@ -1,4 +1,4 @@
-"""FlashInfer's wrappers, computed densely. They take what the real ones take, and refuse what these refuse."""
+"""FlashInfer's wrappers, computed densely. They accept and reject the same arguments as the real ones."""
 
 import inspect
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def bind(method: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 class Wrapper:
-    """What both doubles have in common."""
+    """Base of both doubles."""
 
     real: Any
     planner = "plan"  # the method with the real signature of `plan`
@@ -48,7 +48,7 @@ class Wrapper:
         query, (keys, values) = given["q"], given["paged_kv_cache"]
         planned = self.planned
         assert keys.stride() == values.stride() and keys.stride(-1) == query.stride(-1) == 1
-        assert keys.stride(0) < 1 << 32  # they are 32-bit there
+        assert keys.stride(0) < 1 << 32  # FlashInfer's strides are 32-bit
         assert query.dtype is planned["q_data_type"] and keys.dtype is planned["kv_data_type"]
         assert query.shape[1:] == (planned["num_qo_heads"], self.head_dim)
         return self.attend(query, keys, values)

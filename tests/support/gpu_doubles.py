@@ -1,6 +1,6 @@
-"""What a step calls on a GPU, over the tensors of shape_gpu: checks its arguments, and waits as the real thing would.
+"""What a step calls on a GPU, over the tensors of shape_gpu: checks its arguments and waits where the real thing waits.
 
-Knows the contracts of FlashInfer's plan and of the sampling kernel, not who calls them.
+Knows the contracts of FlashInfer's plan and of the sampling kernel, not their callers.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ ROW_FIELDS = {
     "temperature": torch.float32, "top_k": torch.int64, "top_p": torch.float64, "min_p": torch.float64,
     "seeds": torch.int64, "positions": torch.int64, "repetition": torch.float32, "frequency": torch.float32,
     "presence": torch.float32, "counts_line": torch.int32, "mask_line": torch.int32,
-}  # a value for each row  # fmt: skip
+}  # one value per row  # fmt: skip
 OTHER_FIELDS = {
     "counts": torch.int32, "extra_starts": torch.int32, "extra_ids": torch.int32, "bias_starts": torch.int32,
     "bias_ids": torch.int32, "bias_values": torch.float32, "masks": torch.int32,
@@ -26,7 +26,7 @@ OTHER_FIELDS = {
 
 
 class _Plans(Wrapper):
-    """Copies what it is given as FlashInfer does. What its own C++ code does on top is not seen here."""
+    """Copies its arguments as FlashInfer does. What FlashInfer's C++ code does besides is not covered."""
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         super().plan(*args, **kwargs)
@@ -41,15 +41,15 @@ class _Plans(Wrapper):
 
 
 class PlansDecode(_Plans, Decode):
-    """In place of FlashInfer's decode."""
+    """Replaces FlashInfer's decode."""
 
 
 class PlansPrefill(_Plans, Prefill):
-    """In place of FlashInfer's prefill."""
+    """Replaces FlashInfer's prefill."""
 
 
 class Choices:
-    """In place of `choose_tokens`: checks the fields, then launches its kernels."""
+    """Replaces `choose_tokens`: checks the fields, then launches its kernels."""
 
     def __init__(self) -> None:
         self.fields: list[SamplingTensors] = []

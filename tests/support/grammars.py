@@ -1,4 +1,4 @@
-"""Grammars for tests, compiled in the test's own process: no limits, and no wait for another to start."""
+"""Grammars for tests, compiled in the test's own process: no limits, no wait for a compiler process."""
 
 import random
 from functools import cache
@@ -17,7 +17,7 @@ DEMO_SIZE = 1024
 
 @cache
 def vocabulary(size: int = DEMO_SIZE) -> Vocabulary:
-    """The demo model's, padded to `size` tokens."""
+    """The demo model's vocabulary, padded to `size` tokens."""
     return read_vocabulary(TARGET_DIR, size)
 
 
@@ -26,13 +26,15 @@ def compile_here(kind: str, text: str, words: Vocabulary) -> Grammar:
 
 
 def allowed_in(row: NDArray[np.int32]) -> list[int]:
-    """The tokens of a mask."""
+    """The tokens that a mask allows."""
     allowed: list[int] = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
     return allowed
 
 
 def walk(grammar: Grammar, stops: tuple[int, ...], draw: random.Random, most: int) -> list[int] | None:
-    """Random allowed tokens to the end, without stop token; None when there is no end within `most` tokens."""
+    """Random allowed tokens up to the grammar's end, without a stop token; None if that takes more than `most`
+    tokens.
+    """
     state, tokens = grammar.new_matcher(stops), list[int]()
     while not state.is_over and len(tokens) < most:
         token = draw.choice(allowed_in(state.fill(())[0]))

@@ -1,4 +1,4 @@
-"""How gRPC says what is asked and what came of it: always streamed. See words.py."""
+"""Requests and outcomes in gRPC's form. See words.py."""
 
 import json
 import math
@@ -80,7 +80,10 @@ class Grpc(Api):
         if part.HasField("timing"):
             assert choice.timing is None and choice.reason
             timing = json_format.MessageToDict(part.timing, preserving_proto_field_name=True)
-            choice.timing = {**timing, "transfer_bytes": int(timing["transfer_bytes"])}  # 64 bits are text in its JSON
+            choice.timing = {
+                **timing,
+                "transfer_bytes": int(timing["transfer_bytes"]),
+            }  # protobuf's JSON writes 64-bit integers as strings
         if part.HasField("usage"):
             usage = part.usage
             outcome.usage = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
@@ -95,7 +98,7 @@ class Grpc(Api):
 
 
 def _quoted(value: Any) -> Any:
-    """As JSON of messages has it: NaN and infinity as texts."""
+    """As protobuf's JSON writes it: NaN and infinity as strings."""
     if isinstance(value, dict):
         return {name: _quoted(one) for name, one in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
@@ -104,7 +107,7 @@ def _quoted(value: Any) -> Any:
 
 
 def read_status(outcome: Outcome, error: grpc.RpcError) -> None:
-    """The status of a call that failed, its details among it."""
+    """The status of a failed call, with its details."""
     assert isinstance(error, grpc.Call)
     outcome.status, outcome.message = _GRPC_CODES[error.code()], str(error.details())
     trailer = dict(error.trailing_metadata() or ())

@@ -1,4 +1,4 @@
-"""A prefill and a decode worker in this process, and a request by hand."""
+"""A prefill and a decode worker in this process, and requests made by hand."""
 
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
@@ -18,14 +18,14 @@ from tests.support.real_workers import (
 )
 
 PROMPT = [(number * 7) % 50 + 1 for number in range(23)]
-OTHER = [token + 1 for token in PROMPT]  # has no page in common with it
+OTHER = [token + 1 for token in PROMPT]  # shares no page with it
 
 
 @asynccontextmanager
 async def workers(
     transport: Transport = "auto", lease_s: float = PATIENCE_S, heartbeat_s: float = PATIENCE_S
 ) -> AsyncIterator[tuple[Gateway, PrefillWorker, DecodeWorker]]:
-    """One of each; at the end no page is held anywhere."""
+    """One worker per role; checks at the end that no page is held anywhere."""
     signal = Signal()
     async with prefill_worker(signal, heartbeat_s) as prefill, decode_worker(signal, transport, lease_s) as decode:
         async with gateway(decode, signal) as opened:
@@ -44,7 +44,7 @@ async def refusal(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
 
 
 async def answer(opened: Gateway, prefill: PrefillWorker, handle: int, prompt: list[int] = PROMPT) -> list[int]:
-    """A whole request by hand."""
+    """One whole request, made by hand."""
     reserved = await opened.ask(handle, prompt)
     if reserved.needs_prefill:
         await prefill.run(reserved.ticket, prompt)

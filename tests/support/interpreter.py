@@ -1,7 +1,7 @@
-"""Triton's interpreter on the CPU, a third to a half faster where kernels call functions; what it computes stays.
+"""Makes Triton's interpreter on the CPU a third to a half faster where kernels call functions; results stay the same.
 
-A launch puts the interpreter's operations into triton.language. Each call of a function within the kernel searches the
-whole language to do so again.
+A launch puts the interpreter's operations into triton.language. Without this, each function call within a kernel
+searches the whole language to do so again.
 """
 
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def interpret_kernels() -> None:
-    """Before anything imports triton: it reads the variable when its own functions are defined."""
+    """Call before anything imports triton, which reads the variable when it defines its own functions."""
     os.environ.setdefault("TRITON_INTERPRET", "1")
     from triton import language
     from triton.runtime.interpreter import InterpretedFunction
@@ -18,7 +18,7 @@ def interpret_kernels() -> None:
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         if any(language.core.is_builtin(module.load) for module in (language, language.core)):
-            return slowly(function, *args, **kwargs)  # the interpreter's operations are not in place
+            return slowly(function, *args, **kwargs)  # the interpreter's operations are not installed
         return function.rewrite()(*args, **kwargs)
 
     InterpretedFunction.__call__ = call

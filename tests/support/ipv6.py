@@ -1,4 +1,4 @@
-"""Whether this machine has IPv6."""
+"""Does this machine have IPv6?"""
 
 import socket
 

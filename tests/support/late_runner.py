@@ -1,7 +1,7 @@
-"""A runner that is as late as a GPU: a step runs when it is collected, after all that was launched before it.
+"""A runner as late as a GPU: a step runs only when it is collected, after all that was launched before it.
 
-What the host prepares it prepares at launch. Until a step has run, the places of its tokens hold no token, so that
-whatever reads them early fails.
+The host's preparation happens at launch. Until a step has run, its tokens' places hold no token, so an early read
+fails.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ POISON = -1
 
 
 class LateRows(Rows):
-    """Keeps the device's work in a queue."""
+    """Queues the device's work."""
 
     def __init__(
         self, num_rows: int, context_tokens: int, page_tokens: int, vocab_size: int, device: torch.device
@@ -52,7 +52,7 @@ class LateRows(Rows):
 
 
 class LateLaunched(Launched):
-    """A step in the queue."""
+    """A queued step."""
 
     def __init__(self, queue: deque[Callable[[], None]], run: Callable[[], Launched]) -> None:
         self._queue = queue
@@ -75,7 +75,7 @@ class LateLaunched(Launched):
 
 
 class LateRunner(Runner):
-    """Over `LateRows`, which several may share."""
+    """Runs over `LateRows`, which several runners may share."""
 
     def __init__(self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: LateRows) -> None:
         super().__init__(model, attention, pages, rows)
@@ -91,7 +91,7 @@ class LateRunner(Runner):
         return LateLaunched(rows.queue, lambda: self._run_late(step, opened))
 
     def _run_late(self, step: Prepared, opened: NDArray[np.int64]) -> Launched:
-        """Of a row that has another sequence by now, poison is that one's: the step's own answer is of no use."""
+        """If a row has gone to another sequence, poison is meant for that one: the step's own answer is dropped."""
         places = step.layout.places
         places = places[(self._late_rows.num_opened != opened)[places // self._late_rows.width]]
         flat = self._late_rows.tokens.view(-1)

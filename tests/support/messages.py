@@ -1,4 +1,6 @@
-"""hypothesis strategies for protobuf messages: any message of a type, from its descriptor, with many edge values."""
+"""hypothesis strategies for protobuf messages: any message of a type, built from its descriptor, rich in edge
+values.
+"""
 
 from typing import Any
 
@@ -27,7 +29,7 @@ _KINDS: dict[int, st.SearchStrategy[Any]] = {
 
 @st.composite
 def mutate(draw: st.DrawFn, start: Message, most: int = 4) -> Message:
-    """`start` with up to `most` of its fields, however deep, set to something else."""
+    """`start` with up to `most` fields, at any depth, set to other values."""
     message = type(start)()
     message.CopyFrom(start)
     for _ in range(draw(st.integers(0, most))):

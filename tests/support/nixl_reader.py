@@ -1,6 +1,6 @@
-"""A reader through NIXL. As a process it measures the way to a peer until it is killed.
+"""A reader through NIXL. As a process it measures the connection to a peer until it is killed.
 
-python -m tests.support.nixl_reader PEER     the message in hexadecimals; prints "reading"
+python -m tests.support.nixl_reader PEER     the message in hexadecimal; prints "reading"
 """
 
 import asyncio
@@ -23,7 +23,7 @@ async def open_reader(
 ) -> NixlReader:
     store = build_pool(NUM_LOCAL, gpu)
     reader = await NixlReader.open(peer, next(NAMES), is_local, store, open_channel(peer.address), PATIENCE_S)
-    reader._timeout_s = timeout_s  # NIXL may have to be loaded first
+    reader._timeout_s = timeout_s  # NIXL may have to load first
     reader.store = store  # type: ignore[attr-defined]  # for the tests
     return reader
 

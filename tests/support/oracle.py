@@ -1,4 +1,4 @@
-"""What transformers itself answers: greedy tokens of a checkpoint in float32."""
+"""Reference answers by transformers: greedy tokens of a checkpoint in float32."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM, LogitsProcessor
 
 
 class Oracle:
-    """One checkpoint in transformers; remembers its answers. A shorter one is the beginning of a longer one."""
+    """One checkpoint in transformers. Caches answers; a shorter one is a prefix of a longer one."""
 
     def __init__(self, folder: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._answers: dict[tuple[int, ...], list[int]] = {}  # prompt |-> the longest answer so far
+        self._answers: dict[tuple[int, ...], list[int]] = {}  # prompt |-> its longest answer so far
 
     def answer(self, prompt_ids: Sequence[int], num_tokens: int, guess: Sequence[int] = ()) -> list[int]:
         """`num_tokens` greedy tokens after the prompt, past any end-of-sequence token."""
@@ -33,7 +33,7 @@ class Oracle:
 
     @torch.no_grad()
     def _chooses(self, prompt_ids: Sequence[int], tokens: Sequence[int]) -> bool:
-        """True when each of the tokens is the likeliest after those before it."""
+        """True if each token is the likeliest after those before it."""
         ids = torch.tensor([[*prompt_ids, *tokens]])
         logits = self._model(ids, use_cache=False, logits_to_keep=len(tokens) + 1).logits[0, :-1]
         chosen: list[int] = logits.argmax(-1).tolist()
@@ -41,7 +41,7 @@ class Oracle:
 
     @torch.no_grad()
     def answer_with(self, processor: LogitsProcessor, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """As `answer`, with logits changed before each token is chosen."""
+        """Like `answer`, with logits changed before each token is chosen."""
         ids = torch.tensor([list(prompt_ids)])
         for _ in range(num_tokens):
             logits = self._model(ids, use_cache=False).logits[:, -1]
@@ -51,7 +51,7 @@ class Oracle:
 
     @torch.no_grad()
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """[S] -> [S, V]: row i is of what follows token_ids[: i + 1]."""
+        """[S] -> [S, V]: row i predicts the token after token_ids[: i + 1]."""
         logits: torch.Tensor = self._model(torch.tensor([list(token_ids)])).logits[0]
         return logits.log_softmax(-1)
 

@@ -1,4 +1,4 @@
-"""The process of bench/gpu_checks/ipc_exporter.py with small pages, so that tests can read another process's memory.
+"""The process of bench/gpu_checks/ipc_exporter.py with small pages, for tests that read another process's memory.
 
 python -m tests.support.pool_process [fake-gpu] [nixl] [ranks=SIZE] NUM_PAGES     SIZE ranks of a worker, in one process
 """
@@ -18,8 +18,8 @@ from kvtransfer.nixl_pool import NixlPool
 from tests.support.fake_cuda import FakeGpu
 from wire.kv_layout import PagePart
 
-PARTS = (PagePart(4, 512), PagePart(2, 256))  # of the pages of several ranks, over all of them
-NUM_LAYERS = (2, 1)  # of these parts
+PARTS = (PagePart(4, 512), PagePart(2, 256))  # of a page over all ranks
+NUM_LAYERS = (2, 1)  # per part
 WHOLE_BYTES = 4 * 512 + 2 * 256
 
 
@@ -36,13 +36,13 @@ def build_ranks(num_pages: int, size: int, gpu: Gpu | None = None) -> list[Pool]
             PoolShape(num_pages, layers, max(part.num_kv_heads // size, 1), 4, 8, torch.float32)
             for part, layers in zip(PARTS, NUM_LAYERS, strict=True)
         )
-        share = PoolShare(rank, size, PARTS, fd, meet=lambda: None)  # rank 0 has sized it before the next is built
+        share = PoolShare(rank, size, PARTS, fd, meet=lambda: None)  # rank 0 sizes it before the next is built
         pools.append(Pool(shape, torch.device("cpu"), draft_shape, gpu, share))
     return pools
 
 
 def find_share(parts: Sequence[PagePart], page: NDArray[np.generic], rank: int, size: int) -> NDArray[np.generic]:
-    """What a rank has of a page over all ranks: of each part the heads that its share of [0, 1) meets."""
+    """A rank's share of a page: of each part, the heads that overlap its interval of [0, 1)."""
     shares, begin = [], 0
     for num_heads, head_bytes in parts:
         for head in range(num_heads):
@@ -53,20 +53,20 @@ def find_share(parts: Sequence[PagePart], page: NDArray[np.generic], rank: int, 
 
 
 def find_share_of_page(page: int, generation: int, pool: Pool) -> NDArray[np.uint8]:
-    """What a rank's pool holds of a page after `recycle_ranks`."""
+    """The content of a page in a rank's pool after `recycle_ranks`."""
     whole = page_content(page, generation, WHOLE_BYTES)
     return find_share(PARTS, whole, pool.rank, pool.num_ranks).astype(np.uint8)
 
 
 def recycle_ranks(pools: Sequence[Pool], page: int) -> None:
-    """As `recycle`: rank 0 changes the generation, and then each rank its bytes."""
+    """Like `recycle`: rank 0 changes the generation, then each rank its bytes."""
     pools[0].generations[page] += 1
     for pool in pools:
         pool.store([page], [find_share_of_page(page, int(pool.generations[page]), pool)])
 
 
 def obey_ranks(pools: Sequence[Pool], opened: Sequence[NixlPool | None]) -> None:
-    """As `obey`, for a worker of several ranks."""
+    """Like `obey`, for a worker of several ranks."""
     peers = [describe(pool, nixl) for pool, nixl in zip(pools, opened, strict=True)]
     peers[0].ranks.extend(peer.ranks[0] for peer in peers[1:])
     print(MessageToJson(peers[0], indent=None), flush=True)

@@ -1,4 +1,4 @@
-"""A rank that follows another process: builds its shard of two models and does what it is told, until the ring is gone.
+"""A rank that follows another process: builds its shard of two models and executes commands until the ring is gone.
 
 python -m tests.support.rank_follower MODEL DRAFT RENDEZVOUS_FILE RANK SIZE POOL_FD RING_FD...
 """

@@ -1,4 +1,4 @@
-"""One rank of some models: runs every sampling step by step, without and with graphs, and prints the tokens.
+"""One rank of several models: runs all samplings step by step, with and without graphs, and prints the tokens.
 
 python -m tests.support.rank_process RENDEZVOUS_FILE RANK SIZE MODEL...
 """
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
-    """Prompts of several lengths together, then their answers."""
+    """Prompts of several lengths in one batch, then their answers."""
     decoder = load_model(model, "float32", CPU, ranks=ranks)
     config, count = decoder.config, len(SAMPLINGS)
     rows = Rows(count, ROW_PAGES * PAGE_TOKENS - 16, PAGE_TOKENS, config.vocab_size, CPU)

@@ -1,6 +1,6 @@
-"""Both workers in this process, real but for the model: a runner whose tokens follow from the KV it finds in the pool.
+"""Both workers in this process, real except for the model: tokens depend on the KV that the runner finds in the pool.
 
-So an answer is right only when every position's KV was computed, handed over or cached, and kept.
+An answer is right only if every position's KV was computed, handed over or cached, and kept.
 """
 
 import asyncio
@@ -56,12 +56,12 @@ RoleT = TypeVar("RoleT", PrefillRole, DecodeRole)
 
 
 def packed(prompt: Sequence[int]) -> bytes:
-    """A prompt as messages and jobs have it."""
+    """A prompt in the packed form of messages and jobs."""
     return pack_tokens(np.array(prompt, np.int32))
 
 
 def taken_over(job: Job, emitted: Sequence[int]) -> Job:
-    """The job as another worker gets it after these tokens."""
+    """The job that another worker gets after these tokens."""
     prompt = job.prompt + packed(emitted)
     return replace(
         job, prompt=prompt, end=len(prompt) // TOKEN_BYTES - 1, num_emitted=len(emitted),
@@ -81,7 +81,7 @@ def expected_answer(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class Done:
-    """A step that was computed at its launch."""
+    """A step that was computed when it was launched."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
@@ -91,16 +91,16 @@ class Done:
 
 
 class KvRunner:
-    """Writes each position's value into its KV; the next token is the sum of all values of the sequence."""
+    """Writes each position's value into its KV; the next token is the sum of the sequence's values."""
 
     def __init__(self, pool: Pool, rows: Rows) -> None:
         self._pool = pool
         self._rows = rows
-        self.failures: deque[Exception] = deque()  # of the next steps
-        self.poison: set[int] = set()  # tokens: steps with a prompt that begins with one fail
+        self.failures: deque[Exception] = deque()  # one per step to come
+        self.poison: set[int] = set()  # steps with a prompt that begins with one of these tokens fail
         self.may_run = threading.Event()
         self.may_run.set()
-        self.pauses_after_token = False  # the step that chooses one clears `may_run`
+        self.pauses_after_token = False  # a step that chooses a token clears `may_run`
 
     def launch(self, requests: Sequence[RowRequest]) -> Launched:
         assert self.may_run.wait(PATIENCE_S)
@@ -143,13 +143,13 @@ class KvRunner:
 
 
 def _tell(token: int, likeliest: int, num_top: int) -> TokenLogprobs:
-    """A token's log-probability is -(its distance from the likeliest), so it tells the KV seen."""
+    """A token's log-probability is -(its distance from the likeliest), so it reveals the KV that was read."""
     top = tuple(range(likeliest, likeliest + num_top))
     return TokenLogprobs(-abs(token - likeliest), top, tuple(-float(rank) for rank in range(num_top)))
 
 
 class TellingCache(PrefixCache):
-    """Fires a signal whenever pages come back."""
+    """Fires a signal whenever pages are freed."""
 
     def __init__(self, pool: Pool, signal: Signal) -> None:
         super().__init__(pool.num_pages, pool.generations)
@@ -165,7 +165,7 @@ def build_kv_engine(
     max_running: int = MAX_RUNNING, num_pages: int = NUM_PAGES, context_tokens: int = CONTEXT_TOKENS,
     gpu: Gpu | None = None,
 ) -> tuple[Engine, KvRunner]:  # fmt: skip
-    """An engine of `KvRunner`, with the vocabulary that tests want and the demo model's grammars."""
+    """An engine over `KvRunner`, with the given vocabulary and the demo model's grammars."""
     pool = build_pool(num_pages, gpu)
     shape = pool.shape
     config = replace(
@@ -184,7 +184,7 @@ def build_kv_engine(
 
 
 def build_identity(role: str, address: str, pool: Pool) -> kv_pb2.Peer:
-    """What somebody with such a pool would tell in a handshake."""
+    """What a worker with this pool reports in a handshake."""
     facts = PoolFacts("w", "float32", 2, 1, PAGE_TOKENS, 8, pool.num_pages, pool.fd, pool.pages_offset)
     ranks = [build_rank(address, os.getpid())]
     return build_peer(role, address, new_incarnation(), host_identity(), facts, ranks)
@@ -199,7 +199,7 @@ async def _serving(
     port: int,
     built: tuple[Engine, KvRunner] | None = None,
 ) -> AsyncIterator[tuple[Worker, RoleT, KvRunner]]:
-    """As in worker/process.py, without a process."""
+    """Like worker/process.py, without a process."""
     trust = load_trust(config)
     server = trust.build_server()
     address = f"127.0.0.1:{bind(server, '127.0.0.1', port)}"
@@ -236,7 +236,7 @@ async def decode_worker(
     signal: Signal, transport: Transport = "auto", lease_s: float = PATIENCE_S, port: int = 0,
     built: tuple[Engine, KvRunner] | None = None, **others: Any,
 ) -> AsyncIterator[DecodeWorker]:  # fmt: skip
-    """Reads pages by no other transport than the best that there is, or the one asked for."""
+    """Reads pages by the best transport available, or only by the given one."""
     config = DecodeConfig(
         **SETTINGS, local_prefill_chunk_tokens=CHUNK_TOKENS, lease_s=lease_s, transport=transport, speculate="off",
         grammar_cpu_s=1, **others,
@@ -267,7 +267,7 @@ class PrefillWorker:
 async def prefill_worker(
     signal: Signal, heartbeat_s: float = PATIENCE_S, port: int = 0, offer_s: float = PATIENCE_S + 1
 ) -> AsyncIterator[PrefillWorker]:
-    """`offer_s`: the longest that an offer may take; more than `heartbeat_s`."""
+    """`offer_s`: maximum time of an offer; must exceed `heartbeat_s`."""
     config = PrefillConfig(
         **SETTINGS, chunk_tokens=CHUNK_TOKENS, lease_s=offer_s, heartbeat_s=heartbeat_s, stall_s=PATIENCE_S
     )
@@ -283,14 +283,14 @@ async def prefill_worker(
 
 @dataclass
 class Gateway:
-    """The test's own end: one Steps stream and what it told."""
+    """The gateway's end: one Steps stream and what it reported."""
 
     stub: decode_pb2_grpc.DecodeStub
     name: str
     signal: Signal
     tokens: dict[int, list[int]] = field(default_factory=dict)  # handle |-> tokens
     ends: dict[int, tuple[str, str]] = field(default_factory=dict)  # handle |-> finish_reason, error
-    told: dict[int, decode_pb2.SessionDelta] = field(default_factory=dict)  # handle |-> all its news, joined
+    told: dict[int, decode_pb2.SessionDelta] = field(default_factory=dict)  # handle |-> all its updates, merged
     is_open: bool = False
 
     async def listen(self) -> None:

@@ -1,4 +1,4 @@
-"""How the REST APIs say what is asked and what came of it. See words.py."""
+"""Requests and outcomes in the REST APIs' forms. See words.py."""
 
 import json
 import socket
@@ -8,7 +8,7 @@ from typing import Any
 from tests.support.api_server import WAIT_S, Served
 from tests.support.words import NONE, Api, Ask, Call, Choice, Outcome
 
-_TYPES = {  # status |-> its word in OpenAI's errors
+_TYPES = {  # status |-> type of OpenAI's errors
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     405: "invalid_request_error", 408: "invalid_request_error", 413: "invalid_request_error", 429: "rate_limit_error",
     503: "service_unavailable_error", 504: "server_error", 500: "server_error",
@@ -21,10 +21,10 @@ _STOP_REASONS = {"end_turn": "stop", "stop_sequence": "stop", "max_tokens": "len
 
 
 class Rest(Api):
-    path: str  # behind /v1/
+    path: str  # after /v1/
     types = _TYPES
-    options: tuple[tuple[str, Any], ...] = ()  # what a stream is asked with, besides
-    lasts: Sequence[str] = ("[DONE]",)  # with which a stream ends that did not fail
+    options: tuple[tuple[str, Any], ...] = ()  # further fields of streamed requests
+    lasts: Sequence[str] = ("[DONE]",)  # the last events of a stream that did not fail
 
     def send(
         self, served: Served, body: Mapping[str, Any], stream: bool = False, headers: Mapping[str, str] = NONE
@@ -58,29 +58,29 @@ class Rest(Api):
                 served.ring.hanging.get(timeout=WAIT_S)
 
     def read(self, outcome: Outcome, body: Any) -> None:
-        """A whole answer."""
+        """Read a whole answer."""
         raise NotImplementedError
 
     def take(self, outcome: Outcome, event: Any) -> None:
-        """An event of a stream."""
+        """Read one event of a stream."""
         raise NotImplementedError
 
     def fail(self, outcome: Outcome, body: Any) -> None:
-        """An error, as a body or an event."""
+        """Read an error, from a body or an event."""
         error = body["error"]
         assert set(error) == {"message", "type", "param", "code"}
         outcome.message, outcome.param, outcome.code = error["message"], error["param"], error["code"]
         self.set_status(outcome, error["type"])
 
     def set_status(self, outcome: Outcome, kind: str) -> None:
-        """That of an error which came in a stream."""
+        """Set the status of an error that came within a stream."""
         if outcome.status == 200:
-            timed_out = outcome.code == "timeout"  # which has the word of a bug
+            timed_out = outcome.code == "timeout"  # shares its type with bugs
             outcome.status = 504 if timed_out else {word: status for status, word in self.types.items()}[kind]
 
 
 def read_events(text: str) -> list[Any]:
-    """What a stream's events hold; those with names have these as their type."""
+    """The events of a stream; a named event has its name as its type."""
     found: list[Any] = []
     for block in text.strip().split("\n\n"):
         *names, data = block.split("\n")
@@ -112,7 +112,7 @@ class OpenAi(Rest):
         return None
 
     def add(self, mine: Choice, choice: Any, said: Any) -> None:
-        """A whole choice, or a chunk of one."""
+        """Add a whole choice, or a chunk of one."""
         mine.reason, mine.timing = choice["finish_reason"], choice.get("timing")
         mine.stop = choice.get("stop_reason")
         mine.text += said.get("content", said.get("text")) or ""
@@ -316,7 +316,7 @@ class Messages(Rest):
         body["thinking"] = {"type": "enabled", "budget_tokens": 1024} if value else {"type": "disabled"}
 
     def _continues(self, body: dict[str, Any], value: bool) -> None:
-        """Said by whose message is the last."""
+        """Needs no field: the last message's role says it."""
 
     def _messages(self, body: dict[str, Any], value: Any) -> None:
         said = list[Any]()
@@ -339,7 +339,7 @@ class Messages(Rest):
         )
         blocks += [{"type": "text", "text": content}] if content else []
         for call in message.get("calls", ()):
-            arguments = json.loads(call["arguments"])  # what is no JSON cannot be said in this API
+            arguments = json.loads(call["arguments"])  # this API cannot carry invalid JSON
             blocks.append({"type": "tool_use", "id": call["id"], "name": call["name"], "input": arguments})
         return role, blocks
 

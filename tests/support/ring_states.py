@@ -1,4 +1,4 @@
-"""The pure parts of the ring in a test that plays the clock and the workers: a queue, states of workers, attempts."""
+"""The ring's pure parts, with the test as clock and workers: a queue, states of workers, attempts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ LAYOUT = kv_pb2.KvLayout(weights="w", page_tokens=16)
 
 
 class Hall:
-    """Workers D1, D2, ..., P1, P2, ... that have answered a poll, and the queue before them."""
+    """Workers D1, D2, ..., P1, P2, ... that have answered a poll, and the queue in front of them."""
 
     def __init__(
         self, decode: int = 1, prefill: int = 0, max_running: int = 4, max_queue: int = 8, patience_s: float = 0.0
@@ -38,13 +38,13 @@ class Hall:
             self.poll(one)
 
     def poll(self, state: WorkerState, **fields: Any) -> None:
-        """The worker answers. `fields`: of its status."""
+        """The worker answers a poll. `fields`: of its status."""
         peer = kv_pb2.Peer(incarnation=state.address, layout=LAYOUT, num_pages=1000)
         status: dict[str, Any] = {"peer": peer, "max_running": self.max_running, "free_pages": 100} | fields
         state.learn(decode_pb2.WorkerStatus(**status), self.now)
 
     def join(self, wanted: Generation | str) -> Waiter:
-        """A new request, or one with that name."""
+        """Queue a request, under this name if given."""
         wanted = generation(wanted) if isinstance(wanted, str) else wanted
         return self.rejoin(Request(wanted, self.now + TIMEOUT_S, self.patience_s, self.now))
 
@@ -52,13 +52,13 @@ class Hall:
         return self.queue.join(request)
 
     def decide(self) -> list[str]:
-        """Names of those whose wait is over, in their order."""
+        """Names of the requests that leave the queue, in order."""
         decided = self.queue.decide(self.now)
         self.queue.check()
         return [waiter.request.generation.request_id for waiter in decided]
 
     def begin(self, wanted: Generation | str | Waiter) -> "Try":
-        """An attempt of a request that gets places at once, or has some."""
+        """Start an attempt of a request that gets its places at once, or already has some."""
         waiter = wanted if isinstance(wanted, Waiter) else self.join(wanted)
         if waiter.places is None:
             assert waiter.request.generation.request_id in self.decide()
@@ -91,7 +91,7 @@ class Try:
         self.state.places.decode.deliver(delta, self.hall.now)
 
     def read(self) -> list[Tokens]:
-        """What the client gets of all that has arrived."""
+        """What the client receives of all that has arrived."""
         found: list[Tokens] = []
         while self.state.is_open and (event := self.state.next_event(self.hall.now)) is not None:
             commands = self.step(_unpacked(event) if isinstance(event, decode_pb2.SessionDelta) else event)
@@ -99,7 +99,7 @@ class Try:
         return found
 
     def close(self) -> list[str]:
-        """The attempt ends; names of those that get its places."""
+        """End the attempt. Returns the names of the requests that get its places."""
         self.state.close()
         return self.hall.decide()
 

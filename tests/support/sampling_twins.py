@@ -1,4 +1,4 @@
-"""Batches of rows that are told in tokens, and a call of both the kernel and its slow twin, which must agree."""
+"""Batches of rows given as tokens, and calls of the kernel and its slow twin, which must agree."""
 
 import math
 import sys
@@ -22,12 +22,12 @@ from wire.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Asked:
-    """A row: the token after all of `tokens`."""
+    """One row: choose the token after `tokens`."""
 
     sampling: SamplingParams
     tokens: Sequence[int] = ()
-    num_prompt: int = 0  # the first so many are the prompt
-    num_guesses: int = 0  # the last so many, of the answer, are not in the counts
+    num_prompt: int = 0  # leading tokens that are the prompt
+    num_guesses: int = 0  # trailing answer tokens that are not in the counts
     words: NDArray[np.int32] | None = None  # the mask
 
     def count(self, vocabulary: int) -> NDArray[np.int32]:
@@ -40,7 +40,7 @@ class Asked:
 
 
 def build_batch(rows: Sequence[Asked], vocabulary: int) -> SamplingBatch:
-    """Lines of counts only where a row has penalties, in reverse order; the other parts only where there are any."""
+    """Rows with penalties have lines of counts, in reverse order; other parts exist only if a row needs them."""
     counted = [at for at, row in enumerate(rows) if row.sampling.has_penalties][::-1]
     masked = [at for at, row in enumerate(rows) if row.words is not None][::-1]
     batch = build_sampling_batch(
@@ -65,7 +65,7 @@ def find_lines(rows: list[int], num_rows: int) -> NDArray[np.int32]:
 
 
 def build_mask(allowed: set[int], vocabulary: int) -> NDArray[np.int32]:
-    """Bits of tokens that do not exist are set: nothing may look at them."""
+    """Bits past the vocabulary are set: nothing may read them."""
     words = np.zeros(-(-vocabulary // 32), np.uint32)
     for token in allowed | set(range(vocabulary, 32 * len(words))):
         words[token // 32] |= np.uint32(1 << token % 32)
@@ -90,7 +90,7 @@ def sample_batch(logits: Tensor, batch: SamplingBatch, num_threads: int = 1) -> 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """torch's number of threads, which is the kernel's."""
+    """Sets torch's number of threads, which the kernel uses."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -106,11 +106,11 @@ FLOAT32 = torch.finfo(torch.float32)
 
 
 VALUES = (-math.inf, -FLOAT32.max, -1e30, -5.0, -0.0, 0.0, FLOAT32.tiny, 1.0, 1.0000001, 3.0, 88.0, 1e30, FLOAT32.max)
-BROKEN = (math.nan, math.inf)  # what no request can cause
+BROKEN = (math.nan, math.inf)  # no request can cause them
 
 
 def beyond(low: float, *edges: float) -> st.SearchStrategy[float]:
-    """Numbers from `low` up, all magnitudes and the edges."""
+    """Numbers from `low` up: all magnitudes and the edges."""
     powers = st.floats(-324, 308).map(lambda power: max(10.0**power, TINY))
     return st.one_of(st.sampled_from(edges), powers, powers.map(lambda value: max(-value, low)) if low < 0 else powers)
 
@@ -137,7 +137,7 @@ def samplings(vocabulary: int) -> st.SearchStrategy[SamplingParams]:
 
 @st.composite
 def rows(draw: st.DrawFn, vocabulary: int, values: Sequence[float]) -> list[float]:
-    """[V]: values from a few, or nearly all the same."""
+    """[V]: drawn from a few values, or nearly all equal."""
     if draw(st.booleans()):
         return draw(st.lists(st.sampled_from(values), min_size=vocabulary, max_size=vocabulary))
     row = [draw(st.sampled_from(values))] * vocabulary
@@ -158,7 +158,7 @@ def rows_asked(draw: st.DrawFn, vocabulary: int) -> Asked:
 
 
 def chi_square_sigmas(counts: Tensor, expected: Tensor) -> float:
-    """How many standard deviations the chi-square statistic lies from its mean. Cells expected under 5 are pooled."""
+    """Distance of the chi-square statistic from its mean, in standard deviations. Pools cells expected under 5."""
     is_rare = expected < 5
     if is_rare.any():
         counts = torch.cat([counts[~is_rare], counts[is_rare].sum().view(1)])

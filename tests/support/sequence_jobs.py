@@ -1,4 +1,4 @@
-"""Tables of sequences for tests, jobs for them, and a model in small that computes their steps."""
+"""Tables of sequences for tests, jobs for them, and a tiny model that computes their steps."""
 
 from array import array
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def pack(tokens: Seq[int]) -> bytes:
 
 
 def answer(handle: int, num_prompt: int, max_tokens: int, *, first: int | None = None, **others: Any) -> Job:
-    """A decode worker's job, computed where it is unless `others` say so. Its prompt begins with `first`."""
+    """A decode worker's job, computed locally unless `others` say otherwise. Its prompt begins with `first`."""
     values: dict[str, Any] = {
         "request_id": f"r{handle}",
         "prompt": pack([10_000 + handle if first is None else first, *range(1, num_prompt)]),
@@ -39,7 +39,7 @@ def prompt(number: int, num_prompt: int, **others: Any) -> Job:
 
 
 def token_at(position: int) -> int:
-    """The stand-in for a model: a token that names its own position."""
+    """Replaces the model: the token names its own position."""
     return 1000 + position
 
 
@@ -47,7 +47,7 @@ def finish(
     table: SequenceTable, step: Seq[Planned], now: float = 0.0,
     scores: Callable[[Planned], Seq[TokenLogprobs]] = lambda planned: (),
 ) -> list[Update]:  # fmt: skip
-    """Collect a launched step: every sequence gets the token that is next."""
+    """Collect a launched step: every sequence gets its next token."""
     updates = [
         table.finish_step(planned, next_tokens(planned), now, prompt_logprobs=scores(planned)) for planned in step
     ]
@@ -55,7 +55,7 @@ def finish(
 
 
 def next_tokens(planned: Planned, num_right: int = 0) -> list[int]:
-    """What the step chooses, when so many of its guesses are right."""
+    """What the step chooses if this many of its guesses are right."""
     if not planned.wants_token:
         return []
     first = planned.begin + planned.count
@@ -79,7 +79,7 @@ def step(table: SequenceTable, prompt_tokens: int = 99, now: float = 0.0) -> lis
 
 
 def run(table: SequenceTable) -> None:
-    """Until all answers are whole."""
+    """Run until all answers are whole."""
     while any(sequence.num_missing for phase in (Phase.ACTIVE, Phase.PREEMPTED) for sequence in table.in_phase(phase)):
         planned = plan(table, 99)
         assert planned, "nothing is planned though something is missing"
@@ -93,7 +93,7 @@ def awaited(handle: int, num_prompt: int, max_tokens: int, **others: Any) -> Job
 
 
 def receive(table: SequenceTable, sequence: Sequence, now: float = 0.0) -> None:
-    """All KV that it waits for, in one offer."""
+    """Receive all the KV it waits for, in one offer."""
     begin, end = sequence.computed, sequence.job.end
     table.begin_read(sequence.id, sequence.job.attempt, begin, end, num_pages_for(end - begin, table.page_tokens))
     table.finish_read(sequence.id, end, now)

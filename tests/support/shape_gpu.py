@@ -1,7 +1,7 @@
-"""A GPU whose tensors have shapes and no values, on any machine: what would wait for it raises.
+"""A GPU whose tensors have shapes and no values, on any machine: code that would wait for it raises.
 
-Tensors of the host are real, those of the device fake; kernels of ours only look at their arguments. Waits inside
-libraries are not seen: in FlashInfer's plan, cuBLAS, torch's allocator.
+Host tensors are real, device tensors fake; our kernels only check their arguments. Waits inside libraries are not
+detected: FlashInfer's plan, cuBLAS, torch's allocator.
 """
 
 import ctypes
@@ -28,29 +28,29 @@ KERNEL_DTYPES = {
     "write_offsets": torch.int64,
     "table": torch.int32,
     "starts": torch.int32,
-}  # argument of a kernel |-> as the kernel reads it, contiguous
+}  # argument of a kernel |-> how the kernel reads it, contiguous
 
 
 class WaitsError(AssertionError):
-    """The host waits for the GPU, or uses memory that is elsewhere."""
+    """The host waits for the GPU, or uses memory of the other side."""
 
 
 class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """torch works on it in `on`, and may not wait for it in `step`."""
+    """torch uses it within `on`, and must not wait for it within `step`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_replays = 0
         self.num_products = 0  # matrix products launched
-        self.num_done = 0  # of those, which have been waited for where one step is launched ahead
+        self.num_done = 0  # those known to be done when one step is launched ahead
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._step_begin = 0  # products before the last step
-        self._pinned: dict[int, Tensor] = {}  # by address; kept, so that none is used twice
+        self._step_begin = 0  # products launched before the last step
+        self._pinned: dict[int, Tensor] = {}  # by address; kept, so that no address is used twice
         self._is_step = self.is_captured = False
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Without a use of the machine's own GPU, if it has one."""
+        """Hides the machine's own GPU, if it has one."""
         with pytest.MonkeyPatch.context() as patch, cuda_guard():
             patch.setattr(torch.cuda, "is_available", lambda: False)
             patch.setattr(torch.cuda, "Event", lambda *args, **kwargs: Event(self))
@@ -61,7 +61,7 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A step is launched; the one before it may be on its way, those before that are collected."""
+        """Launch a step. The step before it may be running; earlier ones are collected."""
         self.num_done, self._step_begin = self._step_begin, self.num_products
         self._is_step = True
         try:
@@ -70,7 +70,7 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_step = False
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """See engine.graphs.Capture. What is captured runs again at each replay."""
+        """See engine.graphs.Capture. Each replay runs the captured code again."""
 
         def run() -> None:
             was_step, self._is_step, self.is_captured = self._is_step, True, True
@@ -87,7 +87,6 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return replay
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether it lies in pinned memory."""
         return tensor.untyped_storage().data_ptr() in self._pinned
 
     def __torch_dispatch__(
@@ -101,7 +100,7 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target = torch.device(given.get("device") or (CUDA if is_used and is_here(tensors[0]) else "cpu"))
         if target.type == "cpu" and not is_used:
             return self._run_on_host(func, args, given)
-        if func.namespace == "aten" and func._can_decompose():  # in inference mode torch leaves it to us
+        if func.namespace == "aten" and func._can_decompose():  # inference mode leaves this to the dispatcher
             with self:
                 return func.decompose(*args, **given)
         if self._is_step and func not in COPIES:
@@ -114,7 +113,7 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         if func.overloadpacket in PRODUCTS:
             self.num_products += 1
-        if func is aten.mm.dtype:  # torch knows its shape on a real GPU only
+        if func is aten.mm.dtype:  # torch knows its shape only on a real GPU
             return torch.empty(args[0].shape[0], args[1].shape[1], dtype=args[2], device=CUDA)
         return func(*args, **given)
 
@@ -127,7 +126,7 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _check_copy(self, func: Any, tensors: Sequence[Tensor], non_blocking: bool) -> None:
-        """Between host and device."""
+        """Check a copy between host and device."""
         if self.is_captured:
             wait(f"{func}: a graph would repeat a copy between host and device")
         if not any(self.is_pinned(tensor) for tensor in tensors if not is_here(tensor)):
@@ -137,7 +136,7 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Event:
-    """Of torch.cuda. Satisfies what the engine calls."""
+    """A torch.cuda event, as far as the engine uses it."""
 
     def __init__(self, gpu: ShapeGpu) -> None:
         self._gpu = gpu
@@ -148,13 +147,13 @@ class Event:
         self._num_products = self._gpu.num_products
 
     def synchronize(self) -> None:
-        """Of no effect if the step before the last one had been launched by then, and no more."""
+        """No effect if nothing later than the step before last was launched by then."""
         if self._num_products > self._gpu.num_done:
             wait(f"Event.synchronize, with {self._num_products - self._gpu.num_done} products before it on their way")
 
 
 class Launch:
-    """One of our kernels with its grid."""
+    """One of our kernels, with its grid."""
 
     def __init__(self, kernel: Any) -> None:
         self._names: list[str] = kernel.arg_names
@@ -168,7 +167,7 @@ class Launch:
 
 
 def check(func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-    """Of an operation that has a tensor on the device."""
+    """Check an operation on at least one device tensor."""
     if func.overloadpacket in INDEXING:
         if any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
             wait(f"{func} by a mask: the host reads how many are set")
@@ -179,7 +178,7 @@ def check(func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
 
 
 def is_here(tensor: Tensor) -> bool:
-    """Whether it is on the device. Cheaper than to ask it."""
+    """Whether it is on the device; cheaper than its `device` property."""
     return isinstance(tensor, FakeTensor)
 
 
@@ -189,7 +188,7 @@ def wait(what: str) -> NoReturn:
 
 @contextmanager
 def cuda_guard() -> Iterator[None]:
-    """Slices of tensors set the current device, for which torch without CUDA has nothing: nothing is done."""
+    """Replaces the switch of the current device by tensor slices, which torch without CUDA lacks: does nothing."""
     guards = (ctypes.c_void_p * 2).in_dll(ctypes.CDLL(torch._C.__file__), "_ZN3c104impl26device_guard_impl_registryE")
     cpu, before = guards  # in the order of c10::DeviceType
     guards[1] = cpu

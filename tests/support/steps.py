@@ -1,4 +1,4 @@
-"""Every sampling with a prompt of its own, and the steps that answer it."""
+"""All samplings, each with its own prompt, and the steps that answer them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +48,7 @@ def open_row(rows: Rows, row: int, which: int) -> None:
 
 
 def plan(step: int, rows: Sequence[int], which: Sequence[int]) -> list[RowRequest]:
-    """A prompt, then a token at a time."""
+    """The prompt, then one token at a time."""
     lengths = [len(PROMPTS[one]) for one in which]
     if step == 0:
         return [RowRequest(row, 0, length, 1) for row, length in zip(rows, lengths, strict=True)]
@@ -57,7 +57,7 @@ def plan(step: int, rows: Sequence[int], which: Sequence[int]) -> list[RowReques
 
 @pytest.fixture(scope="module")
 def expected(decoder: Decoder) -> list[list[int]]:
-    """Each answer, step by step, alone."""
+    """Each answer, step by step, computed alone."""
     answers = []
     for which in range(len(SAMPLINGS)):
         rows = Rows(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU)
@@ -69,7 +69,9 @@ def expected(decoder: Decoder) -> list[list[int]]:
 
 
 class Unwatched(TorchSdpaAttention):
-    """Its operations depend on lengths, as those of a backend for GPUs must not; its output does not move."""
+    """Runs operations whose shapes depend on lengths, as GPU backends must not; its output tensors keep their
+    addresses.
+    """
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)

@@ -1,4 +1,4 @@
-"""The public gRPC API as a function: a request's fields in, its choices out. And the service that tests share."""
+"""The public gRPC API as a function from a request's fields to its choices, and the service that tests share."""
 
 import os
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ PAGE_TOKENS = 16
 CLIENT_S = 110.0
 MODEL = "baton-demo"
 VOCAB = 300  # of random prompts
-CHUNK = 64  # prompt tokens a step
-RANKS = int(os.environ.get("TEST_RANKS", "1"))  # of both workers: what is asked for here does not depend on it
+CHUNK = 64  # prompt tokens per step
+RANKS = int(os.environ.get("TEST_RANKS", "1"))  # of both workers; no test's expectations depend on it
 DEMO_FLAGS = ("--dtype=float32", f"--chunk-tokens={CHUNK}", f"--prefill-tp={RANKS}", f"--decode-tp={RANKS}")
 
 
 @dataclass
 class Told:
-    """One choice, as far as it has come."""
+    """One choice, as received so far."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -41,13 +41,13 @@ class Surface:
         self._timeout_s = timeout_s
 
     def start(self, prompt: Sequence[int], metadata: Any = (), **fields: Any) -> Any:
-        """The call, greedy and past end tokens unless said otherwise."""
+        """Start the call, greedy and ignoring end tokens unless overridden."""
         fields = {"temperature": 0, "ignore_eos": True, "include_timing": True, **fields}
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=prompt), **fields)
         return self._stub.Generate(request, timeout=self._timeout_s, metadata=metadata)
 
     def ask(self, prompt: Sequence[int], **fields: Any) -> list[Told]:
-        """All choices, whole."""
+        """All choices, complete."""
         choices = [Told() for _ in range(fields.get("n", 1))]
         for response in self.start(prompt, **fields):
             take(choices, response)
@@ -59,12 +59,12 @@ class Surface:
         return choice
 
     def answer(self, prompt: Sequence[int], **fields: Any) -> list[int]:
-        """Its tokens."""
+        """Its token ids."""
         return self.ask_one(prompt, **fields).tokens
 
 
 def take(choices: Sequence[Told], response: inference_pb2.GenerateResponse) -> None:
-    """Add one message to the choice that it is a piece of."""
+    """Add one message to its choice."""
     told = choices[response.index]
     assert not told.finish_reason, "something follows the end"
     told.text += response.text
@@ -76,21 +76,21 @@ def take(choices: Sequence[Told], response: inference_pb2.GenerateResponse) -> N
 
 
 def page_bytes(*folders: Path) -> int:
-    """Of a page of these models in float32: the model's KV and the draft model's."""
+    """Page size of these models in float32: the model's KV and the draft model's."""
     configs = [load_config(folder) for folder in folders or (TARGET_DIR, DRAFT_DIR)]
     elements = sum(config.num_layers * 2 * config.num_kv_heads * config.head_dim for config in configs)
     return elements * PAGE_TOKENS * 4
 
 
 def transferred_bytes(num_prompt: int, num_ranks: int = RANKS) -> int:
-    """What a prompt's hand-off moves: whole pages of all positions but the last token's.
+    """Bytes moved by a prompt's hand-off: whole pages, for all positions except the last token's.
 
-    `num_ranks`: up to two; each has the draft model's one KV head.
+    `num_ranks`: at most two; each rank has the draft model's one KV head.
     """
     all_page_bytes = page_bytes() + (num_ranks - 1) * page_bytes(DRAFT_DIR)
     return -(-(num_prompt - 1) // PAGE_TOKENS) * all_page_bytes
 
 
 def num_prefilled(live: Live) -> float:
-    """Prompt positions computed by all workers."""
+    """Prompt positions computed, over all workers."""
     return sum(live.metric(name, "prompt_tokens_total") for name in live.metrics_urls if name != "gateway")

@@ -1,4 +1,4 @@
-"""What tests of text share: the tiny tokenizers, and texts, calls and events that came in parts."""
+"""Shared by tests of text: the tiny tokenizers, and texts, calls and events that arrive in parts."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,7 +16,6 @@ Call = tuple[str, str]  # name, arguments as written
 
 @cache
 def tiny(kind: str) -> Tokenizer:
-    """The tokenizer of this kind."""
     with TemporaryDirectory() as folder:
         return Tokenizer({"byte_level": write_byte_level, "sentencepiece": write_sentencepiece}[kind](Path(folder)))
 
@@ -31,7 +30,7 @@ def split(text: str, cuts: Sequence[int]) -> list[str]:
 
 
 def joined(events: Sequence[Event]) -> list[Event]:
-    """Neighbouring texts are one."""
+    """Merge neighbouring texts."""
     out: list[Event] = []
     for event in events:
         last = out[-1] if out else None
@@ -46,7 +45,7 @@ def joined(events: Sequence[Event]) -> list[Event]:
 
 
 def summary(events: Sequence[Event]) -> tuple[str, list[Call]]:
-    """Content and calls; checks the order of events on the way. Ids are id0, id1, ..."""
+    """Content and calls; also checks the order of events. Ids are id0, id1, ..."""
     content, calls, is_open = "", list[Call](), False
     for event in events:
         match event:

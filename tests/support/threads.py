@@ -1,4 +1,4 @@
-"""torch on one thread: tiny tensors, for which a second one costs a scheduling quantum at every operation."""
+"""torch on one thread: with tiny tensors a second thread costs a scheduling quantum per operation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +19,6 @@ def on_one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """For a module that imports it."""
+    """For modules that import it."""
     with on_one_thread():
         yield

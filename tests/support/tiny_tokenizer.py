@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-CHAT_TEMPLATE = (  # prints all that a conversation and its tools hold
+CHAT_TEMPLATE = (  # prints everything in a conversation and its tools
     "{% for tool in tools or [] %}{{ tool.function | tojson }}{% endfor %}{% for m in messages %}"
     "{% if m.role == 'tool' and loop.first %}{{ raise_exception('a tool message must follow a call') }}{% endif %}"
     "{% if m.name == 'nobody' %}{{ raise_exception('nobody may not speak') }}{% endif %}"
@@ -14,8 +14,8 @@ CHAT_TEMPLATE = (  # prints all that a conversation and its tools hold
     "{{ call.id }}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# In Qwen 3's manner: reasoning is possible, or switched off by an empty block. `opens_thinking` begins it in the
-# prompt, as DeepSeek R1 does. Shows reasoning in the history, and calls as Hermes writes them.
+# Like Qwen 3: reasoning is possible, or switched off by an empty block. `opens_thinking` begins it in the prompt, as
+# DeepSeek R1 does. Includes past reasoning; writes calls like Hermes.
 THINKING_TEMPLATE = (
     "{% if tools %}<|system|>{{ tools | tojson }}\nWrite calls so: "
     '<tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call><|end|>{% endif %}'
@@ -39,12 +39,12 @@ CONTEXT = 512
 
 
 def byte_token(char: str) -> int:
-    """The byte-level tokenizer's id of a letter alone."""
+    """The byte-level tokenizer's id of a single letter."""
     return len(SPECIAL) + ord(char) - ord("!")
 
 
 def write_byte_level(folder: Path, config: dict[str, Any] | None = None) -> Path:
-    """Byte-level BPE in GPT-2's manner, with control tokens and an added plain token."""
+    """Byte-level BPE like GPT-2's, with control tokens and one added plain token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -67,7 +67,7 @@ def write_thinking(folder: Path, *, has_control_markers: bool = False) -> Path:
 
 
 def write_sentencepiece(folder: Path) -> Path:
-    """BPE with byte fallback in Llama 2's manner: a start token, one space put before the text and stripped after."""
+    """BPE with byte fallback like Llama 2's: a start token, and a space put before the text and stripped afterwards."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -98,7 +98,7 @@ def _write(folder: Path, tokenizer: Tokenizer, config: dict[str, Any], chat_temp
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    # Embeddings are often padded past the tokenizer: ids without a token exist.
+    # Embeddings are often padded beyond the tokenizer, so some ids have no token.
     defaults = {"model_type": "llama", "max_position_embeddings": CONTEXT, "vocab_size": tokenizer.get_vocab_size() + 8}
     (folder / "config.json").write_text(json.dumps({**defaults, "eos_token_id": 1, **config}))
     return folder

@@ -1,4 +1,4 @@
-"""Requests to a real service while its processes are stopped, killed and drained, and waits for what follows."""
+"""Requests to a real service while its processes are stopped, killed and drained, and waits for the outcome."""
 
 import os
 import signal
@@ -22,9 +22,9 @@ MODEL = "baton-demo"
 
 @dataclass
 class Asking:
-    """One request in a thread of its own: a greedy answer of a fixed length, token by token.
+    """One request in its own thread: a greedy answer of fixed length, token by token.
 
-    With a salt of its own: all of its prompt is computed, wherever it was before.
+    Each has its own salt, so its whole prompt is computed even if it was cached elsewhere.
     """
 
     address: str  # of the gateway's gRPC API
@@ -63,7 +63,7 @@ class Asking:
 
 
 def ask(live: Live, count: int, num_prompt: int = 60, num_tokens: int = 500) -> list[Asking]:
-    """`count` different requests at once; returns when all have their first token."""
+    """Start `count` different requests; return when all have their first token."""
     asking = [Asking(live.grpc_address, seed, num_prompt, num_tokens) for seed in range(count)]
     for one in asking:
         assert one.has_begun.wait(WAIT_S)
@@ -75,7 +75,7 @@ def answers(asking: list[Asking]) -> list[list[int]]:
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:
-    """Look again and again, for processes outside have no events to wait on."""
+    """Polls, because other processes offer no events to wait on."""
     deadline = time.monotonic() + WAIT_S
     while not holds():
         assert time.monotonic() < deadline, f"not within {WAIT_S:g} s: {what}"
@@ -83,19 +83,19 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
 
 
 def find(live: Live, name: str) -> dict[str, object]:
-    """What the gateway's /status says of a worker."""
+    """The gateway's /status entry of a worker."""
     return next(worker for worker in live.workers() if worker["address"] == live.addresses[name])
 
 
 def send(live: Live, name: str, number: signal.Signals) -> int:
-    """A signal to one worker; returns its pid."""
+    """Send a signal to one worker; return its pid."""
     pid = int(str(find(live, name)["pid"]))
     os.kill(pid, number)
     return pid
 
 
 def wait_shown(live: Live, text: str) -> None:
-    """Until `baton serve` has told it."""
+    """Wait until `baton serve` has printed it."""
     wait_until(lambda: any(text in line for line in live.shown), f"{text!r} in {live.shown}")
 
 

@@ -1,9 +1,9 @@
-"""One set of words for all public APIs: what is asked, how each API says it, and what came of it.
+"""One vocabulary for all public APIs: requests, their form in each API, and their outcomes.
 
-The words are those of OpenAI's chat completions, but: `system`; `messages` whose `calls` are `{id, name, arguments}`;
-`tools` are functions; `tool_choice` is a word or a tool's name; `logprobs` is how many likely tokens are told; `form`
-is one of json_schema (perhaps with `strict`), json_object, regex, grammar and choice with its value; `prompt` is a text
-or token ids; `thinks` switches reasoning on or off; `continues` leaves the last message, an assistant's, open.
+The words are those of OpenAI's chat completions, except: `system`; `messages` whose `calls` are
+`{id, name, arguments}`; `tools` are functions; `tool_choice` is a word or a tool's name; `logprobs` is the number of
+top tokens; `form` is json_schema (optionally `strict`), json_object, regex, grammar or choice, with its value; `prompt`
+is a text or token ids; `thinks` switches reasoning on or off; `continues` leaves the last (assistant) message open.
 """
 
 import json
@@ -28,7 +28,7 @@ _SAME = dict.fromkeys((
     "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
     "min_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "n", "speculation",
     "max_draft_tokens", "include_timing", "cache_salt"))
-WORDS: dict[str, dict[str, str | None]] = {  # API |-> word |-> its own field; None: the same
+WORDS: dict[str, dict[str, str | None]] = {  # API |-> word |-> its field there; None: the word itself
     "chat": {
         **_SAME, "parallel_tool_calls": None, "logprobs": "top_logprobs", "return_token_ids": None,
         "prompt_logprobs": None},
@@ -44,7 +44,7 @@ WORDS: dict[str, dict[str, str | None]] = {  # API |-> word |-> its own field; N
     "Generate": {**_SAME, "logprobs": None},
     "Chat": {**_SAME, "logprobs": None, "parallel_tool_calls": None, "tool_choice": None},
 }
-STARTS: dict[str, dict[str, Any]] = {  # what every request needs, besides the model
+STARTS: dict[str, dict[str, Any]] = {  # fields every request needs besides the model
     "chat": {"messages": HELLO}, "completions": {"prompt": "hello"}, "responses": {"input": "hello"},
     "messages": {"messages": HELLO, "max_tokens": 250}, "Generate": {"text": "hello"}, "Chat": {"messages": HELLO},
 }
@@ -52,7 +52,7 @@ _FORMS = {
     r"form\.json_schema": "response_format.json_schema.schema", r"form\.json_object": "response_format",
     r"form\.": "structured_outputs."}
 _CALL = r"messages\[(\d+)\]\.calls\[(\d+)\]"
-PATHS: dict[str, dict[str, str]] = {  # API |-> what a place is called here |-> what its errors call it, as patterns
+PATHS: dict[str, dict[str, str]] = {  # API |-> a place's name here |-> its name in errors, as a pattern
     "chat": {
         **_FORMS, r"tools\[(\d+)\]\.": r"tools[\1].function.", r"tool_choice\.name": "tool_choice.function.name",
         rf"{_CALL}\.id": r"messages[\1].tool_calls[\2].id", rf"{_CALL}\.": r"messages[\1].tool_calls[\2].function.",
@@ -82,15 +82,15 @@ class Call:
 
 @dataclass
 class Choice:
-    """One answer, as far as it came."""
+    """One answer, as received so far."""
 
     text: str = ""
     calls: dict[int, Call] = field(default_factory=lambda: defaultdict(Call))
     reason: str | None = None  # stop, length or tool_calls
     reasoning: str = ""
     stop: str | int | None = None  # the stop string or token of the request that ended it
-    token_ids: list[int] = field(default_factory=list)  # where they were asked for
-    logprobs: list[float] = field(default_factory=list)  # of the tokens themselves
+    token_ids: list[int] = field(default_factory=list)  # if requested
+    logprobs: list[float] = field(default_factory=list)  # of the chosen tokens
     timing: dict[str, Any] | None = None
 
     @property
@@ -100,13 +100,13 @@ class Choice:
 
 @dataclass
 class Outcome:
-    """What a request came to: choices, an error, or both where it failed in the middle of a stream."""
+    """A request's outcome: choices, an error, or both if it failed in mid-stream."""
 
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
     choices: dict[int, Choice] = field(default_factory=lambda: defaultdict(Choice))
     usage: tuple[int, int, int] | None = None  # prompt, completion and cached tokens
-    message: str = ""  # of the error, as what follows
+    message: str = ""  # of the error
     code: str | None = None
     param: str | None = None
     retry_after: int | None = None
@@ -119,14 +119,14 @@ class Outcome:
 class Api:
     """One API over the wire."""
 
-    tells_codes = True  # and fields, in errors
+    tells_codes = True  # errors carry codes and fields
     can_be_whole = True  # not only streamed
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def body(self, ask: Ask) -> dict[str, Any]:
-        """The request in the API's own form. Raises KeyError naming a word that it has not."""
+        """The request in the API's own form. Raises KeyError naming a word that the API lacks."""
         body, own = {"model": SERVED, **STARTS[self.name]}, WORDS[self.name]
         for word, value in ask.items():
             write = getattr(self, f"_{word}", None)
@@ -137,7 +137,7 @@ class Api:
         return body
 
     def knows(self, ask: Ask) -> bool:
-        """Whether the API has words for all this."""
+        """Whether the API supports all these words."""
         try:
             self.body(ask)
         except (KeyError, ValueError, RecursionError):
@@ -145,26 +145,26 @@ class Api:
         return True
 
     def param(self, path: str) -> str:
-        """What errors call a field."""
+        """The name of this field in errors."""
         for pattern, replacement in PATHS[self.name].items():
             path = re.sub(f"^{pattern}", replacement, path)
         return WORDS[self.name].get(path) or path
 
     def ask(self, served: Served, ask: Ask, stream: bool = False, headers: Mapping[str, str] = NONE) -> Outcome:
-        """One request and all that came back. `headers`: metadata, over gRPC."""
+        """Send one request; return its whole outcome. `headers`: metadata, over gRPC."""
         return self.send(served, self.body(ask), stream, headers)
 
     def send(
         self, served: Served, body: Mapping[str, Any], stream: bool = False, headers: Mapping[str, str] = NONE
     ) -> Outcome:
-        """The same with a body in the API's own form."""
+        """Like `ask`, with a body in the API's own form."""
         raise NotImplementedError
 
     def leave(self, served: Served, ask: Ask, stream: bool, num_choices: int) -> None:
-        """A client that leaves as soon as so many generations hang."""
+        """Disconnect as soon as this many generations hang."""
         raise NotImplementedError
 
 
 def named(value: object) -> str:
-    """Of a parameter, where one is an API or an error."""
+    """The name of a parameter that is an API or an error."""
     return value.name if isinstance(value, Api) else repr(value)
