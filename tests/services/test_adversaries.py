@@ -1,4 +1,4 @@
-"""A peer that is let in and lies: offers, layouts, memory and addresses that are not its own. Real services."""
+"""An authenticated peer that lies: offers, layouts, memory and addresses that are not its own. Real services."""
 
 import os
 import socket
@@ -35,7 +35,7 @@ Scenario = Callable[[Gateway, PrefillWorker, DecodeWorker, decode_pb2_grpc.Decod
 
 
 def among_workers(scenario: Scenario) -> Callable[[], Awaitable[None]]:
-    """Run `scenario` with a stub that anybody could have; afterwards an honest request is answered, no page is held."""
+    """Run `scenario` with a client's stub; afterwards an honest request is answered and no page is held."""
 
     async def test() -> None:
         signal = Signal()
@@ -127,7 +127,7 @@ async def test_handshakes_that_lie_are_refused(
     for lie in lies:
         code = await shake_hands(stub, prefill.peer, **lie)
         assert code is grpc.StatusCode.FAILED_PRECONDITION, lie
-    decode.intake._opener._timeout_s = 1.0  # nobody may answer to resolve them
+    decode.intake._opener._timeout_s = 1.0  # resolving them may get no answer
     for address in ("", "unix:/etc/passwd", "127.0.0.1:1", "127.0.0.1", "a b", "x\0y", "%41:1", "[::1]:1"):
         code = await shake_hands(stub, prefill.peer, address=address, host="elsewhere")
         assert code is grpc.StatusCode.FAILED_PRECONDITION, address
@@ -144,7 +144,7 @@ async def shake_hands(stub: decode_pb2_grpc.DecodeStub, peer: kv_pb2.Peer, **lie
             changed.ranks.extend([peer.ranks[0]] * cast(int, value))
             continue
         setattr(changed, field, value)
-        if field in ("address", "pid"):  # its only rank's
+        if field in ("address", "pid"):  # of its only rank
             setattr(changed.ranks[0], field, value)
     with pytest.raises(grpc.aio.AioRpcError) as refusal:
         await stub.Handshake(decode_pb2.HandshakeRequest(peer=changed), timeout=PATIENCE_S)
@@ -153,7 +153,7 @@ async def shake_hands(stub: decode_pb2_grpc.DecodeStub, peer: kv_pb2.Peer, **lie
 
 @contextmanager
 def opened_file(kind: str, folder: Path, size: int) -> Iterator[int]:
-    """Something that is no pool, but of the right size where it can have one."""
+    """A file that is not a pool, but of a pool's size where possible."""
     path = folder / kind
     if kind == "pipe":
         os.mkfifo(path)

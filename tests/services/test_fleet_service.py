@@ -1,6 +1,6 @@
-"""Three prefill and three decode workers: conversations stay where their pages are, and a drain loses nothing.
+"""Three prefill and three decode workers: conversations stay with their pages, and a drain loses nothing.
 
-A process that is asked to stop finishes what it has, takes nothing new and ends with 0.
+A draining process finishes its requests, accepts no new ones and exits with 0.
 """
 
 import signal
@@ -25,13 +25,13 @@ from tests.support.surface import MODEL, PAGE_TOKENS, VOCAB, Surface, Told, num_
 from tests.support.under_load import WAIT_S, Asking, answers, ask, complete, find, send, wait_shown, wait_until
 
 NUM_TURNS = 8
-NEW_TOKENS, ANSWER_TOKENS = 60, 24  # a turn
-NUM, NUM_TOKENS = 4, 500  # answers so long that work is left when a test looks, on any machine
+NEW_TOKENS, ANSWER_TOKENS = 60, 24  # per turn
+NUM, NUM_TOKENS = 4, 500  # long enough that work is left when a test looks, on any machine
 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    """Its processes are ended one after the other, in the order of the tests."""
+    """The tests end its processes one after the other, so they run in order."""
     flags = ("--dtype=float32", "--prefill-workers=3", "--decode-workers=3", "--threads=1", "--drain-s=300")
     with serve_calmly("demo", *flags) as service:
         yield service
@@ -64,13 +64,13 @@ def test_a_conversation_is_prefilled_once(live: Live, surface: Surface) -> None:
         prompt += random_prompt(NEW_TOKENS, VOCAB, seed=turn)
         num_tokens = len(prompt)
         prompt += surface.answer(prompt, max_tokens=ANSWER_TOKENS)
-        wait_until_idle(live)  # a place that is given back late counts as load
-    # what a turn leaves in part of a page is computed again
+        wait_until_idle(live)  # a place returned late counts as load
+    #  A turn's partial page is computed again.
     assert num_prefilled(live) - before <= num_tokens + NUM_TURNS * PAGE_TOKENS
 
 
 def test_routing_keeps_conversations_where_their_pages_are(live: Live, surface: Surface) -> None:
-    """Of two conversations now one, now the other is under way when the other's turn comes: load alone swaps them."""
+    """The two conversations take turns in overlapping; routing by load alone would swap their workers."""
     before = num_read(live)
     prompts: list[list[int]] = [[], []]
     for turn in range(NUM_TURNS):
@@ -83,18 +83,18 @@ def test_routing_keeps_conversations_where_their_pages_are(live: Live, surface: 
         for response in chain([begun], slow):
             take([told], response)
         first += told.tokens
-    # of each turn what is new: moved to the other worker, a conversation would be read whole
+    #  Only what is new in each turn; a conversation moved to the other worker would be read whole.
     most = transferred_bytes(NEW_TOKENS + PAGE_TOKENS)
     assert 0 < num_read(live) - before <= 2 * NUM_TURNS * most
 
 
 def num_read(live: Live) -> float:
-    """Bytes of KV."""
+    """Bytes of KV read."""
     return sum(live.metric(f"decode-{rank}", "kv_transfer_bytes_total") for rank in range(3))
 
 
 def test_200_requests(live: Live, surface: Surface) -> None:
-    """Mixed prompts, answers, streams and transports of request; no error, every pool empty afterwards."""
+    """Mixed prompts, answers, streaming and transports: no error, and every pool is empty afterwards."""
     oracle = Oracle(TARGET_DIR)
     probes = {length: oracle.answer(random_prompt(length, VOCAB, seed=length), 12) for length in (1, 30, 300)}
     everyone = threading.Barrier(200, timeout=60)
@@ -131,12 +131,12 @@ def send_decodes(live: Live, number: signal.Signals) -> None:
 
 
 def test_a_prefill_worker_finishes_its_runs(live: Live) -> None:
-    """No attempt fails for that, but those that the worker refuses from then on."""
+    """No attempt fails because of it, except those that the worker refuses from then on."""
     expected = answers(ask(live, NUM, num_prompt=2500, num_tokens=4))
     asking = list[Asking]()
 
     def has_work() -> bool:
-        """Then no decode worker runs, so that it stays so."""
+        """No decode worker runs then, so the work cannot finish."""
         if not any(one.thread.is_alive() for one in asking):
             asking.extend(Asking(live.grpc_address, seed, num_prompt=2500, num_tokens=4) for seed in range(NUM))
         if not uses_pages(live, "prefill-0"):
@@ -185,7 +185,7 @@ def test_a_decode_worker_finishes_its_sessions(live: Live, undisturbed: list[lis
 
 
 def test_a_second_signal_ends_at_once(live: Live, undisturbed: list[list[int]]) -> None:
-    """What the worker had moves to another one, token for token."""
+    """The worker's requests move to another one, token for token."""
     asking = ask(live, NUM, num_tokens=NUM_TOKENS)
     assert uses_pages(live, "decode-1")
     send(live, "decode-1", signal.SIGTERM)
@@ -197,7 +197,7 @@ def test_a_second_signal_ends_at_once(live: Live, undisturbed: list[list[int]]) 
 
 
 def test_the_gateway_finishes_answers_and_refuses_requests(live: Live, undisturbed: list[list[int]]) -> None:
-    """SIGTERM of `baton serve` stops the gateway first."""
+    """On SIGTERM `baton serve` stops the gateway first."""
     body = {"model": "baton-demo", "prompt": [7] * 20, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     with ThreadPoolExecutor(1) as thread:
         whole = thread.submit(HTTP.post, f"{live.url}/v1/completions", json=body, timeout=2 * WAIT_S)

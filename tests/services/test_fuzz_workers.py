@@ -1,4 +1,4 @@
-"""Whatever anybody sends to a worker's gRPC port: it answers by a known status, and still serves afterwards."""
+"""Any bytes sent to a worker's gRPC port: it answers with a known status and still serves afterwards."""
 
 import asyncio
 import threading
@@ -28,8 +28,8 @@ from tests.support.real_workers import (
 from tests.support.real_workers import prefill_worker as start_prefill
 
 LEASE_S = 1.0
-HEARTBEAT_S = 0.2  # of leases that are renewed
-OFFER_S = 3.0  # the longest that an address may take to be resolved
+HEARTBEAT_S = 0.2  # leases are renewed this often
+OFFER_S = 3.0  # limit for resolving an address
 CALL_S = 60.0
 MOST_TRIES = 10
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -42,7 +42,7 @@ KNOWN = {
 
 @dataclass
 class Ring:
-    """Both workers, and a gateway of our own, on an event loop in a thread."""
+    """Both workers, and a gateway played here, on an event loop in a thread."""
 
     loop: asyncio.AbstractEventLoop
     signal: Signal
@@ -78,12 +78,12 @@ def ring() -> Iterator[Ring]:
 
 
 def still_serves(ring: Ring, handle: int) -> None:
-    """A request by hand, whose answer follows from every position's KV; then no page is held anywhere."""
+    """A request made by hand, whose answer depends on every position's KV; afterwards no page is held anywhere."""
 
     async def request(handle: int) -> str:
-        await ring.signal.until(lambda: ring.decode.table.cache.num_held == 0)  # leases of what was sent are over
+        await ring.signal.until(lambda: ring.decode.table.cache.num_held == 0)  # the fuzzed calls' leases have ended
         ticket = await ring.gateway.reserve(handle, PROMPT)
-        with suppress(grpc.aio.AioRpcError):  # the answer tells, too
+        with suppress(grpc.aio.AioRpcError):  # the answer shows it, too
             await ring.prefill.run(ticket, PROMPT)
         finish, _ = await ring.gateway.end_of(handle)
         await ring.signal.until(lambda: ring.prefill.table.cache.num_held == 0)
@@ -97,7 +97,7 @@ def still_serves(ring: Ring, handle: int) -> None:
 
 
 def answer_of(address: str, method: str, payload: bytes) -> tuple[Code, str]:
-    """Call any method with any bytes. A stream is read to its end, but for Steps, which has none."""
+    """Call any method with any bytes. Reads a stream to its end, except Steps, which has none."""
     with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
         ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/baton.v1.{method}")
         call = ask(payload, timeout=CALL_S)
@@ -113,7 +113,7 @@ def answer_of(address: str, method: str, payload: bytes) -> tuple[Code, str]:
 
 
 def starting_points(ring: Ring) -> dict[str, tuple[str, Message]]:
-    """Method |-> the worker's address and a request that it would take."""
+    """Method |-> the worker's address and a request that it would accept."""
     ticket = kv_pb2.Ticket(
         address=ring.decode.peer.address, incarnation=ring.decode.peer.incarnation, session=1, attempt=1, end=5
     )

@@ -1,4 +1,4 @@
-"""The oracle of other tests finds the same answer whatever it is told that the answer may be."""
+"""The oracle returns the same answer whatever candidates it is given."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""Workers of 1, 2 and 4 ranks hand over to each other, in real processes: tokens are transformers' own.
+"""Workers of 1, 2 and 4 ranks hand over to each other in real processes; tokens equal transformers'.
 
-The draft model is the model, but faster, so that guesses are wrong only where the draft's KV is.
+The draft model is a faster copy of the model, so a guess is wrong only where the draft model's KV is.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from tests.support.oracle import Oracle, random_prompt
 from tests.support.real_workers import Gateway, gateway, packed
 
 VOCAB, PAGE_TOKENS, NUM_TOKENS = 320, 16, 16
-RANKS = (1, 4)  # of prefill workers; of 4 KV heads
+RANKS = (1, 4)  # of prefill workers; the model has 4 KV heads
 NIXL = ("--transport=nixl", "--require-transport", "--nixl-allow-tcp")
 READERS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # decode worker |-> its ranks, transport and flags
     "decode-0": (2, "shm", ()),
@@ -54,7 +54,9 @@ def fleet(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pro
     flags |= {name: [f"--tp={size}", *own] for name, (size, _transport, own) in READERS.items()}
     with run_fleet(len(RANKS), len(READERS), flags, lease_s=120.0, heartbeat_s=60.0) as running:
         yield running
-        assert running.count("decode", "spec_accepted_tokens_total") > 0  # where guesses pay depends on the machine
+        assert (
+            running.count("decode", "spec_accepted_tokens_total") > 0
+        )  # whether guesses pay off depends on the machine
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -1,4 +1,4 @@
-"""Workers that die come back, stopped ones are noticed, and what a drain cannot finish moves: real processes."""
+"""Dead workers come back, stopped ones are noticed, and requests that outlast a drain move. Real processes."""
 
 import signal
 import subprocess
@@ -42,7 +42,7 @@ def test_when_a_worker_starts_again(code: int, served_s: float, streak: int, exp
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    """Two decode workers, and one prefill worker; a drain is too short for long answers."""
+    """Two decode workers and one prefill worker; the drain is too short for long answers."""
     with serve(
         "demo", "--dtype=float32", "--decode-workers=2", "--threads=1", "--heartbeat-s=2", "--drain-s=1",
         env={"BATON_FLEET_SECRET": SECRET},

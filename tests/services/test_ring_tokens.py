@@ -1,6 +1,6 @@
-"""Through the whole service, greedy tokens in float32 are transformers' own: every family, odd shapes, each transport.
+"""Through the whole service, greedy float32 tokens equal transformers': every family, odd shapes, each transport.
 
-Alone and in a batch of 16 that arrive and leave at different times. The demo model is in test_surface_service.py.
+Alone, and in a batch of 16 that arrive and leave at different times. For the demo model see test_surface_service.py.
 """
 
 import threading
@@ -29,10 +29,10 @@ NO_COMPILER = {"CXX": "/nonexistent/c++", "PATH": "/nonexistent"}
 
 @dataclass(frozen=True)
 class Way:
-    """A model, how its pages travel, and what its service is started with."""
+    """A model, its pages' transport, and the service's flags."""
 
     shape: dict[str, Any]
-    transport: str  # as metrics name it
+    transport: str  # its name in metrics
     flags: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
 
@@ -81,7 +81,7 @@ def oracle(checkpoint: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def live(way: Way, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """Every transferred byte takes the way's transport; without a compiler workers warn; none outlives the service."""
+    """All KV travels by the way's transport; workers warn if there is no compiler; no process outlives the service."""
     flags = ("--dtype=float32", f"--transport={way.transport.split(':')[0]}", "--require-transport", *way.flags)
     env = way.env | ({"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))} if way.env is NO_COMPILER else {})
     with serve_calmly(checkpoint, *flags, "--chunk-tokens=256", env=env) as service:
@@ -109,7 +109,7 @@ def test_alone(surface: Surface, oracle: Oracle) -> None:
 
 
 def test_in_a_batch_of_mixed_lengths(surface: Surface, oracle: Oracle, live: Live) -> None:
-    """Each of 16 requests starts when an earlier one has begun to answer, so the batch changes all the time."""
+    """Each of 16 requests starts once an earlier one has its first tokens, so the batch keeps changing."""
     prompts = [random_prompt(1 + 37 * index % 211, VOCAB, seed=1000 + index) for index in range(16)]
     gates = [threading.Event() for _ in range(len(prompts) + 1)]
 
@@ -129,7 +129,7 @@ def test_in_a_batch_of_mixed_lengths(surface: Surface, oracle: Oracle, live: Liv
 
 
 def test_cached_and_four_at_once(surface: Surface, oracle: Oracle) -> None:
-    """Four answers to one prompt, the prompt again, and a next turn that goes on from an answer."""
+    """Four answers to one prompt, the prompt again, and a next turn that continues an answer."""
     prompt = random_prompt(100, VOCAB, seed=77)
     first = surface.ask(prompt, max_tokens=40, n=4)
     expected = oracle.answer(prompt, 40, guess=first[0].tokens)

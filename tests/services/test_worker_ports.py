@@ -1,4 +1,4 @@
-"""Worker processes among strangers: rubbish, silent sockets and calls by nobody they know; and a service with mTLS."""
+"""Worker processes that get garbage, silent sockets and calls by strangers; and a service with mTLS."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ SECRET = Trust(secret="0123456789abcdef")
 
 @contextmanager
 def worker(role: str, log: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Ready]:
-    """A worker process with the demo model, or a gateway; it must end by SIGTERM with exit status 0."""
+    """A worker process with the demo model, or a gateway; must exit with status 0 on SIGTERM."""
     reading, writing = os.pipe()
     sizes = () if role == "gateway" else ("--kv-memory-mib=32", "--threads=1")
     command = [sys.executable, "-m", "cli.main", role, *sizes, f"--ready-fd={writing}"]
@@ -98,7 +98,7 @@ async def disturb(ready: Ready, trust: Trust) -> None:
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as raw:
             raw.sendall(rubbish)
             if number % 2:
-                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # end by a reset
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closing sends a reset
         status = await ask_status(trust, ready)
         assert status.peer.incarnation == ready.incarnation
     for one in silent:
@@ -142,7 +142,7 @@ def test_a_gateway_and_a_worker_on_ipv6_addresses(tmp_path: Path) -> None:
         assert "baton:kv_cache_used_pages" in metrics.text
         flags = ("--host=::", "--port=0", "--grpc-port=0", f"--decode={decode.address}")
         with worker("gateway", tmp_path / "gateway", *flags) as gateway:
-            for address, grpc_address in (  # all interfaces of IPv6 are those of IPv4, too
+            for address, grpc_address in (  # IPv6's wildcard includes IPv4
                 (gateway.address, gateway.detail["grpc"]),
                 (gateway.address.replace("[::]", "127.0.0.1"), gateway.detail["grpc"].replace("[::]", "127.0.0.1")),
             ):

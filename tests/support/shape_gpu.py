@@ -147,7 +147,7 @@ class Event:
         self._num_products = self._gpu.num_products
 
     def synchronize(self) -> None:
-        """No effect if nothing later than the step before last was launched by then."""
+        """Raises unless all work before the event is known to be done."""
         if self._num_products > self._gpu.num_done:
             wait(f"Event.synchronize, with {self._num_products - self._gpu.num_done} products before it on their way")
 

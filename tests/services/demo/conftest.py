@@ -1,4 +1,4 @@
-"""One service of the demo model, for all tests here: they do not mind what others have asked of it."""
+"""One service of the demo model for all tests here; none depends on what others have requested."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The longest prompt that fits is the same by REST and by gRPC, and what names other hosts makes nobody call them.
+"""The longest prompt that fits is the same over REST and gRPC; other hosts named in requests are never contacted.
 
 Rows 16, 18 and 20 of the fault list, through real processes.
 """
@@ -39,7 +39,7 @@ def surface(live: Live) -> Iterator[Surface]:
 
 @pytest.fixture
 def trap() -> Iterator[socket.socket]:
-    """A port that nobody has a reason to connect to; fails the test if somebody did."""
+    """A port that nothing has a reason to connect to; fails the test if something did."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.2)
         yield listener
@@ -151,5 +151,5 @@ def test_a_head_of_a_megabyte_is_refused_before_it_is_read(live: Live) -> None:
                 raw.sendall(b"x" * 1024)
                 num_sent += 1024
             assert raw.recv(4096).startswith(b"HTTP/1.1 4")
-    assert num_sent >= 16 << 10  # what h11 reads
+    assert num_sent >= 16 << 10  # h11's read size
     assert HTTP.get(f"{live.url}/live", timeout=PATIENCE_S).status_code == 200

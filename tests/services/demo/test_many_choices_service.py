@@ -1,6 +1,6 @@
-"""Lists of prompts with several answers each, some of which nobody waits for: no page is left. Row 23 of the faults.
+"""Lists of prompts with several answers each, some abandoned by their clients: no page leaks. Row 23 of the fault list.
 
-TEST_MANY_CHOICES is how many choices are asked for.
+TEST_MANY_CHOICES is the number of choices requested.
 """
 
 import json
@@ -40,7 +40,7 @@ def test_no_page_is_left_after_many_choices_of_which_some_are_cancelled(demo: Li
 
 
 def _draw_requests(rng: random.Random) -> Iterator[tuple[list[int], int, bool, float | int | None]]:
-    """Indices of prompts, n, whether an answer's end cuts others short, and when the client leaves."""
+    """Indices of prompts, n, whether one answer's end cuts the others short, and when the client leaves."""
     num_left = NUM_CHOICES
     while num_left > 0:
         indices = rng.choices(range(len(PROMPTS)), k=rng.randint(1, 4))
@@ -53,7 +53,7 @@ def _draw_requests(rng: random.Random) -> Iterator[tuple[list[int], int, bool, f
 def _check(
     live: Live, whole: list[str], indices: list[int], n: int, is_stopped: bool, leaves: float | int | None
 ) -> bool:
-    """Whether the client stayed; then every choice is what a request alone gets."""
+    """Returns whether the client stayed; if so, every choice must equal the answer to a single request."""
     cut = [text[len(text) // 2 :][:2] for text in whole]
     stop = cut[indices[0]] if is_stopped and cut[indices[0]] else None
     texts = _ask(live, [PROMPTS[index] for index in indices], n, {"stop": stop}, leaves)
@@ -68,7 +68,9 @@ def _check(
 def _ask(
     live: Live, prompts: list[list[int]], n: int, fields: dict[str, object], leaves: float | int | None
 ) -> list[str]:
-    """The texts of all choices. `leaves`: the client does after so many seconds without news, or so many events."""
+    """The texts of all choices. `leaves`: the client leaves after this many seconds without an event, or this many
+    events.
+    """
     body = {
         "model": MODEL, "prompt": prompts, "n": n, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True,
         "stream": True, **fields,

@@ -1,4 +1,4 @@
-"""The demo model through the whole service, as users meet it."""
+"""The demo model through the whole service, as users see it."""
 
 import json
 import shutil
@@ -69,7 +69,7 @@ def test_curl(demo: Live) -> None:
 
 
 def test_kv_really_travels(demo: Live, surface: Surface) -> None:
-    """Pages are computed by prefill and read by decode: bytes are pages x page bytes, and decode prefills nothing."""
+    """Prefill computes the pages and decode reads them: bytes are pages x page bytes, and decode prefills nothing."""
     num_tokens = 100
     before = _counters(demo)
     surface.ask(random_prompt(num_tokens, VOCAB, seed=1), max_tokens=4, cache_salt="travels")
@@ -94,7 +94,9 @@ def test_every_metric_is_documented_and_histograms_begin_at_a_millisecond(demo: 
     documented = (ROOT / "docs/API.md").read_text(encoding="utf-8").partition("## Metrics")[2]
     families = list(read_families(demo.metrics_urls[name]))
     names = {one.name.removeprefix("baton:") + ("_total" if one.type == "counter" else "") for one in families}
-    names = {name for name in names if not name.endswith("_created")}  # the library's: since when a counter counts
+    names = {
+        name for name in names if not name.endswith("_created")
+    }  # added by the library: when a counter was created
     assert len(names) > 5 and not [name for name in names if f"`{name}" not in documented]
     bounds = {
         one.name: min(float(sample.labels["le"]) for sample in one.samples if sample.name.endswith("_bucket"))
@@ -119,7 +121,7 @@ def test_a_request_is_measured_by_all_who_serve_it(demo: Live) -> None:
     assert 0 < moved["s of prefill"] <= wall_s and 0 < moved["s of reads"] <= wall_s, moved
 
 
-MEASURED = {  # what is told by which sample of a process
+MEASURED = {  # which sample of a process reports what
     "gateway": {
         "queued": "request_queue_time_seconds_count", "first tokens": "time_to_first_token_seconds_count",
         "tokens apart": "inter_token_latency_seconds_count", "requests": "e2e_request_latency_seconds_count",
@@ -164,7 +166,7 @@ def test_leaving_client_frees_its_pages(demo: Live, stage: str) -> None:
 
 
 def test_client_that_leaves_while_its_prompts_are_prefilled(demo: Live) -> None:
-    """Eight of them: seconds of work, of which it sees the beginning."""
+    """Eight prompts, which take seconds; the client leaves near the beginning."""
     before = demo.metric("prefill-0", "prompt_tokens_total"), _cancelled(demo, "prefill-0", "prefill")
     body = {"model": MODEL, "prompt": [random_prompt(3500, VOCAB, seed=3)] * 8, "max_tokens": 1}
     client = HTTPConnection(demo.addresses["gateway"], timeout=60)
@@ -181,7 +183,7 @@ def _cancelled(live: Live, name: str, phase: str) -> float:
 
 
 def test_bad_requests(demo: Live, surface: Surface) -> None:
-    """Those that know no model: which of them name what, the tests of the gateway say."""
+    """Errors that need no model; which field each names is tested with the gateway."""
     bad: list[tuple[str, dict[str, Any], int, str | None]] = [
         ("chat/completions", {"model": "gpt-4", "messages": MESSAGES}, 404, "model"),
         ("completions", {"model": MODEL, "prompt": [7] * 5000}, 400, "prompt"),
@@ -210,7 +212,7 @@ def test_a_prompt_seen_before_is_not_computed_again(demo: Live, surface: Surface
     assert last.usage.cached_tokens == 1499 // PAGE_TOKENS * PAGE_TOKENS
     assert last.timing.cached_tokens == last.usage.cached_tokens
     assert num_prefilled(demo) - before < PAGE_TOKENS
-    assert demo.metric("decode-0", steps) - num_steps <= 2  # steps until the first token
+    assert demo.metric("decode-0", steps) - num_steps <= 2  # steps up to the first token
     assert demo.metric("decode-0", hits) - num_hits == last.usage.cached_tokens
     surface.ask(prompt, max_tokens=1, cache_salt="another")
     assert num_prefilled(demo) - before > 1400

@@ -1,4 +1,4 @@
-"""What clients can ask for, through real processes: each answer is what transformers, or a simpler request, gives."""
+"""All that clients can request, through real processes: each answer equals transformers' or a simpler request's."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -25,13 +25,13 @@ from tests.support.checkpoints import write_slow_twin
 from tests.support.oracle import Oracle, random_prompt
 from tests.support.surface import CHUNK, MODEL, PAGE_TOKENS, VOCAB, Surface, Told, transferred_bytes
 
-LOCAL = 200  # decode prefills prompts of up to so many tokens and one
+LOCAL = 200  # decode prefills prompts of up to this many tokens plus one
 TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """Its model is the draft model, only slower. So guesses are worth their cost and, unless KV is wrong, right."""
+    """Its model is a slower copy of its draft model, so guesses pay off and, unless KV is wrong, are all right."""
     folder = write_slow_twin(DRAFT_DIR, tmp_path_factory.mktemp("twin"), num_layers=16)
     flags = (
         "--dtype=float32", f"--draft-model={DRAFT_DIR}", f"--served-name={MODEL}", f"--chunk-tokens={CHUNK}",
@@ -56,7 +56,7 @@ def question() -> list[int]:
 
 
 def require_guesses(num_drafted: int) -> None:
-    """Whether a guess is worth its cost is measured, and so up to how busy the machine is."""
+    """Guesses are made only if measured to pay off, which depends on how busy the machine is."""
     if not num_drafted:
         pytest.skip("nothing was guessed: on this machine, now, guesses seem to cost more than they bring")
 
@@ -72,7 +72,7 @@ def read_bytes(live: Live) -> float:
 def test_choices_are_the_answers_of_single_requests_after_one_hand_off(
     demo: Live, surface: Surface, oracle: Oracle, length: int
 ) -> None:
-    """The others find the first one's whole pages; what is less than a page, each of them computes anew."""
+    """The other choices find the first one's whole pages cached; each computes the last, partial page itself."""
     prompt = random_prompt(length, VOCAB, seed=length)
     moved = transferred_bytes(length)
     expected = [moved, *[moved if length <= PAGE_TOKENS else 0] * 2]
@@ -81,7 +81,7 @@ def test_choices_are_the_answers_of_single_requests_after_one_hand_off(
         choices = surface.ask(prompt, n=3, seed=7, max_tokens=30, temperature=1, cache_salt=str(number))
         assert read_bytes(demo) - before == sum(expected)
         if [choice.timing.transfer_bytes for choice in choices] == expected:
-            break  # otherwise prefill's call ended after the answer
+            break  # otherwise prefill's call would end after the answer
     else:
         raise AssertionError(f"{expected} bytes were never told")
     demo.wait_until_unused()
@@ -123,7 +123,7 @@ def test_logprobs_are_transformers_whatever_else_shapes_the_answer(
 
 
 def check_echo(live: Live, oracle: Oracle, prompt: Sequence[int], num_tokens: int) -> None:
-    """Log-probabilities of prompt and answer. Which answer it is, the greedy one tells."""
+    """Log-probabilities of prompt and answer; the greedy answer is the reference."""
     body = {
         "model": MODEL, "prompt": prompt, "echo": True, "logprobs": 3, "max_tokens": num_tokens, "temperature": 0,
         "ignore_eos": True,
@@ -221,7 +221,7 @@ def test_timing_is_plausible(surface: Surface, speculation: str) -> None:
         whole = time.monotonic() - started
         timing = choice.timing
         if timing.transport:
-            break  # otherwise prefill's call ended after the answer, and what it tells came too late
+            break  # otherwise prefill's call would end after the answer, too late for its timing
     parts = [timing.queue_seconds, timing.prefill_seconds, timing.first_step_seconds, timing.decode_seconds]
     assert min(parts) >= 0 and timing.prefill_seconds > 0 and timing.decode_seconds > 0
     assert sum(parts) <= whole
@@ -233,7 +233,7 @@ def test_timing_is_plausible(surface: Surface, speculation: str) -> None:
 
 
 def mixed_requests() -> list[dict[str, Any]]:
-    """24: greedy and sampled, random prompts and such that repeat, short and over several chunks."""
+    """24 requests: greedy and sampled, prompts random and repetitive, of one chunk and of several."""
     wanted = []
     for number in range(24):
         prompt = random_prompt((1, 16, 33, 90)[number % 4], VOCAB, seed=number)
@@ -252,7 +252,7 @@ def mixed_requests() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("guessing", ["demo", "twin"])
 def test_speculation_changes_no_token_of_a_mixed_batch(guessing: str, request: pytest.FixtureRequest) -> None:
-    """The twin's guesses are all worth their cost; the draft model's of the demo may not be, on a slow machine."""
+    """The twin's guesses always pay off; those of the demo's draft model may not on a slow machine."""
     live: Live = request.getfixturevalue(guessing)
     with grpc.insecure_channel(live.grpc_address) as channel, ThreadPoolExecutor(24) as threads:
         surface = Surface(channel)
@@ -277,7 +277,7 @@ def test_speculation_changes_no_token_of_a_mixed_batch(guessing: str, request: p
 
 @pytest.mark.parametrize("length", [1, 17, 150, LOCAL + 2, 400])
 def test_a_draft_model_that_knows_the_answer_lacks_no_kv(twin: Live, twin_oracle: Oracle, length: int) -> None:
-    """Neither after a transfer nor where decode prefills, nor where choices share a prompt."""
+    """It holds after a transfer, after prefill by decode, and when choices share a prompt."""
     prompt, before = random_prompt(length, VOCAB, seed=length), read_bytes(twin)
     with grpc.insecure_channel(twin.grpc_address) as channel:
         choices = Surface(channel).ask(prompt, n=2, max_tokens=40, speculation="draft")
