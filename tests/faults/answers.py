@@ -1,4 +1,4 @@
-"""What an undisturbed request answers, what a disturbed one may be, and where to look for what was done for it."""
+"""The answer to an undisturbed request, what is allowed of a disturbed one, and where the service reports its work."""
 
 import json
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from runtime.rpc import new_incarnation
 from tests.support.oracle import Oracle, random_prompt
 
 VOCAB = 300
-CLEAN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)  # errors that tell a client to try again
-CROWD = ((100, 12), (400, 60), (100, 12), (20, 40), (400, 60), (100, 12))  # tokens of prompts and answers, at once
-MET_S = 120.0  # for each worker to have its turn; on an idle machine one crowd will do
+CLEAN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)  # errors that ask a client to retry
+CROWD = ((100, 12), (400, 60), (100, 12), (20, 40), (400, 60), (100, 12))  # prompt and answer tokens, sent at once
+MET_S = 120.0  # until each worker has served; on an idle machine one crowd is enough
 
 
 @dataclass(frozen=True)
@@ -26,26 +26,26 @@ class Truth:
     oracle: Oracle
 
     def check(self, asking: Asking) -> None:
-        """The request ended well, with exactly the undisturbed tokens."""
+        """The request succeeded with exactly the undisturbed tokens."""
         asking.finish()
         assert asking.code is None, f"{asking.code}: {asking.detail}"
         assert asking.tokens == self.oracle.answer(asking.prompt, asking.num_tokens, guess=asking.tokens)
 
     def check_clean(self, asking: Asking) -> None:
-        """It ended well, or with a clean error after a beginning of the undisturbed answer."""
+        """It succeeded, or failed cleanly after a prefix of the undisturbed answer."""
         asking.finish()
         assert asking.code in (None, *CLEAN), f"{asking.code}: {asking.detail}"
         num_tokens = asking.num_tokens if asking.code is None else min(asking.num_tokens, len(asking.tokens))
         assert asking.tokens == self.oracle.answer(asking.prompt, num_tokens, guess=asking.tokens)
 
     def check_canary(self, fleet: ProcessFleet) -> None:
-        """An ordinary request is answered right."""
+        """An ordinary request gets the right answer."""
         self.check(ask(fleet, num_prompt=100, num_tokens=12))
 
     def check_crowd(self, fleet: ProcessFleet, newcomer: Process | None = None) -> None:
-        """Requests that come together are answered right, and every worker has its part in that.
+        """Concurrent requests are answered right, and every worker serves some of them.
 
-        `newcomer`: a worker that was just started, which then has met all workers of the other role.
+        `newcomer`: a worker that was just started; it must also have met all workers of the other role.
         """
         before = _offers_accepted(fleet)
         others = {worker.address for worker in fleet.workers() if newcomer and worker.role != newcomer.role}
@@ -60,7 +60,7 @@ class Truth:
 
 
 def mend(fleet: ProcessFleet, truth: Truth) -> None:
-    """All workers run again, and have their part in answers that are right."""
+    """All workers run again and take part in right answers."""
     for process in fleet.workers():
         if not process.is_running:
             process.restart()
@@ -72,7 +72,7 @@ def mend(fleet: ProcessFleet, truth: Truth) -> None:
 def ask(
     fleet: ProcessFleet, num_prompt: int = 200, num_tokens: int = 250, seed: int = 1, timeout_s: float = CLIENT_S
 ) -> Asking:
-    """With a salt of its own: all of its prompt is computed, wherever it was before."""
+    """Sent with its own salt, so the whole prompt is computed even if it was cached."""
     prompt = prompt_of(num_prompt, seed)
     return Asking(fleet.grpc_address, prompt, num_tokens, timeout_s, cache_salt=new_incarnation())
 
@@ -82,7 +82,7 @@ def prompt_of(num_tokens: int, seed: int = 1) -> Sequence[int]:
 
 
 def find_busy(fleet: ProcessFleet, role: str) -> Process:
-    """The worker of a role that holds pages, once there is one."""
+    """Wait for a worker of this role that holds pages, and return it."""
     busy: list[Process] = []
 
     def look() -> bool:
@@ -95,18 +95,18 @@ def find_busy(fleet: ProcessFleet, role: str) -> Process:
 
 
 def find(fleet: ProcessFleet, process: Process) -> dict[str, Any]:
-    """What the gateway's /status says of a worker."""
+    """The gateway's /status entry of a worker."""
     port = str(process.port)
     return next(worker for worker in fleet.status() if worker["address"].rpartition(":")[2] == port)
 
 
 def is_alive(fleet: ProcessFleet, process: Process) -> bool:
-    """As the gateway sees it."""
+    """Whether the gateway considers it alive."""
     return bool(find(fleet, process)["alive"])
 
 
 def met_by(worker: Process) -> set[str]:
-    """Addresses of the workers with which it has shaken hands, in its own words."""
+    """Addresses of the workers that it reports handshakes with."""
     with grpc.insecure_channel(worker.address) as channel:
         is_prefill = worker.role == "prefill"
         stub: Any = prefill_pb2_grpc.PrefillStub(channel) if is_prefill else decode_pb2_grpc.DecodeStub(channel)
@@ -118,11 +118,11 @@ def _offers_accepted(fleet: ProcessFleet) -> dict[str, float]:
 
 
 def read_events(log: str, event: str) -> list[dict[str, Any]]:
-    """The lines of a process's log that tell of one kind of event, oldest first."""
+    """Log lines of a process for one kind of event, oldest first."""
     lines = [line for line in log.splitlines() if line.startswith("{") and f'"event": "{event}"' in line]
     return [json.loads(line) for line in lines]
 
 
 def failed_attempts(log: str) -> list[str]:
-    """Why attempts failed, as a gateway's log tells."""
+    """The reasons of failed attempts in a gateway's log."""
     return [str(line["reason"]) for line in read_events(log, "attempt ended") if line["is_failure"]]

@@ -1,4 +1,4 @@
-"""The fleets that fault tests share, whole again and without a used page before and after each test."""
+"""The fleets that fault tests share; before and after each test all processes run and no page is used."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,12 +14,12 @@ from tests.faults.proxy import FaultProxy
 from tests.support.oracle import Oracle
 
 HERE = Path(__file__).parent
-GATEWAY_SIDE, WORKER_SIDE = "127.0.0.2", "127.0.0.3"  # all of 127/8 is this machine; the ports stay the workers' own
-STALL_S = 5.0  # in one engine step, of the workers that can be held: more than a loaded machine takes for one
+GATEWAY_SIDE, WORKER_SIDE = "127.0.0.2", "127.0.0.3"  # 127/8 is all loopback; the ports stay the workers' own
+STALL_S = 5.0  # of the holdable workers: longer than a step takes on a loaded machine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is in this folder; the hook is given the whole session's tests."""
+    """Mark the tests of this folder; the hook receives the whole session's."""
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.faults)
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class Linked:
-    """One prefill and one decode worker; each of the four ways between processes leads through a proxy."""
+    """One prefill and one decode worker; each of the four connections between processes has a proxy."""
 
     fleet: ProcessFleet
     links: dict[str, FaultProxy]
@@ -35,13 +35,13 @@ class Linked:
 
 @dataclass(frozen=True)
 class Held:
-    """One prefill and two decode workers, whose engines can be held in the middle of a step; see held_worker.py."""
+    """One prefill and two decode workers, whose engines can be held in mid-step; see held_worker.py."""
 
     fleet: ProcessFleet
     folder: Path
 
     def hold(self, *workers: Process) -> None:
-        """No step of theirs ends from now on; the processes answer as ever."""
+        """From now on none of their steps ends; the processes answer as usual."""
         for worker in workers:
             (self.folder / worker.name).touch()
 
@@ -78,7 +78,7 @@ def running_held(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
     names = ("prefill-0", "decode-0", "decode-1")
     programs = {name: ("tests.faults.held_worker", str(folder / name)) for name in names}
     stalls = [f"--stall-s={STALL_S:g}"]
-    # patience: nobody is told to go away while all engines are held, or the gateway sleeps for a minute
+    # patience: no request is refused while all engines are held or the gateway is stopped for a minute
     with run_fleet(1, 2, {"gateway": stalls, "prefill": stalls}, patience_s=120.0, programs=programs) as fleet:
         yield Held(fleet, folder)
 
@@ -142,7 +142,7 @@ def running_small() -> Iterator[ProcessFleet]:
 
 @pytest.fixture
 def small(running_small: ProcessFleet) -> Iterator[ProcessFleet]:
-    """A pair with little room: 2 sessions, 4 in the queue, and prefill takes at most 1024 tokens."""
+    """A pair with little room: 2 sessions, 4 in the queue, and at most 1024 prompt tokens in prefill."""
     _check_calm(running_small)
     yield running_small
     _mend(running_small)
@@ -150,7 +150,6 @@ def small(running_small: ProcessFleet) -> Iterator[ProcessFleet]:
 
 
 def _mend(fleet: ProcessFleet) -> None:
-    """All processes run again."""
     for process in fleet.processes.values():
         if process.is_running:
             process.resume()

@@ -1,4 +1,4 @@
-"""A worker whose engine can be held in the middle of a step; all else of it is the real worker's, and goes on.
+"""A real worker whose engine can be held in mid-step while everything else goes on.
 
 python -m tests.faults.held_worker FILE prefill|decode FLAGS     # each step waits while FILE exists
 """
@@ -19,7 +19,7 @@ ResultT = TypeVar("ResultT")
 
 
 def holdable(compute: Callable[ParamsT, ResultT], file: Path) -> Callable[ParamsT, ResultT]:
-    """`compute`, which waits first while `file` exists."""
+    """`compute`, after waiting while `file` exists."""
 
     def compute_unless_held(*args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
         while file.exists():
@@ -30,10 +30,9 @@ def holdable(compute: Callable[ParamsT, ResultT], file: Path) -> Callable[Params
 
 
 def run() -> None:
-    """Entry point."""
     file = Path(sys.argv.pop(1))
     wait_without_spinning()
-    from engine.runner import Runner  # here, because it imports torch
+    from engine.runner import Runner  # deferred: it imports torch
 
     Runner._run = holdable(Runner._run, file)  # type: ignore[method-assign]
     main()

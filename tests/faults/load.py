@@ -1,4 +1,4 @@
-"""Clients that ask one request after the other while something is done to the service."""
+"""Clients that send one request after the other while the service is disturbed."""
 
 import threading
 from types import TracebackType
@@ -7,17 +7,17 @@ from bench.asking import Asking
 from bench.fleet import ProcessFleet
 from tests.faults.answers import Truth, ask
 
-SHAPES = ((20, 40), (400, 60), (1500, 30), (100, 120))  # tokens of prompt and answer
+SHAPES = ((20, 40), (400, 60), (1500, 30), (100, 120))  # prompt and answer tokens
 
 
 class Load:
-    """Use with `with`: at its end every client has finished its last request. `ended` grows meanwhile.
+    """Use with `with`: on exit every client finishes its last request. `ended` grows meanwhile.
 
-    `pause_s`: how long a client waits between an answer and its next request.
+    `pause_s`: a client's pause between an answer and its next request.
     """
 
     def __init__(self, fleet: ProcessFleet, num_clients: int = 4, pause_s: float = 0.0) -> None:
-        self.ended: list[Asking] = []  # appended to by all clients
+        self.ended: list[Asking] = []  # all clients append
         self._fleet = fleet
         self._pause_s = pause_s
         self._is_over = threading.Event()
@@ -39,11 +39,11 @@ class Load:
             self.ended.append(ask(self._fleet, num_prompt, num_tokens, seed=index).finish())
 
     def check(self, truth: Truth) -> None:
-        """Every request ended well, with exactly the undisturbed tokens."""
+        """Every request succeeded with exactly the undisturbed tokens."""
         for asking in self.ended:
             truth.check(asking)
 
     def check_clean(self, truth: Truth) -> None:
-        """Every request ended well, or with a clean error after a beginning of the undisturbed answer."""
+        """Every request succeeded, or failed cleanly after a prefix of the undisturbed answer."""
         for asking in self.ended:
             truth.check_clean(asking)

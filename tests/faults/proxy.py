@@ -1,4 +1,4 @@
-"""A TCP proxy that misbehaves on command, to sit between two processes. Its own thread runs an asyncio loop."""
+"""A TCP proxy between two processes that misbehaves on command. Runs an asyncio loop in its own thread."""
 
 import asyncio
 import random
@@ -12,10 +12,11 @@ CALL_S = 10.0
 
 
 class FaultProxy:
-    """Forwards connections to a target. Use with `with`; the verbs may be called from any thread.
+    """Forwards connections to a target. Use with `with`; callable from any thread.
 
-    The faults, all off at first: `delay_s` holds every piece of data that long, `loss` is the chance that a piece
-    costs its connection, a hold lets nothing pass in either direction (`hold`, `release`: what was held passes then).
+    Faults, all off at first: `delay_s` delays each chunk of data, `loss` is the chance that a chunk costs its
+    connection,
+    `hold` lets nothing pass in either direction until `release`, which lets the held data pass.
     """
 
     def __init__(self, host: str, port: int, target_host: str, target_port: int, seed: int = 0) -> None:
@@ -26,7 +27,7 @@ class FaultProxy:
         self._random = random.Random(seed)
         self._delay_s = 0.0
         self._loss = 0.0
-        self._passes = asyncio.Event()  # cleared while nothing shall pass
+        self._passes = asyncio.Event()  # cleared while held
         self._passes.set()
         self._links: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -55,23 +56,23 @@ class FaultProxy:
         self._loss = chance
 
     def hold(self) -> None:
-        """A partition: sockets stay open, new ones are even accepted, and no byte passes."""
+        """A partition: sockets stay open, new ones are accepted, and no byte passes."""
         self._loop.call_soon_threadsafe(self._passes.clear)
 
     def release(self) -> None:
-        """The end of a partition."""
+        """End the partition."""
         self._loop.call_soon_threadsafe(self._passes.set)
 
     def cut(self) -> None:
-        """Reset all connections; new ones are forwarded again."""
+        """Reset all connections; new ones are forwarded."""
         self._call(self._cut())
 
     def heal(self) -> None:
-        """All faults off."""
+        """Turn all faults off."""
         self._delay_s = self._loss = 0.0
         self.release()
 
-    # -- the work, on the loop's thread --------------------------------------------------------------------------
+    #  -- on the loop's thread ----------------------------------------------------------------------------------------
 
     async def _listen(self) -> asyncio.Server:
         return await asyncio.start_server(self._serve, *self._where)
@@ -88,7 +89,7 @@ class FaultProxy:
             pumps = [asyncio.create_task(self._pump(reader, far)), asyncio.create_task(self._pump(far_reader, writer))]
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         except (OSError, asyncio.CancelledError):
-            pass  # nobody listens there, or `cut`: the connection ends, which is all that shall be seen of it
+            pass  # nothing listens there, or `cut`: just end the connection
         finally:
             for pump in pumps:
                 pump.cancel()

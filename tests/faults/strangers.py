@@ -1,4 +1,4 @@
-"""Peers that may not be of the fleet: certificates of their own, and one call to a worker."""
+"""Peers from outside the fleet: certificates of their own, and one call to a worker."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,13 +15,13 @@ CALL_S = 60.0
 
 
 def issue(begin: datetime | None = None, lifetime: timedelta = timedelta(days=1)) -> TlsFiles:
-    """A certificate of an authority of its own."""
+    """A certificate by an authority of its own."""
     files = build_files(HOSTS, begin or datetime.now(UTC), lifetime)
     return TlsFiles(*(files[name][0] for name in TLS_FILES))
 
 
 def write_tls_dir(folder: Path, files: TlsFiles) -> Path:
-    """`files` as --tls-dir wants them."""
+    """Write `files` in the layout of --tls-dir."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in zip(TLS_FILES, (files.ca, files.cert, files.key), strict=True):
         write_file(folder / name, content, 0o600)
@@ -29,7 +29,7 @@ def write_tls_dir(folder: Path, files: TlsFiles) -> Path:
 
 
 def open_channel(address: str, files: TlsFiles | None) -> grpc.Channel:
-    """A connection of its own, shared with no other channel."""
+    """A connection that no other channel shares."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     if files is None:
         return grpc.insecure_channel(address, options)
@@ -38,7 +38,7 @@ def open_channel(address: str, files: TlsFiles | None) -> grpc.Channel:
 
 
 def ask_status(channel: grpc.Channel, secret: str = "", role: str = "Decode") -> grpc.StatusCode:
-    """How a worker answers."""
+    """The status of a worker's answer."""
     call: Any = channel.unary_unary(f"/baton.v1.{role}/Status", decode_pb2.StatusRequest.SerializeToString)
     try:
         call(decode_pb2.StatusRequest(), metadata=((SECRET_KEY, secret),) if secret else (), timeout=CALL_S)

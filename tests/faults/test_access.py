@@ -1,4 +1,4 @@
-"""Who is let in by the gateway, and how much may be sent. Row 21 of the list of faults."""
+"""Who may call the gateway, and how much may be sent. Row 21 of the fault list."""
 
 import hmac
 import socket
@@ -16,7 +16,7 @@ from gateway.api import access
 from gateway.errors import ApiError
 from protos import inference_pb2, inference_pb2_grpc
 
-pytestmark = pytest.mark.timeout(900)  # a loaded machine takes minutes to start three processes
+pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 
 KEYS = ("row-21-first-key", "row-21-second-key")
 LIMIT_BYTES = 4096
@@ -64,7 +64,7 @@ def _headers(key: str | None) -> dict[str, str]:
 
 
 def _routes(live: Live) -> list[tuple[str, str]]:
-    """(method, path) of all that is served, as the service itself lists it, and of what others serve there."""
+    """(method, path) of all routes that the service lists, and of some that other servers have."""
     document = HTTP.get(f"{live.url}/openapi.json", headers=_headers(f"Bearer {KEYS[0]}"), timeout=CALL_S).json()
     listed = [(method.upper(), path) for path, methods in document["paths"].items() for method in methods]
     assert ("GET", "/metrics") in listed and ("GET", "/status") in listed and ("POST", "/v1/chat/completions") in listed
@@ -109,12 +109,12 @@ def test_row_21_no_host_gets_round_the_key(live: Live, host: bytes) -> None:
         b"http://localhost/v1/models",
         b"http://live/live/../status",
     ):
-        assert _status_of(live, target, host) in (400, 401), (target, host)  # 400: no HTTP
+        assert _status_of(live, target, host) in (400, 401), (target, host)  # 400: invalid HTTP
     assert _status_of(live, b"/live", host) in (200, 400)
 
 
 def _status_of(live: Live, target: bytes, host: bytes) -> int:
-    """Sent as it is: clients tidy up paths."""
+    """Sends the path as it is; ordinary clients normalise it."""
     address, _, port = live.addresses["gateway"].rpartition(":")
     with socket.create_connection((address, int(port)), timeout=CALL_S) as raw:
         raw.sendall(b"GET " + target + b" HTTP/1.1\r\nhost: " + host + b"\r\nconnection: close\r\n\r\n")
@@ -152,7 +152,7 @@ def test_row_21_no_grpc_method_but_the_health_check_answers_without_a_key(live: 
 
 
 def test_row_21_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all of them, also after the right one, by a comparison whose time does not depend on where they differ."""
+    """The key is compared with all keys, also after a match, in time independent of where they differ."""
     compared: list[bytes] = []
     constant_time = hmac.compare_digest
 
@@ -174,7 +174,7 @@ def test_row_16_body_limit_holds_for_rest_and_grpc(live: Live) -> None:
         stub = inference_pb2_grpc.InferenceStub(channel)
 
         def send(num_bytes: int) -> tuple[int, grpc.StatusCode]:
-            """How REST and gRPC answer a body and a message of about that size."""
+            """The REST and gRPC statuses for a body and a message of about this size."""
             text = "x" * (num_bytes - 200)
             body = {"model": "baton-demo", "prompt": "x", "stop": text, "max_tokens": 1}
             answer = HTTP.post(f"{live.url}/v1/completions", json=body, headers=_headers(key), timeout=CALL_S)

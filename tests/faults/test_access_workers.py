@@ -1,6 +1,6 @@
-"""Strangers at the workers' ports: closed, counted, said without a flood. Row 22 of the list of faults.
+"""Strangers at the workers' ports: closed, counted, logged without a flood. Row 22 of the fault list.
 
-What gRPC closes for not being HTTP/2, on a port without TLS, is closed and not counted: gRPC tells nobody of it.
+On a port without TLS gRPC closes what is not HTTP/2 without reporting it, so that is not counted.
 """
 
 import math
@@ -20,7 +20,7 @@ from runtime.trust import TlsFiles
 from tests.faults.answers import Truth
 from tests.faults.strangers import ask_status, issue, knock, open_channel, write_tls_dir
 
-pytestmark = pytest.mark.timeout(900)  # a loaded machine takes minutes to start three processes
+pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 
 SECRET = "row-22-fleet-secret"
 TIMES = 40
@@ -72,7 +72,7 @@ def test_row_22_random_bytes(guarded: ProcessFleet, truth: Truth, name: str) -> 
 
 
 def _throw(port: int, data: bytes) -> None:
-    """Until the other side has closed."""
+    """Send until the other side has closed."""
     with socket.create_connection((HOST, port), timeout=30) as raw:
         try:
             raw.sendall(data)
@@ -80,22 +80,22 @@ def _throw(port: int, data: bytes) -> None:
             while raw.recv(1 << 16):
                 pass
         except ConnectionError:
-            pass  # closed in our face
+            pass  # closed while sending
 
 
 def _check_said(worker: Process, before: float, lines: int, expected: int) -> None:
-    """All were counted, and the log has at most a line for each doubling of each reason."""
+    """All were counted, and the log has at most one line per doubling of each reason."""
     wait_until(
         lambda: (
             worker.metric("peers_refused_total", {"by": "tls"}) >= before + expected * 0.95
-        ),  # few are cut too early
+        ),  # a few are cut too early
         COUNTED_S,
         lambda: (before, expected, worker.metric("peers_refused_total", {"by": "tls"})),
     )
     log = worker.read_log()
     said = log.count(EVENT) - lines
     print(f"row 22, {worker.name}: {expected} refused, {said} lines")
-    num_reasons = 12  # of OpenSSL, for what random bytes look like
+    num_reasons = 12  # OpenSSL's, for random bytes
     assert said <= num_reasons * (2 + math.log2(expected))
     assert "ssl_transport_security" not in log and "Traceback" not in log
     assert worker.is_running
@@ -118,14 +118,14 @@ def test_row_22_wrong_or_missing_secrets(guarded: ProcessFleet, truth: Truth, na
 
 
 def test_row_22_certificate_that_expires_while_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections that are open go on; new ones are refused and counted, with the reason."""
+    """Open connections go on; new ones are refused and counted, with the reason."""
     monkeypatch.delenv("BATON_FLEET_SECRET", raising=False)
     files, ends, worker = _start_with_short_certificate(tmp_path)
     try:
         with open_channel(worker.address, files) as early:
             assert ask_status(early) is grpc.StatusCode.OK
             time.sleep(max(0.0, (ends - datetime.now(UTC)).total_seconds()) + 2)
-            for _ in range(TIMES):  # they believe anybody's certificate, and show the one that is expired
+            for _ in range(TIMES):  # these clients trust any certificate and present the expired one
                 assert knock(worker.address, files) is grpc.StatusCode.UNAVAILABLE
             assert ask_status(early) is grpc.StatusCode.OK
         _throw(worker.port, RUBBISH[0])
@@ -135,15 +135,15 @@ def test_row_22_certificate_that_expires_while_it_is_used(tmp_path: Path, monkey
 
 
 def _start_with_short_certificate(folder: Path) -> tuple[TlsFiles, datetime, Process]:
-    """A worker, what it believes in, and when that ends: soon, but later than its start."""
-    for lifetime_s in (40, 200):  # the longer for a machine that needs more than half a minute for a start
+    """A worker, its trusted authority, and when its certificate expires: soon, but after its start."""
+    for lifetime_s in (40, 200):  # the longer one if the start takes more than half a minute
         ends = datetime.now(UTC) + timedelta(seconds=lifetime_s)
         files = issue(lifetime=timedelta(seconds=lifetime_s))
         port, metrics_port = free_ports(2)
         flags = (f"--port={port}", f"--metrics-port={metrics_port}", f"--tls-dir={write_tls_dir(folder, files)}")
         worker = Process("decode-0", "decode", port, metrics_port, (*flags, "--kv-memory-mib=64"), folder / "log")
         worker.start()
-        with suppress(AssertionError):  # too late already
+        with suppress(AssertionError):  # already too late
             worker.wait_ready()
             if datetime.now(UTC) < ends - timedelta(seconds=10):
                 return files, ends, worker

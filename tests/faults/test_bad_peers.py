@@ -1,6 +1,6 @@
-"""Prefill workers that do not match, or hand over pages that are not what they say. Rows 8, 9 and 22.
+"""Prefill workers that do not match, or hand over other pages than they promised. Rows 8, 9 and 22 of the fault list.
 
-The decode worker is a real process; the prefill worker is played here, down to the bytes of its pages.
+The decode worker is a real process; the test plays the prefill worker, down to the bytes of its pages.
 """
 
 from collections.abc import Callable, Iterator
@@ -63,10 +63,10 @@ def garbage(request: kv_pb2.ReadPagesRequest) -> Iterator[bytes]:
 
 @dataclass
 class Played:
-    """A gateway and a prefill worker in one, talking to a decode worker by hand."""
+    """A gateway and a prefill worker in one, which talk to a decode worker."""
 
     decode: decode_pb2_grpc.DecodeStub
-    address: str  # where pages are served
+    address: str  # serves the pages
     serve: Serve = whole
     incarnation: str = field(default_factory=new_incarnation)
 
@@ -123,7 +123,7 @@ def _probe(request: kv_pb2.ReadPagesRequest) -> Iterator[bytes]:
 
 @contextmanager
 def _session(played: Played) -> Iterator[kv_pb2.Ticket]:
-    """A session of a gateway that listens. Of its own salt: nobody else finds the pages that it was given."""
+    """A session, with its gateway listening. Its own salt keeps other sessions from its pages."""
     steps = played.decode.Steps(decode_pb2.StepsRequest(gateway=GATEWAY))
     next(steps)
     sampling = decode_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0)
@@ -150,7 +150,7 @@ def _session(played: Played) -> Iterator[kv_pb2.Ticket]:
 def test_row_08_pages_that_are_not_what_was_offered(
     quad: ProcessFleet, played: Played, truth: Truth, serve: Serve, reason: str
 ) -> None:
-    """Refused and counted; the session waits for better ones, and then works."""
+    """Bad pages are refused and counted; the session waits for good ones and then works."""
     decode = quad["decode-0"]
     played.decode.Handshake(decode_pb2.HandshakeRequest(peer=played.peer()), timeout=CALL_S)
     before = decode.metric("offers_refused_total", {"reason": reason})
@@ -226,7 +226,7 @@ def test_row_09_ranks_that_cannot_share_the_heads(played: Played, num_ranks: int
 
 
 def test_row_09_what_differs_may_be_long(played: Played) -> None:
-    """A detail travels as a header: one that does not fit would arrive as another error, or not at all."""
+    """The detail travels as a header: one too long for it would arrive as another error or not at all."""
     with pytest.raises(grpc.RpcError) as refused:
         peer = played.peer(weights="\N{SNOWMAN}" * 50_000)
         played.decode.Handshake(decode_pb2.HandshakeRequest(peer=peer), timeout=CALL_S)
@@ -252,7 +252,7 @@ def test_row_22_long_names_come_back_shortened(quad: ProcessFleet, played: Playe
 def test_row_22_tokens_that_the_model_does_not_have(
     quad: ProcessFleet, played: Played, truth: Truth, token: int
 ) -> None:
-    """Refused by both workers before a step meets them."""
+    """Both workers refuse them before a step sees them."""
     prompt = [*prompt_of(40), token, 7]
     with _session(played) as ticket, grpc.insecure_channel(quad["prefill-0"].address) as channel:
         reserve = decode_pb2.ReserveRequest(gateway=GATEWAY, handle=2, attempt=1, max_tokens=5, prompt=packed(prompt))

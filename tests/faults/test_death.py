@@ -1,4 +1,4 @@
-"""Workers and gateways that are killed, and come back. Rows 3, 4, 5 and 12 of the list of faults."""
+"""Workers and gateways that are killed and come back. Rows 3, 4, 5 and 12 of the fault list."""
 
 import json
 
@@ -47,7 +47,7 @@ def _model(fleet: ProcessFleet) -> str:
 
 @pytest.mark.parametrize("num_left", [1, 0])
 def test_row_04_killed_prefill_worker_is_replaced(quad: ProcessFleet, truth: Truth, num_left: int) -> None:
-    """By another one, or by the decode worker itself."""
+    """By another prefill worker, or by the decode worker itself."""
     stream = ask(quad, num_prompt=3500, num_tokens=20)
     busy = find_busy(quad, "prefill")
     busy.kill()
@@ -72,7 +72,7 @@ def test_row_05_restarted_worker_is_another_incarnation(quad: ProcessFleet, trut
 
 
 def test_row_12_killed_gateway_leaves_nothing_behind(quad: ProcessFleet, truth: Truth) -> None:
-    """Neither an answer under way nor prompts under way come to their own end."""
+    """Running answers and prompts are dropped, not finished."""
     generated = quad.count("decode", "generation_tokens_total")
     cancelled = quad.count("prefill", "cancelled_total", {"phase": "prefill"})
     streams = [ask(quad, num_tokens=ORPHAN_TOKENS)]

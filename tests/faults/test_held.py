@@ -1,18 +1,18 @@
-"""Engines that stand still in a step while their processes answer as ever. Rows 1 and 10 of the list of faults."""
+"""Engines that hang in a step while their processes answer as usual. Rows 1 and 10 of the fault list."""
 
 from bench.fleet import Process, wait_until
 from bench.plain_http import HTTP
 from tests.faults.answers import Truth, ask, find
 from tests.faults.conftest import Held
 
-CHUNK_TOKENS = 512  # the most that one step of prefill computes
+CHUNK_TOKENS = 512  # prefill's maximum per step
 PROMPT_TOKENS = 3500
-NOTICED_S = 60.0  # the promise is --stall-s and a heartbeat, 7 s here
+NOTICED_S = 60.0  # the promise: --stall-s and a heartbeat, 7 s here
 STUCK = "has been in one engine step for"
 
 
 def test_row_01_prefill_hears_that_the_client_left_and_stops(held: Held, truth: Truth) -> None:
-    """In the middle of a prompt, which cannot end by itself: its engine is held in the first step."""
+    """In mid-prompt; the prompt cannot end by itself, because its engine is held in the first step."""
     fleet = held.fleet
     prefill = fleet["prefill-0"]
     cancelled, computed = _cancelled(prefill, "prefill"), prefill.metric("prompt_tokens_total")
@@ -36,12 +36,12 @@ def _cancelled(worker: Process, phase: str) -> float:
 
 
 def test_row_10_decode_worker_stuck_in_a_step_is_left(held: Held, truth: Truth) -> None:
-    """Its answers go on elsewhere; when all are stuck, /ready says so, and answers wait for the first that is not."""
+    """Its answers continue elsewhere; if all hang, /ready reports it, and answers wait for the first to recover."""
     fleet = held.fleet
     workers = [fleet["decode-0"], fleet["decode-1"]]
     first = ask(fleet)
     first.wait_for_tokens(3)
-    held.hold(*workers)  # at once, before it ends
+    held.hold(*workers)  # at once, before the answer ends
     (stuck,) = [worker for worker in workers if worker.metric("kv_cache_used_pages")]
     (other,) = [worker for worker in workers if worker is not stuck]
     held.release(other)
@@ -63,7 +63,7 @@ def test_row_10_decode_worker_stuck_in_a_step_is_left(held: Held, truth: Truth) 
 
 
 def test_row_10_prefill_worker_stuck_in_a_step_is_left(held: Held, truth: Truth) -> None:
-    """It does not renew its prompts' leases for ever: they end, and decode does without it."""
+    """It stops renewing its prompts' leases; they end, and decode computes the prompts itself."""
     fleet = held.fleet
     prefill = fleet["prefill-0"]
     expired = fleet.count("decode", "leases_expired_total")

@@ -1,4 +1,6 @@
-"""Row 19: grammars made to hang, to explode or to fill memory, and forced tools, through a whole service."""
+"""Row 19 of the fault list: grammars made to hang, explode or fill memory, and forced tools, through a whole
+service.
+"""
 
 import json
 import os
@@ -48,7 +50,7 @@ def as_schema(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
 
 
-# Each token takes longer than the one before it; the second passes the trial of a new grammar, which is shorter.
+# Each token takes longer than the last; the second still passes a new grammar's trial, which is shorter.
 AMBIGUOUS = 'x ::= "a" | x x | x x x | ""'
 SLOW: dict[str, dict[str, Any]] = {
     "ambiguous": {"structured_outputs": {"grammar": f'root ::= [a]{{10}} x "~"\n{AMBIGUOUS}'}, "max_tokens": 120},
@@ -91,7 +93,7 @@ def test_many_answers_that_are_slow_to_check_hold_up_nobody(live: Live, name: st
             num_served += 1
         assert num_served
         assert slow.result().status_code in (200, 400, 503), slow.result().text
-        wait_until(lambda: HTTP.get(f"{live.url}/ready").status_code == 200, 30)  # no worker was given up for stuck
+        wait_until(lambda: HTTP.get(f"{live.url}/ready").status_code == 200, 30)  # no worker was considered stuck
 
 
 def test_a_schema_500_deep_is_refused(live: Live) -> None:
@@ -117,11 +119,11 @@ def test_many_distinct_schemas_leave_memory_bounded(live: Live) -> None:
         list(clients.map(fill, range(NUM_DISTINCT // 3)))
         before = decode_memory_mib(live)
         list(clients.map(fill, range(NUM_DISTINCT // 3, NUM_DISTINCT)))
-    assert decode_memory_mib(live) - before < 64  # the cache holds CACHE_MIB
+    assert decode_memory_mib(live) - before < 64  # the cache's limit is CACHE_MIB
 
 
 def decode_memory_mib(live: Live) -> int:
-    """Private memory of the decode worker."""
+    """The decode worker's private memory."""
     pid = next(worker["pid"] for worker in live.workers() if worker["role"] == "decode")
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) >> 10

@@ -1,4 +1,4 @@
-"""More than there is room for. Rows 1 (queue), 7 and 14 of the list of faults."""
+"""More requests than fit. Rows 1 (queue), 7 and 14 of the fault list."""
 
 import grpc
 
@@ -10,7 +10,7 @@ ROOM = 2 + QUEUE
 
 
 def test_row_01_client_that_leaves_the_queue(small: ProcessFleet, truth: Truth) -> None:
-    """It goes while all places are taken: it never comes to a worker."""
+    """It leaves while all places are taken, so it never reaches a worker."""
     decode = small["decode-0"]
     left = small.gateway.metric("cancelled_total", {"phase": "waiting"})
     running = [ask(small, num_tokens=3800, seed=seed) for seed in (1, 2)]

@@ -1,4 +1,4 @@
-"""Processes that stop for a minute, drain or restart while others ask. Rows 10, 12, 13 and 26 of the list of faults."""
+"""Processes that stop for a minute, drain or restart under load. Rows 10, 12, 13 and 26 of the fault list."""
 
 import random
 import time
@@ -17,19 +17,19 @@ from tests.faults.load import Load
 pytestmark = pytest.mark.timeout(400)
 
 STOPPED_S = 60.0
-DEAD_S = 55.0  # the promise is gRPC's keepalive of 20 s and 10 s; without its settings it takes 60 to 80 s
-NOTICED_S = 30.0  # the promise is a heartbeat, 2 s here
+DEAD_S = 55.0  # gRPC's keepalive promises 20 s + 10 s; without its settings it takes 60 to 80 s
+NOTICED_S = 30.0  # the promise: a heartbeat, 2 s here
 DRAINED_S = 120.0
 SLACK_S = 60.0  # for a loaded machine
-CLIENT_S = 300.0  # of a client that waits for a gateway which sleeps for a minute
+CLIENT_S = 300.0  # for a client whose gateway is stopped for a minute
 ORPHAN_TOKENS = 3800  # 15 s of work for two
-# Why attempts fail that a worker has not dropped: it drains or is gone, or a loaded machine keeps it from answering.
+# Why attempts fail without being dropped by a worker: it drains, is gone, or is slow on a loaded machine.
 NO_LOSS = ("this worker is draining", "Failed to connect", "has been silent", "DEADLINE_EXCEEDED")
 
 
 def test_row_10_workers_stopped_for_a_minute_are_left_and_taken_back(quad: ProcessFleet, truth: Truth) -> None:
-    """One of each kind at once, while others ask: nobody sees more of it than a pause."""
-    with Load(quad, pause_s=4.0) as load:  # for a minute, on a machine that may have other work
+    """One of each kind at once, under load: clients see only a pause."""
+    with Load(quad, pause_s=4.0) as load:  # a minute, on a machine that may be busy
         stopped = [find_busy(quad, "decode"), find_busy(quad, "prefill")]
         before = [find(quad, worker)["incarnation"] for worker in stopped]
         for worker in stopped:
@@ -59,9 +59,9 @@ def test_row_10_workers_stopped_for_a_minute_are_left_and_taken_back(quad: Proce
 
 
 def test_row_10_stopped_gateway_is_left_by_its_workers_and_goes_on(held: Held, truth: Truth) -> None:
-    """Workers let go of all it held; when it wakes up, its clients' answers go on as if nothing had been.
+    """Workers drop all it held; when it resumes, its clients' answers continue as if nothing had happened.
 
-    What it held cannot end by itself: the engines are held as well.
+    The engines are held as well, so what it held cannot end by itself.
     """
     fleet = held.fleet
     decodes, prefill = [fleet["decode-0"], fleet["decode-1"]], fleet["prefill-0"]
@@ -87,7 +87,9 @@ def test_row_10_stopped_gateway_is_left_by_its_workers_and_goes_on(held: Held, t
     assert num_left >= num_held
     held.release(*decodes, prefill)
     freed_s = fleet.wait_until_unused(SLACK_S)
-    time.sleep(max(0.0, begun + STOPPED_S + 1 - time.monotonic()))  # past --client-timeout-s: nobody is blamed for it
+    time.sleep(
+        max(0.0, begun + STOPPED_S + 1 - time.monotonic())
+    )  # past --client-timeout-s, which must not count the stop
     fleet.gateway.resume()
     for stream in streams:
         truth.check(stream)
@@ -106,22 +108,22 @@ def _wait_until_left(fleet: ProcessFleet, worker: Process) -> None:
 
 
 def _wait_until_back(fleet: ProcessFleet, worker: Process, before: object) -> None:
-    """As another incarnation than `before`."""
+    """As an incarnation other than `before`."""
     wait_until(lambda: is_alive(fleet, worker) and find(fleet, worker)["incarnation"] != before, SLACK_S)
 
 
 def _wait_for_departure(decode: Process, before: int) -> None:
-    """Of a gateway, after `before` others."""
+    """Wait for a gateway's departure, after `before` earlier ones."""
     wait_until(lambda: len(_departures(decode)) > before, DEAD_S, lambda: "a decode worker still waits for its gateway")
 
 
 def _departures(decode: Process) -> list[int]:
-    """How many sessions ended with each gateway that left, as its log tells."""
+    """The number of sessions that ended with each departed gateway, from its log."""
     return [int(line["sessions_ended"]) for line in read_events(decode.read_log(), "gateway left")]
 
 
 def test_row_12_new_gateway_serves_at_once(small: ProcessFleet, truth: Truth) -> None:
-    """Killed while answers have all places that there are; the next one does not wait for their end."""
+    """The gateway is killed while all places are taken; its successor does not wait for those answers to end."""
     generated = small.count("decode", "generation_tokens_total")
     orphans = [ask(small, num_tokens=ORPHAN_TOKENS, seed=seed) for seed in (1, 2)]
     for orphan in orphans:
@@ -136,7 +138,7 @@ def test_row_12_new_gateway_serves_at_once(small: ProcessFleet, truth: Truth) ->
 
 
 def _keep_prefill_waiting(quad: ProcessFleet) -> tuple[list[Asking], Process]:
-    """Send long prompts until a worker has two that it has not begun. Returns all of them, and that worker."""
+    """Send long prompts until one worker has two not yet begun. Returns all of them, and that worker."""
     streams: list[Asking] = []
     waiting: list[Process] = []
 
@@ -155,7 +157,7 @@ def _keep_prefill_waiting(quad: ProcessFleet) -> tuple[list[Asking], Process]:
 def test_row_13_worker_told_to_stop_under_load_finishes_and_is_replaced(
     quad: ProcessFleet, truth: Truth, role: str
 ) -> None:
-    """No attempt fails for that, but those that the worker refuses from then on."""
+    """No attempt fails because of it, except those that the worker refuses from then on."""
     failed = len(failed_attempts(quad.gateway.read_log()))
     drains = {worker.name: len(read_events(worker.read_log(), "draining")) for worker in quad.workers()}
     with Load(quad) as load:
@@ -205,7 +207,7 @@ def test_row_13_gateway_told_to_stop_under_load_finishes_answers_and_refuses_req
 
 
 def test_row_26_rolling_restarts_under_load_lose_nothing(quad: ProcessFleet, truth: Truth) -> None:
-    """Each worker once, in any order; the hour is `make soak`."""
+    """Each worker once, in any order; `make soak` does it for an hour."""
     order = quad.workers()
     random.Random(time.monotonic_ns()).shuffle(order)
     with Load(quad) as load:

@@ -1,6 +1,6 @@
-"""Packets lost on every way between processes and to their client. Row 11 of the list of faults.
+"""Packets lost between all processes and to their client. Row 11 of the fault list.
 
-All of them run in a network of their own, where the kernel drops packets by chance; the host's network stays as it is.
+All processes run in a network namespace where the kernel drops random packets; the host's network is unchanged.
 """
 
 import re
@@ -49,7 +49,7 @@ def _require_network() -> None:
 
 
 def answer_in_lossy_network() -> None:
-    """Mixed streams at once, KV by gRPC, each answered right while packets are lost. Raises AssertionError."""
+    """Mixed concurrent streams, KV by gRPC, each answered right despite lost packets. Raises AssertionError."""
     truth = Truth(Oracle(TARGET_DIR))
     with run_fleet(flags={"decode": ["--transport=grpc"]}) as fleet:
         subprocess.run(["nft", "--file", "-"], input=RULES, text=True, check=True, timeout=30)

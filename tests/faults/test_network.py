@@ -1,4 +1,4 @@
-"""Ways between processes that are slow, cut, lossy or dead. Rows 2, 6 and 11 of the list of faults."""
+"""Connections between processes that are slow, cut, lossy or dead. Rows 2, 6 and 11 of the fault list."""
 
 import re
 
@@ -12,16 +12,16 @@ from tests.faults.conftest import Linked
 LEASE_S = 4.0
 SLACK_S = 20.0  # for a loaded machine
 LINKS = ["gateway-prefill", "gateway-decode", "prefill-decode", "decode-prefill"]
-# Chance of a piece to cost its connection: a stream of tokens is many pieces, the other ways carry few.
+# Chance that a chunk costs its connection: a token stream has many chunks, the other connections few.
 LOSS = {"gateway-prefill": 0.1, "gateway-decode": 0.02, "prefill-decode": 0.2, "decode-prefill": 0.1}
 MIN_LOST = 3  # connections
-MIN_ATTEMPTS = 3  # in a row, before a request is given up
-LOSSY_S = 120.0  # for so many to be lost: mostly the first three requests do
+MIN_ATTEMPTS = 3  # in a row, before a request fails
+LOSSY_S = 120.0  # for that many losses: mostly the first three requests are enough
 
 
 def test_row_01_client_that_leaves_during_a_transfer(linked: Linked, truth: Truth) -> None:
-    """Pages come over a way that takes seconds for them."""
-    truth.check_crowd(linked.fleet)  # so that the workers have shaken hands
+    """The pages' transfer takes seconds."""
+    truth.check_crowd(linked.fleet)  # makes the workers shake hands
     linked.links["decode-prefill"].set_delay(1.0)
     prefill, decode = linked.fleet["prefill-0"], linked.fleet["decode-0"]
     offered, cancelled = prefill.metric("offers_sent_total"), prefill.metric("cancelled_total")
@@ -36,8 +36,8 @@ def test_row_01_client_that_leaves_during_a_transfer(linked: Linked, truth: Trut
 
 
 def test_row_02_client_that_leaves_before_decode_knows_of_its_pages(linked: Linked, truth: Truth) -> None:
-    """Neither the offer nor the cancellation arrives: prefill frees its pages at the lease's end."""
-    truth.check_crowd(linked.fleet)  # so that the workers have shaken hands
+    """Neither the offer nor the cancellation arrives: prefill frees its pages when the lease ends."""
+    truth.check_crowd(linked.fleet)  # makes the workers shake hands
     prefill = linked.fleet["prefill-0"]
     offered = prefill.metric("offers_sent_total")
     linked.links["prefill-decode"].hold()
@@ -52,16 +52,16 @@ def test_row_02_client_that_leaves_before_decode_knows_of_its_pages(linked: Link
 
 
 def test_row_06_prefill_that_sleeps_through_its_lease_is_not_believed(linked: Linked, truth: Truth) -> None:
-    """Stopped with an offer on the way, which arrives when its session is long over."""
-    truth.check_crowd(linked.fleet)  # so that the workers have shaken hands
+    """It is stopped with an offer in flight, which arrives long after its session has ended."""
+    truth.check_crowd(linked.fleet)  # makes the workers shake hands
     prefill, decode = linked.fleet["prefill-0"], linked.fleet["decode-0"]
     offered, refused = prefill.metric("offers_sent_total"), _refused(decode)
     linked.links["prefill-decode"].hold()
     stream = ask(linked.fleet, num_prompt=3500, num_tokens=20)
     wait_until(lambda: prefill.metric("offers_sent_total") > offered)
     prefill.stop()
-    linked.links["gateway-prefill"].hold()  # it will not hear that nobody wants this any more
-    truth.check(stream)  # by another way than this worker
+    linked.links["gateway-prefill"].hold()  # it does not learn of the cancellation
+    truth.check(stream)  # by another route than this worker
     canaries = [ask(linked.fleet, num_prompt=300, num_tokens=200, seed=seed) for seed in (5, 6)]
     canaries[0].wait_for_tokens(1)
     linked.links["prefill-decode"].release()
@@ -74,7 +74,7 @@ def test_row_06_prefill_that_sleeps_through_its_lease_is_not_believed(linked: Li
 
 
 def _refused(decode: Process) -> float:
-    """Offers for a session that is over, or of an attempt that is."""
+    """Offers for a session or an attempt that is over."""
     return sum(decode.metric("offers_refused_total", {"reason": reason}) for reason in ("session", "attempt"))
 
 
@@ -88,18 +88,18 @@ def test_row_11_slow_ways_only_take_longer(linked: Linked, truth: Truth, link: s
 
 @pytest.mark.parametrize("link", LINKS)
 def test_row_11_lossy_ways_lose_no_tokens(linked: Linked, truth: Truth, link: str) -> None:
-    """Lost connections, which is what TCP makes of too much loss: every answer is right or ends with a clear error.
+    """TCP turns heavy loss into lost connections: every answer is right, or ends with a clear error.
 
-    An error comes only when several attempts were of no use.
+    An error comes only after several failed attempts.
     """
     proxy, gateway = linked.links[link], linked.fleet.gateway
-    truth.check_crowd(linked.fleet)  # so that the workers have shaken hands
+    truth.check_crowd(linked.fleet)  # makes the workers shake hands
     lost, failed = proxy.num_lost, len(failed_attempts(gateway.read_log()))
     proxy.set_loss(LOSS[link])
     streams = list[Asking]()
 
     def has_lost_enough() -> bool:
-        """Connections, and attempts with them."""
+        """Enough connections, and attempts with them."""
         asked = [ask(linked.fleet, num_prompt=600, num_tokens=60, seed=seed) for seed in (1, 2, 3)]
         for stream in asked:
             truth.check_clean(stream)
@@ -120,7 +120,7 @@ def test_row_11_lossy_ways_lose_no_tokens(linked: Linked, truth: Truth, link: st
 
 
 def _was_tried(stream: Asking) -> bool:
-    """It was answered, or ended after as many attempts or as long a time as are promised."""
+    """It was answered, or ended after the promised number of attempts or time."""
     found = re.search(r"gave up after (\d+) attempts", stream.detail)
     is_late = "no decode worker is alive" in stream.detail or "found no worker for" in stream.detail
     return stream.code is None or is_late or (found is not None and int(found[1]) >= MIN_ATTEMPTS)
@@ -129,9 +129,9 @@ def _was_tried(stream: Asking) -> bool:
 @pytest.mark.parametrize("link", LINKS)
 def test_row_11_partitions_are_noticed_and_end(linked: Linked, truth: Truth, link: str) -> None:
     decode = linked.fleet["decode-0"]
-    truth.check_crowd(linked.fleet)  # so that the workers have shaken hands
+    truth.check_crowd(linked.fleet)  # makes the workers shake hands
     if link != "gateway-decode":
-        linked.links["decode-prefill"].set_delay(0.5)  # so that prefill has the pages for a while
+        linked.links["decode-prefill"].set_delay(0.5)  # so that prefill holds the pages for a while
     stream = ask(linked.fleet, num_prompt=1500, num_tokens=250)
     if link == "gateway-decode":
         stream.wait_for_tokens(20)

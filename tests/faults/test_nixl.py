@@ -1,4 +1,4 @@
-"""Hand-off through NIXL while workers die and stop, over TCP: there the owner's process sends what is read."""
+"""Hand-off through NIXL while workers die and stop, over TCP, where the owner's process sends the data that is read."""
 
 import time
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def test_workers_that_die_or_stop_in_mid_read_cost_no_answer(
 ) -> None:
     """32 streams, between workers of one rank and of two.
 
-    UCX may abort an owner whose reader dies in mid-read; it then comes back as any worker that died.
+    UCX may abort an owner whose reader dies in mid-read; the owner then restarts like any dead worker.
     """
     before = fleet.count("decode", "kv_transfer_bytes_total", {"transport": "nixl:tcp"})
     with Load(fleet, num_clients=32) as load:

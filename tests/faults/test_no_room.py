@@ -1,4 +1,4 @@
-"""Workers without memory for what they are asked. Row 7 of the list of faults."""
+"""Workers with too little memory for their requests. Row 7 of the fault list."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from tests.faults.answers import Truth, ask
 pytestmark = pytest.mark.timeout(300)
 
 LITTLE_MIB = 4  # room for 576 tokens
-CONTEXT = 560  # a worker must have room for one context, or it does not start
+CONTEXT = 560  # a worker needs room for one context to start
 LITTLE = [f"--max-context-tokens={CONTEXT}"]
 
 
@@ -23,13 +23,13 @@ def little_prefill() -> Iterator[ProcessFleet]:
 
 @pytest.fixture(scope="module")
 def little_decode() -> Iterator[ProcessFleet]:
-    flags = {"decode": [*LITTLE, "--tp=1"]}  # with more ranks than KV heads of the draft model pages are larger
+    flags = {"decode": [*LITTLE, "--tp=1"]}  # with more ranks than KV heads in the draft model, pages are larger
     with run_fleet(flags=flags, kv_memory_mib={"decode": LITTLE_MIB}) as fleet:
         yield fleet
 
 
 def refuse(fleet: ProcessFleet, num_prompt: int, num_tokens: int) -> None:
-    """A request that can never fit is refused by name, and nothing is generated for it."""
+    """A request that can never fit is refused by a named error, and nothing is generated for it."""
     generated = fleet["decode-0"].metric("generation_tokens_total")
     stream = ask(fleet, num_prompt, num_tokens).finish()
     assert stream.code is grpc.StatusCode.INVALID_ARGUMENT, f"{stream.code}: {stream.detail}"
@@ -43,7 +43,7 @@ def num_second_attempts(fleet: ProcessFleet) -> int:
 
 
 def test_row_07_prefill_without_room_lets_prompts_wait(little_prefill: ProcessFleet, truth: Truth) -> None:
-    """One prompt fits; the others are refused, wait, and are answered whole: decode runs on no partial KV."""
+    """One prompt fits; the others are refused, wait, and are answered whole: decode never runs on partial KV."""
     before = num_second_attempts(little_prefill)
     streams = [ask(little_prefill, num_prompt=500, num_tokens=20, seed=seed) for seed in range(6)]
     for stream in streams:
@@ -58,7 +58,7 @@ def test_row_07_prompt_that_never_fits_prefill_is_refused(little_prefill: Proces
 
 
 def test_row_07_decode_without_room_lets_requests_wait(little_decode: ProcessFleet, truth: Truth) -> None:
-    """Two prompts fit, none of the answers beside another: requests wait or are preempted, and are answered whole."""
+    """Both prompts fit, but no two answers: requests wait or are preempted, and are answered whole."""
     streams = [ask(little_decode, num_prompt=250, num_tokens=200, seed=seed) for seed in range(6)]
     for stream in streams:
         truth.check(stream)

@@ -1,4 +1,4 @@
-"""Ten times more than there is room for, in requests and in KV. Row 14 of the list of faults.
+"""Ten times the requests and KV that fit. Row 14 of the fault list.
 
 Times are compared within one run, with generous factors: other programs may take the machine's cores at any time.
 """
@@ -21,35 +21,35 @@ from bench.soak import look_at
 from protos import inference_pb2, inference_pb2_grpc
 from tests.faults.answers import Truth, ask, prompt_of
 
-pytestmark = pytest.mark.timeout(900)  # a loaded machine takes minutes to start three processes
+pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 
 RUNNING, QUEUE = 2, 4
-CROWD_PAUSE_S = 0.01  # between two requests that are refused; an accepted one takes seconds
+CROWD_PAUSE_S = 0.01  # between refused requests; an accepted one takes seconds
 NUM_TOKENS = 400
 ROUNDS = 3
-SLOWER = 8.0  # tokens of accepted requests beside the crowd, against the same without it
-SLOWER_THAN_LIVE = 40.0  # a refusal, against GET /live
+SLOWER = 8.0  # accepted requests' token times beside the crowd, against without it
+SLOWER_THAN_LIVE = 40.0  # a refusal's time, against GET /live
 FLAT_BYTES = 48 << 20
-KV_STREAMS, KV_PROMPT, KV_TOKENS = 45, 2000, 400  # 108,000 tokens where 10,900 fit
+KV_STREAMS, KV_PROMPT, KV_TOKENS = 45, 2000, 400  # 108,000 tokens; 10,900 fit
 CALL_S = 300.0
 
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[ProcessFleet]:
-    """A pair with room for few requests."""
+    """A pair with room for only a few requests."""
     with run_fleet(flags={"gateway": [f"--max-queue={QUEUE}"], "decode": [f"--max-running={RUNNING}"]}) as fleet:
         yield fleet
 
 
 @dataclass
 class Crowd:
-    """Requests for which there is no room, one after the other and without end."""
+    """Requests that do not fit, sent one after the other without end."""
 
     fleet: ProcessFleet
-    refused_s: list[float] = field(default_factory=list)  # how long each refusal took
-    live_s: list[float] = field(default_factory=list)  # how long GET /live took beside it
+    refused_s: list[float] = field(default_factory=list)  # time of each refusal
+    live_s: list[float] = field(default_factory=list)  # time of GET /live beside it
     retry_after_s: set[int] = field(default_factory=set)
-    answers: Counter[int] = field(default_factory=Counter)  # HTTP status |-> how often
+    answers: Counter[int] = field(default_factory=Counter)  # HTTP status |-> count
 
     @contextmanager
     def press(self) -> Iterator[None]:
@@ -80,7 +80,7 @@ class Crowd:
 
 @dataclass
 class Timed:
-    """A stream whose pauses between tokens are written down, by a thread of its own."""
+    """A stream whose pauses between tokens its own thread records."""
 
     fleet: ProcessFleet
     seed: int
@@ -113,7 +113,7 @@ class Timed:
         assert self._has_begun.wait(CALL_S)
 
     def finish(self, truth: Truth) -> list[float]:
-        """Its pauses, after the right answer."""
+        """Its pauses, once the answer is checked."""
         self._thread.join(CALL_S)
         assert self.tokens == truth.oracle.answer(prompt_of(100, self.seed), NUM_TOKENS, guess=self.tokens)
         return self.pauses_s
@@ -124,7 +124,7 @@ def _p99(pauses: list[float]) -> float:
 
 
 def _run_full(fleet: ProcessFleet, truth: Truth, crowd: Crowd | None) -> list[float]:
-    """Pauses between the tokens of as many streams as may run, while the queue is full and the crowd comes, or not."""
+    """Pauses between the tokens of as many streams as may run, with a full queue; with or without the crowd."""
     streams = [Timed(fleet, seed) for seed in range(1, RUNNING + 1)]
     for stream in streams:
         stream.wait_begun()
@@ -133,7 +133,7 @@ def _run_full(fleet: ProcessFleet, truth: Truth, crowd: Crowd | None) -> list[fl
     waiting = [ask(fleet, 20, num_tokens=3000, seed=9) for _ in range(QUEUE)]
     with crowd.press():
         pauses = [pause for stream in streams for pause in stream.finish(truth)]
-        for one in waiting:  # with the crowd still there, which may wait behind them
+        for one in waiting:  # the crowd is still there and may queue behind them
             one.cancel()
             one.finish()
     fleet.wait_until_unused()
@@ -141,9 +141,9 @@ def _run_full(fleet: ProcessFleet, truth: Truth, crowd: Crowd | None) -> list[fl
 
 
 def test_row_14_ten_times_the_requests(narrow: ProcessFleet, truth: Truth) -> None:
-    """They are refused soon, and those that were taken do not feel them."""
+    """Excess requests are refused soon, and accepted ones do not slow down."""
     crowd = Crowd(narrow)
-    _run_full(narrow, truth, crowd)  # all is warm then
+    _run_full(narrow, truth, crowd)  # warms up
     crowd = Crowd(narrow)
     before = {name: look_at(process).private_bytes for name, process in narrow.processes.items()}
     alone: list[float] = []
@@ -184,11 +184,11 @@ def test_row_14_refusals_over_grpc_say_when_to_try_again(narrow: ProcessFleet, t
 
 
 def test_row_14_ten_times_the_kv(truth: Truth) -> None:
-    """Those that were taken share the pages until each has its whole answer; the rest is refused; memory stays."""
+    """Accepted requests share the pages until each answer is whole; others are refused; memory does not grow."""
     with run_fleet(flags={"gateway": ["--max-queue=4"], "prefill": ["--max-running=4"]}) as fleet:
         truth.check(ask(fleet, KV_PROMPT, KV_TOKENS))
         growth: list[dict[str, int]] = []
-        for _ in range(2):  # the first time all buffers reach their size
+        for _ in range(2):  # in the first round all buffers reach their size
             before = {name: look_at(process).private_bytes for name, process in fleet.processes.items()}
             streams = [ask(fleet, KV_PROMPT, KV_TOKENS, seed=1 + number % 2) for number in range(KV_STREAMS)]
             for stream in streams:

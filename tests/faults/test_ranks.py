@@ -1,4 +1,4 @@
-"""Ranks that die or stop: their worker is one incarnation, and leaves no process behind. Rows 3, 4, 10, 12 and 13."""
+"""Ranks that die or stop: their worker counts as one incarnation and leaves no process. Rows 3, 4, 10, 12 and 13."""
 
 import os
 import signal
@@ -11,19 +11,19 @@ from bench.fleet import WAIT_S, ProcessFleet, run_fleet, wait_until
 from tests.faults.answers import Truth, ask, find_busy, is_alive, mend
 from tests.faults.load import Load
 
-STALL_S = 5.0  # in one step, before the gateway leaves a worker: more than a loaded machine takes for one
+STALL_S = 5.0  # per step, before the gateway drops a worker: longer than a step takes on a loaded machine
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[ProcessFleet]:
-    """Two workers of two ranks each, of both roles."""
+    """One worker per role, two ranks each."""
     stall = [f"--stall-s={STALL_S:g}"]
     with run_fleet(2, 2, {"gateway": stall, "prefill": [*stall, "--tp=2"], "decode": ["--tp=2"]}) as running:
         yield running
 
 
 def is_there(pid: int) -> bool:
-    """Not yet ended, or not yet taken note of by who started it."""
+    """Not ended, or not yet reaped by its parent."""
     return Path(f"/proc/{pid}").exists()
 
 
@@ -58,7 +58,7 @@ def test_stopped_rank_is_noticed_by_the_age_of_its_step_and_comes_back(fleet: Pr
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_its_worker(fleet: ProcessFleet, truth: Truth, role: str, end: signal.Signals) -> None:
-    """Told to stop it drains first, although ranks hear a terminal's Ctrl-C too."""
+    """On a stop it drains first, although ranks receive a terminal's Ctrl-C too."""
     worker = fleet[f"{role}-0"]
     (rank,) = worker.find_ranks()
     with Load(fleet) as load:

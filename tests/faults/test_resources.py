@@ -1,6 +1,6 @@
-"""Machines that give little: files, disk, shared memory. Row 24 of the list of faults.
+"""Machines short of files, disk or shared memory. Row 24 of the fault list.
 
-All processes start through a wrapper that takes something away from them.
+All processes start through a wrapper that takes a resource away.
 """
 
 import os
@@ -21,16 +21,18 @@ from bench.fleet import HOST, ProcessFleet, run_fleet, wait_until
 from bench.plain_http import HTTP
 from tests.faults.answers import Truth, ask
 
-pytestmark = pytest.mark.timeout(900)  # a loaded machine takes minutes to start three processes
+pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 
 IS_ROOT = os.geteuid() == 0
-UNSHARE = "unshare -m" if IS_ROOT else "unshare -rm"  # of users other than root each process gets a user namespace, too
+UNSHARE = (
+    "unshare -m" if IS_ROOT else "unshare -rm"
+)  # each process of a user other than root gets a user namespace, too
 CAN_MOUNT = (
     shutil.which("unshare")
     and not subprocess.run([*UNSHARE.split(), "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode
 )
 needs_mounts = pytest.mark.skipif(not CAN_MOUNT, reason="this user may not mount, not even in a namespace of its own")
-HIDEABLE = ("/tmp", "/var/tmp")  # where temporary files go, unless a test takes it away
+HIDEABLE = ("/tmp", "/var/tmp")  # of temporary files, unless a test hides them
 NUM_IDLE = 200
 
 
@@ -38,7 +40,7 @@ NUM_IDLE = 200
 def _run_wrapped(
     folder: Path, setup: str, wrapper: Sequence[str] = (), flags: Mapping[str, Sequence[str]] | None = None
 ) -> Iterator[ProcessFleet]:
-    """A pair whose processes run the shell commands `setup`, and then themselves under `wrapper`."""
+    """A pair whose processes run the shell commands `setup`, then themselves under `wrapper`."""
     script = folder / "python"
     start = shlex.join([*wrapper, sys.executable])
     script.write_text(f'#!/bin/sh\nset -e\n{setup}\nexec {start} "$@"\n')
@@ -51,7 +53,7 @@ def _run_wrapped(
 
 @contextmanager
 def _run_mounted(folder: Path, mounts: str) -> Iterator[ProcessFleet]:
-    """The same, where each process sees `mounts` of its own, and looks for its caches in `folder`."""
+    """The same, where each process sees its own `mounts` and looks for its caches in `folder`."""
     inner = folder / "mounted"
     inner.write_text(f'#!/bin/sh\nset -e\n{mounts}\nexec {shlex.quote(sys.executable)} "$@"\n')
     inner.chmod(0o755)
@@ -69,13 +71,13 @@ def _run_mounted(folder: Path, mounts: str) -> Iterator[ProcessFleet]:
 
 
 def _warnings(fleet: ProcessFleet, event: str) -> dict[str, list[str]]:
-    """process |-> its log lines that say `event`."""
+    """process |-> its log lines with `event`."""
     logs = {process.name: process.read_log().splitlines() for process in fleet.processes.values()}
     return {name: [line for line in lines if f'"event": "{event}"' in line] for name, lines in logs.items()}
 
 
 def test_row_24_64_file_descriptors(tmp_path: Path, truth: Truth) -> None:
-    """Said once at start; connections beyond them wait or are closed, and when they are gone all is as before."""
+    """Logged once at start; excess connections wait or are closed, and afterwards all is as before."""
     with _run_wrapped(tmp_path, "", ["prlimit", "--nofile=64:64"]) as fleet:
         for name, lines in _warnings(fleet, "few open files allowed").items():
             assert len(lines) == 1 and '"limit": 64' in lines[0] and "ulimit -n" in lines[0], (name, lines)
@@ -103,15 +105,15 @@ def _takes_calls(fleet: ProcessFleet) -> bool:
 
 
 def _check_canary_soon(fleet: ProcessFleet, truth: Truth) -> None:
-    """Once the gateway has noticed that connections are possible again."""
+    """Once the gateway can accept connections again."""
     wait_until(lambda: ask(fleet, 20, num_tokens=2).finish().code is not grpc.StatusCode.UNAVAILABLE)
     truth.check_canary(fleet)
 
 
 def test_row_24_no_memory_for_a_shared_pool(tmp_path: Path, truth: Truth) -> None:
-    """Files may have 1 MiB, and the pool's memory file is one: it is then private, and read over gRPC.
+    """Files may have 1 MiB, and so may the pool's memory file: the pool is then private and read over gRPC.
 
-    Several ranks share a pool, and say that they cannot.
+    Several ranks need a shared pool, and report that there is none.
     """
     limit = ["prlimit", f"--fsize={1 << 20}"]
     refusal = r"2 ranks need shared memory files: .*File too large; allow memfd_create, or set --tp 1"
@@ -130,10 +132,10 @@ def test_row_24_no_memory_for_a_shared_pool(tmp_path: Path, truth: Truth) -> Non
 
 @needs_mounts
 def test_row_24_no_shared_memory_folder(tmp_path: Path, truth: Truth) -> None:
-    """Baton uses memory files, which need no /dev/shm."""
+    """Baton uses memory files, which do not need /dev/shm."""
     with _run_mounted(tmp_path, "mount -t tmpfs -o ro,size=4k tmpfs /dev/shm") as fleet:
         truth.check_canary(fleet)
-        if IS_ROOT:  # else the workers may not look into each other
+        if IS_ROOT:  # otherwise the workers may not read each other's memory
             assert fleet["decode-0"].metric("kv_transfer_bytes_total", {"transport": "shm"}) > 0
 
 
@@ -146,10 +148,10 @@ def test_row_24_no_shared_memory_folder(tmp_path: Path, truth: Truth) -> None:
     ("options", "complaint"), [("size=16k", "No space left"), ("ro,size=4k", "No usable temporary directory")]
 )
 def test_row_24_nowhere_to_build_the_kernel(tmp_path: Path, truth: Truth, options: str, complaint: str) -> None:
-    """Disk full, or all folders read-only: the slow kernel serves, and one line says why and what to change."""
+    """Disk full, or all folders read-only: the slow kernel serves, and one log line gives the reason and the remedy."""
     folders = " ".join([*(str(tmp_path / name) for name in ("cache", "tmp")), *HIDEABLE])
     everywhere = f"for it in {folders}; do mount -t tmpfs -o {options} tmpfs $it; done"
-    hidden = f"{everywhere}\ncd {HIDEABLE[0]}"  # the last resort for temporary files is where one is
+    hidden = f"{everywhere}\ncd {HIDEABLE[0]}"  # the last resort for temporary files is the current folder
     with _run_mounted(tmp_path, hidden) as fleet:
         said = _warnings(fleet, "slow attention")
         for name in ("prefill-0", "decode-0"):
@@ -159,7 +161,7 @@ def test_row_24_nowhere_to_build_the_kernel(tmp_path: Path, truth: Truth, option
 
 @needs_mounts
 def test_row_24_read_only_cache(tmp_path: Path, truth: Truth) -> None:
-    """Another folder is taken."""
+    """Another folder is used."""
     with _run_mounted(tmp_path, f"mount -t tmpfs -o ro,size=4k tmpfs {tmp_path / 'cache'}") as fleet:
         assert not any(_warnings(fleet, "slow attention").values())
         assert list((tmp_path / "tmp").rglob("cpu_paged-*.so"))

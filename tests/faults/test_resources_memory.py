@@ -1,6 +1,6 @@
-"""Steps that run out of memory, for real: the kernel gives the worker no more. Row 25 of the list of faults.
+"""Steps that really run out of memory: the kernel refuses the worker more. Row 25 of the fault list.
 
-A step of one token allocates next to nothing, so that one is tested with a runner that raises
+A step of one token allocates almost nothing, so that case is tested with a runner that raises
 (tests/prefill_worker/test_offers.py).
 """
 
@@ -14,9 +14,9 @@ import pytest
 from bench.fleet import Process, ProcessFleet, run_fleet
 from tests.faults.answers import Truth, ask
 
-pytestmark = pytest.mark.timeout(900)  # a loaded machine takes minutes to start three processes
+pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 
-HEADROOM_MIB = 24  # for short prompts, and for new threads of gRPC, whose stacks count as 8 MiB each
+HEADROOM_MIB = 24  # for short prompts and gRPC's new threads, whose stacks count 8 MiB each
 # The long prompt needs more: 10 MiB for each of the MLP's tensors [3500, 768], 3.4 MiB for each [3500, 256].
 LONG = 3500
 WHOLE_PROMPT_FLAGS = {"prefill": ["--chunk-tokens=4096"], "decode": ["--local-prefill-chunk-tokens=4096", "--tp=1"]}
@@ -26,7 +26,7 @@ DECODE_ADVICE = "out of memory in an engine step: lower --local-prefill-chunk-to
 
 @pytest.fixture
 def pair() -> Iterator[ProcessFleet]:
-    """A pair that computes a prompt in one step, and has not done so: malloc keeps what it once got."""
+    """A pair that would compute a prompt in one step, but has not done so yet: malloc keeps memory it once got."""
     with run_fleet(flags=WHOLE_PROMPT_FLAGS) as fleet:
         yield fleet
 
@@ -55,18 +55,18 @@ def test_row_25_request_for_which_nobody_has_memory_is_told_what_to_change(pair:
 
 
 def _check_recovery(fleet: ProcessFleet, truth: Truth) -> None:
-    """What fits is served at once, and the long prompt as soon as there is memory."""
+    """Short prompts are served at once, the long one as soon as there is memory."""
     truth.check_canary(fleet)
     for worker in fleet.workers():
         resource.prlimit(worker.pid, resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    fleet.wait_until_unused()  # not before: each question for metrics takes a thread
+    fleet.wait_until_unused()  # not earlier: each metrics request takes a thread
     again = ask(fleet, LONG, num_tokens=20)
     truth.check(again)
     assert all(worker.num_starts == 1 and worker.is_running for worker in fleet.workers())
 
 
 def _starve(worker: Process) -> None:
-    """From now on the worker gets HEADROOM_MIB more, and then its allocations fail."""
+    """Limit the worker to HEADROOM_MIB more; further allocations fail."""
     lines = Path(f"/proc/{worker.pid}/status").read_text().splitlines()
     taken_kib = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
     limit = (taken_kib << 10) + (HEADROOM_MIB << 20)

@@ -1,4 +1,4 @@
-"""Clients that take, send or say nothing, or only a byte now and then. Row 15 of the list of faults."""
+"""Clients that read or send nothing, or a byte now and then. Row 15 of the fault list."""
 
 import json
 import socket
@@ -18,12 +18,12 @@ from tests.faults.load import Load
 
 pytestmark = pytest.mark.timeout(600)
 
-CLIENT_S = 3.0  # a client's time; the default is 60 s
+CLIENT_S = 3.0  # --client-timeout-s; the default is 60 s
 SLACK_S = 120.0  # for a loaded machine
 NUM_IDLE = 3000
-GROWTH_BYTES = NUM_IDLE * (16 << 10)  # most memory that idle connections may take
+GROWTH_BYTES = NUM_IDLE * (16 << 10)  # maximum memory of idle connections
 SLACK_FILES = 16
-LONG = 3900  # tokens of an answer that is still generated when its client is given up
+LONG = 3900  # of an answer still being generated when its client is dropped
 REQUEST = "\r\n".join(("POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json", ""))
 
 
@@ -34,7 +34,7 @@ def fleet() -> Iterator[ProcessFleet]:
 
 
 def connect(fleet: ProcessFleet, receive_bytes: int = 0) -> socket.socket:
-    """`receive_bytes`: how much the kernel may hold for a client that does not read."""
+    """`receive_bytes`: how much the kernel buffers for a client that does not read."""
     client = socket.socket()
     if receive_bytes:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
@@ -44,9 +44,9 @@ def connect(fleet: ProcessFleet, receive_bytes: int = 0) -> socket.socket:
 
 
 def ask_for_a_stream(fleet: ProcessFleet) -> socket.socket:
-    """A long answer has begun to come."""
+    """Start a long answer and wait for its beginning."""
     model = HTTP.get(f"{fleet.url}/v1/models", timeout=30).json()["data"][0]["id"]
-    many_bytes = {"logprobs": 20}  # so that a part of the answer fills the buffers on the way, 4 MiB and more
+    many_bytes = {"logprobs": 20}  # so that part of the answer fills the buffers on the way, at least 4 MiB
     fields = {"model": model, "prompt": [7, 8, 9], "max_tokens": LONG, "stream": True, "ignore_eos": True}
     body = json.dumps(fields | many_bytes)
     client = connect(fleet, receive_bytes=4096)
@@ -56,12 +56,12 @@ def ask_for_a_stream(fleet: ProcessFleet) -> socket.socket:
 
 
 def is_cut(client: socket.socket) -> bool:
-    """The other end is closed, once what it had sent is read."""
+    """Whether the other end is closed, once all it sent is read."""
     client.settimeout(SLACK_S)
     with suppress(ConnectionError):
         while client.recv(1 << 16):
             pass
-    return True  # a client that is not cut runs into the socket's timeout
+    return True  # a connection that is not cut runs into the socket's timeout
 
 
 def num_files(fleet: ProcessFleet) -> int:
@@ -69,7 +69,7 @@ def num_files(fleet: ProcessFleet) -> int:
 
 
 def wait_until_closed(fleet: ProcessFleet, num_before: int) -> None:
-    """The gateway has no more open files than it had."""
+    """The gateway has no more open files than it had before."""
     wait_until(lambda: num_files(fleet) <= num_before + SLACK_FILES, SLACK_S, lambda: num_files(fleet))
 
 
@@ -77,7 +77,7 @@ def wait_until_closed(fleet: ProcessFleet, num_before: int) -> None:
 def test_row_15_stream_that_is_not_read_is_cancelled_in_time(
     fleet: ProcessFleet, truth: Truth, bytes_per_s: int
 ) -> None:
-    """Its pages are freed and its connection is cut, while others get their answers."""
+    """Its pages are freed and its connection is cut; other requests are answered."""
     decode, before = fleet["decode-0"], fleet["decode-0"].metric("cancelled_total")
     given_up = fleet.gateway.metric("cancelled_total", {"phase": "decode"})
     clients = num_files(fleet)
@@ -108,7 +108,7 @@ def read_slowly(clients: list[socket.socket], bytes_per_s: int, is_over: threadi
 
 
 def test_row_15_connection_of_a_stalled_client_is_cut_even_if_it_never_reads(fleet: ProcessFleet) -> None:
-    """Closing it would wait for the client to take what is left, which may be for ever."""
+    """Closing would wait, perhaps for ever, for the client to read the rest."""
     before = num_files(fleet)
     with ask_for_a_stream(fleet) as stalled:
         port = stalled.getsockname()[1]
@@ -118,7 +118,7 @@ def test_row_15_connection_of_a_stalled_client_is_cut_even_if_it_never_reads(fle
 
 
 def is_open(port: int) -> bool:
-    """Whether the kernel knows a live connection from the gateway's port to this one of ours."""
+    """Whether the kernel has a live connection from the gateway's port to this one of ours."""
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         _, _local, remote, state, *_ = line.split()
         if int(remote.rpartition(":")[2], 16) == port and state == "01":  # ESTABLISHED
@@ -151,7 +151,7 @@ def send_slowly(clients: list[socket.socket], is_over: threading.Event) -> None:
 
 
 def test_row_15_thousands_of_idle_sockets(fleet: ProcessFleet, truth: Truth) -> None:
-    """They cost little memory, disturb nobody, and are closed in time."""
+    """They cost little memory, disturb no other client, and are closed in time."""
     files, memory = num_files(fleet), look_at(fleet.gateway).private_bytes
     with ExitStack() as stack:
         begun = time.monotonic()

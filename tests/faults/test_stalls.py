@@ -1,4 +1,4 @@
-"""Clients that leave, workers that stop, and readers that are rude. Rows 1, 10, 15 and 22 of the list of faults."""
+"""Clients that leave, workers that stop, and slow readers. Rows 1, 10, 15 and 22 of the fault list."""
 
 import os
 import re
@@ -13,7 +13,7 @@ NUM_IDLE = 1000
 
 
 def test_row_01_pages_of_a_client_that_leaves_its_answer_are_free_at_once(quad: ProcessFleet) -> None:
-    """Prompts under way: test_held.py."""
+    """For running prompts see test_held.py."""
     generated = quad.count("decode", "generation_tokens_total")
     cancelled = quad.count("decode", "cancelled_total", {"phase": "active"})
     stream = ask(quad, num_tokens=3500)
@@ -63,7 +63,7 @@ def test_row_10_ready_names_who_stopped(quad: ProcessFleet, truth: Truth) -> Non
 
 
 def test_row_15_rude_clients_do_not_disturb_others(quad: ProcessFleet, truth: Truth) -> None:
-    """A stream that nobody reads, a request that never ends, and a thousand sockets that say nothing."""
+    """A stream that is not read, a request that never ends, and a thousand silent sockets."""
     body = b'{"prompt": [7, 8, 9], "max_tokens": 3900, "stream": true, "ignore_eos": true, "model": "%s"}'
     model = HTTP.get(f"{quad.url}/v1/models", timeout=WAIT_S).json()["data"][0]["id"].encode()
     with ExitStack() as stack:
@@ -102,6 +102,6 @@ def test_row_22_random_bytes_at_every_port(quad: ProcessFleet, truth: Truth) -> 
                     except TimeoutError:
                         raise AssertionError(f"{process.name} keeps port {port} open after {start!r}") from None
                     except OSError:
-                        continue  # closed in our face, which is as good
+                        continue  # closed while we connect, which is as good
     assert all(process.is_running for process in quad.processes.values())
     truth.check_crowd(quad)

@@ -1,4 +1,4 @@
-"""A decode worker that is killed while answers have every shape: they go on as if nothing had happened. Row 3."""
+"""A decode worker is killed while answers of every shape run: they continue as if nothing had happened. Row 3."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -32,7 +32,7 @@ Undisturbed = dict[str, list[Told]]
 
 @pytest.fixture(scope="module")
 def undisturbed(running_quad: ProcessFleet) -> Undisturbed:
-    """What each shape answers when nothing happens."""
+    """The undisturbed answer of each shape."""
     told = _nothing_told()
     with grpc.insecure_channel(running_quad.grpc_address) as channel, ThreadPoolExecutor(len(SHAPES)) as threads:
         _listen_all(threads, told, _start_all(Surface(channel)))
@@ -48,7 +48,7 @@ def _nothing_told() -> Undisturbed:
 def test_row_03_answers_of_every_shape_go_on_elsewhere(
     quad: ProcessFleet, undisturbed: Undisturbed, after: int
 ) -> None:
-    """All begin on one worker, because the other one sleeps; that one takes them over when it wakes up."""
+    """All begin on one worker while the other is stopped; the other takes them over when it resumes."""
     victim, heir = quad["decode-0"], quad["decode-1"]
     heir.stop()
     wait_until(lambda: not is_alive(quad, heir))
@@ -59,7 +59,7 @@ def test_row_03_answers_of_every_shape_go_on_elsewhere(
             while min(len(choice.tokens) for choice in told[name]) < after:
                 take(told[name], next(call))
         victim.kill()
-        heir.resume()  # before the gateway's patience with a fleet that cannot serve is over
+        heir.resume()  # before the gateway gives up on a fleet that cannot serve
         _listen_all(threads, told, calls)
     for name, choices in told.items():
         for choice, expected in zip(choices, undisturbed[name], strict=True):
