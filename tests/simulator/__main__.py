@@ -13,7 +13,7 @@ from tests.simulator.schedule import Outcome, run_schedule
 
 def main() -> int:
     options = _parse()
-    gc.freeze()  # what was imported is not looked through again and again
+    gc.freeze()  # the collector skips what was imported
     first, last = (options.seed, options.seed + 1) if options.seed is not None else map(int, options.seeds.split(":"))
     started = time.perf_counter()
     ends: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Virtual time and silence for the real modules that look at clocks and write logs."""
+"""Virtual time and a silent log for the real modules that read clocks and write logs."""
 
 import time
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ _LOGS: tuple[Any, ...] = (steps, speculator)
 
 
 class _Clock:
-    """As the module `time`."""
+    """Replaces the module `time`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -27,7 +27,7 @@ class _Clock:
 
 
 class _Log:
-    """Says nothing of steps that fail on purpose."""
+    """Drops reports of steps that fail on purpose; any other report is a violation."""
 
     def error(self, event: str, reason: str, **_: Any) -> None:
         if event != "step not computed":
@@ -39,7 +39,7 @@ _LOG = _Log()
 
 @contextmanager
 def virtual(world: World) -> Iterator[None]:
-    """Within it the modules live in `world`'s time."""
+    """Within it these modules use `world`'s time."""
     clock, logs = _Clock(world), [module.log for module in _LOGS]
     for module in _MODULES:
         module.time = clock

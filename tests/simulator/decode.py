@@ -24,7 +24,7 @@ MAX_DRAFT_TOKENS = 3
 
 
 class Stream:
-    """One Steps stream: messages arrive in order until it breaks; each end learns of that in its own time."""
+    """One Steps stream: messages arrive in order until it breaks; each end notices that in its own time."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class SimDecodeLoop(SteppedLoop, DecodeLoop):
 
 
 class SimDecode(SimWorker):
-    """Verbs are those of decode.proto."""
+    """Its verbs are those of decode.proto."""
 
     _peers: dict[str, tuple[str, Memory]]  # address |-> incarnation and its pool
 
@@ -160,7 +160,7 @@ class SimDecode(SimWorker):
             answer(None)
 
     def offer(self, offer: Offer, answer: Answer) -> None:
-        """Each rank reads the pages, one after the other; the answer is the acknowledgement."""
+        """Each rank reads the pages, one after the other; then the answer acknowledges the offer."""
         ticket = offer.ticket
         try:
             self._check_ticket(ticket)
@@ -187,9 +187,9 @@ class SimDecode(SimWorker):
         self, rank: int, offer: Offer, memory: Memory, targets: Sequence[int], done: int,
         results: list[BaseException | None], answer: Answer,
     ) -> None:  # fmt: skip
-        """`results`: of the ranks that are done. When all are, the read is over."""
+        """`results`: of the ranks that are done. The read ends once all are."""
         if rank in self.memory.dead:
-            return  # the worker is about to die with it
+            return  # the worker is about to die, too
         try:
             if done < len(targets):
                 self.memory.read_page(rank, targets[done], memory, offer.pages[done])

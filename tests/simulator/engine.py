@@ -1,6 +1,6 @@
-"""A virtual device: rows, and runners that compute what was launched no sooner than it is collected, in order.
+"""A virtual device: rows, and runners that compute a launched step only when it is collected, in order.
 
-So a launched step reads and writes as late as it may: whatever it needs must stay until then.
+A launched step thus reads and writes as late as possible: whatever it needs must stay until then.
 """
 
 from collections import deque
@@ -16,11 +16,11 @@ from tests.simulator.world import World
 from wire.sampling import SamplingParams
 
 WIDTH = 64  # positions in a row; no sequence is longer
-RIGHT_GUESSES = 0.7  # share
+RIGHT_GUESSES = 0.7  # share of right guesses
 
 
 class VirtualRows:
-    """As engine.rows.Rows. A sequence's seed stands for its cache salt, from which its first position's KV follows."""
+    """Like engine.rows.Rows. A sequence's seed stands for its cache salt, which determines its first position's KV."""
 
     vocab_size = 1 << 24
 
@@ -28,7 +28,7 @@ class VirtualRows:
         self.tokens = [[-1] * WIDTH for _ in range(num_rows)]  # on the device
         self.seeds = [0] * num_rows
         self._pages = [[0] * (WIDTH // PAGE_TOKENS) for _ in range(num_rows)]  # on the host
-        self._work: deque[Callable[[], None]] = deque()  # of the device
+        self._work: deque[Callable[[], None]] = deque()  # queued on the device
 
     def open(self, row: int, token_ids: NDArray[np.int32], sampling: SamplingParams, answer_begin: int) -> None:
         self.seeds[row] = sampling.seed
@@ -49,20 +49,20 @@ class VirtualRows:
         self._pages[row][first : first + len(pages)] = pages
 
     def pages_of(self, row: int, num_tokens: int) -> list[int]:
-        """As a launch copies them to the device."""
+        """As copied to the device by a launch."""
         return self._pages[row][: -(-num_tokens // PAGE_TOKENS)]
 
     def enqueue(self, work: Callable[[], None]) -> None:
         self._work.append(work)
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
-        """The device gets on."""
+        """Run the queued work until then."""
         while not is_done():
             self._work.popleft()()
 
 
 class VirtualLaunched:
-    """As engine.runner.Launched."""
+    """Like engine.runner.Launched."""
 
     def __init__(self, rows: VirtualRows, error: str) -> None:
         self.tokens: list[int] | None = None
@@ -78,14 +78,14 @@ class VirtualLaunched:
 
 
 class VirtualRunner:
-    """As engine.runner.Runner: computes the KV of requests, and the tokens that they want."""
+    """Like engine.runner.Runner: computes the KV of requests and the tokens they need."""
 
     def __init__(self, world: World, rows: VirtualRows, ranks: Sequence[Cells]) -> None:
         self._world = world
         self._rows = rows
         self._ranks = ranks
         self.vocab_size = rows.vocab_size
-        self._poisoned = -1  # a row that no launch can compute
+        self._poisoned = -1  # a row on which every launch fails
 
     def launch(self, requests: Sequence[RowRequest]) -> VirtualLaunched:
         launched = VirtualLaunched(self._rows, self._fail(requests))
@@ -95,7 +95,7 @@ class VirtualRunner:
         return launched
 
     def _fail(self, requests: Sequence[RowRequest]) -> str:
-        """Sometimes one of the requests cannot be computed, sometimes the device fails later: what it says then."""
+        """Sometimes a request cannot be computed (raises), sometimes the device fails later (returns its error)."""
         share, rng = self._world.faults.loss / 4, self._world.rng
         error = ""
         if share and self._poisoned < 0 and rng.random() < share:
@@ -110,7 +110,7 @@ class VirtualRunner:
         return error
 
     def _run(self, parts: Iterable[tuple[RowRequest, list[int]]], launched: VirtualLaunched) -> None:
-        """What the device does."""
+        """The device's part."""
         chosen: list[int] = []
         for part, pages in parts:
             begin, end, tokens = part.begin, part.begin + part.count, self._rows.tokens[part.row]
@@ -133,7 +133,7 @@ class VirtualRunner:
 
 
 class VirtualDraftRunner(VirtualRunner):
-    """The draft model: its guesses are often right. It looks at the model's KV for that, and writes its own."""
+    """The draft model: its guesses are often right. It reads the model's KV to guess, and writes its own."""
 
     def __init__(self, world: World, rows: VirtualRows, memory: Memory) -> None:
         super().__init__(world, rows, memory.draft)

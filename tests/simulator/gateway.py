@@ -1,6 +1,6 @@
-"""A gateway: the real queue, routing, request machine, attempts and worker states, between virtual calls and clients.
+"""A gateway: the real queue, routing, request machine, attempts and worker states, with virtual calls and clients.
 
-It has the calls made that these decide on, as admission.py, attempt.py and the links do, and nothing more.
+It makes the calls they decide on, as admission.py, attempt.py and the links do, and nothing more.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from tests.simulator.prefill import SimPrefill
 from tests.simulator.values import Client, Work
 from tests.simulator.world import Action, Failure, Process, ViolationError, World
 
-HEARTBEAT_S = 3.0  # polls are a third of it apart, but at most POLL_S
+HEARTBEAT_S = 3.0  # polls are a third of it apart, at most POLL_S
 STALL_S = 60.0
 PATIENCE_S = 4.0
 TIMEOUT_S = 12.0
 
 
 class SimGateway(Process):
-    """One gateway and all it holds."""
+    """One gateway and everything it owns."""
 
     def __init__(
         self, world: World, name: str, prefills: Sequence[SimPrefill], decodes: Sequence[SimDecode],
@@ -37,7 +37,7 @@ class SimGateway(Process):
         self._prefills = {worker.name: worker for worker in prefills}
         self._decodes = {worker.name: worker for worker in decodes}
         self._routing = (local_prefill_max_tokens, uses_cache)
-        self.num_open = 0  # requests announced but not ended: while there are none, no worker is polled
+        self.num_open = 0  # requests announced and not ended; while it is 0, no worker is polled
         super().__init__(world, name)
 
     def boot(self) -> None:
@@ -47,9 +47,9 @@ class SimGateway(Process):
         self.queue = Queue(self.states, Router(*self._routing), 1, PATIENCE_S)
         self.queue.on_change = self._pump
         self.works: list[Work] = []
-        self._is_changed = True  # and not checked yet
-        self._arriving: list[Client] = []  # connected, not read yet
-        self._polled: set[WorkerState] = set()  # asked now
+        self._is_changed = True  # changed since the last check
+        self._arriving: list[Client] = []  # connected, not yet read
+        self._polled: set[WorkerState] = set()  # polls in flight
         self._names = 0
         for state in self.states:
             state.on_change = self._pump
@@ -110,7 +110,7 @@ class SimGateway(Process):
             self.later(max(moment - self.world.now, 0.0), poll)
 
     def _open_stream(self, state: DecodeState) -> None:
-        """As DecodeLink keeps one open."""
+        """As DecodeLink does."""
         if not self.num_open:
             return
         worker, name = self._decodes[state.address], f"{self.incarnation}.{self._new_name()}"
@@ -142,7 +142,7 @@ class SimGateway(Process):
     # -- requests ------------------------------------------------------------------------------------------------
 
     def connect(self, client: Client, submit: Action) -> None:
-        """A client asks; a paused gateway notices later, a dead one never."""
+        """A client connects; a paused gateway notices later, a dead one never."""
         if self.is_up:
             self._arriving.append(client)
             self.later(0.0, submit)
@@ -161,7 +161,7 @@ class SimGateway(Process):
         self._enqueue(work)
 
     def leave(self, client: Client) -> None:
-        """The client goes away."""
+        """The client disconnects."""
         for work in [work for work in self.works if work.client is client]:
             self._let_go(work)
             self._end(work, "left")
@@ -171,7 +171,7 @@ class SimGateway(Process):
         self._pump()
 
     def _pump(self) -> None:
-        """As Admission.pump: requests notice a decision a moment later. Called whenever places change."""
+        """Like Admission.pump: requests notice a decision a moment later. Called whenever places change."""
         self._is_changed = True
         for waiter in self.queue.decide(self.world.now):
             self.later(0.0, lambda waiter=waiter: self._begin(waiter))  # type: ignore[misc]
@@ -203,7 +203,7 @@ class SimGateway(Process):
             self.later(0.1, lambda: self._time_out(work))
 
     def _read_inbox(self, work: Work) -> None:
-        """As Attempt.next reads it."""
+        """Like Attempt.next."""
         while work.attempt is not None and work.request.phase is Phase.RUNNING:
             event = work.attempt.next_event(self.world.now)
             if event is None:
@@ -211,7 +211,7 @@ class SimGateway(Process):
             self._step(work, update_of(event) if isinstance(event, decode_pb2.SessionDelta) else event)
 
     def _step(self, work: Work, event: Event) -> None:
-        """The attempt's decision on `event`, done."""
+        """Apply the attempt's decision on `event`."""
         attempt, request = work.attempt, work.request
         assert attempt is not None
         self.world.note("request", work.client.name, request.attempt, request.phase.value, event)
@@ -225,7 +225,7 @@ class SimGateway(Process):
             self._go_on(work)
 
     def _go_on(self, work: Work) -> None:
-        """After an attempt: again, or over."""
+        """After an attempt: retry, or end."""
         failure = work.request.failure
         if work.request.phase is Phase.WAITING:
             self._enqueue(work)
@@ -243,7 +243,7 @@ class SimGateway(Process):
         worker = self._decodes[state.address]
 
         def answered(answer: Any) -> None:
-            if work.attempt is not attempt:  # left meanwhile
+            if work.attempt is not attempt:  # it has ended meanwhile
                 return
             if isinstance(answer, Failure):
                 if answer.why != "deadline":
@@ -274,7 +274,7 @@ class SimGateway(Process):
         return max(work.request.deadline - self.world.now, 0.001)
 
     def _let_go(self, work: Work) -> None:
-        """As the end of an attempt, or of waiting: nothing of it is left here, and soon nothing on the workers."""
+        """As at the end of an attempt or a wait: removes its state here, and soon on the workers."""
         attempt, work.attempt = work.attempt, None
         waiter, work.waiter = work.waiter, None
         if attempt is None and waiter is not None:

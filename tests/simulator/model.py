@@ -1,8 +1,8 @@
-"""Pages whose contents follow from all tokens before, and a model whose next token follows from all the KV it finds.
+"""Pages with contents that depend on all earlier tokens, and a model whose next token depends on all the KV it reads.
 
-The content of a position is a number that follows from the one before it and from the token, as KV does; the first
-follows from the cache salt. So content that belongs to other tokens, to another salt or to another place, and content
-that is missing, shows at once: at each position exactly one number is right.
+Like KV, a position's content is a number computed from the previous one and the token; the first depends on the cache
+salt. Each position has exactly one right number, so content that is missing or belongs to other tokens, another salt
+or another place is detected at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,23 +12,23 @@ from zlib import crc32
 from protos import kv_pb2
 
 PAGE_TOKENS = 2
-Cells = list[list[int]]  # page |-> content of each of its positions
+Cells = list[list[int]]  # page |-> content of each position
 
 
 class Memory:
     """The pools of one incarnation's ranks. Peers that mapped them can read them after their owner's death.
 
-    Each rank has its part of every page: here all of it, so that each part alone shows what is wrong with it.
+    A real rank has a part of every page; here it has the whole page, so that each part alone reveals errors.
     """
 
     def __init__(self, num_pages: int, num_ranks: int = 1) -> None:
         self.main = [_empty(num_pages) for _ in range(num_ranks)]
         self.draft = [_empty(num_pages) for _ in range(num_ranks)]  # the draft model's part of the same pages
         self.generations = [0] * num_pages
-        self.dead: set[int] = set()  # ranks; the whole worker dies a little later
+        self.dead: set[int] = set()  # ranks; the rest of the worker dies a little later
 
     def read_page(self, rank: int, page: int, peer: "Memory", peer_page: int) -> None:
-        """Into one rank's part. RuntimeError: the peer's rank that has it is dead."""
+        """Copy into one rank's part. RuntimeError: the peer's rank that has it is dead."""
         there = rank % len(peer.main)
         if there in peer.dead:
             raise RuntimeError(f"rank {there} is gone")
@@ -49,12 +49,12 @@ def read(cells: Cells, pages: Iterable[int], num_tokens: int) -> list[int]:
 
 
 def find_seed(cache_salt: str) -> int:
-    """What the first position's content follows from."""
+    """The value that the first position's content depends on."""
     return crc32(cache_salt.encode())
 
 
 def extend(contents: list[int], seed: int, token_ids: Iterable[int]) -> None:
-    """Add the contents of the positions of the next tokens."""
+    """Append the contents of the next tokens' positions."""
     last = contents[-1] if contents else seed
     for token in token_ids:
         last = hash((last, token))
@@ -66,7 +66,7 @@ def choose_token(contents: Sequence[int]) -> int:
 
 
 def answer(prompt_ids: Sequence[int], max_tokens: int, cache_salt: str) -> list[int]:
-    """What an undisturbed service answers."""
+    """The answer of an undisturbed service."""
     contents: list[int] = []
     seed, tokens = find_seed(cache_salt), list(prompt_ids)
     extend(contents, seed, tokens)
@@ -78,7 +78,7 @@ def answer(prompt_ids: Sequence[int], max_tokens: int, cache_salt: str) -> list[
 
 @dataclass(slots=True)
 class Truth:
-    """What the KV of one sequence is."""
+    """The right KV of one sequence."""
 
     seed: int
     num_tokens: int = 0
@@ -86,7 +86,7 @@ class Truth:
     draft: list[int] = field(default_factory=list)
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """The sequence has these tokens by now."""
+        """Update: the sequence has these tokens now."""
         if len(tokens) > self.num_tokens:
             new = tokens[self.num_tokens :]
             extend(self.main, self.seed, new)
@@ -96,11 +96,11 @@ class Truth:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """As kv.proto's."""
+    """Like kv.proto's."""
 
     ticket: kv_pb2.Ticket
     incarnation: str  # of the prefill worker
-    owner: tuple[str, int]  # request and attempt that it is made for
+    owner: tuple[str, int]  # request and attempt it is made for
     positions: range
     pages: list[int]
     generations: list[int]

@@ -1,6 +1,6 @@
 """Rules broken on purpose, each in one place: the simulator must notice.
 
-Each entry of MUTATIONS is a context within which one rule does not hold.
+Each entry of MUTATIONS is a context manager that disables one rule.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ ANY_GENERATION = -1
 
 
 def _patched(*changes: tuple[Any, str, Any]) -> Mutation:
-    """`changes`: owner, name of what it has, and what it gets in its place."""
+    """`changes`: owner, attribute, replacement."""
 
     @contextmanager
     def mutate() -> Iterator[None]:
@@ -129,7 +129,7 @@ def _root_without_salt(model: str, cache_salt: str) -> PageKey:
 
 
 def _key_without_parent(parent: PageKey, packed_tokens: bytes) -> PageKey:
-    """Only what the root told of model and salt remains."""
+    """The key keeps only the root's model and salt."""
     return parent[:8] + blake2b(packed_tokens, digest_size=8).digest()
 
 

@@ -30,10 +30,10 @@ class HandOver:
     ticket: kv_pb2.Ticket
     answer: Answer
     offered: int
-    pages: list[int]  # what the sequence had at first
+    pages: list[int]  # the sequence's pages at the start
     is_offering: bool = False
     error: str = ""
-    heard_at: float = 0.0  # when the decode worker last heard of it
+    heard_at: float = 0.0  # when the decode worker last received a message about it
 
 
 class SimPrefillLoop(SteppedLoop, PrefillLoop):
@@ -41,7 +41,7 @@ class SimPrefillLoop(SteppedLoop, PrefillLoop):
 
 
 class SimPrefill(SimWorker):
-    """Verbs are those of prefill.proto."""
+    """Its verbs are those of prefill.proto."""
 
     def __init__(
         self, world: World, name: str, num_pages: int, max_running: int, steps_ahead: int, has_draft: bool,
@@ -55,7 +55,7 @@ class SimPrefill(SimWorker):
         super().boot()
         self.table.max_offer_pages = self._max_offer_pages
         self._works: dict[int, HandOver] = {}  # sequence id |-> its call
-        self._greeted: dict[str, str] = {}  # address |-> incarnation that we shook hands with
+        self._greeted: dict[str, str] = {}  # address |-> incarnation of the last handshake
 
     def build_loop(self) -> SimPrefillLoop:
         runner: Any = VirtualRunner(self.world, self.rows, self.memory.main)
@@ -131,7 +131,7 @@ class SimPrefill(SimWorker):
     # -- offers --------------------------------------------------------------------------------------------------
 
     def _ask(self, work: HandOver, verb: Callable[[SimDecode, Answer], None], then: Callable[[Any], None]) -> None:
-        """Call the ticket's decode worker; a failure ends the run, and so does its end the wait."""
+        """Call the ticket's decode worker. A failure ends the run; the run's end ends the wait."""
         decode = self._decodes[work.ticket.address]
 
         def on_answer(value: Any) -> None:
@@ -169,7 +169,7 @@ class SimPrefill(SimWorker):
             )
 
     def _advance(self, work: HandOver) -> None:
-        """Offer what can be offered, one offer at a time."""
+        """Offer what is ready, one offer at a time."""
         if work.is_offering or work.sequence.id not in self._works:
             return
         if work.error:
@@ -187,7 +187,7 @@ class SimPrefill(SimWorker):
         self._ask(work, lambda decode, answer: decode.offer(offer, answer), lambda _: self._take_ack(work, positions))
 
     def _generations_of(self, work: HandOver, pages: Sequence[int]) -> list[int]:
-        """What the offer promises."""
+        """The generations that the offer promises."""
         return [self.memory.generations[page] for page in pages]
 
     def _take_ack(self, work: HandOver, positions: range) -> None:

@@ -1,4 +1,4 @@
-"""One seed, one schedule: a small fleet, a few requests, a few faults, and what must hold at the end."""
+"""One seed, one schedule: a small fleet, a few requests, a few faults, and the final checks."""
 
 import random
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ SLACK_S = 0.1  # a message within a process
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One schedule, over."""
+    """The outcome of one schedule."""
 
     seed: int
-    error: str  # the violation; empty when all held
+    error: str  # the violation; empty if there is none
     ends: tuple[str, ...]  # of the requests
     num_events: int
     trace: tuple[tuple[float, str, tuple[Any, ...]], ...]
@@ -33,7 +33,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a client asks, where and when."""
+    """A client's request: what, where and when."""
 
     prompt: tuple[int, ...]
     salt: str
@@ -43,7 +43,7 @@ class _Asked:
 
 
 class Schedule:
-    """Everything follows from the seed."""
+    """Everything depends on the seed alone."""
 
     def __init__(self, seed: int) -> None:
         self.world = World(seed)
@@ -53,15 +53,15 @@ class Schedule:
         if not self.is_calm:
             kinds = rng.choice([(0.0, 0.0, 0.0), (0.03, 0.03, 0.03), (0.0, 0.05, 0.0), (0.0, 0.0, 0.08)])
             self.world.faults = Faults(*kinds, rng.choice([0.0, 0.3]), rng.choice([0.0, 0.3]))
-        # crowded: reads are slow, clients leave and decode does not hear of it, others want the few pages of prefill
+        # crowded: reads are slow, clients leave without decode learning of it, other requests need prefill's few pages
         self.is_crowded = not self.is_calm and rng.random() < 0.15
-        # uniform: prompts of one length that share nothing, so that offers are easily mistaken
+        # uniform: prompts of one length that share nothing, so that offers are easily confused
         self.is_uniform = rng.random() < (0.15 if self.is_crowded else 0.35)
         if self.is_crowded:
             self.world.faults = Faults(0.0, 0.0, 0.0, 0.5, 0.0)
         num_pages, max_running = rng.randint(6, 7 if self.is_crowded else 11), rng.randint(2, 4)
         has_draft = rng.random() < 0.5
-        # of their own, so that schedules without ranks stay what they are
+        # drawn separately, so that schedules without ranks stay as they are
         self._ranks_rng = ranks_rng = random.Random(~seed)
         has_ranks = ranks_rng.random() < 0.3
 
@@ -92,11 +92,11 @@ class Schedule:
         ]
         self.workers: list[SimPrefill | SimDecode] = [*prefills, *decodes]
         self.processes: list[Process] = [*self.gateways, *self.workers]
-        self.clients: list[tuple[Client, float]] = []  # and when it asked
+        self.clients: list[tuple[Client, float]] = []  # with its start time
         self._asked: list[_Asked] = []
         self._most_prompt, self._most_tokens = 2 * num_prefill_pages + 1, 2 * num_pages
         text, start = [rng.randrange(100) for _ in range(9)], [rng.randrange(100) for _ in range(2)]
-        self._texts = [tuple(text), (*start, *text[2:])]  # equal pages on different beginnings
+        self._texts = [tuple(text), (*start, *text[2:])]  # equal pages after different beginnings
         self._salts = rng.choice([("",), ("", "salt")])
         self._mean_prompt, self._most_answer, self._spread = (
             7 if self.is_crowded else rng.choice([3, 7]), rng.choice([4, 9]), rng.choice([0.05, 0.5])
@@ -106,7 +106,7 @@ class Schedule:
         if not self.is_calm:
             if self.is_uniform:
                 self._plan_ambush(rng)
-            center = rng.random() * FAULTS_END_S  # faults that come together are the hard ones
+            center = rng.random() * FAULTS_END_S  # the hard faults are those that come together
             for _ in range(rng.randint(1, 4)):
                 self._plan_fault(rng, center + rng.random() * rng.choice([0.3, FAULTS_END_S]))
             for worker in self.workers:
@@ -148,7 +148,7 @@ class Schedule:
                 self._plan_cut(gateway, self.workers[-1], leaves - 0.01, 3.0)
 
     def _plan_asked(self, rng: random.Random) -> "_Asked":
-        """A prompt that is new, or begins as one before did: equal and at once, the next turn, or another way on."""
+        """A new prompt, or one that shares a beginning: the same at once, the next turn, or a branch."""
         before = rng.choice(self._asked) if self._asked else None
         kind = 1.0 if self.is_uniform else rng.random()
         salt, gateway = rng.choice(self._salts), rng.choice(self.gateways)
@@ -184,12 +184,12 @@ class Schedule:
                 self._plan_cut(one, other, after, length)
             case "ambush":
                 self._plan_ambush(rng)
-            case "blackout":  # a worker restarts while one of its gateways does not look
+            case "blackout":  # a worker restarts while one of its gateways cannot see it
                 self._plan_pause(rng.choice(self.gateways), after, 0.5 + length)
                 self._plan_crash(self.workers[-1], after + 0.05, 0.01)
 
     def _plan_ambush(self, rng: random.Random) -> None:
-        """A message that was sent to one incarnation reaches the next."""
+        """A message sent to one incarnation reaches the next."""
         decode = self.workers[-1]
         self.world.ambushes[decode.name] = (rng.randint(1, 40), lambda: self._plan_crash(decode, 0.0, 0.05))
 
@@ -203,7 +203,7 @@ class Schedule:
         self.world.at(after + length, self.outside, -1, lambda: self._note("restart", process, process.restart))
 
     def _plan_rank_death(self, worker: SimPrefill | SimDecode, rng: random.Random) -> None:
-        """A rank dies, perhaps between two reads of an offer; its worker follows when it notices."""
+        """A rank dies, perhaps between two reads of an offer; its worker dies when it notices."""
         after, rank = 0.1 + rng.random() * FAULTS_END_S, rng.randrange(1, worker.num_ranks)
         self.world.at(after, self.outside, -1, lambda: self._kill_rank(worker, rank))
         self._plan_crash(worker, after + rng.random(), 0.05)
@@ -247,13 +247,13 @@ class Schedule:
             with virtual(self.world):
                 self.world.run()
                 self._check_end()
-        except Exception as violation:  # the tables' own checks and KeyErrors count as well
+        except Exception as violation:  # including the tables' own checks and KeyErrors
             error = f"{type(violation).__name__}: {violation}"
         ends = tuple(client.end for client, _ in self.clients)
         return Outcome(self.world.seed, error, ends, self.world.num_events, tuple(self.world.trace))
 
     def _check_end(self) -> None:
-        """All requests have ended in time, and nothing is left anywhere."""
+        """All requests ended in time, and nothing is left anywhere."""
         for client, asked in self.clients:
             if not client.end:
                 raise ViolationError(f"{client.name} never ended")
@@ -274,7 +274,7 @@ class Schedule:
 
 
 class _Outside(Process):
-    """Does what happens to others."""
+    """Acts on other processes."""
 
     def boot(self) -> None:
         pass

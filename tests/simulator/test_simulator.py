@@ -1,6 +1,6 @@
 """Random schedules of faults over the protocol's own state machines, and rules broken on purpose.
 
-A failing seed is replayed with `python -m tests.simulator --seed N --trace`.
+Replay a failing seed with `python -m tests.simulator --seed N --trace`.
 """
 
 import os
@@ -36,11 +36,11 @@ def test_no_schedule_breaks_an_invariant() -> None:
 
 
 def test_a_seed_gives_the_same_schedule_again() -> None:
-    assert repr(run_schedule(17)) == repr(run_schedule(17))  # errors in it are equal to none
+    assert repr(run_schedule(17)) == repr(run_schedule(17))  # exceptions compare by identity
 
 
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
 def test_a_broken_rule_is_noticed(name: str) -> None:
-    """By the seed in the table of RELIABILITY.md, or by another where schedules have changed since."""
+    """The seed is the one in RELIABILITY.md's table, or another where schedules have changed since."""
     with MUTATIONS[name]():
         assert any(run_schedule(seed).error for seed in chain([SEEDS[name]], range(2500)))

@@ -1,4 +1,4 @@
-"""Who asks a simulated gateway, and what it keeps of one request."""
+"""A simulated gateway's clients, and its state of one request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tests.simulator.world import ViolationError
 
 
 class Client:
-    """Checks what it gets against the undisturbed answer."""
+    """Checks what it receives against the undisturbed answer."""
 
     def __init__(self, name: str, expected: Sequence[int]) -> None:
         self.name = name
@@ -43,4 +43,4 @@ class Work:
     client: Client
     waiter: Waiter | None = None
     attempt: AttemptState | None = None
-    run_call: int = 0  # the call of its prefill; 0: none
+    run_call: int = 0  # its prefill call; 0: none

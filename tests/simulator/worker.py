@@ -1,4 +1,4 @@
-"""What both roles of worker are made of: the real table, cache, plan and loop over a virtual device and thread."""
+"""Common to both roles of worker: the real table, cache, plan and loop over a virtual device and thread."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ POOL: Any = SimpleNamespace(size_mib=1)
 
 
 class VirtualThread:
-    """As worker.thread.EngineThread: runs steps while there is work, sleeps until it is woken or until a deadline."""
+    """Like worker.thread.EngineThread: runs steps while there is work, sleeps until woken or until a deadline."""
 
     lock = NO_LOCK
 
@@ -67,14 +67,14 @@ class VirtualThread:
 
 
 class SteppedLoop(WorkerLoop):
-    """The real loop, but for `step`: time passes, and other things happen, until a step is collected."""
+    """The real loop except for `step`: time passes, and other events happen, until a step is collected."""
 
     worker: "SimWorker"
 
     def begin_on(self, worker: "SimWorker") -> None:
         self.worker = worker
         self.thread: Any = VirtualThread(worker)
-        self._ends: deque[float] = deque()  # when launched steps are over
+        self._ends: deque[float] = deque()  # end times of launched steps
 
     def begin_step(self) -> None:
         """The first half of `step`."""
@@ -87,7 +87,7 @@ class SteppedLoop(WorkerLoop):
         self._go_on()
 
     def _go_on(self) -> None:
-        """The other half."""
+        """The second half."""
         if len(self._flights) > (self._steps_ahead if self._step_planned else 0):
             self.worker.later(max(self._ends[0] - self.worker.world.now, 0.0), self._collect_and_go_on)
             return
@@ -125,7 +125,7 @@ class SimWorker(Process):
     """A pool, a table and a loop."""
 
     loop: SteppedLoop
-    is_changed = False  # and not checked yet
+    is_changed = False  # changed since the last check
 
     def __init__(
         self, world: World, name: str, num_pages: int, max_running: int, steps_ahead: int, has_draft: bool,
@@ -151,11 +151,11 @@ class SimWorker(Process):
         raise NotImplementedError
 
     def step_delay(self) -> float:
-        """How long a step takes."""
+        """A step's duration."""
         return self.world.delay()
 
     def status(self) -> decode_pb2.WorkerStatus:
-        """As the worker answers a poll."""
+        """The answer to a poll."""
         layout = kv_pb2.KvLayout(page_tokens=PAGE_TOKENS, weights=WEIGHTS)
         peer = kv_pb2.Peer(incarnation=self.incarnation, layout=layout, num_pages=self.num_pages)
         return decode_pb2.WorkerStatus(
@@ -163,11 +163,11 @@ class SimWorker(Process):
         )  # fmt: skip
 
     def publish(self, step: int, updates: Sequence[Update]) -> None:
-        """What a step changed, on its way."""
+        """Send what a step changed."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Of a table that may have changed: who changes it wakes the thread."""
+        """Check a table that may have changed: every change wakes the thread."""
         if not self.is_changed:
             return
         self.is_changed = False
@@ -177,7 +177,7 @@ class SimWorker(Process):
             raise ViolationError("a sequence is gone under a launched step")
 
     def check_kv(self, sequence: Tokens) -> None:
-        """What the sequence takes for its KV is that of its tokens and its salt, both models'."""
+        """The sequence's KV is that of its tokens and its salt, for both models."""
         truth = self._truths.get(sequence.id)
         if truth is None:
             truth = self._truths[sequence.id] = Truth(find_seed(sequence.job.cache_salt))

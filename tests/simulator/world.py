@@ -1,7 +1,7 @@
 """Virtual time, processes that crash and pause at any step, and the network between them. Knows no protocol.
 
-The network is harsher than gRPC: a call's messages may be late, lost, doubled or overtake each other, and reach
-whatever incarnation lives at the address by then. Only a stream keeps its order; a message lost on it breaks it.
+The network is harsher than gRPC: a call's messages may be late, lost, duplicated or reordered, and reach whichever
+incarnation has the address by then. Only a stream keeps its order; losing a message breaks it.
 """
 
 import heapq
@@ -13,7 +13,7 @@ from typing import Any
 Action = Callable[[], None]
 
 KEEPALIVE_S = 1.5  # until a connection that lost a message counts as broken
-MAX_EVENTS = 20_000  # more than any schedule takes; one that needs more never comes to rest
+MAX_EVENTS = 20_000  # more than any schedule takes; one that needs more never settles
 
 
 class ViolationError(AssertionError):
@@ -22,7 +22,7 @@ class ViolationError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A call's answer when there is none from the callee, or a refusal."""
+    """What a caller gets instead of an answer: no answer came, or a refusal."""
 
     why: str
 
@@ -34,13 +34,13 @@ class Faults:
     loss: float = 0.0
     doubled: float = 0.0
     late: float = 0.0  # share of messages and steps that take seconds
-    slow_reads: float = 0.0  # the same of reads, page by page
-    slow_steps: float = 0.0  # the same of prefill steps
-    cut: set[frozenset[str]] = field(default_factory=set)  # pairs of names that cannot talk now
+    slow_reads: float = 0.0  # like `late`, for reads, page by page
+    slow_steps: float = 0.0  # like `late`, for prefill steps
+    cut: set[frozenset[str]] = field(default_factory=set)  # pairs of names that cannot communicate now
 
 
 class World:
-    """One schedule: everything that happens follows from the seed."""
+    """One schedule: everything depends on the seed alone."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -53,16 +53,16 @@ class World:
         self.num_events = 0
 
     def note(self, what: str, *details: Any) -> None:
-        """Remember for the trace; formatted only when it is shown."""
+        """Record for the trace; formatted only when shown."""
         self.trace.append((self.now, what, details))
 
     def at(self, delay: float, process: "Process", epoch: int, action: Action) -> None:
-        """Have `process` act after `delay`, if it still is in `epoch` (-1: in any)."""
+        """Have `process` act after `delay`, if it is still in `epoch` (-1: in any)."""
         self.num_events += 1
         heapq.heappush(self._heap, (self.now + delay, self.num_events, process, epoch, action))
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
+        """Run until no event is left."""
         while self._heap:
             self.now, _, process, epoch, action = heapq.heappop(self._heap)
             process.do(epoch, action)
@@ -70,12 +70,12 @@ class World:
                 raise ViolationError(f"no rest after {MAX_EVENTS} events")
 
     def delay(self) -> float:
-        """How long a message or a copy takes."""
+        """Duration of a message or a copy."""
         rng = self.rng
         return rng.random() * 3.0 if rng.random() < self.faults.late else 0.001 + rng.random() * 0.02
 
     def slow_delay(self, share: float) -> float:
-        """How long something takes of which `share` takes seconds."""
+        """A duration; `share` of them take seconds."""
         return self.rng.random() * 3.0 if self.rng.random() < share else self.delay()
 
     def is_cut(self, one: str, other: str) -> bool:
@@ -85,7 +85,7 @@ class World:
         return self.is_cut(one, other) or self.rng.random() < self.faults.loss
 
     def send(self, source: "Process", target: "Process", action: Action, if_down: Action = lambda: None) -> bool:
-        """One message, perhaps twice. False when it is lost, which the sender cannot know."""
+        """Send one message, perhaps twice. False if it is lost, which a real sender cannot know."""
         if self.is_lost(source.name, target.name):
             return False
 
@@ -98,7 +98,7 @@ class World:
         return True
 
     def _ambush(self, target: "Process") -> float:
-        """How long the message is held up by what happens before it; 0 when nothing does."""
+        """How long the message is delayed by what happens before it; 0 if nothing does."""
         count, action = self.ambushes.pop(target.name, (0, None))
         if action is None:
             return 0.0
@@ -127,7 +127,7 @@ class World:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call under way."""
+    """One call in flight."""
 
     world: World
     source: "Process"
@@ -137,14 +137,14 @@ class Call:
     is_over: bool = False
 
     def answer(self, value: Any) -> None:
-        """Sent by the target."""
+        """Called by the target."""
         if self.world.is_lost(self.target.name, self.source.name):
             self.world.at(KEEPALIVE_S, self.source, self.epoch, lambda: self._finish(Failure("connection lost")))
         else:
             self.world.at(self.world.delay(), self.source, self.epoch, lambda: self._finish(value))
 
     def lose_connection(self) -> None:
-        """What a cut does to a call under way, unless it heals soon."""
+        """The effect of a cut on a call in flight, unless it heals soon."""
         if self.world.is_cut(self.source.name, self.target.name):
             self._finish(Failure("connection lost"))
 
@@ -161,7 +161,7 @@ class Call:
 
 
 class Process:
-    """Whatever lives at one address: at most one incarnation at a time."""
+    """The process at one address: at most one incarnation at a time."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -170,7 +170,7 @@ class Process:
         self.is_up = True
         self.is_paused = False
         self.incoming: list[Call] = []  # calls that wait for an answer from here
-        self._backlog: list[tuple[int, Action]] = []  # what happened to it while paused
+        self._backlog: list[tuple[int, Action]] = []  # events during a pause
         self.boot()
 
     @property
@@ -178,11 +178,11 @@ class Process:
         return f"{self.name}#{self.epoch}"
 
     def boot(self) -> None:
-        """Begin with empty hands."""
+        """Start with empty state."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise when an invariant of this process does not hold. Called after each of its events."""
+        """Raise if an invariant of this process is violated. Called after each of its events."""
 
     def lose_peer(self, name: str, epoch: int) -> None:
         """The connections to an incarnation of a peer are closed."""
