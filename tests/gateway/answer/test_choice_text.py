@@ -1,4 +1,4 @@
-"""Tokens beside their text: each told once, with the text it stands for, however tokens and stop strings fall."""
+"""Tokens with their text: each reported once, with its own text, however tokens and stop strings fall."""
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +17,7 @@ def _likely(ids: list[int]) -> tuple[TokenLogprobs, ...]:
 
 
 def _read(tokenizer: Tokenizer, ids: list[int], stops: list[str], cuts: list[int], ending: FinishReason) -> list[Piece]:
-    """Pieces of an answer whose tokens come in groups that end at the cuts."""
+    """Pieces of an answer whose tokens arrive in groups that end at the cuts."""
     reader = PieceReader(
         tokenizer.detokenizer(), StopStrings(stops), frozenset(ids[-1:]), with_logprobs=True, text_offset=7
     )
@@ -55,13 +55,13 @@ def test_told_tokens(kind: str, words: list[str], cuts: list[int], ending: Finis
     assert all(7 <= offset <= 7 + len(text) for offset in offsets)
     if not any(stop in "".join(words) for stop in stops):
         assert len(told) == len(ids) == len(counted)
-    elif len(told) < len(ids):  # the next token begins in what was cut
+    elif len(told) < len(ids):  # the next token begins in the text that was cut
         assert len(tokenizer.decode(ids[: len(told)]).rstrip("\ufffd")) >= len(text)
     _check_chunks(tokenizer, pieces)
 
 
 def _check_chunks(tokenizer: Tokenizer, pieces: list[Piece]) -> None:
-    """Every token comes with the chunk that has the first character of its text."""
+    """Every token arrives in the chunk that has its text's first character."""
     num_shown = 7
     for piece in pieces:
         begin, num_shown = num_shown, num_shown + len(piece.text)
@@ -113,7 +113,7 @@ def test_a_token_is_behind_ill_formed_bytes(kind: str, stop: str, text: str, off
 
 
 def test_only_a_stop_token_has_no_text_at_the_end() -> None:
-    """A grammar may end an answer without one."""
+    """A grammar may end an answer without a stop token."""
     tokenizer = tiny("byte_level")
     ids = tokenizer.encode("hello world", add_special_tokens=False)
     for stop_token_ids, text in [(frozenset(ids[-1:]), "hello"), (frozenset({ids[-1] + 1}), "hello world")]:

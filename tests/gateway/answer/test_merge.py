@@ -1,4 +1,4 @@
-"""Streams read as one: nothing lost, nothing left open."""
+"""Merged streams: nothing lost, nothing left open."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -11,7 +11,7 @@ from tests.support.dispatching import bounded
 
 
 class Sources:
-    """Counters that note how each of them ended."""
+    """Counters that record how each of them ended."""
 
     def __init__(self) -> None:
         self.taken = 0  # items produced
@@ -29,7 +29,7 @@ class Sources:
             if fault is not None:
                 raise fault
         finally:
-            await asyncio.sleep(0)  # letting go takes an await, too
+            await asyncio.sleep(0)  # closing awaits, too
             self.open -= 1
 
 
@@ -45,7 +45,7 @@ async def merge(sources: Sequence[AsyncGenerator[int, None]]) -> AsyncGenerator[
 
 
 def count_turns() -> tuple[list[int], "asyncio.Task[None]"]:
-    """The event loop's turns so far, in the only element, by a task that is to be cancelled."""
+    """Counts the event loop's turns in the only element, in a task to be cancelled."""
     turns = [0]
 
     async def turn() -> None:
@@ -88,7 +88,7 @@ async def test_a_reader_that_stops_holds_up_the_sources() -> None:
         await anext(items)
         for _ in range(50):
             await asyncio.sleep(0)
-        assert sources.taken <= 5  # one read, one waiting and one in hand, of each
+        assert sources.taken <= 5  # from each: one read, one waiting and one in hand
     assert sources.open == 0
 
 

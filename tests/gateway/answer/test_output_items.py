@@ -1,4 +1,4 @@
-"""Items of an answer, text and calls, from pieces of its text: the same however the text was split."""
+"""Items of an answer, text and calls, from pieces of its text: the same for every split of the text."""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ USE = ToolUse(FORMATS["hermes"], (Tool("weather"), Tool("now")), is_required=Fal
 
 
 def read(pieces: Sequence[Piece], *, is_trusted: bool) -> list[Item]:
-    """The items, after a look at the order of what was told of them."""
+    """The items, after checking the order of their events."""
     calls, items = CallReader(USE, is_trusted=is_trusted), ItemReader()
     events = [event for piece in pieces for part in calls.read(piece) for event in items.read(part)]
     is_open = False
@@ -43,7 +43,7 @@ def read(pieces: Sequence[Piece], *, is_trusted: bool) -> list[Item]:
 
 
 def pieces_of(text: str, cuts: Sequence[int]) -> list[Piece]:
-    """One token for each character."""
+    """One token per character."""
     pieces = [Piece(part, token_ids=tuple(range(len(part)))) for part in split(text, cuts)]
     return [*pieces[:-1], replace(pieces[-1], finish_reason="stop")]
 

@@ -1,4 +1,4 @@
-"""The APIs, started once, that their tests share."""
+"""The APIs that the tests here share."""
 
 from collections.abc import Iterator
 
@@ -36,13 +36,13 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def served(full: Served) -> Served:
-    """Asks for keys and knows tools; its ring knows of no other test."""
+    """Requires keys and knows tools; its ring is reset for each test."""
     full.ring.reset(full.script(ANSWER))
     return full
 
 
 @pytest.fixture
 def plain(bare: Served) -> Served:
-    """Without keys and tools."""
+    """Has neither keys nor tools."""
     bare.ring.reset(bare.script(ANSWER))
     return bare

@@ -1,7 +1,7 @@
-"""What requests get, the same from every API that has words for them, whole and streamed however tokens come.
+"""Requests and their results, equal on every API that supports them, whole and streamed, however tokens arrive.
 
-A case is one entry of a table: what is asked, what the ring says, what must come back, and what must have reached the
-ring. It runs on all APIs that can say it. Of each answer, whatever the case: token counts, ids, and what is measured.
+A case is one table entry: the request, what the ring answers, the expected result, and what must have reached the ring.
+It runs on all APIs that can express it. Every case also checks token counts, ids and measurements.
 """
 
 import json
@@ -33,31 +33,31 @@ TOLD_TIMING = {
 SCHEMA = {"type": "object", "properties": {"naïve": {"const": 'a"b\x00'}}, "required": ["naïve"]}
 HALF = r'{"city": "\ud83d"}'  # half of a surrogate pair, as a model may write it
 CHATS = ("chat", "responses", "messages", "Chat")
-NO_STOPS = ("responses",)  # APIs that do not say which stop string was met
-MODES = [("whole", 1), ("streamed", 1), ("streamed", 3), ("streamed", 1000)]  # and how many tokens come together
+NO_STOPS = ("responses",)  # APIs that do not report the stop string
+MODES = [("whole", 1), ("streamed", 1), ("streamed", 3), ("streamed", 1000)]  # and how many tokens arrive together
 
 
 @dataclass(frozen=True)
 class Case:
-    """One request and what must come of it."""
+    """One request and its expected result."""
 
     name: str
     ask: Mapping[str, Any] = field(default_factory=dict)
-    says: str | Sequence[int] = ANSWER  # text, with an end token after it, or tokens; of each choice
+    says: str | Sequence[int] = ANSWER  # text, followed by an end token, or tokens; of each choice
     text: str | Sequence[str] = ANSWER  # of the only choice, or of each
     calls: Sequence[tuple[str, Any]] = ()  # of all choices
     reason: str | Sequence[str] = "stop"  # of all choices, or of each
-    named: Mapping[str, str] = field(default_factory=dict)  # reasons of APIs that name another
+    named: Mapping[str, str] = field(default_factory=dict)  # reasons of APIs with other names
     reasoning: str = ""
-    stop: str | int | None = None  # the stop string or token of the request that is met
-    sent: Mapping[str, Any] = field(default_factory=dict)  # what reaches the ring, of the first choice
+    stop: str | int | None = None  # the request's stop string or token that is met
+    sent: Mapping[str, Any] = field(default_factory=dict)  # what reaches the ring for the first choice
     grammar: tuple[str, str] | None = None  # the same: kind and text
-    prompt: str | None = None  # the same: text of its tokens
+    prompt: str | None = None  # the same: its tokens as text
     only: Sequence[str] = tuple(APIS)
-    raw: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # API |-> fields of its own
-    hangs: bool = False  # the ring says no more, not even that this is the end
+    raw: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # API |-> its own fields
+    hangs: bool = False  # the ring sends nothing more, not even the end
     timing: Timing = TIMING
-    each: Sequence[str] = ()  # what the ring says of the first choices, where it is not the same
+    each: Sequence[str] = ()  # the ring's answers for the first choices, if they differ
     service: str = "full"
 
 
@@ -66,7 +66,7 @@ def call(text: str) -> str:
 
 
 def deep(depth: int) -> str:
-    """An object so deep."""
+    """An object of this depth."""
     return '{"a":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
 
 
@@ -88,7 +88,7 @@ LISTED = (
     '"string"}}, "required": ["city"]}}{"name": "now", "parameters": {"type": "object"}}'
 )
 THOUGHT = [*HELLO, {"role": "assistant", "content": "hi", "reasoning": "Greet."}, *HELLO]
-SAME_TOOLS = [TOOLS[0], {**TOOLS[1], "parameters": {"type": "object"}}]  # Messages have no tools without parameters
+SAME_TOOLS = [TOOLS[0], {**TOOLS[1], "parameters": {"type": "object"}}]  # in Messages every tool has parameters
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 INPUT_PARTS = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
 THREE: dict[str, Any] = {"speculation": "ngram", "max_draft_tokens": 4, "min_tokens": 3, "max_tokens": 20}
@@ -185,7 +185,7 @@ CASES = [
     Case("deeper than could be sent back", {"tools": TOOLS}, call(deep(MAX_JSON_DEPTH + 1)),
          call(deep(MAX_JSON_DEPTH + 1))),
 
-    # reasoning before the answer, and answers that go on with a message
+    # reasoning before the answer, and answers that continue a message
     *(Case(f"reasoning {name}", {"stop": ["Greet"]} if name == "hides stop strings" else ask,
            f"<think>\nGreet.\n</think>\n\n{says}",
            text, calls, reason, reasoning="Greet.", service="thinking", only=only)
@@ -206,7 +206,7 @@ CASES = [
          {"messages": [*HELLO, {"role": "assistant", "content": "The"}], "continues": True},
          " answer", " answer", prompt="<|user|>hello<|end|><|assistant|>The", only=("chat", "messages", "Chat")),
 
-    # several choices, and what is told of each
+    # several choices, and the details of each
     Case("choices", {"n": 3, "seed": -2}, text=[ANSWER] * 3),
     Case("most choices", {"n": 128, "stop": ["x" * 1024] * 16}, says="hi", text=["hi"] * 128,
          only=("completions", "Generate")),
@@ -215,7 +215,7 @@ CASES = [
     Case("token ids", {"return_token_ids": True, "n": 2}, text=[ANSWER] * 2),
     Case("timing", {"include_timing": True, "n": 2}, text=[ANSWER] * 2),
 
-    # a completion goes on where its prompt ends, also with a space; a chat's answer begins a text
+    #  a completion continues where its prompt ends, even after a space; a chat's answer begins a text
     Case("the first space", {"prompt": "hello world"}, " how are you", " how are you", service="sentence"),
     *(Case(f"a stop string beside it: {stop!r}", {"prompt": "hello world", "stop": [stop]}, " how are you", text,
            stop=stop, service="sentence") for stop, text in ((" how", ""), (" how are", ""), ("w are", " ho"))),
@@ -251,7 +251,7 @@ def _script(case: Case, served: Served, group: int) -> Script:
     if not isinstance(case.says, str):
         return Script(case.says, group, timing=case.timing)
     script = served.script(case.says, ends=not case.hangs, group=group, is_hanging=case.hangs, timing=case.timing)
-    if case.service == "sentence":  # words that begin with the mark that such a vocabulary writes for a space
+    if case.service == "sentence":  # words begin with such a vocabulary's mark for a space
         ids = served.ids("hello world" + case.says)[len(served.ids("hello world")) :]
         assert served.tokenizer.pieces(ids)[0].startswith("▁")
         return replace(script, token_ids=[*ids, *script.token_ids[-1:]])
@@ -259,7 +259,7 @@ def _script(case: Case, served: Served, group: int) -> Script:
 
 
 def check_sent(case: Case, api: Api, served: Served) -> None:
-    """What reached the ring."""
+    """Check what reached the ring."""
     first = served.ring.sent[0]
     assert {name: first[name] for name in case.sent} == case.sent
     if case.grammar is not None:
@@ -278,7 +278,7 @@ def check_sent(case: Case, api: Api, served: Served) -> None:
 
 
 def check_choices(case: Case, api: Api, served: Served, script: Script, outcome: Outcome) -> None:
-    """What came back."""
+    """Check the choices that came back."""
     assert outcome.texts == ([case.text] if isinstance(case.text, str) else list(case.text))
     reason = case.named.get(api.name, case.reason)
     choices = [outcome.choices[index] for index in range(len(outcome.choices))]
@@ -299,14 +299,14 @@ def check_choices(case: Case, api: Api, served: Served, script: Script, outcome:
 
 
 def check_counts(case: Case, served: Served, outcome: Outcome, before: Mapping[str, float], group: int) -> None:
-    """Tokens as the client and as the operator are told, and what is measured of them."""
+    """Check the token counts that client and operator get, and the measurements of tokens."""
     assert outcome.headers["x-request-id"] == "mine-1" and outcome.usage is not None
     num_prompt, num_tokens = len(served.ring.sent[0]["prompt_ids"]), outcome.usage[1]
     assert outcome.usage == (num_prompt, num_tokens, min(served.ring.script.timing.cached_tokens, num_prompt))
-    num_cut = served.ring.num_given - num_tokens  # tokens that came with the last one of a stop string
+    num_cut = served.ring.num_given - num_tokens  # that came with the last token of a stop string
     choices = list(outcome.choices.values())
     assert 0 <= num_cut < (group if case.stop else 1)
-    num_first = len(choices) * min(group, num_tokens // len(choices))  # tokens that come together, not apart
+    num_first = len(choices) * min(group, num_tokens // len(choices))  # tokens that arrive together
     expected = {
         "prompt_tokens_total": num_prompt,
         "generation_tokens_total": num_tokens,
@@ -321,7 +321,7 @@ def check_counts(case: Case, served: Served, outcome: Outcome, before: Mapping[s
 
 
 def measured(served: Served) -> dict[str, float]:
-    """Counters of requests."""
+    """The counters of requests."""
     latencies = ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
     names = [*(f"{name}_seconds_count" for name in latencies), "prompt_tokens_total", "generation_tokens_total"]
     counts = {name: served.count(name) for name in names}
@@ -348,7 +348,9 @@ def test_a_form_binds_answers_that_do_not_call(served: Served, name: str) -> Non
 @pytest.mark.parametrize("name", CHATS)
 @pytest.mark.parametrize("mode", [False, True])
 def test_a_call_cut_off_by_the_limit(served: Served, name: str, mode: bool) -> None:
-    """Free, it is content; forced, it has what came of its arguments, or nothing where Messages must have JSON."""
+    """If it was optional, it becomes content; if forced, it has the arguments so far, or none in Messages, which
+    needs JSON.
+    """
     served.ring.reset(served.script(CALL))
     limit = {"tools": TOOLS, "max_tokens": len(served.ids(CALL)) - 30}
     free = APIS[name].ask(served, limit, mode).choices[0]

@@ -1,4 +1,4 @@
-"""How long the server waits for clients that read slowly or not at all, and that it sees them leave. Real sockets."""
+"""The server waits only so long for slow clients, and notices when clients leave. Real sockets."""
 
 import asyncio
 import queue
@@ -22,15 +22,15 @@ from gateway.api.http.sse import EventStream
 from gateway.errors import ApiError
 
 CLIENT_S = 1.5
-NUM_BYTES = 6 << 20  # far more than the kernel holds
+NUM_BYTES = 6 << 20  # far more than the kernel buffers
 BYTES_PER_S = NUM_BYTES / (4 * CLIENT_S)
 PATIENCE_S = 60.0  # on a loaded machine
-EARLY_BYTES = 1 << 20  # more than the server keeps of what comes before its turn
+EARLY_BYTES = 1 << 20  # more than the server keeps of requests before their turn
 RESET = struct.pack("ii", 1, 0)  # for SO_LINGER: closing sends RST instead of FIN
 
 
 class Endless:
-    """Of a stream that neither ends nor fails by itself."""
+    """A stream that neither ends nor fails by itself."""
 
     done = b""
 
@@ -39,9 +39,9 @@ class Endless:
 
 
 class App:
-    """At /N an answer of N bytes, at /work one that takes until `finish()`, at /stream one without end.
+    """/N answers N bytes, /work takes until `finish()`, /stream never ends.
 
-    /stop stops the whole server for longer than clients have, /bug fails when its answer is not taken any more.
+    /stop stops the whole server for longer than the clients' timeout, /bug fails once its answer is no longer read.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,6 @@ class App:
         self.is_stuck: Callable[[], bool] = lambda: False  # whether bytes wait in the server's own buffer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request."""
         if scope["path"] == "/stream":
             await EventStream(self._events(), Endless())(scope, receive, send)
         elif scope["path"] == "/work":
@@ -72,7 +71,7 @@ class App:
             await Response(b"x" * int(scope["path"][1:]))(scope, receive, send)
 
     def finish(self) -> None:
-        """Ends the work that has begun."""
+        """End the work that has begun."""
         self._loop.call_soon_threadsafe(self._is_finished.set)
 
     async def _events(self) -> AsyncGenerator[list[bytes], None]:
@@ -122,7 +121,7 @@ def wait_until(is_true: Callable[[], object]) -> None:
 
 
 def wait_until_cut(server: uvicorn.Server, begun: float) -> float:
-    """Seconds since `begun`, when nobody was connected yet, until the server has no connection any more."""
+    """Seconds from `begun`, when there was no connection yet, until the server has none left."""
     wait_until(lambda: server.server_state.connections or time.monotonic() - begun > CLIENT_S)
     wait_until(lambda: not server.server_state.connections)
     return time.monotonic() - begun
@@ -146,7 +145,7 @@ def ask(server: uvicorn.Server, *requests: bytes) -> socket.socket:
 
 
 def read_bodies(client: socket.socket) -> list[bytes]:
-    """Of all answers until the server closes."""
+    """The bodies of all answers until the server closes."""
     answers = b"".join(iter(lambda: client.recv(64 << 10), b"")).split(b"HTTP/1.1 200 OK\r\n")
     return [answer.partition(b"\r\n\r\n")[2] for answer in answers[1:]]
 
@@ -158,7 +157,7 @@ def only_connection(server: uvicorn.Server) -> BoundedConnection:
 
 
 def num_early_bytes(server: uvicorn.Server) -> int:
-    """What the server keeps of requests behind the one that it answers."""
+    """How much the server keeps of requests behind the one it is answering."""
     return len(only_connection(server).conn.trailing_data[0])
 
 
@@ -248,7 +247,7 @@ def test_no_more_than_a_few_early_bytes_are_kept(server: uvicorn.Server, app: Ap
         sender = threading.Thread(target=client.sendall, args=(large + last("/6"),))
         sender.start()
         wait_until(lambda: num_early_bytes(server) > 64 << 10)
-        sender.join(1.0)  # long enough for all to come, if it were let in
+        sender.join(1.0)  # enough for all to arrive, if the server read them
         assert num_early_bytes(server) < EARLY_BYTES
         app.finish()
         assert read_bodies(client) == [b"worked", b"x" * 5, b"x" * 6]
@@ -266,7 +265,7 @@ def test_early_bytes_stay_few_while_requests_are_answered(server: uvicorn.Server
         sender.start()
         for _ in range(10):
             assert app.begun.get(timeout=PATIENCE_S) == "/work"
-            sender.join(0.1)  # time for more to come, if it were let in
+            sender.join(0.1)  # time for more to arrive, if the server read it
             assert num_early_bytes(server) < EARLY_BYTES
             app.finish()
         client.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Tokens counted and read: /tokenize and /detokenize as vLLM's clients use them, Tokenize and Detokenize over gRPC."""
+"""/tokenize and /detokenize as vLLM's clients use them, and Tokenize and Detokenize over gRPC."""
 
 import threading
 from typing import Any
@@ -74,7 +74,7 @@ def test_there_and_back(served: Served) -> None:
 
 
 def test_long_work_leaves_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a template may print counts, whatever the field."""
+    """The length that counts is what a template may print, whatever the field."""
     threads: dict[str, str] = {}
     for name in ("pieces", "render_chat"):
         work = getattr(served.tokenizer, name)

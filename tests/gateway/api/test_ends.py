@@ -1,4 +1,4 @@
-"""Requests that get no whole answer, from every API: the ring refuses or fails, there is a bug, clients leave."""
+"""Requests without a whole answer, on every API: the ring refuses or fails, a bug, clients that leave."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ FAULTS = [
 @pytest.mark.parametrize("num_tokens", [0, 2])
 @pytest.mark.parametrize("fault", FAULTS, ids=named)
 def test_a_fault(served: Served, api: Api, stream: bool, num_tokens: int, fault: Exception | None) -> None:
-    """What came before it comes in a stream. Without any the ring ends with no reason."""
+    """A stream delivers what came before it. Without a script the ring ends without a reason."""
     error = fault if isinstance(fault, ApiError) else None
     bug = None if error else fault
     served.ring.reset(Script(served.ids("hello world")[:num_tokens], error=error, bug=bug))
@@ -48,7 +48,7 @@ def test_a_fault(served: Served, api: Api, stream: bool, num_tokens: int, fault:
 
 
 def count_whole(served: Served) -> list[float]:
-    """Answers that are counted as such."""
+    """The number of answers counted as whole."""
     counts = [served.count("request_success_total", finished_reason=reason) for reason in ("stop", "length")]
     return [*counts, served.count("e2e_request_latency_seconds_count")]
 

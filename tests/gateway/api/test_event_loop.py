@@ -1,6 +1,6 @@
-"""However long an answer, the gateway's event loop is never held for long. Row 17 of the fault list.
+"""However long an answer, the gateway's event loop is never blocked for long. Row 17 of the fault list.
 
-What counts is the longest step's share of the CPU time of all, which is the same on a slow machine: 6 % at most.
+The measure is the longest step's share of all CPU time, which is the same on a slow machine: 6 % at most.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ ANSWER = [30 + index % 200 for index in range(250)]
 
 @pytest.fixture
 def as_in_a_gateway() -> Iterator[None]:
-    """Tests have loaded what gateways have not."""
+    """Hides what tests have loaded and gateways have not."""
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     spare_what_is_here()
     yield
@@ -57,7 +57,7 @@ def test_no_step_takes_long(monkeypatch: pytest.MonkeyPatch, path: str, fields: 
     app = build_app(served)
 
     async def test() -> None:
-        await _post(app, "/v1/completions", {"model": "demo", "prompt": "x", "max_tokens": 1})  # imports what is left
+        await _post(app, "/v1/completions", {"model": "demo", "prompt": "x", "max_tokens": 1})  # imports the rest
         steps.clear()
         await _post(app, f"/v1/{path}", {"model": "demo", "max_tokens": len(ANSWER), **fields})
 

@@ -1,4 +1,4 @@
-"""Whatever clients send to the public ports: an answer, or an error in the promised shape that blames them."""
+"""Whatever clients send to the public ports, they get an answer, or a client error in the documented shape."""
 
 import copy
 import json
@@ -82,7 +82,7 @@ json_values = st.sampled_from(EDGES) | st.recursive(
 
 @st.composite
 def bodies(draw: st.DrawFn, start: dict[str, Any]) -> bytes:
-    """A valid body with a few places changed, and now and then a byte that belongs into no JSON."""
+    """A valid body with a few changes, and sometimes a byte that is invalid in JSON."""
     body = copy.deepcopy(start)
     for _ in range(draw(st.integers(0, 3))):
         _change(draw, body)
@@ -94,7 +94,7 @@ def bodies(draw: st.DrawFn, start: dict[str, Any]) -> bytes:
 
 
 def _change(draw: st.DrawFn, place: Any) -> None:
-    """Change one place of a dict or list: here, or deeper."""
+    """Change one place of a dict or list, at any depth."""
     keys = [*place, *KEYS] if isinstance(place, dict) else list(range(len(place)))
     if not keys:
         return
@@ -110,7 +110,7 @@ def _change(draw: st.DrawFn, place: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def long_answers(served: Served) -> None:
-    """Only limits and stop strings end them."""
+    """Answers that only limits and stop strings end."""
     served.ring.reset(served.script("fine " * CONTEXT, ends=False))
 
 
@@ -144,7 +144,7 @@ def test_changed_bodies_any_bytes_and_any_json(served: Served, path: str) -> Non
 
 
 def test_bytes_that_are_no_http(served: Served) -> None:
-    """Closed, or answered by a 4xx; the server still serves."""
+    """The connection is closed or answered by a 4xx; the server still serves."""
 
     @settings(fuzz, max_examples=60)
     @given(

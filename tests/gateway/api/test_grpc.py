@@ -1,4 +1,4 @@
-"""What only gRPC has: reflection, health, request ids and details of whatever is refused, fields of newer clients."""
+"""gRPC only: reflection, health, request ids, details of all refusals, fields of newer clients."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -23,11 +23,11 @@ ID = "x-request-id"
 INFERENCE = "baton.v1.Inference"
 METHODS = [f"{INFERENCE}/{name}" for name in ("Generate", "Chat", "Tokenize", "Detokenize", "ListModels")]
 CHECK = "grpc.health.v1.Health/Check"
-UNKNOWN = b"\xfa\x06\x01x"  # field 111, a text
+UNKNOWN = b"\xfa\x06\x01x"  # field 111, a string
 
 
 def ask(served: Served, method: str, request: bytes, *metadata: tuple[str, str | bytes]) -> Any:
-    """The call, its end awaited. One answer is a stream of one."""
+    """Call to the end. A unary answer counts as a stream of one."""
     kind: grpc.UnaryStreamMultiCallable[bytes, bytes] = served.channel.unary_stream(f"/{method}")
     call: Any = kind(request, metadata=metadata, timeout=WAIT_S)
     with suppress(grpc.RpcError):
@@ -36,18 +36,18 @@ def ask(served: Served, method: str, request: bytes, *metadata: tuple[str, str |
 
 
 def refused(call: Any) -> Outcome:
-    """Its status."""
+    """The status of the refusal."""
     outcome = Outcome()
     read_status(outcome, call)
     return outcome
 
 
 def within(field: int, content: bytes) -> bytes:
-    """A message's field that holds a message of less than 128 bytes."""
+    """A field that holds a message of less than 128 bytes."""
     return bytes([field << 3 | 2, len(content)]) + content
 
 
-# -- clients that know nothing but the address -----------------------------------------------------------------------
+#  -- clients that know only the address ------------------------------------------------------------------------------
 
 
 class _AddKey(grpc.StreamStreamClientInterceptor):
@@ -63,7 +63,7 @@ def reflection(served: Served) -> Iterator[ProtoReflectionDescriptorDatabase]:
 def call_reflected(
     served: Served, reflection: ProtoReflectionDescriptorDatabase, name: str, request: dict[str, Any], *metadata: Any
 ) -> Any:
-    """A response, or an iterator of them, by what reflection says of `service/method`."""
+    """A response, or an iterator of responses, by the reflected types of `service/method`."""
     service, method = name.split("/")
     found = DescriptorPool(reflection).FindServiceByName(service).FindMethodByName(method)
     kind = served.channel.unary_stream if found.server_streaming else served.channel.unary_unary
@@ -152,7 +152,7 @@ HELLO = within(2, b"\x0a\x04user\x12\x05hello")
 UNKNOWN_FIELDS: list[tuple[str, bytes, str, str, str]] = [
     *((method.partition("/")[2], UNKNOWN, f"{method.partition('/')[2]}Request", "111", "111") for method in METHODS),
     ("Generate", b"\x12\x01x" + UNKNOWN * 3 + b"\xe8\x07\x01", "GenerateRequest", "111, 125", "111"),
-    ("Generate", b"\x10\x05", "GenerateRequest", "2", "2"),  # text, but as a number
+    ("Generate", b"\x10\x05", "GenerateRequest", "2", "2"),  # a string field, sent as a number
     ("Generate", within(3, b"\x0a\x01\x05" + UNKNOWN), "TokenIds", "111", "token_ids.111"),
     ("Generate", b"\x12\x01x\xa2\x01\x06\x12\x00" + UNKNOWN, "ResponseFormat", "111", "response_format.111"),
     ("Chat", HELLO + within(2, UNKNOWN), "ChatMessage", "111", "messages[1].111"),

@@ -1,4 +1,4 @@
-"""What REST has below its APIs: bodies that are no JSON objects, too large or too slow; paths, probes, request ids."""
+"""REST below the APIs: bodies that are not JSON objects, too large or too slow; paths, probes, request ids."""
 
 import json
 import socket
@@ -68,7 +68,7 @@ def test_a_key_that_comes_twice_is_named(served: Served, body: str, path: str) -
 
 
 def test_keys_are_counted_as_they_are_parsed(served: Served) -> None:
-    """Colons, quotes and brackets in strings are no keys; equal keys of different objects are no repetition."""
+    """Colons, quotes and brackets in strings are not keys; equal keys in different objects are no duplicates."""
     more = {
         "prompt": '{"a": 1, "a": {}}\\',
         "user": '\\":"',
@@ -101,7 +101,7 @@ def test_a_body_over_the_limit_is_refused_while_it_is_read(served: Served) -> No
 
 
 def send_head(served: Served, *lines: str) -> bytes:
-    """The beginning of the answer to a POST of no body."""
+    """The beginning of the answer to a POST whose body has not been sent."""
     keys = [f"{name}: {value}" for name, value in served.metadata]
     with socket.create_connection(served.host_port, timeout=WAIT_S) as raw:
         raw.sendall("\r\n".join(["POST /v1/completions HTTP/1.1", "host: x", *keys, *lines, "", ""]).encode())
@@ -125,7 +125,7 @@ def test_large_rubbish_does_not_hold_up_others(served: Served) -> None:
         {"messages": [{f"k{i}": 1 for i in range(60_000)}]},
         {"stop": ["x"] * 200_000}, {"prompt": "a" * 900_000},
     ]  # fmt: skip
-    parsing_s = whole_s = 0.0  # of CPU
+    parsing_s = whole_s = 0.0  # CPU time
     for more in fields:
         encoded = json.dumps({**TEXT, **more})
         began = time.process_time()

@@ -1,4 +1,4 @@
-"""Log-probabilities of a long prompt come in one message: reading it leaves turns of the event loop to others."""
+"""Log-probabilities of a long prompt arrive in one message; reading it must not block the event loop."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ def messages() -> list[decode_pb2.TokenLogprobs]:
 
 
 async def count_turns(work: "asyncio.Task[object]") -> int:
-    """Of the event loop until `work` is done."""
+    """The event loop's turns until `work` is done."""
     turns = 0
     while not work.done():
         turns += 1

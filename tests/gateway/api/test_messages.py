@@ -1,4 +1,4 @@
-"""What only Anthropic's Messages API has: its events and blocks, how it counts, its keys, its official client."""
+"""Anthropic's Messages API only: its events and blocks, counts, keys, and official client."""
 
 import asyncio
 import json
@@ -104,7 +104,7 @@ def test_blocks_of_a_conversation(served: Served) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_cut_off_by_the_limit(client: anthropic.Anthropic, served: Served, stream: bool) -> None:
-    """Whole, it has no input."""
+    """In a whole answer it has no input."""
     served.ring.reset(served.script(CALL))
     asked: Any = {**CALLING, "max_tokens": len(served.ids(CALL)) - 30, "tool_choice": {"type": "any"}}
     if stream:

@@ -1,6 +1,6 @@
-"""What the gateway measures of requests by a clock of the test's own, and of their wait for workers.
+"""What the gateway measures of requests, with the test's own clock, and of their wait for workers.
 
-What is counted of whole answers, of those that fail and of those whose clients leave: test_cases.py, test_ends.py.
+For counts of whole, failed and abandoned answers see test_cases.py and test_ends.py.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from tests.support.dispatching import answer, bounded, generation, pair
 
 
 class Measured:
-    """A request that is measured by a clock which the test sets."""
+    """A request measured by a clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -29,7 +29,7 @@ class Measured:
         return self.registry.get_sample_value(f"baton:{name}", labels) or 0.0
 
     def latency(self, name: str) -> tuple[float, float]:
-        """How often, and seconds in all."""
+        """Count, and total seconds."""
         return self.value(f"{name}_seconds_count"), self.value(f"{name}_seconds_sum")
 
 

@@ -1,4 +1,4 @@
-"""What only chats and completions have: chunks, several prompts, log-probabilities, echo, their official client."""
+"""Chats and completions only: chunks, several prompts, log-probabilities, echo, and the official client."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ CALLING: Any = {"messages": HELLO, "tools": APIS["chat"].body({"tools": TOOLS})[
 
 
 def ask(served: Served, path: str = "completions", stream: bool = False, **fields: Any) -> list[Any]:
-    """The answer, or the events of its stream but the last."""
+    """The answer, or its stream's events except the last."""
     answer = served.http.post(f"/v1/{path}", json={**PATHS[path], "stream": stream, **fields})
     assert answer.status_code == 200, answer.text
     if not stream:
@@ -51,7 +51,7 @@ def read_columns(events: Sequence[Any], index: int = 0) -> dict[str, list[Any]]:
 
 @pytest.fixture
 def client(served: Served) -> openai.OpenAI:
-    """The official one; asks once."""
+    """The official client, which never retries."""
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEYS[0], max_retries=0, timeout=WAIT_S)
 
 
@@ -126,7 +126,7 @@ def test_content_beside_calls_is_null_where_there_is_none(served: Served) -> Non
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_of_the_prompt_and_how_likely_they_are(served: Served, path: str, stream: bool) -> None:
-    """They are of the prompt's first choice, which begins with them; a chat has them beside its choices."""
+    """They are in the prompt's first choice, which begins with them; a chat has them beside its choices."""
     more = {} if stream else {"prompt_logprobs": 1}
     events = ask(served, path, stream, return_token_ids=True, n=2, **more)
     ids = list(served.ring.sent[0]["prompt_ids"])
@@ -288,7 +288,7 @@ def test_echo_of_texts(served: Served, stream: bool, more: dict[str, Any]) -> No
 def test_offsets_count_the_control_tokens_that_a_prompt_is_written_with(served: Served) -> None:
     (choice,) = ask(served, prompt="<|user|>hi there<|end|>ok", echo=True, logprobs=0)[0]["choices"]
     told = list(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True))
-    for token, offset in told[1:-1]:  # those that begin and end texts are no part of them
+    for token, offset in told[1:-1]:  # tokens that begin and end texts are left out
         assert token.startswith("bytes:") or choice["text"].startswith(token, offset)
 
 
@@ -323,7 +323,7 @@ def test_scores_of_a_prompt_as_lm_eval_asks_for_them(served: Served, max_tokens:
         assert told["tokens"] == [token_name(served, token_id) for token_id in [*ids, *answered]]
         assert told["token_logprobs"] == [None, *(token.logprob for token in likely([*ids[1:], *answered], 1))]
         assert told["top_logprobs"][0] is None
-        scores, tops = told["token_logprobs"][2:-1], told["top_logprobs"][2:-1]  # as lm-eval does
+        scores, tops = told["token_logprobs"][2:-1], told["top_logprobs"][2:-1]  # the columns that lm-eval reads
         greedy = [score == max(top.values()) for score, top in zip(scores, tops, strict=True)]
         assert greedy == [token_id % 2 == 1 for token_id in [*ids, *answered][2:-1]]
         assert told["text_offset"] == sorted(told["text_offset"])
@@ -344,7 +344,8 @@ def test_a_long_prompt_is_echoed_whole(served: Served) -> None:
     assert choice["text"] == served.tokenizer.decode(prompt)
 
 
-# -- where a prompt ends and its answer goes on ----------------------------------------------------------------------
+#  -- where a prompt ends and its answer continues
+#  ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["text", "ids", "ids behind control tokens"])
@@ -400,7 +401,7 @@ def test_the_official_asyncio_client(served: Served) -> None:
 
 
 def test_a_conversation_with_calls_by_the_official_client(client: openai.OpenAI, served: Served) -> None:
-    """Its own message goes back as an object, as a dict without nulls, and as one with all of them."""
+    """Its own message is sent back as an object, as a dict without nulls, and as a dict with them."""
     served.ring.reset(served.script(f"{CALL}\n{NOW}"))
     with client.chat.completions.stream(**CALLING) as stream:
         message = stream.get_final_completion().choices[0].message

@@ -1,4 +1,4 @@
-"""The page at `/`: its files, and in headless Chromium where there is one, a person chatting."""
+"""The page at `/`: its files, and a chat in headless Chromium where installed."""
 
 import json
 import shutil
@@ -56,7 +56,7 @@ def test_the_page_needs_no_key_but_all_that_it_asks_does(tmp_path: Path) -> None
 
 @contextmanager
 def opened(url: str, width: int = 1200) -> Iterator[Page]:
-    """The page in Chromium; its own errors come up at the end."""
+    """The page in Chromium; errors on the page fail the test at the end."""
     errors: list[str] = []
     with sync_playwright() as player:
         browser = player.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
@@ -66,7 +66,7 @@ def opened(url: str, width: int = 1200) -> Iterator[Page]:
         page.goto(url)
         yield page
         browser.close()
-    assert [error for error in errors if "status of" not in error] == []  # Chromium reports a 401 or 503 by itself
+    assert [error for error in errors if "status of" not in error] == []  # Chromium itself reports a 401 or 503
 
 
 def answer(served: Served, text: str) -> Script:
@@ -147,8 +147,8 @@ def test_a_person_chats(served: Served, width: int) -> None:
         send(page, "Hi")
         page.wait_for_selector(".timing")
         assert page.inner_text("article.user") == "Hi"
-        assert page.inner_text("article.assistant") == "Hello <b>there</b>, friend."  # text, never HTML
-        assert page.locator("article.assistant .piece").count() > 3  # as tokens arrived
+        assert page.inner_text("article.assistant") == "Hello <b>there</b>, friend."  # text, not HTML
+        assert page.locator("article.assistant .piece").count() > 3  # one per token that arrived
         assert [part.get_attribute("class") for part in page.locator(".bar i").all()] == [
             "queue", "prefill", "transfer", "decode",
         ]  # fmt: skip

@@ -1,6 +1,6 @@
-"""What every API refuses: by status, by the field's own name, by a code, and never with a 500.
+"""What every API refuses: with a status, the field's own name and a code, and never with a 500.
 
-Tables: values that no API takes, fields that one API refuses by itself, and what means nothing and so may be sent.
+Tables: values that every API refuses, fields that one API refuses, and fields that have no effect and are accepted.
 """
 
 import json
@@ -19,17 +19,17 @@ from tests.support.words import CALL, HELLO, TOOLS, Api, named
 NAN, INF = float("nan"), float("inf")
 VALUE, TYPE, MISSING, LONG = "invalid_value", "invalid_type", "missing_field", "context_length_exceeded"
 UNKNOWN, UNSUPPORTED = "unknown_field", "unsupported_field"
-GONE: Any = object()  # as a value: the field is not sent
+GONE: Any = object()  # as a value: the field is omitted
 CHATS = [APIS[name] for name in ("chat", "responses", "messages", "Chat")]
 
 
 def said(role: str = "user", content: Any = "x", **fields: Any) -> list[Any]:
-    """A conversation whose second message is this."""
+    """A conversation with this as its second message."""
     return [*HELLO, {"role": role, "content": content, **fields}]
 
 
 def called(arguments: str = "{}", call_id: str = "x", name: str = "now") -> list[Any]:
-    """A conversation whose second message calls."""
+    """A conversation whose second message has calls."""
     call = {"id": call_id, "name": name, "arguments": arguments}
     return [*said("assistant", "", calls=[call]), *HELLO]
 
@@ -39,7 +39,7 @@ def tool(name: str = "now", **fields: Any) -> list[Any]:
 
 
 def calls_of(**fields: Any) -> list[Any]:
-    """The same in the words of chat completions."""
+    """The same in the form of chat completions."""
     call = {"id": "x", "type": "function", "function": {"name": "now", "arguments": "{}"}, **fields}
     return said("assistant", None, tool_calls=[call])
 
@@ -50,7 +50,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "x", "content": "y"}
 
 
 # fmt: off
-# word |-> values that are wrong, perhaps with the place that errors name and a code
+#  word |-> wrong values, optionally with the place that errors name and a code
 VALUES: dict[str, list[Any]] = {
     "model": [("gpt-9", "model", "model_not_found")],
     "max_tokens": [-1, 0, (CONTEXT, "", LONG), (2**63 - 1, "", LONG), (2**63, "", LONG)],
@@ -88,7 +88,7 @@ VALUES: dict[str, list[Any]] = {
               [{"name": f"f{at}"} for at in range(129)], tool(description="x" * 300_000)],
     "tool_choice": ["required", ("now", "")],
 }
-PAIRS: list[tuple[Mapping[str, Any], str]] = [  # values that do not go together, and the field that is named
+PAIRS: list[tuple[Mapping[str, Any], str]] = [  # values that conflict, and the field that errors name
     ({"min_tokens": 4, "max_tokens": 3}, "min_tokens"),
     ({"prompt": [5] * (CONTEXT - 1), "max_tokens": 2}, "max_tokens"),
     ({"tools": TOOLS, "tool_choice": "huh"}, "tool_choice.name"),
@@ -102,7 +102,7 @@ PAIRS: list[tuple[Mapping[str, Any], str]] = [  # values that do not go together
       for name, value in (("min_tokens", 1), ("ignore_eos", True))),
 ]
 
-# API |-> its own field |-> values that are wrong: perhaps with the place, begun with a dot or bracket, or another field
+#  API |-> its own field |-> wrong values, optionally with the place (from a dot or bracket on) or another field
 OWN: dict[str, dict[str, list[Any]]] = {
     "chat": {
         "model": [(GONE, "", MISSING), 7, None],
@@ -229,7 +229,7 @@ OWN_PAIRS: list[tuple[str, Mapping[str, Any], str]] = [
     ("completions", {"max_tokens": -1, "echo": True}, "max_tokens"),
     ("completions", {"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
 ]
-# fields without effect here: values that ask for nothing, values that ask for what is not here
+#  fields without effect here: values that request nothing, values that request what is missing here
 UNSUPPORTED_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "modalities": ([["text"]], [["text", "audio"], ["audio"], []]),
     "audio": ([], [{"voice": "alloy", "format": "wav"}, {}, False]),
@@ -242,7 +242,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "suffix": ([""], ["x"]),
     "echo": ([False], [True, 0]),
 }
-REFUSED: dict[str, dict[str, Any]] = {  # the same of other APIs: path |-> value
+REFUSED: dict[str, dict[str, Any]] = {  # other APIs: path |-> value
     "responses": {
         "previous_response_id": "resp_1", "conversation": "conv_1", "store": True, "background": True,
         "prompt": {"id": "x"},
@@ -283,13 +283,15 @@ HARMLESS: dict[str, dict[str, Any]] = {
 
 
 def check_refused(api: Api, served: Served, body: Mapping[str, Any], path: str, code: str = "") -> None:
-    """`code`: empty for a value or a type that is wrong, or a prompt and an answer that are too long together."""
+    """`code`: empty for a wrong value or type, or if prompt and answer are too long together."""
     outcome = api.send(served, body)
     assert outcome.status == (404 if code == "model_not_found" else 400), body
     assert 0 < len(outcome.message) < 500
     if api.tells_codes:
         assert outcome.param == path, outcome
-        wrong = [VALUE, TYPE, LONG] if api.can_be_whole else [VALUE, LONG, MISSING]  # a message's empty texts are none
+        wrong = (
+            [VALUE, TYPE, LONG] if api.can_be_whole else [VALUE, LONG, MISSING]
+        )  # Messages refuses empty texts itself
         assert outcome.code in ([code] if code else wrong), outcome
     else:
         assert path in outcome.message or outcome.status == 404, (path, outcome)
@@ -297,7 +299,7 @@ def check_refused(api: Api, served: Served, body: Mapping[str, Any], path: str, 
 
 
 def spread(value: Any) -> tuple[Any, str, str]:
-    """A table's entry: the value, the place in it, and the code."""
+    """The value, its place and its code in a table's entry."""
     value, place, code, *_ = (*value, "", "") if isinstance(value, tuple) else (value, "", "")
     return value, place, code
 
@@ -374,7 +376,7 @@ def test_salts_that_are_no_text(served: Served, api: Api, salt: Any) -> None:
 def test_deep_json(served: Served, api: Api, depth: int) -> None:
     text = '{"a":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
     asked: list[tuple[Mapping[str, Any], str]] = [({"messages": called(text)}, "messages[1].calls[0].arguments")]
-    if depth < 190:  # no body is deeper than 200
+    if depth < 190:  # the maximum depth of a body is 200
         asked.append(({"tools": tool(parameters=json.loads(text))}, "tools[0].parameters"))
     elif api.name == "messages":
         asked.clear()
@@ -395,7 +397,7 @@ FINE = {"type": "object", "properties": {"words": {"type": "array"}}}
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["form.json_schema", "tools[0].parameters"])
 def test_parts_of_a_schema_that_cannot_be_enforced(served: Served, api: Api, stream: bool, path: str) -> None:
-    """Under `strict` refused, otherwise a warning beside the answer."""
+    """Refused under `strict`, otherwise a warning beside the answer."""
     problem = f"{api.param(path)} has 'uniqueItems' at #/properties/words"
     for schema, strict in ((LOOSE, False), (LOOSE, True), (FINE, False), (FINE, True)):
         forced = {

@@ -1,4 +1,4 @@
-"""What only OpenAI's Responses API has: its events, its items, what of the request comes back, its official client."""
+"""OpenAI's Responses API only: its events, its items, echoed fields of the request, and its official client."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def post(served: Served, **fields: Any) -> Any:
 
 
 def kinds(events: list[Any]) -> list[str]:
-    """Types in order, neighbours that are alike as one."""
+    """Types in order; equal neighbours are merged."""
     found = [event["type"].removeprefix("response.") for event in events]
     return [kind for at, kind in enumerate(found) if not at or found[at - 1] != kind]
 

@@ -1,4 +1,4 @@
-"""The REST API against its own OpenAPI document, by requests that schemathesis makes up, good and bad."""
+"""The REST API against its own OpenAPI document: schemathesis generates good and bad requests."""
 
 import json
 from typing import Any
@@ -22,7 +22,7 @@ POSTS = (
     "/tokenize",
     "/detokenize",
 )
-ASKING = {"model", "messages", "prompt", "input", "max_tokens", "tokens"}  # what an endpoint is about
+ASKING = {"model", "messages", "prompt", "input", "max_tokens", "tokens"}  # an endpoint's main fields
 GETS = ("/v1/models", "/v1/models/{model_id}", "/live", "/ready", "/health", "/version", "/metrics")
 CHECKS: Any = [
     checks.not_a_server_error,
@@ -48,20 +48,20 @@ def api(plain: Served, document: Any) -> Any:
 
 
 def _try(api: Any, method: str, path: str, mode: GenerationMode) -> list[int]:
-    """Statuses of the answers to made-up requests, each of which is as the document says."""
+    """Statuses of the answers to generated requests, each checked against the document."""
     statuses = []
 
     @SETTINGS
     @given(case=api[path][method].as_strategy(generation_mode=mode), num_more=integers(0, 4))
     def check(case: Any, num_more: int) -> None:
         if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
-            case.body["model"] = SERVED  # other models are a 404 before anything else is looked at
+            case.body["model"] = SERVED  # another model is a 404 before all other checks
         if isinstance(case.body, dict) and mode is GenerationMode.POSITIVE:
             if case.path == "/tokenize":  # takes one of both
                 case.body = case.body | ({"prompt": None} if case.body.get("messages") else {"prompt": "x"})
-            more = [name for name in case.body if name not in ASKING]  # all together often contradict each other
+            more = [name for name in case.body if name not in ASKING]  # all fields together often conflict
             case.body = {name: value for name, value in case.body.items() if name not in more[num_more:]}
-            for message in case.body.get("messages") or ():  # what no schema can say of calls and results
+            for message in case.body.get("messages") or ():  # rules for calls and results that no schema can express
                 message.pop("tool_calls", None)
                 if message.get("role") == "tool":
                     message["role"] = "user"

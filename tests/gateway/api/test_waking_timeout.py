@@ -1,4 +1,4 @@
-"""A limit on others' time that does not count the time for which we were stopped ourselves."""
+"""A timeout for peers that excludes the time for which this process itself was stopped."""
 
 import asyncio
 import time
@@ -21,14 +21,14 @@ def test_it_leaves_alone_what_ends_in_time() -> None:
     async def wait() -> int:
         async with waking_timeout(0.05):
             await asyncio.sleep(0)
-        await asyncio.sleep(0.1)  # past the limit, outside of it
+        await asyncio.sleep(0.1)  # past the limit, outside the block
         return len(asyncio.all_tasks())
 
     assert asyncio.run(wait()) == 1
 
 
 def test_a_stop_of_this_process_is_nobodys_fault() -> None:
-    """What was to come is there when we wake up, but its deadline as well."""
+    """On waking both the awaited result and the deadline have arrived."""
 
     async def wait() -> None:
         news = asyncio.Event()

@@ -1,4 +1,4 @@
-"""What answers must match, as a grammar."""
+"""Output constraints as grammars."""
 
 import pytest
 

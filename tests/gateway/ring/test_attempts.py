@@ -1,4 +1,4 @@
-"""What one attempt asks of workers, and what follows from each of their answers. Pure: the test plays the workers."""
+"""An attempt's calls to workers, and its reaction to each answer. Pure: the test plays the workers."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,12 +29,12 @@ PREFILLED = prefill_pb2.RunResponse(
 
 
 def bound(name: str = "r") -> Generation:
-    """Its answer must match a grammar."""
+    """A request whose answer must match a grammar."""
     return replace(generation(name), grammar=Grammar("regex", "a+", PARAM))
 
 
 def scored(max_tokens: int = 4) -> Generation:
-    """Wants log-probabilities: of the answer's tokens, and of the two prompt tokens that have some."""
+    """A request with log-probabilities: of the answer's tokens and of the two prompt tokens that have them."""
     return replace(generation(max_tokens=max_tokens), num_logprobs=1, num_prompt_logprobs=1)
 
 
@@ -52,7 +52,7 @@ def retry(attempt: Try) -> Try:
     return attempt.hall.begin(attempt.hall.rejoin(attempt.request))
 
 
-# -- what workers are asked ------------------------------------------------------------------------------------------
+#  -- calls to workers ------------------------------------------------------------------------------------------------
 
 
 def test_the_first_attempt_and_one_that_goes_on() -> None:
@@ -91,13 +91,13 @@ def test_prefill_is_asked_where_the_prompt_is_long_and_gives_its_place_back_earl
     assert hall.decodes[0].num_mine == 1
 
 
-# -- what follows ----------------------------------------------------------------------------------------------------
+#  -- reactions -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("event", "has_tokens", "status", "message"),
     [
-        (Refused("decode", "invalid", "too long"), True, None, {"D1"}),  # it was taken before
+        (Refused("decode", "invalid", "too long"), True, None, {"D1"}),  # it was accepted before
         (Refused("prefill", "invalid", "too long"), True, None, {"P1"}),
         (Refused("prefill", "absent", "connection refused"), False, None, {"P1"}),
         (SessionLost("D1 closed its stream"), True, None, {"D1"}),
@@ -159,7 +159,7 @@ def test_failures_in_a_row_are_bounded_and_a_token_forgives_them() -> None:
     ("why", "seconds", "ends"), [("absent", 0.4, 503), ("failed", 0.0, 503), ("compiling", 30.0, 504)]
 )
 def test_a_request_that_finds_no_worker_gives_up_in_time(why: Any, seconds: float, ends: int) -> None:
-    """A worker that was gone costs time only, one that failed an attempt; a grammar may take the request's time."""
+    """A missing worker costs only time, a failing one an attempt; compiling a grammar may use the request's time."""
     hall = Hall(patience_s=2.0)
     attempt = hall.begin(bound())
     number = 0

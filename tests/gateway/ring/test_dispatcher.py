@@ -1,7 +1,7 @@
-"""Requests between gateway and workers, with fake workers behind real gRPC: what calls and streams do.
+"""Requests between the gateway and fake workers behind real gRPC: what calls and streams do.
 
-Every test ends with all places given back: `ring` checks it. Which decision follows from what is tested apart, without
-workers (test_queue.py, test_attempts.py), and over random schedules of faults (tests/simulator).
+`ring` checks after each test that all places were given back. Decisions are tested without workers
+(test_queue.py, test_attempts.py) and over random schedules of faults (tests/simulator).
 """
 
 import asyncio
@@ -53,7 +53,7 @@ UNKNOWN = (grpc.StatusCode.FAILED_PRECONDITION, "no Steps stream")
 COMPILING = (grpc.StatusCode.RESOURCE_EXHAUSTED, "still compiled", ((rpc.REFUSED_FOR, rpc.GRAMMAR_BUSY),))
 TOO_LARGE = (grpc.StatusCode.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max (67108870 vs. 67108864)")
 ABORTED = (grpc.StatusCode.ABORTED, "offer refused")
-LONG = tuple(range(2 * PAGE_TOKENS + 8))  # two whole pages and a rest
+LONG = tuple(range(2 * PAGE_TOKENS + 8))  # two whole pages and a part
 LONG_WHOLE = ([token_at(len(LONG) + offset) for offset in range(4)], "length")
 
 
@@ -63,7 +63,7 @@ def fast_polls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bound() -> Generation:
-    """Its answer must match a grammar."""
+    """A request whose answer must match a grammar."""
     return replace(generation(), grammar=Grammar("regex", "a+", "structured_outputs.regex"))
 
 
@@ -118,7 +118,7 @@ def test_a_client_that_leaves_ends_the_work_on_both_workers(how: str) -> None:
 
 @bounded
 async def test_a_request_cancelled_in_the_very_moment_of_its_tokens_ends() -> None:
-    """They are in the inbox and the cancellation comes before the request has looked: it must not be lost."""
+    """The tokens are in the inbox and the cancellation precedes the request's read: it must not be lost."""
     async with pair(is_manual=True) as (ring, _decode, prefill):
         task = ring.start(generation())
         await ring.signal.until(lambda: prefill.num_done == 1 and ring.num_held == 1)
@@ -258,7 +258,7 @@ async def test_waiting_ends_with_places_in_time_or_when_it_is_cancelled() -> Non
         assert queue.num_waiting == 1
         queue.leave(first)
         assert (queue.num_placed, queue.num_waiting) == (1, 0)
-        second.cancel()  # in the very moment it is placed
+        second.cancel()  # at the moment it is placed
         await asyncio.wait([second])
         assert second.cancelled() and third.cancelled() and queue.num_placed == 0
 
@@ -322,7 +322,7 @@ def test_an_answer_goes_on_elsewhere_without_losing_or_repeating_a_token(loss: s
 
 @bounded
 async def test_a_started_answer_and_new_requests_wait_for_their_only_worker_to_come_back() -> None:
-    """The started one goes first, the others as they came, and what the worker had is forgotten."""
+    """The started one goes first, the others in order; the prompts cached by the worker are forgotten."""
     signal = Signal()
     async with AsyncExitStack() as stack:
         async with AsyncExitStack() as life:
@@ -367,7 +367,7 @@ async def test_a_started_answer_ends_with_503_when_no_worker_comes_back() -> Non
 @pytest.mark.usefixtures("fast_polls")
 @bounded
 async def test_many_requests_with_every_kind_of_end_leave_nothing_behind() -> None:
-    """Successes, refusals, failures and cancellations at once; `ring` checks that all places are free afterwards."""
+    """Concurrent successes, refusals, failures and cancellations; `ring` checks that all places are free afterwards."""
     async with pair(max_running=3, max_queue=200) as (ring, decode, prefill):
         decode.refusals.extend([NO_ROOM, GONE, NO_ROOM, (grpc.StatusCode.INTERNAL, "no")] * 4)
         prefill.refusals.extend([NO_ROOM, ABORTED] * 4)
@@ -390,7 +390,7 @@ async def test_many_requests_with_every_kind_of_end_leave_nothing_behind() -> No
         assert not ring.dispatcher._queue.router._coming
 
 
-# -- what workers have of prompts ------------------------------------------------------------------------------------
+#  -- prompts cached by workers ---------------------------------------------------------------------------------------
 
 
 @bounded
@@ -413,7 +413,7 @@ async def test_a_wrong_memory_costs_one_more_try_with_a_prefill_worker() -> None
         assert wrong.handle in decode.aborted and len(prefill.runs) == 2 and not ring.num_failed_attempts
 
 
-# -- what is reported ------------------------------------------------------------------------------------------------
+#  -- reports ---------------------------------------------------------------------------------------------------------
 
 
 async def refused_for(call: Awaitable[object]) -> str:

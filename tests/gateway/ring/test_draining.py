@@ -1,4 +1,4 @@
-"""The gateway's door while it drains: nothing new in, everything inside out, or ended with a reason."""
+"""A draining gateway admits nothing new; admitted requests finish, or end with a reason."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,7 +15,7 @@ from tests.support.fake_workers import PATIENCE_S, FakeDecode
 
 @asynccontextmanager
 async def draining(drain_s: float = PATIENCE_S) -> AsyncIterator[tuple[Ring, FakeDecode, Shutdown]]:
-    """Wired as in gateway/main.py. Answers are given by the test."""
+    """Wired as in gateway/main.py. The test gives the answers."""
     async with pair(is_manual=True) as (ring, decode, _prefill):
         door = ring.dispatcher.door
         shutdown = Shutdown(drain_s, lambda: len(door))
@@ -81,7 +81,7 @@ async def test_a_request_in_the_queue_is_cut_off_too() -> None:
 
 @bounded
 async def test_a_slow_client_is_not_interrupted_while_it_takes_tokens() -> None:
-    """The cut comes when it asks for more, not in the middle of a message."""
+    """The cut comes when the client reads on, not in the middle of a message."""
     async with draining() as (ring, decode, _shutdown):
         with ring.dispatcher.admit(1) as admitted:
             async with aclosing(ring.dispatcher.generate(generation(), admitted)) as stream:

@@ -1,4 +1,4 @@
-"""What a gateway logs of its workers: that they do not answer, or are all gone."""
+"""The gateway's log about its workers: some do not answer, or all are gone."""
 
 import socket
 from collections.abc import MutableMapping
@@ -13,7 +13,7 @@ from tests.support.fake_workers import PATIENCE_S, FakeDecode, Signal, serving
 
 
 def test_addresses_that_do_not_answer_are_logged_once_with_the_reason() -> None:
-    """One refuses connections, the other takes them and says nothing."""
+    """One refuses connections, the other accepts them and never answers."""
     logged: dict[str, list[str]] = {}
 
     async def hear_nothing() -> None:
@@ -24,7 +24,7 @@ def test_addresses_that_do_not_answer_are_logged_once_with_the_reason() -> None:
             async with AsyncExitStack() as stack:
                 fleet = Fleet([silent], [gone], PATIENCE_S, PATIENCE_S, 0)
                 stack.push_async_callback(fleet.close)
-                polls: list[None] = []  # one for each question to `gone` that failed
+                polls: list[None] = []  # one per failed poll of `gone`
                 fleet.subscribe(lambda: polls.append(None))
                 fleet.subscribe(signal.fire)
                 logs = stack.enter_context(capture_logs())

@@ -1,4 +1,4 @@
-"""Where requests go: a table of cases, and properties over random fleets."""
+"""Routing decisions: a table of cases, and properties over random fleets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -93,7 +93,7 @@ def test_workers_that_probably_have_more_are_preferred(
 def test_a_prefix_saves_as_much_load_as_its_tokens_are_worth(
     role: str, cached_one: WorkerView, idle_one: WorkerView
 ) -> None:
-    """A hot prefix does not pile up on one worker: with each request there the idle worker gets more attractive."""
+    """A hot prefix does not pile up on one worker: each request there makes the idle worker more attractive."""
     other = PREFILL if role == "decode" else DECODE
     max_running, num_cached = 64, 1500
     for num_mine in range(max_running):
@@ -169,7 +169,7 @@ def test_unready_names_every_decode_worker_and_its_trouble() -> None:
     ("decode_has", "prefill_has", "is_local"),
     [
         (("h", 2, 2), ("h", 2, 2), True),
-        (("h", 1, 2), ("h", 1, 2), False),  # a core each
+        (("h", 1, 2), ("h", 1, 2), False),  # one core each
         (("h", 2, 3), ("h", 2, 3), True),
         (("h", 2, 2), ("other", 2, 2), False),
         (("h", 0, 2), ("h", 2, 2), False),  # decode computes on a GPU
@@ -189,7 +189,7 @@ def test_decode_prefills_where_both_roles_want_the_same_cores(
     assert isinstance(forced, Placement) and forced.prefill is not None
     elsewhere = replace(PREFILL_2, host="h2", num_threads=4, num_cores=4)
     handed = choose_placement([*views, elsewhere], 1000, None)
-    assert isinstance(handed, Placement) and handed.prefill is not None  # one of them takes no cores away
+    assert isinstance(handed, Placement) and handed.prefill is not None  # one of them uses no cores
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""What the gateway remembers of workers' caches: chains of keys, bounded, longest unused first."""
+"""The gateway's memory of workers' caches: chains of keys, bounded, least recently used first."""
 
 import numpy as np
 from hypothesis import given
@@ -10,7 +10,7 @@ from wire.page_keys import PageKey, page_keys, root_key
 
 
 def chain(*token_ids: int) -> list[PageKey]:
-    """Keys of pages of one token each."""
+    """Keys of one-token pages."""
     return list(page_keys(root_key("w", ""), pack_tokens(np.array(token_ids, np.int32)), 1))
 
 
@@ -64,8 +64,8 @@ def test_forgetting() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=12), st.integers(1, 8))
 def test_it_is_a_list_of_the_last_chains(chains: list[list[int]], max_keys: int) -> None:
-    """Against a slow twin: of all beginnings of chains, those that were used last, short ones later than long ones."""
-    memory, used = PrefixMemory(), list[tuple[int, ...]]()  # the next one to forget first
+    """The slow twin is a list of all prefixes of chains by last use; of one chain the longest is forgotten first."""
+    memory, used = PrefixMemory(), list[tuple[int, ...]]()  # least recently used first
     for one in chains:
         memory.remember("D1", chain(*one), max_keys)
         beginnings = [tuple(one[:end]) for end in range(len(one), 0, -1)]

@@ -13,12 +13,12 @@ from gateway.ring.request_steps import Refused
 from tests.support.dispatching import generation
 from tests.support.ring_states import HEARTBEAT_S, Hall, Try
 
-LONG = tuple(range(40))  # two whole pages and a rest
+LONG = tuple(range(40))  # two whole pages and a part
 NO_ROOM = Refused("decode", "no room", "no pages")
 
 
 def again(attempt: Try, event: Any = NO_ROOM) -> Request:
-    """The attempt fails, and its request is to wait again."""
+    """The attempt fails, and its request waits again."""
     attempt.step(event)
     attempt.state.close()
     assert attempt.request.phase is Phase.WAITING
@@ -26,11 +26,11 @@ def again(attempt: Try, event: Any = NO_ROOM) -> Request:
 
 
 def full(hall: Hall) -> list[Try]:
-    """All places are taken."""
+    """A hall with all places taken."""
     return [hall.begin(f"running {number}") for number in range(hall.max_running * len(hall.decodes))]
 
 
-# -- the limit -------------------------------------------------------------------------------------------------------
+#  -- the limit -------------------------------------------------------------------------------------------------------
 
 
 def refusal(admitted: Admitted | Reason) -> str:
@@ -161,7 +161,7 @@ def test_equal_prompts_wait_until_one_was_computed_and_others_pass_them(end: str
     first = hall.begin(generation("first", prompt=LONG))
     equal = [hall.join(generation(name, prompt=(*LONG[:-1], 99))) for name in ("second", "third")]
     salted = hall.join(replace(generation("salted", prompt=LONG), cache_salt="s"))
-    short = hall.join(generation("short", prompt=LONG[:16]))  # no whole page: the last token is the first step's
+    short = hall.join(generation("short", prompt=LONG[:16]))  # no whole page: the last token belongs to the first step
     assert hall.decide() == ["salted", "short"]
     for one in (salted, short):
         hall.begin(one).state.close()

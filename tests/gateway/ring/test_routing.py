@@ -1,4 +1,4 @@
-"""Requests go where their prompt's beginning probably is. Pure."""
+"""Requests go where their prompt's prefix is probably cached. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,12 +13,12 @@ from tests.support.dispatching import generation
 from tests.support.fake_workers import PAGE_TOKENS
 from tests.support.worker_views import DECODE, DECODE_2, FULL, PREFILL, PREFILL_2
 
-PROMPT = tuple(range(2 * PAGE_TOKENS + 8))  # two whole pages and a rest
+PROMPT = tuple(range(2 * PAGE_TOKENS + 8))  # two whole pages and a part
 ALL = [PREFILL, PREFILL_2, DECODE, DECODE_2]
 
 
 def long(salt: str = "", rest: int = 0) -> Generation:
-    """A request for PROMPT; `rest` changes its last token, which no whole page has."""
+    """A request for PROMPT; `rest` changes its last token, which is in no whole page."""
     return replace(generation(prompt=(*PROMPT[:-1], PROMPT[-1] + rest)), cache_salt=salt)
 
 
@@ -68,7 +68,7 @@ def test_the_next_turn_of_a_conversation_finds_prompt_and_answer() -> None:
 
 
 def test_keys_are_of_whole_pages_without_the_last_token() -> None:
-    """That one's KV is the first step's."""
+    """The last token's KV belongs to the first step."""
     for num_tokens, num_keys in ((1, 0), (PAGE_TOKENS, 0), (PAGE_TOKENS + 1, 1), (2 * PAGE_TOKENS, 1)):
         wanted = request(generation(prompt=range(num_tokens)))
         assert len(wanted.page_keys("w", PAGE_TOKENS)) == num_keys
@@ -99,7 +99,7 @@ def test_a_request_is_held_while_its_pages_come_to_where_it_would_go() -> None:
 
 
 def test_a_worker_that_had_less_than_expected_is_not_believed_to_have_anything() -> None:
-    """Whatever is remembered in the meantime: so it happens once a worker."""
+    """Even if more is remembered meanwhile, so this happens once per worker."""
     router, wanted = Router(0), request()
     router.remember(DECODE, wanted)
     assert placed(router, [PREFILL, DECODE], wanted) == ("D1", None)
@@ -113,6 +113,6 @@ def test_a_worker_that_had_less_than_expected_is_not_believed_to_have_anything()
     router.remember(DECODE, request())
     assert placed(router, [PREFILL, DECODE], request()) == ("D1", None)
     assert placed(router, [PREFILL, DECODE], wanted) == ("D1", "P1")
-    wanted.step(Placed("D1", None, 99), 0.0)  # within what decode prefills by itself, and yet it wants a prefill worker
+    wanted.step(Placed("D1", None, 99), 0.0)  # few enough for local prefill, and yet it wants a prefill worker
     wanted.step(reserved(0), 0.0)
     assert (wanted.phase, wanted.num_failures, wanted.avoid) == (Phase.WAITING, 1, {"D1"})

@@ -1,4 +1,4 @@
-"""Where each token's text begins among bytes that may be ill-formed."""
+"""Where each token's text begins, in bytes that may be ill-formed."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from gateway.text.detokenize import IncrementalDetokenizer
 
-WORD = 0  # a token whose text is no bytes; the others are bytes
+WORD = 0  # a token with text instead of bytes; the others have bytes
 
 
 class Words:
-    """A vocabulary given by its bytes: token 1 is the first, and token 0 is the word "w"."""
+    """A vocabulary given by its bytes: token 1 is the first; token 0 is the word "w"."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self._tokens = tokens
@@ -35,8 +35,8 @@ class Words:
         ([b"\xe2", b"x"], [("", ""), ("\ufffd", "x")]),
         ([b"\xe2", b"\xe2"], [("", ""), ("\ufffd", "")]),
         ([b"\xe2\x82", b"\xacx"], [("", ""), ("", "€x")]),
-        ([b"\xef\xbf", b"\xbd"], [("", ""), ("", "\ufffd")]),  # written so
-        ([b"\xf0\x9f", b"\x82x"], [("", ""), ("", "\ufffdx")]),  # ill-formed with this token's first byte
+        ([b"\xef\xbf", b"\xbd"], [("", ""), ("", "\ufffd")]),  # a literal U+FFFD
+        ([b"\xf0\x9f", b"\x82x"], [("", ""), ("", "\ufffdx")]),  # ill-formed from this token's first byte on
         ([b"\xed", b"\xa0"], [("", ""), ("\ufffd", "\ufffd")]),  # a surrogate
         ([b"\xe2", b"", b"\x82\xac"], [("", ""), ("", ""), ("", "€")]),
     ],
@@ -61,7 +61,7 @@ def test_a_token_begins_at_the_character_of_its_first_byte(tokens: list[bytes]) 
     before, text = b"", ""
     for rank, token in enumerate(tokens):
         ended, more = detokenizer.push_token(rank + 1)
-        if token:  # cut behind its first byte, the bytes so far end with the character that this is part of
+        if token:  # cut after its first byte, the bytes so far end with the character it belongs to
             assert len(text + ended) == len((before + token[:1]).decode(errors="replace")) - 1
         before, text = before + token, text + ended + more
     assert text + detokenizer.flush() == before.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""A conversation whose last message is left open: the prompt ends where the answer goes on with it."""
+"""A conversation with an open last message: the prompt ends where the answer continues it."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def render(tokenizer: Tokenizer, template: str, text: str) -> str:
     [
         (CHAT_TEMPLATE, "a city", "a city"),
         (CHAT_TEMPLATE, " a city \n", " a city \n"),
-        (CHAT_TEMPLATE, "Paris is?", "Paris is?"),  # as another message
+        (CHAT_TEMPLATE, "Paris is?", "Paris is?"),  # the same as for another message
         (CHAT_TEMPLATE, "<|end|>", "<|end|>"),
         (CHAT_TEMPLATE, "", ""),
         (CHAT_TEMPLATE, " \n", ""),
@@ -62,10 +62,10 @@ def test_a_template_may_not_leave_it_open(tokenizer: Tokenizer, template: str, t
 
 
 def test_the_answer_goes_on_with_its_text(tmp_path: Path) -> None:
-    """A sentencepiece decoder would drop the space of an answer that begins a text."""
+    """A sentencepiece decoder would drop the first space of an answer that begins a text."""
     tokenizer = Tokenizer(write_sentencepiece(tmp_path))
     prompt = tokenizer.render_chat([ASKED, {"role": "assistant", "content": "hello"}], is_open=True)
     ids = tokenizer.encode(prompt, add_special_tokens=False)
-    answer = tokenizer.encode("world", add_special_tokens=False)  # the normaliser writes a space before it
+    answer = tokenizer.encode("world", add_special_tokens=False)  # the normaliser puts a space before it
     assert tokenizer.detokenizer().push(answer) == "world"
     assert tokenizer.detokenizer(before=last_with_text(tokenizer, ids)).push(answer) == " world"

@@ -19,7 +19,7 @@ from tests.support.tiny_tokenizer import CONTEXT, write_byte_level
 
 
 def _deltas(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> list[str]:
-    """Pushes ids in groups that end at the cuts."""
+    """The text of each group; groups end at the cuts."""
     detokenizer = tokenizer.detokenizer()
     deltas = [detokenizer.push(ids[begin:end]) for begin, end in edges(len(ids), cuts)]
     return [*deltas, detokenizer.flush()]
@@ -88,7 +88,7 @@ def test_text_goes_on_as_if_it_had_not_been_cut(kind: str, data: st.DataObject, 
     text = detokenizer.push(after) + detokenizer.flush()
     prompt = "".join(_deltas(tokenizer, before, []))
     if prompt + text != "".join(_deltas(tokenizer, ids, [])):
-        assert prompt.endswith("\ufffd")  # the cut is in a character
+        assert prompt.endswith("\ufffd")  # the cut splits a character
         assert text.startswith("\ufffd")
 
 
@@ -124,7 +124,7 @@ def test_a_long_answer_costs_the_same_per_token_throughout(kind: str) -> None:
 
 
 def _truth(text: str, stops: list[str]) -> str:
-    """Cut at the stop string that is complete first; of those complete at once, the longest."""
+    """Cut at the stop string that is complete first; if several are, at the longest."""
     found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     return text[: min(found)[1]] if found else text
 
@@ -162,7 +162,7 @@ def test_facts_of_the_checkpoint(tmp_path: Path) -> None:
         json.dumps({"eos_token_id": [2, 3], "temperature": 0.5, "top_k": None})
     )
     tokenizer = Tokenizer(folder, max_context_tokens=100)
-    assert tokenizer.eos_token_ids == {1, 2, 3}  # the tokenizer's own is added
+    assert tokenizer.eos_token_ids == {1, 2, 3}  # includes the tokenizer's own
     assert tokenizer.context_tokens == 100
     assert tokenizer.sampling_defaults.temperature == 0.5
     assert tokenizer.sampling_defaults.top_k == 0
@@ -191,7 +191,7 @@ def test_the_template_renders_in_a_sandbox_and_may_refuse(tmp_path: Path) -> Non
 
 
 def test_encoding_leaves_other_threads_running() -> None:
-    """The event loop goes on while a thread tokenises."""
+    """The event loop runs on while a thread tokenises."""
     tokenizer, text = tiny("byte_level"), "hello world " * 60_000
     is_done, num_turns = threading.Event(), 0
 

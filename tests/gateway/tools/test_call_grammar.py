@@ -1,4 +1,4 @@
-"""What the grammars let through is what the parsers read: random walks over their masks, with the demo's tokenizer."""
+"""The parsers read all that the grammars allow: random walks over their masks, with the demo's tokenizer."""
 
 import itertools
 import json
@@ -76,7 +76,7 @@ def matcher(grammar: Grammar) -> Any:
 
 
 def walk(grammar: Grammar, rng: Random, starts: Sequence[str] = ("",)) -> str:
-    """A text that the grammar lets through, begun with one of `starts`; prefers what closes."""
+    """A text that the grammar allows, with one of `starts` first; prefers closing tokens."""
     state, mask = matcher(grammar), xgrammar.allocate_token_bitmask(1, tokenizer().vocab_size)
     ids = tokenizer().encode(rng.choice(starts), add_special_tokens=False)
     assert all(state.accept_token(token) for token in ids)

@@ -1,4 +1,4 @@
-"""Calls and reasoning of earlier turns, as templates take them, and the turn that is left open."""
+"""Calls and reasoning of earlier turns in the form templates accept, and the open turn."""
 
 import re
 from typing import Any
@@ -24,7 +24,7 @@ def test_other_arguments_are_refused(text: str) -> None:
 
 
 def test_ids_are_made_to_fit() -> None:
-    """Calls and their answers keep belonging together."""
+    """Calls and their results still match."""
     asked: dict[str, Any] = {
         "role": "assistant",
         "content": "",

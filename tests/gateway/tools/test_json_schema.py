@@ -1,4 +1,4 @@
-"""What is said not to be enforced is all that answers can disregard. Random schemas, and random answers to them."""
+"""Warnings list exactly what answers can violate. Random schemas, and random answers to them."""
 
 import json
 import random
@@ -28,7 +28,7 @@ REFS = st.sampled_from(["#", "#/$defs/a", "#/$defs/b", "http://host/schema", "#t
 
 
 def keywords(inner: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy[Any]]:
-    """What may stand in a schema, all of it beside anything else."""
+    """Keyword |-> strategy for its value."""
     listed = st.lists(inner, min_size=1, max_size=3)
     named = st.dictionaries(NAMES, inner, max_size=3)
     return {
@@ -47,7 +47,7 @@ def keywords(inner: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy[Any]]
 
 @st.composite
 def schemas(draw: st.DrawFn, depth: int = 2) -> dict[str, Any]:
-    """With few keywords: most schemas with many of them allow nothing."""
+    """Schemas with few keywords: most schemas with many allow nothing."""
     offered = keywords(schemas(depth - 1) if depth else st.sampled_from([{"type": "integer"}, {"type": "string"}, {}]))
     names = draw(st.lists(st.sampled_from(sorted(offered)), max_size=3, unique=True))
     schema = {name: draw(offered[name]) for name in names}
@@ -59,11 +59,11 @@ def schemas(draw: st.DrawFn, depth: int = 2) -> dict[str, Any]:
 
 
 def answers(text: str, count: int) -> list[Any]:
-    """Values that the grammar of the schema allows; fewer when it is refused or does not end."""
+    """Values that the schema's grammar allows; fewer if it is refused or does not end."""
     try:
         grammar = compile_here("json_schema", text, vocabulary())
     except (RuntimeError, ValueError):
-        return []  # refused, which is no answer either
+        return []  # refused
     found = []
     for seed in range(count):
         try:
@@ -157,7 +157,7 @@ def test_values_cannot_be_chosen_to_collide() -> None:
 
 @pytest.mark.parametrize("name", BUSY)
 def test_looking_costs_no_more_than_writing(name: str) -> None:
-    """In calls of Python functions, which do not depend on the machine."""
+    """Counted in Python calls, which do not depend on the machine."""
     num_calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:

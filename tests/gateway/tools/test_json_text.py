@@ -1,4 +1,4 @@
-"""JSON with control characters in its strings becomes JSON that every reader takes, however it was split."""
+"""JSON with control characters in its strings becomes standard JSON, for every split."""
 
 import json
 
@@ -17,7 +17,7 @@ RAW = {"\\n": "\n", "\\t": "\t", "\\r": "\r", "\\u0001": "\x01"}
 
 
 def with_raw_controls(text: str) -> str:
-    """As grammars let models write it: each escape that stands for a control character is one."""
+    """As grammars allow models to write it: control characters unescaped."""
     parts = text.split("\\\\")
     for escape, char in RAW.items():
         parts = [part.replace(escape, char) for part in parts]
@@ -34,7 +34,7 @@ def test_what_is_written_reads_as_it_was_meant(value: object, cuts: list[int], i
 
 
 def deep(depth: int) -> str:
-    """An object so deep."""
+    """An object of this depth."""
     return '{"a":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
 
 

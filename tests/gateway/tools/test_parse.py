@@ -1,4 +1,4 @@
-"""Calls found in text: every format, any split, nothing lost, malformed calls become content."""
+"""Calls found in text: every format, any split, nothing lost; malformed calls become content."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ NAMES = ("get_weather", "now", "send-mail")
 
 
 def parse(format: Format, pieces: Sequence[str], is_trusted: bool = False) -> list[Event]:
-    """Events, neighbouring texts joined."""
+    """Events, with neighbouring texts merged."""
     ids = (f"id{n}" for n in itertools.count())
     parser = CallParser(format, NAMES, lambda: next(ids), is_trusted=is_trusted)
     events = [event for piece in pieces for event in parser.push(piece)] + parser.flush()
@@ -29,7 +29,7 @@ def parse(format: Format, pieces: Sequence[str], is_trusted: bool = False) -> li
 
 
 def write(format: Format, calls: Sequence[Call]) -> str:
-    """As a model writes them."""
+    """Write calls as a model does."""
     if format.form == "named":
         return "".join(f"{format.opener}{name}{format.args_marker}{arguments}" for name, arguments in calls)
     objects = [f'{{"name": "{name}", "{format.arguments_key}": {arguments}}}' for name, arguments in calls]
@@ -91,7 +91,7 @@ def test_any_text_gives_the_same_events_however_it_is_split_and_none_is_lost(
     if not calls:
         assert content == text
     rest = iter(text)
-    assert all(char in rest for char in content)  # a subsequence: no character is made up or moved
+    assert all(char in rest for char in content)  # a subsequence: no character is invented or moved
     for name, arguments in calls:
         assert name in NAMES
         if not is_trusted:
@@ -122,7 +122,7 @@ MALFORMED = [
 def test_a_malformed_call_is_content(text: str) -> None:
     assert parse(FORMATS["hermes"], [text]) == [Content(text)]
     good = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    if text.endswith("</tool_call>") and "line" not in text:  # a string that is not closed swallows what follows
+    if text.endswith("</tool_call>") and "line" not in text:  # an unclosed string swallows the rest
         assert summary(parse(FORMATS["hermes"], [text + good])) == (text, [("now", "{}")])
 
 
@@ -210,14 +210,14 @@ def test_halves_of_surrogate_pairs_are_replaced(text: str, cuts: list[int], is_t
     events = parse(FORMATS["hermes"], split(whole[: len(whole) - cut_off], cuts), is_trusted)
     assert events == parse(FORMATS["hermes"], [whole[: len(whole) - cut_off]], is_trusted)
     if not summary(events)[1]:
-        assert summary(events)[0] == whole[: len(whole) - cut_off]  # as it was written
+        assert summary(events)[0] == whole[: len(whole) - cut_off]  # unchanged
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: format.name)
 def test_a_formats_entry_is_consistent(format: Format) -> None:
     assert FORMATS[format.name] is format
     for marker in (format.opener, format.closer):
-        assert not marker or marker.count(marker[0]) == 1  # a reader starts anew without going back
+        assert not marker or marker.count(marker[0]) == 1  # a reader can restart without going back
     assert not format.id_marker.startswith(format.args_marker or "-")
 
 

@@ -1,4 +1,4 @@
-"""Reasoning found in templates and prompts, and taken out of any split of an answer."""
+"""Reasoning is detected in templates and prompts, and removed from an answer for every split."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -64,7 +64,7 @@ def test_the_format_is_what_the_template_shows(template: str, tokens: Collection
         (MISTRAL, "[SYSTEM_PROMPT]First [THINK]draft[/THINK] then[/SYSTEM_PROMPT][INST]Hi[/INST]", "", "possible"),
         (GEMMA, "<|turn>model\n", "", "possible"),
         (GEMMA, "<|turn>model\n<|channel>thought\n<channel|>", "", "off"),
-        # The last message left open.
+        # An open last message.
         (THINK, "<|assistant|>Paris is", "Paris is", "off"),
         (THINK, "<|assistant|>Paris is", "Paris is ", "off"),  # trimmed by the template
         (THINK, "<|assistant|><think>\nPerhaps", "Perhaps", "inside"),  # Nemotron
@@ -99,7 +99,7 @@ def test_what_a_template_begins(tmp_path: Path, options: dict[str, bool], start:
 
 
 def read(format: ReasoningFormat, is_inside: bool, pieces: Sequence[str]) -> Parts:
-    """All of an answer. Checks on the way that reasoning ends before content begins, and how much is taken."""
+    """A whole answer. Also checks that reasoning ends before content begins, and the counts on the way."""
     reader = ReasoningReader(format, is_inside=is_inside)
     parts = [reader.push(piece) for piece in pieces] + [reader.flush()]
     with_content = [rank for rank, part in enumerate(parts) if part.content]

@@ -1,4 +1,4 @@
-"""Reasoning is free before a grammar begins: the masks of a decode worker, with markers of both kinds."""
+"""Reasoning is unconstrained before a grammar begins: a decode worker's masks, with markers of both kinds."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ grammars = pytest.mark.parametrize(
 
 
 class Worker:
-    """One model's tokenizer as the gateway and as a decode worker see it."""
+    """One model's tokenizer for the gateway and for a decode worker."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer(folder)
@@ -54,7 +54,7 @@ class Worker:
         return CompiledGrammar(compiled, self.words, mask).new_matcher((END,))
 
     def takes(self, grammar: Grammar, text: str) -> Matcher | None:
-        """Where the text leads, each token allowed by the mask before it; None when one is not."""
+        """The state after the text if each token is allowed by the mask before it, else None."""
         state = self.matcher(grammar)
         for token in self.tokenizer.encode(text, add_special_tokens=False):
             if token not in allowed_in(state.fill(())[0]):
@@ -81,7 +81,7 @@ def test_a_grammar_begins_behind_reasoning_that_is_open(worker: Worker, grammar:
         assert worker.takes(grammar, before + bad) is None
     reasoning = worker.takes(grammar, "So: yes")
     assert reasoning is not None
-    assert not is_end_allowed(reasoning)  # the answer is not cut off before it begins
+    assert not is_end_allowed(reasoning)  # the answer cannot end before it begins
     control = set(worker.words.control) - set(worker.tokenizer.encode("</think>", add_special_tokens=False))
     assert control.isdisjoint(set(allowed_in(reasoning.fill(())[0])) - {END})
 

@@ -1,4 +1,4 @@
-"""What clients say to the chat template: names and values that are taken, and none that override the service's own."""
+"""Options that clients pass to the chat template: accepted names and values; the service's own cannot be overridden."""
 
 import inspect
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_others_are_refused(given: object, param: str) -> None:
 
 
 def test_nothing_of_the_services_own_can_be_set() -> None:
-    """Parameters of transformers: a newer version may have more."""
+    """These are transformers' parameters; a newer version may have more."""
     functions = (PreTrainedTokenizerFast.apply_chat_template, render_jinja_template)
     taken = {name for function in functions for name in inspect.signature(function).parameters}
     assert taken <= RESERVED
