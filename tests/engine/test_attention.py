@@ -223,12 +223,12 @@ def test_wrong_tensors_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             backend.plan(other, batch)
-        with pytest.raises(ValueError, match="without a plan"):  # the one before is forgotten
+        with pytest.raises(ValueError, match="without a plan"):  # the plan before is dropped
             backend.attend(0, problem.heads, None)
     assert torch.equal(pool, Problem([(2, 33)]).pool)
 
 
-# --- building and choosing
+#  --- building and choosing
 
 
 @needs_compiler
@@ -286,7 +286,7 @@ def test_concurrent_builds_do_not_clash(monkeypatch: pytest.MonkeyPatch, tmp_pat
     tiny = tmp_path / "tiny.cpp"  # quick to compile; what is tested is the cache
     tiny.write_text('extern "C" int answer() { return 42; }\n')
     monkeypatch.setattr(build, "FOLDER", tmp_path)
-    context = multiprocessing.get_context("fork")  # children only compile and dlopen: no torch threads are used
+    context = multiprocessing.get_context("fork")  # children only compile and dlopen, without torch threads
     results = context.SimpleQueue()
     children = [context.Process(target=_load_in_child, args=(str(tmp_path), results)) for _ in range(4)]
     for child in children:

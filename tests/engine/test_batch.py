@@ -1,4 +1,4 @@
-"""The layout of a ragged batch, token by token, against the requests it was made of."""
+"""The layout of a ragged batch, token by token, against its requests."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ CONTEXT, NUM_ROWS, VOCAB = 32, 6, 1000
 
 
 def build_rows(page_tokens: int, draw: np.random.Generator) -> Rows:
-    """Rows full of tokens and pages."""
+    """Rows filled with tokens and pages."""
     rows = Rows(NUM_ROWS, CONTEXT, page_tokens, VOCAB, CPU)
     for row in range(NUM_ROWS):
         rows.open(row, draw.integers(0, VOCAB, CONTEXT, np.int32), SamplingParams(), CONTEXT)

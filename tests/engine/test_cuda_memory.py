@@ -1,4 +1,4 @@
-"""Memory of a GPU, by the real calls to a libcudart over host memory (tests/fake_cudart.cpp), and a pool on it."""
+"""GPU memory through real calls to a libcudart over host memory (tests/fake_cudart.cpp), and a pool on it."""
 
 import ctypes
 import os
@@ -47,7 +47,7 @@ def test_handles_that_open_nothing_are_refused(gpu: FakeGpu) -> None:
 
 def test_memory_is_freed_with_the_last_tensor_on_it(gpu: FakeGpu) -> None:
     before = count_opened()
-    tensor = build_pool(NUM_PAGES, gpu).tensor  # as benches do: the pool itself is gone
+    tensor = build_pool(NUM_PAGES, gpu).tensor  # as benches do: the pool itself is deleted
     assert count_opened() == before + 1
     tensor.fill_(1.0)
     del tensor
@@ -122,5 +122,5 @@ def test_work_aside_from_the_engines_is_waited_for_on_a_stream_of_its_own(monkey
     assert (gpu.uuid, gpu.readable) == ("uuid-2", ("uuid-2", "uuid-0"))
     assert gpu.run(lambda: done.append("work")) is None
     assert done == ["stream of cuda:2", "work", "record", "leave", "wait"]
-    with pytest.raises(CudaError, match="cudaSetDevice: invalid device ordinal"):  # the library has one device only
+    with pytest.raises(CudaError, match="cudaSetDevice: invalid device ordinal"):  # the library has only one device
         gpu.cudart.allocate(1)

@@ -1,4 +1,4 @@
-"""What goes into one engine, and what is refused before anything large is allocated."""
+"""What an engine is built from, and what is refused before any large allocation."""
 
 import asyncio
 from pathlib import Path
@@ -20,7 +20,7 @@ from worker.process import build_worker
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Checkpoints by their context."""
+    """Context length |-> checkpoint."""
     return {
         context: write_checkpoint(tmp_path_factory.mktemp(str(context)), "llama", layers=1, context=context)
         for context in (64, 256)
@@ -65,7 +65,7 @@ def test_a_config_that_is_no_object_is_told(tmp_path: Path) -> None:
 
 
 def score_prompt(kv_dtype: KvDType) -> tuple[Engine, torch.Tensor]:
-    """The demo model, and the log-probabilities of PROMPT's tokens, computed in two steps: the second reads pages."""
+    """The demo model and the log-probabilities of PROMPT's tokens, computed in two steps: the second reads pages."""
     engine = build_engine(
         str(TARGET_DIR), "", "float32", "cpu", 1, 16, 1, lambda *_: 8, lambda _done, _total: None,
         128, kv_dtype=kv_dtype,

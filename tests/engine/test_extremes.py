@@ -1,4 +1,4 @@
-"""Whatever parameters are accepted, whatever the logits: a step does not raise, and what is forbidden never comes."""
+"""For all accepted parameters and all logits: a step does not raise, and forbidden tokens are never chosen."""
 
 import math
 from typing import Any
@@ -47,7 +47,7 @@ def test_no_request_and_no_model_makes_a_step_raise_or_gets_what_is_forbidden(
 ) -> None:
     asked = data.draw(st.lists(rows_asked(vocabulary), min_size=1, max_size=3))
     logits = torch.tensor([data.draw(rows(vocabulary, VALUES + BROKEN * is_broken)) for _ in asked])
-    says_nothing = (logits <= -FLOAT32.max).all(-1)  # the kernel tells the lowest number from -inf, its twin does not
+    says_nothing = (logits <= -FLOAT32.max).all(-1)  # the kernel tells the lowest float from -inf, its twin does not
     logits[says_nothing] = -math.inf
     if not is_broken:
         logits[says_nothing, 0] = 0.0

@@ -1,4 +1,4 @@
-"""A step that cannot be computed costs only the requests that are to blame."""
+"""A step that cannot be computed fails only the requests that cause it."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from wire.logprobs import TokenLogprobs
 
 
 class Done:
-    """A step that was launched."""
+    """A launched step."""
 
     def __init__(self, answers: Answers, error: Exception | None) -> None:
         self._answers = answers
@@ -32,7 +32,7 @@ class Done:
 
 
 class PoisonedRunner:
-    """Fails whenever a poisonous row is in the step; else a token says its row and rank."""
+    """Fails if a poisoned row is in the step; otherwise a token encodes its row and rank."""
 
     def __init__(self, poison: Sequence[int], error: Exception, is_late: bool = False) -> None:
         self._poison = poison
@@ -51,7 +51,7 @@ class PoisonedRunner:
 
 
 class Explained:
-    """Explanations asked for."""
+    """Records requests for explanations."""
 
     def __init__(self) -> None:
         self.parts: list[list[int]] = []
@@ -76,7 +76,7 @@ def test_culprits_alone_fail_and_few_forwards_are_spent(size: int, data: st.Data
     assert answers.tokens == [
         -1 if row in poison else 10 * row + rank for row in range(size) for rank in range(row % 3)
     ]
-    # each culprit fails once at each depth of halving, and each failure but the last costs two forwards
+    #  each culprit fails once at each depth of halving, and each failure but the last costs two forwards
     assert runner.num_forwards <= 1 + 2 * len(poison) * math.ceil(math.log2(size))
 
 

@@ -1,8 +1,7 @@
 """The FlashInfer backend against torch_sdpa, with doubles of FlashInfer's wrappers.
 
-The doubles take only what the real wrappers take (their signatures, read from the installed package), refuse what
-FlashInfer refuses or would wait for, and compute attention densely. The Triton kernels around them run for real, in the
-interpreter.
+The doubles have the signatures of the real wrappers (read from the installed package), refuse what FlashInfer refuses
+or would wait for, and compute attention densely. The Triton kernels around them run for real, in the interpreter.
 """
 
 import pytest
@@ -44,13 +43,13 @@ def build(problem: Problem, *windows: int | None) -> FlashInferAttention:
 def test_steps_are_those_of_torch_sdpa(lens: list[tuple[int, int]], heads: tuple[int, int], window: int | None) -> None:
     problem = Problem(lens, heads=heads, head_dim=16)
     check(problem, build(problem, None, 1, 20), window)
-    assert len(Wrapper.plans) == 3  # once a step and window, not once a layer
+    assert len(Wrapper.plans) == 3  # once per step and window, not per layer
 
 
 def test_a_captured_step_is_planned_into_buffers_of_its_own() -> None:
     problem = Problem([(1, 1), (1, 40), (1, 17)], head_dim=16)
     check(problem, build(problem, None).for_graph(3, 1, 6), None)
-    for other in ((4, 1, 6), (3, 1, 5)):  # other numbers than it was made for: FlashInfer refuses them
+    for other in ((4, 1, 6), (3, 1, 5)):  # not the planned numbers: FlashInfer refuses them
         with pytest.raises(AssertionError):
             check(problem, build(problem, None).for_graph(*other), None)
     backend = build(problem, None)

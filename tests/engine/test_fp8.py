@@ -1,6 +1,6 @@
-"""fp8 weights: rounding, the slow product and the GPU's, loading, and workers that do not hold the same weights.
+"""fp8 weights: rounding, the slow product and the GPU's, loading, and workers with different weights.
 
-Kernels run in Triton's interpreter, where bfloat16 cannot be multiplied by tl.dot: float16 and float32 stand for it.
+Kernels run in Triton's interpreter, whose tl.dot cannot multiply bfloat16: float16 and float32 replace it.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from tests.support.checkpoints import write_checkpoint
 from worker.process import Worker, build_worker
 
 CPU = torch.device("cpu")
-# Rows, outputs, depth: one row; no whole tile; a depth in splits; whole tiles; all the rows that a tile takes.
+#  Rows, outputs, depth: one row; no whole tile; a split depth; whole tiles; a tile's maximum of rows.
 SHAPES = [(1, 131, 700), (2, 130, 700), (5, 65, 1100), (16, 128, 512), (64, 70, 333)]
 
 
@@ -116,7 +116,7 @@ def test_the_gpus_path_depends_on_rows_and_shape(
 
 
 def test_the_slow_twin_is_the_dequantised_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.model.head.BLOCK_BYTES", 4 * 700 * 50)  # 50 outputs at a time, and some left over
+    monkeypatch.setattr("engine.model.head.BLOCK_BYTES", 4 * 700 * 50)  # 50 outputs at a time, and a remainder
     for dtype in (torch.float32, torch.bfloat16):
         rows, codes, scale, bias = operands(9, 131, 700, dtype, has_bias=True)
         truth = exact(rows, codes.double() * scale[:, None], bias)
@@ -179,7 +179,7 @@ def test_workers_of_unlike_weights_are_told_apart(tmp_path: Path) -> None:
     digits = engines[0].weights
     said = f"weights differs: '{digits}' here, 'fp8:{digits}' there"
     assert find_mismatch(plain.me.layout, rounded.me.layout) == said
-    assert (plain.table.model, rounded.table.model) == (digits, f"fp8:{digits}")  # what page keys begin from
+    assert (plain.table.model, rounded.table.model) == (digits, f"fp8:{digits}")  # the root of page keys
     for engine, how in zip(engines, ("none", "fp8"), strict=True):
         assert engine.describe()["quantization"] == how
         assert engine.draft_weights == engine.weights  # its draft model, here the same one, is quantised alike

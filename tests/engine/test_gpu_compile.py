@@ -1,5 +1,5 @@
-"""Every Triton kernel of the engine compiles for an H200 as its launcher calls it, into the instructions that its speed
-or its values rest on. Needs no GPU.
+"""Every Triton kernel of the engine compiles for an H200 as its launcher calls it, to the instructions that its speed
+or its values depend on. Needs no GPU.
 """
 
 import ast

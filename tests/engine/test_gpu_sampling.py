@@ -1,6 +1,6 @@
-"""The GPU's sampling, interpreted: the tokens of the slow twin, whatever is asked and whatever the logits are.
+"""The GPU's sampling, interpreted: it chooses the slow twin's tokens for all parameters and logits.
 
-Rows of logits cost 10 to 50 ms here, so those where a filter decides are looked for with the slow twin first.
+A row of logits costs 10 to 50 ms here, so the slow twin first finds rows where a filter decides.
 """
 
 import math
@@ -29,7 +29,7 @@ from engine.sampling_batch import SEEN_BIT, SamplingBatch
 from tests.support.sampling_twins import BROKEN, VALUES, Asked, build_batch, build_mask, rows, rows_asked
 from wire.sampling import SamplingParams
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where a GPU says inf or NaN
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where a GPU gives inf or NaN
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def random_logits(seed: int, *shape: int, spread: float = 3.0) -> Tensor:
 
 
 def check(logits: Tensor, batch: SamplingBatch) -> list[int]:
-    """[S, V] -> the tokens, which are the slow twin's."""
+    """[S, V] -> the tokens, which must be the slow twin's."""
     batch.check(logits)
     before = logits.clone()
     tokens = sample(logits, batch).tolist()
@@ -178,10 +178,10 @@ def test_where_a_filter_decides(params: SamplingParams) -> None:
 def test_at_the_edge_of_top_p() -> None:
     keys = noise.build_keys(np.full(30_000, 1, np.uint64), np.arange(30_000), CPU)
     noises = noise.gumbel_noise(torch.tensor([3499, 3500]), keys[:, None])
-    positions = noises.argmax(0).tolist()  # where each has the largest that it gets
+    positions = noises.argmax(0).tolist()  # the position where each token's noise is largest
     free = build_sampling_batch([SamplingParams(seed=1)] * 2, positions)
     assert sample_slowly(torch.zeros(2, 5000), free).tolist() == [3499, 3500]
-    for top_k in (0, 10):  # it keeps all equals
+    for top_k in (0, 10):  # all equal tokens are kept
         params = [SamplingParams(top_p=0.7, top_k=top_k, seed=1)] * 2
         tokens = check(torch.zeros(2, 5000), build_sampling_batch(params, positions))
         assert tokens[0] == 3499
@@ -200,14 +200,14 @@ def test_of_equal_scores_the_first_token_wins() -> None:
 
 
 def test_of_equal_scores_in_blocks_looked_at_one_after_the_other_the_first_token_wins() -> None:
-    seed, position, num_blocks = 5, 100, 10  # such tokens are in one of 200 positions
+    seed, position, num_blocks = 5, 100, 10  # one in 200 positions has such tokens
     keys = noise.build_keys(np.array([seed], np.uint64), np.array([position]), CPU)
     noises = noise.gumbel_noise(torch.arange(num_blocks * BLOCK.value), keys[0])
     values, blocks = noises.view(num_blocks, -1).sort(stable=True, dim=0)
     ((rank, place),) = (values[1:] == values[:-1]).nonzero().tolist()
     equal = (blocks[rank : rank + 2, place] * BLOCK.value + place).tolist()
     logits = torch.full((1, len(noises)), -50.0)
-    logits[0, noises.topk(3).indices] = torch.tensor([-3e-6, -2e-6, -1e-6])  # their scores are the best nevertheless
+    logits[0, noises.topk(3).indices] = torch.tensor([-3e-6, -2e-6, -1e-6])  # their scores are still the best
     logits[0, equal] = 0.0
     batch = build_sampling_batch([SamplingParams(top_p=0.3, seed=seed)], [position])
     assert check(logits, batch) == [min(equal)]
@@ -236,7 +236,7 @@ def test_no_rows() -> None:
     assert check(torch.zeros(0, 10), build_sampling_batch([], [])) == []
 
 
-# --- buffers of fixed capacity, and what the host may know
+#  --- buffers of fixed capacity, and what the host may read
 
 
 def test_what_is_beyond_the_lines_in_use_is_not_looked_at() -> None:

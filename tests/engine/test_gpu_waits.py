@@ -1,7 +1,7 @@
-"""From a sequence's begin to the last kernel of its steps the host never waits for the GPU.
+"""From a sequence's start to the last kernel of its steps the host never waits for the GPU.
 
-The engine's own launches, on a GPU whose tensors have no values: see shape_gpu for what that shows. Tensors on the
-wrong device, which a machine without a GPU hides otherwise, fail here too.
+The engine's own launches run on a GPU whose tensors have no values; see shape_gpu for what that detects. Tensors on the
+wrong device, which a machine without a GPU would hide, fail here too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +43,7 @@ class Built:
     """A runner, with a sequence of every kind of sampling in its rows."""
 
     def __init__(self, gpu: ShapeGpu, way: str) -> None:
-        """way: attention's name; or fp8, of weights and pages, or graphs for plain steps, both with FlashInfer."""
+        """way: an attention backend; or fp8 (weights and pages) or graphs (plain steps), both with FlashInfer."""
         is_fp8 = way == "fp8"
         checkpoint = RandomCheckpoint(CONFIG, CUDA)
         loader = Loader(checkpoint, BF16, CUDA, lambda *_: None, "fp8" if is_fp8 else "none")
@@ -63,7 +63,7 @@ class Built:
             self.runner.capture_graphs(choose_shapes(len(SAMPLINGS), 3), gpu.capture, PADDING_PAGE)
 
     def launch(self, *steps: Sequence[RowRequest]) -> int:
-        """Sequences begin, and steps work on them. Returns how many steps were graphs."""
+        """Start sequences and launch steps for them. Returns the number of steps that were graphs."""
         before = self.gpu.num_replays
         for requests in steps:
             with self.gpu.step():
@@ -82,7 +82,7 @@ class Built:
 
 @pytest.fixture(scope="module")
 def ways() -> dict[str, Built]:
-    """Built up to now."""
+    """Cache: way |-> runner."""
     return {}
 
 

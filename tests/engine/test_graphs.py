@@ -1,7 +1,7 @@
-"""Plain decode steps as graphs give what kernels launched one by one give.
+"""Plain decode steps as graphs equal kernels launched one by one.
 
-The double of a capture runs the function again at each replay, and sees to it that a real graph could have: the same
-operations in the same order, on memory at the same addresses, none that waits for the device.
+The double of a capture runs the function again at each replay and checks that a real graph would work: the same
+operations in the same order, on memory at the same addresses, none of which waits for the device.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonz
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What ran, and which memory it used that it had not made."""
+    """Records the operations that ran, and the memory they used but did not allocate."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Captures:
-    """A `Capture`."""
+    """Satisfies `Capture`."""
 
     def __init__(self) -> None:
         self.num_replays = 0
@@ -103,7 +103,7 @@ class Captures:
 
 @pytest.fixture(autouse=True)
 def _sampling_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel on a GPU is another than on the CPU."""
+    """A GPU uses another sampling kernel than the CPU."""
 
     def choose(*args: Any) -> None:
         with _disable_current_modes():
@@ -113,7 +113,7 @@ def _sampling_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Built:
-    """A runner with graphs; the last page is padding's."""
+    """A runner with graphs; its last page is for padding."""
 
     def __init__(self, decoder: Decoder, rows: Rows, runner_type: Callable[..., Runner] = Runner) -> None:
         self.rows = rows
@@ -176,7 +176,9 @@ def test_steps_ahead_go_through_graphs(decoder: Decoder, expected: list[list[int
 
 @pytest.fixture
 def pair(decoder: Decoder) -> Iterator[Callable[[Sequence[RowRequest]], Answers]]:
-    """Both runners take the same steps from the same prompts: their answers are equal, and the graphs' are given."""
+    """Both runners take the same steps from the same prompts; their answers must be equal. Returns the graphs'
+    answers.
+    """
     built, eager_rows = build(decoder), Rows(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU)
     eager_pages = build_pages(decoder)
     eager = Runner(decoder, TorchSdpaAttention(decoder.config.attention_shape), eager_pages, eager_rows)

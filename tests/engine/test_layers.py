@@ -1,4 +1,4 @@
-"""The decoder's kernels between products, Triton's in its interpreter and the CPU's, against their twins in torch."""
+"""The decoder's kernels between products, interpreted Triton and the CPU's, against their torch twins."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def normal(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
-    """Within an ulp of numbers around 1: the interpreter cuts bfloat16 off where a GPU rounds."""
+    """Within an ulp of numbers around 1: the interpreter truncates bfloat16 where a GPU rounds."""
     assert found.dtype is expected.dtype and found.shape == expected.shape
     slack = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[expected.dtype]
     torch.testing.assert_close(found, expected, rtol=slack, atol=slack)
@@ -135,5 +135,5 @@ def test_heads_turn_as_in_torch(num_heads: int, num_kv_heads: int, head_dim: int
     expected = split(qkv.clone()).turned()
     for found, twin in zip(cpu_layers.turn(split(qkv.clone())), expected, strict=True):
         torch.testing.assert_close(found, twin, rtol=0.02, atol=0.04)
-    wide = split(qkv.float())._replace(turn=Turn(cos.float(), sin.float(), norm, EPS))  # not for the kernel
+    wide = split(qkv.float())._replace(turn=Turn(cos.float(), sin.float(), norm, EPS))  # the kernel does not support it
     assert cpu_layers.turn(wide)[0].dtype is torch.float32

@@ -1,4 +1,4 @@
-"""Adjusted logits equal a slow twin in plain Python, transformers' processors, and nothing else of the batch."""
+"""Adjusted logits equal a slow twin in plain Python and transformers' processors, and do not depend on the batch."""
 
 import math
 from typing import Any
@@ -36,7 +36,7 @@ def is_allowed(words: Any, token: int) -> bool:
 
 
 def adjust_slowly(row: list[float], asked: Asked) -> list[float]:
-    """Token by token, by the words of `adjust_logits_`."""
+    """Token by token, following the docstring of `adjust_logits_`."""
     sampling = asked.sampling
     answer = list(asked.tokens)[asked.num_prompt :]
     result = []
@@ -111,7 +111,7 @@ def test_repetition_penalty_equals_transformers(penalty: float) -> None:
     assert torch.equal(adjusted(logits, asked(tokens, 4, repetition_penalty=penalty)), expected)
 
 
-# --- what cannot be chosen
+#  --- what cannot be chosen
 
 
 def test_the_mask_wins_over_forbidden_tokens() -> None:

@@ -1,4 +1,4 @@
-"""The decoder against transformers: logits, greedy text, rope tables. Loading has its own file."""
+"""The decoder against transformers: logits, greedy text, rope tables. For loading see test_model_loading.py."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +43,7 @@ def shape(family: str, num_heads: int, num_kv_heads: int, head_dim: int, tied: b
     return {"family": family, "tied": tied, **heads, **rest}
 
 
-# Each GQA ratio (1, 3, 8), head_dim (64, 80, 128), tying, rope, window and sharding occurs in two families or more.
+#  Each GQA ratio (1, 3, 8), head_dim (64, 80, 128), tying, rope, window and sharding occurs in at least two families.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": shape("llama", 2, 2, 64, False),
     "llama-linear": shape("llama", 6, 2, 80, True, hidden=192, rope_scaling=LINEAR),
@@ -94,12 +94,12 @@ class Engine:
 
 @dataclass
 class Pair:
-    """One checkpoint in transformers and in Baton, and what transformers says of one text."""
+    """One checkpoint in transformers and in Baton, and transformers' logits of one text."""
 
     folder: Path
     reference: Any
     decoder: Decoder
-    ids: list[int]  # 75 tokens: longer than any window, four pages and a bit
+    ids: list[int]  # 75 tokens: longer than any window, four pages and a part
     logits: Tensor  # [75, VOCAB]
 
 
@@ -155,7 +155,7 @@ def test_half_precision_stays_near_float32(pair: Pair, dtype: str) -> None:
         theirs = reference(torch.tensor([pair.ids])).logits[0, -1].float()
     truth = pair.logits[-1]
     error, their_error = (logits - truth).norm(), (theirs - truth).norm()
-    assert error < 2 * their_error + 1e-3 * truth.norm()  # as near to float32 as transformers is
+    assert error < 2 * their_error + 1e-3 * truth.norm()  # as close to float32 as transformers
 
 
 def test_rope_tables_equal_transformers(pair: Pair) -> None:

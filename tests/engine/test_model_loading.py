@@ -1,4 +1,4 @@
-"""Config, checkpoint files, loading, fingerprint: what is read, what is refused, and in which words."""
+"""Config, checkpoint files, loading, fingerprint: what is read, what is refused, and the messages of refusals."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ def test_windows_per_layer() -> None:
     assert build_config(MISTRAL).windows == (4096,) * 4  # as transformers reads an absent key
     assert build_config(MISTRAL | {"sliding_window": None}).windows == (None,) * 4
     assert build_config(BASE | {"sliding_window": 8}).windows == (None,) * 4  # Llama has none
-    for window in (8, 0):  # not read while it is off
+    for window in (8, 0):  # ignored while it is off
         assert build_config(QWEN | {"sliding_window": window}).windows == (None,) * 4
     sliding = QWEN | {"sliding_window": 8, "use_sliding_window": True}
     assert build_config(sliding | {"max_window_layers": 3}).windows == (None, None, None, 8)

@@ -1,4 +1,4 @@
-"""Packed weights: the kernel gives what its slow twins give, each row as if it were alone; files that share them."""
+"""Packed weights: the kernel equals its slow twins, with each row as if alone; files that share weights."""
 
 import os
 import platform
@@ -68,7 +68,7 @@ def test_the_kernel_gives_what_its_twins_give(num_outputs: int, depth: int) -> N
         rows, weight = operands(num_rows, num_outputs, depth)
         sums = PackedLinear(pack(weight), epilogue=Epilogue.FLOATS)(rows)
         assert sums.dtype is torch.float32 and sums.shape == (num_rows, num_outputs)
-        # Two orders of K float32 sums: about sqrt(K) roundings of values up to 5.
+        #  Two orders of K float32 sums: about sqrt(K) roundings of values up to 5.
         torch.testing.assert_close(sums, multiply_widened(rows, weight), rtol=0, atol=depth**0.5 * 2**-24 * 10)
         rounded = PackedLinear(pack(weight, is_8bit=True), epilogue=Epilogue.FLOATS)(rows)
         assert torch.equal(rounded, Int8Linear(*round_rows(weight), dtype=torch.float32)(rows))  # codes are integers
@@ -185,7 +185,7 @@ def test_int8_is_refused_where_it_cannot_be(tmp_path: Path) -> None:
 
 
 def take(store: weight_file.Weights) -> list[int]:
-    """Two tensors; what is in them."""
+    """Two tensors, and their contents."""
     return [int(store.take(chr(code), 100, partial(torch.fill_, value=code))[0]) for code in b"ab"]
 
 

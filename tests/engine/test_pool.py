@@ -1,4 +1,4 @@
-"""The pool's memory: in which order KV lies in it, and pages that come and go as bytes."""
+"""The pool's memory: the order of KV in it, and pages copied in and out as bytes."""
 
 import os
 
@@ -17,7 +17,7 @@ DRAFT_SHAPE = PoolShape(num_pages=1, num_layers=2, num_kv_heads=2, page_tokens=8
 
 
 def address(part: Tensor) -> tuple[int, int]:
-    """Its first byte and the one after its last."""
+    """Addresses of its first byte and the one after its last."""
     return part.data_ptr(), part.data_ptr() + part.nbytes
 
 

@@ -1,4 +1,4 @@
-"""A step prepared after others equals the same step prepared alone, whatever happened to the rows between them."""
+"""A step prepared after others equals the same step prepared alone, whatever changed in the rows between."""
 
 from dataclasses import fields
 from typing import Any
@@ -21,7 +21,7 @@ SAMPLINGS = [
     SamplingParams(temperature=0.0), SamplingParams(0.7, 0.9, top_k=3, seed=5),
     SamplingParams(seed=6, frequency_penalty=0.5), SamplingParams(seed=7, logit_bias=((3, 1.0), (9, -2.0))),
 ]  # fmt: skip
-CHANGES: list[dict[str, Any]] = [  # each makes a plain step another one
+CHANGES: list[dict[str, Any]] = [  # each turns a plain step into another kind
     {"mask": np.full((1, -(-VOCAB // 32)), 5, np.int32)},
     {"count": 2},
     {"num_logits": 0},
@@ -33,7 +33,7 @@ CHANGES: list[dict[str, Any]] = [  # each makes a plain step another one
 
 
 def flatten(value: Any) -> list[Any]:
-    """Lists, tuples and dataclasses of arrays as one list of what they hold."""
+    """Lists, tuples and dataclasses of arrays as one list of their contents."""
     if isinstance(value, np.ndarray):
         return [str(value.dtype), value.tolist()]
     if isinstance(value, list | tuple):
@@ -44,7 +44,7 @@ def flatten(value: Any) -> list[Any]:
 
 
 class Twins:
-    """The same rows twice: over the first, steps are prepared after each other."""
+    """The same rows twice: over the first, steps are prepared one after the other."""
 
     def __init__(self) -> None:
         self.both = [Rows(NUM_ROWS, CONTEXT, PAGE_TOKENS, VOCAB, CPU) for _ in range(2)]

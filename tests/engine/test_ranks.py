@@ -1,4 +1,4 @@
-"""A model divided among ranks: every rank chooses the tokens of one process, and has its share of the weights."""
+"""A model divided among ranks: each rank chooses the tokens of a single process and has its share of the weights."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def run_ranks(models: Sequence[Path], folder: Path, size: int) -> list[list[list[list[list[int]]]]]:
-    """What each of `size` processes chose, without and with graphs, model by model."""
+    """The tokens chosen by each of `size` processes, without and with graphs, model by model."""
     command = [sys.executable, "-m", "tests.support.rank_process", str(folder / f"meet-{size}")]
     processes = [
         subprocess.Popen([*command, str(rank), str(size), *map(str, models)], stdout=subprocess.PIPE, text=True)
@@ -49,7 +49,7 @@ def run_ranks(models: Sequence[Path], folder: Path, size: int) -> list[list[list
 
 
 def test_every_rank_chooses_the_tokens_of_one_process(models: Sequence[Path], tmp_path: Path) -> None:
-    """Of two. With four: test_rank_pairs.py."""
+    """Of two. For four see test_rank_pairs.py."""
     with on_one_thread():
         alone = [rank_process.run(model, Ranks()) for model in models]
     assert run_ranks(models, tmp_path, 2) == [[alone] * 2] * 2

@@ -1,4 +1,4 @@
-"""Rows: what is open is kept apart from what is not, and counts are those of counting anew."""
+"""Rows: open rows are separate from closed ones, and counts equal a fresh count."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The runner: a token for every wanted row, scores of given tokens, and no row that knows of another."""
+"""The runner: a token for every requested row, scores of given tokens, and rows independent of each other."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +67,7 @@ def open_row(rows: Rows, row: int, ids: list[int], sampling: SamplingParams = GR
 
 
 def allow(*tokens: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """[1, ceil(V / 32)] the mask that allows these."""
+    """[1, ceil(V / 32)] the mask that allows these tokens."""
     mask = np.zeros((1, -(-VOCAB // 32)), np.uint32)
     for token in tokens:
         mask[0, token // 32] |= np.uint32(1 << token % 32)

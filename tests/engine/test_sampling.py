@@ -1,4 +1,4 @@
-"""Sampling: the noise is what it claims to be, rows are independent, the kernel equals its slow twin."""
+"""Sampling: the noise has its distribution, rows are independent, the kernel equals its slow twin."""
 
 import math
 from typing import Any
@@ -96,7 +96,7 @@ FILTERS = [
 
 
 def filtered_softmax(logits: Tensor, params: SamplingParams) -> Tensor:
-    """[V] -> [V] float64 probabilities by a loop that follows the words of `sample`'s docstring."""
+    """[V] -> [V] float64 probabilities, by a loop that follows `sample`'s docstring."""
     probabilities = torch.softmax(logits.double() / params.temperature, 0)
     order = sorted(range(len(logits)), key=lambda token: -float(logits[token]))
     if params.top_k:
@@ -135,7 +135,7 @@ params_of_all_kinds = st.builds(
 
 @st.composite
 def some_logits(draw: st.DrawFn, vocabulary: int) -> Tensor:
-    """[V]: spread, nearly or exactly the same, with ties, with -inf."""
+    """[V]: spread, nearly or exactly equal, with ties, with -inf."""
     logits = random_logits(
         draw(st.integers(0, 2**32)), vocabulary, spread=draw(st.sampled_from([0.0, 1e-6, 0.3, 3, 30]))
     )
@@ -203,7 +203,7 @@ def test_no_rows() -> None:
     assert sample_both(torch.zeros(0, 10), [], []).shape == (0,)
 
 
-# --- what does not fit
+#  --- mismatched arguments
 
 
 def wrong(**parts: Any) -> tuple[dict[str, Any], str]:
