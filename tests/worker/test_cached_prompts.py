@@ -1,4 +1,4 @@
-"""What a worker need not compute again: real services and loops, a runner instead of a model."""
+"""What a worker need not compute again: real services and loops, with a runner instead of a model."""
 
 import asyncio
 import time
@@ -32,9 +32,9 @@ from worker.prefix_cache import PrefixCache
 from worker.sequences import Job, Phase, Update
 from worker.table import SequenceTable
 
-CACHED, END = 20, 22  # of PROMPT: five whole pages, and two positions more without the last
+CACHED, END = 20, 22  # of PROMPT: five whole pages; two more positions, without the last
 Take = Callable[[kv_pb2.OfferRequest], Awaitable[kv_pb2.OfferResponse]]
-BEGUN_ALIKE = [*PROMPT[:8], *OTHER[8:]]  # two pages in common with PROMPT
+BEGUN_ALIKE = [*PROMPT[:8], *OTHER[8:]]  # shares two pages with PROMPT
 
 
 def count(worker: PrefillWorker | DecodeWorker, name: str) -> float:
@@ -76,7 +76,7 @@ async def test_a_prompt_that_is_being_computed_is_not_found_yet() -> None:
 
 async def test_only_what_decode_lacks_is_offered_and_only_what_prefill_lacks_is_computed() -> None:
     async with workers() as (opened, prefill, decode):
-        await opened.reserve(1, PROMPT, local=99)  # decode computes it: prefill has never seen it
+        await opened.reserve(1, PROMPT, local=99)  # decode computes it; prefill has never seen it
         assert await opened.end_of(1) == ("length", "")
         for handle, prompt, num_cached in ((2, BEGUN_ALIKE, 0), (3, [*PROMPT[:8], *PROMPT[9:], 1], 8)):
             computed = count(prefill, "prompt_tokens")
@@ -141,7 +141,7 @@ async def test_metrics_and_status_tell_what_was_found() -> None:
         queries, hits = 3 * END + 2 * 2, 2 * CACHED
         assert (status.prefix_queries, status.prefix_hits) == (queries, hits)
         assert (count(decode, "prefix_cache_queries"), count(decode, "prefix_cache_hits")) == (queries, hits)
-        # 26 tokens of each long sequence have KV, 6 of each short one: the first to complete a page names it
+        #  26 tokens of each long sequence have KV, 6 of each short one: the first to complete a page names it
         assert status.cached_pages == 6 + 1
         assert (status.free_pages, status.used_pages) == (NUM_PAGES, 0), "cached pages are room"
         assert decode.metrics.registry.get_sample_value("baton:kv_cache_cached_pages") == 7

@@ -1,4 +1,4 @@
-"""How many prompt tokens go beside answers, learnt from steps of a made-up device."""
+"""How many prompt tokens run beside answers, learnt from the step times of a made-up device."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +27,7 @@ def test_steps_with_prompts_become_as_long_as_they_may_be(
 def test_a_short_prompt_does_not_let_it_grow_and_a_slow_step_shrinks_it() -> None:
     sizer = ChunkSizer(256)
     first = sizer.size
-    sizer.note_step(0, 100, 0.1)  # no answers: says nothing
+    sizer.note_step(0, 100, 0.1)  # no answers: not counted
     sizer.note_step(2, first, 9.0)  # before anything is known
     sizer.note_step(2, 0, 0.1)
     sizer.note_step(2, 5, 0.1)

@@ -113,7 +113,7 @@ def test_waits_have_an_end() -> None:
         first.read(timeout_s=0.01)
     leader.write(bytes(40), timeout_s=1)
     assert first.read(timeout_s=1) == bytes(40)
-    with pytest.raises(RingError, match=r"a rank does not read its steps for 0.01 s"):  # the second one
+    with pytest.raises(RingError, match=r"a rank does not read its steps for 0.01 s"):  # the second rank
         leader.write(bytes(40), timeout_s=0.01)
     for fd in fds.all:
         os.close(fd)

@@ -1,4 +1,4 @@
-"""A decode worker that launches a step before the last one is collected gives the answers of step by step."""
+"""A decode worker that launches a step before the last one is collected gives the same answers as step by step."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.support.grammars import DEMO_SIZE
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
-    """One that computes at once and one that is late and has graphs. A draft model each, which is right at times."""
+    """One computes at once; one is late and has graphs. Each has a draft model that is sometimes right."""
     model, draft = (
         write_checkpoint(
             tmp_path_factory.mktemp(name), "llama", vocab=DEMO_SIZE, hidden=64, head_dim=16, layers=layers, tied=True
@@ -23,7 +23,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
 
 @pytest.fixture(scope="module")
 def expected(engines: tuple[Engine, Engine]) -> Answers:
-    """Step by step, without guesses, with room."""
+    """Step by step, without guesses, with enough pages."""
     return Bench(engines[0], NO_SPECULATION, 0, NUM_PAGES, {}).run(build_jobs("off"))
 
 

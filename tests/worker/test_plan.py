@@ -1,4 +1,4 @@
-"""What the next step computes: how prompts share a budget, and answers before prompts."""
+"""The next step's contents: prompts share a budget, and answers come before prompts."""
 
 from itertools import pairwise
 
@@ -86,7 +86,7 @@ def test_a_prompt_that_is_being_handed_over_leaves_its_share_to_the_oldest_that_
 
 
 def scores(planned: Planned) -> list[TokenLogprobs]:
-    """Each tells which token it is of."""
+    """Each value identifies its token."""
     return [TokenLogprobs(float(planned.begin + 1 + at)) for at in range(planned.num_scored)]
 
 

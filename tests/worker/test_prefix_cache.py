@@ -1,4 +1,4 @@
-"""The prefix cache by example; the simulator and the table's tests use it in earnest."""
+"""The prefix cache by example; for its use under load see the simulator and the table's tests."""
 
 from itertools import pairwise
 

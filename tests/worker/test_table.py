@@ -43,11 +43,11 @@ def test_an_equal_prompt_finds_whole_pages_at_admission() -> None:
     ("length", "local", "cached", "phase"),
     [
         (9, 0, 8, Phase.ACTIVE),  # nothing is missing
-        (12, 0, 8, Phase.ACTIVE),  # 3 positions: less than a page, not worth a hand-off
+        (12, 0, 8, Phase.ACTIVE),  # 3 positions: less than a page, no hand-off
         (13, 0, 8, Phase.RECEIVING),  # 4: a page
         (13, 4, 8, Phase.ACTIVE),
         (14, 4, 8, Phase.RECEIVING),
-        (4, 0, 0, Phase.RECEIVING),  # 3, and nothing is cached: the prompt is too short
+        (4, 0, 0, Phase.RECEIVING),  # 3, with nothing cached: the prompt is too short
         (1, 0, 0, Phase.ACTIVE),
     ],
 )

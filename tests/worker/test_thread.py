@@ -15,7 +15,7 @@ import torch
 
 from worker.thread import EngineThread, call_in_thread
 
-PATIENCE_S = 30.0  # more than any wait here takes; a test that needs it fails
+PATIENCE_S = 30.0  # longer than any wait here; a test that reaches it fails
 
 
 def wait_until(holds: threading.Event) -> None:
@@ -36,7 +36,7 @@ def running(
 
 
 def test_no_wake_is_lost_under_stress() -> None:
-    """Four threads add jobs at every moment of the loop; each is done, although each wakes it only once."""
+    """Four threads add jobs at random moments of the loop; all are done, although each job wakes it only once."""
     jobs: deque[int] = deque()
     done: list[int] = []
     looked, finished = threading.Event(), threading.Event()
@@ -58,7 +58,7 @@ def test_no_wake_is_lost_under_stress() -> None:
                 thread.wake()
             if job % 3 == 0:
                 looked.clear()
-                looked.wait(0.001)  # lets the loop fall asleep now and then
+                looked.wait(0.001)  # sometimes lets the loop fall asleep
 
     producers = [threading.Thread(target=produce, args=(number * 500,)) for number in range(4)]
     thread = EngineThread(step)
@@ -79,7 +79,7 @@ def test_a_wake_in_a_step_that_has_looked_already_is_not_lost() -> None:
     def step() -> bool:
         looks[0] += 1
         if looks[0] == 1:
-            with thread.lock:  # as another thread would, after this step found nothing and before it says so
+            with thread.lock:  # as another thread would, after this step found nothing and before it reports so
                 thread.wake()
         else:
             looked_again.set()
@@ -120,7 +120,7 @@ def test_stop_comes_after_the_step_under_way() -> None:
     thread = EngineThread(step)
     thread.start()
     wait_until(entered)
-    thread.stop(0.01)  # gives up waiting, as the step is long
+    thread.stop(0.01)  # gives up waiting: the step is long
     assert not left.is_set()
     leave.set()
     wait_until(left)
@@ -130,7 +130,7 @@ def test_stop_comes_after_the_step_under_way() -> None:
 
 
 def test_a_process_ends_with_its_engine_even_if_nothing_takes_its_words() -> None:
-    """Rather than stay for the rest of its life as a worker that is stuck."""
+    """Otherwise it would remain as a stuck worker."""
     script = "import time; from worker.thread import EngineThread; EngineThread(lambda: 1 / 0).start(); time.sleep(600)"
     with Path("/dev/full").open("w") as full:
         outs: tuple[Any, ...] = (subprocess.PIPE, full)
@@ -170,7 +170,7 @@ def test_progress_tells_how_long_a_step_takes_and_nothing_when_idle() -> None:
         return False
 
     def next_deadline() -> None:
-        idle.set()  # called on the way to sleep
+        idle.set()  # called just before it sleeps
 
     with running(step, next_deadline) as thread:
         wait_until(entered)
@@ -191,7 +191,7 @@ def test_a_call_in_a_thread_leaves_no_helpers_of_openmp_behind() -> None:
     assert call_in_thread(lambda: float(torch.ones(1 << 22).sum())) == 1 << 22
     deadline = time.monotonic() + PATIENCE_S
     while count_threads() > before and time.monotonic() < deadline:
-        time.sleep(0.01)  # they end after the thread that they helped
+        time.sleep(0.01)  # they end after the thread that they served
     assert count_threads() <= before
     with pytest.raises(ValueError, match="told"):
         call_in_thread(lambda: (_ for _ in ()).throw(ValueError("told")))

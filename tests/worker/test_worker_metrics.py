@@ -1,4 +1,4 @@
-"""What workers count, against what happened: real services and loops in one process, a runner instead of a model."""
+"""Workers' counters against what happened: real services and loops in one process, a runner instead of a model."""
 
 import asyncio
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ async def test_a_hand_over_is_counted_on_both_sides() -> None:
 
 
 class Liar:
-    """Guesses what comes, but for the last token of each guess."""
+    """Guesses right, except for the last token of each guess."""
 
     def __init__(self, truth: Sequence[int]) -> None:
         self._truth = truth
