@@ -1,4 +1,4 @@
-"""Grammars below the loop: what masks allow, what compiling may cost, and what is kept."""
+"""Grammars below the loop: allowed tokens, limits of compiling, and the cache."""
 
 import asyncio
 import json
@@ -73,7 +73,7 @@ ARITHMETIC = 'root ::= term ([+*] term)*\nterm ::= [0-9] | "(" root ")"'
 
 @cache
 def large_vocabulary() -> Vocabulary:
-    """Bytes, then words of a fixed seed, the last ones control tokens."""
+    """Bytes, then words drawn from a fixed seed; the last ones are control tokens."""
     draw = random.Random(5)
     words = {bytes([byte]): None for byte in range(256)}
     while len(words) < LARGE - 256:
@@ -110,10 +110,10 @@ def test_whatever_masks_allow_fits(kind: str, text: str, stops: tuple[int, ...])
         tokens = walk(grammar, stops, random.Random(seed), most=1500)
         if tokens is not None and "\ufffd" not in tokenizer.decode(
             tokens
-        ):  # overlong UTF-8 is one character to xgrammar
+        ):  # xgrammar takes overlong UTF-8 as one character
             num_ended += 1
             assert fits(kind, text, tokenizer.decode(tokens)), tokens
-    assert num_ended >= 5 or (kind, stops) == ("ebnf", ())  # which never has to end
+    assert num_ended >= 5 or (kind, stops) == ("ebnf", ())  # this grammar never has to end
 
 
 def test_whatever_masks_allow_fits_with_a_large_vocabulary() -> None:
@@ -163,7 +163,7 @@ def test_masks_with_drafts_are_those_step_by_step(kind: str, text: str) -> None:
 
 
 def replayed(grammar: Grammar, tokens: list[int]) -> Matcher:
-    """As on a worker that takes the sequence over."""
+    """The state of a worker that takes the sequence over."""
     state = grammar.new_matcher([STOP])
     state.accept(tokens)
     return state
@@ -190,7 +190,7 @@ def test_over_means_that_nothing_but_the_end_may_follow(stops: tuple[int, ...]) 
     one, two = encode("12")
     assert not state.is_over
     state.accept([one])
-    assert not state.is_over  # it may end, and may go on
+    assert not state.is_over  # it may end or go on
     assert set(allowed_in(state.fill(())[0])) == {two, *stops}
     state.accept([two])
     assert state.is_over
@@ -293,24 +293,24 @@ def test_the_cache_stays_below_its_bytes_and_drops_the_longest_unused(puts: list
     assert [cache_of_ints.get(key) for key in gold] == list(gold.values())
 
 
-# -- with the compiler's process -------------------------------------------------------------------------------------
+#  -- with the compiler's process -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Service:
-    """Grammars over a process that the tests of this file share."""
+    """Grammars compiled by one process, which the tests here share."""
 
     run: Callable[[Coroutine[Any, Any, Any]], Any]
     compiler: GrammarCompiler
 
     def grammars(self, max_bytes: int = 64 << 20) -> Grammars:
-        """With a cache of their own."""
+        """With a new cache."""
         return Grammars(self.compiler, max_bytes, GrammarMetrics(WorkerMetrics(EMPTY)))
 
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    """Time is limited by what the CPU spends: on a busy machine that may last."""
+    """Limits count CPU time, which may take longer on a busy machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler_module, "wall_limit_s", lambda _cpu_s: LONG_S)
         compiler = GrammarCompiler(TARGET_DIR, DEMO_SIZE, CPU_S)
@@ -322,7 +322,7 @@ def service() -> Iterator[Service]:
 
 
 async def end_of(answer: Awaitable[Grammar]) -> str:
-    """ "" for a grammar, else why there is none."""
+    """ "" for a grammar, otherwise the reason why there is none."""
     try:
         await answer
     except GrammarRefusedError as error:
@@ -331,7 +331,7 @@ async def end_of(answer: Awaitable[Grammar]) -> str:
 
 
 def test_the_process_loads_neither_torch_nor_transformers(service: Service) -> None:
-    """They take seconds of CPU and 200 MB."""
+    """Loading them takes seconds of CPU and 200 MB."""
     service.run(service.compiler.compile("json_object", ""))
     mapped = Path(f"/proc/{service.compiler.pid}/maps").read_text()
     assert "xgrammar" in mapped
@@ -393,13 +393,13 @@ HOSTILE = {
 
 def test_hostile_grammars_are_refused_or_compiled_within_the_limits(service: Service) -> None:
     async def compile_all() -> None:
-        here, pid = service.grammars(max_bytes=1 << 30), service.compiler.pid  # what is compiled must not drop out
+        here, pid = service.grammars(max_bytes=1 << 30), service.compiler.pid  # nothing compiled may be evicted
         for name, (kind, text) in HOSTILE.items():
             why = await end_of(here.get(kind, text, LONG_S))
             assert len(why) < 400, name
             assert "cpp" not in why, name
-            assert await end_of(here.get(kind, text, 0.0)) == why  # known at once
-        assert service.compiler.pid == pid  # none of them did any harm to it
+            assert await end_of(here.get(kind, text, 0.0)) == why  # known without compiling
+        assert service.compiler.pid == pid  # none of them harmed it
         here.cache.check()
 
     service.run(compile_all())
@@ -412,7 +412,7 @@ def test_hostile_grammars_are_refused_or_compiled_within_the_limits(service: Ser
         ("ebnf", "root ::= root", "no text matches"),
         ("json_schema", json.dumps({"properties": {"x": {"type": "fool"}}}), 'type "fool" at #/properties/x$'),
         ("ebnf", "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(10_000)), "chain of more than"),
-        # Which limit these meet first, that of compiling or that of checking a token, depends on the machine.
+        #  The machine's speed decides which limit is hit first: that of compiling or that of checking a token.
         ("regex", "((a{1,1000}){1,1000}){1,100}", "less ambiguous|simplify it"),
         ("json_schema", json.dumps({"properties": {f"p{i}": {} for i in range(2500)}}), "less ambiguous|simplify it"),
     ],
@@ -514,7 +514,7 @@ def test_a_compiler_that_dies_is_replaced_and_ends_with_its_worker(service: Serv
         process = service.compiler._process
         assert process is not None
         assert process.stdin is not None
-        process.stdin.close()  # as the kernel does for a worker that was killed
+        process.stdin.close()  # as the kernel does if a worker is killed
         return await asyncio.wait_for(process.wait(), 60)
 
     assert service.run(kill()) == 0

@@ -1,4 +1,4 @@
-"""Answers of the demo model that must match grammars: whole, with guesses, taken over by another worker, refused."""
+"""Answers of the demo model constrained by grammars: whole, with guesses, taken over by another worker, refused."""
 
 import asyncio
 import json
@@ -99,7 +99,7 @@ def test_answers_fit_their_grammars_and_end_with_them(
             jsonschema.validate(json.loads(text), PLACE)
         else:
             assert re.fullmatch(DATE if kind == "regex" else r"[a-z]+(,[a-z]+)*\.", text)
-        assert not set(tokens) & set(wanted.stop_token_ids)  # nothing but the end could follow: no token is spent on it
+        assert not set(tokens) & set(wanted.stop_token_ids)  # only the end could follow: no token is spent on it
     assert num_whole > len(jobs) / 2
 
 
@@ -108,7 +108,9 @@ def test_guesses_change_no_token(engine: Engine, jobs: Sequence[Job], answers: A
     assert engine.draft_runner is not None
     drafters: dict[str, Drafter] = {
         "ngram": NgramDrafter(),
-        "draft": ModelDrafter(engine.draft_runner, CostMeter(), 64),  # knows no grammar: refused again and again
+        "draft": ModelDrafter(
+            engine.draft_runner, CostMeter(), 64
+        ),  # ignores the grammar, so its guesses are refused often
     }
     guessing = [replace(one, drafter=name, max_draft_tokens=1 + one.handle % 8) for one in jobs]
     guessed = decode(engine, build_eager_speculator({name: drafters[name]}), guessing)

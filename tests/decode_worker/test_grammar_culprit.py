@@ -1,4 +1,4 @@
-"""What is said of grammars that cannot be compiled: chains that are too long, and which part is at fault."""
+"""Errors for grammars that cannot be compiled: chains that are too long, and the part at fault."""
 
 import json
 from typing import Any
@@ -51,7 +51,7 @@ def within(**schema: Any) -> dict[str, Any]:
     ],
 )
 def test_a_schema_is_searched_for_its_innermost_bad_part(schema: dict[str, Any], place: str | None) -> None:
-    if place is None:  # nothing that is reached is bad
+    if place is None:  # no reachable part is bad
         assert problem_of("json_schema", json.dumps(schema)) is None
         return
     param, problem = culprit("json_schema", schema)

@@ -1,6 +1,6 @@
-"""What grammars may take of an engine step: never more than its part, whatever they are, and fairly shared.
+"""Grammars never take more than their share of an engine step, and divide it fairly.
 
-Clocks are fake, or limits nought: nothing here depends on how fast the machine is.
+Clocks are fake or limits are zero, so nothing depends on the machine's speed.
 """
 
 import gc
@@ -42,7 +42,7 @@ def encode(text: str) -> list[int]:
 
 
 class Clock:
-    """Seconds of CPU: one more for each look at it."""
+    """CPU seconds: each reading adds one."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -67,7 +67,7 @@ def test_guesses_are_cut_when_time_is_over(clock: Clock) -> None:
     state = compile_here("regex", "[0-9]{9}", vocabulary()).new_matcher([STOP])
     digits = encode("12345")
     assert len(state.fill(digits)) == len(digits) + 1
-    assert len(state.fill(digits, until=clock.now + 12)) == 4  # five looks at the clock for each guess
+    assert len(state.fill(digits, until=clock.now + 12)) == 4  # five readings per guess
     assert len(state.fill(digits, until=clock.now)) == 1
     assert len(state.fill(digits)) == len(digits) + 1
 
@@ -82,7 +82,7 @@ def test_a_replay_stops_when_time_is_over_and_goes_on_from_there(clock: Clock) -
     whole = grammar.new_matcher([STOP])
     assert whole.accept(digits)
     assert (state.fill(())[0] == whole.fill(())[0]).all()
-    assert state.accept(encode("9"), until=-math.inf)  # there is time for one
+    assert state.accept(encode("9"), until=-math.inf)  # enough time for one
     assert state.is_over
 
 
@@ -97,7 +97,7 @@ def test_a_token_that_takes_too_long_ends_its_answer(clock: Clock, monkeypatch: 
 
 
 def count_turns(costs: Sequence[float], budget: float, num_steps: int) -> list[int]:
-    """How often each answer has its turn when they take these CPU seconds, and a step has `budget`."""
+    """Number of turns per answer if they take these CPU seconds and a step has `budget`."""
     turns, answers = FairShare(), list(range(len(costs)))
     counts = [0] * len(costs)
     for _step in range(num_steps):
@@ -126,7 +126,7 @@ def test_the_cheap_do_not_wait_for_the_dear() -> None:
 
 def test_the_order_of_turns() -> None:
     turns = FairShare()
-    assert turns.order([3, 1, 2]) == [3, 1, 2]  # nothing is known
+    assert turns.order([3, 1, 2]) == [3, 1, 2]  # no times are known yet
     turns.took(3, 8 * UNKNOWN_S)
     turns.took(2, UNKNOWN_S / 2)
     assert turns.order([3, 1, 2]) == [2, 1, 3]
@@ -134,12 +134,12 @@ def test_the_order_of_turns() -> None:
         turns.waited(3)
     assert turns.order([3, 1, 2]) == [3, 2, 1]
     turns.order([1])
-    assert turns.order([3, 1]) == [3, 1]  # forgotten
+    assert turns.order([3, 1]) == [3, 1]  # its time is forgotten
 
 
 @pytest.fixture
 def gates() -> Iterator[Callable[[], Event]]:
-    """Makes events, all of which are set in the end."""
+    """Makes events; all are set at the end."""
     made: list[Event] = []
 
     def make() -> Event:
@@ -153,14 +153,14 @@ def gates() -> Iterator[Callable[[], Event]]:
 
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> set[int | None]:
-    """Threads in it seem to have taken much CPU time, all others none."""
+    """Its threads seem to have used much CPU time, all others none."""
     idents: set[int | None] = set()
     monkeypatch.setattr(step_thread._Thread, "cpu_s", lambda thread: math.inf if thread.ident in idents else -math.inf)
     return idents
 
 
 def hang(stuck: set[int | None], gate: Event) -> None:
-    """As a call of xgrammar that takes minutes."""
+    """Acts like a call of xgrammar that takes minutes."""
     stuck.add(threading.get_ident())
     gate.wait(PATIENCE_S)
 
@@ -174,7 +174,7 @@ def test_calls_are_made_while_there_is_time() -> None:
     ran = here.run([lambda: 1, fail, lambda: 3], cpu_s=PATIENCE_S)
     assert [str(one.result) for one in ran.done] == ["1", "no", "3"]
     ran = here.run([lambda: 1, lambda: 2], cpu_s=0.0)
-    assert [one.result for one in ran.done] == [1]  # there is time for one
+    assert [one.result for one in ran.done] == [1]  # enough time for one
     assert not ran.is_stuck
 
 
@@ -187,14 +187,14 @@ def test_a_call_that_takes_too_long_is_left_behind(gates: Callable[[], Event], s
     gate.set()
     left.join(PATIENCE_S)
     assert not left.is_alive()
-    assert len(ran.done) == 1  # what came too late is lost
+    assert len(ran.done) == 1  # late results are dropped
 
 
 @pytest.mark.parametrize("error", [ProcessLookupError, PermissionError])
 def test_a_thread_whose_priority_cannot_be_lowered_is_left_behind(
     gates: Callable[[], Event], stuck: set[int | None], monkeypatch: pytest.MonkeyPatch, error: type[OSError]
 ) -> None:
-    """Its call may end just then, and the thread with it."""
+    """Its call, and so the thread, may end at that very moment."""
 
     def refuse(*_args: int) -> None:
         raise error
@@ -272,7 +272,7 @@ def answers(engine: Engine, jobs: Sequence[Job]) -> Answers:
 
 @pytest.fixture
 def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One turn a step, in which one token is accepted and no guess taken."""
+    """One turn per step, which accepts one token and no guess."""
     monkeypatch.setattr(constraints, "MAX_STEP_CPU_S", 0.0)
     monkeypatch.setattr(constraints, "MAX_TURN_CPU_S", 0.0)
 
@@ -300,7 +300,7 @@ def test_an_answer_is_taken_over_a_bit_at_a_time(engine: Engine, jobs: Sequence[
 
 @pytest.fixture
 def bad(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], None]], Grammar]:
-    """A grammar with whose answers something happens before a method of their matchers."""
+    """A grammar for which `happen` runs before a method of its answers' matchers."""
 
     def make(method: str, happen: Callable[[], None]) -> Grammar:
         grammar, new_matcher, work = (
@@ -349,7 +349,7 @@ def test_a_call_that_takes_too_long_ends_the_answers_of_its_grammar_alone(
         assert got.ends[one.handle].finish_reason == "grammar_error"
         assert "too ambiguous" in got.ends[one.handle].error
     assert grammar.is_too_slow.is_set()
-    assert len(stuck) == 1  # not a thread for each
+    assert len(stuck) == 1  # not one thread each
 
 
 @pytest.mark.parametrize("method", ["fill", "accept"])

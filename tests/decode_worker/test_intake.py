@@ -1,4 +1,4 @@
-"""Which readers a decode worker keeps, and messages of gateways that overtake each other: real services, no model."""
+"""Which readers a decode worker keeps, and gateways' messages that overtake each other: real services, no model."""
 
 import asyncio
 import gc
@@ -32,7 +32,7 @@ PROMPT = [(number * 7) % 50 + 1 for number in range(23)]
 
 
 class Readers:
-    """Those that a decode worker opens, and which of them it has closed."""
+    """The readers that a decode worker opened, and those it has closed."""
 
     def __init__(self, worker: DecodeWorker) -> None:
         self.opened: list[Reader] = []
@@ -64,7 +64,7 @@ async def test_a_dead_peer_on_another_address_is_forgotten_and_its_reader_closed
             while before.peer.address in decode.intake.transports():  # its channel takes a moment to notice
                 await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=after.peer))
                 await asyncio.sleep(0.01)
-                decode.intake._peers[after.peer.address].peer.incarnation += "'"  # so that it is greeted anew
+                decode.intake._peers[after.peer.address].peer.incarnation += "'"  # forces a new handshake
             assert list(decode.intake.transports()) == [after.peer.address]
             closed, left = Counter(readers.closed), readers.opened[:-1]  # in the order in which gRPC notices
             assert closed == Counter(left), "all but the last one's are closed, the dead one's too"
@@ -73,7 +73,7 @@ async def test_a_dead_peer_on_another_address_is_forgotten_and_its_reader_closed
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dead peers are looked for all the time."""
+    """Check for dead peers all the time."""
     monkeypatch.setattr(intake, "LOOK_S", 0.005)
 
 
@@ -95,7 +95,7 @@ async def test_the_pool_of_a_dead_process_is_let_go_of_without_another_handshake
 
 
 async def start_owner(pool: Pool) -> tuple[asyncio.subprocess.Process, kv_pb2.Peer]:
-    """Another process that has `pool` open, and what it would tell in a handshake."""
+    """Another process that has `pool` open, and its handshake."""
     assert pool.fd is not None
     process = await asyncio.create_subprocess_exec("sleep", str(PATIENCE_S), pass_fds=[pool.fd])
     peer = build_identity("prefill", "127.0.0.1:1", pool)
@@ -126,7 +126,7 @@ async def test_what_is_being_read_of_a_dead_process_is_read_to_its_end() -> None
             await asyncio.sleep(0)
         process.kill()
         await process.wait()
-        await asyncio.sleep(0.05)  # ten looks
+        await asyncio.sleep(0.05)  # ten checks
         assert not readers.closed
         is_stuck.set()
         assert (await offering).accepted
@@ -198,5 +198,5 @@ async def test_a_session_whose_abort_came_first_ends_at_its_first_token() -> Non
 
 
 async def abort_as_gateways_do(opened: Gateway) -> None:
-    """See test_tokens_of_a_forgotten_session_have_it_aborted for the gateway's side."""
+    """For the gateway's side see test_tokens_of_a_forgotten_session_have_it_aborted."""
     await opened.abort(1)

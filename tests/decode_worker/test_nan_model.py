@@ -1,4 +1,4 @@
-"""A model that computes NaN fails requests with a reason; a draft model that does costs its guesses."""
+"""If a model computes NaN, its requests fail with a reason; if a draft model does, only its guesses are lost."""
 
 import shutil
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Guessing ahead: repeats, and how far it is worth it."""
+"""Speculation: repeats as guesses, and how many guesses pay off."""
 
 from array import array
 from collections.abc import Sequence as Seq
@@ -30,14 +30,14 @@ from tests.support.sequence_jobs import answer, build_table
 from wire.sampling import MAX_DRAFT_TOKENS
 from worker.sequences import Sequence
 
-FLAT = CostCurve(((1, 1.0), (16, 1.0), (64, 4.0)))  # the first 16 rows cost what one costs
-STEEP = CostCurve(((1, 1.0), (64, 64.0)))  # every row costs the same: nothing to win by guessing
+FLAT = CostCurve(((1, 1.0), (16, 1.0), (64, 4.0)))  # 16 rows cost as much as one
+STEEP = CostCurve(((1, 1.0), (64, 64.0)))  # equal cost per row: guessing never pays off
 CHEAP_DRAFT = CostCurve(((1, 0.05), (64, 0.1)))
-ROWS = CostCurve(((1, 0.05), (64, 3.2)))  # a draft model to which every row costs the same
+ROWS = CostCurve(((1, 0.05), (64, 3.2)))  # a draft model with equal cost per row
 
 
 def propose_slowly(tokens: list[int], count: int) -> list[int]:
-    """What `propose_repeat` promises, by trying every place."""
+    """The specification of `propose_repeat`, trying every place."""
     for size in range(min(LONGEST_MATCH, len(tokens) - 1), SHORTEST_MATCH - 1, -1):
         for begin in range(len(tokens) - size - 1, -1, -1):
             if tokens[begin : begin + size] == tokens[-size:]:
@@ -102,7 +102,7 @@ def test_limits_hold(candidates: list[Candidate], other_rows: int, has_draft: bo
 
 
 def test_catching_up_is_paid_for() -> None:
-    """The draft model's first forward for a sequence also computes what it lacks of its KV."""
+    """The draft model's first forward for a sequence also computes the KV that it lacks."""
     near, far = (choose_lengths([Candidate(0.9, 16, num_behind=behind)], 0, Costs(FLAT, ROWS)) for behind in (0, 200))
     assert near[0] > 2 and far == [0]
     free = choose_lengths([Candidate(0.9, 16, is_free=True, num_behind=200)], 0, Costs(FLAT, ROWS))
@@ -159,7 +159,9 @@ def true_seconds(rows: int) -> float:
 
 
 def planned_lengths(num_steps: int, *, probes: bool, noise: float = 1.0, has_draft: bool = False) -> list[int]:
-    """What a lone sequence plans, step by step. At start all forwards but the smallest took `noise` times too long."""
+    """The lengths planned for a lone sequence, step by step. At first all forwards but the smallest seem `noise`
+    times slower.
+    """
     meter, draft_meter = CostMeter(), CostMeter()
     for size in SIZES[:7]:
         meter.note(size, true_seconds(size) * (noise if size > 1 else 1.0))
@@ -189,7 +191,7 @@ def test_a_request_that_probes_guesses_again_soon_after_a_noisy_start(has_draft:
     assert quiet > 4
     assert planned_lengths(2 * rounds, probes=False, noise=50.0, has_draft=has_draft)[-1] == 0
     probing = planned_lengths(2 * rounds, probes=True, noise=50.0, has_draft=has_draft)[-1]
-    assert abs(probing - quiet) <= 1  # a forward is measured as one of the next larger size
+    assert abs(probing - quiet) <= 1  # a forward counts as one of the next larger size
 
 
 @given(st.integers(0, 10_000))
@@ -209,7 +211,7 @@ def test_who_names_a_drafter_probes() -> None:
 
 @dataclass
 class CountingRunner:
-    """Gives a token for each row of logits, and notes how many positions each forward has."""
+    """Returns a token per row of logits, and records the number of positions of each forward."""
 
     vocab_size: int = 100
     num_positions: list[int] = field(default_factory=list)
@@ -224,13 +226,13 @@ class CountingRunner:
 
 
 def test_a_draft_model_catches_up_within_one_budget_for_all_sequences() -> None:
-    """32 sequences whose draft KV is missing once made one forward of 8,192 rows."""
+    """32 sequences without draft KV once made one forward of 8,192 rows."""
     table, _ = build_table(1000, 16, max_running=32)
     lagging = [table.admit(answer(handle, 257, 50, max_draft_tokens=4), 0.0) for handle in range(1, 33)]
     runner = CountingRunner()
     drafter = ModelDrafter(runner, CostMeter(), 256)  # type: ignore[arg-type]
     guessed = list[Sequence]()
-    for _ in range(len(lagging)):  # a budget's worth each time
+    for _ in range(len(lagging)):  # one budget each time
         runner.num_positions.clear()
         waiting = [sequence for sequence in lagging if sequence not in guessed]
         guesses = drafter.propose([Wanted(sequence, 0, 4) for sequence in waiting])

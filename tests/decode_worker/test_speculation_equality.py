@@ -1,4 +1,4 @@
-"""Guessing ahead changes no token: the whole grid of sampling, in float32, in mixed batches, with every drafter."""
+"""Speculation changes no token: all samplings, in float32, in mixed batches, with every drafter."""
 
 import random
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ GRID = {
 
 
 class LyingDrafter:
-    """Guesses at random, now and then what the answer really is: rejections at every depth."""
+    """Guesses at random, sometimes right: rejections at every depth."""
 
     def __init__(self, truth: dict[int, list[int]]) -> None:
         self._truth = truth  # handle |-> answer
@@ -94,7 +94,7 @@ def build_job(tokenizer: Tokenizer, text: str, handle: int, max_tokens: int, **o
 
 
 def build_jobs(tokenizer: Tokenizer, drafter: str) -> list[Job]:
-    """The grid over all prompts, with stop tokens, shortest answers and log-probabilities here and there."""
+    """All samplings over all prompts, some with stop tokens, minimum lengths and log-probabilities."""
     return [
         build_job(
             tokenizer, PROMPTS[number % len(PROMPTS)], number + 1, 24 + number, sampling=sampling,
@@ -130,7 +130,7 @@ def test_answers_with_guesses_are_those_without(engine: Engine, tokenizer: Token
 
 
 def test_greedy_bfloat16_answers_differ_at_near_ties_at_most(tokenizer: Tokenizer) -> None:
-    """More rows at once are summed in another order, which moves bfloat16 logits by their last bits."""
+    """More rows are summed in another order, which changes the last bits of bfloat16 logits."""
     engine = build(locate_draft("demo", "auto"), 600, "bfloat16")
     assert engine.draft_runner is not None
     texts = [f"What is {number} plus {7 * number}? Tell me a story about {number} foxes." for number in range(48)]
@@ -159,7 +159,7 @@ def test_greedy_bfloat16_answers_differ_at_near_ties_at_most(tokenizer: Tokenize
 
 @pytest.mark.parametrize("num_pages", [600, 32], ids=["long prompts", "preemption"])
 def test_a_draft_model_equal_to_the_model_is_always_right(tokenizer: Tokenizer, num_pages: int) -> None:
-    """Any KV that it lacked after chunks of prefill, shorter guesses or preemption would make it wrong."""
+    """Any missing KV, after chunked prefill, shorter guesses or preemption, would make it wrong."""
     engine = build(locate_model("demo"), num_pages)
     assert engine.draft_runner is not None
     wanted = build_jobs(tokenizer, "draft")
@@ -179,7 +179,7 @@ def test_a_draft_model_equal_to_the_model_is_always_right(tokenizer: Tokenizer, 
     assert sum(one.draft_tokens for one in timings) > 100
     for handle, end in answers.ends.items():
         assert end.timing is not None
-        if end.finish_reason == "length":  # guesses beyond a stop token are not kept
+        if end.finish_reason == "length":  # guesses after a stop token are dropped
             assert end.timing.accepted_tokens == end.timing.draft_tokens, handle
     assert any(one.preemptions for one in timings) == is_tight
 
@@ -200,4 +200,4 @@ def test_prefill_computes_the_draft_models_kv_too(tokenizer: Tokenizer) -> None:
     assert run.computed == job.end
     pages, draft_pages = engine.pool.tensor[run.pages], engine.pool.draft_tensor
     assert draft_pages is not None and bool(pages[0].any())
-    assert torch.equal(pages, draft_pages[run.pages])  # both models are the same one here
+    assert torch.equal(pages, draft_pages[run.pages])  # both models are the same here

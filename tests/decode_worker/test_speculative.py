@@ -1,4 +1,4 @@
-"""Verification of drafts: what stands is what plain decoding would have said, and follows the softmax."""
+"""Verification of drafts: accepted tokens are those of plain decoding and follow the softmax."""
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ SEQUENCE_TOKENS = 4
 
 
 def target_logits(text: tuple[int, ...]) -> Tensor:
-    """[V], a small model: what comes next depends on all the text."""
+    """[V], a tiny model: the next token depends on the whole text."""
     return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(hash(text) % 2**31)) * 1.5
 
 
 def draft_logits(text: tuple[int, ...]) -> Tensor:
-    """[V] of a drafter that is often near, and wrong at times."""
+    """[V] of a drafter that is often close and sometimes wrong."""
     return target_logits(text) + torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(len(text)))
 
 
@@ -38,7 +38,7 @@ def decode_plainly(params: SamplingParams) -> tuple[int, ...]:
 
 
 def decode_with_drafts(params: SamplingParams, num_drafts: int, is_shared_noise: bool) -> tuple[tuple[int, ...], int]:
-    """The text, and how many drafts stood. A drafter without the noise guesses greedily."""
+    """The text, and the number of accepted drafts. A drafter without the noise guesses greedily."""
     text: tuple[int, ...] = ()
     num_accepted = 0
     drafting = params if is_shared_noise else SamplingParams(temperature=0)
@@ -103,7 +103,7 @@ DRAFT = torch.tensor([0.0, 1.0, -1.0, 1.5, -2.0, 1.0])
 
 
 def sample_seeds(logits: Tensor, position: int) -> Tensor:
-    """[S] tokens at one position, one for each seed."""
+    """[S] tokens at one position, one per seed."""
     params = [SamplingParams(seed=seed) for seed in range(NUM_SEEDS)]
     return sample(logits.repeat(NUM_SEEDS, 1), build_sampling_batch(params, [position] * NUM_SEEDS))
 
@@ -122,7 +122,7 @@ def test_tokens_follow_the_softmax_with_a_drafter_of_other_logits_and_the_same_n
     chosen = torch.stack([sample_seeds(TARGET, position) for position in (3, 4, 5)], 1).tolist()
     accepted = [count_accepted(*pair) for pair in zip(drafts, chosen, strict=True)]
     assert_follows_softmax(torch.tensor([tokens[0] for tokens in chosen]), TARGET)
-    for num_standing in (1, 2):  # the token after so many drafts, given that they stand
+    for num_standing in (1, 2):  # the token after this many drafts, given that they are accepted
         tokens = [row[num_standing] for row, stands in zip(chosen, accepted, strict=True) if stands >= num_standing]
         assert 0.1 * NUM_SEEDS < len(tokens) < NUM_SEEDS, "the drafter is neither useless nor perfect"
         assert_follows_softmax(torch.tensor(tokens), TARGET)

@@ -1,4 +1,4 @@
-"""News for gateways: one message when the gateway keeps up, joined ones when it does not, in order always."""
+"""Updates for gateways: always in order, one message each if the gateway keeps up, merged if it does not."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,7 +33,7 @@ async def read(stream: AsyncIterator[decode_pb2.StepEvents]) -> decode_pb2.StepE
 
 
 async def open_stream(streams: GatewayStreams, gateway: str = "g") -> AsyncIterator[decode_pb2.StepEvents]:
-    """A stream past its first, empty message."""
+    """A stream after its first, empty message."""
     stream = streams.stream(gateway)
     first = await read(stream)
     assert first.incarnation == "D1" and not first.deltas
@@ -100,7 +100,7 @@ async def test_a_cancelled_stream_makes_room_for_the_next() -> None:
     reading.cancel()
     await asyncio.wait([reading], timeout=PATIENCE_S)
     assert not streams.is_open("g")
-    streams.publish(1, [update(1, 10)])  # nobody listens: dropped
+    streams.publish(1, [update(1, 10)])  # no listener: dropped
     again = await open_stream(streams)
     streams.publish(2, [update(1, 11)])
     assert content(await read(again)) == [(1, [11], "")]
