@@ -1,6 +1,6 @@
-"""Pages of another process' GPU memory: what is believed of a copy, and who closes what.
+"""Pages of another process' GPU memory: checks of each copy, and which side closes what.
 
-The GPU is tests/support/fake_cuda.py; other processes are real. What all readers promise is in test_kvtransfer.py.
+The GPU is tests/support/fake_cuda.py; other processes are real. For what all readers promise see test_kvtransfer.py.
 """
 
 import asyncio
@@ -40,22 +40,22 @@ PROMPT = [(number * 7) % 50 + 1 for number in range(23)]
 
 @pytest.fixture(scope="module", autouse=True)
 def little_garbage() -> Iterator[None]:
-    """`count_opened` collects garbage: what was loaded before these tests is not searched each time."""
+    """`count_opened` collects garbage: this excludes what was loaded before these tests."""
     spare_what_is_here()
     yield
     gc.unfreeze()
 
 
 class Peer:
-    """All that a reader sees of a peer:"""
+    """What a reader knows of its peer."""
 
     parts, rank, num_ranks, page_bytes = (PagePart(1, 512),), 0, 1, 512
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.threads: set[int] = set()  # that copied
+        self.threads: set[int] = set()  # threads that copied
         self.is_alive = True
-        self.error: RuntimeError | None = None  # of CUDA
+        self.error: RuntimeError | None = None  # an error of CUDA
         self.has_begun, self.may_end = threading.Event(), threading.Event()
         self.may_end.set()
 
@@ -109,7 +109,7 @@ def with_peer(scenario: Callable[[Peer, CudaIpcReader], Awaitable[None]]) -> Cal
 
 
 async def begin_read(peer: Peer, opened: CudaIpcReader) -> asyncio.Task[None]:
-    """One whose copy has begun and may not end."""
+    """A read whose copy has begun and is held."""
     peer.may_end.clear()
     reading = asyncio.create_task(opened.read(REFS, INTO))
     await asyncio.to_thread(peer.has_begun.wait, PATIENCE_S)
@@ -177,7 +177,7 @@ def changed(peer: kv_pb2.Peer, **values: object) -> kv_pb2.Peer:
     copied = kv_pb2.Peer()
     copied.CopyFrom(peer)
     for field, value in values.items():
-        if field in ("pid", "address"):  # its only rank's
+        if field in ("pid", "address"):  # of its only rank
             setattr(copied.ranks[0], field, value)
         setattr(copied.ranks[0].gpu if field == "ipc_handle" else copied, field, value)
     return copied
@@ -295,7 +295,7 @@ async def test_a_peer_that_cannot_be_opened_is_refused_or_read_otherwise_by_name
             await shake_hands(opened.stub, prefill.peer)
         assert "cuda_ipc is not possible" in str(refused.value.details())
         assert "the peer's pool is not on a GPU; drop --require-transport" in str(refused.value.details())
-        # has another process' GPU, a handle that opens nothing, and pages that are served at its address
+        #  another process' GPU, a handle that opens nothing, and pages served at its address
         peer = changed(lasting, address=prefill.peer.address, ipc_handle=bytes(64))
         peer.incarnation = prefill.peer.incarnation
         with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -1,4 +1,4 @@
-"""The same promises kept by the readers of all transports, then what shared memory and gRPC have of their own."""
+"""Promises of the readers of all transports, then details of shared memory and gRPC."""
 
 import asyncio
 import os
@@ -45,7 +45,7 @@ def peer(address: str = "p:1", num_pages: int = NUM_REMOTE, fd: int | None = 5) 
 
 
 class Owner:
-    """A peer, wherever it is; what its pages hold follows from their generations."""
+    """Owner of the pages, local or not; the contents of a page follow from its generation."""
 
     def __init__(self, message: kv_pb2.Peer, recycle_page: Callable[[int], None]) -> None:
         self.peer = message
@@ -78,7 +78,7 @@ def build_remote_pool() -> Pool:
 
 @asynccontextmanager
 async def grpc_server(pool: Pool, incarnation: str = "P1") -> AsyncIterator[str]:
-    """A real server with the pool's pages; its address."""
+    """A real server with the pool's pages; returns its address."""
     server = build_server()
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
     PageServer(pool, incarnation).add_to(server)
@@ -155,7 +155,7 @@ async def read_by_ranks(transport: str, owner: Owner, our_size: int) -> None:
             sources, targets = (dice.sample(range(many), dice.randint(0, 5)) for many in (NUM_REMOTE, NUM_LOCAL))
             both = list(zip(sources, targets, strict=False))
             refs, into = [owner.ref(source) for source, _ in both], [target for _, target in both]
-            for reader in readers:  # one after the other: Triton's interpreter is for one thread
+            for reader in readers:  # one after the other: Triton's interpreter is not thread-safe
                 await reader.read(refs, into)
             for pool, rows in zip(pools, expected, strict=True):
                 for source, target in both:
@@ -172,7 +172,7 @@ async def read_by_ranks(transport: str, owner: Owner, our_size: int) -> None:
 
 
 class WatchedStore:
-    """What readers use of a PageStore. Keeps nothing; calls `on_store` with the pages."""
+    """The part of a PageStore that readers use. Keeps nothing; calls `on_store` with the pages."""
 
     num_pages, page_bytes, rank, num_ranks = NUM_LOCAL, 512, 0, 1
     parts: tuple[PagePart, ...] = (PagePart(1, 512),)
@@ -204,9 +204,9 @@ async def test_a_dead_peers_memory_cannot_be_opened_but_stays_readable_once_mapp
 
 
 def test_a_pool_of_another_size_than_announced_is_refused() -> None:
-    """Other files than pools: see test_adversaries.py."""
+    """For files that are not pools see test_adversaries.py."""
     why = rf"has {4096 + 512 * 9} bytes where {4096 + 512 * 10} were"
-    pool = build_pool(NUM_REMOTE)  # as long as its file is read
+    pool = build_pool(NUM_REMOTE)  # must live while its file is read
     liar = peer(fd=pool.fd, num_pages=NUM_REMOTE + 1)
     with ThreadPoolExecutor(1) as executor, pytest.raises(ReadError, match=why) as error:
         ShmReader(liar, build_local(), executor)
@@ -305,7 +305,7 @@ async def test_pages_and_chunks_need_not_end_together(chunk_bytes: int, monkeypa
 
 
 async def test_pages_over_grpc_are_stored_at_once_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_bytes, "CHUNK_BYTES", 700)  # pages begin and end within messages
+    monkeypatch.setattr(grpc_bytes, "CHUNK_BYTES", 700)  # so that pages begin and end within messages
     stored: list[tuple[list[int], int]] = []
     store = watched(lambda pages: stored.append((list(pages), threading.get_ident())))
     async with grpc_server(build_remote_pool()) as address, grpc_reader(address, store) as reader:
@@ -357,7 +357,7 @@ async def test_a_peer_that_talks_nonsense_is_a_read_error(messages: list[bytes],
 async def test_the_server_refuses_another_incarnation_and_pages_outside_its_pool() -> None:
     cases: list[tuple[str, int, int, str]] = [
         ("P2", NUM_REMOTE, 0, "incarnation P1 was asked for; this worker is P2"),
-        ("P1", 1000, 999, f"OUT_OF_RANGE: page 999 is outside the pool of {NUM_REMOTE} pages"),  # as a liar has it
+        ("P1", 1000, 999, f"OUT_OF_RANGE: page 999 is outside the pool of {NUM_REMOTE} pages"),  # a liar's message
     ]
     for incarnation, num_pages, page, detail in cases:
         async with (

@@ -1,4 +1,4 @@
-"""Who may exchange pages, by which transport, and which bytes a rank reads."""
+"""Which peers may exchange pages, by which transport, and which bytes each rank reads."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,7 +56,7 @@ def build(
     pid: int, uuid: str | None = None, *, host: str = "near", handle: bytes = bytes(64), fd: int | None = 5,
     nixl: bool = False,
 ) -> kv_pb2.Peer:  # fmt: skip
-    """`uuid`: of the GPU of its pool, which reads itself and the GPU near."""
+    """`uuid`: its pool's GPU, which can read itself and the GPU `near`."""
     gpu = None if uuid is None else GpuFacts(uuid, handle, (uuid, "near"))
     rank = build_rank("p:1", pid, gpu, kv_pb2.Nixl() if nixl else None)
     return build_peer("prefill", "p:1", "P", host, replace(FACTS, fd=fd), [rank])
@@ -72,7 +72,7 @@ NO_FILE, NO_HOST = "the peer's pool is not shared memory", "the workers share no
 NO_GPU, NO_HANDLE = "this worker's pool is not on a GPU", "no handle of its GPU memory"
 NO_NIXL, NO_ACCESS = "the peer's pool is not open to NIXL", "has no peer access to the peer's"
 GOOD = build(2, "near")
-CHOICES: list[tuple[kv_pb2.Peer, kv_pb2.Peer, Transport, str, str | None]] = [  # ..., what auto takes, the obstacle
+CHOICES: list[tuple[kv_pb2.Peer, kv_pb2.Peer, Transport, str, str | None]] = [  # ..., auto's choice, the obstacle
     (build(1), build(2), "shm", "shm", None),
     (build(1), build(2, host="far"), "shm", "grpc", NO_HOST),
     (build(1), build(2, fd=None), "shm", "grpc", NO_FILE),
@@ -137,7 +137,7 @@ def can_share(parts: Sequence[PagePart], size: int) -> bool:
 def test_runs_make_up_exactly_each_ranks_page(parts: list[PagePart], data: st.DataObject) -> None:
     sizes = st.sampled_from([size for size in (1, 2, 4, 8) if can_share(parts, size)])
     size, their_size = data.draw(sizes), data.draw(sizes)
-    whole = np.arange(sum(heads * head_bytes for heads, head_bytes in parts))  # no two bytes of a page are the same
+    whole = np.arange(sum(heads * head_bytes for heads, head_bytes in parts))  # no two bytes of a page are equal
     theirs = [find_share(parts, whole, rank, their_size) for rank in range(their_size)]
     for rank in range(size):
         expected, runs = find_share(parts, whole, rank, size), plan_runs(parts, rank, size, their_size)

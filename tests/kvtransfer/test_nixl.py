@@ -1,7 +1,7 @@
-"""Pages through NIXL between processes: when it is taken, what it is told to believe, and peers that die or stop.
+"""Pages through NIXL between processes: when it is chosen, what it refuses, and peers that die or stop.
 
-Over main memory of one host, by TCP (where the owner's process sends the bytes, as it would to another host) or CMA
-(where the reader fetches them). What all readers promise is in test_kvtransfer.py.
+Over main memory of one host, by TCP (the owner's process sends the bytes, as to another host) or CMA (the reader
+fetches them). For what all readers promise see test_kvtransfer.py.
 """
 
 import asyncio
@@ -41,13 +41,13 @@ SHORT_S = 0.4  # for a peer that will not answer
 
 @pytest.fixture
 def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """UCX may use nothing else, here and in processes that begin."""
+    """Limits UCX to TCP, here and in processes started later."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
 
 
 @pytest.fixture(scope="module")
 def owners() -> Iterator[list[Exporter]]:
-    """Begun so far."""
+    """All owners started so far."""
     begun: list[Exporter] = []
     yield begun
     for process in begun:
@@ -56,7 +56,7 @@ def owners() -> Iterator[list[Exporter]]:
 
 @pytest.fixture
 def owner(tcp: None, owners: list[Exporter]) -> Iterator[Exporter]:
-    """To be stopped and killed: another one where a test did so. Its pages have their first bytes."""
+    """An owner to stop and kill: replaced after a test that did. Its pages have their first bytes."""
     if not owners or not is_running(owners[-1]):
         owners.append(Exporter(NIXL_PROCESS, NUM_PAGES))
         owners[-1].recycle(*range(NUM_PAGES))
@@ -67,7 +67,7 @@ def owner(tcp: None, owners: list[Exporter]) -> Iterator[Exporter]:
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[kv_pb2.Peer]:
-    """An owner that lives on."""
+    """An owner that stays alive."""
     with Exporter(NIXL_PROCESS, NUM_PAGES) as process:
         process.recycle(*range(NUM_PAGES))
         yield process.peer
@@ -124,7 +124,7 @@ async def test_tcp_is_refused_unless_it_is_allowed(owner: Exporter) -> None:
 
 
 def count_listening(address: str = "") -> int:
-    """Sockets on which this process takes connections: an agent has some. `address`: in the kernel's hexadecimals."""
+    """Listening sockets of this process; an agent has some. `address`: in the kernel's hexadecimal form."""
     tables = (Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6"))
     rows = (line.split() for table in tables for line in table)
     listening = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and row[1].startswith(address)}
@@ -204,7 +204,7 @@ async def test_generations_are_read_after_the_pages(owner: Exporter, monkeypatch
         await reader.read([ref(3), ref(4)], [0, 1])
     assert not reader.store.load([0, 1]).any()  # type: ignore[attr-defined]
     await reader.close()
-    owner.kill()  # of no more use: a page of it has other bytes
+    owner.kill()  # not reusable: one of its pages has other bytes
 
 
 async def test_a_pool_on_a_gpu_gets_its_pages_by_a_landing_there(lasting: kv_pb2.Peer) -> None:
@@ -255,7 +255,7 @@ async def test_an_owner_that_stops_ends_the_read_in_time_and_its_bytes_land_wher
         await reader.read(pages[:1], [21])
     assert not (landing._rows == page_content(5, 1, 512)).all(axis=1).any()
     go_on(owner)
-    while True:  # until the bytes have come
+    while True:  # until the bytes have arrived
         try:
             await reader.read(pages[:1], [21])
             break
