@@ -1,4 +1,4 @@
-"""`baton chat`, `status` and `drain` against a small service made of canned answers, and on odd input."""
+"""`baton chat`, `status` and `drain` against a fake service with canned answers, and with odd input."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from cli.status import COLUMNS, build_table, status
 from tests.support.command_line import run
 
 WAIT_S = 60.0
-AGAIN_S = 3.0  # after which Ctrl-C is pressed again
+AGAIN_S = 3.0  # interval between presses of Ctrl-C
 LAST = {"role": "decode", "address": "[fd00::1]:9001", "incarnation": "[red]", "transport": "none", "alive": True}
 OTHERS = [
     {"role": "decode", "address": "h:2", "transport": "shm", "alive": False},
@@ -34,7 +34,7 @@ WORKERS = {"workers": [LAST, *OTHERS]}
 
 
 class FakeService(ThreadingHTTPServer):
-    """Repeats each message, word by word; "wait" begins an answer and does not end it."""
+    """Repeats each message, word by word; "wait" starts an answer and never ends it."""
 
     daemon_threads = True
 
@@ -43,8 +43,8 @@ class FakeService(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.bodies: list[dict[str, Any]] = []
         self.hung_up = threading.Event()  # a client left in mid-answer
-        self.key = ""  # as the last GET had it
-        self.odd_answers: dict[str, str] = {}  # path |-> what it answers there instead
+        self.key = ""  # from the last GET
+        self.odd_answers: dict[str, str] = {}  # path |-> its answer instead
 
 
 class FakeHandler(BaseHTTPRequestHandler):
@@ -53,7 +53,7 @@ class FakeHandler(BaseHTTPRequestHandler):
     server: FakeService
 
     def log_message(self, format: str, *args: object) -> None:
-        """Silence."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         answers = {
@@ -205,7 +205,8 @@ def test_bytes_that_are_no_text_cost_one_line(service: FakeService) -> None:
     assert "unknown command /;" in done.stdout and "still here " in done.stdout
 
 
-# -- services and ways to them ---------------------------------------------------------------------------------------
+#  -- services and connections to them
+#  ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("answer", ["<html>", "", "[]", "3", "{}", '{"data": []}', '{"data": [{}]}', '{"data": 1}'])
@@ -274,7 +275,7 @@ def test_status_shows_the_workers(service: FakeService, capsys: pytest.CaptureFi
 def test_the_last_decode_worker_is_not_drained_by_mistake(
     service: FakeService, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """None of these addresses has a worker that could be drained."""
+    """At none of these addresses is a worker that may be drained."""
     with pytest.raises(CommandError, match=r"is the only decode worker of http.*every request gets a 503.*--force"):
         drain("[fd00::1]:9001", url=service.url)
     for url in (service.url, "http://127.0.0.1:1"):
@@ -302,7 +303,7 @@ def test_a_drawn_secret_is_read_from_the_worker_of_this_machine() -> None:
 
 
 class Terminal:
-    """`baton chat` in a terminal of its own."""
+    """`baton chat` in its own terminal."""
 
     def __init__(self, url: str) -> None:
         self.screen, inner = pty.openpty()
@@ -322,20 +323,20 @@ class Terminal:
         os.write(self.screen, line.encode() + b"\n")
 
     def expect(self, text: str) -> None:
-        """Read until `text` appears, and forget what came before its end."""
+        """Read until `text` appears, and drop everything up to its end."""
         while text not in self.seen:
             assert self._read(WAIT_S), f"{text!r} did not appear in {self.seen!r}"
         self.seen = self.seen.split(text, 1)[1]
 
     def _read(self, wait_s: float) -> bool:
-        """Whether something appeared in time."""
+        """Whether more text appeared in time."""
         readable, _, _ = select.select([self.screen], [], [], wait_s)
         if readable:
             self.seen += os.read(self.screen, 4096).decode()
         return bool(readable)
 
     def interrupt(self) -> None:
-        """Ctrl-C until something appears: one that comes just before the process waits does not end that wait."""
+        """Press Ctrl-C until something appears: one that precedes the process's wait does not end that wait."""
         for _ in range(int(WAIT_S / AGAIN_S)):
             os.kill(self.process.pid, signal.SIGINT)
             if self._read(AGAIN_S):
@@ -343,7 +344,7 @@ class Terminal:
         raise AssertionError("Ctrl-C does nothing")
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """End it in any state."""
         self.process.kill()
         self.process.wait(WAIT_S)
         os.close(self.screen)

@@ -24,27 +24,27 @@ HEAVY = {"torch", "safetensors", "xgrammar"}
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())["services"]
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 STAGES = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
-CUDA_OF_TORCH = {"2.11.0": "13.0"}  # by the requirements of its wheels on PyPI
+CUDA_OF_TORCH = {"2.11.0": "13.0"}  # from the requirements of its wheels on PyPI
 
 
 def fill_in(text: str, values: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Compose's `${NAME:-default}` with values where there are some, else with the defaults."""
+    """Compose's `${NAME:-default}`: values if set, otherwise the defaults."""
     return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: values.get(found[1], found[2]), text)
 
 
 def parse(command: list[str], values: Mapping[str, str] = MappingProxyType({})) -> Any:
-    """The settings that the program makes of a container's command."""
+    """The settings that the program reads from a container's command."""
     return command_line.parse(*(fill_in(word, values) for word in command))
 
 
 @pytest.fixture(autouse=True)
 def fleet_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What deploy/.env gives to every process."""
+    """The secret that deploy/.env gives to all processes."""
     monkeypatch.setenv("BATON_FLEET_SECRET", "0123456789abcdef")
 
 
 def find_services(role: str, profile: str) -> list[dict[str, Any]]:
-    """Services of a profile that run a role."""
+    """The services of a profile that run a role."""
     return [one for one in SERVICES.values() if one.get("command", [""])[0] == role and profile in one["profiles"]]
 
 
@@ -163,7 +163,7 @@ def test_the_health_check_fails_when_nothing_serves(kind: str) -> None:
 
 
 class Live(BaseHTTPRequestHandler):
-    """Says 200 to everything."""
+    """Answers 200 to everything."""
 
     def do_GET(self) -> None:
         self.send_response(200)

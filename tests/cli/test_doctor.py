@@ -1,4 +1,4 @@
-"""`baton doctor`: what facts about a machine mean, with machines made up, and this one for real."""
+"""`baton doctor`: conclusions from facts about made-up machines, and a run on this one."""
 
 import json
 import sys
@@ -44,7 +44,7 @@ ON_GPU = replace(ON_CPU, device="cuda", attention="flashinfer", attention_reason
 
 
 def look(config: ServeConfig, machine: Machine, model: Model | Exception) -> dict[str, Row]:
-    """Part |-> its row. Parts are named once, and advice is one line."""
+    """Part |-> its row. Each part occurs once, and advice is one line."""
     rows = judge(config, machine, model)
     assert len({row.part for row in rows}) == len(rows)
     assert not any("\n" in row.advice for row in rows)
@@ -81,14 +81,14 @@ NO_CXX = replace(CPU, kernel_error="no C++ compiler", cpp_compiler="")
 NO_MODULES = replace(NODE, flashinfer_modules=())
 UNSEEN = replace(NODE, gpus=())  # by torch
 FAR_APART = replace(NODE, strangers=((1, 0),))  # decode cannot read prefill
-FAR_FROM_1 = replace(NODE, strangers=((0, 1),))  # which only a rank of prefill is on, as decode is on 0
+FAR_FROM_1 = replace(NODE, strangers=((0, 1),))  # only a rank of prefill is on 1; decode is on 0
 OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
 
 
 @pytest.mark.parametrize(
     ("config", "machine", "part", "status", "advice"),
     [
-        # what was asked for cannot be had
+        #  the requested settings are impossible
         (ServeConfig(device="cuda"), CPU, "gpu", "missing", "install NVIDIA's driver"),
         (ServeConfig(device="cuda"), replace(UNSEEN, torch_cuda=""), "gpu", "missing", "torch's CUDA wheel"),
         (ServeConfig(transport="shm"), NO_FILE, "hand-off", "missing", "--transport auto"),
@@ -108,7 +108,7 @@ OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
         (ServeConfig(prefill_tp=3), NODE, "workers", "missing", "each rank has a GPU of its own"),
         (ServeConfig(transport="cuda_ipc", prefill_tp=2), FAR_FROM_1, "hand-off", "missing", "--transport auto"),
         (ServeConfig(gpu_memory_share=0.05), NODE, "decode-0", "missing", "--gpu-memory-share 0.14 or more"),
-        # it works, but worse than it could
+        #  possible, but slower than necessary
         (ServeConfig(), UNSEEN, "gpu", "warning", "update NVIDIA's driver"),
         (ServeConfig(), replace(UNSEEN, visible_gpus=()), "gpu", "warning", "unset CUDA_VISIBLE_DEVICES"),
         (ServeConfig(), FAR_APART, "peer access", "warning", "set CUDA_VISIBLE_DEVICES"),
@@ -124,7 +124,7 @@ OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
         (ServeConfig(), replace(NODE, c_compiler=""), "triton", "warning", "install gcc"),
         (ServeConfig(), replace(NODE, gpus=(replace(H200, free_bytes=GIB),)), "gpu 0", "warning", "--gpu-memory-share"),
         (ServeConfig(), OLD, "gpu 1", "warning", "--dtype float16"),
-        # worth knowing
+        #  notes
         (ServeConfig(), replace(NO_MODULES, nvcc="/cuda/bin/nvcc"), "flashinfer", "ok", ""),
         (ServeConfig(), replace(CPU, has_own_pid_namespace=True), "namespaces", "ok", "docker run --pid"),
         (ServeConfig(prefill_workers=0), CPU, "hand-off", "ok", ""),
@@ -167,17 +167,17 @@ def test_the_table_fits_into_100_columns() -> None:
     assert all(row.advice in text for row in rows)
 
 
-# -- how facts are found ---------------------------------------------------------------------------------------------
+#  -- how facts are found ---------------------------------------------------------------------------------------------
 
 
 class Properties:
-    """What torch says of a GPU."""
+    """torch's properties of a GPU."""
 
     name, total_memory, major, minor, uuid = "NVIDIA H200", 140 * GIB, 9, 0, "uuid"
 
 
 def test_gpus_are_asked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second is so full that no context can be made on it, and cannot be read by the first."""
+    """The second has too little memory for a context, and the first cannot read it."""
 
     def tell_free(index: int) -> tuple[int, int]:
         if index == 1:
@@ -214,7 +214,7 @@ def test_flashinfer_is_imported_and_its_modules_counted(
 
 
 def test_this_machine_in_json() -> None:
-    """All facts are found for real; keys are what scripts may rely on."""
+    """All facts are real; scripts may rely on the keys."""
     done = run("doctor", "--device=cpu", "--json", "--prefill-workers=2")
     report = json.loads(done.stdout)
     assert (done.returncode, report["ok"]) == (0, True), done.stderr

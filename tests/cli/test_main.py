@@ -1,4 +1,4 @@
-"""The command line: where settings come from, which one wins, and what is said of an unknown one."""
+"""The command line: sources of settings, their precedence, and errors for unknown names."""
 
 import os
 import socket
@@ -50,7 +50,7 @@ def test_lists_come_from_every_source(tmp_path: Path, monkeypatch: pytest.Monkey
     assert parse("gateway", file=file).prefill == ("a:1", "b:2")
     monkeypatch.setenv("BATON_PREFILL", "x:1,y:2")
     monkeypatch.setenv("BATON_API_KEY", "one two")
-    monkeypatch.setenv("BATON_PREFILL_WORKERS", "7")  # of `serve`; must not be taken for `--prefill`
+    monkeypatch.setenv("BATON_PREFILL_WORKERS", "7")  # `serve`'s; must not be taken for `--prefill`
     config = parse("gateway", file=file)
     assert (config.prefill, config.decode, config.api_key) == (("x:1", "y:2"), ("c:3",), ("one", "two"))
     assert parse("gateway", "--prefill=q:1", "--prefill=r:1", file=file).prefill == ("q:1", "r:1")
@@ -195,7 +195,7 @@ def test_every_setting_of_a_process_can_be_set_through_serve() -> None:
     assert {f"{role}_{name}" for role in ("prefill", "decode") for name in by_role} <= set(field_names(ServeConfig))
 
 
-# -- what a model's name means ---------------------------------------------------------------------------------------
+#  -- a model's name --------------------------------------------------------------------------------------------------
 
 
 def test_model_names(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_folder_that_lacks_files_is_refused(tmp_path: Path) -> None:
     check_files(str(tmp_path))
 
 
-# -- texts for people ------------------------------------------------------------------------------------------------
+#  -- help and errors -------------------------------------------------------------------------------------------------
 
 
 def test_events_travel() -> None:

@@ -1,4 +1,4 @@
-"""`baton serve` with stand-in processes: what it shows, and that nothing outlives it however it ends."""
+"""`baton serve` with stub processes: its output, and that no process outlives it however it ends."""
 
 import json
 import os
@@ -17,7 +17,7 @@ import pytest
 
 WAIT_S = 60.0
 
-# Speaks the ready pipe as a worker does; STAND_IN_<ROLE> says how it behaves.
+#  Uses the ready pipe like a worker; STAND_IN_<ROLE> selects its behaviour.
 STAND_IN = """
 import os, pathlib, signal, subprocess, sys
 from runtime.lifecycle import ReadyReporter, follow_supervisor
@@ -64,12 +64,12 @@ sys.exit(asyncio.run(supervise(config, (sys.executable, sys.argv[1]), stop_s=flo
 
 
 class Service:
-    """A supervisor with stand-in processes, in a process of its own, whose stderr no person reads."""
+    """A supervisor with stub processes, in its own process, whose stderr is not a terminal."""
 
     def __init__(
         self, folder: Path, start_timeout_s: float = WAIT_S, stop_s: float = WAIT_S, stdout: int = DEVNULL, **modes: str
     ) -> None:
-        """modes: how each role behaves."""
+        """modes: each role's behaviour."""
         stand_in = folder / "stand_in.py"
         stand_in.write_text(STAND_IN)
         self.notes = folder / "notes"
@@ -83,10 +83,10 @@ class Service:
             bufsize=1,
             env=environment,
         )
-        self.shown = ""  # all that was read of its stderr
+        self.shown = ""  # all of its stderr read so far
 
     def read_until(self, text: str) -> None:
-        """Read what is shown until a line has `text`; the test's own timeout bounds it."""
+        """Read its output until a line has `text`; the test's own timeout bounds it."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.shown += line
@@ -95,14 +95,14 @@ class Service:
         raise AssertionError(f"{text!r} was never shown:\n{self.shown}")
 
     def finish(self) -> int:
-        """Wait for the supervisor's end and read the rest; none of its processes is left."""
+        """Wait for the supervisor's end and read the rest; none of its processes may be left."""
         _, rest = self.process.communicate(timeout=WAIT_S)
         self.shown += rest
         assert self.survivors(WAIT_S) == []
         return self.process.returncode
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Have it end by a signal."""
+        """Send it a signal and wait for its end."""
         self.process.send_signal(number)
         return self.finish()
 
@@ -117,16 +117,16 @@ class Service:
         return [line.split() for line in lines if line.startswith(kind)]
 
     def last(self, role: str) -> list[str]:
-        """What the process of a role that was started last noted: "pid", its pid and command line."""
+        """The last note of the newest process of a role: "pid", its pid and command line."""
         return [words for words in self.noted("pid") if words[2] == role][-1]
 
     def survivors(self, wait_s: float) -> list[int]:
-        """Processes that still run after `wait_s`, of all that were ever started."""
+        """Processes that still run after `wait_s`, of all that were started."""
         return [int(words[1]) for words in self.noted("pid") if not has_ended(int(words[1]), wait_s)]
 
 
 def has_ended(pid: int, wait_s: float) -> bool:
-    """True when a process is gone, or a zombie that its new parent has yet to reap."""
+    """Whether a process is gone, or a zombie not yet reaped by its new parent."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -142,7 +142,7 @@ Start = Callable[..., Service]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a service, see `Service`, and cleans up whatever a test does."""
+    """Starts a service (see `Service`) and cleans up in any case."""
     started: list[Service] = []
 
     def start(**options: object) -> Service:
@@ -161,7 +161,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def service(start: Start) -> Service:
-    """One that serves."""
+    """A running service."""
     service = start()
     service.read_until('"serving"')
     return service
