@@ -1,6 +1,6 @@
-"""Before any test module imports torch: tests share their cores with the workers they start, and Triton interprets.
+"""Runs before any test module imports torch: tests share cores with the workers they start, and Triton interprets.
 
-Properties are tried on the same examples everywhere, however slow the machine. A coroutine is a test of its own loop.
+Property tests use the same examples everywhere, however slow the machine. Each coroutine test has its own event loop.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ settings.register_profile("baton", deadline=None, derandomize=True, suppress_hea
 settings.load_profile("baton")
 DEMO = "tests/services/demo/"
 LONGEST = {"services", "simulator", "worker"}  # folders
-PATIENCE_S = 60.0  # of a coroutine
+PATIENCE_S = 60.0  # for a coroutine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first, so that processes end together."""
+    """Run the longest tests first, so that test processes end together."""
     items.sort(key=lambda item: not LONGEST & set(item.path.parts))
 
 
 class Files(LoadScopeScheduling):  # type: ignore[misc]  # untyped
-    """A process gets whole files, and one of them all files of the shared demo service."""
+    """Schedules whole files to processes; all files of the shared demo service go to the same process."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.split("::")[0]

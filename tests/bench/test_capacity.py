@@ -1,4 +1,4 @@
-"""`baton plan`: proposals meet their goals in the simulated fleet, one worker fewer does not, and limits are named."""
+"""`baton plan`: in the simulated fleet proposals meet their goals and one worker fewer does not; limits are named."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""`make gpu-check` on the CPU: each check does what it says, and no part can stop the others."""
+"""`make gpu-check` on the CPU: each check works, and no part can stop the others."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from bench.gpu_checks import attention
 from bench.gpu_checks.speed import require
 
 CPU = torch.device("cpu")
-HERE = [part for part in PARTS if part.name != "deaths"]  # which is in tests/faults
+HERE = [part for part in PARTS if part.name != "deaths"]  # tested in tests/faults
 
 
 @pytest.mark.parametrize("part", HERE, ids=lambda part: part.name)

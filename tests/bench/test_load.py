@@ -1,4 +1,4 @@
-"""`baton bench`: its definitions, from moments; what it asks servers, by a fake one; what it says of bad options."""
+"""`baton bench`: its definitions on given times, its requests to a fake server, and its errors for bad options."""
 
 import asyncio
 import json
@@ -42,13 +42,13 @@ def choice(text: str, finish_reason: str | None = None, **more: Any) -> bytes:
 
 
 class TestDefinitions:
-    """As `vllm bench serve` has them."""
+    """The definitions of `vllm bench serve`."""
 
     def test_one_answer(self) -> None:
         answer = make_answer(1.5, 1.7, 2.1, sent=1.0, output_tokens=5, ended=2.3)
         assert ttft_s(answer) == pytest.approx(0.5)
         assert latency_s(answer) == pytest.approx(1.3)
-        assert tpot_s(answer) == pytest.approx(0.8 / 4)  # by tokens: a chunk may hold several
+        assert tpot_s(answer) == pytest.approx(0.8 / 4)  # per token: a chunk may hold several
         assert gaps_s(answer) == pytest.approx([0.2, 0.4])
 
     def test_a_run(self) -> None:
@@ -73,7 +73,7 @@ class TestDefinitions:
 
 
 class TestRecorder:
-    """Bytes of a stream, cut anywhere, and the moments at which they came."""
+    """Bytes of a stream, cut anywhere, with their arrival times."""
 
     def test_moments_and_counts(self) -> None:
         recorder = Recorder(1.0)
@@ -162,7 +162,7 @@ class TestInterference:
         streams = [[0.0, 1, 2, 3, 4, 10, 11], [0.5, 1.5, 2.5, 3.5, 9.5, 10.5]]
         figures = compare(streams, begin=4.0, end=9.0)
         assert figures["quiet_median_itl_ms"] == 1000
-        assert figures["num_quiet_gaps"] == 3 + 3  # the first begins before the second stream runs
+        assert figures["num_quiet_gaps"] == 3 + 3  # the first gap begins before the second stream runs
         assert (figures["num_busy_gaps"], figures["busy_max_itl_ms"]) == (2, 6000)
         assert (figures["max_ratio"], figures["median_ratio"]) == (6.0, 6.0)
         assert build_interference({**figures, "long_ttft_ms": [5.0]}).row_count == 5
@@ -217,7 +217,7 @@ class TestBadOptions:
 
 
 class Fake(ThreadingHTTPServer):
-    """A server that streams a word a token, 2 ms or more apart."""
+    """A server that streams one token per word, at least 2 ms apart."""
 
     daemon_threads = True
 
@@ -327,7 +327,9 @@ class TestAgainstServers:
         (level,) = result["levels"]
         assert (level["completed"], level["request_rate"]) == (6, "inf")
         assert level["request_goodput"] == level["request_throughput"]
-        assert all(len(body["prompt"].split()) == 10 for body in server.bodies)  # two tokens a word, it says
+        assert all(
+            len(body["prompt"].split()) == 10 for body in server.bodies
+        )  # the server reports two tokens per word
         assert not any("ignore_eos" in body or "include_timing" in body for body in server.bodies)
         assert result["server"]["kind"] == "somebody"
         assert build_phases(result) is None

@@ -25,7 +25,7 @@ ROUNDS: dict[str, list[dict[str, float]]] = {
 
 class TestFigures:
     def test_ratios_are_of_one_round(self) -> None:
-        assert find_ratios(ROUNDS, "b", "a", "ttft_ms") == [0.5, 1.5]  # the round in which b failed is left out
+        assert find_ratios(ROUNDS, "b", "a", "ttft_ms") == [0.5, 1.5]  # without the round in which b failed
         assert find_ratios(ROUNDS, "c", "a", "ttft_ms") == []
 
     def test_cells(self) -> None:
@@ -76,7 +76,7 @@ class TestProcesses:
 
 
 def _is_running(pid: int) -> bool:
-    """It has not ended, though perhaps nobody has asked how."""
+    """A zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""Which modules of FlashInfer are compiled ahead, and by what; nothing of FlashInfer is needed here."""
+"""Which FlashInfer modules are compiled ahead, and how; needs no FlashInfer."""
 
 import ctypes
 from pathlib import Path
@@ -10,7 +10,7 @@ from bench.gpu_checks.prebuild import build_environment, build_specs, write_driv
 
 
 class Modules:
-    """flashinfer.jit.attention.modules, as far as it is called: each call is its own specification."""
+    """The functions called of flashinfer.jit.attention.modules: each call is its own specification."""
 
     @staticmethod
     def gen_batch_decode_module(*arguments: Any) -> tuple[Any, ...]:

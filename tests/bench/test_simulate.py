@@ -1,4 +1,4 @@
-"""The simulated fleet: runs of steps at once and one by one agree, every request ends, no page is lost; fits."""
+"""The simulated fleet: steps in bulk and one by one agree, every request ends, no page is lost; fits of costs."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is asked of every client, and how a script reports it. Runs in the clients' own environments: only the stdlib.
+"""The checks of every client, and how a script reports them. Runs in the clients' own environments: only the stdlib.
 
 A check's name says what the client must be able to do with the demo model:
 
@@ -6,7 +6,7 @@ A check's name says what the client must be able to do with the demo model:
     stream     a longer answer, in several pieces
     tool       the model calls a tool of its own accord, and answers from the tool's result
     required   a call that the model would not make by itself, with arguments that fit their schema
-    schema     an answer in JSON that fits its schema and says what was asked
+    schema     a right answer in JSON that fits its schema
     enforced   an answer in JSON to a question that the model would answer in prose
     error      a request with max_tokens -1 ends in the client's own exception, with the service's message
 """
@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any
 
 CHECKS = ("chat", "stream", "tool", "required", "schema", "enforced", "error")
-MARK = "CHECK"  # begins a line of a report: MARK, check, "ok", "skip" or "fail", reason
+MARK = "CHECK"  # begins a report's line: MARK, check, "ok", "skip" or "fail", reason
 ASKED: dict[str, Any] = json.loads((Path(__file__).parent / "asked.json").read_text(encoding="utf-8"))
 
 
 def base_url() -> str:
-    """Where the service is, with /v1: the script's argument."""
+    """The service's URL, with /v1: the script's argument."""
     return sys.argv[1]
 
 
 def run(checks: Mapping[str, Callable[[], object] | str]) -> None:
-    """Runs a client's checks, one line each, and ends the script: with 1 if any failed.
+    """Run a client's checks, print one line each, and exit: with 1 if any failed.
 
-    A text instead of a check says why this client cannot ask for it.
+    A text instead of a check is the reason why this client cannot run it.
     """
     has_failed = False
     for name in CHECKS:
@@ -53,7 +53,7 @@ def _try(check: Callable[[], object] | str) -> tuple[str, str]:
 
 
 def same(found: object, expected: object) -> None:
-    """Fails when they differ."""
+    """Fails if they differ."""
     assert found == expected, f"{found!r} instead of {expected!r}"
 
 
@@ -64,13 +64,13 @@ def pieces_of(pieces: list[str]) -> None:
 
 
 def light_call(name: str, arguments: object) -> None:
-    """Fails unless this is a call as the check `required` wants it."""
+    """Fails unless this call is right for the check `required`."""
     same(name, ASKED["light"]["name"])
     assert arguments in ({"state": "on"}, {"state": "off"}), f"arguments that do not fit: {arguments!r}"
 
 
 def mood(answer: object) -> None:
-    """Fails unless this is an answer as the check `enforced` wants it."""
+    """Fails unless this answer is right for the check `enforced`."""
     assert answer in ({"mood": "happy"}, {"mood": "sad"}), f"an answer that does not fit: {answer!r}"
 
 
@@ -87,7 +87,7 @@ def refused(call: Callable[[], object], error: type[Exception], status: int | No
 
 
 def tool(name: str) -> dict[str, Any]:
-    """A tool of ASKED as OpenAI's API takes it."""
+    """A tool of ASKED in OpenAI's format."""
     return {"type": "function", "function": {key: ASKED[name][key] for key in ("name", "description", "parameters")}}
 
 
@@ -97,7 +97,7 @@ def user(name: str) -> dict[str, Any]:
 
 
 def openai_checks(ask: Callable[..., Any]) -> dict[str, Callable[[], object]]:
-    """The checks of tools and schemas for a client with OpenAI's names. `ask`: fields of a request |-> the answer."""
+    """Checks of tools and schemas for a client with OpenAI's names. `ask`: fields of a request |-> the answer."""
     return dict(
         tool=lambda: _call_tool(ask),
         required=lambda: _call_required(ask),

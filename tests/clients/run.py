@@ -38,15 +38,15 @@ class Client(Protocol):
 
     @property
     def name(self) -> str:
-        """As users know it."""
+        """Its usual name."""
         ...
 
     def install(self) -> str:
-        """Fills its environment, or brings it up to date; returns the client's version. Raises InstallError."""
+        """Fill or update its environment; return the client's version. Raises InstallError."""
         ...
 
     def command(self, url: str) -> tuple[list[str], Path]:
-        """What runs the script, and in which folder."""
+        """The script's command line, and the folder to run it in."""
         ...
 
 
@@ -104,7 +104,7 @@ CLIENTS: Sequence[Client] = (
     NodeClient("openai-node", "openai", "openai_node"),
     NodeClient("vercel-ai", "ai", "vercel_ai"),
     PythonClient("langchain-openai", "langchain-openai>=1.7,<2", "with_langchain"),
-    PythonClient("litellm", "litellm[mcp]>=1.100,<2", "with_litellm"),  # it imports mcp for any tool call
+    PythonClient("litellm", "litellm[mcp]>=1.100,<2", "with_litellm"),  # imports mcp for any tool call
     PythonClient("instructor", "instructor>=1.17,<2", "with_instructor"),
     PythonClient("llm", "llm>=0.36,<1", "with_llm"),
 )
@@ -112,7 +112,7 @@ CLIENTS: Sequence[Client] = (
 
 @dataclass
 class Report:
-    """What became of one client."""
+    """One client's results."""
 
     name: str
     version: str = ""
@@ -124,7 +124,7 @@ class Report:
 
 
 def run_client(client: Client, url: str) -> Report:
-    """Installs it and runs its script. A script that ends early, badly or without all its checks has failed."""
+    """Install it and run its script. A script that ends early, with an error or without all its checks has failed."""
     try:
         report = Report(client.name, client.install())
     except InstallError as error:
@@ -155,7 +155,7 @@ def _outcomes(output: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _call(command: list[str], folder: Path) -> str:
-    """Its output. Raises InstallError."""
+    """Returns its output. Raises InstallError."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=INSTALL_S)
     except subprocess.TimeoutExpired as error:
@@ -175,7 +175,7 @@ def _service(url: str) -> Iterator[str]:
 
 
 def show(reports: Sequence[Report], console: Console) -> None:
-    """The table, and below it why something was skipped or failed."""
+    """Print the table, and below it the reasons of skips and failures."""
     table = Table("client", "version", *CHECKS)
     for report in reports:
         cells = [report.outcomes.get(name, "-") for name in CHECKS]
@@ -196,7 +196,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.clients) - {client.name for client in CLIENTS}:
         parser.error(f"unknown clients: {', '.join(sorted(unknown))}")
-    os.environ.pop("PYTHONPATH", None)  # or the clients' environments would not be their own
+    os.environ.pop("PYTHONPATH", None)  # otherwise the clients' environments would find our packages
     BUILD.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 160)
     with _service(arguments.url) as url:

@@ -1,9 +1,9 @@
-"""litellm, which knows the service as any server with OpenAI's API."""
+"""litellm, for which the service is any server with OpenAI's API."""
 
 import os
 from typing import Any
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or its import asks the internet for prices
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise its import fetches prices from the internet
 
 import litellm
 

@@ -11,7 +11,7 @@ from typing import Any
 from tests.clients.checks import ASKED, base_url, mood, pieces_of, run, same
 
 FOLDER = tempfile.TemporaryDirectory()
-os.environ["LLM_USER_PATH"] = FOLDER.name  # read by llm when it is imported, and by the command
+os.environ["LLM_USER_PATH"] = FOLDER.name  # llm reads it when imported, and so does the command
 (Path(FOLDER.name) / "extra-openai-models.yaml").write_text(
     f"""
 - model_id: baton

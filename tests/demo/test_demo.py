@@ -1,4 +1,6 @@
-"""The demo models: their text is reproducible, their tokenizer loses nothing, their sizes and answers are as said."""
+"""The demo models: their text is reproducible, their tokenizer is lossless, their sizes and answers are as
+documented.
+"""
 
 import itertools
 import json
@@ -21,7 +23,7 @@ from demo.paths import DRAFT_DIR, TARGET_DIR
 from demo.tokens import SPECIAL_TOKENS, render
 
 MAX_FILE_BYTES = 16_000_000
-tokenizer: Any = AutoTokenizer.from_pretrained(TARGET_DIR)  # its types are too narrow for what it takes
+tokenizer: Any = AutoTokenizer.from_pretrained(TARGET_DIR)  # its types are narrower than its arguments
 
 
 def num_parameters(directory: Path) -> int:
@@ -106,7 +108,7 @@ def test_generation_ends_at_either_end_token(directory: Path) -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Two threads that wait for each other are slow where the cores are busy with other work."""
+    """With two, threads wait for each other when other work keeps the cores busy."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

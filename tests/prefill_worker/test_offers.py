@@ -142,7 +142,7 @@ async def test_a_new_incarnation_in_the_middle_of_a_read_fails_the_read_and_leak
         offering = asyncio.ensure_future(opened.stub.Offer(offer_of(prefill, ticket)))
         assert await asyncio.to_thread(has_begun.wait, PATIENCE_S)
         prefill.pool.load = load  # type: ignore[method-assign]
-        decode.intake._peers[prefill.peer.address].peer.incarnation = "older"  # so the worker looks restarted
+        decode.intake._peers[prefill.peer.address].peer.incarnation = "older"  # so the worker seems to have restarted
         await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))
         is_stuck.set()
         response = await offering
@@ -234,7 +234,7 @@ async def test_a_sequence_that_cannot_be_computed_fails_alone() -> None:
             2: PROMPT[:9],
             3: OTHER[:9],
             4: PROMPT[1:10],
-        }  # each runner cannot do with one of them
+        }  # each runner fails on one of them
         prefill.runner.poison.add(PROMPT[0])
         decode.runner.poison.add(OTHER[0])
         tickets = {handle: await opened.reserve(handle, prompt) for handle, prompt in prompts.items()}
@@ -320,7 +320,7 @@ async def test_a_connection_that_is_forgotten_after_the_last_offer_does_not_fail
 
         async def ask_and_forget(ticket: kv_pb2.Ticket, call: Awaitable[Any]) -> Any:
             answer = await ask(ticket, call)
-            prefill.offers._targets.clear()  # as another Run call does when the connection is lost
+            prefill.offers._targets.clear()  # as after a lost connection, by another Run call
             return answer
 
         prefill.offers._ask = ask_and_forget  # type: ignore[method-assign]

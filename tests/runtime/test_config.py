@@ -1,4 +1,4 @@
-"""Settings check themselves, and automatic choices follow from the machine."""
+"""Settings are validated, and automatic choices follow from the machine."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ from runtime.settings import MAX_COUNT, ConfigError, Settings, field_names, flag
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "CONFIGURATION.md").read_text()
 CONFIG_TYPES = (PrefillConfig, DecodeConfig, GatewayConfig, ServeConfig)
-IN_WORDS = {  # what the document says |-> the default that it means
+IN_WORDS = {  # the document's wording |-> the default it means
     "none": ("", ()),
     "off": (False,),
     "on": (True,),
@@ -142,7 +142,7 @@ def test_the_context_is_the_models_or_a_smaller_one() -> None:
 
 
 class TestNumPages:
-    """How large a pool becomes. A page of 16 tokens is 1 MiB here."""
+    """The size of a pool. A page of 16 tokens is 1 MiB here."""
 
     @staticmethod
     def resolve(config: DecodeConfig, available_mib: int) -> int:
@@ -167,11 +167,11 @@ class TestNumPages:
 
 
 class TestDocument:
-    """docs/CONFIGURATION.md says what the classes do."""
+    """docs/CONFIGURATION.md agrees with the classes."""
 
     @staticmethod
     def rows() -> Iterator[tuple[str, str]]:
-        """Flags and what stands as their default, from all tables."""
+        """Flags and their documented defaults, from all tables."""
         for line in DOCUMENT.splitlines():
             if line.startswith(("| `--", "| `BATON_")):
                 first, default = (cell.strip() for cell in line.split("|")[1:3])

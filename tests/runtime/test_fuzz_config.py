@@ -1,4 +1,4 @@
-"""Whatever stands in a configuration file, a variable or a handshake's layout: settings, or an error for people."""
+"""Any content of a configuration file, a variable or a handshake's layout gives settings or a readable error."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ VALUES = [
 
 
 def read_settings(command: str, path: Path | None) -> Any:
-    """What the program makes of a file and its environment. Only errors of one line may come out."""
+    """The settings from a file and its environment. Errors must be one line."""
     with contextlib.suppress(ConfigError, CycloptsError):
         return parse(command, file=path)
     return None

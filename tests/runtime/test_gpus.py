@@ -1,4 +1,4 @@
-"""Which GPUs a service sees, how its workers share them, and how much of one each takes."""
+"""The GPUs that a service sees, how its workers share them, and how much memory each worker takes."""
 
 import subprocess
 from collections import Counter
@@ -21,7 +21,7 @@ from runtime.settings import ConfigError
 
 GIB = 1 << 30
 COUNTS = st.tuples(st.integers(0, 6), st.integers(1, 6), st.integers(0, 6))  # prefill workers, decode workers, GPUs
-RANKS = st.tuples(st.integers(1, 7), st.integers(1, 7))  # of each prefill worker, of each decode worker
+RANKS = st.tuples(st.integers(1, 7), st.integers(1, 7))  # per prefill worker, per decode worker
 
 NVML_SOURCE = """
 #include <string.h>
@@ -33,7 +33,7 @@ int nvmlSystemGetDriverVersion(char *version, unsigned length) { strncpy(version
 
 
 def build_nvml(folder: Path, fails: bool) -> str:
-    """A library with NVML's four calls, as the driver would bring it."""
+    """A library with NVML's four calls, in place of the driver's."""
     source, library = folder / "nvml.c", folder / f"libnvml-{fails}.so"
     source.write_text(NVML_SOURCE)
     command = ["cc", "-shared", "-fPIC", f"-DFAILS={int(fails)}", str(source), "-o", str(library)]
@@ -66,7 +66,7 @@ def test_the_driver_is_asked_by_nvml_and_else_by_proc(tmp_path: Path, monkeypatc
         ("2,0", ("2", "0")),
         (" 1 ", ("1",)),
         ("GPU-ab12,MIG-cd34", ("GPU-ab12", "MIG-cd34")),
-        ("1,7,0", ("1",)),  # as for CUDA, the list ends there
+        ("1,7,0", ("1",)),  # as in CUDA, the list ends there
         ("0,-1,1", ("0",)),
         ("1,1", ("1",)),
         ("", ()),
@@ -88,7 +88,7 @@ def configure(counts: tuple[int, int, int], tp: tuple[int, int], device: Device 
 
 
 def find_excess(counts: tuple[int, int, int], tp: tuple[int, int]) -> str | None:
-    """The first setting that wants more GPUs for a worker than there are."""
+    """The first setting that needs more GPUs per worker than there are."""
     num_prefill, _num_decode, num_gpus = counts
     if num_gpus and num_prefill and tp[0] > num_gpus:
         return "--prefill-tp"
@@ -214,7 +214,7 @@ def test_no_room_for_weights_is_told_in_numbers(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_engine_counts_what_torch_holds_when_loading_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = [9 * GIB]  # with what loading has left behind
+    held = [9 * GIB]  # loading has left this much behind
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.__setitem__(0, 5 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: held[0])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 * GIB, 24 * GIB))

@@ -1,4 +1,4 @@
-"""Memory as a container's files tell it."""
+"""Memory limits from a container's files."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from runtime import hardware
 from runtime.hardware import available_memory_bytes
 
-MACHINE = 10_000  # bytes the machine has left
+MACHINE = 10_000  # bytes available on the machine
 
 
 @pytest.fixture
@@ -25,10 +25,10 @@ def write(cgroup: Path, limit: str, current: str, stat: str) -> None:
 @pytest.mark.parametrize(
     ("limit", "current", "stat", "available"),
     [
-        ("5000\n", "4000\n", "anon 700\ninactive_file 3000\nactive_file 300\n", 4000),  # a model was just fetched
+        ("5000\n", "4000\n", "anon 700\ninactive_file 3000\nactive_file 300\n", 4000),  # just after loading a model
         ("5000", "4000", "anon 4000\ninactive_file 0\nworkingset_restore_inactive_file 9\n", 1000),
         ("5000", "6000", "inactive_file 500", 0),
-        ("5000", "100", "inactive_file 300", 5000),  # the two are not read at once
+        ("5000", "100", "inactive_file 300", 5000),  # the two are not read at the same time
         ("50000", "100", "inactive_file 0", MACHINE),
         ("max", "4000", "inactive_file 300", MACHINE),
     ],

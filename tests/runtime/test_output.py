@@ -1,4 +1,4 @@
-"""Logs and the screen of `baton serve` when nothing can be written: the work goes on, and ends well."""
+"""Logs and the screen of `baton serve` when writing fails: the work goes on and ends normally."""
 
 import os
 import subprocess
@@ -57,7 +57,7 @@ os.write(int(os.environ["ALIVE_FD"]), b"alive")
 
 
 def open_unwritable(kind: str) -> int:
-    """A file descriptor on a full disk, or one whose reader has left."""
+    """A file descriptor on a full disk, or one with no reader left."""
     if kind == "full disk":
         return os.open("/dev/full", os.O_WRONLY)
     reading, writing = os.pipe()
@@ -71,7 +71,7 @@ unwritable = pytest.mark.parametrize("kind", ["full disk", "reader gone"])
 @pytest.mark.parametrize("kind", ["full disk", "reader gone"])
 @pytest.mark.parametrize("script", [LOGS, TAP, SCREEN], ids=["logs", "tap", "screen"])
 def test_work_goes_on_when_nothing_can_be_written(kind: str, script: str) -> None:
-    """ALIVE_FD is where the script says that it has come to its end."""
+    """The script reports to ALIVE_FD that it reached its end."""
     end = open_unwritable(kind)
     reading, writing = os.pipe()
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Who is let in by certificates and secrets between processes, and what is refused before that. Real sockets."""
+"""Access between processes by certificates and secrets, and what is refused before that. Real sockets."""
 
 import asyncio
 import stat
@@ -35,11 +35,11 @@ def issue(now: datetime = NOW, hosts: tuple[str, ...] = HERE) -> TlsFiles:
 
 
 GOOD, FOREIGN, EXPIRED, ELSEWHERE = issue(), issue(), issue(NOW - 3 * DAY), issue(hosts=("worker.example",))
-MIXED = replace(FOREIGN, ca=GOOD.ca)  # believes us, but is believed by nobody
+MIXED = replace(FOREIGN, ca=GOOD.ca)  # trusts us, but is not trusted
 
 
 def outcome(server_trust: Trust, client_trust: Trust) -> str:
-    """What a call between two processes comes to: "served", or why not, as the client can know it."""
+    """The outcome of a call between two processes: "served", or the error as the client sees it."""
 
     async def scenario() -> str:
         server = server_trust.build_server()
@@ -98,7 +98,7 @@ async def test_every_call_needs_the_secret_but_health_does_not() -> None:
         health = health_pb2_grpc.HealthStub(channel)
         answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    async with SECRET.open_channel(address) as channel:  # unary and streaming calls carry it
+    async with SECRET.open_channel(address) as channel:  # both unary and streaming calls carry the secret
         stub = decode_pb2_grpc.DecodeStub(channel)
         await stub.Status(decode_pb2.StatusRequest(), timeout=PATIENCE_S)
         stream = stub.Steps(decode_pb2.StepsRequest(gateway="g"), timeout=PATIENCE_S)
@@ -135,7 +135,7 @@ def test_a_gateway_says_once_whom_it_cannot_trust(capsys: pytest.CaptureFixture[
 
 
 class TestSettings:
-    """What is refused before anything is opened."""
+    """What is refused before any socket is opened."""
 
     def test_a_worker_that_others_can_reach_needs_to_know_them(self) -> None:
         for config_type in (PrefillConfig, DecodeConfig):
@@ -146,7 +146,7 @@ class TestSettings:
                 config_type(host=host, advertise_host="x", tls_dir="certs")
             for host in ("127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"):
                 config_type(host=host)
-        GatewayConfig(decode=("a:1",), host="0.0.0.0")  # clients are another matter: API keys
+        GatewayConfig(decode=("a:1",), host="0.0.0.0")  # clients are different: API keys
         ServeConfig(host="0.0.0.0")  # its workers stay on the loopback interface
 
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Values of all processes: their messages and back, field by field, and the names of pages."""
+"""Values of all processes: to messages and back, field by field, and the names of pages."""
 
 import math
 import struct

@@ -1,7 +1,7 @@
-"""The same tasks by lm-eval on Baton and on transformers in one process: `python -m tests.clients.lm_eval.run`.
+"""The same lm-eval tasks on Baton and on transformers in one process: `python -m tests.clients.lm_eval.run`.
 
-lm-eval is installed into build/lm_eval. Prints a table of scores; exits with 1 when a score, a generated text or which
-continuations are greedy differ, or a log-likelihood by more than 1e-3.
+lm-eval is installed into build/lm_eval. Prints a table of scores. Exits with 1 if a score, a generated text or the set
+of greedy continuations differs, or a log-likelihood by more than 1e-3.
 """
 
 import json
@@ -27,7 +27,7 @@ TOLERANCE = 1e-3
 
 
 def install() -> None:
-    """Fills the environment; PIP_ARGS are pip's further arguments, such as an index of CPU wheels."""
+    """Fill the environment; PIP_ARGS are further arguments of pip, such as an index of CPU wheels."""
     if not PYTHON.exists():
         subprocess.run([sys.executable, "-m", "venv", str(PYTHON.parents[1])], check=True)
     more = os.environ.get("PIP_ARGS", "").split()
@@ -40,7 +40,7 @@ def evaluate(model: str, arguments: dict[str, Any], folder: Path) -> tuple[dict[
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
     command += ["--device", "cpu", "--log_samples", "--output_path", str(folder)]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none", "HF_HOME": str(ROOT / "build" / "hf")}
-    subprocess.run(command, cwd=HERE, env=env, check=True)  # the tasks' files are named relative to their folder
+    subprocess.run(command, cwd=HERE, env=env, check=True)  # paths in the tasks' files are relative to their folder
     (results,) = folder.rglob("results_*.json")
     samples = {task: _lines(next(folder.rglob(f"samples_{task}_*.jsonl"))) for task in TASKS}
     return json.loads(results.read_text(encoding="utf-8"))["results"], samples
@@ -52,7 +52,7 @@ def _lines(path: Path) -> list[Any]:
 
 
 def differences(ours: dict[str, list[Any]], theirs: dict[str, list[Any]]) -> tuple[float, list[str]]:
-    """The largest difference of two log-likelihoods, and what else differs."""
+    """The largest difference between log-likelihoods, and all other differences."""
     largest, found = 0.0, []
     for task in TASKS:
         for own, other in zip(ours[task], theirs[task], strict=True):
@@ -69,7 +69,7 @@ def differences(ours: dict[str, list[Any]], theirs: dict[str, list[Any]]) -> tup
 
 
 def _flat(responses: list[Any]) -> list[Any]:
-    """One entry a request: a text, or a log-likelihood with whether it is greedy."""
+    """One entry per request: a text, or a log-likelihood and whether it is greedy."""
     return [response for request in responses for response in request]
 
 
