@@ -38,7 +38,7 @@ class Asking:
         self.detail = ""
         self.retry_after_s = 0  # from the error: how long to wait before the next try
         self.seconds = 0.0
-        self.longest_pause_s = 0.0  # between two messages, or before the first
+        self.longest_pause_s = 0.0  # between messages, or before the first
         self._changed = threading.Condition()
         self._is_over = False
         request = inference_pb2.GenerateRequest(
@@ -80,7 +80,7 @@ class Asking:
 
     @property
     def has_hung(self) -> bool:
-        """Whether it ended by the client's own deadline."""
+        """Whether the client's own deadline ended it."""
         return self.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
     def wait_for_tokens(self, count: int) -> None:

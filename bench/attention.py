@@ -1,6 +1,6 @@
 """Attention backends against SDPA on contiguous KV, in the shape of Llama-3.2-1B: `python -m bench.attention`.
 
-All contenders of a row take turns within each round, so that a busy machine slows them equally; read the ratios.
+All contenders of a row take turns in each round, so a busy machine slows them equally; compare ratios.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def contiguous_sdpa(case: Case, query: Tensor, num_layers: int) -> Callable[[int
 
 
 def measure(contenders: dict[str, Callable[[int], Tensor]], num_layers: int, seconds: float) -> dict[str, list[float]]:
-    """Seconds of each call. Contenders take turns, each at another layer, so that none warms the cache for the next."""
+    """Seconds of each call. Contenders take turns, each at another layer, so none finds its data in the cache."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     deadline = time.perf_counter() + seconds
     layer = 0

@@ -2,7 +2,7 @@
 
     python -m bench.batching --model FOLDER --threads 2
 
-Rounds alternate between the contenders, so that a noisy machine disturbs all equally; figures are medians and ratios.
+Contenders take turns, so a noisy machine affects them equally; figures are medians and ratios.
 """
 
 import json
@@ -32,13 +32,13 @@ app = App(help=__doc__)
 class Timing:
     """One answer, or several in parallel."""
 
-    ttft_s: float  # to the first token
+    ttft_s: float  # until the first token
     tpot_s: float  # between tokens, mean
     tokens_per_s: float  # all answers together, prompt time included
 
 
 def time_transformers(model: Any, prompt_ids: list[int], num_tokens: int) -> Timing:
-    """`generate` of one prompt. Times its tokens as they leave the model."""
+    """`generate` for one prompt. Takes the time of each token as it leaves the model."""
     moments: list[float] = []
 
     class Clock:
@@ -63,7 +63,7 @@ def time_transformers(model: Any, prompt_ids: list[int], num_tokens: int) -> Tim
 
 
 def time_baton(stub: inference_pb2_grpc.InferenceStub, prompt_ids: list[int], num_tokens: int) -> Timing:
-    """One stream through the whole service. Its prompt is always computed."""
+    """One stream through the whole service. Its prompt is never cached."""
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=prompt_ids), max_tokens=num_tokens, temperature=0, ignore_eos=True,
         cache_salt=secrets.token_hex(8),
@@ -137,7 +137,7 @@ def main(
 
 
 def report(figures: dict[str, Timing], out: Path | None) -> None:
-    """The table, and the two ratios that matter."""
+    """The table and the two main ratios."""
     base, one, many = figures.values()
     table = Table("", "TTFT ms", "TPOT ms", "tokens/s")
     for name, timing in figures.items():

@@ -1,7 +1,7 @@
 """How many workers of which size meet goals for TTFT and TPOT at a given rate, by roofline and queueing. Pure.
 
-answers   A worker computes  n = rate * output * step(n)  at once; nine tenths of the time n + z sqrt(n / workers) or
-          fewer (Poisson, spread by routing). TPOT >= step(n) and the pool bound that number.
+answers   A worker has  n = rate * output * step(n)  answers on average, and at most n + z sqrt(n / workers) nine tenths
+          of the time (Poisson, spread by routing). That number is bounded by TPOT >= step(n) and by the pool.
 prompts   M/D/c: TTFT must cover the wait that a tenth exceeds (Erlang C), the prompt's own chunks, the transfer of
           the last one, and the steps before the answer's first token.
 """
@@ -15,11 +15,11 @@ from bench.roofline import ModelShape, build_costs, handoff_token_s, kv_tokens_t
 from bench.simulate.costs import Costs, Work
 
 SIZES = (1, 2, 4, 8)  # ranks per worker
-Z = 1.28  # a tenth of a normal distribution is above this many deviations
+Z = 1.28  # a tenth of a normal distribution is more than this many deviations above its mean
 TAIL = 0.1
-MOST_ROWS = 1024  # answers per step; more bring nothing
+MOST_ROWS = 1024  # answers per step; more gain nothing
 CHUNKS = (512, 1024, 2048, 4096, 8192)
-MOST_PROMPTS = 16  # at once on a prefill worker; they run one after the other
+MOST_PROMPTS = 16  # at the same time on a prefill worker; they run one after the other
 CALLS_S = 0.003  # messages between gateway and workers before the first token
 MET_STEPS = 1.5  # decode steps before the first token: half of a running one, and the answer's own
 
@@ -36,7 +36,7 @@ class UnreachableError(Exception):
 class Goals:
     """The load and the goals. Goals hold for nine of ten requests."""
 
-    rate: float  # requests a second
+    rate: float  # requests per second
     input_tokens: int
     output_tokens: int
     ttft_s: float
@@ -59,7 +59,7 @@ class Role:
     max_running: int
     chunk_tokens: int  # of prefill; 0 for decode
     expected_s: float  # TTFT of prefill, TPOT of decode
-    limit: str  # what a worker reaches first
+    limit: str  # the first limit that a worker reaches
     reasons: tuple[str, ...]
 
     @property
@@ -119,7 +119,7 @@ def plan_decode(model: ModelShape, gpu: Gpu, goals: Goals, tp: int) -> Role:
     by_pool = kv_tokens // whole
     by_tpot = max(rows for rows in range(1, MOST_ROWS + 1) if step_of(costs, rows, mean) <= goals.tpot_s)
     most = min(by_pool, by_tpot)
-    rate = most / step_of(costs, most, mean) / goals.output_tokens  # requests a second
+    rate = most / step_of(costs, most, mean) / goals.output_tokens  # requests per second
     count = max(1, math.ceil(goals.rate / rate))
     while (peak := find_peak(costs, goals, mean, count, most)) >= most + 1:
         count += 1
@@ -133,13 +133,13 @@ def plan_decode(model: ModelShape, gpu: Gpu, goals: Goals, tp: int) -> Role:
 
 
 def step_of(costs: Costs, rows: float, context: int) -> float:
-    """Seconds of a step of `rows` answers."""
+    """Duration of a step with `rows` answers."""
     return costs.seconds(Work(math.ceil(rows), int(rows * context), 0, 0))
 
 
 def find_peak(costs: Costs, goals: Goals, context: int, count: int, most: int) -> float:
-    """Answers at once on one of `count` workers, nine tenths of the time; infinite if `most` cannot keep up."""
-    arrivals = goals.rate / count * goals.output_tokens  # tokens a second
+    """Concurrent answers on one of `count` workers, nine tenths of the time; infinite if `most` cannot keep up."""
+    arrivals = goals.rate / count * goals.output_tokens  # tokens per second
     rows = next((rows for rows in range(1, most + 1) if rows >= arrivals * step_of(costs, rows, context)), None)
     return math.inf if rows is None else rows + Z * math.sqrt(rows / count)
 
@@ -172,14 +172,14 @@ def plan_prefill(model: ModelShape, gpu: Gpu, goals: Goals, tp: int, decode: Rol
 
 
 def time_prompt(costs: Costs, num_tokens: int, chunk: int) -> tuple[float, int]:
-    """(seconds of a prompt without others, tokens of its last chunk)"""
+    """(seconds of a prompt alone, tokens of its last chunk)"""
     counts = [min(chunk, num_tokens - begin) for begin in range(0, num_tokens, chunk)]
     pairs = [count * number * chunk + count * (count + 1) // 2 for number, count in enumerate(counts)]
     return sum(costs.seconds(Work(0, 0, *parts)) for parts in zip(counts, pairs, strict=True)), counts[-1]
 
 
 def find_wait(rate: float, service_s: float, count: int) -> float:
-    """Seconds that a tenth of requests wait longer than, for `count` servers with a fixed service time (M/D/c)."""
+    """The wait in seconds that a tenth of requests exceed, for `count` servers with a fixed service time (M/D/c)."""
     load = rate * service_s
     if load >= count:
         return math.inf

@@ -21,7 +21,7 @@ from bench.fleet import ProcessFleet, run_fleet
 
 VOCAB = 300  # prompts of token ids below this
 HANG_S = 60.0  # longest allowed pause between messages
-TOO_LONG_S = 5 * HANG_S  # for a whole answer of a client that gets tokens, but slowly
+TOO_LONG_S = 5 * HANG_S  # for a whole answer that arrives slowly
 KILL_EVERY_S = 5.0
 UNUSED_S = 60.0
 
@@ -53,7 +53,7 @@ class Tally:
 
 
 def judge(case: Case, asking: Asking) -> str:
-    """Classify an answer in one word."""
+    """An answer in one word."""
     if asking.has_hung or asking.longest_pause_s > HANG_S:
         return "hung"
     if tuple(asking.tokens) != case.answer[: len(asking.tokens)]:
@@ -89,11 +89,11 @@ def keep_asking(fleet: ProcessFleet, cases: "queue.SimpleQueue[Case]", tally: Ta
 
 
 def disturb(fleet: ProcessFleet, until: float, every_s: float, seed: int) -> Counter[str]:
-    """Kill a random running worker at intervals and restart it, whether the others are back or not.
+    """Kill a random running worker at intervals and restart it, without waiting for others to be back.
 
-    If it has several ranks, half of the time kill another rank than the first, which must end the whole worker.
+    If it has several ranks, half of the time another rank than the first is killed, which must end the whole worker.
 
-    Returns how often each was killed. Runs on the main thread.
+    Returns the number of kills per worker. Runs on the main thread.
     """
     dice = random.Random(seed)
     kills: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""A decode worker's engine loop without its process: jobs go in, tokens come out."""
+"""A decode worker's engine loop without its process: jobs in, tokens out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ def build_eager_speculator(drafters: Mapping[str, Drafter]) -> Speculator:
 
 
 def build_table(engine: Engine) -> SequenceTable:
-    """A table for as many sequences as the engine has rows. Nothing is cached."""
+    """A table for as many sequences as the engine has rows, with an empty cache."""
     cache = PrefixCache(engine.num_pages, engine.pool.generations)
     max_running = engine.rows.num_rows // num_rows_for(1)
     return SequenceTable(cache, engine.pool.shape.page_tokens, max_running, lease_s=60.0)

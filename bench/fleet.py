@@ -88,14 +88,14 @@ class Process:
         self.popen.send_signal(number)
 
     def stop(self) -> None:
-        """SIGSTOP: it exists, but does nothing."""
+        """SIGSTOP: it exists, but does not run."""
         self.signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self.signal(signal.SIGCONT)
 
     def terminate(self) -> None:
-        """SIGTERM: it finishes its work and ends."""
+        """SIGTERM: it finishes its requests and exits."""
         self.signal(signal.SIGTERM)
 
     def wait_exited(self, timeout_s: float) -> int:

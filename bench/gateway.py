@@ -1,8 +1,8 @@
-"""What the gateway costs: real REST and gRPC streams through a real gateway, before a worker that computes nothing.
+"""The gateway's cost: real REST and gRPC streams through a real gateway, with a worker that computes nothing.
 
     python -m bench.gateway [--tree DIR ...] [--streams 64] [--rounds 3]
 
-`--tree`: a checkout whose gateway is measured; several take turns, so that they share what else the machine does.
+`--tree`: a checkout whose gateway is measured; several take turns, so that other load on the machine affects all.
 `tokens/core-s` divides the tokens by the gateway's CPU seconds. Latency is a token's time from the worker's message to
 the client's socket, at the paces of both columns: a step every 20 ms, and a step as soon as the gateway keeps up.
 """
@@ -31,17 +31,19 @@ from runtime.rpc import bind, build_server
 
 QUIET_STEP_S = 0.02
 BUSY_STEP_S = 0.004  # 16,000 tokens/s at 64 streams
-SECONDS = 4.0  # of one measurement
+SECONDS = 4.0  # per measurement
 WORDS = "The quick brown fox jumps over the lazy dog. " * 3
 
 
 class NoopDecode(decode_pb2_grpc.DecodeServicer):
-    """A decode worker that gives every session a token each `step_s`, and remembers when."""
+    """A decode worker that sends each session a token every `step_s`, and records the times."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.step_s = QUIET_STEP_S
         self._token_ids = token_ids
-        self._sessions: dict[int, tuple[decode_pb2.ReserveRequest, list[float]]] = {}  # by handle; times of its tokens
+        self._sessions: dict[
+            int, tuple[decode_pb2.ReserveRequest, list[float]]
+        ] = {}  # by handle, with the times of its tokens
         self.sent_at: dict[str, list[float]] = {}  # request id |-> when each token was sent
         layout = kv_pb2.KvLayout(weights="noop", page_tokens=16)
         self._peer = kv_pb2.Peer(role="decode", incarnation="noop", layout=layout, num_pages=1 << 20)
@@ -86,7 +88,7 @@ class NoopDecode(decode_pb2_grpc.DecodeServicer):
 
 @dataclass
 class Gateway:
-    """A gateway process before the worker."""
+    """A gateway process in front of the worker."""
 
     process: asyncio.subprocess.Process
     host: str
@@ -94,14 +96,14 @@ class Gateway:
     grpc_address: str
 
     def cpu_s(self) -> float:
-        """CPU seconds of the process so far."""
+        """CPU seconds used by the process."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @asynccontextmanager
 async def running_gateway(tree: Path, decode_address: str) -> AsyncIterator[Gateway]:
-    """`baton gateway` of a checkout, ready; ended at the end."""
+    """`baton gateway` of a checkout, ready; stopped at the end."""
     read_fd, write_fd = os.pipe()
     command = [sys.executable, "-m", "cli.main", "gateway", "--model", str(TARGET_DIR), "--served-name", "demo"]
     command += ["--decode", decode_address, "--port", "0", "--grpc-port", "0", "--ready-fd", str(write_fd)]
@@ -125,7 +127,7 @@ async def running_gateway(tree: Path, decode_address: str) -> AsyncIterator[Gate
 
 
 async def stream_rest(gateway: Gateway, name: str, num_tokens: int) -> list[float]:
-    """When each token of a streamed completion came."""
+    """The arrival times of a streamed completion's tokens."""
     reader, writer = await asyncio.open_connection(gateway.host, gateway.port)
     body = json.dumps({"model": "demo", "prompt": WORDS, "max_tokens": num_tokens, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nx-request-id: {name}\r\n"
@@ -138,7 +140,7 @@ async def stream_rest(gateway: Gateway, name: str, num_tokens: int) -> list[floa
 
 
 async def stream_grpc(gateway: Gateway, name: str, num_tokens: int) -> list[float]:
-    """The same by gRPC, on a channel of its own."""
+    """The same over gRPC, on a channel of its own."""
     times: list[float] = []
     async with grpc.aio.insecure_channel(gateway.grpc_address) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).Generate(
@@ -160,7 +162,7 @@ class Measured:
 
 
 async def measure(gateway: Gateway, engine: NoopDecode, api: str, streams: int, step_s: float) -> Measured:
-    """Streams side by side for about SECONDS."""
+    """Run streams in parallel for about SECONDS."""
     engine.step_s = step_s
     num_tokens = int(SECONDS / step_s)
     stream = stream_rest if api == "rest" else stream_grpc

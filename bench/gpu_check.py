@@ -160,7 +160,7 @@ def main(
     """
     named = {part.name: part for part in PARTS}
     if inside:
-        faulthandler.dump_traceback_later(max(budget_s - LAST_WORDS_S, 1))  # shows where it hangs, before it is killed
+        faulthandler.dump_traceback_later(max(budget_s - LAST_WORDS_S, 1))  # shows where it hangs before it is killed
         for outcome in run_part(named[inside], torch.device(device)):
             print(json.dumps(asdict(outcome)), flush=True)
         return 0

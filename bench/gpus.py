@@ -1,4 +1,4 @@
-"""Peak figures of GPUs from data sheets; the links between hosts are assumed."""
+"""Peak figures of GPUs from data sheets; links between hosts are assumptions."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -2,9 +2,9 @@
 
     python -m bench.host
 
-The model computes only the attention's plan, and the sampler always returns the same token. This leaves, for the
-runner: laying out a step, writing its tokens back and reading them; for the decode worker's loop: also the plan and the
-table; for the serving thread: the messages to a gateway. Medians over many steps.
+The model computes only the attention's plan, and the sampler always returns the same token. What remains, for the
+runner: laying out a step, writing its tokens back and reading them; for the decode worker's loop: also the plan and
+the table; for the serving thread: the messages to a gateway. Medians over many steps.
 """
 
 import argparse

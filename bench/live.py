@@ -97,13 +97,13 @@ def serve(model: Path | str, *flags: str, env: Mapping[str, str] | None = None) 
 
 
 def build_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Our environment, in which workers find this checkout even if it is not installed."""
+    """Our environment; workers find this checkout in it even if it is not installed."""
     paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **extra}
 
 
 def _read_log(live: Live) -> None:
-    """Copy the service's log to its file, and note what the supervisor says of its processes."""
+    """Copy the service's log to its file, and record what the supervisor reports of its processes."""
     assert live.process.stderr is not None
     with live.log.open("w") as log:
         for line in live.process.stderr:

@@ -63,7 +63,7 @@ def num_copies(model: ModelShape, tp: int) -> int:
 
 
 def kv_tokens_that_fit(model: ModelShape, gpu: Gpu, tp: int) -> int:
-    """Tokens of KV in a worker's pool; 0 or less if not even the weights fit."""
+    """KV tokens that fit a worker's pool; 0 or less if not even the weights fit."""
     left_bytes = tp * (gpu.memory_bytes * MEMORY_SHARE - RESERVE_BYTES) - model.num_weights * ITEM_BYTES
     return int(left_bytes / (model.kv_token_bytes * num_copies(model, tp)))
 

@@ -97,7 +97,7 @@ def synchronize(device: torch.device) -> None:
 
 @contextmanager
 def without_waiting(device: torch.device) -> Iterator[None]:
-    """On a GPU, anything that waits for it raises."""
+    """On a GPU, any wait for it raises."""
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:

@@ -21,7 +21,7 @@ from worker.table import num_rows_for
 PAGE_TOKENS, ROW_PAGES, NUM_TOKENS = 16, 8, 16
 PROMPT = list(range(20, 120))
 AHEAD = 2
-MOST_TIES = 2  # of 12 answers, which rounding may change
+MOST_TIES = 2  # of 12 answers; rounding may change them
 
 
 def build_demo_engine(dtype: str, device: torch.device, max_running: int, graph_rows: int = 0) -> Engine:
@@ -61,7 +61,7 @@ def check_greedy(device: torch.device) -> str:
         RowRequest(0, 0, len(PROMPT), 1),
         *(RowRequest(0, len(PROMPT) + i, 1, 1) for i in range(NUM_TOKENS - 1)),
     ]
-    launched = [engine.runner.launch([part]) for part in requests]  # each reads the last one's token on the device
+    launched = [engine.runner.launch([part]) for part in requests]  # each reads the previous token on the device
     assert [step.collect().tokens[0] for step in launched] == reference_tokens(), "tokens differ"
     return f"{NUM_TOKENS} tokens equal ({engine.attention.backend.name})"
 
@@ -144,7 +144,9 @@ def check_eager_ahead(device: torch.device) -> str:
 
 
 def find_regret(tokens: Sequence[int]) -> float:
-    """How much less likely a token of an answer to PROMPT is than the likeliest there; by transformers, in float32."""
+    """For a token of an answer to PROMPT: the likeliest log-probability there minus its own, by transformers in
+    float32.
+    """
     ids = torch.tensor([[*PROMPT, *tokens]])
     model: Any = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=torch.float32)
     with torch.inference_mode():

@@ -1,9 +1,9 @@
-"""A process that owns a pool and obeys commands on stdin, so that others can read another process's memory.
+"""A process that owns a pool and obeys commands on stdin, for tests that read another process's memory.
 
 python -m bench.gpu_checks.ipc_exporter [nixl-]DEVICE NUM_PAGES     prints its Peer, as JSON on one line
 recycle PAGE                            gives the page a new owner and new bytes; prints "done"
 
-It ends with its stdin.
+It ends when stdin does.
 """
 
 import os
@@ -36,7 +36,7 @@ def recycle(pool: Pool, page: int) -> None:
 
 
 def describe(pool: Pool, nixl: NixlPool | None = None) -> kv_pb2.Peer:
-    """This process, as its peers see it. `nixl`: of incarnation "exporter"."""
+    """This process as its peers see it. `nixl`: of incarnation "exporter"."""
     shape = pool.shape
     facts = PoolFacts(
         "w", str(shape.dtype).removeprefix("torch."), shape.num_layers, shape.num_kv_heads, shape.page_tokens,

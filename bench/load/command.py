@@ -26,14 +26,14 @@ WIDTH = 160  # characters of a line where no terminal has a width
 def serve(options: Annotated[ServeOptions, Parameter(name="*")] = ServeOptions()) -> int:  # noqa: B008  frozen
     """Measure TTFT, TPOT, ITL and throughput under load, by vLLM's definitions."""
     if options.plot:
-        _draw((), options.plot)  # fails before the work
+        _draw((), options.plot)  # fail before the work
     size = read_model_size(options.checkpoint) if options.checkpoint else None
     ceilings = find_ceilings(options.peak_gbs, options.peak_tflops) if size else None
     with open_progress() as progress:
         result = asyncio.run(run_levels(options, lambda name, total: _start(progress, name, total)))
     if size and ceilings:
         add_use(result, size, ceilings)
-    if options.save:  # before printing, which fails when the reader is gone
+    if options.save:  # before printing, which fails if the reader is gone
         write_json(result, options.save)
     show(result)
     if options.plot:

@@ -31,7 +31,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.set(
             title=f"{name} against throughput", xlabel="output tokens per second", ylabel=f"{name}, ms: p50 to p99"
         )
-        axes.set_xlim(left=0)  # after the curves, which set the range
+        axes.set_xlim(left=0)  # after the curves have set the range
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend()

@@ -141,7 +141,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: Any) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 def count(num_input: int, num_output: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What is measured of a server in one round: one function per row, which sends requests and returns figures."""
+"""The measurements of a server in one round: one function per row, which sends requests and returns figures."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping

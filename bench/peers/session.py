@@ -119,7 +119,7 @@ async def open_system(name: str, system: System, places: Places, stack: AsyncExi
     try:
         server, ids = await wait_ready(name, started, http, asks_for)
     except ConfigError:
-        stop(started)  # immediately: others need its memory
+        stop(started)  # immediately: the others need its memory
         raise
     facts = {
         "command": system.command,

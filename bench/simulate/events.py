@@ -22,7 +22,7 @@ class Clock:
         self.at(self.now + seconds, action)
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Run until it is over. RuntimeError if nothing is left that could end it: a bug."""
+        """Run until done. RuntimeError if no action is left before that: a bug."""
         while not is_over():
             if not self._coming:
                 raise RuntimeError("nothing happens any more, and it is not over")

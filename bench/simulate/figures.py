@@ -20,7 +20,7 @@ class Gaps:
         self.counts[int(math.log(max(seconds / LEAST_GAP_S, 1)) / GAP_WIDTH)] += 1
 
     def add_steps(self, seconds: NDArray[np.float64], num_rows: int) -> None:
-        """Each of these steps gave each row a token."""
+        """Count these steps; each gave every row a token."""
         if len(seconds):
             at = np.log(np.maximum(seconds / LEAST_GAP_S, 1)) / GAP_WIDTH
             np.add.at(self.counts, at.astype(np.int64), num_rows)

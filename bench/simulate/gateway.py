@@ -1,6 +1,7 @@
-"""A gateway: the real queue, router, request machine, attempts and worker states; calls and hand-offs are virtual time.
+"""A gateway: the real queue, router, request machine, attempts and worker states; calls and hand-offs take virtual
+time.
 
-A hand-off is the real table's: offers in order, one read of a session at a time. Reads of a decode worker share its
+Hand-offs use the real table: offers in order, one read of a session at a time. Reads of a decode worker share its
 link.
 """
 
@@ -30,7 +31,7 @@ FOR_EVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    """What lies between processes."""
+    """Costs of communication between processes."""
 
     token_s: float  # to hand over one token's KV
     call_s: float = 0.0005  # a message, one way
@@ -38,21 +39,21 @@ class Wires:
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """One request, and what its present attempt has on workers."""
+    """One request, and its current attempt's sequences on workers."""
 
     request: Request
     on_end: "Callable[[Life], None]"
     attempt: AttemptState | None = None
     session: sequences.Sequence | None = None  # on decode
     run: sequences.Sequence | None = None  # on prefill
-    offered: int = 0  # positions before this were read by decode
-    is_read: bool = False  # an offer is under way
-    num_heard: int = 0  # tokens of the session's answer
+    offered: int = 0  # earlier positions were read by decode
+    is_read: bool = False  # an offer is in flight
+    num_heard: int = 0  # tokens of the session's answer received so far
     first_at: float = 0.0
 
 
 class TimedRouter(Router):
-    """The real one, and the CPU time that it really takes."""
+    """The real router; measures its CPU time."""
 
     num_choices = 0
     choosing_s = 0.0
@@ -75,11 +76,13 @@ class SimGateway:
         self._workers: dict[WorkerState, SimWorker] = {}
         self._is_polling = False
         self._lives: dict[Waiter, Life] = {}
-        self._by_session: dict[tuple[str, int], Life] = {}  # (stream, handle) |-> what has a session, or asks for one
-        self._read_ends: dict[WorkerState, float] = {}  # when the reads that were asked for are over
+        self._by_session: dict[
+            tuple[str, int], Life
+        ] = {}  # (stream, handle) |-> request with a session, or waiting for one
+        self._read_ends: dict[WorkerState, float] = {}  # end of the last read requested so far
 
     def connect(self, prefills: Sequence[SimWorker], decodes: Sequence[SimWorker]) -> None:
-        """Before anything else."""
+        """Call first."""
         for number, worker in enumerate(prefills):
             self._workers[WorkerState("prefill", f"prefill-{number}", FOR_EVER, FOR_EVER)] = worker
         for number, worker in enumerate(decodes):
@@ -93,7 +96,7 @@ class SimGateway:
             one.on_change = self._pump
 
     def poll(self) -> None:
-        """Ask all workers, now and from now on, how much room they have: all at the same moment."""
+        """Poll all workers for their free room, at the same moment, now and periodically."""
         self._is_polling = True
         for state, worker in self._workers.items():
             state.learn(_status_of(state, worker), self._clock.now)
@@ -126,7 +129,7 @@ class SimGateway:
         self._call(self._reserve, life, attempt, attempt.begin(self._clock.now))
 
     def _call(self, verb: Callable[..., None], *arguments: object) -> None:
-        """A message arrives."""
+        """Send a message."""
         self._clock.after(self._wires.call_s, lambda: verb(*arguments))
 
     def _read_inbox(self, life: Life, attempt: AttemptState) -> None:
@@ -134,7 +137,7 @@ class SimGateway:
             self._step(life, attempt, update_of(event) if isinstance(event, decode_pb2.SessionDelta) else event)
 
     def _step(self, life: Life, attempt: AttemptState, event: Event) -> None:
-        if life.attempt is not attempt:  # left meanwhile
+        if life.attempt is not attempt:  # it has ended meanwhile
             return
         for command in attempt.step(event, self._clock.now):
             if isinstance(command, Tokens):
@@ -146,7 +149,7 @@ class SimGateway:
 
     def _leave(self, life: Life, attempt: AttemptState) -> None:
         del self._by_session[attempt.session.stream, attempt.session.handle]
-        if life.run is not None and life.run.is_kept:  # its last acknowledgement is still on the way
+        if life.run is not None and life.run.is_kept:  # its last acknowledgement is still in flight
             with self._prefill_worker(attempt).changing() as table:
                 table.end(life.run)
         attempt.close()
@@ -184,7 +187,7 @@ class SimGateway:
             self._call(self._step, life, attempt, found)
 
     def take_updates(self, updates: Sequence[Update]) -> None:
-        """A decode worker's step gave first or last tokens."""
+        """Handle a decode worker's step with first or last tokens."""
         for update in updates:
             job = update.sequence.job
             life = self._by_session.get((job.gateway, job.handle))
@@ -215,7 +218,7 @@ class SimGateway:
             self._call(self._end_prefill, life, attempt, found)
 
     def take_prefill_updates(self, updates: Sequence[Update]) -> None:
-        """A prefill worker's step computed more of prompts."""
+        """Handle a prefill worker's step that computed more of prompts."""
         for update in updates:
             job = update.sequence.job
             life = self._by_session[job.gateway, job.handle]
@@ -223,7 +226,7 @@ class SimGateway:
             self._offer(life, life.attempt)
 
     def _offer(self, life: Life, attempt: AttemptState) -> None:
-        """Offer what can be offered, one offer at a time; the last acknowledgement ends the run."""
+        """Offer what is ready, one offer at a time; the last acknowledgement ends the run."""
         if life.attempt is not attempt or life.run is None or life.is_read or not life.run.is_kept:
             return
         worker = self._prefill_worker(attempt)
@@ -261,8 +264,8 @@ class SimGateway:
 
 
 def _admit(worker: SimWorker, role: Role, request: Request, job: Job, now: float) -> sequences.Sequence | Refused:
-    """As a worker does it."""
-    keys = list(request.page_keys(MODEL, worker.table.page_tokens))  # the worker's own are the same
+    """As a worker does."""
+    keys = list(request.page_keys(MODEL, worker.table.page_tokens))  # equal to the worker's own
     try:
         with worker.changing() as table:
             return table.admit(job, now, role == "prefill", keys)
@@ -281,6 +284,6 @@ def _status_of(state: WorkerState, worker: SimWorker) -> decode_pb2.WorkerStatus
 
 
 def cached_tokens(life: Life) -> int:
-    """Prompt tokens that no worker computed for the last attempt."""
+    """Prompt tokens that the last attempt found cached."""
     parts: list[sequences.Sequence | None] = [life.session, life.run]
     return max(part.num_cached for part in parts if part is not None)

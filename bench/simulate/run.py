@@ -2,7 +2,7 @@
 
 Real: the gateway's queue, router, prefix memory and request machine; the workers' tables, prefix caches, admission and
 step plans; transfers as those tables see them. Modelled: a step's time (costs.py), a message (a constant), the bytes of
-a transfer (one link per decode worker), tokens (nothing stops early). Left out: failures, so that no lease ends; text;
+a transfer (one link per decode worker), tokens (no answer stops early). Left out: failures, so no lease ends; text;
 speculation; steps launched before the last one is collected; the gateway's own CPU time, which is reported.
 """
 
@@ -45,7 +45,7 @@ class Fleet:
 
 
 def colocate(fleet: Fleet) -> Fleet:
-    """The same GPUs as decode workers that compute prompts between the steps of answers."""
+    """The same GPUs, as decode workers that compute prompts between the steps of answers."""
     num_gpus = sum(role.count * role.num_gpus for role in (fleet.prefill, fleet.decode))
     decode = replace(fleet.decode, count=num_gpus // fleet.decode.num_gpus)
     return replace(fleet, prefill=replace(fleet.prefill, count=0), decode=decode)

@@ -1,7 +1,7 @@
 """A worker: the real table, prefix cache and step plan; a step takes virtual time by `Costs`.
 
-Steps of answers alone repeat until an answer ends, room gets short or the table changes. Such a run of steps is applied
-to the table at once, like one step with guesses that were all right. Without `is_bulk` each step is planned separately,
+Steps of answers alone repeat until an answer ends, pages run short or the table changes. Such a run of steps is applied
+to the table at once, like one step whose guesses were all right. Without `is_bulk` each step is planned separately,
 with the same times (the slow twin).
 """
 
@@ -20,7 +20,7 @@ from worker.sequences import ANY_NUMBER, Phase, Planned, Update
 from worker.table import SequenceTable
 
 MODEL = "simulated"  # fingerprint of the weights
-LEASE_S = 30.0  # never expires: nothing fails here
+LEASE_S = 30.0  # longer than any run: nothing fails here
 NO_STEPS: Floats = np.empty(0)
 
 Publish = Callable[[Sequence[Update]], None]
@@ -43,7 +43,9 @@ class SimWorker:
     def __init__(
         self, clock: Clock, costs: Costs, limits: Limits, gaps: Gaps, publish: Publish, is_bulk: bool = True
     ) -> None:
-        """`publish`: gets answers' first and last updates, and all updates of prompts computed for other workers."""
+        """`publish`: receives answers' first and last updates, and all updates of prompts computed for other
+        workers.
+        """
         cache = PrefixCache(limits.num_pages, [0] * limits.num_pages)
         self.table = SequenceTable(
             cache, limits.page_tokens, limits.max_running, LEASE_S, MODEL, limits.max_offer_pages
@@ -55,14 +57,14 @@ class SimWorker:
         self._gaps = gaps
         self._publish = publish
         self._is_bulk = is_bulk
-        self._planned: list[Planned] = []  # for each step of the run; the table has begun the first one
+        self._planned: list[Planned] = []  # per step of the run; the table has begun the first
         self._began = 0.0  # start of that step
         self._ends = NO_STEPS  # end times of the run's steps
         self._run = 0  # number of the run
 
     @contextmanager
     def changing(self) -> Iterator[SequenceTable]:
-        """The table in its current state. Changes take part in the next step."""
+        """The table, up to date. Changes take part in the next step."""
         self.settle()
         yield self.table
         if not len(self._ends):
@@ -72,7 +74,7 @@ class SimWorker:
             self._await_end()
 
     def settle(self) -> None:
-        """Complete the run's steps that are over."""
+        """Complete all steps of the run that have ended."""
         count = int(np.searchsorted(self._ends, self._clock.now, side="right"))
         if count:
             self._complete(count)
@@ -101,7 +103,7 @@ class SimWorker:
             self._publish(updates)
 
     def _count_equal(self) -> int:
-        """How many equal steps follow one another if nothing intervenes."""
+        """Number of equal steps that follow one another without outside changes."""
         planned, table = self._planned, self.table
         is_steady = all(step.count == 1 and step.sequence.first_token_at is not None for step in planned)
         if not self._is_bulk or not is_steady or table.in_phase(Phase.PREEMPTED):

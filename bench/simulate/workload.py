@@ -1,6 +1,6 @@
-"""The requests and their times: conversations that arrive at random, seeded. Pure.
+"""The requests and their times: conversations that start at random times, seeded. Pure.
 
-A token is a byte, drawn by a hash of its position, so prompts need not be stored: 16 of them distinguish pages.
+A token is a byte, computed as a hash of its position, so prompts need not be stored; 16 of them distinguish pages.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Conversation:
     seed: int
 
     def prompt(self, turn: int, before: bytes) -> bytes:
-        """The turn's prompt, after everything said `before`."""
+        """The turn's prompt: everything said `before`, then its new tokens."""
         name = f"{self.seed}/{self.number}/{turn}"
         return (before or self.prefix) + draw_tokens(name, self.num_new[turn])
 
