@@ -37,7 +37,7 @@ def test_both_kinds_are_built_for_every_dtype_head_size_kind_of_kv_and_window() 
 def test_modules_are_linked_with_a_driver_that_is_not_there(tmp_path: Path) -> None:
     write_driver_stub(tmp_path)
     ctypes.CDLL(str(tmp_path / "libcuda.so"))
-    assert b"libcuda.so.1\0" in (tmp_path / "libcuda.so").read_bytes(), "what a module will ask for where it is used"
+    assert b"libcuda.so.1\0" in (tmp_path / "libcuda.so").read_bytes(), "the library that a module loads at run time"
     environment = build_environment(tmp_path)
     assert environment["FLASHINFER_CUDA_ARCH_LIST"] == "9.0a"
     assert environment["FLASHINFER_EXTRA_LDFLAGS"] == f"-L{tmp_path}"

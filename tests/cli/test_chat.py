@@ -205,8 +205,7 @@ def test_bytes_that_are_no_text_cost_one_line(service: FakeService) -> None:
     assert "unknown command /;" in done.stdout and "still here " in done.stdout
 
 
-#  -- services and connections to them
-#  ----------------------------------------------------------------------------------
+# -- services and connections to them --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("answer", ["<html>", "", "[]", "3", "{}", '{"data": []}', '{"data": [{}]}', '{"data": 1}'])
@@ -267,7 +266,7 @@ def test_status_shows_the_workers(service: FakeService, capsys: pytest.CaptureFi
     console = Console(width=200)
     with console.capture() as shown:
         console.print(build_table(WORKERS["workers"]))
-    assert "[fd00::1]:9001" in shown.get() and "[red]" in shown.get(), "addresses are no markup"
+    assert "[fd00::1]:9001" in shown.get() and "[red]" in shown.get(), "addresses are not markup"
     assert "not used yet" in shown.get() and "none" not in shown.get()
     assert all(column.replace("_", " ") in shown.get() for column in COLUMNS)
 
@@ -294,7 +293,7 @@ def test_a_drawn_secret_is_read_from_the_worker_of_this_machine() -> None:
     command = [sys.executable, "-c", "input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, env={"A": "B", "BATON_FLEET_SECRET": "drawn"}) as worker:
         assert read_secret("127.0.0.1:9001", worker.pid) == "drawn"
-        assert read_secret("elsewhere:9001", worker.pid) == "", "a pid means nothing there"
+        assert read_secret("elsewhere:9001", worker.pid) == "", "a pid is meaningless on another host"
         worker.communicate(b"\n")
     assert read_secret("127.0.0.1:9001", worker.pid) == read_secret("127.0.0.1:9001", 1) == ""
 

@@ -117,7 +117,7 @@ def test_the_cuda_image_has_flashinfers_modules_where_it_looks_and_one_cuda_thro
     [python] = set(re.findall(r"^FROM python:(\d\.\d+)-", DOCKERFILE, re.MULTILINE))
     assert f"/python{python}/" in place
     after = stages["worker-cuda"].index("COPY --from=build-worker-cuda")
-    assert stages["worker-cuda"].index("COPY --from=build-flashinfer") > after, "else it would be overwritten"
+    assert stages["worker-cuda"].index("COPY --from=build-flashinfer") > after, "otherwise it would be overwritten"
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -88,7 +88,7 @@ OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
 @pytest.mark.parametrize(
     ("config", "machine", "part", "status", "advice"),
     [
-        #  the requested settings are impossible
+        # the requested settings are impossible
         (ServeConfig(device="cuda"), CPU, "gpu", "missing", "install NVIDIA's driver"),
         (ServeConfig(device="cuda"), replace(UNSEEN, torch_cuda=""), "gpu", "missing", "torch's CUDA wheel"),
         (ServeConfig(transport="shm"), NO_FILE, "hand-off", "missing", "--transport auto"),
@@ -108,7 +108,7 @@ OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
         (ServeConfig(prefill_tp=3), NODE, "workers", "missing", "each rank has a GPU of its own"),
         (ServeConfig(transport="cuda_ipc", prefill_tp=2), FAR_FROM_1, "hand-off", "missing", "--transport auto"),
         (ServeConfig(gpu_memory_share=0.05), NODE, "decode-0", "missing", "--gpu-memory-share 0.14 or more"),
-        #  possible, but slower than necessary
+        # possible, but slower than necessary
         (ServeConfig(), UNSEEN, "gpu", "warning", "update NVIDIA's driver"),
         (ServeConfig(), replace(UNSEEN, visible_gpus=()), "gpu", "warning", "unset CUDA_VISIBLE_DEVICES"),
         (ServeConfig(), FAR_APART, "peer access", "warning", "set CUDA_VISIBLE_DEVICES"),
@@ -124,7 +124,7 @@ OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
         (ServeConfig(), replace(NODE, c_compiler=""), "triton", "warning", "install gcc"),
         (ServeConfig(), replace(NODE, gpus=(replace(H200, free_bytes=GIB),)), "gpu 0", "warning", "--gpu-memory-share"),
         (ServeConfig(), OLD, "gpu 1", "warning", "--dtype float16"),
-        #  notes
+        # notes
         (ServeConfig(), replace(NO_MODULES, nvcc="/cuda/bin/nvcc"), "flashinfer", "ok", ""),
         (ServeConfig(), replace(CPU, has_own_pid_namespace=True), "namespaces", "ok", "docker run --pid"),
         (ServeConfig(prefill_workers=0), CPU, "hand-off", "ok", ""),
@@ -167,7 +167,7 @@ def test_the_table_fits_into_100_columns() -> None:
     assert all(row.advice in text for row in rows)
 
 
-#  -- how facts are found ---------------------------------------------------------------------------------------------
+# -- how facts are found ---------------------------------------------------------------------------------------------
 
 
 class Properties:

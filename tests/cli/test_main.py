@@ -67,7 +67,7 @@ def test_a_file_has_the_options_of_any_command(tmp_path: Path, monkeypatch: pyte
         assert (found["url"], found["api_key"]) == ("http://h:1", "k")
         assert bind(*command, "--url=http://i:1", file=service)["url"] == "http://i:1"
     monkeypatch.setenv("BATON_CONFIG", str(write(tmp_path, "port = 1\n")))
-    assert bind("status") == {} and parse("serve").port == 1, "the variable is for processes of a service"
+    assert bind("status") == {} and parse("serve").port == 1, "the variable applies only to processes of a service"
     assert bind("bench", "serve", file=write(tmp_path, 'concurrency = "1,2"\n'))["options"].concurrency == "1,2"
 
 
@@ -195,7 +195,7 @@ def test_every_setting_of_a_process_can_be_set_through_serve() -> None:
     assert {f"{role}_{name}" for role in ("prefill", "decode") for name in by_role} <= set(field_names(ServeConfig))
 
 
-#  -- a model's name --------------------------------------------------------------------------------------------------
+# -- a model's name --------------------------------------------------------------------------------------------------
 
 
 def test_model_names(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_folder_that_lacks_files_is_refused(tmp_path: Path) -> None:
     check_files(str(tmp_path))
 
 
-#  -- help and errors -------------------------------------------------------------------------------------------------
+# -- help and errors -------------------------------------------------------------------------------------------------
 
 
 def test_events_travel() -> None:

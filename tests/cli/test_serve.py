@@ -17,7 +17,7 @@ import pytest
 
 WAIT_S = 60.0
 
-#  Uses the ready pipe like a worker; STAND_IN_<ROLE> selects its behaviour.
+# Uses the ready pipe like a worker; STAND_IN_<ROLE> selects its behaviour.
 STAND_IN = """
 import os, pathlib, signal, subprocess, sys
 from runtime.lifecycle import ReadyReporter, follow_supervisor
@@ -175,9 +175,9 @@ def test_machines_get_one_json_line_an_event(service: Service) -> None:
     assert len(service.events("loaded")) == 4
     assert service.stop() == 0
     events = [json.loads(line)["event"] for line in service.shown.splitlines() if line.startswith("{")]
-    assert events.count("ready") == events.count("log of [x]") == 4, "and nothing twice"
+    assert events.count("ready") == events.count("log of [x]") == 4, "each once"
     gateway = service.last("gateway")
-    assert gateway[-2:] == ["secret", "None"], "the key travels by environment, the service's own port does not"
+    assert gateway[-2:] == ["secret", "None"], "the key is in the environment, the service's own port is not"
     assert not any("secret" in word for word in gateway[:-2])
     assert sum(word.startswith("--prefill=") for word in gateway) == 2
 
@@ -236,11 +236,11 @@ def test_a_second_signal_kills_at_once(start: Start) -> None:
 
 def test_a_crash_while_loading_shows_its_lines_and_stops_all(start: Start) -> None:
     service = start(decode="crash", prefill="slow")
-    assert service.finish() == 1, "no helper's end was waited for"
+    assert service.finish() == 1, "it waited for a helper's end"
     assert service.shown.count("crash line 49\n") == 1
     reason = service.shown.index("decode-0 ended with exit status 7 before it was ready; its log says why; to run it")
     assert reason > service.shown.index("crash line 49\n")
-    assert len(service.noted("pid")) >= 2, "the stand-in and the helper it started"
+    assert len(service.noted("pid")) >= 2, "the stub and the helper it started"
 
 
 def test_a_start_that_takes_too_long_is_given_up(start: Start) -> None:
@@ -257,7 +257,7 @@ def test_a_worker_that_dies_starts_again_where_it_was(service: Service) -> None:
         os.kill(int(service.last("decode")[1]), signal.SIGUSR1)
         service.read_until(f"decode-0 ended with exit status 3; 2 workers are left; it starts again in {delay}")
         service.read_until('"process": "decode-0", "address"')
-        assert port in service.last("decode"), "whatever a later one says of its port"
+        assert port in service.last("decode"), "a restarted worker keeps its port"
     assert service.process.poll() is None
     assert service.stop() == 0
     assert len(service.noted("pid")) == 6
@@ -291,5 +291,5 @@ def test_a_service_whose_reader_leaves_starts_workers_again_and_ends_when_asked(
         time.sleep(0.05)
     service.process.send_signal(signal.SIGINT)
     assert service.process.wait(WAIT_S) == 0
-    assert len(service.noted("ended")) == 4, "each was asked to end, and had the time"
+    assert len(service.noted("ended")) == 4, "each was asked to end and given the time"
     assert service.survivors(0.0) == []

@@ -293,7 +293,7 @@ def test_the_cache_stays_below_its_bytes_and_drops_the_longest_unused(puts: list
     assert [cache_of_ints.get(key) for key in gold] == list(gold.values())
 
 
-#  -- with the compiler's process -------------------------------------------------------------------------------------
+# -- with the compiler's process -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -412,7 +412,7 @@ def test_hostile_grammars_are_refused_or_compiled_within_the_limits(service: Ser
         ("ebnf", "root ::= root", "no text matches"),
         ("json_schema", json.dumps({"properties": {"x": {"type": "fool"}}}), 'type "fool" at #/properties/x$'),
         ("ebnf", "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(10_000)), "chain of more than"),
-        #  The machine's speed decides which limit is hit first: that of compiling or that of checking a token.
+        # The machine's speed decides which limit is hit first: that of compiling or that of checking a token.
         ("regex", "((a{1,1000}){1,1000}){1,100}", "less ambiguous|simplify it"),
         ("json_schema", json.dumps({"properties": {f"p{i}": {} for i in range(2500)}}), "less ambiguous|simplify it"),
     ],

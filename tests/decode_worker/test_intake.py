@@ -67,7 +67,7 @@ async def test_a_dead_peer_on_another_address_is_forgotten_and_its_reader_closed
                 decode.intake._peers[after.peer.address].peer.incarnation += "'"  # forces a new handshake
             assert list(decode.intake.transports()) == [after.peer.address]
             closed, left = Counter(readers.closed), readers.opened[:-1]  # in the order in which gRPC notices
-            assert closed == Counter(left), "all but the last one's are closed, the dead one's too"
+            assert closed == Counter(left), "all readers but the last are closed, the dead peer's too"
             assert not decode.intake._greeting
 
 
@@ -89,7 +89,7 @@ async def test_the_pool_of_a_dead_process_is_let_go_of_without_another_handshake
             assert count_mapped_pools() == num_mapped + 1
             process.kill()
             await process.wait()
-            while count_mapped_pools() > num_mapped:  # noqa: ASYNC110, nothing tells of it
+            while count_mapped_pools() > num_mapped:  # noqa: ASYNC110, no event for it
                 await asyncio.sleep(0.005)
             assert not decode.intake.transports() and not decode.intake._greeting
 
@@ -122,7 +122,7 @@ async def test_what_is_being_read_of_a_dead_process_is_read_to_its_end() -> None
         refs = [kv_pb2.PageRef(page=page) for page in range(-(-ticket.end // PAGE_TOKENS))]
         offer = kv_pb2.OfferRequest(ticket=ticket, incarnation=peer.incarnation, end=ticket.end, pages=refs)
         offering = asyncio.ensure_future(opened.stub.Offer(offer))
-        while not decode.intake._reads:  # noqa: ASYNC110, nothing tells of it
+        while not decode.intake._reads:  # noqa: ASYNC110, no event for it
             await asyncio.sleep(0)
         process.kill()
         await process.wait()
@@ -130,7 +130,7 @@ async def test_what_is_being_read_of_a_dead_process_is_read_to_its_end() -> None
         assert not readers.closed
         is_stuck.set()
         assert (await offering).accepted
-        while decode.intake.transports():  # noqa: ASYNC110, nothing tells of it
+        while decode.intake.transports():  # noqa: ASYNC110, no event for it
             await asyncio.sleep(0.005)
         assert readers.closed == readers.opened
         await opened.abort(1)
@@ -155,7 +155,7 @@ async def test_a_handshake_that_is_cancelled_closes_its_reader() -> None:
             call = opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))
             await is_probing.wait()
             call.cancel()
-            while not readers.closed:  # noqa: ASYNC110, nothing tells of it
+            while not readers.closed:  # noqa: ASYNC110, no event for it
                 await asyncio.sleep(0)
         assert readers.closed == readers.opened and not decode.intake.transports()
         await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))

@@ -241,4 +241,4 @@ def test_a_draft_model_catches_up_within_one_budget_for_all_sequences() -> None:
             sequence.draft_computed = guess.draft_computed or sequence.draft_computed
             if guess.token_ids:
                 guessed.append(sequence)
-    assert guessed == lagging, "the oldest first, and each of them in the end"
+    assert guessed == lagging, "the oldest first, and all in the end"

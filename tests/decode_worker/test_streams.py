@@ -63,7 +63,7 @@ async def test_tokens_are_joined_while_a_gateway_is_slow() -> None:
     assert content(events) == [(1, list(range(101)), "length"), (2, [500], "error")]
     assert events.deltas[1].error == "why"
     streams.publish(101, [update(3, 1)])
-    assert content(await read(stream)) == [(3, [1], "")], "what was sent is not sent again"
+    assert content(await read(stream)) == [(3, [1], "")], "a sent update is not sent again"
 
 
 async def test_log_probabilities_are_joined_and_timing_comes_last() -> None:

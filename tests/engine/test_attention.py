@@ -228,7 +228,7 @@ def test_wrong_tensors_are_refused() -> None:
     assert torch.equal(pool, Problem([(2, 33)]).pool)
 
 
-#  --- building and choosing
+# --- building and choosing
 
 
 @needs_compiler

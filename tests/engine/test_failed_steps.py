@@ -76,7 +76,7 @@ def test_culprits_alone_fail_and_few_forwards_are_spent(size: int, data: st.Data
     assert answers.tokens == [
         -1 if row in poison else 10 * row + rank for row in range(size) for rank in range(row % 3)
     ]
-    #  each culprit fails once at each depth of halving, and each failure but the last costs two forwards
+    # each culprit fails once at each depth of halving, and each failure but the last costs two forwards
     assert runner.num_forwards <= 1 + 2 * len(poison) * math.ceil(math.log2(size))
 
 
@@ -86,7 +86,7 @@ def test_out_of_memory_is_halved_too(error: Exception) -> None:
     answers = run(PoisonedRunner([2], error), [RowRequest(row, 5, 1, 1) for row in range(4)], explain)
     assert answers.tokens == [0, 10, -1, 30]
     assert "lower --max-running" in str(answers.failed[2])
-    assert explain.parts == [[0, 1, 2, 3], [2]], "the whole and the culprit, not what lies between"
+    assert explain.parts == [[0, 1, 2, 3], [2]], "the whole step and the culprit, not the halves between"
 
 
 def test_log_probabilities_keep_their_places() -> None:

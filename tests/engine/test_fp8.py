@@ -28,7 +28,7 @@ from tests.support.checkpoints import write_checkpoint
 from worker.process import Worker, build_worker
 
 CPU = torch.device("cpu")
-#  Rows, outputs, depth: one row; no whole tile; a split depth; whole tiles; a tile's maximum of rows.
+# Rows, outputs, depth: one row; no whole tile; a split depth; whole tiles; a tile's maximum of rows.
 SHAPES = [(1, 131, 700), (2, 130, 700), (5, 65, 1100), (16, 128, 512), (64, 70, 333)]
 
 

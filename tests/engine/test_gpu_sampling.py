@@ -236,7 +236,7 @@ def test_no_rows() -> None:
     assert check(torch.zeros(0, 10), build_sampling_batch([], [])) == []
 
 
-#  --- buffers of fixed capacity, and what the host may read
+# --- buffers of fixed capacity, and what the host may read
 
 
 def test_what_is_beyond_the_lines_in_use_is_not_looked_at() -> None:

@@ -111,7 +111,7 @@ def test_repetition_penalty_equals_transformers(penalty: float) -> None:
     assert torch.equal(adjusted(logits, asked(tokens, 4, repetition_penalty=penalty)), expected)
 
 
-#  --- what cannot be chosen
+# --- what cannot be chosen
 
 
 def test_the_mask_wins_over_forbidden_tokens() -> None:

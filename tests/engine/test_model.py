@@ -43,7 +43,7 @@ def shape(family: str, num_heads: int, num_kv_heads: int, head_dim: int, tied: b
     return {"family": family, "tied": tied, **heads, **rest}
 
 
-#  Each GQA ratio (1, 3, 8), head_dim (64, 80, 128), tying, rope, window and sharding occurs in at least two families.
+# Each GQA ratio (1, 3, 8), head_dim (64, 80, 128), tying, rope, window and sharding occurs in at least two families.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": shape("llama", 2, 2, 64, False),
     "llama-linear": shape("llama", 6, 2, 80, True, hidden=192, rope_scaling=LINEAR),

@@ -68,7 +68,7 @@ def test_the_kernel_gives_what_its_twins_give(num_outputs: int, depth: int) -> N
         rows, weight = operands(num_rows, num_outputs, depth)
         sums = PackedLinear(pack(weight), epilogue=Epilogue.FLOATS)(rows)
         assert sums.dtype is torch.float32 and sums.shape == (num_rows, num_outputs)
-        #  Two orders of K float32 sums: about sqrt(K) roundings of values up to 5.
+        # Two orders of K float32 sums: about sqrt(K) roundings of values up to 5.
         torch.testing.assert_close(sums, multiply_widened(rows, weight), rtol=0, atol=depth**0.5 * 2**-24 * 10)
         rounded = PackedLinear(pack(weight, is_8bit=True), epilogue=Epilogue.FLOATS)(rows)
         assert torch.equal(rounded, Int8Linear(*round_rows(weight), dtype=torch.float32)(rows))  # codes are integers

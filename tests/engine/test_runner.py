@@ -158,7 +158,7 @@ def test_a_step_with_drafts_says_what_plain_steps_say(model: Model) -> None:
     rest = []
     for begin in range(24, 27):
         rest += runner.launch([RowRequest(0, begin, 1, 1)]).collect().tokens
-    assert rest == plain[5:], "what was guessed wrong is not counted"
+    assert rest == plain[5:], "wrong guesses are not counted"
 
 
 def test_rows_do_not_know_of_each_other(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

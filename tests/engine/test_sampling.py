@@ -203,7 +203,7 @@ def test_no_rows() -> None:
     assert sample_both(torch.zeros(0, 10), [], []).shape == (0,)
 
 
-#  --- mismatched arguments
+# --- mismatched arguments
 
 
 def wrong(**parts: Any) -> tuple[dict[str, Any], str]:

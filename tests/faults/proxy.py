@@ -72,7 +72,7 @@ class FaultProxy:
         self._delay_s = self._loss = 0.0
         self.release()
 
-    #  -- on the loop's thread ----------------------------------------------------------------------------------------
+    # -- on the loop's thread ----------------------------------------------------------------------------------------
 
     async def _listen(self) -> asyncio.Server:
         return await asyncio.start_server(self._serve, *self._where)

@@ -26,7 +26,7 @@ def test_row_01_prefill_hears_that_the_client_left_and_stops(held: Held, truth: 
     assert fleet.count("decode", "cancelled_total", {"phase": "receiving"}) == receiving + 1
     held.release(prefill)
     fleet.wait_until_unused(NOTICED_S)
-    assert prefill.metric("prompt_tokens_total") <= computed + CHUNK_TOKENS, "it has gone on after its step"
+    assert prefill.metric("prompt_tokens_total") <= computed + CHUNK_TOKENS, "it went on after its step"
     print(f"row 1, prefill: heard after {seconds * 1e3:.0f} ms")
     truth.check_canary(fleet)
 

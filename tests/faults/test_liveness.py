@@ -131,7 +131,7 @@ def test_row_12_new_gateway_serves_at_once(small: ProcessFleet, truth: Truth) ->
     assert small["decode-0"].metric("num_requests_running") == 2
     small.gateway.restart()
     truth.check_canary(small)
-    assert small.count("decode", "generation_tokens_total") < generated + ORPHAN_TOKENS, "no orphan has come to its end"
+    assert small.count("decode", "generation_tokens_total") < generated + ORPHAN_TOKENS, "no orphaned answer has ended"
     for orphan in orphans:
         assert orphan.finish().code is grpc.StatusCode.UNAVAILABLE
     small.wait_until_unused()

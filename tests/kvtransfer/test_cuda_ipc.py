@@ -258,7 +258,7 @@ async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_d
         async with decode_worker(news, "cuda_ipc", built=built) as decode, gateway(decode, news) as opened:
             for _again in range(2):
                 assert await shake_hands(opened.stub, peer) == "cuda_ipc"
-            assert count_opened() == before + 2, "the peer's, once, beside our own"
+            assert count_opened() == before + 2, "the peer's, mapped once, and our own"
             ticket = await opened.reserve(1, PROMPT)
             exporter.recycle(*range(6))
             refs = [kv_pb2.PageRef(page=page, generation=1) for page in (5, 3, 1, 0, 2, 4)]
@@ -267,7 +267,7 @@ async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_d
             assert answer.accepted and answer.bytes == 6 * decode.pool.page_bytes
             there = {bytes(row) for row in decode.pool.load(range(NUM_PAGES))}
             whole = [bytes(page_content(ref.page, 1, decode.pool.page_bytes)) for ref in refs[:-1]]
-            assert there.issuperset(whole), "decode goes on in the last one"
+            assert there.issuperset(whole), "decode continues in the last one"
             moved = decode.metrics.registry.get_sample_value("baton:kv_transfer_bytes_total", {"transport": "cuda_ipc"})
             assert moved == answer.bytes and decode.intake.transports() == {peer.address: "cuda_ipc"}
             ours = await CudaIpcReader.open(peer, build_pool(3, FakeGpu()), executor)
@@ -279,7 +279,7 @@ async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_d
                 await ours.read([PageRef(0, 0)], [0])
             await ours.close()
             del ours
-            while decode.intake.transports() or count_opened() > before + 1:  # noqa: ASYNC110, nothing tells of it
+            while decode.intake.transports() or count_opened() > before + 1:  # noqa: ASYNC110, no event for it
                 await asyncio.sleep(0.005)
             await opened.abort(1)
 
@@ -295,7 +295,7 @@ async def test_a_peer_that_cannot_be_opened_is_refused_or_read_otherwise_by_name
             await shake_hands(opened.stub, prefill.peer)
         assert "cuda_ipc is not possible" in str(refused.value.details())
         assert "the peer's pool is not on a GPU; drop --require-transport" in str(refused.value.details())
-        #  another process' GPU, a handle that opens nothing, and pages served at its address
+        # another process' GPU, a handle that opens nothing, and pages served at its address
         peer = changed(lasting, address=prefill.peer.address, ipc_handle=bytes(64))
         peer.incarnation = prefill.peer.incarnation
         with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -160,7 +160,7 @@ async def read_by_ranks(transport: str, owner: Owner, our_size: int) -> None:
             for pool, rows in zip(pools, expected, strict=True):
                 for source, target in both:
                     rows[target] = find_share_of_page(source, owner.generations[source], pool)
-                assert np.array_equal(pool.load(range(NUM_LOCAL)), rows), "theirs, and no other page"
+                assert np.array_equal(pool.load(range(NUM_LOCAL)), rows), "only the read pages changed"
         stale, was = [owner.ref(page) for page in (2, 4, 6)], owner.generations[4]
         owner.recycle(4)
         for reader, pool, rows in zip(readers, pools, expected, strict=True):
@@ -247,7 +247,7 @@ async def test_a_cancelled_copy_is_over_before_its_caller_hears_of_it() -> None:
         assert await asyncio.to_thread(entered.wait, PATIENCE_S)
         reading.cancel()
         done, _ = await asyncio.wait([reading], timeout=0.05)
-        assert not done and not written, "it still waits for the copy"
+        assert not done and not written, "close still waits for the copy"
         leave.set()
         await asyncio.wait([reading], timeout=PATIENCE_S)
         assert reading.cancelled() and written == [3, 4]
@@ -402,7 +402,7 @@ async def test_one_rank_that_is_gone_fails_the_whole_read() -> None:
         with pytest.raises(ReadError, match=rf"{gone}: UNAVAILABLE") as error:
             await reader.read([PageRef(0, 0)], [1])
         assert error.value.reason == "transport"
-        while not reader.is_gone():  # noqa: ASYNC110, nothing tells of it
+        while not reader.is_gone():  # noqa: ASYNC110, no event for it
             await asyncio.sleep(0.005)
         await reader.close()
     assert np.array_equal(local.load(range(1, NUM_LOCAL)), before[1:])

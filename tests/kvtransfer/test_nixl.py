@@ -116,7 +116,7 @@ async def test_tcp_is_refused_unless_it_is_allowed(owner: Exporter) -> None:
         before = count_listening()
         with pytest.raises(grpc.aio.AioRpcError, match="UCX reads by tcp: set --nixl-allow-tcp"):
             await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=owner.peer))
-        assert count_listening() == before, "what was opened is closed"
+        assert count_listening() == before, "all that was opened is closed"
     async with decode_worker(signal, "nixl", nixl_allow_tcp=True) as decode:
         for _again in range(2):
             assert await decode.intake.shake_hands(owner.peer) == "nixl:tcp"
@@ -262,8 +262,8 @@ async def test_an_owner_that_stops_ends_the_read_in_time_and_its_bytes_land_wher
         except ReadError as late:
             assert late.reason == "transport"
             await asyncio.sleep(0.01)
-    assert (landing._rows[5] == page_content(5, 1, 512)).all(), "they came late"
-    assert (store.load(targets) == 255).all(), "and into no page"
+    assert (landing._rows[5] == page_content(5, 1, 512)).all(), "the bytes arrived late"
+    assert (store.load(targets) == 255).all(), "no page received them"
     assert (store.load([21])[0] == page_content(0, 1, 512)).all() and not reader.is_gone()
     await reader.close()
 
@@ -277,7 +277,7 @@ async def test_nothing_is_written_after_the_close(owner: Exporter) -> None:
     with pytest.raises(ReadError) as kept:
         await reader.read([ref(page) for page in range(20)], list(range(20)))
     await reader.close()
-    assert count_listening() == before, "the agent is gone, and with it all that could write"
+    assert count_listening() == before, "the agent is gone, so nothing can write"
     landing._rows[:] = 255
     go_on(owner)
     await asyncio.sleep(0.5)
@@ -285,7 +285,7 @@ async def test_nothing_is_written_after_the_close(owner: Exporter) -> None:
 
 
 async def until_in_flight(reader: NixlReader) -> None:
-    while not reader._opened[0]._stuck:  # noqa: ASYNC110, nothing tells of it
+    while not reader._opened[0]._stuck:  # noqa: ASYNC110, no event for it
         await asyncio.sleep(0.001)
 
 

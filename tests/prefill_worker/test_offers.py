@@ -198,7 +198,7 @@ async def test_a_run_cancelled_in_the_middle_of_an_offer_frees_pages_on_both_sid
         call = prefill.run(ticket, PROMPT)
         running = asyncio.ensure_future(call)
         signal = opened.signal
-        while not any(session.is_read for session in decode.table):  # noqa: ASYNC110, nothing tells of it
+        while not any(session.is_read for session in decode.table):  # noqa: ASYNC110, no event for it
             await asyncio.sleep(0)
         running.cancel()
         await signal.until(lambda: used(prefill) == 0)
@@ -239,7 +239,7 @@ async def test_a_sequence_that_cannot_be_computed_fails_alone() -> None:
         decode.runner.poison.add(OTHER[0])
         tickets = {handle: await opened.reserve(handle, prompt) for handle, prompt in prompts.items()}
         calls = {handle: asyncio.ensure_future(prefill.run(tickets[handle], prompts[handle])) for handle in prompts}
-        while len(prefill.table) < len(prompts):  # noqa: ASYNC110, nothing tells of it
+        while len(prefill.table) < len(prompts):  # noqa: ASYNC110, no event for it
             await asyncio.sleep(0.005)
         prefill.runner.may_run.set()
         code, detail = await refusal(calls.pop(2))

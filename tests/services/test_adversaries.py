@@ -82,7 +82,7 @@ async def test_offers_that_lie_are_refused_by_name(
         assert answer.accepted is False and answer.detail and detail in answer.detail
         return str(answer.reason)
 
-    assert await reason(honest) == "handshake", "nobody has shaken hands yet"
+    assert await reason(honest) == "handshake", "no handshake yet"
     await stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer), timeout=PATIENCE_S)
     foreign = kv_pb2.OfferRequest()
     foreign.CopyFrom(honest)
@@ -111,7 +111,7 @@ async def test_offers_that_lie_are_refused_by_name(
     assert await reason(stale, f"page 1 was recycled: offered at generation {2**64 - 1}, now 0") == "generation"
     refused = {name: count(decode, name) for name in ("handshake", "incarnation", "session", "attempt", "generation")}
     assert refused == {"handshake": 2, "incarnation": 1, "session": 2, "attempt": 1, "generation": 1}
-    assert opened.tokens.get(1) is None, "not a token from any of it"
+    assert opened.tokens.get(1) is None, "no offer led to a token"
 
 
 @among_workers

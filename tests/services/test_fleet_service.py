@@ -65,7 +65,7 @@ def test_a_conversation_is_prefilled_once(live: Live, surface: Surface) -> None:
         num_tokens = len(prompt)
         prompt += surface.answer(prompt, max_tokens=ANSWER_TOKENS)
         wait_until_idle(live)  # a place returned late counts as load
-    #  A turn's partial page is computed again.
+    # A turn's partial page is computed again.
     assert num_prefilled(live) - before <= num_tokens + NUM_TURNS * PAGE_TOKENS
 
 
@@ -83,7 +83,7 @@ def test_routing_keeps_conversations_where_their_pages_are(live: Live, surface: 
         for response in chain([begun], slow):
             take([told], response)
         first += told.tokens
-    #  Only what is new in each turn; a conversation moved to the other worker would be read whole.
+    # Only what is new in each turn; a conversation moved to the other worker would be read whole.
     most = transferred_bytes(NEW_TOKENS + PAGE_TOKENS)
     assert 0 < num_read(live) - before <= 2 * NUM_TURNS * most
 

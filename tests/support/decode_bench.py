@@ -114,12 +114,12 @@ class Bench:
                 except NoRoomError:
                     break
                 waiting.popleft()
-            assert self._loop.step(), "nothing to do, and not all is done"
+            assert self._loop.step(), "no step is left although jobs are unfinished"
             self.table.check()
         assert not self.table.cache.num_held and not self.table.num_launched
         (metric,) = self._step_seconds.collect()
         (total,) = (one.value for one in metric.samples if one.name.endswith("_sum"))
-        assert total < time.perf_counter() - started, "time is counted for two steps"
+        assert total < time.perf_counter() - started, "time was counted twice"
         return self.answers
 
 

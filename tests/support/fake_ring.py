@@ -76,7 +76,7 @@ class FakeRing:
 
     async def generate(self, generation: Generation, admitted: Admitted) -> AsyncIterator[Tokens]:
         admitted.num_unplaced -= 1
-        assert admitted.num_unplaced >= 0 and self.num_inside, "one admitted request for each"
+        assert admitted.num_unplaced >= 0 and self.num_inside, "each generation needs an admitted request"
         script, ending = self.scripts.pop(0) if self.scripts else self.script, "closed"
         self.generations.append(generation)
         self.starts.put(generation.request_id)

@@ -82,7 +82,7 @@ def run(table: SequenceTable) -> None:
     """Run until all answers are whole."""
     while any(sequence.num_missing for phase in (Phase.ACTIVE, Phase.PREEMPTED) for sequence in table.in_phase(phase)):
         planned = plan(table, 99)
-        assert planned, "nothing is planned though something is missing"
+        assert planned, "no step is planned although tokens are missing"
         finish(table, planned)
         table.check()
 

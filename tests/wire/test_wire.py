@@ -154,7 +154,7 @@ def test_prompts_share_keys_exactly_as_far_as_they_share_whole_pages(
     first, second = keys_of(one, page_tokens), keys_of(other, page_tokens)
     assert len(first) == len(one) // page_tokens
     assert all(len(key) == KEY_BYTES for key in first)
-    assert len(set(first)) == len(first), "no two pages of a prompt have one key"
+    assert len(set(first)) == len(first), "each page of a prompt has its own key"
     for at in range(min(len(first), len(second))):
         end = (at + 1) * page_tokens
         assert (first[at] == second[at]) == (one[:end] == other[:end])

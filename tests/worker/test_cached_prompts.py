@@ -51,7 +51,7 @@ async def test_the_same_prompt_again_needs_no_prefill_worker() -> None:
         assert await opened.end_of(2) == ("length", "")
         assert opened.tokens[2] == expected_answer(PROMPT, 4)
         assert [opened.told[handle].timing.cached_tokens for handle in (1, 2)] == [0, CACHED]
-        assert count(decode, "prompt_tokens") == END - CACHED, "the rest of a page is computed at once"
+        assert count(decode, "prompt_tokens") == END - CACHED, "decode computes the rest of a page itself"
         assert count(prefill, "prompt_tokens") == END
 
 
@@ -141,9 +141,9 @@ async def test_metrics_and_status_tell_what_was_found() -> None:
         queries, hits = 3 * END + 2 * 2, 2 * CACHED
         assert (status.prefix_queries, status.prefix_hits) == (queries, hits)
         assert (count(decode, "prefix_cache_queries"), count(decode, "prefix_cache_hits")) == (queries, hits)
-        #  26 tokens of each long sequence have KV, 6 of each short one: the first to complete a page names it
+        # 26 tokens of each long sequence have KV, 6 of each short one: the first to complete a page names it
         assert status.cached_pages == 6 + 1
-        assert (status.free_pages, status.used_pages) == (NUM_PAGES, 0), "cached pages are room"
+        assert (status.free_pages, status.used_pages) == (NUM_PAGES, 0), "cached pages count as free"
         assert decode.metrics.registry.get_sample_value("baton:kv_cache_cached_pages") == 7
         status = await prefill.stub.Status(decode_pb2.StatusRequest())
         assert (status.prefix_queries, status.prefix_hits) == (END + 2 * 2, 0)
@@ -196,7 +196,7 @@ def test_prompt_log_probabilities_are_all_told_when_cached_pages_overtake_them()
         if newer.phase is Phase.PREEMPTED:
             scored_when_preempted = newer.scored
         table.check()
-    assert 1 < scored_when_preempted < 36, "the other one's pages reach further"
+    assert 1 < scored_when_preempted < 36, "scoring stopped before the other sequence's pages end"
     mine = [update for update in told if update.sequence is newer]
     assert mine[-1].finish_reason == "length", mine[-1].error
     assert [token for update in mine for token in update.token_ids] == expected_answer(prompt, 4)

@@ -37,10 +37,12 @@ def test_of_two_pages_with_one_key_the_first_is_found_and_a_page_keeps_its_first
     for page, key in ((first, KEYS[0]), (second, KEYS[0]), (first, KEYS[1])):
         cache.name(page, key)
     cache.release([second])
-    assert cache.num_cached == 0, "the second one is free: nothing would find it"
+    assert cache.num_cached == 0, "the second one is free: no lookup would find it"
     cache.release([first])
     assert (cache.find(KEYS[:1]), cache.find(KEYS[1:])) == ([first], [])
-    assert cache.can_take([first], 2) and not cache.can_take([first], 3), "what is found is no room"
+    assert cache.can_take([first], 2) and not cache.can_take([first], 3), (
+        "cached pages to be used are not free for others"
+    )
     with pytest.raises(NoRoomError, match="4 pages wanted, 3 of 3"):
         cache.allocate(4)
     with pytest.raises(ValueError, match="is to be held but is free"):
@@ -80,7 +82,7 @@ def test_a_page_is_evicted_before_the_pages_it_follows_on(num_pages: int, lives:
         cache.check(page for pages in running for page in pages)
         for key, parent in chains.items():
             if cache.find([key]):
-                assert parent == root or cache.find([parent]), "a page outlived one that it follows on"
+                assert parent == root or cache.find([parent]), "a page outlived the page before it"
 
 
 def test_check_finds_pages_in_no_state_or_two_and_holders_that_are_not_there() -> None:

@@ -33,7 +33,7 @@ def test_an_equal_prompt_finds_whole_pages_at_admission() -> None:
     again = table.admit(answer(2, 11, 2, first=7, local_prefill_max_tokens=2), 0.0)
     assert (again.num_cached, again.computed, again.launched) == (8, 8, 8)
     assert (table.num_queried, table.num_hit) == (20, 8)
-    assert again.phase is Phase.ACTIVE, "two positions are missing, as many as may be computed here"
+    assert again.phase is Phase.ACTIVE, "two positions are missing, the limit for computing here"
     assert sum(old != new for old, new in zip(before, generations, strict=True)) == 1, "only the third page is new"
     (planned,) = plan(table, 99)
     assert (planned.begin, planned.count, planned.wants_token) == (8, 3, True)
@@ -98,7 +98,7 @@ def test_a_prompt_whose_log_probabilities_are_told_is_computed_anew() -> None:
         scored = table.admit(answer(handle, 11, 1, first=7, num_prompt_logprobs=None if handle == 1 else 0), 0.0)
         assert (scored.num_cached, scored.num_to_score(99)) == (0, 0 if handle == 1 else 10)
         run(table)
-    assert (table.num_queried, table.num_hit) == (10, 0), "nothing was looked up for the others"
+    assert (table.num_queried, table.num_hit) == (10, 0), "the others did no lookup"
     assert table.admit(answer(4, 11, 1, first=7), 0.0).num_cached == 8
 
 
@@ -199,7 +199,7 @@ def test_no_sequence_is_preempted_while_steps_are_launched() -> None:
         table.check()
     last = plan(table, 99)
     assert [one.sequence for one in last] == [old] and not table.is_short
-    assert new.phase is Phase.PREEMPTED, "nothing is launched any more"
+    assert new.phase is Phase.PREEMPTED, "no further step is launched"
     finish(table, last)
     run(table)
     assert len(table) == 0
@@ -229,13 +229,13 @@ def test_rows_are_given_at_the_first_step_and_taken_back_at_the_end() -> None:
     table.abort("g", [1, 2])
     others = [table.admit(answer(handle, 3, 5), 0.0) for handle in (3, 4)]
     more = plan(table, 99)
-    assert {one.row for one in others} | rows == set(range(4)), "ended ones keep theirs until they are collected"
+    assert {one.row for one in others} | rows == set(range(4)), "ended sequences keep theirs until collected"
     finish(table, launched)
     finish(table, more)
     table._preempt(others[1])
     row = others[1].row
     step(table)
-    assert others[1].row == row, "a preempted one keeps its row"
+    assert others[1].row == row, "a preempted sequence keeps its row"
     table.check()
 
 
@@ -247,7 +247,7 @@ def test_a_call_that_takes_its_time_to_end_holds_no_row() -> None:
         (planned,) = plan(table, 99)
         table.fail_step(planned, RuntimeError("no luck"), 0.0)
         table.check()
-    assert table.cache.num_held == 5, "what may be offered stays"
+    assert table.cache.num_held == 5, "pages that may be offered stay"
     for call in calls:
         table.end(call)
     assert (len(table), table.cache.num_held) == (0, 0)

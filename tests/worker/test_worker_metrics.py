@@ -45,7 +45,7 @@ async def test_a_hand_over_is_counted_on_both_sides() -> None:
         held = -(-len(PROMPT) // PAGE_TOKENS)
         assert gauges(decode) == (2, 2 * held / NUM_PAGES)
         calls = [asyncio.ensure_future(prefill.run(ticket, PROMPT)) for ticket in tickets]
-        while len(prefill.table) < 2:  # noqa: ASYNC110, nobody tells of it
+        while len(prefill.table) < 2:  # noqa: ASYNC110, no event for it
             await asyncio.sleep(0.005)
         assert gauges(prefill) == (2, used(prefill) / NUM_PAGES) and used(prefill) > 0
         prefill.runner.may_run.set()

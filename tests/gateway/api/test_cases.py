@@ -215,7 +215,7 @@ CASES = [
     Case("token ids", {"return_token_ids": True, "n": 2}, text=[ANSWER] * 2),
     Case("timing", {"include_timing": True, "n": 2}, text=[ANSWER] * 2),
 
-    #  a completion continues where its prompt ends, even after a space; a chat's answer begins a text
+    # a completion continues where its prompt ends, even after a space; a chat's answer begins a text
     Case("the first space", {"prompt": "hello world"}, " how are you", " how are you", service="sentence"),
     *(Case(f"a stop string beside it: {stop!r}", {"prompt": "hello world", "stop": [stop]}, " how are you", text,
            stop=stop, service="sentence") for stop, text in ((" how", ""), (" how are", ""), ("w are", " ho"))),

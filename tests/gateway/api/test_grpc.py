@@ -47,7 +47,7 @@ def within(field: int, content: bytes) -> bytes:
     return bytes([field << 3 | 2, len(content)]) + content
 
 
-#  -- clients that know only the address ------------------------------------------------------------------------------
+# -- clients that know only the address ------------------------------------------------------------------------------
 
 
 class _AddKey(grpc.StreamStreamClientInterceptor):

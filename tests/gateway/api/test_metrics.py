@@ -44,7 +44,7 @@ def test_each_choice_is_timed_from_the_requests_arrival() -> None:
     assert one.latency("time_to_first_token") == (1, 0.5)
     one.now += 0.5
     first.add_tokens(4)
-    assert one.latency("inter_token_latency") == (4, 0.5), "they came together and share their time"
+    assert one.latency("inter_token_latency") == (4, 0.5), "tokens that arrive together share their time"
     assert one.value("inter_token_latency_seconds_bucket", le="0.1") == 0
     assert one.value("inter_token_latency_seconds_bucket", le="0.2") == 4
     second.add_tokens(1)

@@ -344,8 +344,7 @@ def test_a_long_prompt_is_echoed_whole(served: Served) -> None:
     assert choice["text"] == served.tokenizer.decode(prompt)
 
 
-#  -- where a prompt ends and its answer continues
-#  ----------------------------------------------------------------------
+# -- where a prompt ends and its answer continues --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["text", "ids", "ids behind control tokens"])

@@ -180,7 +180,7 @@ def test_an_error_is_in_view_and_the_prompt_can_be_sent_again(served: Served) ->
         assert page.input_value("#prompt") == "Again" and page.locator("article.user").count() == 1
         served.ring.reset(answer(served, "Hello."))
         messages = send_and_read(page, page.input_value("#prompt"))
-        assert [one["role"] for one in messages] == ["user", "assistant", "user"], "the whole conversation went along"
+        assert [one["role"] for one in messages] == ["user", "assistant", "user"], "the whole conversation is sent"
         page.wait_for_selector("article.assistant >> text=Hello.")
         assert page.is_hidden("#error")
 

@@ -50,7 +50,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "x", "content": "y"}
 
 
 # fmt: off
-#  word |-> wrong values, optionally with the place that errors name and a code
+# word |-> wrong values, optionally with the place that errors name and a code
 VALUES: dict[str, list[Any]] = {
     "model": [("gpt-9", "model", "model_not_found")],
     "max_tokens": [-1, 0, (CONTEXT, "", LONG), (2**63 - 1, "", LONG), (2**63, "", LONG)],
@@ -102,7 +102,7 @@ PAIRS: list[tuple[Mapping[str, Any], str]] = [  # values that conflict, and the 
       for name, value in (("min_tokens", 1), ("ignore_eos", True))),
 ]
 
-#  API |-> its own field |-> wrong values, optionally with the place (from a dot or bracket on) or another field
+# API |-> its own field |-> wrong values, optionally with the place (from a dot or bracket on) or another field
 OWN: dict[str, dict[str, list[Any]]] = {
     "chat": {
         "model": [(GONE, "", MISSING), 7, None],
@@ -229,7 +229,7 @@ OWN_PAIRS: list[tuple[str, Mapping[str, Any], str]] = [
     ("completions", {"max_tokens": -1, "echo": True}, "max_tokens"),
     ("completions", {"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
 ]
-#  fields without effect here: values that request nothing, values that request what is missing here
+# fields without effect here: values that request nothing, values that request what is missing here
 UNSUPPORTED_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "modalities": ([["text"]], [["text", "audio"], ["audio"], []]),
     "audio": ([], [{"voice": "alloy", "format": "wav"}, {}, False]),

@@ -52,7 +52,7 @@ def retry(attempt: Try) -> Try:
     return attempt.hall.begin(attempt.hall.rejoin(attempt.request))
 
 
-#  -- calls to workers ------------------------------------------------------------------------------------------------
+# -- calls to workers ------------------------------------------------------------------------------------------------
 
 
 def test_the_first_attempt_and_one_that_goes_on() -> None:
@@ -87,11 +87,13 @@ def test_prefill_is_asked_where_the_prompt_is_long_and_gives_its_place_back_earl
     assert [state.num_mine for state in hall.prefills] == [asked] * prefill
     if asked:
         attempt.state.take_prefill(Prefilled())
-        assert hall.prefills[0].num_mine == 0 and attempt.state.session.inbox, "before its client reads"
+        assert hall.prefills[0].num_mine == 0 and attempt.state.session.inbox, (
+            "the place is free before the client reads"
+        )
     assert hall.decodes[0].num_mine == 1
 
 
-#  -- reactions -------------------------------------------------------------------------------------------------------
+# -- reactions -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,7 @@ def test_a_lost_worker_has_no_place_though_its_tokens_are_not_read_yet() -> None
     assert [one.token_ids for one in attempt.read()] == [(7, 8)]
     assert attempt.request.phase is Phase.WAITING and attempt.request.packed_tokens[-4:] == bytes([8, 0, 0, 0])
     attempt.state.close()
-    assert hall.decodes[0].take_unwanted() == [], "the worker ended it with its stream"
+    assert hall.decodes[0].take_unwanted() == [], "the worker ends it with its stream"
 
 
 def test_tokens_of_unknown_sessions_and_old_attempts() -> None:
@@ -221,7 +223,7 @@ def test_tokens_of_unknown_sessions_and_old_attempts() -> None:
     (decode,) = hall.decodes
     for finish_reason in ("", "stop"):
         decode.deliver(decode_pb2.SessionDelta(handle=77, token_ids=[1], finish_reason=finish_reason), 0)
-    assert decode.take_unwanted() == [77], "one that has ended needs no abort"
+    assert decode.take_unwanted() == [77], "a session that has ended needs no abort"
     attempt = hall.begin("r")
     attempt.reserved()
     attempt.request.attempt += 1

@@ -194,7 +194,7 @@ def test_what_workers_refuse_with_decides_what_follows(
                 assert error.param == (named if "cannot be used" in detail else None)
             assert ring.num_failed_attempts == num_failed
             is_gone = role == "decode" and GONE in refusals
-            assert not is_gone or decode.num_status_calls > 1, "asked before it gets another request"
+            assert not is_gone or decode.num_status_calls > 1, "polled before it gets another request"
 
     scenario()
 
@@ -390,7 +390,7 @@ async def test_many_requests_with_every_kind_of_end_leave_nothing_behind() -> No
         assert not ring.dispatcher._queue.router._coming
 
 
-#  -- prompts cached by workers ---------------------------------------------------------------------------------------
+# -- prompts cached by workers ---------------------------------------------------------------------------------------
 
 
 @bounded
@@ -413,7 +413,7 @@ async def test_a_wrong_memory_costs_one_more_try_with_a_prefill_worker() -> None
         assert wrong.handle in decode.aborted and len(prefill.runs) == 2 and not ring.num_failed_attempts
 
 
-#  -- reports ---------------------------------------------------------------------------------------------------------
+# -- reports ---------------------------------------------------------------------------------------------------------
 
 
 async def refused_for(call: Awaitable[object]) -> str:

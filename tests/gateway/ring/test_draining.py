@@ -62,7 +62,7 @@ async def test_what_is_still_inside_ends_with_the_reason() -> None:
                 rest = asyncio.ensure_future(anext(stream))
                 shutdown.begin("test")
                 await shutdown.wait()
-                assert len(ring.dispatcher.door) == 1, "its time is over"
+                assert len(ring.dispatcher.door) == 1, "the drain's time is over, the request is still inside"
                 ring.dispatcher.door.cut_off()
                 end = await failure(rest)
                 assert (end.status, end.message) == (503, CUT_OFF)

@@ -74,5 +74,5 @@ def test_it_is_a_list_of_the_last_chains(chains: list[list[int]], max_keys: int)
         for other in chains:
             known = [end for end in range(1, len(other) + 1) if tuple(other[:end]) in used]
             assert longest(memory, "D1", chain(*other)) == len(known)
-            assert known == list(range(1, len(known) + 1)), "what is known is a beginning"
+            assert known == list(range(1, len(known) + 1)), "the known keys are a prefix"
         assert len(memory) == len(used)

@@ -30,7 +30,7 @@ def full(hall: Hall) -> list[Try]:
     return [hall.begin(f"running {number}") for number in range(hall.max_running * len(hall.decodes))]
 
 
-#  -- the limit -------------------------------------------------------------------------------------------------------
+# -- the limit -------------------------------------------------------------------------------------------------------
 
 
 def refusal(admitted: Admitted | Reason) -> str:
@@ -56,7 +56,7 @@ def test_a_request_comes_in_with_all_its_choices_or_with_none() -> None:
     assert refusal(hall.queue.admit(1)) == "8 requests are waiting, the most allowed by --max-queue; try again"
     hall.queue.begin_choice(five)
     waiter = hall.join("r")
-    assert hall.queue.num_waiting == 8, "choices that are not here yet count"
+    assert hall.queue.num_waiting == 8, "choices still to come count"
     hall.queue.leave(waiter)
     hall.queue.dismiss(five)
     hall.queue.dismiss(five)
@@ -226,7 +226,7 @@ def test_a_worker_says_why_it_gets_no_work(fields: dict[str, Any], trouble: str 
     hall.poll(state, **fields)
     assert state.find_trouble(0) == trouble
     is_stuck = "step_age_s" in fields
-    assert bool(attempt.state.session.inbox) == is_stuck, "a draining worker finishes what it has"
+    assert bool(attempt.state.session.inbox) == is_stuck, "a draining worker finishes its requests"
     state.doubt(0)
     assert state.find_trouble(0) == (trouble or "did not take a call")
     hall.poll(state)

@@ -76,7 +76,7 @@ def test_keys_are_of_whole_pages_without_the_last_token() -> None:
         grown = request(generation(prompt=range(3 * PAGE_TOKENS + 1)))
         assert len(grown.page_keys("w", PAGE_TOKENS)) == 3
         assert wanted.page_keys("w", PAGE_TOKENS) == grown.page_keys("w", PAGE_TOKENS)
-        assert not wanted.page_keys("w", 0), "a worker that has not said what its pages are"
+        assert not wanted.page_keys("w", 0), "a worker whose page layout is unknown"
 
 
 def test_a_request_is_held_while_its_pages_come_to_where_it_would_go() -> None:

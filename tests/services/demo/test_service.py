@@ -115,7 +115,7 @@ def test_a_request_is_measured_by_all_who_serve_it(demo: Live) -> None:
     moved = {name: value - before[name] for name, value in _measured(demo).items()}
     once = ("queued", "first tokens", "requests", "answered", "queued at prefill", "prefilled")
     assert {name: moved[name] for name in once} == dict.fromkeys(once, 1), moved
-    assert 0 < moved["tokens apart"] <= 399, "tokens that come with the first have no time between"
+    assert 0 < moved["tokens apart"] <= 399, "tokens that arrive with the first have no gap"
     assert 1 <= moved["offers at prefill"] == moved["offers at decode"] == moved["reads"], moved
     assert 0 < moved["s to first token"] <= moved["s in all"] <= wall_s, moved
     assert 0 < moved["s of prefill"] <= wall_s and 0 < moved["s of reads"] <= wall_s, moved
@@ -161,7 +161,7 @@ def test_leaving_client_frees_its_pages(demo: Live, stage: str) -> None:
             next(events)
         assert demo.metric("decode-0", "kv_cache_used_pages") > 0
     demo.wait_until_unused(timeout_s=60)
-    assert demo.metric("decode-0", "generation_tokens_total") < before[0] + 3000, "the answer came to its own end"
+    assert demo.metric("decode-0", "generation_tokens_total") < before[0] + 3000, "the answer ended by itself"
     wait_until(lambda: _cancelled(demo, "decode-0", "active") == before[1] + 1, "its cancellation is counted")
 
 
