@@ -220,7 +220,7 @@ def test_a_folder_that_lacks_files_is_refused(tmp_path: Path) -> None:
     check_files(str(tmp_path))
 
 
-# -- help and errors -------------------------------------------------------------------------------------------------
+# -- texts for users -------------------------------------------------------------------------------------------------
 
 
 def test_events_travel() -> None:
