@@ -41,9 +41,7 @@ class NoopDecode(decode_pb2_grpc.DecodeServicer):
     def __init__(self, token_ids: list[int]) -> None:
         self.step_s = QUIET_STEP_S
         self._token_ids = token_ids
-        self._sessions: dict[
-            int, tuple[decode_pb2.ReserveRequest, list[float]]
-        ] = {}  # by handle, with the times of its tokens
+        self._sessions: dict[int, tuple[decode_pb2.ReserveRequest, list[float]]] = {}  # by handle; times of its tokens
         self.sent_at: dict[str, list[float]] = {}  # request id |-> when each token was sent
         layout = kv_pb2.KvLayout(weights="noop", page_tokens=16)
         self._peer = kv_pb2.Peer(role="decode", incarnation="noop", layout=layout, num_pages=1 << 20)

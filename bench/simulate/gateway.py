@@ -76,9 +76,7 @@ class SimGateway:
         self._workers: dict[WorkerState, SimWorker] = {}
         self._is_polling = False
         self._lives: dict[Waiter, Life] = {}
-        self._by_session: dict[
-            tuple[str, int], Life
-        ] = {}  # (stream, handle) |-> request with a session, or waiting for one
+        self._by_session: dict[tuple[str, int], Life] = {}  # (stream, handle) |-> the session's request
         self._read_ends: dict[WorkerState, float] = {}  # end of the last read requested so far
 
     def connect(self, prefills: Sequence[SimWorker], decodes: Sequence[SimWorker]) -> None:

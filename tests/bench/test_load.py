@@ -327,9 +327,7 @@ class TestAgainstServers:
         (level,) = result["levels"]
         assert (level["completed"], level["request_rate"]) == (6, "inf")
         assert level["request_goodput"] == level["request_throughput"]
-        assert all(
-            len(body["prompt"].split()) == 10 for body in server.bodies
-        )  # the server reports two tokens per word
+        assert all(len(body["prompt"].split()) == 10 for body in server.bodies)  # it reports two tokens per word
         assert not any("ignore_eos" in body or "include_timing" in body for body in server.bodies)
         assert result["server"]["kind"] == "somebody"
         assert build_phases(result) is None

@@ -108,9 +108,7 @@ def test_guesses_change_no_token(engine: Engine, jobs: Sequence[Job], answers: A
     assert engine.draft_runner is not None
     drafters: dict[str, Drafter] = {
         "ngram": NgramDrafter(),
-        "draft": ModelDrafter(
-            engine.draft_runner, CostMeter(), 64
-        ),  # ignores the grammar, so its guesses are refused often
+        "draft": ModelDrafter(engine.draft_runner, CostMeter(), 64),  # ignores the grammar: often refused
     }
     guessing = [replace(one, drafter=name, max_draft_tokens=1 + one.handle % 8) for one in jobs]
     guessed = decode(engine, build_eager_speculator({name: drafters[name]}), guessing)

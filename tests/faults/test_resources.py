@@ -24,9 +24,7 @@ from tests.faults.answers import Truth, ask
 pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 
 IS_ROOT = os.geteuid() == 0
-UNSHARE = (
-    "unshare -m" if IS_ROOT else "unshare -rm"
-)  # each process of a user other than root gets a user namespace, too
+UNSHARE = "unshare -m" if IS_ROOT else "unshare -rm"  # users other than root need a user namespace, too
 CAN_MOUNT = (
     shutil.which("unshare")
     and not subprocess.run([*UNSHARE.split(), "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode

@@ -48,9 +48,7 @@ class FakeRing:
         self.num_given = 0  # tokens
         self.admitted: list[int] = []  # numbers of choices, one a request
         self.starts: queue.Queue[str] = queue.Queue()  # request ids
-        self.hanging: queue.Queue[str] = (
-            queue.Queue()
-        )  # request ids, once all their tokens are taken and nothing follows
+        self.hanging: queue.Queue[str] = queue.Queue()  # request ids: all tokens are taken, nothing follows
         self.endings: queue.Queue[str] = queue.Queue()  # "complete", "failed" or "closed", one a generation
 
     @property
@@ -140,8 +138,6 @@ def _likeliness(token_id: int) -> float:
 
 def _top(token_id: int, num_top: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
     own = (token_id, _likeliness(token_id))
-    others = [
-        (40 + rank, own[1] + 0.75 - rank / 2) for rank in range(num_top)
-    ]  # the first is likelier than the token itself
+    others = [(40 + rank, own[1] + 0.75 - rank / 2) for rank in range(num_top)]  # the first is likelier than the token
     top = [own, *others[1:]][:num_top] if token_id % 2 else others
     return tuple(other for other, _ in top), tuple(logprob for _, logprob in top)

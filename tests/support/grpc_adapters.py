@@ -80,10 +80,7 @@ class Grpc(Api):
         if part.HasField("timing"):
             assert choice.timing is None and choice.reason
             timing = json_format.MessageToDict(part.timing, preserving_proto_field_name=True)
-            choice.timing = {
-                **timing,
-                "transfer_bytes": int(timing["transfer_bytes"]),
-            }  # protobuf's JSON writes 64-bit integers as strings
+            choice.timing = {**timing, "transfer_bytes": int(timing["transfer_bytes"])}  # 64 bits: a string in JSON
         if part.HasField("usage"):
             usage = part.usage
             outcome.usage = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens

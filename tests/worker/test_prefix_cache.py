@@ -40,9 +40,7 @@ def test_of_two_pages_with_one_key_the_first_is_found_and_a_page_keeps_its_first
     assert cache.num_cached == 0, "the second one is free: no lookup would find it"
     cache.release([first])
     assert (cache.find(KEYS[:1]), cache.find(KEYS[1:])) == ([first], [])
-    assert cache.can_take([first], 2) and not cache.can_take([first], 3), (
-        "cached pages to be used are not free for others"
-    )
+    assert cache.can_take([first], 2) and not cache.can_take([first], 3), "a page that is found is not free"
     with pytest.raises(NoRoomError, match="4 pages wanted, 3 of 3"):
         cache.allocate(4)
     with pytest.raises(ValueError, match="is to be held but is free"):

@@ -289,9 +289,7 @@ def check_refused(api: Api, served: Served, body: Mapping[str, Any], path: str, 
     assert 0 < len(outcome.message) < 500
     if api.tells_codes:
         assert outcome.param == path, outcome
-        wrong = (
-            [VALUE, TYPE, LONG] if api.can_be_whole else [VALUE, LONG, MISSING]
-        )  # Messages refuses empty texts itself
+        wrong = [VALUE, TYPE, LONG] if api.can_be_whole else [VALUE, LONG, MISSING]  # protobuf: empty texts are missing
         assert outcome.code in ([code] if code else wrong), outcome
     else:
         assert path in outcome.message or outcome.status == 404, (path, outcome)

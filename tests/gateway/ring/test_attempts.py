@@ -87,9 +87,7 @@ def test_prefill_is_asked_where_the_prompt_is_long_and_gives_its_place_back_earl
     assert [state.num_mine for state in hall.prefills] == [asked] * prefill
     if asked:
         attempt.state.take_prefill(Prefilled())
-        assert hall.prefills[0].num_mine == 0 and attempt.state.session.inbox, (
-            "the place is free before the client reads"
-        )
+        assert hall.prefills[0].num_mine == 0 and attempt.state.session.inbox, "free before the client reads"
     assert hall.decodes[0].num_mine == 1
 
 

@@ -94,9 +94,7 @@ def test_every_metric_is_documented_and_histograms_begin_at_a_millisecond(demo: 
     documented = (ROOT / "docs/API.md").read_text(encoding="utf-8").partition("## Metrics")[2]
     families = list(read_families(demo.metrics_urls[name]))
     names = {one.name.removeprefix("baton:") + ("_total" if one.type == "counter" else "") for one in families}
-    names = {
-        name for name in names if not name.endswith("_created")
-    }  # added by the library: when a counter was created
+    names = {name for name in names if not name.endswith("_created")}  # added by the library: a counter's start
     assert len(names) > 5 and not [name for name in names if f"`{name}" not in documented]
     bounds = {
         one.name: min(float(sample.labels["le"]) for sample in one.samples if sample.name.endswith("_bucket"))
