@@ -144,9 +144,7 @@ def check_eager_ahead(device: torch.device) -> str:
 
 
 def find_regret(tokens: Sequence[int]) -> float:
-    """For a token of an answer to PROMPT: the likeliest log-probability there minus its own, by transformers in
-    float32.
-    """
+    """Largest gap between the likeliest log-probability and an answer token's; by transformers in float32."""
     ids = torch.tensor([[*PROMPT, *tokens]])
     model: Any = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=torch.float32)
     with torch.inference_mode():

@@ -1,5 +1,4 @@
-"""A gateway: the real queue, router, request machine, attempts and worker states; calls and hand-offs take virtual
-time.
+"""A gateway: the real queue, router, request machine, attempts and worker states; calls and hand-offs are virtual.
 
 Hand-offs use the real table: offers in order, one read of a session at a time. Reads of a decode worker share its
 link.

@@ -43,9 +43,7 @@ class SimWorker:
     def __init__(
         self, clock: Clock, costs: Costs, limits: Limits, gaps: Gaps, publish: Publish, is_bulk: bool = True
     ) -> None:
-        """`publish`: receives answers' first and last updates, and all updates of prompts computed for other
-        workers.
-        """
+        """`publish` gets answers' first and last updates, and all of prompts computed for other workers."""
         cache = PrefixCache(limits.num_pages, [0] * limits.num_pages)
         self.table = SequenceTable(
             cache, limits.page_tokens, limits.max_running, LEASE_S, MODEL, limits.max_offer_pages

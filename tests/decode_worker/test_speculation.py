@@ -159,9 +159,7 @@ def true_seconds(rows: int) -> float:
 
 
 def planned_lengths(num_steps: int, *, probes: bool, noise: float = 1.0, has_draft: bool = False) -> list[int]:
-    """The lengths planned for a lone sequence, step by step. At first all forwards but the smallest seem `noise`
-    times slower.
-    """
+    """Lengths planned for a sequence, per step. At first all but the smallest forwards look `noise` times slower."""
     meter, draft_meter = CostMeter(), CostMeter()
     for size in SIZES[:7]:
         meter.note(size, true_seconds(size) * (noise if size > 1 else 1.0))

@@ -1,6 +1,4 @@
-"""The demo models: their text is reproducible, their tokenizer is lossless, their sizes and answers are as
-documented.
-"""
+"""The demo models: reproducible text, a lossless tokenizer, and sizes and answers as documented."""
 
 import itertools
 import json

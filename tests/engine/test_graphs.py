@@ -176,9 +176,7 @@ def test_steps_ahead_go_through_graphs(decoder: Decoder, expected: list[list[int
 
 @pytest.fixture
 def pair(decoder: Decoder) -> Iterator[Callable[[Sequence[RowRequest]], Answers]]:
-    """Both runners take the same steps from the same prompts; their answers must be equal. Returns the graphs'
-    answers.
-    """
+    """Both runners take the same steps; their answers must be equal. Returns the graphs' answers."""
     built, eager_rows = build(decoder), Rows(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU)
     eager_pages = build_pages(decoder)
     eager = Runner(decoder, TorchSdpaAttention(decoder.config.attention_shape), eager_pages, eager_rows)

@@ -14,8 +14,7 @@ CALL_S = 10.0
 class FaultProxy:
     """Forwards connections to a target. Use with `with`; callable from any thread.
 
-    Faults, all off at first: `delay_s` delays each chunk of data, `loss` is the chance that a chunk costs its
-    connection,
+    Faults, all off at first: `delay_s` delays each chunk of data, `loss` is a chunk's chance to cost its connection,
     `hold` lets nothing pass in either direction until `release`, which lets the held data pass.
     """
 

@@ -1,6 +1,4 @@
-"""Row 19 of the fault list: grammars made to hang, explode or fill memory, and forced tools, through a whole
-service.
-"""
+"""Row 19 of the fault list: grammars that hang, explode or fill memory, and forced tools, in a whole service."""
 
 import json
 import os

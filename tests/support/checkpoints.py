@@ -46,9 +46,7 @@ def write_checkpoint(
     rope_scaling: dict[str, Any] | None = None, sliding_window: int | None = None, max_window_layers: int = 1,
     attention_bias: bool = False, mlp_bias: bool = False, context: int = 2048,
 ) -> Path:  # fmt: skip
-    """Write config.json, generation_config.json and at least `shards` safetensors files into `folder`; return
-    `folder`.
-    """
+    """Write config.json, generation_config.json and at least `shards` safetensors files into `folder`; return it."""
     config_class, model_class = FAMILIES[family]
     extra: dict[str, Any] = {}
     if family == "mistral":

@@ -32,9 +32,7 @@ def allowed_in(row: NDArray[np.int32]) -> list[int]:
 
 
 def walk(grammar: Grammar, stops: tuple[int, ...], draw: random.Random, most: int) -> list[int] | None:
-    """Random allowed tokens up to the grammar's end, without a stop token; None if that takes more than `most`
-    tokens.
-    """
+    """Random allowed tokens to the end, without stop token; None if that takes more than `most` tokens."""
     state, tokens = grammar.new_matcher(stops), list[int]()
     while not state.is_over and len(tokens) < most:
         token = draw.choice(allowed_in(state.fill(())[0]))

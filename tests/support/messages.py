@@ -1,6 +1,4 @@
-"""hypothesis strategies for protobuf messages: any message of a type, built from its descriptor, rich in edge
-values.
-"""
+"""hypothesis strategies for protobuf messages: any message of a type, from its descriptor, with many edge values."""
 
 from typing import Any
 

@@ -69,9 +69,7 @@ def expected(decoder: Decoder) -> list[list[int]]:
 
 
 class Unwatched(TorchSdpaAttention):
-    """Runs operations whose shapes depend on lengths, as GPU backends must not; its output tensors keep their
-    addresses.
-    """
+    """Runs operations that depend on lengths, as GPU backends must not; its output tensors keep their addresses."""
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)

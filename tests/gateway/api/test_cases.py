@@ -348,9 +348,7 @@ def test_a_form_binds_answers_that_do_not_call(served: Served, name: str) -> Non
 @pytest.mark.parametrize("name", CHATS)
 @pytest.mark.parametrize("mode", [False, True])
 def test_a_call_cut_off_by_the_limit(served: Served, name: str, mode: bool) -> None:
-    """If it was optional, it becomes content; if forced, it has the arguments so far, or none in Messages, which
-    needs JSON.
-    """
+    """Optional, it becomes content; forced, it has the arguments so far, or none in Messages, which needs JSON."""
     served.ring.reset(served.script(CALL))
     limit = {"tools": TOOLS, "max_tokens": len(served.ids(CALL)) - 30}
     free = APIS[name].ask(served, limit, mode).choices[0]

@@ -68,9 +68,7 @@ def _check(
 def _ask(
     live: Live, prompts: list[list[int]], n: int, fields: dict[str, object], leaves: float | int | None
 ) -> list[str]:
-    """The texts of all choices. `leaves`: the client leaves after this many seconds without an event, or this many
-    events.
-    """
+    """All choices' texts. `leaves`: the client leaves after so many seconds without an event, or so many events."""
     body = {
         "model": MODEL, "prompt": prompts, "n": n, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True,
         "stream": True, **fields,
