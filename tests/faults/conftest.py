@@ -9,8 +9,8 @@ import pytest
 
 from bench.fleet import HOST, Process, ProcessFleet, free_ports, run_fleet
 from demo.paths import TARGET_DIR
-from tests.faults.answers import Truth
 from tests.faults.proxy import FaultProxy
+from tests.support.fault_answers import Truth
 from tests.support.oracle import Oracle
 
 HERE = Path(__file__).parent

@@ -17,8 +17,8 @@ import pytest
 
 from bench.fleet import HOST, Process, ProcessFleet, free_ports, run_fleet, wait_until
 from runtime.trust import TlsFiles
-from tests.faults.answers import Truth
 from tests.faults.strangers import ask_status, issue, knock, open_channel, write_tls_dir
+from tests.support.fault_answers import Truth
 
 pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 

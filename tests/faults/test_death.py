@@ -7,7 +7,7 @@ import pytest
 
 from bench.fleet import WAIT_S, ProcessFleet, wait_until
 from bench.plain_http import HTTP
-from tests.faults.answers import Truth, ask, find, find_busy, is_alive, prompt_of
+from tests.support.fault_answers import Truth, ask, find, find_busy, is_alive, prompt_of
 
 ORPHAN_TOKENS = 3000  # 9 s of work
 

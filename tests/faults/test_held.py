@@ -2,8 +2,8 @@
 
 from bench.fleet import Process, wait_until
 from bench.plain_http import HTTP
-from tests.faults.answers import Truth, ask, find
 from tests.faults.conftest import Held
+from tests.support.fault_answers import Truth, ask, find
 
 CHUNK_TOKENS = 512  # prefill's maximum per step
 PROMPT_TOKENS = 3500

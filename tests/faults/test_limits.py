@@ -3,7 +3,7 @@
 import grpc
 
 from bench.fleet import ProcessFleet, wait_until
-from tests.faults.answers import Truth, ask, read_events
+from tests.support.fault_answers import Truth, ask, read_events
 
 QUEUE = 4
 ROOM = 2 + QUEUE

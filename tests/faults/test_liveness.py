@@ -10,9 +10,9 @@ from bench.asking import Asking
 from bench.fleet import Process, ProcessFleet, wait_until
 from bench.plain_http import HTTP
 from bench.soak import roll
-from tests.faults.answers import Truth, ask, failed_attempts, find, find_busy, is_alive, read_events
 from tests.faults.conftest import Held
 from tests.faults.load import Load
+from tests.support.fault_answers import Truth, ask, failed_attempts, find, find_busy, is_alive, read_events
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -12,7 +12,7 @@ import pytest
 
 from bench.fleet import run_fleet
 from demo.paths import TARGET_DIR
-from tests.faults.answers import Truth, ask
+from tests.support.fault_answers import Truth, ask
 from tests.support.oracle import Oracle
 
 LOSS_PERCENT = 5

@@ -6,8 +6,8 @@ import pytest
 
 from bench.asking import Asking
 from bench.fleet import Process, wait_until
-from tests.faults.answers import Truth, ask, failed_attempts, find_busy, is_alive
 from tests.faults.conftest import Linked
+from tests.support.fault_answers import Truth, ask, failed_attempts, find_busy, is_alive
 
 LEASE_S = 4.0
 SLACK_S = 20.0  # for a loaded machine

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from bench.fleet import ProcessFleet, run_fleet
-from tests.faults.answers import Truth, ask
+from tests.support.fault_answers import Truth, ask
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -19,7 +19,7 @@ import pytest
 from bench.fleet import ProcessFleet, run_fleet, wait_until
 from bench.soak import look_at
 from protos import inference_pb2, inference_pb2_grpc
-from tests.faults.answers import Truth, ask, prompt_of
+from tests.support.fault_answers import Truth, ask, prompt_of
 
 pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench.fleet import WAIT_S, ProcessFleet, run_fleet, wait_until
-from tests.faults.answers import Truth, ask, find_busy, is_alive, mend
 from tests.faults.load import Load
+from tests.support.fault_answers import Truth, ask, find_busy, is_alive, mend
 
 STALL_S = 5.0  # per step, before the gateway drops a worker: longer than a step takes on a loaded machine
 

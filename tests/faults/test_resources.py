@@ -19,7 +19,7 @@ import pytest
 
 from bench.fleet import HOST, ProcessFleet, run_fleet, wait_until
 from bench.plain_http import HTTP
-from tests.faults.answers import Truth, ask
+from tests.support.fault_answers import Truth, ask
 
 pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from bench.fleet import Process, ProcessFleet, run_fleet
-from tests.faults.answers import Truth, ask
+from tests.support.fault_answers import Truth, ask
 
 pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from bench.fleet import HOST, WAIT_S, ProcessFleet, wait_until
 from bench.plain_http import HTTP
-from tests.faults.answers import Truth, ask, find_busy, is_alive
+from tests.support.fault_answers import Truth, ask, find_busy, is_alive
 
 NUM_IDLE = 1000
 

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from bench.fleet import ProcessFleet, wait_until
-from tests.faults.answers import VOCAB, is_alive
+from tests.support.fault_answers import VOCAB, is_alive
 from tests.support.oracle import random_prompt
 from tests.support.surface import Surface, Told, take
 

@@ -17,9 +17,9 @@ from bench.live import Live
 from bench.plain_http import HTTP
 from demo.paths import TARGET_DIR
 from protos import inference_pb2, inference_pb2_grpc
-from tests.faults.answers import failed_attempts, read_events
 from tests.support.calm import serve_calmly
 from tests.support.command_line import run
+from tests.support.fault_answers import failed_attempts, read_events
 from tests.support.oracle import Oracle, random_prompt
 from tests.support.surface import MODEL, PAGE_TOKENS, VOCAB, Surface, Told, num_prefilled, take, transferred_bytes
 from tests.support.under_load import WAIT_S, Asking, answers, ask, complete, find, send, wait_shown, wait_until
