@@ -3,6 +3,7 @@
 One file per kind of command; this one knows none of their work.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -61,6 +62,7 @@ def launch(
 
 def main() -> None:
     """Entry point of the `baton` script."""
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # before its import: what we fork runs another program
     if sys.argv[1:2] in ([], ["--help"], ["-h"]):
         for names in COMMANDS.values():
             for name in names:
