@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import product
 
 import structlog
 
@@ -53,9 +52,12 @@ class Fleet:
             if status.context_tokens < self._context_tokens:
                 reason = f"max_context_tokens here {self._context_tokens}, there {status.context_tokens}"
                 log.error("a worker has less context than the gateway", there=link.address, reason=reason)
-            for prefill, decode in product(self.prefill.values(), self.decode.values()):
-                if link in (prefill, decode):
-                    self._report_pair(prefill, decode)
+            if isinstance(link, PrefillLink):
+                for decode in self.decode.values():
+                    self._report_pair(link, decode)
+            else:
+                for prefill in self.prefill.values():
+                    self._report_pair(prefill, link)
 
     def _report_pair(self, prefill: PrefillLink, decode: DecodeLink) -> None:
         """Unless one of them was not alive yet: it is compared when it is."""
