@@ -76,13 +76,14 @@ def find_target(root: Any, pointer: str) -> Any:
 def _longest_chain(begins: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> int:
     """How many nodes follow each other at most; of a cycle, each counts once."""
     heights: dict[Node, int] = {}  # 0 while nodes behind it are looked at, so a cycle ends at a node of its own
-    left = [(begin, False) for begin in begins]  # a stack: node, whether all behind it is done
+    left: list[tuple[Node, tuple[Node, ...] | None]] = [(begin, None) for begin in begins]  # None: not looked at yet
     while left:
-        node, is_done = left.pop()
-        if is_done:
-            heights[node] = 1 + max((heights[behind] for behind in following(node)), default=0)
+        node, behind = left.pop()
+        if behind is not None:
+            heights[node] = 1 + max((heights[one] for one in behind), default=0)
         elif node not in heights:
             heights[node] = 0
-            left.append((node, True))
-            left += [(behind, False) for behind in following(node)]
+            behind = tuple(following(node))
+            left.append((node, behind))  # below those behind it
+            left += [(one, None) for one in behind]
     return max(heights.values(), default=0)
