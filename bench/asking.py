@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 import grpc
-from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from protos import inference_pb2, inference_pb2_grpc

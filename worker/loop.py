@@ -107,7 +107,7 @@ class WorkerLoop:
         planned = self._prepare(planned, updates)
         if not planned:
             return
-        requests = [self._slice(step) for step in planned]
+        requests = [self._request(step) for step in planned]
         started = time.perf_counter()
         launched = launch_step(self._runner, requests, partial(self._explain, planned))
         self._flights.append(Flight(planned, launched, sum(part.count for part in requests), started))
@@ -116,7 +116,7 @@ class WorkerLoop:
         """Add guesses and masks to the step; drop sequences that ended or cannot take part."""
         return planned
 
-    def _slice(self, step: Planned) -> RowRequest:
+    def _request(self, step: Planned) -> RowRequest:
         """What the engine computes for one sequence."""
         row, job = step.sequence.row, step.sequence.job
         num_guesses = len(step.guesses)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from bench.simulate.events import Clock
 from bench.simulate.worker import MODEL, SimWorker
@@ -85,7 +86,7 @@ class SimGateway:
         for number, worker in enumerate(decodes):
             state = DecodeState(f"decode-{number}", FOR_EVER, FOR_EVER)
             state.open_stream(state.address, state.address)
-            state.on_unwanted = lambda state=state: self._abort(state)  # type: ignore[misc]
+            state.on_unwanted = partial(self._abort, state)
             self._workers[state] = worker
         self._queue = Queue(list(self._workers), self.router, 1, 0.0)
         self._queue.on_change = self._pump
@@ -115,7 +116,7 @@ class SimGateway:
         if self._is_polling:
             return
         for waiter in self._queue.decide(self._clock.now):
-            self._clock.after(0.0, lambda waiter=waiter: self._begin(waiter))  # type: ignore[misc]
+            self._clock.after(0.0, partial(self._begin, waiter))
 
     def _begin(self, waiter: Waiter) -> None:
         life = self._lives.pop(waiter)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import grpc
-import jsonschema  # type: ignore[import-untyped]
+import jsonschema
 import pytest
 
 from bench.decoding import NO_SPECULATION, Answers, build_eager_speculator, decode

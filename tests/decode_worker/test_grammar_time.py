@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import Event, Thread
 
 import pytest
@@ -208,7 +209,7 @@ def test_a_thread_whose_priority_cannot_be_lowered_is_left_behind(
 def test_only_so_many_calls_are_left_behind(gates: Callable[[], Event], stuck: set[int | None]) -> None:
     here, all_gates = StepThread(), [gates() for _ in range(MAX_STUCK)]
     for gate in all_gates:
-        assert here.run([lambda gate=gate: hang(stuck, gate)], cpu_s=PATIENCE_S).is_stuck  # type: ignore[misc]
+        assert here.run([partial(hang, stuck, gate)], cpu_s=PATIENCE_S).is_stuck
     with pytest.raises(NoThreadError):
         here.run([lambda: None], cpu_s=PATIENCE_S)
     all_gates[0].set()

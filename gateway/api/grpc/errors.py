@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import Message
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from google.rpc import error_details_pb2, status_pb2
 
 from gateway.api.access import REQUEST_ID_HEADER, check_key, pick_request_id
 from gateway.errors import ApiError, bad_request

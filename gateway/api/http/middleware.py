@@ -1,6 +1,7 @@
 """Wraps every HTTP request: its id, API key and origin, and a 500 for bugs. Plain ASGI: it does not buffer streams."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
 import structlog
@@ -49,7 +50,7 @@ class RequestScope:
                 await error_response(error, scope["path"])(scope, receive, send_with_id)
 
 
-class _Check:
+class _Check(ABC):
     """Answers a request with the error that `_check` raises."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -64,8 +65,9 @@ class _Check:
         else:
             await self._app(scope, receive, send)
 
+    @abstractmethod
     def _check(self, scope: Scope) -> None:
-        raise NotImplementedError
+        """Raises ApiError to refuse the request."""
 
 
 class KeyCheck(_Check):
