@@ -10,7 +10,7 @@ import grpc
 from cyclopts import Parameter
 
 from cli.service import URL, ApiKey, CommandError, Service, Url
-from cli.status import read_workers
+from cli.status import read_status
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from runtime.addresses import is_loopback
 from runtime.config_parts import ProcessConfig
@@ -60,7 +60,7 @@ def find_workers(url: str, api_key: str) -> dict[str, dict[str, Any]]:
     """Address |-> what the gateway says of the worker there; empty, and printed, when it says nothing."""
     try:
         with closing(Service(url, api_key)) as service:
-            return {one["address"]: one for one in read_workers(service)}
+            return {one["address"]: one for one in read_status(service)[0]}
     except CommandError as error:
         print(f"it is not known whether other workers are left: {error}")
         return {}

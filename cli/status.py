@@ -27,19 +27,19 @@ def status(
         as_json: Print JSON instead of a table.
     """
     with closing(Service(url, api_key)) as service:
-        workers = read_workers(service)
+        workers, trouble = read_status(service)
     if as_json:
-        print(json.dumps({"workers": workers}))
+        print(json.dumps({"workers": workers, "trouble": trouble}))
     else:
-        open_console().print(build_table(workers))
+        open_console().print(build_table(workers), *([Text(trouble, "yellow")] if trouble else []))
     return 0
 
 
-def read_workers(service: Service) -> list[dict[str, Any]]:
-    """The gateway's /status. Raises CommandError."""
+def read_status(service: Service) -> tuple[list[dict[str, Any]], str]:
+    """The gateway's /status: the workers, and what makes the service worse than it could be. Raises CommandError."""
     found = service.read_json("/status")
     try:
-        return [dict(worker) for worker in found["workers"]]
+        return [dict(worker) for worker in found["workers"]], str(found.get("trouble", ""))
     except (ValueError, KeyError, TypeError) as error:
         raise CommandError(f"{service.url} is no Baton gateway: its /status has no workers; set --url") from error
 

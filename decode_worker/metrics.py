@@ -24,8 +24,10 @@ class DecodeMetrics(WorkerMetrics):
         self.draft_tokens = self.counter("spec_draft_tokens", "Tokens guessed ahead")
         self.accepted_tokens = self.counter("spec_accepted_tokens", "Tokens guessed ahead that were right")
 
-    def count_step(self, planned: Seq[Planned], updates: Iterable[Update], failed: Collection[int]) -> None:
-        super().count_step(planned, updates, failed)
+    def count_step(
+        self, planned: Seq[Planned], updates: Iterable[Update], failed: Collection[int], seconds: float
+    ) -> None:
+        super().count_step(planned, updates, failed, seconds)
         guessed = [step for i, step in enumerate(planned) if step.guesses and i not in failed]
         if guessed:
             self.draft_tokens.inc(sum(len(step.guesses) for step in guessed))

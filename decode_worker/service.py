@@ -39,7 +39,7 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
         self, worker: Worker, thread: EngineThread, intake: Intake, streams: GatewayStreams, metrics: DecodeMetrics,
         speculator: Speculator, grammars: Grammars,
     ) -> None:  # fmt: skip
-        super().__init__(worker, thread, intake.transports)
+        super().__init__(worker, thread, intake.transports, metrics.prompt_speed)
         self._intake = intake
         self._streams = streams
         self._metrics = metrics

@@ -1,8 +1,9 @@
 """Starts and stops the gateway process: wires the parts together and makes no decisions."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -15,11 +16,14 @@ from gateway.api.http.connection import ServerConfig
 from gateway.api.http.status_routes import build_fleet_router
 from gateway.app import build_app, build_served_model
 from gateway.request.prepare import ApiOptions
+from gateway.ring.advice import Goals
+from gateway.ring.discovery import Discovery
 from gateway.ring.dispatcher import Dispatcher
 from gateway.ring.fleet import Fleet
+from gateway.ring.request_steps import Role
 from gateway.text.tokenizer import Tokenizer
 from runtime import rpc
-from runtime.addresses import bracketed
+from runtime.addresses import bracketed, parse_dns_name
 from runtime.config import GatewayConfig
 from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_open_files
 from runtime.logs import setup_logging
@@ -49,9 +53,10 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
     trust = load_trust(config)
     trust.watch_handshakes()
     registry.register(trust.refusals.metric)
-    fleet = Fleet(
-        config.prefill, config.decode, config.heartbeat_s, config.stall_s, tokenizer.context_tokens, trust.open_channel
-    )
+    named: dict[Role, Sequence[str]] = {"prefill": config.prefill, "decode": config.decode}
+    prefill, decode = ([address for address in some if not parse_dns_name(address)] for some in named.values())
+    open_channel = partial(trust.open_channel, dns_server=config.dns_server)
+    fleet = Fleet(prefill, decode, config.heartbeat_s, config.stall_s, tokenizer.context_tokens, open_channel)
     dispatcher = Dispatcher(
         fleet,
         config.max_queue,
@@ -60,17 +65,22 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
         patience_s=config.patience_s,
         registry=registry,
         cache_routing=config.cache_routing,
+        no_prefill=config.no_prefill,
+        goals=Goals(config.goal_prefill_wait_s, config.goal_kv_usage),
     )
+    names = [(role, name) for role, some in named.items() for name in map(parse_dns_name, some) if name]
+    discovery = Discovery(fleet, names, config.dns_server, registry)
     door = dispatcher.door
     shutdown = Shutdown(config.drain_s, lambda: len(door))
     door.is_draining, door.on_empty = lambda: shutdown.is_draining, shutdown.look_soon
     served = build_served_model(dispatcher, tokenizer, config.served_name, _api_options(config), registry)
     app = build_app(served)
-    app.include_router(build_fleet_router(fleet))
+    app.include_router(build_fleet_router(fleet, dispatcher.find_trouble))
 
     grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes)
     grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port)
     add_inference_services(grpc_server, served)
+    await discovery.start()
     fleet.start()
     await grpc_server.start()
     rest = _RestServer(ServerConfig(app, config.client_timeout_s, STOP_S))
@@ -90,6 +100,7 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
     rest.should_exit = True
     await serving
     await grpc_server.stop(rpc.STOP_GRACE_S)
+    await discovery.close()
     await fleet.close()
     served.offload.close()
 

@@ -32,7 +32,7 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
     def __init__(
         self, worker: Worker, config: PrefillConfig, thread: EngineThread, offers: Offers, metrics: PrefillMetrics
     ) -> None:
-        super().__init__(worker, thread, offers.transports)
+        super().__init__(worker, thread, offers.transports, metrics.prompt_speed)
         self._offers = offers
         self._metrics = metrics
         self._heartbeat_s = config.heartbeat_s

@@ -1,6 +1,47 @@
 """Hosts as users write them, and as sockets and URLs need them: `::1` and `[::1]` are the same. Pure; uses no DNS."""
 
 import ipaddress
+from dataclasses import dataclass
+
+from runtime.settings import MAX_PORT
+
+_DNS = "dns:"
+
+
+@dataclass(frozen=True, slots=True)
+class DnsName:
+    """Workers that DNS knows by one name: of hosts that all serve on `port`, or of a service (SRV), with hosts and
+    ports."""
+
+    name: str
+    port: int | None  # None: SRV
+
+    def __str__(self) -> str:
+        return f"{_DNS}{self.name}" + (f":{self.port}" if self.port else "")
+
+
+def parse_dns_name(text: str) -> DnsName | None:
+    """`dns:NAME:PORT`, or `dns:_SERVICE._PROTO.NAME`. None for anything without `dns:`. Raises ValueError."""
+    if not text.startswith(_DNS):
+        return None
+    name, colon, port = text.removeprefix(_DNS).partition(":")
+    is_service = name.startswith("_")
+    if not name or ("[" in name) or is_service == bool(colon) or not (is_service or is_port(port)):
+        raise ValueError(
+            f"{text!r} is no name to look up: write dns:NAME:PORT, or dns:_SERVICE._PROTO.NAME for SRV records"
+        )
+    return DnsName(name, None if is_service else int(port))
+
+
+def is_port(text: str) -> bool:
+    """Whether it is the number of a port that a process can listen on."""
+    return text.isdecimal() and len(text) < 6 and 0 < int(text) <= MAX_PORT
+
+
+def is_host_port(text: str) -> bool:
+    """Whether it is host:port, an IPv6 host in brackets."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and host == bracketed(host) and is_port(port)
 
 
 def bare(host: str) -> str:

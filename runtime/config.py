@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from runtime.addresses import bracketed
+from runtime.addresses import is_host_port, parse_dns_name
 from runtime.config_parts import (
     MAX_TP,
     DecodingConfig,
@@ -12,7 +12,7 @@ from runtime.config_parts import (
     WorkerConfig,
     at_least_a_page,
 )
-from runtime.settings import MAX_PORT, ConfigError, Positive, Seconds, count, flag
+from runtime.settings import ConfigError, Positive, Seconds, count, flag
 
 MAX_WORKERS = 1024  # processes of a role on one machine
 
@@ -40,9 +40,11 @@ class GatewayConfig(PublicConfig, HeartbeatConfig):
     """The gateway. `model` is read for its tokenizer and configuration only."""
 
     prefill: tuple[str, ...] = ()
-    """host:port of a prefill worker; repeat for several."""
+    """host:port of a prefill worker, or a name of several in DNS: dns:NAME:PORT, dns:_SERVICE._PROTO.NAME; repeat."""
     decode: tuple[str, ...]
-    """host:port of a decode worker; repeat for several."""
+    """The same of decode workers."""
+    dns_server: str = ""
+    """host:port of the DNS server that knows them; empty is the system's."""
     max_context_tokens: Annotated[int, count(0)] = 0
     """Most tokens in prompt and answer together; 0 is the model's limit. The same as the workers'."""
     ready_fd: int | None = None
@@ -54,6 +56,10 @@ class GatewayConfig(PublicConfig, HeartbeatConfig):
             for address in getattr(self, name):
                 _require_address(name, address)
         self.require("decode", bool(self.decode), "at least one host:port, such as --decode 127.0.0.1:9001")
+        is_server = not self.dns_server or is_host_port(self.dns_server)
+        self.require("dns_server", is_server, "host:port, such as 10.0.0.10:53")
+        has_prefill = bool(self.prefill) or self.no_prefill == "fallback"
+        self.require("no_prefill", has_prefill, "fallback, or a --prefill worker to wait for")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +85,10 @@ class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig):
 
 
 def _require_address(name: str, address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or host != bracketed(host) or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
-        examples = "127.0.0.1:9001 or [::1]:9001"
+    try:
+        is_known = parse_dns_name(address) is not None or is_host_port(address)
+    except ValueError as error:
+        raise ConfigError(f"{name} cannot be used: {error}") from error
+    if not is_known:
+        examples = "127.0.0.1:9001, [::1]:9001 or dns:NAME:9001"
         raise ConfigError(f"{name}={address!r} cannot be used: {flag(name)} needs host:port, such as {examples}")

@@ -19,6 +19,7 @@ ToolFormat = Literal["auto", "none", "hermes", "inline", "llama3", "mistral", "m
 ReasoningFormat = Literal["auto", "none", "think", "mistral", "seed", "minimax-m3", "gemma4"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Speculate = Literal["auto", "off", "ngram", "draft"]
+NoPrefill = Literal["fallback", "wait", "fail"]
 DEMO_MODEL = "demo"
 NO_DRAFT = "none"
 MIN_SECRET_CHARS = 16
@@ -166,6 +167,12 @@ class PublicConfig(Settings):
     local_prefill_max_tokens: Annotated[int | None, count(0)] = None
     """Decode prefills by itself when at most this many tokens of a prompt are missing. Default: any number where decode
     and prefill workers compute with the same CPU cores, else 0."""
+    no_prefill: NoPrefill = "fallback"
+    """When no prefill worker is alive: fallback has decode workers prefill; wait, for --patience-s; fail refuses."""
+    goal_prefill_wait_s: Seconds = 1.0
+    """Seconds of work that may wait for each prefill worker; more asks for more (baton:desired_workers)."""
+    goal_kv_usage: float = 0.8
+    """Share of their pages and places that decode workers should use at most; more asks for more."""
     cache_routing: bool = True
     """Prefer workers that probably have a prompt's beginning in their prefix cache, weighed against their load."""
     tool_format: ToolFormat = "auto"
@@ -187,6 +194,7 @@ class PublicConfig(Settings):
             raise ConfigError(
                 f"grpc_port={self.port} is also the port of REST: set --grpc-port to another, or 0 for any"
             )
+        self.require("goal_kv_usage", 0 < self.goal_kv_usage <= 1, "a number above 0 and at most 1")
         is_clean = all(key and not set(key) & set(", \t\n") for key in self.api_key)  # they travel in one variable
         if not is_clean:
             raise ConfigError("api_key cannot be used: --api-key needs keys without spaces and commas, none empty")

@@ -6,8 +6,9 @@ Knows sockets and limits, nothing of the messages.
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -28,13 +29,19 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),  # the timeout that keepalive pings actually use; default: a minute
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),  # default: 30 s, in which a moved peer is not found
     ("grpc.keepalive_permit_without_calls", 1),
 )
 
 
 _TLS_SIGNS = ("handshake failed", "SSL", "Hostname Verification")  # substrings of gRPC's messages
 
-OpenChannel = Callable[[str], grpc.aio.Channel]  # host:port |-> a channel with this process's credentials
+
+class OpenChannel(Protocol):
+    """Opens channels with this process's credentials."""
+
+    def __call__(self, address: str, server_name: str = "") -> grpc.aio.Channel:
+        """As `open_channel`."""
 
 
 def new_incarnation() -> str:
@@ -50,13 +57,18 @@ def host_identity() -> str:
     return f"{boot.read_text().strip()}:{Path('/proc/self/ns/pid').readlink()}"
 
 
-def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
+def open_channel(
+    address: str, server_name: str = "", dns_server: str = "", credentials: grpc.ChannelCredentials | None = None
+) -> grpc.aio.Channel:
     """A channel to a worker, host:port. Reconnects by itself, at least every 0.25 s.
 
-    Processes open channels through `runtime.trust`, which adds credentials.
+    `server_name`: the host that its certificate must name, if not that of the address. `dns_server`: host:port of the
+    server that resolves the address; empty: the system's. Processes open channels through `runtime.trust`, which adds
+    credentials.
     """
-    target = f"dns:///{address}"  # a peer's address must not name a file or another scheme
+    target = f"dns://{dns_server}/{address}"  # a peer's address must not name a file or another scheme
     options = (
+        *((("grpc.ssl_target_name_override", server_name),) if server_name else ()),
         *_OPTIONS,
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.initial_reconnect_backoff_ms", 100),

@@ -80,12 +80,12 @@ class Trust:
         if self.tls is not None:
             tap_native_stderr(self.refusals.take_line)
 
-    def open_channel(self, address: str) -> grpc.aio.Channel:
-        """A channel whose calls carry the secret; the server's certificate is checked against `address`."""
+    def open_channel(self, address: str, server_name: str = "", dns_server: str = "") -> grpc.aio.Channel:
+        """A channel whose calls carry the secret; the certificate must name `server_name`, or the address's host."""
         credentials = None
         if self.tls is not None:
             credentials = grpc.ssl_channel_credentials(self.tls.ca, self.tls.key, self.tls.cert)
-        channel = rpc.open_channel(address, credentials)
+        channel = rpc.open_channel(address, server_name, dns_server, credentials)
         if self.secret:
             _add_metadata(channel, ((SECRET_KEY, self.secret),))
         return channel

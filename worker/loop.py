@@ -170,7 +170,6 @@ class WorkerLoop:
         # the device computes one step at a time: this one began after the last one ended
         flight.seconds = now - max(flight.started, self._last_over)
         self._last_over = now
-        self._metrics.step_seconds.observe(flight.seconds)
         chosen = []
         for step, at in zip(flight.planned, answers.begins, strict=True):
             begin = at + step.num_scored
@@ -178,7 +177,7 @@ class WorkerLoop:
         judged = self._judge(flight, chosen, answers.failed)
         with self.thread.lock:
             updates = self._finish(flight.planned, chosen, answers, judged, time.monotonic())
-        self._metrics.count_step(flight.planned, updates, answers.failed)
+        self._metrics.count_step(flight.planned, updates, answers.failed, flight.seconds)
         return updates
 
     def _accept(self, step: Planned, tokens: list[int]) -> list[int]:

@@ -11,6 +11,24 @@ from runtime.metrics import SECONDS_BUCKETS
 from worker.sequences import Phase, Planned, Update
 from worker.table import SequenceTable
 
+_KEPT = 0.95  # of a step's weight after the next one: the last 20 count
+
+
+class PromptSpeed:
+    """Prompt tokens a second in the last steps that had any; older steps count less and less."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+
+    def count(self, num_tokens: int, seconds: float) -> None:
+        self._tokens = _KEPT * self._tokens + num_tokens
+        self._seconds = _KEPT * self._seconds + seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """0 before the first step."""
+        return self._tokens / self._seconds if self._seconds else 0.0
+
 
 class WorkerMetrics:
     """Steps, sequences, pages and the prefix cache."""
@@ -37,6 +55,11 @@ class WorkerMetrics:
             lambda: sum(sequence.is_kept or sequence.phase is Phase.RECEIVING for sequence in table),
         )  # fmt: skip
         self._table = table
+        self.gauge(
+            "prompt_tokens_waiting", "Prompt tokens of its sequences still to be computed here",
+            lambda: table.num_tokens_waiting,
+        )  # fmt: skip
+        self.prompt_speed = PromptSpeed()
         self.registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
@@ -49,14 +72,18 @@ class WorkerMetrics:
         ):
             yield CounterMetricFamily(f"baton:{name}", text, value)
 
-    def count_step(self, planned: Seq[Planned], updates: Iterable[Update], failed: Collection[int]) -> None:
+    def count_step(
+        self, planned: Seq[Planned], updates: Iterable[Update], failed: Collection[int], seconds: float
+    ) -> None:
         """Count a finished step. Of a sequence that gets a token, all positions but one are prompt."""
+        self.step_seconds.observe(seconds)
         num_tokens = sum([len(update.token_ids) for update in updates])
         num_prompt = sum([step.count - step.wants_token for i, step in enumerate(planned) if i not in failed])
         if num_tokens:
             self.generation_tokens.inc(num_tokens)
         if num_prompt:
             self.prompt_tokens.inc(num_prompt)
+            self.prompt_speed.count(num_prompt, seconds)
 
     def counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         """A counter `baton:NAME_total`."""

@@ -11,6 +11,7 @@ from runtime import rpc
 from runtime.hardware import num_cores
 from runtime.peer_input import find_foreign_token
 from wire.messages import unpack_tokens
+from worker.metrics import PromptSpeed
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.process import Worker
 from worker.sequences import Job, Sequence
@@ -22,7 +23,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class WorkerService:
     """The common part of the roles' services. Calls that change the table hold the engine thread's lock."""
 
-    def __init__(self, worker: Worker, thread: EngineThread, transports: Callable[[], Mapping[str, str]]) -> None:
+    def __init__(
+        self, worker: Worker, thread: EngineThread, transports: Callable[[], Mapping[str, str]], speed: PromptSpeed
+    ) -> None:
         """`transports`: every peer's address |-> transport."""
         self._me = worker.me
         self._table = worker.table
@@ -32,6 +35,7 @@ class WorkerService:
         self._vocab_size = worker.engine.config.vocab_size
         self._thread = thread
         self._transports = transports
+        self._speed = speed
 
     async def check_draining(self, context: Context) -> None:
         """Abort the call if this worker accepts nothing new."""
@@ -84,6 +88,8 @@ class WorkerService:
             probed_bytes_per_s=self.probed_bytes_per_s(),
             threads=self._threads,
             cores=num_cores(),
+            prompt_tokens_waiting=table.num_tokens_waiting,
+            prompt_tokens_per_second=self._speed.tokens_per_s,
         )
 
     def probed_bytes_per_s(self) -> Mapping[str, float]:

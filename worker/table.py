@@ -62,6 +62,12 @@ class SequenceTable:
     def num_waiting(self) -> int:
         return sum(sequence.is_waiting for sequence in self)
 
+    @property
+    def num_tokens_waiting(self) -> int:
+        """Tokens whose KV is still to be computed here, besides each answer's last one."""
+        computing = [sequence for sequence in self if sequence.phase in (Phase.ACTIVE, Phase.PREEMPTED)]
+        return sum(max(sequence.num_missing - (sequence.job.max_tokens > 0), 0) for sequence in computing)
+
     def in_phase(self, phase: Phase) -> list[Sequence]:
         """Oldest first."""
         return [sequence for sequence in self if sequence.phase is phase]

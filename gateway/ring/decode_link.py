@@ -13,7 +13,7 @@ from gateway.ring.decode_state import DecodeState
 from gateway.ring.worker_link import WorkerLink
 from gateway.ring.worker_state import RETRY_S
 from protos import decode_pb2, decode_pb2_grpc
-from runtime.rpc import OpenChannel, new_incarnation
+from runtime.rpc import new_incarnation
 
 log = structlog.get_logger()
 
@@ -25,8 +25,8 @@ class DecodeLink(WorkerLink):
     stub_type = decode_pb2_grpc.DecodeStub
     _stub: decode_pb2_grpc.DecodeStub
 
-    def __init__(self, state: DecodeState, open_channel: OpenChannel) -> None:
-        super().__init__(state, open_channel)
+    def __init__(self, state: DecodeState, channel: grpc.aio.Channel) -> None:
+        super().__init__(state, channel)
         self._has_unwanted = asyncio.Event()
         state.on_unwanted = self._has_unwanted.set
         self._aborting = asyncio.Lock()  # held during an Abort call

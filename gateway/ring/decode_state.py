@@ -40,8 +40,8 @@ class Session:
 class DecodeState(WorkerState):
     """One decode worker, its stream of tokens and the sessions on it."""
 
-    def __init__(self, address: str, heartbeat_s: float, stall_s: float) -> None:
-        super().__init__("decode", address, heartbeat_s, stall_s)
+    def __init__(self, address: str, heartbeat_s: float, stall_s: float, source: str = "") -> None:
+        super().__init__("decode", address, heartbeat_s, stall_s, source)
         self.sessions: dict[int, Session] = {}  # handle |-> session
         self.stream = ""  # name of the open Steps stream; empty while there is none
         self.on_unwanted: Callable[[], None] = lambda: None  # called when there are handles to abort

@@ -5,18 +5,21 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from gateway.ring.admission import Admission
+from gateway.ring.advice import DEFAULT_GOALS, Goals
 from gateway.ring.attempt import Attempt
 from gateway.ring.door import DRAINING, Door
 from gateway.ring.fleet import Fleet
+from gateway.ring.fleet_metrics import FleetMetrics
 from gateway.ring.generation import Admitted, Generation, Tokens
-from gateway.ring.policy import find_unready
+from gateway.ring.policy import find_no_prefill, find_unready
 from gateway.ring.queue import Queue
 from gateway.ring.reasons import as_error
 from gateway.ring.request_machine import Phase, Request
 from gateway.ring.routing import Router
+from runtime.config_parts import NoPrefill
 from runtime.metrics import SECONDS_BUCKETS
 
 log = structlog.get_logger()
@@ -34,22 +37,24 @@ class Dispatcher:
         patience_s: float,
         registry: CollectorRegistry,
         cache_routing: bool = True,
+        no_prefill: NoPrefill = "fallback",
+        goals: Goals = DEFAULT_GOALS,
     ) -> None:
         """`patience_s`: how long requests wait for a worker to come back, while there is none.
 
-        `cache_routing`: whether what workers probably have of a prompt counts beside their load.
+        `cache_routing`: whether what workers probably have of a prompt counts beside their load. `no_prefill`: what
+        happens to prompts while no prefill worker is alive. `goals`: of the advice on numbers of workers.
         """
         self.door = Door()
         self._fleet = fleet
-        self._queue = Queue(fleet.states(), Router(local_prefill_max_tokens, cache_routing), max_queue, patience_s)
+        router = Router(local_prefill_max_tokens, cache_routing, no_prefill)
+        self._queue = Queue(fleet.states(), router, max_queue, patience_s)
+        fleet.on_join, fleet.on_leave = self._queue.add, self._queue.remove
         self._admission = Admission(self._queue)
         fleet.subscribe(self._admission.pump)
         self._request_timeout_s = request_timeout_s
         self._patience_s = patience_s
-        running = Gauge("baton:num_requests_running", "Requests placed on workers", registry=registry)
-        running.set_function(lambda: self._queue.num_placed)
-        waiting = Gauge("baton:num_requests_waiting", "Requests that wait for a worker", registry=registry)
-        waiting.set_function(lambda: self._queue.num_waiting)
+        registry.register(FleetMetrics(self._queue, goals))
         self._queue_seconds = Histogram(
             "baton:request_queue_time_seconds", "Time a request waits for a worker", registry=registry,
             buckets=SECONDS_BUCKETS,
@@ -59,7 +64,19 @@ class Dispatcher:
         )
 
     def check_ready(self) -> str | None:
-        return DRAINING if self.door.is_draining() else find_unready(self._fleet.views())
+        if self.door.is_draining():
+            return DRAINING
+        unready = find_unready(self._fleet.views(), self._queue.router.no_prefill)
+        return unready.detail if unready else None
+
+    def find_trouble(self) -> str | None:
+        """What makes the service worse than it could be while it serves: prompts have no prefill worker."""
+        views = self._fleet.views()
+        if not any(view.role == "prefill" for view in views) or find_unready(views):
+            return None
+        lacking = find_no_prefill(views)
+        effects = {"fallback": "decode workers prefill", "wait": "prompts wait", "fail": "prompts are refused"}
+        return f"{lacking.detail}; {effects[self._queue.router.no_prefill]}" if lacking else None
 
     @contextmanager
     def admit(self, num_choices: int) -> Iterator[Admitted]:

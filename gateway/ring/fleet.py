@@ -1,13 +1,14 @@
 """All workers of this gateway: links by address, and what the policy sees of them. Lives on the asyncio thread."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
 from gateway.ring.decode_link import DecodeLink
 from gateway.ring.decode_state import DecodeState
 from gateway.ring.policy import WorkerView
+from gateway.ring.request_steps import Role
 from gateway.ring.worker_link import PrefillLink
 from gateway.ring.worker_state import WorkerState
 from kvtransfer.layout import find_mismatch
@@ -30,16 +31,62 @@ class Fleet:
         open_channel: OpenChannel = rpc.open_channel,
     ) -> None:
         """context_tokens: the longest prompt and answer that this gateway accepts."""
+        self._limits = heartbeat_s, stall_s
         self._context_tokens = context_tokens
+        self._open_channel = open_channel
         self._subscribers: list[Callable[[], None]] = [self._report_mismatches, self._report_outage]
+        self._is_started = False
         self._can_serve = False  # a decode worker takes requests, and that is logged
         self._compared: set[str] = set()  # incarnations compared with all others in the set
-        prefills = [WorkerState("prefill", address, heartbeat_s, stall_s) for address in prefill]
-        decodes = [DecodeState(address, heartbeat_s, stall_s) for address in decode]
-        self.prefill = {state.address: PrefillLink(state, open_channel) for state in prefills}
-        self.decode = {state.address: DecodeLink(state, open_channel) for state in decodes}
-        for state in self.states():
-            state.on_change = self._notify
+        self.on_join: Callable[[WorkerState], None] = lambda _worker: None  # called when a worker appears
+        self.on_leave: Callable[[WorkerState], None] = lambda _worker: None  # called when one has gone
+        self.prefill: dict[str, PrefillLink] = {}
+        self.decode: dict[str, DecodeLink] = {}
+        for address in prefill:
+            self.join("prefill", address)
+        for address in decode:
+            self.join("decode", address)
+
+    def join(self, role: Role, address: str, source: str = "", server_name: str = "") -> None:
+        """Open a link. `source`: the DNS name that has the address. `server_name`: as in `OpenChannel`."""
+        channel = self._open_channel(address, server_name)
+        link: PrefillLink | DecodeLink
+        if role == "prefill":
+            link = self.prefill[address] = PrefillLink(WorkerState(role, address, *self._limits, source), channel)
+        else:
+            link = self.decode[address] = DecodeLink(DecodeState(address, *self._limits, source), channel)
+        link.state.on_change = self._notify
+        self.on_join(link.state)
+        if source:
+            log.info("worker found", role=role, address=address, source=source)
+        if self._is_started:
+            link.start()
+
+    async def leave(self, role: Role, address: str) -> None:
+        """Close a link on which no request runs."""
+        link = self.links_of(role)[address]
+        del (self.prefill if role == "prefill" else self.decode)[address]
+        self.on_leave(link.state)
+        log.info("worker left", role=role, address=address, source=link.state.source)
+        await link.close()
+
+    def set_leaving(self, role: Role, address: str, is_leaving: bool) -> None:
+        """Whether the worker gets no new requests, as DNS does not name it any more."""
+        state = self.links_of(role)[address].state
+        if state.is_leaving != is_leaving:
+            state.is_leaving = is_leaving
+            self._notify()
+
+    def find_doubles(self) -> None:
+        """A worker with two addresses gets requests at the first that answers, as long as that does."""
+        now = time.monotonic()
+        firsts: dict[str, str] = {}  # incarnation |-> address
+        for link in self.links():
+            state = link.state
+            first = state.address
+            if state.find_stall(now) is None and not state.is_leaving:
+                first = firsts.setdefault(state.status.peer.incarnation, first)
+            state.double_of = first if first != state.address else ""
 
     def _report_mismatches(self) -> None:
         """Log once, naming both values, which alive workers refuse what we accept, or cannot exchange pages."""
@@ -85,6 +132,10 @@ class Fleet:
         for on_change in self._subscribers:
             on_change()
 
+    def links_of(self, role: Role) -> Mapping[str, PrefillLink | DecodeLink]:
+        """address |-> link"""
+        return self.prefill if role == "prefill" else self.decode
+
     def links(self) -> list[PrefillLink | DecodeLink]:
         return [*self.prefill.values(), *self.decode.values()]
 
@@ -96,6 +147,7 @@ class Fleet:
         return [state.view(now) for state in self.states()]
 
     def start(self) -> None:
+        self._is_started = True
         for link in self.links():
             link.start()
 

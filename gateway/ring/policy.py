@@ -3,7 +3,7 @@
 Filter, score, pick: a worker that cannot serve is filtered out with a reason, the rest are scored by what they would
 have to compute and by load, and the one with the least cost is picked:
 
-    cost [tokens] = positions whose KV the worker probably lacks + BUSY_TOKENS * num_mine / max_running
+    cost [tokens] = positions whose KV the worker probably lacks + BUSY_TOKENS * num_running / max_running
 
 The first term is the time until the first token, counted in tokens of prefill. The second is what the requests there
 cost: on a prefill worker they are computed before or beside this one, on a decode worker each makes every step longer.
@@ -14,7 +14,9 @@ requests have spreads over all workers.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+
+from gateway.ring.request_steps import Role
+from runtime.config_parts import NoPrefill
 
 # What a full worker costs more than an idle one, in tokens of prefill. A decode worker takes 64 sequences: 128 tokens
 # each. An answer of 250 tokens waits 250 times for what one more sequence adds to a step (on an H100 with an 8B model
@@ -29,7 +31,7 @@ NO_LIMIT = 2**32 - 1  # local prefill of any length
 class WorkerView:
     """One worker at one moment, as the gateway knows it."""
 
-    role: Literal["prefill", "decode"]
+    role: Role
     address: str
     incarnation: str
     layout: bytes  # equal for workers that can exchange pages
@@ -45,6 +47,14 @@ class WorkerView:
     host: str = ""  # equal for workers on one host
     num_threads: int = 0  # of the CPU that compute its steps; 0: GPUs do
     num_cores: int = 0  # that it may use
+    num_others: int = 0  # requests that other gateways had there when it last answered
+    tokens_waiting: int = 0  # prompt tokens it had still to compute when it last answered
+    tokens_per_s: float = 0.0  # prompt tokens it computes a second; 0: not known
+
+    @property
+    def num_running(self) -> int:
+        """Requests of all gateways."""
+        return self.num_mine + self.num_others
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,7 @@ class Placement:
     prefill: WorkerView | None
     local_prefill_max_tokens: int  # decode prefills by itself when at most this many positions are missing
     num_cached: int = 0  # tokens whose KV decode probably has
+    is_fallback: bool = False  # decode prefills because no prefill worker is alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,7 @@ class Unready:
     """No worker can serve."""
 
     detail: str
+    role: Role = "decode"  # whose workers are missing
 
 
 def choose_placement(
@@ -75,62 +87,82 @@ def choose_placement(
     local_prefill_max_tokens: int | None,
     avoid: frozenset[str] = frozenset(),
     cached: Mapping[str, int] = NOTHING_CACHED,
+    no_prefill: NoPrefill = "fallback",
 ) -> Placement | Wait | Unready:
     """Place a request that needs KV for `num_missing` positions.
 
     `cached`: incarnation |-> tokens at the prompt's beginning whose KV is probably there, in whole pages.
-    Least cost first, more free pages first at equal cost. Incarnations in `avoid` failed this request before: such a
-    decode worker is asked again only when no other can serve, such a prefill worker never, as one can do without.
-    The decode worker prefills by itself what no compatible prefill worker is alive for, what lies within
-    `local_prefill_max_tokens`, and the rest of a page behind cached ones. None: any number where all those prefill
-    workers would take the cores away that it computes with (`share_cores`), else 0.
+    Least cost first, at equal cost fewer waiting tokens, then more free pages. Incarnations in `avoid` failed this
+    request before: such a worker is asked again only when no other can serve, and a prefill worker never where one can
+    do without. The decode worker prefills by itself what lies within `local_prefill_max_tokens`, the rest of a page
+    behind cached ones, and what no compatible prefill worker is alive for if `no_prefill` is fallback. None: any
+    number where all those prefill workers would take the cores away that it computes with (`share_cores`), else 0.
     """
-    reason = find_unready(workers)
-    if reason is not None:
-        return Unready(reason)
+    unready = find_unready(workers)
+    if unready is not None:
+        return unready
 
-    def cost(view: WorkerView) -> tuple[float, int]:
+    def cost(view: WorkerView) -> tuple[float, int, int]:
         num_lacking = num_missing - cached.get(view.incarnation, 0)
-        return num_lacking + BUSY_TOKENS * view.num_mine / view.max_running, -view.free_pages
+        return num_lacking + BUSY_TOKENS * view.num_running / view.max_running, view.tokens_waiting, -view.free_pages
 
-    workers = _leave_out(workers, avoid) if avoid else workers
+    workers = _leave_out(workers, avoid, no_prefill) if avoid else workers
     with_room = [view for view in workers if view.is_alive and _has_room(view)]
     for decode in sorted((view for view in with_room if view.role == "decode"), key=cost):
         num_cached = cached.get(decode.incarnation, 0)
-        partners = [view for view in workers if _can_prefill_for(decode, view)]
+        known = [view for view in workers if view.role == "prefill" and view.layout == decode.layout]
+        partners = [view for view in known if view.is_alive]
         limit = local_prefill_max_tokens
         if limit is None:
-            limit = NO_LIMIT if all(share_cores(decode, view) for view in partners) else 0
-        if not partners:
-            return Placement(decode, None, NO_LIMIT, num_cached)
+            limit = NO_LIMIT if known and all(share_cores(decode, view) for view in partners or known) else 0
         num_lacking = num_missing - num_cached
-        if num_lacking <= limit or (num_cached and num_lacking < decode.page_tokens):
+        is_short = num_lacking <= limit or (num_cached > 0 and num_lacking < decode.page_tokens)
+        if not partners and no_prefill == "fallback":
+            return Placement(decode, None, NO_LIMIT, num_cached, _has_prefill(workers) and not is_short)
+        if is_short:
             return Placement(decode, None, limit, num_cached)
         partners = [view for view in partners if _has_room(view)]
         if partners:
             return Placement(decode, min(partners, key=cost), limit, num_cached)
-    return Wait()
+    return (find_unready(workers, no_prefill) if with_room else None) or Wait()
 
 
-def _leave_out(workers: Sequence[WorkerView], avoid: frozenset[str]) -> list[WorkerView]:
+def _leave_out(workers: Sequence[WorkerView], avoid: frozenset[str], no_prefill: NoPrefill) -> list[WorkerView]:
+    """Without the workers to avoid, but with those of a role of which else none is alive and one is needed."""
     rest = [view for view in workers if view.incarnation not in avoid]
+    if no_prefill != "fallback" and not any(view.is_alive for view in rest if view.role == "prefill"):
+        rest += [view for view in workers if view.role == "prefill" and view.incarnation in avoid]
     if find_unready(rest) is None:
         return rest
-    return [view for view in workers if view.role == "decode" or view.incarnation not in avoid]
+    return rest + [view for view in workers if view.role == "decode" and view.incarnation in avoid]
 
 
-def find_unready(workers: Sequence[WorkerView]) -> str | None:
-    """Why no request can be served; None when one can. A decode worker alone can serve: it also prefills."""
-    if any(view.is_alive for view in workers if view.role == "decode"):
+def find_unready(workers: Sequence[WorkerView], no_prefill: NoPrefill = "fallback") -> Unready | None:
+    """Why no request can be served; None when one can. With fallback a decode worker alone can serve."""
+    if not any(view.is_alive for view in workers if view.role == "decode"):
+        return Unready(_describe_none(workers, "decode"))
+    return None if no_prefill == "fallback" else find_no_prefill(workers)
+
+
+def find_no_prefill(workers: Sequence[WorkerView]) -> Unready | None:
+    """Why no prefill worker can compute prompts for a living decode worker; None when one can."""
+    layouts = {view.layout for view in workers if view.role == "decode" and view.is_alive}
+    prefills = [view for view in workers if view.role == "prefill" and view.is_alive]
+    if any(view.layout in layouts for view in prefills):
         return None
-    decodes = [view for view in workers if view.role == "decode"]
-    if not decodes:
-        return "no decode worker is configured; name one with --decode"
-    return "no decode worker is alive: " + "; ".join(f"{view.address} {view.trouble}" for view in decodes)
+    mismatch = "no prefill worker matches a decode worker; the gateway's log names the difference"
+    return Unready(mismatch if prefills else _describe_none(workers, "prefill"), "prefill")
 
 
-def _can_prefill_for(decode: WorkerView, view: WorkerView) -> bool:
-    return view.role == "prefill" and view.is_alive and view.layout == decode.layout
+def _describe_none(workers: Sequence[WorkerView], role: Role) -> str:
+    troubles = [f"{view.address} {view.trouble}" for view in workers if view.role == role]
+    if troubles:
+        return f"no {role} worker is alive: " + "; ".join(troubles)
+    return f"no {role} worker is known: name one with --{role}; the log says which names DNS does not know"
+
+
+def _has_prefill(workers: Sequence[WorkerView]) -> bool:
+    return any(view.role == "prefill" for view in workers)
 
 
 def share_cores(decode: WorkerView, prefill: WorkerView) -> bool:

@@ -8,14 +8,14 @@ answers that move from one dying worker to the next would always stand behind th
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from gateway.ring.decode_state import DecodeState
 from gateway.ring.generation import Admitted
-from gateway.ring.policy import Placement, WorkerView, find_unready
+from gateway.ring.policy import Placement, Unready, WorkerView, find_unready
 from gateway.ring.reasons import Reason
 from gateway.ring.request_machine import Request
 from gateway.ring.request_steps import Role
@@ -61,17 +61,33 @@ class Waiter:
 class Queue:
     """Owns the waiting requests and the places of the others. `decide` gives places in turn."""
 
-    def __init__(self, workers: Sequence[WorkerState], router: Router, max_queue: int, patience_s: float) -> None:
+    def __init__(self, workers: Iterable[WorkerState], router: Router, max_queue: int, patience_s: float) -> None:
         """`patience_s`: how long requests wait while no worker can serve, counted from when one last could."""
         self.router = router
         self.on_change: Callable[[], None] = lambda: None  # called when requests that were held back may go on
-        self._workers = {(worker.role, worker.address): worker for worker in workers}
+        self.num_fallbacks = 0  # prompts that decode computes because no prefill worker is alive
+        self._workers: dict[tuple[Role, str], WorkerState] = {}
         self._max_queue = max_queue
         self._patience_s = patience_s
-        self._last_ready = -float("inf")  # when a worker last could serve
+        self._last_ready: dict[Role, float] = {}  # when a worker of the role last could serve
         self._waiting: deque[Waiter] = deque()
         self._placed: set[Waiter] = set()
         self._num_apart = 0  # admitted and neither in the queue nor placed
+        for worker in workers:
+            self.add(worker)
+
+    def add(self, worker: WorkerState) -> None:
+        """It may get requests from now on."""
+        self._workers[worker.role, worker.address] = worker
+
+    def remove(self, worker: WorkerState) -> None:
+        """It gets no more. No request has a place there."""
+        del self._workers[worker.role, worker.address]
+
+    @property
+    def num_tokens_waiting(self) -> int:
+        """Tokens of the requests in the queue whose KV is needed."""
+        return sum(waiter.request.num_missing for waiter in self._waiting)
 
     @property
     def num_waiting(self) -> int:
@@ -154,24 +170,31 @@ class Queue:
     def decide(self, now: float) -> list[Waiter]:
         """Requests whose wait is over: they have places, or a reason. Call it at each change and after each poll."""
         views = self.views(now)
-        unready = find_unready(views)
-        if unready is None:
-            self._last_ready = now
+        unready = find_unready(views, self.router.no_prefill)
+        if unready is None or unready.role == "prefill":
+            self._last_ready["decode"] = now
+            if unready is None:
+                self._last_ready["prefill"] = now
             return self._place_all(views, now) if self._waiting else []
-        if now - self._last_ready < self._patience_s:
+        if not self._is_given_up("decode", now):
             return []
         refused, self._waiting = list(self._waiting), deque()
         for waiter in refused:
-            waiter.reason = Reason("not ready", unready)
+            waiter.reason = Reason("not ready", unready.detail)
         return refused
 
+    def _is_given_up(self, role: Role, now: float) -> bool:
+        """Whether no worker of the role could serve for so long that requests do not wait any more."""
+        patience_s = 0.0 if role == "prefill" and self.router.no_prefill == "fail" else self._patience_s
+        return now - self._last_ready.get(role, -float("inf")) >= patience_s
+
     def _place_all(self, views: Sequence[WorkerView], now: float) -> list[Waiter]:
-        """As many as have room, in order.
+        """As many as have room, in order, and those that have waited for a prefill worker for too long.
 
         FIFO per worker: a request overtakes another only on workers that the other cannot use, or while that is held
         back.
         """
-        placed: list[Waiter] = []
+        decided: list[Waiter] = []
         self.router.keep(views)
         held = set[PageKey | None]()
         spared: frozenset[str] | None = None  # incarnations that no request before can use; None: none is before
@@ -185,19 +208,25 @@ class Queue:
             choice = self.router.choose(usable, request)
             if isinstance(choice, Placement):
                 self._place(waiter, choice)
-                placed.append(waiter)
+                decided.append(waiter)
                 views = self.views(now)
             elif isinstance(choice, Held):
                 held.add(choice.key)
+            elif isinstance(choice, Unready) and choice.role == "prefill":
+                if self._is_given_up(choice.role, now):
+                    self._waiting.remove(waiter)
+                    waiter.reason = Reason("not ready", choice.detail)
+                    decided.append(waiter)
             else:
                 spared = frozenset(request.avoid) if spared is None else spared & request.avoid
                 if not spared:
                     break
-        return placed
+        return decided
 
     def _place(self, waiter: Waiter, choice: Placement) -> None:
         self._waiting.remove(waiter)
         self._placed.add(waiter)
+        self.num_fallbacks += choice.is_fallback
         coming = self.router.begin(waiter.request, choice)
         decode = self._workers["decode", choice.decode.address]
         assert isinstance(decode, DecodeState)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from gateway.ring.policy import Placement, Unready, Wait, WorkerView, choose_placement
 from gateway.ring.prefix_memory import PrefixMemory
 from gateway.ring.request_machine import Request
+from runtime.config_parts import NoPrefill
 from wire.page_keys import PageKey
 
 Coming = tuple[PageKey, str]  # last whole page of a prompt, incarnation of the decode worker that is about to have it
@@ -25,8 +26,11 @@ class Held:
 class Router:
     """Chooses workers, and remembers which prompts they have."""
 
-    def __init__(self, local_prefill_max_tokens: int | None, uses_cache: bool = True) -> None:
+    def __init__(
+        self, local_prefill_max_tokens: int | None, uses_cache: bool = True, no_prefill: NoPrefill = "fallback"
+    ) -> None:
         """`uses_cache`: False chooses by load only."""
+        self.no_prefill: NoPrefill = no_prefill
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._uses_cache = uses_cache
         self._memory = PrefixMemory()
@@ -45,8 +49,9 @@ class Router:
         cached = {name: count * page_tokens for name, count in found if name not in request.mistaken}
         cached |= dict.fromkeys(coming, len(keys) * page_tokens)
         choice = choose_placement(
-            workers, request.num_missing, self._local_prefill_max_tokens, frozenset(request.avoid), cached
-        )
+            workers, request.num_missing, self._local_prefill_max_tokens, frozenset(request.avoid), cached,
+            self.no_prefill,
+        )  # fmt: skip
         if isinstance(choice, Placement) and choice.decode.incarnation in coming:
             return Held(keys[-1])
         return choice

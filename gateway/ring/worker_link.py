@@ -14,7 +14,6 @@ import structlog
 from gateway.ring.worker_state import WorkerState
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from runtime import rpc
-from runtime.rpc import OpenChannel
 
 log = structlog.get_logger()
 
@@ -28,13 +27,14 @@ class WorkerLink:
 
     stub_type: type[prefill_pb2_grpc.PrefillStub] | type[decode_pb2_grpc.DecodeStub]
 
-    def __init__(self, state: WorkerState, open_channel: OpenChannel) -> None:
+    def __init__(self, state: WorkerState, channel: grpc.aio.Channel) -> None:
+        """`channel`: closed with the link."""
         self.state = state
         self.address = state.address
         self._hurry = asyncio.Event()
         state.on_hurry = self._hurry.set
         self._heartbeat_s = state.heartbeat_s
-        self._channel = open_channel(state.address)
+        self._channel = channel
         self._stub = self.stub_type(self._channel)
         self._silence: str | None = None  # why it does not answer, as logged; empty when it does, None before the first
         self._tasks: list[asyncio.Task[None]] = []

@@ -4,9 +4,9 @@ Which worker serves what is policy.py's.
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 from gateway.ring.policy import WorkerView
+from gateway.ring.request_steps import Role
 from protos import decode_pb2
 
 POLL_S = 1.0  # between two calls for a worker's status, at most
@@ -17,7 +17,7 @@ RETRY_S = 0.2  # before a worker that did not answer is asked again
 class WorkerState:
     """One worker: its last status, and the places that this gateway's requests have there."""
 
-    def __init__(self, role: Literal["prefill", "decode"], address: str, heartbeat_s: float, stall_s: float) -> None:
+    def __init__(self, role: Role, address: str, heartbeat_s: float, stall_s: float, source: str = "") -> None:
         """`heartbeat_s`: silence after which a worker counts as dead; `stall_s`: the same for an engine step."""
         self.role = role
         self.address = address
@@ -27,8 +27,12 @@ class WorkerState:
         self.next_poll = 0.0  # when to ask for its status again
         self.on_change: Callable[[], None] = lambda: None  # called when it may have got room or died
         self.on_hurry: Callable[[], None] = lambda: None  # called when `next_poll` has moved closer
+        self.source = source  # the DNS name that it has; empty: named by its address
+        self.is_leaving = False  # DNS knows it no more
+        self.double_of = ""  # the other address of the same worker, which is used
         self.heartbeat_s = heartbeat_s
         self._stall_s = stall_s
+        self._num_others = 0  # requests of other gateways at its last answer
         self._heard = -float("inf")  # when it last answered
         self._trouble = "has not answered yet"
         self._is_doubted = False  # a call found no worker since it last answered
@@ -40,6 +44,7 @@ class WorkerState:
     def learn(self, status: decode_pb2.WorkerStatus, now: float) -> None:
         """It answered."""
         self.status = status
+        self._num_others = max(status.num_running - self.num_mine, 0)
         self._layout = status.peer.layout.SerializeToString(deterministic=True)
         self._view = None
         self._heard = now
@@ -67,6 +72,10 @@ class WorkerState:
             return stall
         if self.status.draining:
             return "is draining"
+        if self.is_leaving:
+            return f"is no longer in {self.source}"
+        if self.double_of:
+            return f"is the worker at {self.double_of}"
         return "did not take a call" if self._is_doubted else None
 
     def find_stall(self, now: float) -> str | None:
@@ -100,6 +109,7 @@ class WorkerState:
             trouble=trouble or "",
             max_running=max(status.max_running, 1),
             num_mine=self.num_mine,
+            num_others=self._num_others,
             is_full=self.is_full,
             free_pages=status.free_pages,
             num_pages=peer.num_pages,
@@ -108,6 +118,8 @@ class WorkerState:
             host=peer.host,
             num_threads=status.threads,
             num_cores=status.cores,
+            tokens_waiting=status.prompt_tokens_waiting,
+            tokens_per_s=status.prompt_tokens_per_second,
         )
 
     def release(self, refused_at: float | None = None) -> None:

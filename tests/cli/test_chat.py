@@ -30,7 +30,8 @@ OTHERS = [
     {"role": "decode", "address": "h:2", "transport": "shm", "alive": False},
     {"role": "prefill", "address": "h:3", "transport": "shm", "alive": True},
 ]
-WORKERS = {"workers": [LAST, *OTHERS]}
+WORKERS = [LAST, *OTHERS]
+STATUS = {"workers": WORKERS, "trouble": "no prefill worker is alive; decode workers prefill"}
 
 
 class FakeService(ThreadingHTTPServer):
@@ -59,7 +60,7 @@ class FakeHandler(BaseHTTPRequestHandler):
         answers = {
             "/v1/models": json.dumps({"data": [{"id": "fake"}]}),
             "/metrics": '# HELP x\nbaton:requests 3\nbaton:seconds_bucket{le="1"} 2\npython_info 1\n',
-            "/status": json.dumps(WORKERS),
+            "/status": json.dumps(STATUS),
         }
         answers |= self.server.odd_answers
         self.server.key = self.headers.get("authorization", "")
@@ -260,12 +261,13 @@ def test_a_proxy_that_cannot_be_used_is_reported_in_a_line(command: str, proxy: 
 
 def test_status_shows_the_workers(service: FakeService, capsys: pytest.CaptureFixture[str]) -> None:
     assert status(url=service.url, as_json=True) == 0
-    assert json.loads(capsys.readouterr().out) == WORKERS
+    assert json.loads(capsys.readouterr().out) == STATUS
     assert status(url=service.url) == 0
-    assert "shm" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "shm" in shown and "decode workers prefill" in shown
     console = Console(width=200)
     with console.capture() as shown:
-        console.print(build_table(WORKERS["workers"]))
+        console.print(build_table(WORKERS))
     assert "[fd00::1]:9001" in shown.get() and "[red]" in shown.get(), "addresses are not markup"
     assert "not used yet" in shown.get() and "none" not in shown.get()
     assert all(column.replace("_", " ") in shown.get() for column in COLUMNS)

@@ -38,6 +38,7 @@ class Ring:
         self.fleet = fleet
         self.dispatcher = dispatcher
         self.signal = signal
+        self.failed_lookups: Callable[[], float] = lambda: 0.0
         fleet.subscribe(signal.fire)
 
     @property

@@ -238,10 +238,10 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
 
 
 @asynccontextmanager
-async def serving(worker: FakeWorker, port: int = 0) -> AsyncIterator[str]:
+async def serving(worker: FakeWorker, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator[str]:
     """The worker's address while it listens; its connections are cut afterwards."""
     server = build_server()
-    address = f"127.0.0.1:{bind(server, '127.0.0.1', port)}"
+    address = f"{host}:{bind(server, host, port)}"
     worker.add_to(server)
     await server.start()
     try:

@@ -12,6 +12,7 @@ from gateway.ring.request_steps import SessionUpdate, update_of
 from gateway.ring.routing import Router
 from gateway.ring.worker_state import WorkerState
 from protos import decode_pb2, kv_pb2
+from runtime.config_parts import NoPrefill
 from tests.support.dispatching import generation
 from wire.messages import unpack_logprobs
 
@@ -23,15 +24,16 @@ class Hall:
     """Workers D1, D2, ..., P1, P2, ... that have answered a poll, and the queue in front of them."""
 
     def __init__(
-        self, decode: int = 1, prefill: int = 0, max_running: int = 4, max_queue: int = 8, patience_s: float = 0.0
-    ) -> None:
+        self, decode: int = 1, prefill: int = 0, max_running: int = 4, max_queue: int = 8, patience_s: float = 0.0,
+        no_prefill: NoPrefill = "fallback",
+    ) -> None:  # fmt: skip
         self.now = 0.0
         self.max_running = max_running
         self.patience_s = patience_s
         limits = HEARTBEAT_S, STALL_S
         self.decodes = [DecodeState(f"D{number}", *limits) for number in range(1, decode + 1)]
         self.prefills = [WorkerState("prefill", f"P{number}", *limits) for number in range(1, prefill + 1)]
-        self.queue = Queue([*self.prefills, *self.decodes], Router(0), max_queue, patience_s)
+        self.queue = Queue([*self.prefills, *self.decodes], Router(0, no_prefill=no_prefill), max_queue, patience_s)
         for state in self.decodes:
             state.open_stream(f"to {state.address}", state.address)
         for one in (*self.decodes, *self.prefills):

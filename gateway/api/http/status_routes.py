@@ -1,5 +1,7 @@
 """Endpoints for probes, dashboards and people: liveness, readiness, version, metrics, fleet. Must not know requests."""
 
+from collections.abc import Callable
+
 import msgspec
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -58,16 +60,17 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     running: int
     alive: bool
     trouble: str
+    source: str  # the DNS name that it has; empty: named by its address
 
 
-def build_fleet_router(fleet: Fleet) -> APIRouter:
-    """GET /status."""
+def build_fleet_router(fleet: Fleet, find_trouble: Callable[[], str | None]) -> APIRouter:
+    """GET /status. `find_trouble`: what makes the service worse than it could be."""
     router = APIRouter()
 
     @router.get("/status")
     async def status() -> Response:
         """Every worker, as of its last answer to the gateway."""
-        return json_response({"workers": [_describe(link) for link in fleet.links()]})
+        return json_response({"workers": [_describe(link) for link in fleet.links()], "trouble": find_trouble() or ""})
 
     return router
 
@@ -89,4 +92,5 @@ def _describe(link: WorkerLink) -> WorkerStatus:
         running=status.num_running,
         alive=trouble is None,
         trouble=trouble or "",
+        source=link.state.source,
     )

@@ -18,6 +18,7 @@ from gateway.ring.policy import (
     choose_placement,
     find_unready,
 )
+from runtime.config_parts import NoPrefill
 from tests.support.worker_views import DECODE, DECODE_2, FULL, PREFILL, PREFILL_2
 
 DEAD: dict[str, Any] = {"is_alive": False, "trouble": "does not answer"}
@@ -52,6 +53,8 @@ def names(choice: Placement | Wait | Unready) -> object:
             [PREFILL, replace(DECODE, num_mine=2, max_running=100), replace(DECODE_2, num_mine=1)],
             ("D1", "P1"),
         ),
+        ("other gateways' requests count", [PREFILL, replace(DECODE, num_others=1), DECODE_2], ("D2", "P1")),
+        ("at equal load fewer tokens waiting", [replace(PREFILL, tokens_waiting=9), PREFILL_2, DECODE], ("D1", "P2")),
         ("at equal load more free pages", [PREFILL, DECODE, replace(DECODE_2, free_pages=11)], ("D2", "P1")),
         (
             "the idler decode worker has no compatible prefill worker with room",
@@ -158,10 +161,51 @@ def test_workers_that_failed_are_asked_last(avoid: set[str], workers: Sequence[W
     assert names(choose_placement(workers, 100, 0, frozenset(avoid))) == expected
 
 
+@pytest.mark.parametrize(
+    ("case", "workers", "missing", "avoid", "expected"),
+    [
+        ("one is alive", [PREFILL, DECODE], 100, set(), ("D1", "P1")),
+        ("none is alive", [replace(PREFILL, **DEAD), DECODE], 100, set(), Unready),
+        ("none matches", [replace(PREFILL, **OTHER), DECODE], 100, set(), Unready),
+        ("what decode may prefill anyway needs none", [replace(PREFILL, **DEAD), DECODE], 8, set(), ("D1", None)),
+        ("none has room", [replace(PREFILL, **FULL), DECODE], 100, set(), Wait),
+        ("no decode worker has room", [replace(PREFILL, **DEAD), replace(DECODE, **FULL)], 100, set(), Wait),
+        ("one that failed is asked again", [PREFILL, DECODE], 100, {"P1"}, ("D1", "P1")),
+        ("but last", [PREFILL, replace(PREFILL_2, num_mine=3), DECODE], 100, {"P1"}, ("D1", "P2")),
+        (
+            "the idler decode worker has none, the other has one",
+            [PREFILL, replace(DECODE, num_mine=1), replace(DECODE_2, **OTHER)], 100, set(), ("D1", "P1"),
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("no_prefill", ["wait", "fail"])
+def test_decode_does_not_stand_in_for_prefill_where_it_must_not(
+    case: str, workers: Sequence[WorkerView], missing: int, avoid: set[str], expected: object, no_prefill: NoPrefill
+) -> None:
+    choice = choose_placement(workers, missing, 8, frozenset(avoid), no_prefill=no_prefill)
+    assert names(choice) == expected, case
+    if isinstance(choice, Unready):
+        assert choice.role == "prefill" and choice.detail.startswith("no prefill worker")
+        standing_in = choose_placement(workers, missing, 8, frozenset(avoid))
+        assert isinstance(standing_in, Placement) and standing_in.is_fallback
+
+
+def test_standing_in_is_counted_only_where_a_prefill_worker_is_missed() -> None:
+    for workers, missing, is_fallback in (
+        ([DECODE], 100, False),
+        ([PREFILL, DECODE], 8, False),
+        ([replace(PREFILL, **DEAD), DECODE], 8, False),
+        ([replace(PREFILL, **DEAD), DECODE], 9, True),
+    ):
+        choice = choose_placement(workers, missing, 8)
+        assert isinstance(choice, Placement) and choice.is_fallback is is_fallback
+
+
 def test_unready_names_every_decode_worker_and_its_trouble() -> None:
-    assert find_unready([PREFILL]) == "no decode worker is configured; name one with --decode"
+    unknown = "no decode worker is known: name one with --decode; the log says which names DNS does not know"
+    assert find_unready([PREFILL]) == Unready(unknown)
     dead = [replace(DECODE, **DEAD), replace(DECODE_2, is_alive=False, trouble="is draining")]
-    assert find_unready(dead) == "no decode worker is alive: d:1 does not answer; d:2 is draining"
+    assert find_unready(dead) == Unready("no decode worker is alive: d:1 does not answer; d:2 is draining")
     assert find_unready([*dead, replace(DECODE, address="d:3")]) is None
 
 

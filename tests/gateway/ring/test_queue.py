@@ -10,6 +10,7 @@ from gateway.ring.queue import Waiter
 from gateway.ring.reasons import Reason, as_error
 from gateway.ring.request_machine import GRAMMAR_PAUSE_S, Phase, Request
 from gateway.ring.request_steps import Refused
+from runtime.config_parts import NoPrefill
 from tests.support.dispatching import generation
 from tests.support.ring_states import HEARTBEAT_S, Hall, Try
 
@@ -192,13 +193,51 @@ def test_a_worker_that_refused_gets_nothing_until_a_place_is_free_or_it_answers_
     assert hall.decide() == ["refused"]
 
 
+@pytest.mark.parametrize("no_prefill", ["fallback", "wait", "fail"])
+def test_prompts_without_a_prefill_worker(no_prefill: NoPrefill) -> None:
+    hall = Hall(prefill=1, patience_s=20.0, no_prefill=no_prefill)
+    assert hall.decide() == []
+    hall.now = HEARTBEAT_S + 1
+    hall.poll(hall.decodes[0])  # only decode answers
+    waiter, short = hall.join("long"), hall.join(generation("short", prompt=(1,)))
+    assert hall.decide() == {"fallback": ["long", "short"], "wait": ["short"], "fail": ["long", "short"]}[no_prefill]
+    assert hall.queue.num_fallbacks == (no_prefill == "fallback") and short.places is not None
+    if no_prefill == "wait":
+        assert hall.decide() == []
+        hall.now = 20.0
+        hall.poll(hall.decodes[0])
+        assert hall.decide() == ["long"]
+    if no_prefill == "fallback":
+        assert waiter.places is not None and waiter.places.prefill is None
+        return
+    assert waiter.reason is not None and "no prefill worker is alive: P1 has been silent" in waiter.reason.detail
+    hall.poll(hall.prefills[0])
+    again = hall.join("again")
+    assert hall.decide() == ["again"] and again.places is not None and again.places.prefill is hall.prefills[0]
+
+
+def test_what_other_gateways_have_on_a_worker_counts() -> None:
+    hall = Hall(decode=2)
+    running = hall.join("mine")
+    assert hall.decide() == ["mine"] and running.places is not None
+    mine = running.places.decode
+    other = next(state for state in hall.decodes if state is not mine)
+    hall.poll(mine, num_running=1)  # that is ours
+    hall.poll(other, num_running=3)
+    busier = hall.join("next")
+    assert hall.decide() == ["next"] and busier.places is not None and busier.places.decode is mine
+    hall.poll(mine, num_running=8)
+    last = hall.join("last")
+    assert hall.decide() == ["last"] and last.places is not None and last.places.decode is other
+
+
 @pytest.mark.parametrize("was_ready", [False, True])
 def test_requests_wait_for_a_worker_to_come_back_but_not_for_ever(was_ready: bool) -> None:
     hall = Hall(patience_s=20.0)
     if was_ready:
         hall.decide()
     else:
-        hall.queue._last_ready = -float("inf")
+        hall.queue._last_ready.clear()
         hall.poll(hall.decodes[0], draining=True)
     hall.now = HEARTBEAT_S + 1
     waiter = hall.join("r")
