@@ -37,7 +37,7 @@ class Process:
     name: str
     role: str  # "prefill", "decode" or "gateway"
     port: int
-    metrics_port: int  # of a gateway: its gRPC port; its /metrics is on `port`
+    ops_port: int
     flags: tuple[str, ...]
     log: Path
     program: tuple[str, ...] = PROGRAM
@@ -131,8 +131,7 @@ class Process:
 
     def metric(self, sample: str, labels: Mapping[str, str] | None = None) -> float:
         """The sum of all samples named `baton:SAMPLE` that carry `labels`."""
-        port = self.port if self.role == "gateway" else self.metrics_port
-        return read_metric(f"http://{HOST}:{port}/metrics", sample, labels)
+        return read_metric(f"http://{HOST}:{self.ops_port}/metrics", sample, labels)
 
     def read_log(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
@@ -149,6 +148,7 @@ def _read_command(pid: str) -> str:
 class ProcessFleet:
     """A gateway and its workers, by name: "gateway", "prefill-0", "decode-0" and so on."""
 
+    grpc_port: int  # of the gateway
     processes: dict[str, Process] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Process:
@@ -164,7 +164,7 @@ class ProcessFleet:
 
     @property
     def grpc_address(self) -> str:
-        return f"{HOST}:{self.gateway.metrics_port}"
+        return f"{HOST}:{self.grpc_port}"
 
     def workers(self) -> list[Process]:
         return [process for process in self.processes.values() if process.role != "gateway"]
@@ -245,33 +245,32 @@ def run_fleet(
     """Processes that serve the demo model in float32; all are killed at the end.
 
     `flags`: additional ones by role or name. `links`: worker name |-> the address at which the gateway reaches it.
-    `ports`: two per process, in the order gateway, prefill, decode. `kv_memory_mib`: by role, default 64.
-    `programs`: worker name |-> what to run instead of PROGRAM. The environment variable DECODE_TP sets the ranks of
-    decode workers, so that a whole suite can run with several.
+    `ports`: two per process, in the order gateway, prefill, decode, and the gateway's for gRPC. `kv_memory_mib`: by
+    role, default 64. `programs`: worker name |-> what to run instead of PROGRAM. The environment variable DECODE_TP
+    sets the ranks of decode workers, so that a whole suite can run with several.
     """
     flags, links, programs = flags or {}, links or {}, programs or {}
     decode_tp = os.environ.get("DECODE_TP", "1")
     names = ["gateway", *(f"prefill-{i}" for i in range(num_prefill)), *(f"decode-{i}" for i in range(num_decode))]
-    ports = ports or free_ports(2 * len(names))
-    fleet = ProcessFleet()
+    ports = ports or free_ports(2 * len(names) + 1)
+    fleet = ProcessFleet(ports[-1])
     with tempfile.TemporaryDirectory() as folder:
         for index, name in enumerate(names):
             role = name.partition("-")[0]
-            port, metrics_port = ports[2 * index : 2 * index + 2]
-            own = [f"--port={port}", f"--lease-s={lease_s:g}"]
+            port, ops_port = ports[2 * index : 2 * index + 2]
+            own = [f"--port={port}", f"--ops-port={ops_port}", f"--lease-s={lease_s:g}"]
             if role != "decode":
                 own.append(f"--heartbeat-s={heartbeat_s:g}")
             if role != "gateway":
-                own += ["--dtype=float32", f"--metrics-port={metrics_port}"]
-                own.append(f"--kv-memory-mib={(kv_memory_mib or {}).get(role, 64)}")
+                own += ["--dtype=float32", f"--kv-memory-mib={(kv_memory_mib or {}).get(role, 64)}"]
             extra = (*flags.get(role, ()), *(flags.get(name, ()) if name != role else ()))
             if role == "decode" and decode_tp != "1" and not any(flag.startswith("--tp=") for flag in extra):
                 own.append(f"--tp={decode_tp}")
             log, program = Path(folder) / f"{name}.log", tuple(programs.get(name, PROGRAM))
-            fleet.processes[name] = Process(name, role, port, metrics_port, (*own, *extra), log, program)
+            fleet.processes[name] = Process(name, role, port, ops_port, (*own, *extra), log, program)
         peers = [f"--{worker.role}={links.get(worker.name, worker.address)}" for worker in fleet.workers()]
         gateway = fleet.gateway
-        waits = (f"--patience-s={patience_s:g}", f"--grpc-port={gateway.metrics_port}", *HAND_OFF_FLAGS)
+        waits = (f"--patience-s={patience_s:g}", f"--grpc-port={fleet.grpc_port}", *HAND_OFF_FLAGS)
         gateway.flags = (*gateway.flags, *waits, *peers)
         try:
             for process in fleet.processes.values():

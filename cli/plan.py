@@ -14,6 +14,7 @@ from runtime.gpus import VISIBLE
 from runtime.settings import Settings, field_names, flag
 
 LOOPBACK = "127.0.0.1"
+PLACES = ("host", "port", "ops_host", "ops_port")  # of `baton serve`: where its gateway listens
 HOST_SHARE = 0.5  # of free main memory, for the KV pools of all workers together
 # Threads that wait between two products of a step spin for some 0.2 ms before they sleep, 3 % of a step's time. Where
 # others want the same cores it costs more than it saves.
@@ -107,7 +108,8 @@ def plan_gateway(
     config: ServeConfig, name: str, prefill: Command, decode: Command, program: Command = PROGRAM
 ) -> ProcessSpec:
     """The gateway of workers at these addresses, which serves the model as `name`."""
-    given = {"host": config.host, "port": config.port, "served_name": name, "api_key": ()}
+    ports = {part: getattr(config, part) for part in PLACES}
+    given = {**ports, "served_name": name, "api_key": ()}
     settings = derive(GatewayConfig, config, **given, prefill=prefill, decode=decode)
     keys = {"BATON_API_KEY": ",".join(config.api_key)} if config.api_key else {}
     return ProcessPlan("gateway", "gateway", settings, keys | secrets_of(config), program)
@@ -120,7 +122,7 @@ def secrets_of(config: ServeConfig) -> dict[str, str]:
 
 def pin_ports(spec: ProcessSpec, ready: Ready) -> ProcessSpec:
     """The same worker, on the ports that it got: gateways and scrapers know them."""
-    ports = {"port": ready.address, "metrics_port": ready.metrics_address}
+    ports = {"port": ready.address, "ops_port": ready.ops_address}
     pinned = {name: int(address.rpartition(":")[2]) for name, address in ports.items() if address}
     return replace(spec, settings=replace(spec.settings, **pinned))
 
@@ -128,9 +130,9 @@ def pin_ports(spec: ProcessSpec, ready: Ready) -> ProcessSpec:
 def derive(target: type[SettingsType], config: ServeConfig, **given: Any) -> SettingsType:
     """Settings of one process: what it shares by name with the service's, and what is given.
 
-    Host and port of the service are the gateway's; workers listen on any free port of the loopback interface.
+    Hosts and ports of the service are the gateway's; workers listen on any free port of the loopback interface.
     """
-    shared = set(field_names(target)) & set(field_names(ServeConfig)) - {"host", "port", "fleet_secret"}
+    shared = set(field_names(target)) & set(field_names(ServeConfig)) - {*PLACES, "fleet_secret"}
     return target(**{name: getattr(config, name) for name in shared} | {"host": LOOPBACK} | given)
 
 

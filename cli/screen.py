@@ -76,8 +76,8 @@ class Screen:
     def ready(self, name: str, event: Ready) -> None:
         """A process takes requests. Its own log line of that is left out."""
         facts: dict[str, Any] = {"pid": event.pid, **event.detail}
-        if event.metrics_address:
-            facts["metrics"] = f"http://{event.metrics_address}/metrics"
+        if event.ops_address:
+            facts["metrics"] = f"http://{event.ops_address}/metrics"
         text = f"{name} is ready at {event.address} ({', '.join(f'{key} {value}' for key, value in facts.items())})"
         self.say(text, "ready", process=name, address=event.address, incarnation=event.incarnation, **facts)
 

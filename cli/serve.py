@@ -8,6 +8,7 @@ import asyncio
 import os
 import secrets
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Annotated
 
@@ -46,14 +47,17 @@ def serve(config: Annotated[ServeConfig, Parameter(name="*")] = ServeConfig()) -
 
 def check_ports(config: ServeConfig) -> None:
     """Raise ConfigError when the gateway cannot listen on its ports."""
-    for name, port in (("port", config.port), ("grpc_port", config.grpc_listen_port)):
-        try:
-            rpc.open_listener(config.host, port).close()
-        except OSError as error:
-            number = error.errno or 0
-            reason = os.strerror(number) if number > 0 else error.strerror  # negative: a name unknown
-            advice = f"set {flag(name)} to another, or 0 for any"
-            raise ConfigError(f"{name}={port} on host {config.host} cannot be used ({reason}): {advice}") from error
+    ports = (("port", config.port), ("grpc_port", config.grpc_listen_port), ("ops_port", config.ops_port))
+    with ExitStack() as held:  # all at once: they must differ
+        for name, port in ports:
+            host = config.ops_host if name == "ops_port" else config.host
+            try:
+                held.enter_context(rpc.open_listener(host, port))
+            except OSError as error:
+                number = error.errno or 0
+                reason = os.strerror(number) if number > 0 else error.strerror  # negative: a name unknown
+                advice = f"set {flag(name)} to another, or 0 for any"
+                raise ConfigError(f"{name}={port} on host {host} cannot be used ({reason}): {advice}") from error
 
 
 async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, stop_s: float | None = None) -> int:

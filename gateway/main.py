@@ -27,6 +27,7 @@ from runtime.addresses import bracketed, parse_dns_name
 from runtime.config import GatewayConfig
 from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_open_files
 from runtime.logs import setup_logging
+from runtime.ops import OpsServer, Probes
 from runtime.trust import load_trust
 
 log = structlog.get_logger()
@@ -40,15 +41,16 @@ def run(config: GatewayConfig) -> int:
     setup_logging("gateway", config.log_level)
     take_open_files()
     try:
-        tokenizer = Tokenizer(Path(config.model), config.max_context_tokens or None)
-        uvloop.run(_serve(config, tokenizer, ReadyReporter(config.ready_fd, "gateway")))
+        with OpsServer(config.ops_host, config.ops_port) as ops:
+            tokenizer = Tokenizer(Path(config.model), config.max_context_tokens or None)
+            uvloop.run(_serve(config, tokenizer, ReadyReporter(config.ready_fd, "gateway"), ops))
     except (ValueError, OSError) as error:
         log.error("cannot start", reason=str(error))
         return 1
     return 0
 
 
-async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyReporter) -> None:
+async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyReporter, ops: OpsServer) -> None:
     registry = CollectorRegistry()
     trust = load_trust(config)
     trust.watch_handshakes()
@@ -88,13 +90,14 @@ async def _serve(config: GatewayConfig, tokenizer: Tokenizer, reporter: ReadyRep
     serving = asyncio.create_task(rest.serve(sockets=[listener]))
     host = bracketed(config.host)
     address, grpc_address = f"{host}:{listener.getsockname()[1]}", f"{host}:{grpc_port}"
+    ops.follow(Probes(lambda: None, dispatcher.check_ready, registry))
     await _wait_until_ready(fleet, dispatcher)
-    log.info("listening", address=address, grpc=grpc_address, model=config.served_name)
+    log.info("listening", address=address, grpc=grpc_address, ops=ops.address, model=config.served_name)
     if (reason := dispatcher.check_ready()) is not None:
         log.warning("not ready yet", reason=reason)
     shutdown.listen()
     spare_what_is_here()
-    reporter.ready(address, address, "", {"grpc": grpc_address})
+    reporter.ready(address, ops.address, "", {"grpc": grpc_address})
     await shutdown.wait()
     door.cut_off()
     rest.should_exit = True

@@ -45,6 +45,12 @@ class ProcessConfig(Settings):
     """Seconds after which anything held for a silent peer is freed."""
     drain_s: SecondsOrZero = 30.0
     """Seconds in which a process that was asked to stop may finish the requests it has."""
+    stall_s: Seconds = 30.0
+    """Seconds in one engine step after which a worker counts as stuck: more than its slowest step takes."""
+    ops_host: str = "127.0.0.1"
+    """Address for --ops-port, which asks for no key: loopback, or one that only probes and scrapers reach."""
+    ops_port: Port = 0
+    """Port of /live, /ready and /metrics by plain HTTP; 0 takes any free one. Under serve it is the gateway's."""
 
     tls_dir: str = ""
     """Folder with ca.pem, cert.pem and key.pem: processes then accept only each other's certificates (mTLS)."""
@@ -60,7 +66,8 @@ class ProcessConfig(Settings):
                 "digits or signs without spaces, such as `openssl rand -hex 32` prints"
             )
         self.require("model", bool(self.model), 'a folder, a hub id or "demo"')
-        self.require("host", bool(self.host), "an address such as 127.0.0.1 or 0.0.0.0")
+        for name in ("host", "ops_host"):
+            self.require(name, bool(getattr(self, name)), "an address such as 127.0.0.1 or 0.0.0.0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +117,10 @@ def at_least_a_page(config: EngineConfig, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatConfig(ProcessConfig):
-    """How processes notice that another one is silent or stuck."""
+    """How processes notice that another one is silent."""
 
     heartbeat_s: Seconds = 5.0
     """Seconds between signs of life, and of silence after which a worker counts as dead; shorter than a lease."""
-    stall_s: Seconds = 30.0
-    """Seconds in one engine step after which a worker counts as stuck: more than its slowest step takes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -217,8 +222,6 @@ class WorkerConfig(EngineConfig, ProcessConfig):
     """Port of the worker's gRPC server; 0 takes any free one."""
     advertise_host: str = ""
     """Name by which other processes reach this worker; empty is --host."""
-    metrics_port: Port = 0
-    """Port of /metrics; 0 takes any free one."""
     kv_memory_share: float = 0.25
     """Share of free main memory that an automatic KV pool may take on a CPU; see gpu_memory_share for GPUs."""
     ready_fd: int | None = None

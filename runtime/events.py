@@ -18,7 +18,7 @@ class Ready:
 
     role: str  # "gateway", "prefill" or "decode"
     address: str  # host:port where others reach it; for the gateway, its REST API
-    metrics_address: str  # host:port of /metrics
+    ops_address: str  # host:port of /live, /ready and /metrics
     pid: int
     incarnation: str
     detail: Mapping[str, str] = field(default_factory=dict)  # for users, such as device or transport

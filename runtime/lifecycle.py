@@ -27,6 +27,7 @@ import uvloop
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.events import Loading, Ready
 from runtime.logs import setup_logging
+from runtime.ops import OpsServer
 
 log = structlog.get_logger()
 
@@ -56,11 +57,9 @@ class ReadyReporter:
         self._reported = Loading(done, total, what)
         self._write("loading", asdict(self._reported))
 
-    def ready(
-        self, address: str, metrics_address: str, incarnation: str, detail: Mapping[str, str] | None = None
-    ) -> None:
+    def ready(self, address: str, ops_address: str, incarnation: str, detail: Mapping[str, str] | None = None) -> None:
         """Report that this process takes requests."""
-        event = Ready(self._role, address, metrics_address, os.getpid(), incarnation, dict(detail or {}))
+        event = Ready(self._role, address, ops_address, os.getpid(), incarnation, dict(detail or {}))
         self._write("ready", asdict(event))
 
     def _write(self, event: str, fields: Mapping[str, object]) -> None:
@@ -74,16 +73,17 @@ def run_worker(
     role: str,
     config: ConfigT,
     build: Callable[[ConfigT, ReadyReporter], EngineT],
-    serve: Callable[[ConfigT, EngineT, ReadyReporter], Coroutine[None, None, None]],
+    serve: Callable[[ConfigT, EngineT, ReadyReporter, OpsServer], Coroutine[None, None, None]],
 ) -> int:
     """Build the engine, then serve until stopped. Returns 0 after a signal, 1 when it could not start."""
     setup_logging(role, config.log_level)
     take_open_files()
     reporter = ReadyReporter(config.ready_fd, role)
     try:
-        engine = build(config, reporter)
-        spare_what_is_here()
-        uvloop.run(serve(config, engine, reporter))
+        with OpsServer(config.ops_host, config.ops_port) as ops:
+            engine = build(config, reporter)
+            spare_what_is_here()
+            uvloop.run(serve(config, engine, reporter, ops))
     except (ValueError, OSError) as error:
         log.error("cannot start", reason=str(error))
         return 1
@@ -115,7 +115,7 @@ def take_open_files() -> None:
 def announce(
     reporter: ReadyReporter,
     address: str,
-    metrics_address: str,
+    ops_address: str,
     incarnation: str,
     detail: Mapping[str, str],
     weaknesses: Mapping[str, str],
@@ -123,8 +123,8 @@ def announce(
     """Log and report that this worker serves; `weaknesses`: what is slower than it could be |-> why."""
     for weakness, reason in weaknesses.items():
         log.warning(weakness, reason=reason)
-    log.info("ready", address=address, metrics=metrics_address, incarnation=incarnation, **detail)
-    reporter.ready(address, metrics_address, incarnation, detail)
+    log.info("ready", address=address, ops=ops_address, incarnation=incarnation, **detail)
+    reporter.ready(address, ops_address, incarnation, detail)
 
 
 class Shutdown:
@@ -139,7 +139,7 @@ class Shutdown:
         self.is_draining = False
         self._num_left = num_left
         self._loop = asyncio.get_running_loop()
-        self._begun = asyncio.Event()
+        self.begun = asyncio.Event()
         self._is_idle = asyncio.Event()
 
     def listen(self) -> None:
@@ -159,7 +159,7 @@ class Shutdown:
             return
         self.is_draining = True
         log.info("draining", cause=cause, left=self._num_left(), drain_s=self.drain_s)
-        self._begun.set()
+        self.begun.set()
         self._look()
 
     @property
@@ -176,7 +176,7 @@ class Shutdown:
 
     async def wait(self) -> None:
         """Until the drain has begun, and then until nothing is left or `drain_s` is over."""
-        await self._begun.wait()
+        await self.begun.wait()
         try:
             async with asyncio.timeout(self.drain_s):
                 await self._is_idle.wait()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 
 from runtime.addresses import bare, bracketed, is_any
 from runtime.malformed import MalformedInterceptor
@@ -121,13 +121,13 @@ def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Server
         raise OSError(f"cannot listen on {address}: is the port taken? Choose another --port") from error
 
 
-def listen_tcp(host: str, port: int) -> socket.socket:
-    """A listening socket, for servers other than gRPC's. Raises OSError that says what to do."""
+def listen_tcp(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A listening socket, for servers other than gRPC's. Raises OSError that says what to do with `flag`."""
     try:
         return open_listener(host, port)
     except OSError as error:
         address = f"{bracketed(host)}:{port}"
-        raise OSError(f"cannot listen on {address}: {error.strerror}; choose another --port") from error
+        raise OSError(f"cannot listen on {address}: {error.strerror}; choose another {flag}") from error
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -137,9 +137,9 @@ def open_listener(host: str, port: int) -> socket.socket:
     return socket.create_server((bare(host), port), family=family, backlog=2048, dualstack_ipv6=is_dual)
 
 
-async def start(server: grpc.aio.Server) -> None:
-    """Serve, and report SERVING through the standard health service."""
+async def start(server: grpc.aio.Server) -> health.aio.HealthServicer:
+    """Serve, and report SERVING through the standard health service until its `enter_graceful_shutdown`."""
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     await server.start()
-    await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    return servicer

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from runtime.addresses import bare
 from runtime.metrics import SECONDS_BUCKETS
 from worker.sequences import Phase, Planned, Update
 from worker.table import SequenceTable
@@ -96,8 +95,3 @@ class WorkerMetrics:
     def histogram(self, name: str, text: str) -> Histogram:
         """A histogram `baton:NAME` of seconds."""
         return Histogram(f"baton:{name}", text, registry=self.registry, buckets=SECONDS_BUCKETS)
-
-    def serve(self, host: str, port: int) -> int:
-        """Serve /metrics on its own thread. Returns the port; with `port` 0 the system picks it."""
-        server, _thread = start_http_server(port, bare(host), self.registry)
-        return int(server.server_port)

@@ -25,6 +25,7 @@ from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
 from runtime.hardware import num_cores, resolve_context, resolve_threads, size_pool
 from runtime.lifecycle import ReadyReporter, Shutdown, announce, run_worker
+from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
 from worker.loop import WorkerLoop
 from worker.metrics import WorkerMetrics
@@ -148,7 +149,12 @@ def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress:
 
 
 async def _serve(
-    role: str, build_role: Callable[[ConfigT, Worker], Role], config: ConfigT, built: Built, reporter: ReadyReporter
+    role: str,
+    build_role: Callable[[ConfigT, Worker], Role],
+    config: ConfigT,
+    built: Built,
+    reporter: ReadyReporter,
+    ops: OpsServer,
 ) -> None:
     engine, children = built.engine, built.children
     trust = load_trust(config)
@@ -161,22 +167,35 @@ async def _serve(
     parts = build_role(config, worker)
     parts.metrics.registry.register(trust.refusals.metric)
     parts.add_to(server)
-    metrics_port = parts.metrics.serve(config.host, config.metrics_port)
     parts.loop.thread.start()
     await parts.start()
-    await rpc.start(server)
-    metrics_address = f"{config.reachable_host}:{metrics_port}"
+    health = await rpc.start(server)
+    ops.follow(build_probes(parts, shutdown, config.stall_s))
     shutdown.listen()
-    announce(reporter, address, metrics_address, worker.me.incarnation, engine.describe(), engine.find_weaknesses())
+    announce(reporter, address, ops.address, worker.me.incarnation, engine.describe(), engine.find_weaknesses())
+    await shutdown.begun.wait()
+    not_serving = asyncio.create_task(health.enter_graceful_shutdown())  # a watcher that reads nothing can stop it
     await shutdown.wait()
     await asyncio.to_thread(parts.loop.thread.stop, rpc.STOP_GRACE_S)  # the streams then hold all it has published
     parts.end_streams()
+    not_serving.cancel()
     await server.stop(rpc.STOP_GRACE_S)
     await parts.close()
     if worker.nixl is not None:
         worker.nixl.close()
     if children is not None:
         await children.close()
+
+
+def build_probes(parts: Role, shutdown: Shutdown, stall_s: float) -> Probes:
+    """What a worker says of itself."""
+    thread, registry = parts.loop.thread, parts.metrics.registry
+
+    def find_stall() -> str | None:
+        age_s = thread.progress().step_age_s
+        return f"the engine has been in one step for {age_s:.0f} s (--stall-s {stall_s:g})" if age_s > stall_s else None
+
+    return Probes(find_stall, lambda: "this worker is draining" if shutdown.is_draining else None, registry)
 
 
 def build_worker(

@@ -188,7 +188,7 @@ def test_flags_build_the_same_settings(config: ServeConfig) -> None:
 
 
 def test_every_setting_of_a_process_can_be_set_through_serve() -> None:
-    own = {"advertise_host", "metrics_port", "kv_memory_share", "ready_fd", "prefill", "decode", "dns_server"}
+    own = {"advertise_host", "kv_memory_share", "ready_fd", "prefill", "decode", "dns_server"}
     by_role = {"max_running", "tp"}  # such as prefill_tp
     for config_type in (PrefillConfig, DecodeConfig, GatewayConfig):
         assert set(field_names(config_type)) - set(field_names(ServeConfig)) <= own | by_role
@@ -225,7 +225,7 @@ def test_a_folder_that_lacks_files_is_refused(tmp_path: Path) -> None:
 
 def test_events_travel() -> None:
     assert parse_event('{"event": "loading", "done": 1, "total": 2}') == Loading(1, 2)
-    line = '{"event":"ready","role":"decode","address":"a:1","metrics_address":"","pid":3,"incarnation":"i"}'
+    line = '{"event":"ready","role":"decode","address":"a:1","ops_address":"","pid":3,"incarnation":"i"}'
     assert parse_event(line) == Ready("decode", "a:1", "", 3, "i")
     for line in ("", "[]", "{}", '{"event": "gone"}', '{"event": "loading"}', '"loading"'):
         with pytest.raises(ValueError, match="event"):

@@ -94,7 +94,7 @@ def held(running_held: Held) -> Iterator[Held]:
 
 @pytest.fixture(scope="session")
 def running_linked() -> Iterator[Linked]:
-    ports = free_ports(6)
+    ports = free_ports(7)
     prefill, decode = ports[2], ports[4]
     with ExitStack() as stack:
         links = {

@@ -139,9 +139,9 @@ def _start_with_short_certificate(folder: Path) -> tuple[TlsFiles, datetime, Pro
     for lifetime_s in (40, 200):  # the longer one if the start takes more than half a minute
         ends = datetime.now(UTC) + timedelta(seconds=lifetime_s)
         files = issue(lifetime=timedelta(seconds=lifetime_s))
-        port, metrics_port = free_ports(2)
-        flags = (f"--port={port}", f"--metrics-port={metrics_port}", f"--tls-dir={write_tls_dir(folder, files)}")
-        worker = Process("decode-0", "decode", port, metrics_port, (*flags, "--kv-memory-mib=64"), folder / "log")
+        port, ops_port = free_ports(2)
+        flags = (f"--port={port}", f"--ops-port={ops_port}", f"--tls-dir={write_tls_dir(folder, files)}")
+        worker = Process("decode-0", "decode", port, ops_port, (*flags, "--kv-memory-mib=64"), folder / "log")
         worker.start()
         with suppress(AssertionError):  # already too late
             worker.wait_ready()

@@ -91,7 +91,7 @@ def _head(length: int) -> bytes:
 def test_row_22_random_bytes_at_every_port(quad: ProcessFleet, truth: Truth) -> None:
     starts = [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00"]
     for process in quad.processes.values():
-        for port in (process.port, process.metrics_port):
+        for port in (process.port, process.ops_port):
             for start in starts:
                 with socket.create_connection((HOST, port), timeout=WAIT_S) as peer:
                     try:

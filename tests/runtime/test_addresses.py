@@ -12,12 +12,10 @@ from protos import decode_pb2, decode_pb2_grpc
 from runtime import rpc
 from runtime.addresses import is_any, is_loopback
 from runtime.config_parts import ProcessConfig
+from runtime.ops import OpsServer
 from runtime.trust import Trust, load_trust
 from tests.support.fake_workers import PATIENCE_S, FakeDecode, Signal
 from tests.support.ipv6 import needs_ipv6
-from worker.metrics import WorkerMetrics
-from worker.prefix_cache import PrefixCache
-from worker.table import SequenceTable
 
 SPELLINGS = ["::1", "[::1]", "::", "[::]"]
 
@@ -38,9 +36,9 @@ def test_listeners_take_every_spelling(host: str) -> None:
             socket.create_connection((target, listener.getsockname()[1]), timeout=PATIENCE_S).close()
         with pytest.raises(OSError, match=r"cannot listen on \[::1?\]:\d+: Address already in use"):
             rpc.listen_tcp(host, listener.getsockname()[1])
-    table = SequenceTable(PrefixCache(1, [0]), page_tokens=16, max_running=1, lease_s=1.0)
-    port = WorkerMetrics(table).serve(host, 0)
-    assert HTTP.get(f"http://[::1]:{port}/metrics", timeout=PATIENCE_S).status_code == 200
+    with OpsServer(host, 0) as ops:
+        port = ops.address.rpartition(":")[2]
+        assert HTTP.get(f"http://[::1]:{port}/live", timeout=PATIENCE_S).status_code == 200
 
 
 @needs_ipv6

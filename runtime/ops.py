@@ -1,0 +1,125 @@
+"""Health and metrics of a process by plain HTTP, for orchestrators and scrapers: /live, /ready and /metrics, no key.
+
+Runs on a thread of its own, and so answers while the process loads and when its event loop hangs. Knows the first line
+of HTTP requests, not what a process does.
+"""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from runtime.addresses import bracketed
+from runtime.rpc import listen_tcp
+
+PATHS = ("/live", "/ready", "/metrics")
+ANSWER_S = 3.0  # for the process's event loop
+REQUEST_S = 10.0  # for a whole request, however slow its client
+MAX_HEAD_BYTES = 8 << 10
+MAX_CONNECTIONS = 64
+
+Answer = tuple[HTTPStatus, str]  # the status and the body without its last newline
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """What a process says of itself. Called on its asyncio thread."""
+
+    find_stall: Callable[[], str | None]  # why only a restart helps; None: it lives
+    find_obstacle: Callable[[], str | None]  # why it takes no requests now; None: it is ready
+    registry: CollectorRegistry
+
+    def answer(self, path: str) -> Answer:
+        """The answer to one of PATHS."""
+        if path == "/metrics":
+            return HTTPStatus.OK, generate_latest(self.registry).decode().removesuffix("\n")
+        trouble = self.find_stall()
+        if path == "/ready":
+            trouble = trouble or self.find_obstacle()
+        return (HTTPStatus.OK, path[1:]) if trouble is None else (HTTPStatus.SERVICE_UNAVAILABLE, trouble)
+
+
+class OpsServer:
+    """Listens from its construction to the end of the `with` block. Until `follow` the process counts as loading."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """With `port` 0 the system picks one. Raises OSError."""
+        listener = listen_tcp(host, port, "--ops-port")
+        self.address = f"{bracketed(host)}:{listener.getsockname()[1]}"
+        self._followed: tuple[asyncio.AbstractEventLoop, Probes] | None = None
+        self._connections: dict[asyncio.StreamWriter, None] = {}  # oldest first
+        self._ended: Future[None] = Future()
+        self._thread = threading.Thread(target=asyncio.run, args=(self._serve(listener),), name="ops", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "OpsServer":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._ended.set_result(None)
+        self._thread.join(ANSWER_S)
+
+    def follow(self, probes: Probes) -> None:
+        """Loading is over: from now on `probes` answer, on the event loop that runs now."""
+        self._followed = asyncio.get_running_loop(), probes
+
+    async def _serve(self, listener: socket.socket) -> None:
+        async with await asyncio.start_server(self._on_connection, sock=listener, limit=MAX_HEAD_BYTES):
+            await asyncio.wrap_future(self._ended)
+
+    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections[writer] = None
+        if len(self._connections) > MAX_CONNECTIONS:
+            next(iter(self._connections)).transport.abort()  # probes take moments, so this is none
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                line, _, _ = (await reader.readuntil(b"\r\n\r\n")).partition(b"\r\n")
+                writer.write(await self._respond(line.decode("latin-1")))
+                writer.close()
+                await writer.wait_closed()
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):  # OSError includes TimeoutError
+            pass
+        finally:
+            writer.transport.abort()
+            del self._connections[writer]
+
+    async def _respond(self, line: str) -> bytes:
+        """The response to a request that begins with `line`."""
+        method, _, rest = line.partition(" ")
+        path = rest.partition(" ")[0].partition("?")[0]
+        if method not in ("GET", "HEAD"):
+            status, text = HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are possible here"
+        elif path not in PATHS:
+            status, text = HTTPStatus.NOT_FOUND, f"only {', '.join(PATHS)} are here"
+        else:
+            status, text = await self._ask(path)
+        body = f"{text}\n".encode()
+        kind = CONTENT_TYPE_LATEST if path == "/metrics" and status is HTTPStatus.OK else "text/plain; charset=utf-8"
+        head = (
+            f"HTTP/1.1 {status.value} {status.phrase}\r\nallow: GET, HEAD\r\ncontent-type: {kind}\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        return head.encode() + (b"" if method == "HEAD" else body)
+
+    async def _ask(self, path: str) -> Answer:
+        """What the process answers, or why it does not."""
+        if self._followed is None:
+            is_live = path == "/live"
+            return (HTTPStatus.OK, "live") if is_live else (HTTPStatus.SERVICE_UNAVAILABLE, "this process is loading")
+        loop, probes = self._followed
+
+        async def answer() -> Answer:
+            return probes.answer(path)
+
+        try:
+            asked = asyncio.run_coroutine_threadsafe(answer(), loop)
+            return await asyncio.wait_for(asyncio.wrap_future(asked), ANSWER_S)
+        except TimeoutError:
+            return HTTPStatus.SERVICE_UNAVAILABLE, f"the event loop has not answered for {ANSWER_S:g} s"
+        except RuntimeError:
+            return HTTPStatus.SERVICE_UNAVAILABLE, "this process is ending"
