@@ -263,8 +263,8 @@ def test_status_shows_the_workers(service: FakeService, capsys: pytest.CaptureFi
     assert status(url=service.url, as_json=True) == 0
     assert json.loads(capsys.readouterr().out) == STATUS
     assert status(url=service.url) == 0
-    shown = capsys.readouterr().out
-    assert "shm" in shown and "decode workers prefill" in shown
+    printed = capsys.readouterr().out
+    assert "shm" in printed and "decode workers prefill" in printed
     console = Console(width=200)
     with console.capture() as shown:
         console.print(build_table(WORKERS))

@@ -105,10 +105,11 @@ async def ring(
     timeout_s: float = PATIENCE_S,
     patience_s: float = 0.0,
     cache_routing: bool = True,
+    heartbeat_s: float = 30 * PATIENCE_S,
 ) -> AsyncIterator[Ring]:
     """A gateway that has heard from all its workers."""
     # No heartbeat polls the workers before `slow_polls` does, a third of the way through an interval.
-    fleet = Fleet(prefill, decode, heartbeat_s=30 * PATIENCE_S, stall_s=PATIENCE_S, context_tokens=0)
+    fleet = Fleet(prefill, decode, heartbeat_s, stall_s=PATIENCE_S, context_tokens=0)
     dispatcher = Dispatcher(fleet, max_queue, local, timeout_s, patience_s, CollectorRegistry(), cache_routing)
     built = Ring(fleet, dispatcher, signal)
     fleet.start()

@@ -75,7 +75,12 @@ class FakeWorker:
             max_running=self._max_running,
             draining=self.is_draining,
             context_tokens=self.context_tokens,
+            num_running=self.num_running,
         )
+
+    @property
+    def num_running(self) -> int:
+        return 0
 
     def keep(self, tokens: bytes, salt: str) -> None:
         """Mark the KV of these tokens as cached here."""
@@ -102,6 +107,7 @@ class FakeSession:
     def __init__(self, worker: "FakeDecode", request: decode_pb2.ReserveRequest) -> None:
         self.request = request
         self.needs_prefill = True
+        self.is_over = False
         self.prompt_ids: list[int] = unpack_tokens(request.prompt).tolist()
         self._worker = worker
         self._tokens = request.prompt
@@ -115,6 +121,7 @@ class FakeSession:
 
     def say(self, tokens: list[int], finish: str = "", error: str = "", **more: Any) -> None:
         """Send one message. `more`: further fields."""
+        self.is_over = bool(finish)
         self._tokens += pack_tokens(np.array(tokens, np.int32))
         self._worker.keep(self._tokens[:-TOKEN_BYTES], self.request.cache_salt)
         delta = decode_pb2.SessionDelta(
@@ -144,6 +151,10 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self.sessions: list[FakeSession] = []
         self.aborted: set[int] = set()  # handles
         self.streams: dict[str, asyncio.Queue[decode_pb2.StepEvents | None]] = {}  # gateway |-> its messages to come
+
+    @property
+    def num_running(self) -> int:
+        return sum(not session.is_over for session in self.sessions)
 
     async def has_sessions(self, count: int) -> None:
         await self.signal.until(lambda: len(self.sessions) == count)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from gateway.ring.dispatcher import Dispatcher
 from gateway.ring.dns_names import MISSES, is_leaving, reconcile
 from gateway.ring.fleet import Fleet
 from gateway.ring.request_steps import Role
+from runtime import rpc
 from runtime.addresses import parse_dns_name
 from runtime.settings import ConfigError
 from tests.support.dispatching import Ring, answer, bounded, generation
@@ -186,3 +188,26 @@ def test_a_server_that_is_no_address_is_refused() -> None:
     assert name is not None
     with pytest.raises(ConfigError, match="--dns-server needs an IP address"):
         Discovery(fleet, [("decode", name)], "localhost:53", CollectorRegistry())
+
+
+@bounded
+async def test_a_worker_that_moves_under_its_own_name_is_reached_again() -> None:
+    """gRPC alone looks a name up again after 30 s at the earliest."""
+    signal = Signal()
+    with dns_server() as server:
+        async with AsyncExitStack() as stack:
+            before = await stack.enter_async_context(AsyncExitStack())
+            address = await before.enter_async_context(serving(FakeDecode("D1", signal), host="127.0.0.2"))
+            port = int(address.rpartition(":")[2])
+            server.name_hosts("decode.test", "127.0.0.2")
+            open_channel = partial(rpc.open_channel, dns_server=server.address)
+            fleet = Fleet([], [f"decode.test:{port}"], PATIENCE_S, PATIENCE_S, 0, open_channel)
+            stack.push_async_callback(fleet.close)
+            fleet.start()
+            (link,) = fleet.links()
+            await until(lambda: link.find_trouble() is None)
+            await before.aclose()
+            await stack.enter_async_context(serving(FakeDecode("D2", signal), port, "127.0.0.3"))
+            server.name_hosts("decode.test", "127.0.0.3")
+            async with asyncio.timeout(15.0):
+                await until(lambda: link.state.status.peer.incarnation == "D2")

@@ -5,10 +5,12 @@ from collections.abc import MutableMapping
 from contextlib import AsyncExitStack
 from typing import Any
 
+import pytest
 from structlog.testing import capture_logs
 
+from gateway.ring import worker_state
 from gateway.ring.fleet import Fleet
-from tests.support.dispatching import bounded
+from tests.support.dispatching import answer, bounded, generation, ring
 from tests.support.fake_workers import PATIENCE_S, FakeDecode, Signal, serving
 
 
@@ -72,3 +74,37 @@ def test_the_end_of_the_last_decode_worker_is_logged_once() -> None:
         "decode workers take requests",
     ]
     assert logs[1]["reason"] == f"{address} is draining"
+
+
+def test_three_gateways_share_two_workers_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five requests of each: alone, each gateway gives its first worker three of them."""
+    monkeypatch.setattr(worker_state, "POLL_S", 0.05)
+
+    @bounded
+    async def scenario() -> None:
+        signal = Signal()
+        workers = [FakeDecode(name, signal, max_running=64, is_manual=True) for name in ("D1", "D2")]
+
+        async def are_polled() -> None:
+            """Each gateway has asked each worker since now."""
+            least = [worker.num_status_calls + 2 * len(gateways) for worker in workers]
+            await signal.until(lambda: all(one.num_status_calls > at for one, at in zip(workers, least, strict=True)))
+
+        async with AsyncExitStack() as stack:
+            addresses = [await stack.enter_async_context(serving(worker)) for worker in workers]
+            gateways = [
+                await stack.enter_async_context(ring(signal, addresses, heartbeat_s=PATIENCE_S, cache_routing=False))
+                for _ in range(3)
+            ]
+            answers = []
+            for number in range(15):
+                answers.append(gateways[number % 3].start(generation(f"r{number}")))
+                await signal.until(lambda: sum(len(one.sessions) for one in workers) == len(answers))
+                await are_polled()
+            assert sorted(len(worker.sessions) for worker in workers) == [7, 8]
+            for worker in workers:
+                for session in worker.sessions:
+                    session.emit(4, "length")
+            assert [(await one)[0] for one in answers] == [answer(4)] * 15
+
+    scenario()
