@@ -75,7 +75,9 @@ class OpsServer:
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections[writer] = None
         if len(self._connections) > MAX_CONNECTIONS:
-            next(iter(self._connections)).transport.abort()  # probes take moments, so this is none
+            oldest = next(iter(self._connections))  # no probe: those take moments
+            del self._connections[oldest]
+            oldest.transport.abort()
         try:
             async with asyncio.timeout(REQUEST_S):
                 line, _, _ = (await reader.readuntil(b"\r\n\r\n")).partition(b"\r\n")
@@ -84,9 +86,11 @@ class OpsServer:
                 await writer.wait_closed()
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):  # OSError includes TimeoutError
             pass
+        except asyncio.CancelledError:  # the process ends; asyncio's streams would log a cancelled task as an error
+            pass
         finally:
             writer.transport.abort()
-            del self._connections[writer]
+            self._connections.pop(writer, None)
 
     async def _respond(self, line: str) -> bytes:
         """The response to a request that begins with `line`."""
@@ -116,10 +120,13 @@ class OpsServer:
         async def answer() -> Answer:
             return probes.answer(path)
 
+        question = answer()
         try:
-            asked = asyncio.run_coroutine_threadsafe(answer(), loop)
+            asked = asyncio.run_coroutine_threadsafe(question, loop)
+        except RuntimeError:  # the loop is closed
+            question.close()
+            return HTTPStatus.SERVICE_UNAVAILABLE, "this process is ending"
+        try:
             return await asyncio.wait_for(asyncio.wrap_future(asked), ANSWER_S)
         except TimeoutError:
             return HTTPStatus.SERVICE_UNAVAILABLE, f"the event loop has not answered for {ANSWER_S:g} s"
-        except RuntimeError:
-            return HTTPStatus.SERVICE_UNAVAILABLE, "this process is ending"

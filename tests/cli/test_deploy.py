@@ -1,13 +1,12 @@
 """The containers' files agree with each other and with the program; nothing is built or run."""
 
+import json
 import os
 import re
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig
+from runtime.ops import PATHS, OpsServer
 from tests.support import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,9 +38,11 @@ def parse(command: list[str], values: Mapping[str, str] = MappingProxyType({})) 
 
 
 @pytest.fixture(autouse=True)
-def fleet_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The secret that deploy/.env gives to all processes."""
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The secret that deploy/.env gives to all processes, and what images set."""
     monkeypatch.setenv("BATON_FLEET_SECRET", "0123456789abcdef")
+    [variable] = re.findall(r"BATON_\w+=\S+", DOCKERFILE)
+    monkeypatch.setenv(*variable.split("="))
 
 
 def find_services(role: str, profile: str) -> list[dict[str, Any]]:
@@ -132,9 +134,15 @@ def test_every_service_can_be_built_watched_and_stopped(name: str) -> None:
 
 
 def test_the_health_check_asks_the_port_that_is_served() -> None:
-    for service in SERVICES.values():
-        if "command" in service:
-            assert service["healthcheck"]["test"][-1] == str(parse(service["command"]).port)
+    of_images = [json.loads(line) for line in re.findall(r"^HEALTHCHECK .*CMD (.*)$", DOCKERFILE, re.MULTILINE)]
+    services = [service for service in SERVICES.values() if "command" in service]
+    for service in services:
+        settings = parse(service["command"])
+        path = "/live" if isinstance(settings, GatewayConfig) else "/ready"
+        command = ["python", "/opt/healthcheck.py", str(settings.ops_port), path]
+        assert service["healthcheck"]["test"] == ["CMD", *command]
+        assert command in of_images and settings.ops_host == "0.0.0.0"
+    assert services and len(of_images) == 3
 
 
 def test_gateway_requirements_are_the_projects_without_tensors() -> None:
@@ -150,29 +158,19 @@ def test_the_gateway_starts_without_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def check_health(kind: str, port: int, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(DEPLOY / "healthcheck.py"), kind, str(port)]
+def check_health(address: str, path: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(DEPLOY / "healthcheck.py"), address.rpartition(":")[2], path]
     inherited = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     return subprocess.run(command, capture_output=True, text=True, env=inherited | environment, timeout=60)
 
 
-@pytest.mark.parametrize("kind", ["http", "grpc"])
-def test_the_health_check_fails_when_nothing_serves(kind: str) -> None:
-    done = check_health(kind, 1)
+def test_the_health_check_fails_when_nothing_serves() -> None:
+    done = check_health(":1", "/live")
     assert done.returncode == 1 and "not healthy" in done.stderr
 
 
-class Live(BaseHTTPRequestHandler):
-    """Answers 200 to everything."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-
-
-def test_the_health_check_asks_no_proxy() -> None:
-    with HTTPServer(("127.0.0.1", 0), Live) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        done = check_health("http", server.server_address[1], http_proxy="http://127.0.0.1:1")
-        server.shutdown()
-    assert done.returncode == 0, done.stderr
+def test_the_health_check_asks_the_process_and_no_proxy() -> None:
+    with OpsServer("127.0.0.1", 0) as server:  # of a process that loads
+        live, ready = (check_health(server.address, path, http_proxy="http://127.0.0.1:1") for path in PATHS[:2])
+    assert live.returncode == 0, live.stderr
+    assert ready.returncode == 1 and "503" in ready.stderr and "this process is loading" in ready.stderr

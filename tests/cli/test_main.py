@@ -141,17 +141,18 @@ def test_a_port_in_use_is_reported_before_anything_loads(host: str) -> None:
     family, shown = (socket.AF_INET6, f"[{host}]") if ":" in host else (socket.AF_INET, host)
     with socket.create_server((host, 0), family=family) as taken:
         port = taken.getsockname()[1]
-        done = run("serve", f"--host={shown}", f"--port={port}", f"--model={Path(__file__).parent}")
-    assert done.returncode == 2
-    assert f"port={port} on host {shown} cannot be used (Address already in use)" in done.stderr
-    assert done.stdout == ""
+        for name in ("", "ops-"):
+            done = run("serve", f"--{name}host={shown}", f"--{name}port={port}", f"--model={Path(__file__).parent}")
+            assert done.returncode == 2
+            assert f"{name.replace('-', '_')}port={port} on host {shown} cannot be used (Address already" in done.stderr
+            assert done.stdout == ""
 
 
 # -- the command lines that `serve` gives its processes --------------------------------------------------------------
 
 CONFIG = ServeConfig(
-    model="/m", host="0.0.0.0", port=9, prefill_workers=2, threads=3, transport="grpc", require_transport=True,
-    prefill_max_running=5, decode_max_running=6, api_key=("k", "l"), max_queue=7, max_context_tokens=99,
+    model="/m", host="0.0.0.0", port=9, ops_host="::1", ops_port=8, prefill_workers=2, threads=3, transport="grpc",
+    require_transport=True, prefill_max_running=5, decode_max_running=6, api_key=("k", "l"), max_queue=7, max_context_tokens=99,
 )  # fmt: skip
 
 
@@ -162,6 +163,7 @@ def test_workers_get_what_is_theirs() -> None:
     assert isinstance(prefill, PrefillConfig)
     assert isinstance(decode, DecodeConfig)
     assert (prefill.host, prefill.port, prefill.max_running, prefill.threads) == ("127.0.0.1", 0, 5, 3)
+    assert (prefill.ops_host, prefill.ops_port) == (decode.ops_host, decode.ops_port) == ("127.0.0.1", 0)
     assert (decode.transport, decode.require_transport, decode.max_running) == ("grpc", True, 6)
     assert prefill.kv_memory_share == decode.kv_memory_share == pytest.approx(0.5 / 3)
 
@@ -171,6 +173,7 @@ def test_the_gateway_gets_the_public_side_and_no_key_on_its_command_line() -> No
     config = parse(*spec.command[1:])
     assert isinstance(config, GatewayConfig)
     assert (config.host, config.port, config.served_name, config.max_queue) == ("0.0.0.0", 9, "name", 7)
+    assert (config.ops_host, config.ops_port) == ("::1", 8)
     assert (config.prefill, config.decode, config.max_context_tokens) == (("a:1", "b:1"), ("c:1",), 99)
     assert config.api_key == ()
     assert spec.environment == {"BATON_API_KEY": "k,l"}

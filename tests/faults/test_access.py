@@ -151,6 +151,17 @@ def test_row_21_no_grpc_method_but_the_health_check_answers_without_a_key(live: 
         assert models.models
 
 
+def test_row_21_probes_and_scrapers_need_no_key(live: Live) -> None:
+    """At the ops port of every process, which has nothing else."""
+    assert set(live.metrics_urls) == {"gateway", "prefill-0", "decode-0"}
+    for url in live.metrics_urls.values():
+        ops_url = url.removesuffix("/metrics")
+        answers = [HTTP.get(ops_url + path, timeout=CALL_S) for path in ("/live", "/ready", "/metrics")]
+        assert [answer.status_code for answer in answers] == [200, 200, 200], url
+        assert "baton:num_requests_running" in answers[2].text and KEYS[0] not in answers[2].text
+        assert HTTP.get(f"{ops_url}/status", timeout=CALL_S).status_code == 404
+
+
 def test_row_21_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key is compared with all keys, also after a match, in time independent of where they differ."""
     compared: list[bytes] = []

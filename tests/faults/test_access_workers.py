@@ -11,19 +11,28 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.fleet import HOST, Process, ProcessFleet, free_ports, run_fleet, wait_until
-from runtime.trust import TlsFiles
-from tests.faults.strangers import ask_status, issue, knock, open_channel, write_tls_dir
-from tests.support.fault_answers import Truth
+from bench.plain_http import HTTP
+from gateway.ring.door import DRAINING
+from protos import decode_pb2
+from runtime.trust import SECRET_KEY, TlsFiles
+from tests.faults.strangers import CALL_S, ask_status, issue, knock, open_channel, write_tls_dir
+from tests.support.fault_answers import Truth, ask
 
 pytestmark = pytest.mark.timeout(900)  # starting three processes takes minutes on a loaded machine
 
 SECRET = "row-22-fleet-secret"
 TIMES = 40
+DRAIN_S = 120.0  # for a loaded machine
+HEALTH = health_pb2.HealthCheckRequest()
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+LIVE, READY = (200, "live\n"), (200, "ready\n")
 COUNTED_S = 30.0
 OWN = issue()
 RUBBISH = [
@@ -39,10 +48,10 @@ EVENT = '"event": "TLS handshake failed"'
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessFleet]:
     """A pair with certificates and a secret."""
-    flag = f"--tls-dir={write_tls_dir(tmp_path_factory.mktemp('tls'), OWN)}"
+    flags = (f"--tls-dir={write_tls_dir(tmp_path_factory.mktemp('tls'), OWN)}", f"--drain-s={DRAIN_S:g}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BATON_FLEET_SECRET", SECRET)
-        with run_fleet(flags={role: [flag] for role in ("gateway", "prefill", "decode")}) as fleet:
+        with run_fleet(flags=dict.fromkeys(("gateway", "prefill", "decode"), flags)) as fleet:
             yield fleet
 
 
@@ -114,6 +123,57 @@ def test_row_22_wrong_or_missing_secrets(guarded: ProcessFleet, truth: Truth, na
         assert ask_status(channel, SECRET, role) is grpc.StatusCode.OK
     assert worker.metric("peers_refused_total", {"by": "secret"}) == before + 4 * TIMES
     assert worker.read_log().count(event) - lines <= 1 + math.log2(4 * TIMES)
+    truth.check_canary(guarded)
+
+
+def probe(process: Process, path: str) -> tuple[int, str]:
+    """By plain HTTP, without key, secret and certificate."""
+    answer = HTTP.get(f"http://{HOST}:{process.ops_port}{path}", timeout=CALL_S)
+    return answer.status_code, answer.text
+
+
+def open_health(fleet: ProcessFleet, process: Process) -> grpc.Channel:
+    """Without the secret."""
+    is_public = process is fleet.gateway
+    return open_channel(fleet.grpc_address if is_public else process.address, None if is_public else OWN)
+
+
+def test_probes_need_no_secret_and_the_ops_port_no_certificate(guarded: ProcessFleet) -> None:
+    for process in guarded.processes.values():
+        assert (probe(process, "/live"), probe(process, "/ready")) == (LIVE, READY)
+        assert "baton:peers_refused_total" in probe(process, "/metrics")[1]
+        with open_health(guarded, process) as channel:
+            assert health_pb2_grpc.HealthStub(channel).Check(HEALTH, timeout=CALL_S).status == SERVING
+
+
+@pytest.mark.parametrize("name", ["decode-0", "gateway"])
+def test_a_drain_shows_at_once_while_answers_go_on(guarded: ProcessFleet, truth: Truth, name: str) -> None:
+    process = guarded[name]
+    stream = ask(guarded, num_tokens=1500)
+    stream.wait_for_tokens(3)
+    with open_health(guarded, process) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        if name == "gateway":
+            process.terminate()
+            wait_until(lambda: probe(process, "/ready") != READY)
+            assert health.Check(HEALTH, timeout=CALL_S).status == NOT_SERVING
+            assert probe(process, "/ready") == (503, f"{DRAINING}\n")
+        else:
+            watch = health.Watch(HEALTH, timeout=CALL_S)
+            assert next(watch).status == SERVING
+            drain: Any = channel.unary_unary("/baton.v1.Decode/Drain", decode_pb2.DrainRequest.SerializeToString)
+            drain(decode_pb2.DrainRequest(), metadata=((SECRET_KEY, SECRET),), timeout=CALL_S)
+            assert health.Check(HEALTH, timeout=CALL_S).status == NOT_SERVING
+            assert next(watch).status == NOT_SERVING
+            watch.cancel()
+            assert probe(process, "/ready") == (503, "this worker is draining\n")
+    assert probe(process, "/live") == LIVE
+    assert not stream.is_over
+    truth.check(stream)
+    assert process.wait_exited(DRAIN_S) == 0
+    process.restart()
+    guarded.wait_until_whole()
+    assert (probe(process, "/live"), probe(process, "/ready")) == (LIVE, READY)
     truth.check_canary(guarded)
 
 
