@@ -148,11 +148,22 @@ def test_a_port_in_use_is_reported_before_anything_loads(host: str) -> None:
             assert done.stdout == ""
 
 
+@pytest.mark.parametrize("role", ["gateway", "decode"])
+def test_a_process_whose_ops_port_is_in_use_ends_before_it_loads(role: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run(role, f"--ops-port={port}", *(["--decode=127.0.0.1:1"] if role == "gateway" else []))
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
+    assert "choose another --ops-port" in done.stderr
+
+
 # -- the command lines that `serve` gives its processes --------------------------------------------------------------
 
 CONFIG = ServeConfig(
     model="/m", host="0.0.0.0", port=9, ops_host="::1", ops_port=8, prefill_workers=2, threads=3, transport="grpc",
-    require_transport=True, prefill_max_running=5, decode_max_running=6, api_key=("k", "l"), max_queue=7, max_context_tokens=99,
+    require_transport=True, prefill_max_running=5, decode_max_running=6, api_key=("k", "l"), max_queue=7,
+    max_context_tokens=99,
 )  # fmt: skip
 
 

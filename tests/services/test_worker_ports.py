@@ -135,9 +135,10 @@ def test_a_service_with_mtls_serves_and_lets_nobody_else_near_its_workers(tmp_pa
 
 @needs_ipv6
 def test_a_gateway_and_a_worker_on_ipv6_addresses(tmp_path: Path) -> None:
-    with worker("decode", tmp_path / "decode", "--host=::1") as decode:
+    with worker("decode", tmp_path / "decode", "--host=::1", "--ops-host=::1") as decode:
         assert decode.address.startswith("[::1]:")
         assert asyncio.run(ask_status(Trust(), decode)).peer.address == decode.address
+        assert decode.ops_address.startswith("[::1]:")
         metrics = HTTP.get(f"http://{decode.ops_address}/metrics", timeout=60)
         assert "baton:kv_cache_used_pages" in metrics.text
         flags = ("--host=::", "--port=0", "--grpc-port=0", f"--decode={decode.address}")
