@@ -9,12 +9,14 @@ from weakref import WeakValueDictionary
 import structlog
 
 from decode_worker.metrics import DecodeMetrics
-from kvtransfer.layout import find_bad_ranks, find_mismatch
+from kvtransfer.checksums import check_checksums
+from kvtransfer.layout import Run, find_bad_ranks, find_mismatch, plan_all_runs
 from kvtransfer.nixl_agent import find_obstacle
 from kvtransfer.reader import PageRef, Reader, ReadError, Transport, choose_transport
 from protos import kv_pb2
 from runtime.config import DecodeConfig
 from worker.process import Worker, build_opener
+from worker.rank_checksums import Place, compute_over_ranks
 from worker.rank_reads import RanksReader
 from worker.table import OfferRefusedError
 from worker.thread import EngineThread
@@ -36,6 +38,7 @@ class KnownPeer:
     peer: kv_pb2.Peer
     reader: Reader
     bytes_per_s: float  # of a first large read
+    runs: list[tuple[int, Run]]  # (our rank, run): what checksums are of; empty if transfers are not verified
 
 
 class Intake:
@@ -52,6 +55,7 @@ class Intake:
         self._metrics = metrics
         self._transport = config.transport
         self._is_transport_required = config.require_transport
+        self.wants_checksums = config.verify_transfers
         self._opener = build_opener(f"{worker.me.incarnation}.0", config, self._pool, worker.trust)
         self._children = worker.children
         self._peers: dict[str, KnownPeer] = {}  # address |-> peer
@@ -86,7 +90,8 @@ class Intake:
         except (ReadError, ValueError) as error:
             raise HandshakeRefusedError(f"cannot read from {peer.address}: {error}") from error
         forgotten = self._forget(lambda other: other is known or self._is_dead(other))
-        self._peers[peer.address] = KnownPeer(peer, reader, rate)
+        runs = plan_all_runs(self._pool.parts, self._pool.num_ranks, len(peer.ranks)) if self.wants_checksums else []
+        self._peers[peer.address] = KnownPeer(peer, reader, rate, runs)
         self._metrics.probed_bytes_per_s.labels(reader.transport).set(rate)
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
@@ -160,12 +165,12 @@ class Intake:
     async def take(self, offer: kv_pb2.OfferRequest) -> kv_pb2.OfferResponse:
         """Read offered pages into their session. The response acknowledges them or gives the reason against it."""
         try:
-            reader, targets = self._begin(offer)
+            known, targets = self._begin(offer)
         except OfferRefusedError as error:
             return self._refuse(offer, error.reason, error.detail)
         # not cancelled with the call: the session's pages are leased until the copy ends
-        task = asyncio.ensure_future(self._read(offer, reader, targets))
-        self._reads[task] = reader
+        task = asyncio.ensure_future(self._read(offer, known, targets))
+        self._reads[task] = known.reader
         task.add_done_callback(self._reads.pop)
         return await asyncio.shield(task)
 
@@ -181,22 +186,29 @@ class Intake:
                 "incarnation", f"ticket of incarnation {ticket.incarnation}; this worker is {self._me.incarnation}"
             )
 
-    def _begin(self, offer: kv_pb2.OfferRequest) -> tuple[Reader, list[int]]:
-        """Check the offer against peer and session. Returns the reader, and the pages to read into (`begin_read`)."""
+    def _begin(self, offer: kv_pb2.OfferRequest) -> tuple[KnownPeer, list[int]]:
+        """Check the offer against peer and session. Returns the peer, and the pages to read into (`begin_read`)."""
         ticket = offer.ticket
         self._check_ticket(ticket)
         known = next((peer for peer in self._peers.values() if peer.peer.incarnation == offer.incarnation), None)
         if known is None:
             raise OfferRefusedError("handshake", f"incarnation {offer.incarnation} has not shaken hands here")
+        num_checksums = len(known.runs) * len(offer.pages)
+        if known.runs and len(offer.checksums) != num_checksums:
+            raise OfferRefusedError(
+                "checksum", f"{len(offer.checksums)} checksums offered by {known.peer.address}, not {num_checksums}"
+            )
         with self._thread.lock:
             targets = self._table.begin_read(ticket.session, ticket.attempt, offer.begin, offer.end, len(offer.pages))
-        return known.reader, targets
+        return known, targets
 
-    async def _read(self, offer: kv_pb2.OfferRequest, reader: Reader, targets: list[int]) -> kv_pb2.OfferResponse:
+    async def _read(self, offer: kv_pb2.OfferRequest, known: KnownPeer, targets: list[int]) -> kv_pb2.OfferResponse:
         session = offer.ticket.session
         started = time.perf_counter()
         try:
-            await reader.read([PageRef(ref.page, ref.generation) for ref in offer.pages], targets)
+            await known.reader.read([PageRef(ref.page, ref.generation) for ref in offer.pages], targets)
+            if known.runs:  # after the generations: a page that was recycled has other bytes too
+                await self._verify(offer, known, targets)
         except Exception as error:
             with self._thread.lock:
                 self._table.fail_read(session)
@@ -211,13 +223,21 @@ class Intake:
             self._thread.wake()
         num_bytes = len(targets) * self._pool.all_page_bytes
         self._metrics.offers_accepted.inc()
-        self._metrics.transfer_bytes.labels(reader.transport).inc(num_bytes)
+        self._metrics.transfer_bytes.labels(known.reader.transport).inc(num_bytes)
         self._metrics.transfer_seconds.observe(seconds)
         return kv_pb2.OfferResponse(accepted=True, bytes=num_bytes, seconds=seconds)
 
+    async def _verify(self, offer: kv_pb2.OfferRequest, known: KnownPeer, targets: list[int]) -> None:
+        """Compare what landed in our ranks' pools with what was offered. Raises ReadError("checksum")."""
+        places = [Place(rank, run.target, run.num_bytes) for rank, run in known.runs]
+        landed = await compute_over_ranks(self._pool, self._children, targets, places)
+        way = f"{known.reader.transport} from {known.peer.address}"
+        check_checksums(offer, self._me.layout.page_tokens, known.runs, landed, way)
+
     def _refuse(self, offer: kv_pb2.OfferRequest, reason: str, detail: str) -> kv_pb2.OfferResponse:
         self._metrics.offers_refused.labels(reason).inc()
-        log.warning("offer refused", request_id=offer.request_id, reason=reason, detail=detail)
+        report = log.error if reason == "checksum" else log.warning
+        report("offer refused", request_id=offer.request_id, reason=reason, detail=detail)
         return kv_pb2.OfferResponse(accepted=False, reason=reason, detail=detail)
 
     async def close(self) -> None:

@@ -134,7 +134,9 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
         except HandshakeRefusedError as error:
             log.error("handshake refused", peer=request.peer.address, reason=str(error))
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        return decode_pb2.HandshakeResponse(peer=self._me, transport=transport)
+        return decode_pb2.HandshakeResponse(
+            peer=self._me, transport=transport, wants_checksums=self._intake.wants_checksums
+        )  # fmt: skip
 
     async def Renew(self, request: decode_pb2.RenewRequest, context: Context) -> decode_pb2.RenewResponse:
         try:

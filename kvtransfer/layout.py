@@ -70,6 +70,11 @@ def plan_runs(parts: Sequence[PagePart], rank: int, size: int, their_size: int) 
     return runs
 
 
+def plan_all_runs(parts: Sequence[PagePart], size: int, their_size: int) -> list[tuple[int, Run]]:
+    """The runs of all `size` ranks of a reader, each with its rank: rank by rank, in the order of `plan_runs`."""
+    return [(rank, run) for rank in range(size) for run in plan_runs(parts, rank, size, their_size)]
+
+
 def _find_head(part: PagePart, head: int, rank: int, their_size: int) -> tuple[int, int]:
     """The peer's rank to read a head from, and the head's index on that rank."""
     num_copies = max(their_size // part.num_kv_heads, 1)

@@ -11,9 +11,11 @@ from typing import TypeVar
 import grpc
 import structlog
 
+from kvtransfer.layout import find_bad_ranks, plan_all_runs
 from prefill_worker.metrics import PrefillMetrics
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2
 from worker.process import Worker
+from worker.rank_checksums import Place, compute_over_ranks
 
 log = structlog.get_logger()
 
@@ -38,6 +40,7 @@ class _Target:
     stub: decode_pb2_grpc.DecodeStub
     incarnation: str = ""  # of the last handshake
     transport: str = ""
+    checked: list[Place] = field(default_factory=list)  # bytes of pages whose checksums it wants
     greeting: asyncio.Lock = field(default_factory=asyncio.Lock)  # one handshake at a time
 
 
@@ -47,7 +50,8 @@ class Offers:
     def __init__(self, worker: Worker, timeout_s: float, metrics: PrefillMetrics) -> None:
         """`timeout_s`: the lease: how long pages stay held while a decode worker reads them."""
         self._me = worker.me
-        self._generations = worker.engine.pool.generations
+        self._pool = worker.engine.pool
+        self._children = worker.children
         self._timeout_s = timeout_s
         self._metrics = metrics
         self._open_channel = worker.trust.open_channel
@@ -72,8 +76,9 @@ class Offers:
             incarnation=self._me.incarnation,
             begin=positions.start,
             end=positions.stop,
-            pages=[kv_pb2.PageRef(page=page, generation=int(self._generations[page])) for page in pages],
+            pages=[kv_pb2.PageRef(page=page, generation=int(self._pool.generations[page])) for page in pages],
             request_id=request.request_id,
+            checksums=await compute_over_ranks(self._pool, self._children, pages, target.checked),
         )
         self._metrics.offers_sent.inc()
         answer: kv_pb2.OfferResponse = await self._ask(ticket, target.stub.Offer(offer, timeout=self._timeout_s))
@@ -107,9 +112,20 @@ class Offers:
                 request = decode_pb2.HandshakeRequest(peer=self._me)
                 call = target.stub.Handshake(request, timeout=self._timeout_s)
                 answer: decode_pb2.HandshakeResponse = await self._ask(ticket, call)
+                target.checked = self._plan_checksums(ticket, answer)
                 target.incarnation, target.transport = answer.peer.incarnation, answer.transport
                 log.info("handshake done", peer=ticket.address, transport=target.transport)
         return target
+
+    def _plan_checksums(self, ticket: kv_pb2.Ticket, answer: decode_pb2.HandshakeResponse) -> list[Place]:
+        """What an offer's checksums are of, in order (kv.proto)."""
+        if not answer.wants_checksums:
+            return []
+        problem = find_bad_ranks(self._pool.parts, answer.peer)
+        if problem is not None:
+            raise OfferFailedError(grpc.StatusCode.ABORTED, f"decode worker {ticket.address}: {problem}")
+        runs = plan_all_runs(self._pool.parts, len(answer.peer.ranks), self._pool.num_ranks)
+        return [Place(run.rank, run.source, run.num_bytes) for _rank, run in runs]
 
     def _forget_lost(self) -> None:
         """Drop decode workers without a connection; live ones shake hands again. Channels close after their calls."""

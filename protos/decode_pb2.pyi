@@ -184,12 +184,14 @@ class HandshakeRequest(_message.Message):
     def __init__(self, peer: _Optional[_Union[_kv_pb2.Peer, _Mapping]] = ...) -> None: ...
 
 class HandshakeResponse(_message.Message):
-    __slots__ = ("peer", "transport")
+    __slots__ = ("peer", "transport", "wants_checksums")
     PEER_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    WANTS_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     peer: _kv_pb2.Peer
     transport: str
-    def __init__(self, peer: _Optional[_Union[_kv_pb2.Peer, _Mapping]] = ..., transport: _Optional[str] = ...) -> None: ...
+    wants_checksums: bool
+    def __init__(self, peer: _Optional[_Union[_kv_pb2.Peer, _Mapping]] = ..., transport: _Optional[str] = ..., wants_checksums: _Optional[bool] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("ticket",)

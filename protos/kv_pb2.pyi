@@ -111,20 +111,22 @@ class PageRef(_message.Message):
     def __init__(self, page: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class OfferRequest(_message.Message):
-    __slots__ = ("ticket", "incarnation", "begin", "end", "pages", "request_id")
+    __slots__ = ("ticket", "incarnation", "begin", "end", "pages", "request_id", "checksums")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     ticket: Ticket
     incarnation: str
     begin: int
     end: int
     pages: _containers.RepeatedCompositeFieldContainer[PageRef]
     request_id: str
-    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., incarnation: _Optional[str] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[PageRef, _Mapping]]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., incarnation: _Optional[str] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[PageRef, _Mapping]]] = ..., request_id: _Optional[str] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OfferResponse(_message.Message):
     __slots__ = ("accepted", "reason", "detail", "bytes", "seconds")

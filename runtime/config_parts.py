@@ -136,6 +136,8 @@ class DecodingConfig(EngineConfig):
     """Refuse a prefill worker that cannot be read by --transport, instead of falling back."""
     nixl_allow_tcp: bool = False
     """Read by NIXL also where UCX has nothing better than TCP, or does not say what it has."""
+    verify_transfers: bool = False
+    """Compare checksums of pages after each transfer; prefill workers then compute them for this worker's offers."""
     speculate: Speculate = "auto"
     """What guesses tokens ahead: draft (the draft model), ngram (repeats), off, or auto for the best there is."""
     max_draft_tokens: Annotated[int, count(1, MAX_DRAFT_TOKENS)] = 8

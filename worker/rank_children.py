@@ -87,6 +87,14 @@ class RankChildren:
             raise
         return readers
 
+    async def compute_checksums(self, rank: int, pages: Sequence[int], begin: int, num_bytes: int) -> list[int]:
+        """See kvtransfer/checksums.py; of the pool of `rank`. Raises ReadError with the driver's message."""
+        child = self._children[rank - 1]
+        done = await child.ask(link.Checksum(child.next_number(), list(pages), begin, num_bytes))
+        if done.reason:
+            raise ReadError(done.reason, done.detail)
+        return done.checksums
+
     async def close(self) -> None:
         self.is_closing = True
         for child in self._children:

@@ -2,7 +2,7 @@
 
     rank 0 ── Start ──► child      once, before anything else
     rank 0 ◄── Ready ── child      the child has its part of the model and of the pages, and serves them
-    rank 0 ── Open, Read, Probe, Close ──► child ── Done ──► rank 0       in any order, one answer per call
+    rank 0 ── Open, Read, Probe, Close, Checksum ──► child ── Done ──► rank 0     in any order, one answer per call
 
 The end of the stream means that the other process ended, or asks it to end.
 """
@@ -71,6 +71,15 @@ class Close(msgspec.Struct, tag=True):
     reader: int
 
 
+class Checksum(msgspec.Struct, tag=True):
+    """Compute checksums of bytes of pages in the rank's pool."""
+
+    call: int
+    pages: list[int]
+    begin: int
+    num_bytes: int
+
+
 class Done(msgspec.Struct, tag=True):
     """A call is over; the child no longer works on it."""
 
@@ -78,9 +87,10 @@ class Done(msgspec.Struct, tag=True):
     reason: str = ""  # of the ReadError; empty on success
     detail: str = ""
     is_gone: bool = False  # the reader cannot be used any more
+    checksums: list[int] = []
 
 
-Call = Open | Read | Probe | Close
+Call = Open | Read | Probe | Close | Checksum
 Message = Ready | Call | Done
 _decoder = msgspec.msgpack.Decoder(Message)
 

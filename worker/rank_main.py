@@ -20,10 +20,11 @@ import torch
 from engine.engine import Engine, Place
 from engine.out_of_memory import end_process
 from engine.ranks import join_group
+from kvtransfer.checksums import compute_checksums
 from kvtransfer.grpc_bytes import PageServer
 from kvtransfer.identity import build_rank
 from kvtransfer.opener import Opener
-from kvtransfer.reader import PageRef, Reader, ReadError
+from kvtransfer.reader import PageRef, PageStore, Reader, ReadError
 from protos import kv_pb2
 from runtime import rpc
 from runtime.config import DecodeConfig, PrefillConfig
@@ -89,7 +90,7 @@ async def _serve(
         nixl = open_to_nixl(start.incarnation, config, pool)
     facts = build_rank(address, os.getpid(), describe_gpu(pool), nixl.facts if nixl else None)
     writer.write(link.encode(link.Ready(facts.SerializeToString())))
-    readers = _Readers(opener)
+    readers = _Readers(opener, pool)
     try:
         while True:
             call = await link.receive(reader)
@@ -104,6 +105,7 @@ class _Readers:
     """The readers that rank 0 has opened here."""
 
     opener: Opener | None  # on a decode worker
+    pool: PageStore
     opened: dict[int, Reader] = field(default_factory=dict)
     _going_on: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -116,17 +118,17 @@ class _Readers:
     async def _answer(self, call: link.Call, writer: asyncio.StreamWriter) -> None:
         done = link.Done(call.call)
         try:
-            await self._do(call)
+            await self._do(call, done)
         except ReadError as error:
             done.reason, done.detail = error.reason, error.detail
         except Exception as error:
             log.exception("a call of rank 0 failed")
             done.reason, done.detail = "transport", str(error) or type(error).__name__
-        if (reader := self.opened.get(call.reader)) is not None:
+        if not isinstance(call, link.Checksum) and (reader := self.opened.get(call.reader)) is not None:
             done.is_gone = bool(done.reason) and reader.is_gone()
         writer.write(link.encode(done))
 
-    async def _do(self, call: link.Call) -> None:
+    async def _do(self, call: link.Call, done: link.Done) -> None:
         match call:
             case link.Open():
                 assert self.opener is not None
@@ -140,6 +142,10 @@ class _Readers:
             case link.Close():
                 if (reader := self.opened.pop(call.reader, None)) is not None:
                     await reader.close()
+            case link.Checksum():
+                done.checksums = await asyncio.to_thread(
+                    compute_checksums, self.pool, call.pages, call.begin, call.num_bytes
+                )
 
 
 if __name__ == "__main__":
