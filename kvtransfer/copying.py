@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-LOAD_BYTES = 16 << 20  # pages loaded at once: each copy from a GPU costs a wait, whatever its size
-
 
 async def copy_in_thread(executor: Executor | None, copy: Callable[[], None]) -> None:
     """Run `copy` in a thread of `executor` (None: asyncio's own). Even if cancelled, return only after the copy.

@@ -12,13 +12,14 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from kvtransfer.copying import LOAD_BYTES, copy_in_thread
+from kvtransfer.copying import copy_in_thread
 from kvtransfer.layout import Run, plan_runs
 from kvtransfer.reader import PageRef, PageStore, ReadError, Transport, check_bounds, check_generations
 from protos import kv_pb2
 
 METHOD = "/baton.v1.KvPages/Read"
 CHUNK_BYTES = 2 << 20  # 1-4 MiB measured fastest
+LOAD_BYTES = 16 << 20  # pages loaded at once: each copy from a GPU costs a wait, whatever its size
 DATA_TAG = b"\x0a"  # field 1, length-delimited
 
 

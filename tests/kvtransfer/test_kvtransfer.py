@@ -5,6 +5,7 @@ import os
 import random
 import sys
 import threading
+import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,15 +23,25 @@ from bench.gpu_checks.ipc import Exporter
 from bench.gpu_checks.ipc_exporter import page_content, recycle
 from engine.kvcache.pool import Pool
 from kvtransfer import grpc_bytes
+from kvtransfer.checksums import compute_checksums
 from kvtransfer.grpc_bytes import METHOD, GrpcReader, PageServer, cut_pages, decode, encode_data
 from kvtransfer.identity import PoolFacts, build_peer, build_rank
+from kvtransfer.layout import plan_runs
 from kvtransfer.opener import Opener
 from kvtransfer.reader import PageRef, PageStore, Reader, ReadError, Transport
 from kvtransfer.shm import ShmReader
 from protos import kv_pb2
 from runtime.rpc import bind, build_server, open_channel
 from tests.support.fake_cuda import FakeGpu
-from tests.support.pool_process import build_pool, build_ranks, find_share_of_page, recycle_ranks
+from tests.support.pool_process import (
+    PARTS,
+    WHOLE_BYTES,
+    build_pool,
+    build_ranks,
+    find_share,
+    find_share_of_page,
+    recycle_ranks,
+)
 from wire.kv_layout import PagePart
 
 PATIENCE_S = 30.0
@@ -161,6 +172,7 @@ async def read_by_ranks(transport: str, owner: Owner, our_size: int) -> None:
                 for source, target in both:
                     rows[target] = find_share_of_page(source, owner.generations[source], pool)
                 assert np.array_equal(pool.load(range(NUM_LOCAL)), rows), "only the read pages changed"
+                check_sums(pool, refs, into, len(owner.peer.ranks))
         stale, was = [owner.ref(page) for page in (2, 4, 6)], owner.generations[4]
         owner.recycle(4)
         for reader, pool, rows in zip(readers, pools, expected, strict=True):
@@ -169,6 +181,15 @@ async def read_by_ranks(transport: str, owner: Owner, our_size: int) -> None:
             await reader.probe(NUM_REMOTE)
             assert error.value.reason == "generation"
             assert np.array_equal(pool.load([1, 3, 5, 6]), rows[[1, 3, 5, 6]])
+
+
+def check_sums(pool: Pool, refs: Sequence[PageRef], into: Sequence[int], their_size: int) -> None:
+    """Checksums of what landed are those of the owner's ranks, computed here from what these wrote."""
+    for run in plan_runs(PARTS, pool.rank, pool.num_ranks, their_size):
+        pages = [page_content(ref.page, ref.generation, WHOLE_BYTES) for ref in refs]
+        theirs = [find_share(PARTS, page, run.rank, their_size).astype(np.uint8) for page in pages]
+        sent = [zlib.crc32(page[run.source : run.source + run.num_bytes].tobytes()) for page in theirs]
+        assert compute_checksums(pool, into, run.target, run.num_bytes) == sent
 
 
 class WatchedStore:

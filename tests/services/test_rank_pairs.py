@@ -1,6 +1,8 @@
 """Workers of 1, 2 and 4 ranks hand over to each other in real processes; tokens equal transformers'.
 
-The draft model is a faster copy of the model, so a guess is wrong only where the draft model's KV is.
+The draft model is a faster copy of the model, so a guess is wrong only where the draft model's KV is. The first offer
+of each prompt has a byte changed on its way, the last of a page, which is the draft model's and belongs to the last
+rank: it is refused, and the prompt offered again.
 """
 
 import asyncio
@@ -9,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
 from bench.fleet import Process, ProcessFleet, run_fleet
@@ -21,6 +24,7 @@ from tests.support.real_workers import Gateway, gateway, packed
 
 VOCAB, PAGE_TOKENS, NUM_TOKENS = 320, 16, 16
 RANKS = (1, 4)  # of prefill workers; the model has 4 KV heads
+CHANGED = r"refused the offer \(checksum\): page \d+ \(positions .*\) changed on its way by "
 NIXL = ("--transport=nixl", "--require-transport", "--nixl-allow-tcp")
 READERS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # decode worker |-> its ranks, transport and flags
     "decode-0": (2, "shm", ()),
@@ -43,22 +47,32 @@ def oracle(draft: Path) -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def fleet(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessFleet]:
+def changes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a file per prefill worker: see corrupting_worker.py."""
+    return tmp_path_factory.mktemp("changes")
+
+
+@pytest.fixture(scope="module")
+def fleet(draft: Path, changes: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessFleet]:
     model = [f"--model={write_slow_twin(draft, tmp_path_factory.mktemp('model'), num_layers=32)}"]
     both = [*model, f"--draft-model={draft}", "--threads=1", "--max-context-tokens=512"]
     flags: dict[str, list[str]] = {
         "gateway": model, "prefill": [*both, "--chunk-tokens=64", "--transport=nixl"],
-        "decode": [*both, "--speculate=draft"],
+        "decode": [*both, "--speculate=draft", "--verify-transfers"],
     }  # fmt: skip
     flags |= {f"prefill-{number}": [f"--tp={size}"] for number, size in enumerate(RANKS)}
     flags |= {name: [f"--tp={size}", *own] for name, (size, _transport, own) in READERS.items()}
-    with run_fleet(len(RANKS), len(READERS), flags, lease_s=120.0, heartbeat_s=60.0) as running:
+    names = [f"prefill-{number}" for number in range(len(RANKS))]
+    programs = {name: ("tests.faults.corrupting_worker", str(changes / name)) for name in names}
+    with run_fleet(len(RANKS), len(READERS), flags, lease_s=120.0, heartbeat_s=60.0, programs=programs) as running:
         yield running
         assert running.count("decode", "spec_accepted_tokens_total") > 0  # where guesses pay depends on the machine
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_every_pair_gives_the_tokens_of_one_process(fleet: ProcessFleet, oracle: Oracle, name: str) -> None:
+def test_every_pair_gives_the_tokens_of_one_process(
+    fleet: ProcessFleet, oracle: Oracle, changes: Path, name: str
+) -> None:
     decode, seed = fleet[name], 100 * list(READERS).index(name)
 
     async def check(opened: Gateway, prefill: Process, prompt: list[int], num_cached: int) -> list[int]:
@@ -66,8 +80,12 @@ def test_every_pair_gives_the_tokens_of_one_process(fleet: ProcessFleet, oracle:
         ticket = await opened.reserve(handle, prompt, NUM_TOKENS)
         assert ticket.begin == num_cached
         request = prefill_pb2.RunRequest(request_id=f"r{handle}", prompt=packed(prompt), ticket=ticket)
+        (changes / prefill.name).touch()
         async with open_channel(prefill.address) as channel:
-            await prefill_pb2_grpc.PrefillStub(channel).Run(request, timeout=PATIENCE_S)
+            stub = prefill_pb2_grpc.PrefillStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError, match=CHANGED + READERS[name][1]):
+                await stub.Run(request, timeout=PATIENCE_S)
+            await stub.Run(request, timeout=PATIENCE_S)
         assert await opened.end_of(handle) == ("length", "")
         tokens = opened.tokens[handle]
         assert tokens == oracle.answer(prompt, NUM_TOKENS, guess=tokens), f"{prefill.name}, {len(prompt)} tokens"
@@ -88,4 +106,5 @@ def test_every_pair_gives_the_tokens_of_one_process(fleet: ProcessFleet, oracle:
     _, transport, _ = READERS[name]
     accepted = [line for line in decode.read_log().splitlines() if '"event": "peer accepted"' in line]
     assert len(accepted) == len(RANKS) and all(f'"transport": "{transport}' in line for line in accepted)
+    assert decode.metric("offers_refused_total", {"reason": "checksum"}) == 2 * len(RANKS)
     assert decode.metric("spec_draft_tokens_total") == decode.metric("spec_accepted_tokens_total")

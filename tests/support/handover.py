@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -23,11 +24,14 @@ OTHER = [token + 1 for token in PROMPT]  # shares no page with it
 
 @asynccontextmanager
 async def workers(
-    transport: Transport = "auto", lease_s: float = PATIENCE_S, heartbeat_s: float = PATIENCE_S
+    transport: Transport = "auto", lease_s: float = PATIENCE_S, heartbeat_s: float = PATIENCE_S, **others: Any
 ) -> AsyncIterator[tuple[Gateway, PrefillWorker, DecodeWorker]]:
-    """One worker per role; checks at the end that no page is held anywhere."""
+    """One worker per role; `others`: settings of decode. Checks at the end that no page is held."""
     signal = Signal()
-    async with prefill_worker(signal, heartbeat_s) as prefill, decode_worker(signal, transport, lease_s) as decode:
+    async with (
+        prefill_worker(signal, heartbeat_s) as prefill,
+        decode_worker(signal, transport, lease_s, **others) as decode,
+    ):
         async with gateway(decode, signal) as opened:
             yield opened, prefill, decode
         await signal.until(lambda: used(prefill) == used(decode) == 0)
