@@ -9,7 +9,6 @@ import pytest
 
 from kvtransfer import grpc_bytes
 from kvtransfer.checksums import compute_checksums
-from kvtransfer.grpc_bytes import DATA_TAG
 from kvtransfer.reader import PageRef
 from prefill_worker import offers
 from protos import decode_pb2, kv_pb2
@@ -78,8 +77,7 @@ def flip_on_the_wire(patch: pytest.MonkeyPatch, _prefill: PrefillWorker, _decode
 
     def encode_and_flip(data: memoryview) -> bytes:
         message = bytearray(encode(data))
-        assert message.startswith(DATA_TAG)
-        message[-1 - 511] ^= 128  # the first byte of the last page
+        message[-len(data)] ^= 128
         return bytes(message)
 
     patch.setattr(grpc_bytes, "encode_data", encode_and_flip)

@@ -1,4 +1,4 @@
-"""Pages whose bytes change on their way. Row 27 of the fault list."""
+"""Pages whose bytes change on their way. Row 28 of the fault list."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from bench.fleet import run_fleet
 from tests.support.fault_answers import Truth, ask, failed_attempts, read_events
 
 
-def test_row_27_pages_that_changed_on_their_way_are_not_used(truth: Truth, tmp_path: Path) -> None:
+def test_row_28_pages_that_changed_on_their_way_are_not_used(truth: Truth, tmp_path: Path) -> None:
     """The request goes on in another attempt; the next ones are handed over as ever."""
     changes = tmp_path / "prefill-0"
     programs = {"prefill-0": ("tests.faults.corrupting_worker", str(changes))}
@@ -26,4 +26,4 @@ def test_row_27_pages_that_changed_on_their_way_are_not_used(truth: Truth, tmp_p
         truth.check_canary(fleet)
         assert fleet.count("decode", "offers_accepted_total") == accepted + 1
         fleet.wait_until_unused()
-        print(f"row 27, changed pages: the client's longest pause was {stream.longest_pause_s:.1f} s")
+        print(f"row 28, changed pages: the client's longest pause was {stream.longest_pause_s:.1f} s")

@@ -14,6 +14,7 @@ _TEXTS = [
 
 _KINDS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_UINT32: st.sampled_from(_EDGES_32) | st.integers(0, 2**32 - 1),
+    FieldDescriptor.TYPE_FIXED32: st.sampled_from(_EDGES_32),
     FieldDescriptor.TYPE_UINT64: st.sampled_from([*_EDGES_32, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1),
     FieldDescriptor.TYPE_INT32: st.sampled_from([0, 1, 2, -1, 2**31 - 1, -(2**31)]) | st.integers(-(2**31), 2**31 - 1),
     FieldDescriptor.TYPE_INT64: st.sampled_from([*_EDGES_32, -1, 2**63 - 1, -(2**63)]),
