@@ -18,6 +18,7 @@ from gateway.api.openapi import add_document
 from gateway.api.responses.routes import build_responses_router
 from gateway.metrics import RequestMetrics
 from gateway.request.prepare import ApiOptions, ServedModel
+from gateway.request.record import WriteRecord
 from gateway.ring.generation import Ring
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import Tokenizer
@@ -29,14 +30,21 @@ _CHEAP_CHARS = 4096  # tokenised in 1-3 ms; longer text goes to a thread
 
 
 def build_served_model(
-    ring: Ring, tokenizer: Tokenizer, served_name: str, options: ApiOptions, registry: CollectorRegistry
+    ring: Ring,
+    tokenizer: Tokenizer,
+    served_name: str,
+    options: ApiOptions,
+    registry: CollectorRegistry,
+    write_record: WriteRecord | None = None,
 ) -> ServedModel:
     """Builds what REST and gRPC share. Registers metrics: call it once per registry. End it with `offload.close()`."""
     offload = Offload(_CHEAP_CHARS, options.tokenise_threads, options.max_waiting_tokenise, options.tokenise_timeout_s)
     tool_format = resolve_format(options.tool_format, tokenizer.tool_template)
     reasoning = resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token)
     metrics, created_s = RequestMetrics(registry), int(time.time())
-    return ServedModel(tokenizer, offload, tool_format, reasoning, ring, served_name, options, metrics, created_s)
+    return ServedModel(
+        tokenizer, offload, tool_format, reasoning, ring, served_name, options, metrics, created_s, write_record
+    )
 
 
 def build_app(served: ServedModel) -> FastAPI:

@@ -4,7 +4,9 @@ config.py puts them together. A name means the same in every process, so `baton 
 """
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from runtime.addresses import bracketed, is_any, is_loopback
 from runtime.settings import MAX_PORT, ConfigError, Port, Positive, Seconds, SecondsOrZero, Settings, count
@@ -194,6 +196,8 @@ class PublicConfig(Settings):
     """Seconds that a client may take to send a request's head, its body, or to take one message of an answer."""
     patience_s: SecondsOrZero = 30.0
     """Seconds that requests wait for a worker to come back while none is alive: as long as one takes to start again."""
+    otlp_endpoint: str = ""
+    """URL of an OpenTelemetry collector that takes OTLP over HTTP, for a trace of each request; empty: no traces."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -205,6 +209,9 @@ class PublicConfig(Settings):
         is_clean = all(key and not set(key) & set(", \t\n") for key in self.api_key)  # they travel in one variable
         if not is_clean:
             raise ConfigError("api_key cannot be used: --api-key needs keys without spaces and commas, none empty")
+        if self.otlp_endpoint:
+            self.require("otlp_endpoint", _is_url(self.otlp_endpoint), "a URL such as http://127.0.0.1:4318")
+            self.require("otlp_endpoint", _has_otel(), "OpenTelemetry's packages: pip install 'baton[otel]'")
 
     @property
     def grpc_listen_port(self) -> int:
@@ -241,3 +248,18 @@ class WorkerConfig(EngineConfig, ProcessConfig):
     def reachable_host(self) -> str:
         """The host by which peers reach this worker, as it stands before :port."""
         return bracketed(self.advertise_host or self.host)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # of a host or port that cannot be one
+        return False
+
+
+def _has_otel() -> bool:
+    try:
+        return all(map(find_spec, ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")))
+    except ModuleNotFoundError:
+        return False

@@ -3,6 +3,7 @@
 import asyncio
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,6 +16,8 @@ from gateway.errors import ApiError
 from gateway.metrics import ChoiceMeter
 from gateway.request.job import Echo, Job
 from gateway.request.prepare import ServedModel
+from gateway.request.raw import RawRequest
+from gateway.request.record import Headers, RequestRecord, open_record
 from gateway.ring.generation import Generation, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
@@ -31,8 +34,11 @@ _PROMPT_TOKENS_AT_ONCE = 512  # writing them blocks the event loop, up to 30 us 
 class Totals:
     """A job and its token counts so far. `stream_choices` counts each piece before it yields it."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, arrived_s: float, record: RequestRecord | None = None) -> None:
+        """`arrived_s`: when the request arrived, by time.perf_counter; `record`: for its trace, if there is to be."""
         self.job = job
+        self.arrived_s = arrived_s
+        self.record = record
         self.num_prompt = job.num_prompt_tokens
         self.num_completion = 0
         self.num_reasoning = 0  # of num_completion
@@ -45,6 +51,8 @@ class Totals:
         self.num_open -= piece.finish_reason is not None
         if piece.timing is not None and index % self.job.num_per_prompt == 0:  # each prompt counts once
             self.num_cached += piece.timing.cached_tokens
+        if self.record is not None and piece.ending is not None:
+            self.record.endings[index] = piece.ending
 
     def log(self, event: str, **fields: object) -> None:
         _log.info(
@@ -61,21 +69,33 @@ def timing_fields(timing: Timing, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(timing, name.replace("_seconds", "_s")) for name in names}
 
 
-async def stream_choices(
-    served: ServedModel, totals: Totals, arrived_s: float
-) -> AsyncGenerator[tuple[int, Piece], None]:
+async def begin(served: ServedModel, raw: RawRequest, request_id: str, arrived_s: float, headers: Headers) -> Totals:
+    """Checks a request, for `stream_choices`. Raises ApiError.
+
+    `arrived_s`: as in Totals; `headers`: returns the request's.
+    """
+    record = open_record(served.write_record, raw, served.name, request_id, arrived_s, headers)
+    try:
+        return Totals(await served.prepare(raw, request_id), arrived_s, record)
+    except BaseException as error:
+        if record is not None:
+            record.close(error)
+        raise
+
+
+async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[tuple[int, Piece], None]:
     """Yields (index of its choice, piece) as pieces arrive. Closing this iterator closes the ring's.
 
-    `arrived_s`: when the request arrived, by time.perf_counter. Raises the ring's ApiError: the first choice that
-    fails ends the others.
+    Raises the ring's ApiError: the first choice that fails ends the others.
     """
     job = totals.job
     served.metrics.prompt_tokens.inc(totals.num_prompt)
-    meters = [ChoiceMeter(served.metrics, arrived_s) for _ in job.generations]
+    meters = [ChoiceMeter(served.metrics, totals.arrived_s) for _ in job.generations]
     choices = [_Choice(job, index, served.tokenizer, meter) for index, meter in enumerate(meters)]
     try:
-        with served.ring.admit(len(choices)) as admitted:
-            streams = [served.ring.generate(generation, admitted) for generation in job.generations]
+        with _recorded(totals), served.ring.admit(len(choices)) as admitted:
+            new_attempts = totals.record.add_choice if totals.record else lambda: None
+            streams = [served.ring.generate(generation, admitted, new_attempts()) for generation in job.generations]
             async with MergedStreams(cast("Sequence[AsyncGenerator[Tokens, None]]", streams)) as merged:
                 while totals.num_open:
                     index, tokens = await merged.next()
@@ -97,6 +117,23 @@ async def stream_choices(
         if totals.num_open:
             totals.log("cancelled")
         raise
+
+
+@contextmanager
+def _recorded(totals: Totals) -> Iterator[None]:
+    """Around the answer: in the end its record is written, if there is one."""
+    if totals.record is None:
+        yield
+        return
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        failure = error if totals.num_open else None  # else the client left with the whole answer
+        raise
+    finally:
+        totals.record.note_usage(totals.num_prompt, totals.num_cached, totals.num_completion)
+        totals.record.close(failure)
 
 
 class _Choice:

@@ -11,6 +11,7 @@ from gateway.metrics import RequestMetrics
 from gateway.request.job import Echo, Job
 from gateway.request.prompts import Prompts
 from gateway.request.raw import Chat, RawRequest
+from gateway.request.record import WriteRecord
 from gateway.request.rules import (
     check_cache_salt,
     check_choices,
@@ -58,6 +59,7 @@ class ServedModel(Prompts):
     options: ApiOptions
     metrics: RequestMetrics
     created_s: int  # Unix time at which the gateway started
+    write_record: WriteRecord | None = None  # for traces, if there are to be any
 
     async def prepare(self, raw: RawRequest, request_id: str) -> Job:
         """Checks a request, cheap rules before expensive ones, and tokenises its prompts. Raises ApiError."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from gateway.ring.admission import Admission
+from gateway.ring.attempt_record import AttemptRecord
 from gateway.ring.attempt_state import AttemptState
 from gateway.ring.fleet import Fleet
 from gateway.ring.generation import Tokens
@@ -29,13 +30,19 @@ class Attempt:
     """One try of `request`. When its block ends, nothing of it is left here, and soon nothing on the workers."""
 
     def __init__(
-        self, request: Request, admission: Admission, fleet: Fleet, on_placed: Callable[[float], None]
+        self,
+        request: Request,
+        admission: Admission,
+        fleet: Fleet,
+        on_placed: Callable[[float], None],
+        record: AttemptRecord | None = None,
     ) -> None:
-        """`on_placed`: gets the seconds that the request waited for its places."""
+        """`on_placed`: gets the seconds that the request waited for its places; `record`: filled in, for a trace."""
         self._request = request
         self._admission = admission
         self._fleet = fleet
         self._on_placed = on_placed
+        self._record = record
         self._state: AttemptState | None = None  # None until it has places
         self._woken: asyncio.Future[None] | None = None  # while `next` waits for an event
         self._prefilling: asyncio.Task[None] | None = None
@@ -56,6 +63,8 @@ class Attempt:
             self._prefilling.cancel()
         if self._state is not None:
             self._state.close()
+        if self._record is not None:
+            self._record.close(time.monotonic())
 
     async def next(self) -> Tokens | None:
         """New tokens. None: it is over, and the request waits again or has ended."""
@@ -76,7 +85,7 @@ class Attempt:
         if waiter.reason is not None:
             request.step(waiter.reason, time.monotonic())
             return None
-        self._state = state = AttemptState(self._admission.queue, waiter)
+        self._state = state = AttemptState(self._admission.queue, waiter, self._record)
         state.session.on_event = self._wake
         waited_s = time.monotonic() - started
         request.queue_s += waited_s

@@ -6,12 +6,23 @@ to be done by the caller are calls of workers, and tokens for the client.
 
 from dataclasses import dataclass, field
 
+from gateway.ring.attempt_record import AttemptRecord, WorkerName
 from gateway.ring.decode_state import Session, SessionEvent
 from gateway.ring.generation import Tokens
 from gateway.ring.queue import Places, Queue, Waiter
 from gateway.ring.reasons import OUT_OF_TIME, Reason
 from gateway.ring.request_machine import Phase, Request
-from gateway.ring.request_steps import EndAttempt, Event, Forget, GiveBack, Placed, Prefilled, Refused, Remember
+from gateway.ring.request_steps import (
+    EndAttempt,
+    Event,
+    Forget,
+    GiveBack,
+    Placed,
+    Prefilled,
+    Refused,
+    Remember,
+    SessionUpdate,
+)
 from protos import decode_pb2, prefill_pb2
 
 Command = prefill_pb2.RunRequest | Tokens
@@ -23,6 +34,7 @@ class AttemptState:
 
     queue: Queue
     waiter: Waiter
+    record: AttemptRecord | None = None  # for a trace, if there is to be one
     session: Session = field(init=False)
     end: EndAttempt | None = None  # how it ended; None before
 
@@ -55,6 +67,9 @@ class AttemptState:
             session.stream,
             session.handle,
         )
+        if self.record is not None:
+            prefill = WorkerName(places.prefill.address, places.prefill.incarnation) if places.prefill else None
+            self.record.place(WorkerName(placed.address, placed.decode), prefill, now)
         (reserve,) = self.request.step(placed, now)
         assert isinstance(reserve, decode_pb2.ReserveRequest)
         return reserve
@@ -77,6 +92,8 @@ class AttemptState:
     def step(self, event: Event, now: float) -> list[Command]:
         """What the caller has to do: at most one call of prefill, and at most one Tokens."""
         commands: list[Command] = []
+        if self.record is not None:
+            _note(self.record, event, now)
         for action in self.request.step(event, now):
             match action:
                 case prefill_pb2.RunRequest() | Tokens():
@@ -91,9 +108,21 @@ class AttemptState:
                     self.queue.router.correct(self.places.placement.decode, self.request, num_cached)
                 case EndAttempt():
                     self.end = action
+                    if self.record is not None:
+                        self.record.close(now, action.reason, action.is_failure)
         return commands
 
     def close(self) -> None:
         """Give back and abort all that it still holds."""
         self.places.decode.close_session(self.session)
         self.queue.leave(self.waiter)
+
+
+def _note(record: AttemptRecord, event: Event, now: float) -> None:
+    match event:
+        case decode_pb2.ReserveResponse():
+            record.reserve(event.needs_prefill, event.ticket.begin, now)
+        case Prefilled():
+            record.finish_prefill(event.timing, now)
+        case SessionUpdate():
+            record.add_tokens(len(event.token_ids), event.timing if event.finish_reason else None, now)

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from gateway.ring.admission import Admission
 from gateway.ring.advice import DEFAULT_GOALS, Goals
 from gateway.ring.attempt import Attempt
+from gateway.ring.attempt_record import AttemptRecord
 from gateway.ring.door import DRAINING, Door
 from gateway.ring.fleet import Fleet
 from gateway.ring.fleet_metrics import FleetMetrics
@@ -83,17 +84,25 @@ class Dispatcher:
         with self.door.inside(), self._admission.admit(num_choices) as admitted:
             yield admitted
 
-    async def generate(self, generation: Generation, admitted: Admitted) -> AsyncGenerator[Tokens, None]:
+    async def generate(
+        self, generation: Generation, admitted: Admitted, attempts: list[AttemptRecord] | None = None
+    ) -> AsyncGenerator[Tokens, None]:
         self._queue.begin_choice(admitted)
         now = time.monotonic()
         request = Request(generation, now + self._request_timeout_s, self._patience_s, now)
         while request.phase is Phase.WAITING:
-            async with Attempt(request, self._admission, self._fleet, self._queue_seconds.observe) as attempt:
+            record = None
+            if attempts is not None:
+                attempts.append(record := AttemptRecord(request.attempt, time.monotonic()))
+            async with Attempt(request, self._admission, self._fleet, self._queue_seconds.observe, record) as attempt:
                 while (tokens := await self.door.wait(attempt.next)) is not None:
                     yield tokens
             self._note_end(attempt, generation.request_id)
         if request.failure is not None:
-            raise as_error(request.failure)
+            error = as_error(request.failure)
+            if attempts:
+                attempts[-1].reason, attempts[-1].is_failure = error.message, True
+            raise error
 
     def _note_end(self, attempt: Attempt, request_id: str) -> None:
         end = attempt.end

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from gateway.ring.attempt_record import AttemptRecord
 from wire.logprobs import TokenLogprobs
 from wire.sampling import SamplingParams
 from wire.timing import Timing
@@ -81,9 +82,13 @@ class Ring(Protocol):
         because the queue is full. Raises errors.ApiError on entry: 429 when the queue has no room, 503 while draining.
         """
 
-    def generate(self, generation: Generation, admitted: Admitted) -> AsyncIterator[Tokens]:
+    def generate(
+        self, generation: Generation, admitted: Admitted, attempts: list[AttemptRecord] | None = None
+    ) -> AsyncIterator[Tokens]:
         """Stream one choice of an admitted request. Closing the iterator (aclose) ends the work everywhere and frees
         its pages.
+
+        `attempts`: gets a record of each attempt.
 
         Raises errors.ApiError: 400 when no worker can take it, 503 when no worker can serve it, 504 when it takes too
         long.

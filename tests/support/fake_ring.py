@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from gateway.errors import ApiError
+from gateway.ring.attempt_record import AttemptRecord
 from gateway.ring.generation import Admitted, FinishReason, Generation, Tokens
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
@@ -72,7 +73,9 @@ class FakeRing:
         finally:
             self.num_inside -= 1
 
-    async def generate(self, generation: Generation, admitted: Admitted) -> AsyncIterator[Tokens]:
+    async def generate(
+        self, generation: Generation, admitted: Admitted, attempts: list[AttemptRecord] | None = None
+    ) -> AsyncIterator[Tokens]:
         admitted.num_unplaced -= 1
         assert admitted.num_unplaced >= 0 and self.num_inside, "each generation needs an admitted request"
         script, ending = self.scripts.pop(0) if self.scripts else self.script, "closed"

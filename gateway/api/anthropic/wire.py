@@ -27,7 +27,7 @@ class MessageWriter:
     done = b""
 
     def __init__(self, model: str, totals: Totals) -> None:
-        self._id = f"msg_{secrets.token_hex(12)}"
+        self.id = f"msg_{secrets.token_hex(12)}"
         self._model = model
         self._totals = totals
         self._reader = ItemReader()
@@ -58,7 +58,7 @@ class MessageWriter:
     def _message(self) -> MessageBody:
         """The answer so far."""
         content = [_block(item, item.content) for item in self._reader.items]
-        return MessageBody(self._id, self._model, content, self._usage())
+        return MessageBody(self.id, self._model, content, self._usage())
 
     def _usage(self) -> MessageUsage:
         totals = self._totals

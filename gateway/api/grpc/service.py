@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from gateway.answer.choice_text import Piece
-from gateway.answer.choices import Totals, stream_choices
+from gateway.answer.choices import begin, stream_choices
 from gateway.api.access import unique_id, warning_headers
 from gateway.api.grpc.answers import AnswerMessages
 from gateway.api.grpc.errors import Context, KeyInterceptor, abort_with, pick_call_id, refuse_malformed, send_call_id
@@ -122,11 +122,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[Message, None]:
         arrived_s = time.perf_counter()
         raw = read()
-        job = await self._served.prepare(raw, unique_id(request_id))
-        context.set_trailing_metadata(tuple(warning_headers(job.warnings).items()))
-        totals = Totals(job)
+        totals = await begin(self._served, raw, unique_id(request_id), arrived_s, context.invocation_metadata)
+        context.set_trailing_metadata(tuple(warning_headers(totals.job.warnings).items()))
         messages = AnswerMessages(totals, with_timing=raw.with_timing)
-        async with aclosing(stream_choices(self._served, totals, arrived_s)) as pieces:
+        async with aclosing(stream_choices(self._served, totals)) as pieces:
             async for index, piece in pieces:
                 yield write(messages, index, piece)
 

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.answer.choice_text import Piece
-from gateway.answer.choices import Totals, stream_choices
+from gateway.answer.choices import Totals, begin, stream_choices
 from gateway.api.access import unique_id, warning_headers
 from gateway.api.http.disconnect import until_disconnect
 from gateway.api.http.json_answer import json_response
@@ -21,6 +21,8 @@ Pieces = AsyncGenerator[tuple[int, Piece], None]
 
 class Writer(StreamEnd, Protocol):
     """Writes the answer to one request, either as a stream or as a whole."""
+
+    id: str  # of the answer
 
     def begin(self) -> list[bytes]:
         """Events to send with those of the first piece."""
@@ -39,14 +41,16 @@ async def respond(
     served: ServedModel, request: Request, raw: RawRequest, new_writer: Callable[[Totals], Writer], *, is_streamed: bool
 ) -> Response:
     """Returns the response. Raises ApiError, and ClientDisconnect if the client leaves before a whole answer."""
-    job = await served.prepare(raw, unique_id(request.state.request_id))
-    totals = Totals(job)
-    writer, pieces = new_writer(totals), stream_choices(served, totals, request.state.arrived_s)
+    state = request.state
+    totals = await begin(served, raw, unique_id(state.request_id), state.arrived_s, request.headers.items)
+    writer, pieces = new_writer(totals), stream_choices(served, totals)
+    if totals.record is not None:
+        totals.record.attributes["gen_ai.response.id"] = writer.id
     if is_streamed:
         response: Response = EventStream(_stream(writer, pieces), writer)
     else:
         response = json_response(await until_disconnect(request.receive, _whole(writer, pieces)))
-    response.headers.update(warning_headers(job.warnings))
+    response.headers.update(warning_headers(totals.job.warnings))
     return response
 
 

@@ -28,7 +28,7 @@ class AnswerWriter:
         self, kind: type[ChoiceWriter], model: str, totals: Totals, extras: Extras, streamed_usage: StreamedUsage
     ) -> None:
         self._kind = kind
-        self._id = f"{kind.id_prefix}-{secrets.token_hex(12)}"
+        self.id = f"{kind.id_prefix}-{secrets.token_hex(12)}"
         self._created_s = int(time.time())
         self._model = model
         self._streamed_usage = streamed_usage
@@ -74,7 +74,7 @@ class AnswerWriter:
         return data_event(encode(self._envelope(self._kind.chunk_kind, choices, usage)))
 
     def _envelope(self, kind: ObjectKind, choices: Sequence[Choice | Raw], usage: Usage | UnsetType | None) -> Envelope:
-        envelope = Envelope(self._id, kind, self._created_s, self._model, choices, usage)
+        envelope = Envelope(self.id, kind, self._created_s, self._model, choices, usage)
         if self._kind is ChatWriter and not self._has_begun:
             envelope.prompt_token_ids = self._extras.token_ids(self._totals.job.prompts[0].ids)
         self._has_begun = True

@@ -67,7 +67,7 @@ class ResponseWriter:
     done = b""
 
     def __init__(self, model: str, totals: Totals, asked: Asked, token_bytes: TokenBytes) -> None:
-        self._id = f"resp_{secrets.token_hex(24)}"
+        self.id = f"resp_{secrets.token_hex(24)}"
         self._created_s = int(time.time())
         self._model = model
         self._asked = asked
@@ -173,7 +173,7 @@ class ResponseWriter:
 
     def _response(self, status: Status) -> ResponseBody:
         return ResponseBody(
-            id=self._id,
+            id=self.id,
             created_at=self._created_s,
             model=self._model,
             status=status,
