@@ -28,6 +28,7 @@ _log = structlog.get_logger()
 
 FLUSH_S = 3.0  # for the last spans when the gateway stops
 COMPLAIN_S = 60.0  # at most one line of log in so many seconds
+MOST_ATTEMPTS = 20  # shown of a choice, the last ones: one that waits for a large grammar makes two a second
 _MOST_INT = 2**63 - 1  # what the protocol can say
 
 
@@ -61,7 +62,7 @@ class Tracing:
         """`epoch_ns`: what time.time_ns was when time.monotonic was 0."""
         context = set_span_in_context(root)
         links: list[Link] = []  # to where the attempt before ended
-        for attempt in attempts:
+        for attempt in attempts[-MOST_ATTEMPTS:]:
             parts = attempt.parts()
             for number, (part, start_s, end_s) in enumerate(parts, 1):
                 attributes = {"baton.choice": choice, "baton.attempt": attempt.number, **_describe(attempt, part)}

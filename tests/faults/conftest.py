@@ -12,6 +12,7 @@ from demo.paths import TARGET_DIR
 from tests.faults.proxy import FaultProxy
 from tests.support.fault_answers import Truth
 from tests.support.oracle import Oracle
+from tests.support.traces import Collector, run_collector
 
 HERE = Path(__file__).parent
 GATEWAY_SIDE, WORKER_SIDE = "127.0.0.2", "127.0.0.3"  # 127/8 is all loopback; the ports stay the workers' own
@@ -57,9 +58,18 @@ def truth() -> Truth:
 
 
 @pytest.fixture(scope="session")
-def running_quad() -> Iterator[ProcessFleet]:
+def collector() -> Iterator[Collector]:
+    """Gets the traces of `quad`."""
+    with run_collector() as running, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # milliseconds
+        yield running
+
+
+@pytest.fixture(scope="session")
+def running_quad(collector: Collector) -> Iterator[ProcessFleet]:
     drain = ["--drain-s=120"]  # for a loaded machine
-    with run_fleet(2, 2, {"gateway": drain, "prefill": drain, "decode": drain}) as fleet:
+    traced = [*drain, f"--otlp-endpoint={collector.url}"]
+    with run_fleet(2, 2, {"gateway": traced, "prefill": drain, "decode": drain}) as fleet:
         yield fleet
 
 

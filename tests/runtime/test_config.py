@@ -52,6 +52,8 @@ IN_OTHER_PLACES = {
         (ServeConfig, "api_key", ("",), "--api-key needs keys"),
         (ServeConfig, "api_key", ("a b",), "--api-key needs keys"),
         (ServeConfig, "model", "", "--model needs a folder"),
+        (ServeConfig, "otlp_endpoint", "collector:4318", "--otlp-endpoint needs a URL such as"),
+        (ServeConfig, "otlp_endpoint", "http://[::1", "--otlp-endpoint needs a URL such as"),
         (PrefillConfig, "page_tokens", 15, "--page-tokens needs a power of two"),
         (PrefillConfig, "chunk_tokens", 8, "--chunk-tokens needs 16 or more"),
         (PrefillConfig, "kv_memory_share", 1.5, "--kv-memory-share needs a number above 0 and at most 1"),

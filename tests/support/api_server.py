@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from gateway.api.grpc.service import add_inference_services, build_interceptors
 from gateway.app import build_app, build_served_model
 from gateway.request.prepare import ApiOptions
+from gateway.request.record import WriteRecord
 from gateway.text.tokenizer import Tokenizer
 from runtime.rpc import build_server
 from tests.support.fake_ring import FakeRing, Script
@@ -73,7 +74,12 @@ class Served:
 
 
 @contextmanager
-def run_api(folder: Path, options: ApiOptions, write: Callable[[Path], Path] = write_byte_level) -> Iterator[Served]:
+def run_api(
+    folder: Path,
+    options: ApiOptions,
+    write: Callable[[Path], Path] = write_byte_level,
+    write_record: WriteRecord | None = None,
+) -> Iterator[Served]:
     """Serve REST and gRPC on free loopback ports until the context ends. `write` writes the checkpoint's folder."""
     logging = structlog.get_config()
     plain: list[structlog.typing.Processor] = [
@@ -95,7 +101,7 @@ def run_api(folder: Path, options: ApiOptions, write: Callable[[Path], Path] = w
         await grpc_server.stop(0)
         served.offload.close()
 
-    served = build_served_model(ring, tokenizer, SERVED, options, registry)
+    served = build_served_model(ring, tokenizer, SERVED, options, registry, write_record)
     http = uvicorn.Server(uvicorn.Config(build_app(served), log_level="warning"))
     thread = threading.Thread(target=lambda: uvloop.run(serve()), daemon=True)
     thread.start()

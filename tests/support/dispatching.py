@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.errors import ApiError
+from gateway.ring.attempt_record import AttemptRecord
 from gateway.ring.dispatcher import Dispatcher
 from gateway.ring.fleet import Fleet
 from gateway.ring.generation import Admitted, Generation, Tokens
@@ -60,13 +61,15 @@ class Ring:
                 async for part in stream:
                     yield part
 
-    async def listen(self, wanted: Generation, admitted: Admitted | None = None) -> list[Tokens]:
+    async def listen(
+        self, wanted: Generation, admitted: Admitted | None = None, attempts: list[AttemptRecord] | None = None
+    ) -> list[Tokens]:
         """All parts of an answer. `admitted`: from a request with several choices."""
         if admitted is None:
             with self.dispatcher.admit(1) as admitted:
-                return await self.listen(wanted, admitted)
+                return await self.listen(wanted, admitted, attempts)
         parts: list[Tokens] = []
-        async with aclosing(self.dispatcher.generate(wanted, admitted)) as stream:
+        async with aclosing(self.dispatcher.generate(wanted, admitted, attempts)) as stream:
             async for part in stream:
                 assert not parts or parts[-1].finish_reason is None, "tokens after the end"
                 parts.append(part)

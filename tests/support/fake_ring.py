@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -81,6 +82,9 @@ class FakeRing:
         script, ending = self.scripts.pop(0) if self.scripts else self.script, "closed"
         self.generations.append(generation)
         self.starts.put(generation.request_id)
+        record = AttemptRecord(1, time.monotonic())
+        if attempts is not None:
+            attempts.append(record)
         try:
             for part in _parts(script, generation):
                 await asyncio.sleep(script.delay_s)
@@ -100,6 +104,7 @@ class FakeRing:
             try:
                 await asyncio.sleep(0)  # releasing pages may await, too
             finally:
+                record.close(time.monotonic())
                 self.endings.put(ending)
 
     def wait_ending(self, timeout_s: float = 60.0) -> str:

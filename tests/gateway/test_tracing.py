@@ -1,0 +1,391 @@
+"""A request's trace: its spans, what they say, and that neither clients nor collectors can disturb it.
+
+Through real processes: tests/faults/test_traces.py.
+"""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+
+import grpc
+import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from structlog.testing import capture_logs
+
+from gateway import tracing
+from gateway.errors import ApiError, not_ready, overloaded
+from gateway.request.raw import Prompt, RawRequest
+from gateway.request.record import WriteRecord, open_record
+from gateway.ring.attempt_record import AttemptRecord, Part, WorkerName
+from gateway.tracing import MOST_ATTEMPTS, Tracing, open_traces
+from protos import decode_pb2, prefill_pb2
+from tests.support.adapters import APIS
+from tests.support.api_server import ANSWER, PLAIN, SERVED, Served, run_api
+from tests.support.dispatching import NO_ROOM, bounded, generation, pair, ring
+from tests.support.fake_ring import Script
+from tests.support.fake_workers import FakeDecode, Signal, serving
+from tests.support.traces import PARTS, WAIT_S, Trace, read_traces, run_collector, said
+from tests.support.words import Api, named
+from wire.timing import Timing
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+RUBBISH = [
+    "", "rubbish", f"00-{'0' * 32}-{PARENT}-01", f"00-{TRACE}-{'0' * 16}-01", f"ff-{TRACE}-{PARENT}-01",
+    f"00-{TRACE}-{PARENT}", f"00-{TRACE.upper()}-{PARENT}-01", f"00-{TRACE}-{PARENT}-01-more", "0" * 5000,
+    f"00-{TRACE}-{PARENT}-01, 00-{TRACE}-{PARENT}-01",
+]  # fmt: skip
+ENDLESS_MS = str(10**9)  # between two batches
+
+
+class Book:
+    """Traces in memory, as a collector gets them."""
+
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        self.write: WriteRecord = Tracing(SimpleSpanProcessor(self._exporter)).write
+
+    def take(self) -> list[Trace]:
+        """Those written since the last call."""
+        spans = self._exporter.get_finished_spans()
+        self._exporter.clear()
+        return read_traces([encode_spans(spans)])
+
+    def take_one(self) -> Trace:
+        """Wait for it."""
+        deadline = time.monotonic() + WAIT_S
+        while not (found := self.take()):
+            assert time.monotonic() < deadline, "nothing was written"
+            time.sleep(0.005)
+        (only,) = found
+        only.check()
+        return only
+
+
+def write(to: WriteRecord, *choices: list[AttemptRecord], error: ApiError | None = None) -> None:
+    """A request of these attempts, which arrived long ago."""
+    raw = RawRequest("m", [Prompt("a secret prompt", "prompt")])
+    record = open_record(to, raw, "m", "r", time.perf_counter() - 1000, tuple)
+    assert record is not None
+    record.choices.extend(choices)
+    record.close(error)
+
+
+# -- attempts --------------------------------------------------------------------------------------------------------
+
+
+def record(begun: float = 10.0, needs_prefill: bool = True) -> AttemptRecord:
+    """Places after 2 s, a session after 3."""
+    made = AttemptRecord(1, begun)
+    made.place(WorkerName("d:1", "D1"), WorkerName("p:1", "P1"), begun + 2)
+    made.reserve(needs_prefill, 0, begun + 3)
+    return made
+
+
+def test_the_parts_of_an_attempt_lie_one_after_the_other() -> None:
+    sent = Timing(prefill_s=4.0, transfer_s=3.5, transport="shm")  # most of it while the prompt was computed
+
+    def parts(made: AttemptRecord) -> dict[Part, tuple[float, float]]:
+        made.close(30.0)
+        return {part: (start, end) for part, start, end in made.parts()}
+
+    whole = record()
+    whole.finish_prefill(sent, 19.0)
+    whole.add_tokens(1, None, 21.0)
+    assert parts(whole) == {"queue": (10, 12), "prefill": (12, 17), "transfer": (17, 19), "decode": (19, 30)}
+    late = record()  # the answer of prefill comes after the first token: all KV was there before
+    late.add_tokens(1, None, 16.0)
+    late.finish_prefill(sent, 19.0)
+    assert parts(late) == {"queue": (10, 12), "prefill": (12, 16), "transfer": (16, 16), "decode": (16, 30)}
+    never = record()  # it comes after the whole answer
+    never.add_tokens(1, Timing(prefill_s=5.0), 20.0)
+    assert parts(never) == {"queue": (10, 12), "prefill": (12, 18), "decode": (18, 30)}
+    here = record(needs_prefill=False)  # a stop string ended it, so that decode's own timing did not come
+    here.add_tokens(1, None, 14.0)
+    assert parts(here) == {"queue": (10, 12), "prefill": (12, 14), "decode": (14, 30)}
+    assert parts(record()) == {"queue": (10, 12), "prefill": (12, 30)}
+    assert parts(AttemptRecord(1, 10.0)) == {"queue": (10, 30)}
+
+
+@bounded
+async def test_a_request_has_four_parts_that_say_what_workers_report() -> None:
+    book, attempts = Book(), list[AttemptRecord]()
+    async with pair(is_manual=True) as (built, decode, prefill):
+        prefill.response = prefill_pb2.RunResponse(
+            prefill_seconds=1e-6, transfer_seconds=0.25, transfer_bytes=4096, transport="shm", cached_tokens=1
+        )
+        task = asyncio.create_task(built.listen(generation(), attempts=attempts))
+        await built.signal.until(lambda: prefill.num_done == 1 and built.num_held == 1)
+        timing = decode_pb2.SessionTiming(
+            first_step_seconds=0.5, decode_seconds=0.75, draft_tokens=3, accepted_tokens=2
+        )
+        decode.sessions[0].say([7, 8, 9, 10], "length", timing=timing)
+        await task
+    write(book.write, attempts)
+    trace = book.take_one()
+    assert trace.names == PARTS
+    assert all(said(span)["baton.attempt"] == 1 and said(span)["baton.choice"] == 0 for span in trace.parts)
+    assert not any(span.links or span.status.code for span in trace.parts)
+    _, computing, transfer, decoding = map(said, trace.parts)
+    (prefill_address,), (decode_address,) = built.fleet.prefill, built.fleet.decode
+    assert (computing["baton.worker.address"], computing["baton.worker.incarnation"]) == (prefill_address, "P1")
+    assert (decoding["baton.worker.address"], decoding["baton.worker.incarnation"]) == (decode_address, "D1")
+    assert computing["baton.cached_tokens"] == 1
+    assert transfer.items() >= {
+        "baton.transport": "shm", "baton.transfer_bytes": 4096, "baton.transfer_seconds": 0.25,
+    }.items()  # fmt: skip
+    assert decoding.items() >= {
+        "baton.output_tokens": 4, "baton.first_step_seconds": 0.5, "baton.decode_seconds": 0.75,
+        "baton.draft_tokens": 3, "baton.accepted_tokens": 2,
+    }.items()  # fmt: skip
+    assert "secret" not in str(trace)
+
+
+@bounded
+async def test_attempts_of_an_answer_that_moves_are_siblings_and_linked() -> None:
+    book, attempts, signal = Book(), list[AttemptRecord](), Signal()
+    workers = [FakeDecode("D1", signal, is_manual=True), FakeDecode("D2", signal, is_manual=True)]
+    async with AsyncExitStack() as stack:
+        addresses = [await stack.enter_async_context(serving(worker)) for worker in workers]
+        built = await stack.enter_async_context(ring(signal, addresses))
+        admitted = stack.enter_context(built.dispatcher.admit(1))
+        stream = built.dispatcher.generate(generation(max_tokens=6), admitted, attempts)
+        first = asyncio.ensure_future(anext(stream))
+        await signal.until(lambda: any(worker.sessions for worker in workers))
+        one, other = workers if workers[0].sessions else reversed(workers)
+        one.sessions[0].emit(2)
+        await first
+        rest = asyncio.ensure_future(anext(stream))
+        one.break_streams()
+        await signal.until(lambda: bool(other.sessions))
+        other.sessions[0].emit(4, "length")
+        await rest
+        assert await anext(stream, None) is None
+    write(book.write, attempts)
+    trace = book.take_one()
+    assert trace.names == ["baton.queue", "baton.prefill", "baton.decode"] * 2
+    assert [said(span)["baton.attempt"] for span in trace.parts] == [1, 1, 1, 2, 2, 2]
+    cut = trace.parts[2]
+    assert cut.status.code == Status.STATUS_CODE_ERROR and cut.status.message == said(cut)["baton.reason"] != ""
+    assert [span.status.code for span in trace.parts].count(Status.STATUS_CODE_ERROR) == 1
+    assert [[link.span_id for link in span.links] for span in trace.parts] == [[]] * 3 + [[cut.span_id]] * 3
+    assert (said(cut)["baton.output_tokens"], said(trace.parts[-1])["baton.output_tokens"]) == (2, 4)
+    assert said(cut)["baton.worker.incarnation"] == one.incarnation
+    assert said(trace.parts[-1])["baton.worker.incarnation"] == other.incarnation
+
+
+@bounded
+async def test_where_an_attempt_fails_its_last_part_says_why() -> None:
+    book = Book()
+    async with pair() as (built, decode, _prefill):
+        too_large = (grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max")
+        decode.refusals.extend([NO_ROOM, *[too_large] * 9])
+        attempts = list[AttemptRecord]()
+        with pytest.raises(ApiError, match="larger than max") as error:
+            await built.listen(generation(), attempts=attempts)
+    write(book.write, attempts, error=error.value)
+    trace = book.take_one()
+    assert trace.names == ["baton.queue", "baton.prefill"] * 4
+    lasts = trace.parts[1::2]
+    assert [span.status.code for span in lasts] == [Status.STATUS_CODE_UNSET] + [Status.STATUS_CODE_ERROR] * 3
+    assert "no pages" in said(lasts[0])["baton.reason"], "no room is not a failure"
+    assert all("larger than max" in span.status.message for span in lasts[1:])
+    assert not any(span.status.code for span in trace.parts[::2])
+    assert trace.root.status.code == Status.STATUS_CODE_ERROR and said(trace.root)["error.type"] == "failed"
+
+
+@bounded
+async def test_a_request_without_a_place_fails_in_the_queue() -> None:
+    book, attempts, signal = Book(), list[AttemptRecord](), Signal()
+    async with ring(signal, []) as built:
+        with pytest.raises(ApiError):
+            await built.listen(generation(), attempts=attempts)
+    write(book.write, attempts)
+    (only,) = book.take_one().parts
+    assert only.name == "baton.queue" and only.status.code == Status.STATUS_CODE_ERROR and only.status.message
+
+
+def test_only_the_last_of_many_attempts_are_shown() -> None:
+    book, begun = Book(), time.monotonic() - 1
+    attempts = [AttemptRecord(number, begun + number / 1000) for number in range(1, 1000)]
+    for one in attempts:
+        one.close(one.queued_s, "no room")
+    write(book.write, attempts)
+    shown = [said(span)["baton.attempt"] for span in book.take_one().parts]
+    assert shown == list(range(1000 - MOST_ATTEMPTS, 1000))
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Book]]:
+    book = Book()
+    with run_api(tmp_path_factory.mktemp("traced"), PLAIN, write_record=book.write) as served:
+        yield served, book
+
+
+@pytest.mark.parametrize("api", APIS.values(), ids=named)
+def test_a_request_belongs_to_its_clients_trace(traced: tuple[Served, Book], api: Api) -> None:
+    served, book = traced
+    served.ring.reset(served.script(ANSWER))
+    ask = {"temperature": 0.5, "top_p": 0.25, "max_tokens": 100}
+    outcome = api.ask(served, ask, stream=True, headers={**SAMPLED, "tracestate": "vendor=1", "x-request-id": "mine"})
+    assert outcome.status == 200
+    trace, operation = book.take_one(), "text_completion" if api.name in ("completions", "Generate") else "chat"
+    root = trace.root
+    assert (root.trace_id.hex(), root.parent_span_id.hex(), root.trace_state) == (TRACE, PARENT, "vendor=1")
+    assert (root.name, root.status.code) == (f"{operation} {SERVED}", Status.STATUS_CODE_UNSET)
+    facts, (asked,) = said(root), served.ring.generations
+    assert facts.pop("baton.request_id").startswith("mine.")
+    assert facts.pop("gen_ai.response.time_to_first_chunk", 1) > 0
+    assert bool(facts.pop("gen_ai.response.id", "")) == api.can_be_whole, "messages of gRPC have no id"
+    assert facts == {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "baton",
+        "gen_ai.request.model": SERVED,
+        "gen_ai.response.model": SERVED,
+        "gen_ai.request.max_tokens": 100,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.25,
+        "gen_ai.usage.input_tokens": len(asked.prompt_ids),
+        "gen_ai.usage.cache_read.input_tokens": 1,
+        "gen_ai.usage.output_tokens": served.ring.num_given,
+        "gen_ai.response.finish_reasons": ["stop"],
+    }
+    assert "hello" not in str(trace)
+
+
+@pytest.mark.parametrize("name", ["completions", "Chat"])
+def test_each_choice_has_its_own_parts(traced: tuple[Served, Book], name: str) -> None:
+    served, book = traced
+    served.ring.reset(Script([5, 6], delay_s=0.01), served.script(ANSWER))
+    assert APIS[name].ask(served, {"n": 2, "max_tokens": 2}, stream=True).status == 200
+    (trace,) = book.take()
+    assert {span.parent_span_id for span in trace.parts} == {trace.root.span_id}
+    assert sorted(said(span)["baton.choice"] for span in trace.parts) == [0, 1]
+    assert said(trace.root)["gen_ai.request.choice.count"] == 2
+    assert said(trace.root)["gen_ai.response.finish_reasons"] == ["length", "length"]
+
+
+@pytest.mark.parametrize("name", ["chat", "Generate"])
+@pytest.mark.parametrize("header", RUBBISH)
+def test_a_header_that_names_no_trace_is_ignored(traced: tuple[Served, Book], name: str, header: str) -> None:
+    served, book = traced
+    served.ring.reset(served.script(ANSWER))
+    outcome = APIS[name].ask(served, {}, stream=True, headers={"traceparent": header, "tracestate": "=,;" * 50})
+    assert outcome.status == 200
+    root = book.take_one().root
+    assert not root.parent_span_id and not root.trace_state and root.trace_id.hex() != TRACE
+
+
+@pytest.mark.parametrize("name", ["chat", "Generate"])
+def test_what_the_client_does_not_sample_is_not_written(traced: tuple[Served, Book], name: str) -> None:
+    served, book = traced
+    served.ring.reset(served.script(ANSWER))
+    assert APIS[name].ask(served, {}, stream=True, headers={"traceparent": f"00-{TRACE}-{PARENT}-00"}).status == 200
+    assert book.take() == []
+
+
+@pytest.mark.parametrize("name", ["chat", "Generate"])
+@pytest.mark.parametrize(
+    ("ask", "script", "error_type", "is_failed"),
+    [
+        ({"max_tokens": -1}, Script(), "invalid_value", False),
+        ({"model": "other"}, Script(), "model_not_found", False),
+        ({}, Script(error=overloaded("full")), "overloaded", False),
+        ({}, Script([5], error=not_ready("no worker is alive")), "not_ready", True),
+        ({}, Script([5], bug=RuntimeError("a bug")), "RuntimeError", True),
+        ({}, Script([5], is_hanging=True), "cancelled", False),
+    ],
+)
+def test_what_ends_a_request_without_an_answer(
+    traced: tuple[Served, Book], name: str, ask: dict[str, object], script: Script, error_type: str, is_failed: bool
+) -> None:
+    served, book = traced
+    served.ring.reset(script)
+    if script.is_hanging:
+        APIS[name].leave(served, ask, stream=True, num_choices=1)
+    else:
+        assert APIS[name].ask(served, ask, stream=True).status >= 400
+    trace = book.take_one()
+    assert said(trace.root)["error.type"] == error_type
+    assert (trace.root.status.code == Status.STATUS_CODE_ERROR) == is_failed
+
+
+def test_values_that_the_protocol_cannot_say_lose_no_trace() -> None:
+    book = Book()
+    raw = RawRequest("\ud800" * 1000, [Prompt("x", "prompt")], max_tokens=10**30, sampling={"top_k": -(10**30)})
+    made = open_record(book.write, raw, "m", "r", time.perf_counter(), tuple)
+    assert made is not None
+    made.close(None)
+    (trace,) = book.take()
+    assert said(trace.root)["gen_ai.request.max_tokens"] == 2**63 - 1
+    assert said(trace.root)["gen_ai.request.model"] == "?" * 200
+
+
+# -- collectors ------------------------------------------------------------------------------------------------------
+
+
+def test_without_an_endpoint_opentelemetry_is_not_loaded() -> None:
+    """Its interface may be, by FastAPI."""
+    code = "import sys, gateway.main as m; m._open_traces(''); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "gateway.main" in loaded
+    assert not {"gateway.tracing", "opentelemetry.sdk", "opentelemetry.exporter"} & set(loaded)
+
+
+@pytest.mark.parametrize(("path", "wanted"), [("", "/v1/traces"), ("/", "/v1/traces"), ("/own", "/own")])
+def test_the_last_spans_are_sent_at_the_end(path: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", ENDLESS_MS)
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "zone=z")
+    with run_collector() as collector:
+        with open_traces(collector.url + path) as write_record:
+            write(write_record)
+            assert not collector.messages
+        (message,) = collector.messages
+    assert collector.paths == {wanted}
+    facts = {pair.key: pair.value.string_value for pair in message.resource_spans[0].resource.attributes}
+    assert facts.items() >= {"service.name": "mine", "zone": "z"}.items()
+
+
+def test_a_service_without_a_name_is_baton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
+    with run_collector() as collector:
+        with open_traces(collector.url) as write_record:
+            write(write_record)
+        (message,) = collector.messages
+    assert 'string_value: "baton"' in str(message.resource_spans[0].resource)
+
+
+def test_a_dead_collector_costs_one_line_of_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More is written than the queue holds."""
+    for name, value in {"MAX_QUEUE_SIZE": "20", "MAX_EXPORT_BATCH_SIZE": "10", "SCHEDULE_DELAY": "1"}.items():
+        monkeypatch.setenv(f"OTEL_BSP_{name}", value)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with capture_logs() as lines, open_traces(f"http://127.0.0.1:{port}") as write_record:
+        for _ in range(500):
+            write(write_record)
+    assert [line["event"] for line in lines] == ["trouble with traces"]
+
+
+def test_a_collector_that_hangs_does_not_keep_the_gateway_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "FLUSH_S", 0.05)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with open_traces(f"http://127.0.0.1:{silent.getsockname()[1]}") as write_record:
+            write(write_record)
+        (flushing,) = (thread for thread in threading.enumerate() if thread.name == "last-spans")
+        assert flushing.daemon, "it ends with the process"
+    flushing.join()
