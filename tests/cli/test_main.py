@@ -163,7 +163,7 @@ def test_a_process_whose_ops_port_is_in_use_ends_before_it_loads(role: str) -> N
 CONFIG = ServeConfig(
     model="/m", host="0.0.0.0", port=9, ops_host="::1", ops_port=8, prefill_workers=2, threads=3, transport="grpc",
     require_transport=True, prefill_max_running=5, decode_max_running=6, api_key=("k", "l"), max_queue=7,
-    max_context_tokens=99,
+    max_context_tokens=99, otlp_endpoint="http://c:1",
 )  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def test_the_gateway_gets_the_public_side_and_no_key_on_its_command_line() -> No
     assert (config.host, config.port, config.served_name, config.max_queue) == ("0.0.0.0", 9, "name", 7)
     assert (config.ops_host, config.ops_port) == ("::1", 8)
     assert (config.prefill, config.decode, config.max_context_tokens) == (("a:1", "b:1"), ("c:1",), 99)
-    assert config.api_key == ()
+    assert (config.api_key, config.otlp_endpoint) == ((), "http://c:1")
     assert spec.environment == {"BATON_API_KEY": "k,l"}
 
 

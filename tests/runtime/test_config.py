@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,6 +123,13 @@ def test_peers_are_told_an_ipv6_address_in_brackets(config_type: type[PrefillCon
     assert anywhere.reachable_host == "[fd00::7]"
     assert config_type(host="::", advertise_host="worker", fleet_secret=secret).reachable_host == "worker"
     assert GatewayConfig(decode=("[::1]:9001",)).decode == ("[::1]:9001",)
+
+
+def test_traces_need_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ServeConfig(otlp_endpoint="https://[::1]:4318/own").otlp_endpoint
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
+    with pytest.raises(ConfigError, match=re.escape("pip install 'baton[otel]'")):
+        ServeConfig(otlp_endpoint="http://a:4318")
 
 
 def test_settings_are_frozen() -> None:

@@ -61,7 +61,7 @@ def said(span: Span) -> dict[str, Any]:
     """Its attributes."""
     found: dict[str, Any] = {}
     for pair in span.attributes:
-        kind = pair.value.WhichOneof("value")
+        kind = pair.value.WhichOneof("value") or ""
         value = getattr(pair.value, kind)
         found[pair.key] = [one.string_value for one in value.values] if kind == "array_value" else value
     return found
