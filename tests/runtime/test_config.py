@@ -127,7 +127,7 @@ def test_peers_are_told_an_ipv6_address_in_brackets(config_type: type[PrefillCon
 
 def test_traces_need_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ServeConfig(otlp_endpoint="https://[::1]:4318/own").otlp_endpoint
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=re.escape("pip install 'baton[otel]'")):
         ServeConfig(otlp_endpoint="http://a:4318")
 
