@@ -4,7 +4,7 @@ What follows from an answer is dns_names.py's.
 """
 
 import asyncio
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 
 import dns.asyncresolver
 import dns.exception
@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter
 from gateway.ring.dns_names import is_leaving, reconcile
 from gateway.ring.fleet import Fleet
 from gateway.ring.request_steps import Role
+from gateway.ring.worker_link import WorkerLink
 from runtime.addresses import DnsName, bracketed
 from runtime.settings import ConfigError
 
@@ -63,33 +64,35 @@ class Discovery:
 
     async def _look_up_all(self) -> None:
         answers = await asyncio.gather(*(self._look_up(name) for _role, name in self._known))
+        gone: list[WorkerLink] = []
         for (role, name), (found, failure) in zip(list(self._known), answers, strict=True):
             self._note_failure(role, name, failure)
-            self._known[role, name] = await self._apply(role, name, found)
+            gone += self._apply(role, name, found)
         self._fleet.find_doubles()
+        for link in gone:
+            await link.close()
 
-    async def _apply(self, role: Role, name: DnsName, found: Set[str]) -> dict[str, int]:
-        """Open and close links; returns what is known now."""
+    def _apply(self, role: Role, name: DnsName, found: Set[str]) -> Sequence[WorkerLink]:
+        """Open links, and forget others, which are returned. Without yielding: nothing is placed meanwhile."""
         source, before = str(name), self._known[role, name]
         links = self._fleet.links_of(role)
         busy = {address for address in before if links[address].state.num_mine}
         elsewhere = {address for address, link in links.items() if link.state.source != source}
-        now = reconcile(before, found - elsewhere, busy)
-        for address in before.keys() - now.keys():
-            await self._fleet.leave(role, address)
+        now = self._known[role, name] = reconcile(before, found - elsewhere, busy)
+        gone = [self._fleet.leave(role, address) for address in before.keys() - now.keys()]
         for address, num_missed in now.items():
             if address not in before:
                 self._fleet.join(role, address, source, name.name if name.port else "")
             self._fleet.set_leaving(role, address, is_leaving(num_missed))
-        return now
+        return gone
 
     def _note_failure(self, role: Role, name: DnsName, failure: str) -> None:
-        """Count it; log it when it is new."""
+        """Count it; log the first in a row. Reasons that hold times differ each time."""
         if failure:
             self._failed.labels(str(name)).inc()
         before = self._failures.get((role, name), "")
         self._failures[role, name] = failure
-        if failure and failure != before:
+        if failure and not before:
             log.warning("a lookup of workers failed; those known stay", name=str(name), reason=failure)
         elif before and not failure:
             log.info("DNS knows the workers again", name=str(name))

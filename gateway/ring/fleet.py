@@ -62,13 +62,12 @@ class Fleet:
         if self._is_started:
             link.start()
 
-    async def leave(self, role: Role, address: str) -> None:
-        """Close a link on which no request runs."""
-        link = self.links_of(role)[address]
-        del (self.prefill if role == "prefill" else self.decode)[address]
+    def leave(self, role: Role, address: str) -> PrefillLink | DecodeLink:
+        """Forget a worker where no request runs. The caller closes its link."""
+        link = self.prefill.pop(address) if role == "prefill" else self.decode.pop(address)
         self.on_leave(link.state)
         log.info("worker left", role=role, address=address, source=link.state.source)
-        await link.close()
+        return link
 
     def set_leaving(self, role: Role, address: str, is_leaving: bool) -> None:
         """Whether the worker gets no new requests, as DNS does not name it any more."""

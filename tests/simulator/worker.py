@@ -159,7 +159,8 @@ class SimWorker(Process):
         layout = kv_pb2.KvLayout(page_tokens=PAGE_TOKENS, weights=WEIGHTS)
         peer = kv_pb2.Peer(incarnation=self.incarnation, layout=layout, num_pages=self.num_pages)
         return decode_pb2.WorkerStatus(
-            peer=peer, max_running=self.max_running, free_pages=self.table.cache.num_spare
+            peer=peer, max_running=self.max_running, free_pages=self.table.cache.num_spare,
+            num_running=self.table.num_running, prompt_tokens_waiting=self.table.num_tokens_waiting,
         )  # fmt: skip
 
     def publish(self, step: int, updates: Sequence[Update]) -> None:

@@ -162,6 +162,9 @@ async def test_names_that_nothing_knows_are_logged_once_and_counted() -> None:
             await until(lambda: built.failed_lookups() >= 3)
             reason = built.dispatcher.check_ready()
             assert reason is not None and "no decode worker is known" in reason
+            server.is_silent = True
+            failed = built.failed_lookups()
+            await until(lambda: built.failed_lookups() >= failed + 3)
     (logged,) = [one for one in logs if one["event"].startswith("a lookup of workers failed")]
     assert logged["name"] == "dns:nothing.test:9000" and "does not exist" in logged["reason"]
 
