@@ -16,7 +16,7 @@ from kvtransfer.reader import PageRef, Reader, ReadError, Transport, choose_tran
 from protos import kv_pb2
 from runtime.config import DecodeConfig
 from worker.process import Worker, build_opener
-from worker.rank_checksums import Place, compute_over_ranks
+from worker.rank_checksums import PageBytes, compute_over_ranks
 from worker.rank_reads import RanksReader
 from worker.table import OfferRefusedError
 from worker.thread import EngineThread
@@ -196,7 +196,7 @@ class Intake:
         num_checksums = len(known.runs) * len(offer.pages)
         if known.runs and len(offer.checksums) != num_checksums:
             raise OfferRefusedError(
-                "checksum", f"{len(offer.checksums)} checksums offered by {known.peer.address}, not {num_checksums}"
+                "handshake", f"{len(offer.checksums)} checksums offered by {known.peer.address}, not {num_checksums}"
             )
         with self._thread.lock:
             targets = self._table.begin_read(ticket.session, ticket.attempt, offer.begin, offer.end, len(offer.pages))
@@ -229,7 +229,7 @@ class Intake:
 
     async def _verify(self, offer: kv_pb2.OfferRequest, known: KnownPeer, targets: list[int]) -> None:
         """Compare what landed in our ranks' pools with what was offered. Raises ReadError("checksum")."""
-        places = [Place(rank, run.target, run.num_bytes) for rank, run in known.runs]
+        places = [PageBytes(rank, run.target, run.num_bytes) for rank, run in known.runs]
         landed = await compute_over_ranks(self._pool, self._children, targets, places)
         way = f"{known.reader.transport} from {known.peer.address}"
         check_checksums(offer, self._me.layout.page_tokens, known.runs, landed, way)

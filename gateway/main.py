@@ -22,6 +22,7 @@ from gateway.ring.discovery import Discovery
 from gateway.ring.dispatcher import Dispatcher
 from gateway.ring.fleet import Fleet
 from gateway.ring.request_steps import Role
+from gateway.ring.routing import Router
 from gateway.text.tokenizer import Tokenizer
 from runtime import rpc
 from runtime.addresses import bracketed, parse_dns_name
@@ -77,12 +78,10 @@ async def _serve(
     dispatcher = Dispatcher(
         fleet,
         config.max_queue,
-        config.local_prefill_max_tokens,
         config.request_timeout_s,
         patience_s=config.patience_s,
         registry=registry,
-        cache_routing=config.cache_routing,
-        no_prefill=config.no_prefill,
+        router=Router(config.local_prefill_max_tokens, config.cache_routing, config.no_prefill, bool(config.prefill)),
         goals=Goals(config.goal_prefill_wait_s, config.goal_kv_usage),
     )
     names = [(role, name) for role, some in named.items() for name in map(parse_dns_name, some) if name]

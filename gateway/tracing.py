@@ -27,9 +27,9 @@ from runtime.version import OWN_VERSION
 _log = structlog.get_logger()
 
 FLUSH_S = 3.0  # for the last spans when the gateway stops
-COMPLAIN_S = 60.0  # at most one line of log in so many seconds
-MOST_ATTEMPTS = 20  # shown of a choice, the last ones: one that waits for a large grammar makes two a second
-_MOST_INT = 2**63 - 1  # what the protocol can say
+WARN_S = 60.0  # at most one line of log in so many seconds
+MAX_WRITTEN = 40  # attempts of a request, each choice's last ones: a request for a large grammar makes two a second
+_MAX_INT64 = 2**63 - 1  # what the protocol can say
 
 
 class Tracing:
@@ -52,8 +52,9 @@ class Tracing:
         attributes = _valid(record.attributes)
         root = self._tracer.start_span(record.name, parent, SpanKind.SERVER, attributes, start_time=arrived_ns)
         if root.is_recording():
-            for choice, attempts in enumerate(record.choices):
-                self._write_choice(root, choice, attempts, now_ns - _nanoseconds(now_s))
+            num_attempts = max(1, MAX_WRITTEN // max(len(record.choices), 1))
+            for choice, attempts in enumerate(record.choices[:MAX_WRITTEN]):
+                self._write_choice(root, choice, attempts[-num_attempts:], now_ns - _nanoseconds(now_s))
         if record.is_failed:
             root.set_status(Status(StatusCode.ERROR))
         root.end(now_ns)
@@ -62,7 +63,7 @@ class Tracing:
         """`epoch_ns`: what time.time_ns was when time.monotonic was 0."""
         context = set_span_in_context(root)
         links: list[Link] = []  # to where the attempt before ended
-        for attempt in attempts[-MOST_ATTEMPTS:]:
+        for attempt in attempts:
             parts = attempt.parts()
             for number, (part, start_s, end_s) in enumerate(parts, 1):
                 attributes = {"baton.choice": choice, "baton.attempt": attempt.number, **_describe(attempt, part)}
@@ -86,7 +87,7 @@ class Tracing:
 def open_traces(endpoint: str) -> Iterator[WriteRecord]:
     """`endpoint`: where OTLP is taken over HTTP; without a path, at /v1/traces."""
     complaints = logging.getLogger("opentelemetry")
-    complaints.handlers, complaints.propagate = [_Complaints()], False
+    complaints.handlers, complaints.propagate = [_SdkWarnings()], False
     url = urlsplit(endpoint)
     exporter = OTLPSpanExporter(urlunsplit(url._replace(path="/v1/traces")) if url.path in ("", "/") else endpoint)
     tracing = Tracing(BatchSpanProcessor(exporter))
@@ -96,8 +97,8 @@ def open_traces(endpoint: str) -> Iterator[WriteRecord]:
         tracing.close()
 
 
-class _Complaints(logging.Handler):
-    """Passes on what the SDK logs, a line in COMPLAIN_S at most: an absent collector, and clients' bad headers."""
+class _SdkWarnings(logging.Handler):
+    """Logs the SDK's warnings, at most one in WARN_S: an unreachable collector, malformed headers."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -105,7 +106,7 @@ class _Complaints(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.created >= self._next_s:
-            self._next_s = record.created + COMPLAIN_S
+            self._next_s = record.created + WARN_S
             _log.warning("trouble with traces", reason=shorten(record.getMessage()))
 
 
@@ -146,23 +147,23 @@ def _name(worker: WorkerName | None) -> dict[str, Attribute]:
 
 
 def _explain(span: Span, attempt: AttemptRecord) -> None:
-    reason = str(_sayable(shorten(attempt.reason)))
+    reason = str(_encodable(shorten(attempt.reason)))
     span.set_attribute("baton.reason", reason)
     if attempt.is_failure:
         span.set_status(Status(StatusCode.ERROR, reason))
 
 
 def _valid(attributes: Mapping[str, Attribute]) -> dict[str, AttributeValue]:
-    """One value that the protocol cannot hold would lose all spans that are sent with it."""
-    return {name: _sayable(value) for name, value in attributes.items() if value is not None}
+    """Makes values encodable: one that is not would lose the whole batch of spans."""
+    return {name: _encodable(value) for name, value in attributes.items() if value is not None}
 
 
-def _sayable(value: str | int | float | Sequence[str]) -> AttributeValue:
+def _encodable(value: str | int | float | Sequence[str]) -> AttributeValue:
     match value:
         case str():
             return value.encode(errors="replace").decode()  # clients' texts may hold lone surrogates
         case int():
-            return max(-_MOST_INT, min(value, _MOST_INT))
+            return max(-_MAX_INT64, min(value, _MAX_INT64))
         case _:
             return value
 

@@ -15,7 +15,7 @@ from kvtransfer.layout import find_bad_ranks, plan_all_runs
 from prefill_worker.metrics import PrefillMetrics
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2
 from worker.process import Worker
-from worker.rank_checksums import Place, compute_over_ranks
+from worker.rank_checksums import PageBytes, compute_over_ranks
 
 log = structlog.get_logger()
 
@@ -40,7 +40,7 @@ class _Target:
     stub: decode_pb2_grpc.DecodeStub
     incarnation: str = ""  # of the last handshake
     transport: str = ""
-    checked: list[Place] = field(default_factory=list)  # bytes of pages whose checksums it wants
+    checked: list[PageBytes] = field(default_factory=list)  # bytes of pages whose checksums it wants
     greeting: asyncio.Lock = field(default_factory=asyncio.Lock)  # one handshake at a time
 
 
@@ -117,7 +117,7 @@ class Offers:
                 log.info("handshake done", peer=ticket.address, transport=target.transport)
         return target
 
-    def _plan_checksums(self, ticket: kv_pb2.Ticket, answer: decode_pb2.HandshakeResponse) -> list[Place]:
+    def _plan_checksums(self, ticket: kv_pb2.Ticket, answer: decode_pb2.HandshakeResponse) -> list[PageBytes]:
         """What an offer's checksums are of, in order (kv.proto)."""
         if not answer.wants_checksums:
             return []
@@ -125,7 +125,7 @@ class Offers:
         if problem is not None:
             raise OfferFailedError(grpc.StatusCode.ABORTED, f"decode worker {ticket.address}: {problem}")
         runs = plan_all_runs(self._pool.parts, len(answer.peer.ranks), self._pool.num_ranks)
-        return [Place(run.rank, run.source, run.num_bytes) for _rank, run in runs]
+        return [PageBytes(run.rank, run.source, run.num_bytes) for _rank, run in runs]
 
     def _forget_lost(self) -> None:
         """Drop decode workers without a connection; live ones shake hands again. Channels close after their calls."""

@@ -1,6 +1,7 @@
 """Hosts as users write them, and as sockets and URLs need them: `::1` and `[::1]` are the same. Pure; uses no DNS."""
 
 import ipaddress
+import re
 from dataclasses import dataclass
 
 from runtime.settings import MAX_PORT
@@ -26,7 +27,8 @@ def parse_dns_name(text: str) -> DnsName | None:
         return None
     name, colon, port = text.removeprefix(_DNS).partition(":")
     is_service = name.startswith("_")
-    if not name or ("[" in name) or is_service == bool(colon) or not (is_service or is_port(port)):
+    is_name = all(re.fullmatch(r"[\w-]{1,63}", label, re.ASCII) for label in name.removesuffix(".").split("."))
+    if not is_name or is_ip(name) or is_service == bool(colon) or not (is_service or is_port(port)):
         raise ValueError(
             f"{text!r} is no name to look up: write dns:NAME:PORT, or dns:_SERVICE._PROTO.NAME for SRV records"
         )
@@ -42,6 +44,15 @@ def is_host_port(text: str) -> bool:
     """Whether it is host:port, an IPv6 host in brackets."""
     host, _, port = text.rpartition(":")
     return bool(host) and host == bracketed(host) and is_port(port)
+
+
+def is_ip(host: str) -> bool:
+    """Whether it is an address, not a name."""
+    try:
+        ipaddress.ip_address(bare(host))
+    except ValueError:
+        return False
+    return True
 
 
 def bare(host: str) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from runtime.addresses import is_host_port, parse_dns_name
+from runtime.addresses import is_host_port, is_ip, parse_dns_name
 from runtime.config_parts import (
     MAX_TP,
     DecodingConfig,
@@ -40,11 +40,11 @@ class GatewayConfig(PublicConfig, HeartbeatConfig):
     """The gateway. `model` is read for its tokenizer and configuration only."""
 
     prefill: tuple[str, ...] = ()
-    """host:port of a prefill worker, or a name of several in DNS: dns:NAME:PORT, dns:_SERVICE._PROTO.NAME; repeat."""
+    """host:port of a prefill worker, or a DNS name of several: dns:NAME:PORT or dns:_SERVICE._PROTO.NAME; repeat."""
     decode: tuple[str, ...]
     """The same of decode workers."""
     dns_server: str = ""
-    """host:port of the DNS server that knows them; empty is the system's."""
+    """IP:port of the DNS server to ask for such names; empty is the system's."""
     max_context_tokens: Annotated[int, count(0)] = 0
     """Most tokens in prompt and answer together; 0 is the model's limit. The same as the workers'."""
     ready_fd: int | None = None
@@ -56,8 +56,8 @@ class GatewayConfig(PublicConfig, HeartbeatConfig):
             for address in getattr(self, name):
                 _require_address(name, address)
         self.require("decode", bool(self.decode), "at least one host:port, such as --decode 127.0.0.1:9001")
-        is_server = not self.dns_server or is_host_port(self.dns_server)
-        self.require("dns_server", is_server, "host:port, such as 10.0.0.10:53")
+        is_server = is_host_port(self.dns_server) and is_ip(self.dns_server.rpartition(":")[0])
+        self.require("dns_server", not self.dns_server or is_server, "an IP address and port, such as 10.0.0.10:53")
         has_prefill = bool(self.prefill) or self.no_prefill == "fallback"
         self.require("no_prefill", has_prefill, "fallback, or a --prefill worker to wait for")
 
@@ -82,6 +82,11 @@ class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig):
     """Most sessions at once on one decode worker."""
     start_timeout_s: Seconds = 1800.0
     """Longest time that loading may take; then the start is given up."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        has_prefill = self.prefill_workers > 0 or self.no_prefill == "fallback"
+        self.require("no_prefill", has_prefill, "fallback, or a --prefill-workers of 1 or more")
 
 
 def _require_address(name: str, address: str) -> None:

@@ -75,7 +75,7 @@ class OpsServer:
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections[writer] = None
         if len(self._connections) > MAX_CONNECTIONS:
-            oldest = next(iter(self._connections))  # no probe: those take moments
+            oldest = next(iter(self._connections))  # not a probe: a probe takes milliseconds
             del self._connections[oldest]
             oldest.transport.abort()
         try:

@@ -6,12 +6,12 @@ Knows sockets and limits, nothing of the messages.
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from runtime.addresses import bare, bracketed, is_any
 from runtime.malformed import MalformedInterceptor
@@ -34,6 +34,7 @@ _OPTIONS = (
 )
 
 
+_NOT_SERVING = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
 _TLS_SIGNS = ("handshake failed", "SSL", "Hostname Verification")  # substrings of gRPC's messages
 
 
@@ -137,9 +138,28 @@ def open_listener(host: str, port: int) -> socket.socket:
     return socket.create_server((bare(host), port), family=family, backlog=2048, dualstack_ipv6=is_dual)
 
 
-async def start(server: grpc.aio.Server) -> health.aio.HealthServicer:
-    """Serve, and report SERVING through the standard health service until its `enter_graceful_shutdown`."""
-    servicer = health.aio.HealthServicer()
+class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # untyped
+    """`Check` also answers NOT_SERVING to trouble that comes without an event, such as a step that hangs."""
+
+    def __init__(self, find_trouble: Callable[[], str | None]) -> None:
+        super().__init__()
+        self._find_trouble = find_trouble
+
+    async def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> health_pb2.HealthCheckResponse:
+        answer = await super().Check(request, context)
+        return _NOT_SERVING if self._find_trouble() else answer
+
+
+async def start(
+    server: grpc.aio.Server, find_trouble: Callable[[], str | None] = lambda: None
+) -> health.aio.HealthServicer:
+    """Serve, and report SERVING through the standard health service until its `enter_graceful_shutdown`.
+
+    `find_trouble`: why this process takes no requests; `Check` then answers NOT_SERVING as well.
+    """
+    servicer = _Health(find_trouble)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     await server.start()
     return servicer

@@ -169,12 +169,13 @@ async def _serve(
     parts.add_to(server)
     parts.loop.thread.start()
     await parts.start()
-    health = await rpc.start(server)
-    ops.follow(build_probes(parts, shutdown, config.stall_s))
+    probes = build_probes(parts, shutdown, config.stall_s)
+    health = await rpc.start(server, lambda: probes.find_stall() or probes.find_obstacle())
+    ops.follow(probes)
     shutdown.listen()
     announce(reporter, address, ops.address, worker.me.incarnation, engine.describe(), engine.find_weaknesses())
     await shutdown.begun.wait()
-    not_serving = asyncio.create_task(health.enter_graceful_shutdown())  # a watcher that reads nothing can stop it
+    not_serving = asyncio.create_task(health.enter_graceful_shutdown())  # a watcher that does not read can block it
     await shutdown.wait()
     await asyncio.to_thread(parts.loop.thread.stop, rpc.STOP_GRACE_S)  # the streams then hold all it has published
     parts.end_streams()

@@ -10,7 +10,7 @@ from kvtransfer.reader import PageStore
 from worker.rank_children import RankChildren
 
 
-class Place(NamedTuple):
+class PageBytes(NamedTuple):
     """Bytes of each page in one rank's pool."""
 
     rank: int
@@ -19,14 +19,14 @@ class Place(NamedTuple):
 
 
 async def compute_over_ranks(
-    pool: PageStore, children: RankChildren | None, pages: Sequence[int], places: Sequence[Place]
+    pool: PageStore, children: RankChildren | None, pages: Sequence[int], places: Sequence[PageBytes]
 ) -> list[int]:
     """The checksums of all pages at the first place, then at the second and so on. `pool`: rank 0's.
 
     Raises RuntimeError or ReadError if a GPU fails.
     """
 
-    async def compute(place: Place) -> list[int]:
+    async def compute(place: PageBytes) -> list[int]:
         if place.rank == 0:
             return await asyncio.to_thread(compute_checksums, pool, pages, place.begin, place.num_bytes)
         assert children is not None

@@ -17,7 +17,7 @@ from gateway.metrics import ChoiceMeter
 from gateway.request.job import Echo, Job
 from gateway.request.prepare import ServedModel
 from gateway.request.raw import RawRequest
-from gateway.request.record import Headers, RequestRecord, open_record
+from gateway.request.record import ReadHeaders, RequestRecord, open_record
 from gateway.ring.generation import Generation, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
@@ -69,7 +69,9 @@ def timing_fields(timing: Timing, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(timing, name.replace("_seconds", "_s")) for name in names}
 
 
-async def begin(served: ServedModel, raw: RawRequest, request_id: str, arrived_s: float, headers: Headers) -> Totals:
+async def begin(
+    served: ServedModel, raw: RawRequest, request_id: str, arrived_s: float, headers: ReadHeaders
+) -> Totals:
     """Checks a request, for `stream_choices`. Raises ApiError.
 
     `arrived_s`: as in Totals; `headers`: returns the request's.

@@ -8,12 +8,16 @@ from asyncio import CancelledError
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import structlog
+
 from gateway.errors import ApiError
 from gateway.request.raw import Chat, RawRequest
 from gateway.ring.attempt_record import AttemptRecord
 
+_log = structlog.get_logger()
+
 Attribute = str | int | float | Sequence[str] | None  # None: unknown
-Headers = Callable[[], Iterable[tuple[str, str | bytes]] | None]  # of HTTP, or metadata of gRPC
+ReadHeaders = Callable[[], Iterable[tuple[str, str | bytes]] | None]  # of HTTP, or metadata of gRPC
 
 _CONTEXT = ("traceparent", "tracestate")  # of the W3C
 _SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
@@ -48,7 +52,10 @@ class RequestRecord:
         elif error is not None:
             self.is_failed = True
             self.attributes["error.type"] = type(error).__name__
-        self.write(self)
+        try:
+            self.write(self)
+        except Exception:  # a trace that cannot be written must not cost the request
+            _log.exception("no trace was written", request_id=self.attributes["baton.request_id"])
 
     def note_usage(self, num_prompt: int, num_cached: int, num_completion: int) -> None:
         firsts = [one.first_token_s for attempts in self.choices for one in attempts if one.first_token_s is not None]
@@ -68,7 +75,7 @@ WriteRecord = Callable[[RequestRecord], None]  # once, at the request's end; doe
 
 
 def open_record(
-    write: WriteRecord | None, raw: RawRequest, served: str, request_id: str, arrived_s: float, headers: Headers
+    write: WriteRecord | None, raw: RawRequest, served: str, request_id: str, arrived_s: float, headers: ReadHeaders
 ) -> RequestRecord | None:
     """None without `write`. `served`: the model's name."""
     if write is None:

@@ -3,7 +3,7 @@
     queued ──► placed ──► KV computed ──► KV complete on decode ──► ended
        queue     prefill       transfer             decode
 
-The parts lie one after the other. A transfer overlaps computing: its part is what was left of it afterwards.
+Parts do not overlap. A transfer overlaps the computing of later chunks; its part is what remains after that.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class WorkerName(NamedTuple):
 
 @dataclass(slots=True)
 class AttemptRecord:
-    """Filled in while the attempt runs. Times are seconds, when the gateway took notice; None: that has not come."""
+    """Filled in while the attempt runs. Times are of time.monotonic, when the gateway learned of it; None: not yet."""
 
     number: int  # from 1
     queued_s: float  # since when it waits for places

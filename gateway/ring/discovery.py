@@ -1,28 +1,31 @@
-"""Asks DNS for workers, again and again, and has the fleet open and close links. Lives on the asyncio thread.
+"""Looks workers up in DNS every LOOKUP_S seconds; opens and closes the fleet's links. Lives on the asyncio thread.
 
 What follows from an answer is dns_names.py's.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 
 import dns.asyncresolver
 import dns.exception
+import dns.name
 import dns.resolver
 import structlog
 from dns.rdatatype import RdataType
+from dns.rdtypes.IN.SRV import SRV
 from prometheus_client import CollectorRegistry, Counter
 
 from gateway.ring.dns_names import is_leaving, reconcile
 from gateway.ring.fleet import Fleet
 from gateway.ring.request_steps import Role
 from gateway.ring.worker_link import WorkerLink
-from runtime.addresses import DnsName, bracketed
+from runtime.addresses import DnsName, bare, bracketed
 from runtime.settings import ConfigError
 
 log = structlog.get_logger()
 
 LOOKUP_S = 2.0  # between two lookups of a name, and for an answer
+ANSWER_BYTES = 4096  # of an answer by UDP; without that, some servers name only the workers that fit into 512
 
 
 class Discovery:
@@ -31,8 +34,9 @@ class Discovery:
     def __init__(
         self, fleet: Fleet, names: Iterable[tuple[Role, DnsName]], server: str, registry: CollectorRegistry
     ) -> None:
-        """`server`: host:port to ask; empty: as the system is configured. Raises ConfigError if it is not."""
+        """`server`: IP:port to ask; empty: as the system is configured. Raises ConfigError if it is not."""
         self._fleet = fleet
+        self._server = server
         self._known: dict[tuple[Role, DnsName], dict[str, int]] = {name: {} for name in names}
         self._failures: dict[tuple[Role, DnsName], str] = {}  # as logged
         self._task: asyncio.Task[None] | None = None
@@ -63,19 +67,23 @@ class Discovery:
                 log.exception("looking up workers failed; tried again")
 
     async def _look_up_all(self) -> None:
+        if any(self._failures.values()) and not self._server:
+            self._resolver = _build_resolver("")  # the system may have got another server
         answers = await asyncio.gather(*(self._look_up(name) for _role, name in self._known))
         gone: list[WorkerLink] = []
         for (role, name), (found, failure) in zip(list(self._known), answers, strict=True):
             self._note_failure(role, name, failure)
-            gone += self._apply(role, name, found)
-        self._fleet.find_doubles()
+            gone += self._apply(role, name, found, is_whole=not failure)
+        self._fleet.mark_duplicates()
         for link in gone:
             await link.close()
 
-    def _apply(self, role: Role, name: DnsName, found: Set[str]) -> Sequence[WorkerLink]:
-        """Open links, and forget others, which are returned. Without yielding: nothing is placed meanwhile."""
+    def _apply(self, role: Role, name: DnsName, found: set[str], is_whole: bool) -> Sequence[WorkerLink]:
+        """Open new links; returns the forgotten ones. Does not await, so no request is placed in between."""
         source, before = str(name), self._known[role, name]
         links = self._fleet.links_of(role)
+        if found and not is_whole:  # what is missing may be there: a worker that answers by itself is
+            found |= {address for address in before if links[address].find_trouble() is None}
         busy = {address for address in before if links[address].state.num_mine}
         elsewhere = {address for address, link in links.items() if link.state.source != source}
         now = self._known[role, name] = reconcile(before, found - elsewhere, busy)
@@ -98,7 +106,7 @@ class Discovery:
             log.info("DNS knows the workers again", name=str(name))
 
     async def _look_up(self, name: DnsName) -> tuple[set[str], str]:
-        """The addresses of a name, and why there are none."""
+        """The addresses of a name, and why there are none, or perhaps not all."""
         types = (RdataType.A, RdataType.AAAA) if name.port else (RdataType.SRV,)
         answers = await asyncio.gather(*(self._ask(name, kind) for kind in types), return_exceptions=True)
         found, failures = set[str](), []
@@ -109,30 +117,42 @@ class Discovery:
                 failures.append(str(answer) or type(answer).__name__)
             else:
                 raise answer
-        return found, "" if found else "; ".join(failures) or "it has no address"
+        return found, "; ".join(failures) or ("" if found else "the name does not exist, or has no address")
 
     async def _ask(self, name: DnsName, kind: RdataType) -> set[str]:
         """Raises DNSException or OSError."""
         try:
             records = await self._resolver.resolve(name.name, kind, lifetime=LOOKUP_S, search=True)
-        except dns.resolver.NoAnswer:
+        except (dns.resolver.NoAnswer, dns.resolver.NXDOMAIN):
             return set()
         if kind is RdataType.SRV:
-            return {f"{record.target.to_text(omit_final_dot=True)}:{record.port}" for record in records}
+            return _srv_addresses(records)
         return {f"{bracketed(record.address)}:{name.port}" for record in records}
 
 
+def _srv_addresses(records: Iterable[SRV]) -> set[str]:
+    """Those of the lowest priority; the others are for when none of these is there, which gateways see by themselves.
+
+    The target "." says that the service is not offered.
+    """
+    offered = [record for record in records if record.target != dns.name.root and record.port]
+    least = min((record.priority for record in offered), default=0)
+    hosts = [(record.target.to_text(omit_final_dot=True).lower(), record) for record in offered]
+    return {f"{host}:{record.port}" for host, record in hosts if record.priority == least}
+
+
 def _build_resolver(server: str) -> dns.asyncresolver.Resolver:
-    if not server:
+    """Raises ConfigError if this system has no DNS server."""
+    resolver = dns.asyncresolver.Resolver(configure=False)
+    if server:
+        host, _, port = server.rpartition(":")
+        resolver.nameservers, resolver.port = [bare(host)], int(port)
+    else:
         try:
-            return dns.asyncresolver.Resolver()
+            resolver = dns.asyncresolver.Resolver()
         except (dns.exception.DNSException, OSError) as error:
             reason = f"this system has no DNS server ({error})"
             raise ConfigError(f"dns: names cannot be looked up, {reason}: set --dns-server to one") from error
-    host, _, port = server.rpartition(":")
-    resolver = dns.asyncresolver.Resolver(configure=False)
-    try:
-        resolver.nameservers, resolver.port = [host.strip("[]")], int(port)
-    except ValueError as error:
-        raise ConfigError(f"dns_server={server!r} cannot be used: --dns-server needs an IP address and port") from error
+    resolver.timeout = LOOKUP_S / (2 * max(len(resolver.nameservers), 1))  # each server is asked twice
+    resolver.use_edns(0, payload=ANSWER_BYTES)
     return resolver

@@ -8,7 +8,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from gateway.ring.admission import Admission
-from gateway.ring.advice import DEFAULT_GOALS, Goals
+from gateway.ring.advice import Goals
 from gateway.ring.attempt import Attempt
 from gateway.ring.attempt_record import AttemptRecord
 from gateway.ring.door import DRAINING, Door
@@ -20,7 +20,6 @@ from gateway.ring.queue import Queue
 from gateway.ring.reasons import as_error
 from gateway.ring.request_machine import Phase, Request
 from gateway.ring.routing import Router
-from runtime.config_parts import NoPrefill
 from runtime.metrics import SECONDS_BUCKETS
 
 log = structlog.get_logger()
@@ -33,22 +32,18 @@ class Dispatcher:
         self,
         fleet: Fleet,
         max_queue: int,
-        local_prefill_max_tokens: int | None,
         request_timeout_s: float,
         patience_s: float,
         registry: CollectorRegistry,
-        cache_routing: bool = True,
-        no_prefill: NoPrefill = "fallback",
-        goals: Goals = DEFAULT_GOALS,
+        goals: Goals,
+        router: Router,
     ) -> None:
         """`patience_s`: how long requests wait for a worker to come back, while there is none.
 
-        `cache_routing`: whether what workers probably have of a prompt counts beside their load. `no_prefill`: what
-        happens to prompts while no prefill worker is alive. `goals`: of the advice on numbers of workers.
+        `goals`: of the desired numbers of workers.
         """
         self.door = Door()
         self._fleet = fleet
-        router = Router(local_prefill_max_tokens, cache_routing, no_prefill)
         self._queue = Queue(fleet.states(), router, max_queue, patience_s)
         fleet.on_join, fleet.on_leave = self._queue.add, self._queue.remove
         self._admission = Admission(self._queue)
@@ -71,9 +66,9 @@ class Dispatcher:
         return unready.detail if unready else None
 
     def find_trouble(self) -> str | None:
-        """What makes the service worse than it could be while it serves: prompts have no prefill worker."""
+        """Why the service is degraded: no prefill worker is alive. None if one is, or if nothing is served."""
         views = self._fleet.views()
-        if not any(view.role == "prefill" for view in views) or find_unready(views):
+        if not self._queue.router.expects_prefill or find_unready(views):
             return None
         lacking = find_no_prefill(views)
         effects = {"fallback": "decode workers prefill", "wait": "prompts wait", "fail": "prompts are refused"}

@@ -4,7 +4,7 @@
                       ▲                                              │
                       └────────────── in an answer again ────────────┘
 
-Running work outranks DNS: it ends only with its worker. An empty answer counts as none: what was known stays.
+A link with running requests stays until they end. An empty answer changes nothing.
 """
 
 from collections.abc import Collection, Mapping, Set

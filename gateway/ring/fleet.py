@@ -36,7 +36,7 @@ class Fleet:
         self._open_channel = open_channel
         self._subscribers: list[Callable[[], None]] = [self._report_mismatches, self._report_outage]
         self._is_started = False
-        self._can_serve = False  # a decode worker takes requests, and that is logged
+        self._serving: dict[Role, bool] = {}  # whether a worker of the role takes requests, as logged
         self._compared: set[str] = set()  # incarnations compared with all others in the set
         self.on_join: Callable[[WorkerState], None] = lambda _worker: None  # called when a worker appears
         self.on_leave: Callable[[WorkerState], None] = lambda _worker: None  # called when one has gone
@@ -66,6 +66,7 @@ class Fleet:
         """Forget a worker where no request runs. The caller closes its link."""
         link = self.prefill.pop(address) if role == "prefill" else self.decode.pop(address)
         self.on_leave(link.state)
+        self._compared.discard(link.state.status.peer.incarnation)
         log.info("worker left", role=role, address=address, source=link.state.source)
         return link
 
@@ -76,7 +77,7 @@ class Fleet:
             state.is_leaving = is_leaving
             self._notify()
 
-    def find_doubles(self) -> None:
+    def mark_duplicates(self) -> None:
         """A worker with two addresses gets requests at the first that answers, as long as that does."""
         now = time.monotonic()
         firsts: dict[str, str] = {}  # incarnation |-> address
@@ -85,7 +86,7 @@ class Fleet:
             first = state.address
             if state.find_stall(now) is None and not state.is_leaving:
                 first = firsts.setdefault(state.status.peer.incarnation, first)
-            state.double_of = first if first != state.address else ""
+            state.duplicate_of = first if first != state.address else ""
 
     def _report_mismatches(self) -> None:
         """Log once, naming both values, which alive workers refuse what we accept, or cannot exchange pages."""
@@ -114,15 +115,21 @@ class Fleet:
                 log.error("workers do not match", here=prefill.address, there=decode.address, reason=mismatch)
 
     def _report_outage(self) -> None:
-        """Log once that no decode worker takes requests any more, and once that one does again."""
-        troubles = {link.address: link.find_trouble() for link in self.decode.values()}
-        can_serve = not all(troubles.values())
-        if can_serve and not self._can_serve:
-            log.info("decode workers take requests")
-        elif self._can_serve and not can_serve:
-            reason = "; ".join(f"{address} {trouble}" for address, trouble in troubles.items())
-            log.error("no decode worker takes requests: they wait, then get a 503", reason=reason)
-        self._can_serve = can_serve
+        """Log once that no worker of a role takes requests any more, and once that one does again."""
+        effects: dict[Role, str] = {
+            "prefill": "--no-prefill says what follows",
+            "decode": "they wait, then get a 503",
+        }
+        for role, effect in effects.items():
+            troubles = {address: link.find_trouble() for address, link in self.links_of(role).items()}
+            was_serving = self._serving.get(role, False)
+            is_serving = bool(troubles) and not all(troubles.values())
+            if is_serving and not was_serving:
+                log.info(f"{role} workers take requests")
+            elif was_serving and not is_serving:
+                reason = "; ".join(f"{address} {trouble}" for address, trouble in troubles.items())
+                log.error(f"no {role} worker takes requests: {effect}", reason=reason or "none is known")
+            self._serving[role] = is_serving
 
     def subscribe(self, on_change: Callable[[], None]) -> None:
         self._subscribers.append(on_change)

@@ -65,7 +65,7 @@ class Placement:
     prefill: WorkerView | None
     local_prefill_max_tokens: int  # decode prefills by itself when at most this many positions are missing
     num_cached: int = 0  # tokens whose KV decode probably has
-    is_fallback: bool = False  # decode prefills because no prefill worker is alive
+    is_fallback: bool = False  # decode prefills a long prompt because no prefill worker is alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,11 @@ def choose_placement(
 
     `cached`: incarnation |-> tokens at the prompt's beginning whose KV is probably there, in whole pages.
     Least cost first, at equal cost fewer waiting tokens, then more free pages. Incarnations in `avoid` failed this
-    request before: such a worker is asked again only when no other can serve, and a prefill worker never where one can
-    do without. The decode worker prefills by itself what lies within `local_prefill_max_tokens`, the rest of a page
-    behind cached ones, and what no compatible prefill worker is alive for if `no_prefill` is fallback. None: any
-    number where all those prefill workers would take the cores away that it computes with (`share_cores`), else 0.
+    request before: such a worker is asked again only when no other can serve, and such a prefill worker never while
+    decode may prefill instead. The decode worker prefills by itself what lies within `local_prefill_max_tokens`, the
+    rest of a page behind cached ones, and what no compatible prefill worker is alive for if `no_prefill` is fallback.
+    None: any number where all those prefill workers would take the cores away that it computes with (`share_cores`),
+    else 0.
     """
     unready = find_unready(workers)
     if unready is not None:
@@ -118,7 +119,7 @@ def choose_placement(
         num_lacking = num_missing - num_cached
         is_short = num_lacking <= limit or (num_cached > 0 and num_lacking < decode.page_tokens)
         if not partners and no_prefill == "fallback":
-            return Placement(decode, None, NO_LIMIT, num_cached, _has_prefill(workers) and not is_short)
+            return Placement(decode, None, NO_LIMIT, num_cached, not is_short)
         if is_short:
             return Placement(decode, None, limit, num_cached)
         partners = [view for view in partners if _has_room(view)]
@@ -128,7 +129,7 @@ def choose_placement(
 
 
 def _leave_out(workers: Sequence[WorkerView], avoid: frozenset[str], no_prefill: NoPrefill) -> list[WorkerView]:
-    """Without the workers to avoid, but with those of a role of which else none is alive and one is needed."""
+    """The workers without those to avoid, except those of a needed role that would have none alive."""
     rest = [view for view in workers if view.incarnation not in avoid]
     if no_prefill != "fallback" and not any(view.is_alive for view in rest if view.role == "prefill"):
         rest += [view for view in workers if view.role == "prefill" and view.incarnation in avoid]
@@ -159,10 +160,6 @@ def _describe_none(workers: Sequence[WorkerView], role: Role) -> str:
     if troubles:
         return f"no {role} worker is alive: " + "; ".join(troubles)
     return f"no {role} worker is known: name one with --{role}; the log says which names DNS does not know"
-
-
-def _has_prefill(workers: Sequence[WorkerView]) -> bool:
-    return any(view.role == "prefill" for view in workers)
 
 
 def share_cores(decode: WorkerView, prefill: WorkerView) -> bool:

@@ -72,6 +72,8 @@ class Queue:
         self._last_ready: dict[Role, float] = {}  # when a worker of the role last could serve
         self._waiting: deque[Waiter] = deque()
         self._placed: set[Waiter] = set()
+        self._stuck: set[Waiter] = set()  # cannot be placed without a prefill worker, while these workers are alive:
+        self._stuck_while: frozenset[str] = frozenset()  # incarnations
         self._num_apart = 0  # admitted and neither in the queue nor placed
         for worker in workers:
             self.add(worker)
@@ -99,7 +101,8 @@ class Queue:
         return len(self._placed)
 
     def views(self, now: float) -> list[WorkerView]:
-        return [worker.view(now) for worker in self._workers.values()]
+        """Of all workers, each once."""
+        return [worker.view(now) for worker in self._workers.values() if not worker.duplicate_of]
 
     # -- being let in ------------------------------------------------------------------------------------------------
 
@@ -141,6 +144,7 @@ class Queue:
 
     def leave(self, waiter: Waiter) -> None:
         """Take it out of the queue, and give its places back. Idempotent."""
+        self._stuck.discard(waiter)
         if waiter in self._waiting:
             self._waiting.remove(waiter)
         self._placed.discard(waiter)
@@ -175,7 +179,7 @@ class Queue:
             self._last_ready["decode"] = now
             if unready is None:
                 self._last_ready["prefill"] = now
-            return self._place_all(views, now) if self._waiting else []
+            return self._place_all(views, unready is not None, now) if self._waiting else []
         if not self._is_given_up("decode", now):
             return []
         refused, self._waiting = list(self._waiting), deque()
@@ -184,21 +188,24 @@ class Queue:
         return refused
 
     def _is_given_up(self, role: Role, now: float) -> bool:
-        """Whether no worker of the role could serve for so long that requests do not wait any more."""
+        """Whether requests stop waiting for a worker of the role: none could serve for too long."""
         patience_s = 0.0 if role == "prefill" and self.router.no_prefill == "fail" else self._patience_s
         return now - self._last_ready.get(role, -float("inf")) >= patience_s
 
-    def _place_all(self, views: Sequence[WorkerView], now: float) -> list[Waiter]:
-        """As many as have room, in order, and those that have waited for a prefill worker for too long.
+    def _place_all(self, views: Sequence[WorkerView], lacks_prefill: bool, now: float) -> list[Waiter]:
+        """Returns the requests that got places, in order, and those refused because no prefill worker came in time.
 
         FIFO per worker: a request overtakes another only on workers that the other cannot use, or while that is held
-        back.
+        back, or needs a prefill worker and none is alive.
         """
         decided: list[Waiter] = []
         self.router.keep(views)
         held = set[PageKey | None]()
         spared: frozenset[str] | None = None  # incarnations that no request before can use; None: none is before
-        for waiter in list(self._waiting):
+        alive = frozenset(view.incarnation for view in views if view.is_alive) if lacks_prefill else frozenset()
+        if alive != self._stuck_while or self._is_given_up("prefill", now):
+            self._stuck_while, self._stuck = alive, set()
+        for waiter in [waiter for waiter in self._waiting if waiter not in self._stuck]:
             request = waiter.request
             if self.router.find_key(views, request) in held:
                 continue
@@ -212,11 +219,13 @@ class Queue:
                 views = self.views(now)
             elif isinstance(choice, Held):
                 held.add(choice.key)
-            elif isinstance(choice, Unready) and choice.role == "prefill":
-                if self._is_given_up(choice.role, now):
+            elif isinstance(choice, Unready) and choice.role == "prefill" and lacks_prefill:
+                if self._is_given_up("prefill", now):
                     self._waiting.remove(waiter)
                     waiter.reason = Reason("not ready", choice.detail)
                     decided.append(waiter)
+                else:
+                    self._stuck.add(waiter)
             else:
                 spared = frozenset(request.avoid) if spared is None else spared & request.avoid
                 if not spared:
@@ -226,7 +235,7 @@ class Queue:
     def _place(self, waiter: Waiter, choice: Placement) -> None:
         self._waiting.remove(waiter)
         self._placed.add(waiter)
-        self.num_fallbacks += choice.is_fallback
+        self.num_fallbacks += choice.is_fallback and self.router.expects_prefill
         coming = self.router.begin(waiter.request, choice)
         decode = self._workers["decode", choice.decode.address]
         assert isinstance(decode, DecodeState)

@@ -27,10 +27,15 @@ class Router:
     """Chooses workers, and remembers which prompts they have."""
 
     def __init__(
-        self, local_prefill_max_tokens: int | None, uses_cache: bool = True, no_prefill: NoPrefill = "fallback"
+        self,
+        local_prefill_max_tokens: int | None,
+        uses_cache: bool = True,
+        no_prefill: NoPrefill = "fallback",
+        expects_prefill: bool = True,
     ) -> None:
-        """`uses_cache`: False chooses by load only."""
+        """`uses_cache`: False chooses by load only. `expects_prefill`: whether there are to be prefill workers."""
         self.no_prefill: NoPrefill = no_prefill
+        self.expects_prefill = expects_prefill
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._uses_cache = uses_cache
         self._memory = PrefixMemory()
@@ -50,7 +55,7 @@ class Router:
         cached |= dict.fromkeys(coming, len(keys) * page_tokens)
         choice = choose_placement(
             workers, request.num_missing, self._local_prefill_max_tokens, frozenset(request.avoid), cached,
-            self.no_prefill,
+            "fallback" if request.emitted else self.no_prefill,  # an answer that has begun goes on
         )  # fmt: skip
         if isinstance(choice, Placement) and choice.decode.incarnation in coming:
             return Held(keys[-1])

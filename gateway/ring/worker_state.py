@@ -28,8 +28,8 @@ class WorkerState:
         self.on_change: Callable[[], None] = lambda: None  # called when it may have got room or died
         self.on_hurry: Callable[[], None] = lambda: None  # called when `next_poll` has moved closer
         self.source = source  # the DNS name that it has; empty: named by its address
-        self.is_leaving = False  # DNS knows it no more
-        self.double_of = ""  # the other address of the same worker, which is used
+        self.is_leaving = False  # DNS no longer lists it
+        self.duplicate_of = ""  # the other address of the same worker, which is used
         self.heartbeat_s = heartbeat_s
         self._stall_s = stall_s
         self._num_others = 0  # requests of other gateways at its last answer
@@ -74,8 +74,8 @@ class WorkerState:
             return "is draining"
         if self.is_leaving:
             return f"is no longer in {self.source}"
-        if self.double_of:
-            return f"is the worker at {self.double_of}"
+        if self.duplicate_of:
+            return f"is the worker at {self.duplicate_of}"
         return "did not take a call" if self._is_doubted else None
 
     def find_stall(self, now: float) -> str | None:

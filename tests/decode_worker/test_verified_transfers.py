@@ -158,7 +158,7 @@ async def test_offers_without_the_checksums_that_were_asked_for_are_refused() ->
             )
             response = await opened.stub.Offer(offer)
             why = f"{count} checksums offered by {prefill.peer.address}, not 1"
-            assert (response.accepted, response.reason, response.detail) == (False, "checksum", why)
+            assert (response.accepted, response.reason, response.detail) == (False, "handshake", why)
         await opened.abort(1)
 
 

@@ -38,6 +38,9 @@ IN_OTHER_PLACES = {
 }
 
 
+NO_NAMES = ("", "//x", "a b", "a..b", "10.0.0.1", "[::1]", "a" * 64)
+
+
 @pytest.mark.parametrize(
     ("config_type", "field", "value", "wanted"),
     [
@@ -79,8 +82,10 @@ IN_OTHER_PLACES = {
         (GatewayConfig, "decode", ("::1:9001",), "127.0.0.1:9001, [::1]:9001 or dns:NAME:9001"),
         (GatewayConfig, "decode", ("dns:workers",), "write dns:NAME:PORT, or dns:_SERVICE._PROTO.NAME"),
         (GatewayConfig, "decode", ("dns:_grpc._tcp.workers:9000",), "write dns:NAME:PORT, or dns:_SERVICE._PROTO.NAME"),
-        (GatewayConfig, "decode", ("dns::9000",), "write dns:NAME:PORT"),
-        (GatewayConfig, "dns_server", "10.0.0.10", "--dns-server needs host:port"),
+        *((GatewayConfig, "decode", (f"dns:{name}:9000",), "write dns:NAME:PORT") for name in NO_NAMES),
+        (ServeConfig, "no_prefill", "fail", "--no-prefill needs fallback, or a --prefill-workers of 1 or more"),
+        (GatewayConfig, "dns_server", "10.0.0.10", "--dns-server needs an IP address and port"),
+        (GatewayConfig, "dns_server", "localhost:53", "--dns-server needs an IP address and port"),
         (GatewayConfig, "no_prefill", "wait", "--no-prefill needs fallback, or a --prefill worker"),
         (ServeConfig, "goal_kv_usage", 0.0, "--goal-kv-usage needs a number above 0 and at most 1"),
         (GatewayConfig, "prefill", ("a:0",), "--prefill needs host:port"),
@@ -90,6 +95,8 @@ def test_a_bad_value_is_refused_with_what_would_do(
     config_type: type[Settings], field: str, value: object, wanted: str
 ) -> None:
     needed: dict[str, object] = {"decode": ("a:1",)} if config_type is GatewayConfig else {}
+    if field == "no_prefill" and config_type is ServeConfig:
+        needed["prefill_workers"] = 0
     with pytest.raises(ConfigError) as refusal:
         config_type(**{**needed, field: value})
     assert wanted in str(refusal.value)

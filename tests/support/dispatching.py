@@ -11,14 +11,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from gateway.errors import ApiError
+from gateway.ring.advice import Goals
 from gateway.ring.attempt_record import AttemptRecord
 from gateway.ring.dispatcher import Dispatcher
 from gateway.ring.fleet import Fleet
 from gateway.ring.generation import Admitted, Generation, Tokens
+from gateway.ring.routing import Router
 from runtime import rpc
 from tests.support.fake_workers import PATIENCE_S, FakeDecode, FakePrefill, Signal, serving, token_at
 from wire.sampling import SamplingParams
 
+GOALS = Goals(prefill_wait_s=1.0, kv_usage=0.8)
 PROMPT = (1, 2, 3)
 NO_ROOM = (grpc.StatusCode.RESOURCE_EXHAUSTED, "no pages", ((rpc.REFUSED_FOR, rpc.NO_ROOM),))
 
@@ -113,7 +116,8 @@ async def ring(
     """A gateway that has heard from all its workers."""
     # No heartbeat polls the workers before `slow_polls` does, a third of the way through an interval.
     fleet = Fleet(prefill, decode, heartbeat_s, stall_s=PATIENCE_S, context_tokens=0)
-    dispatcher = Dispatcher(fleet, max_queue, local, timeout_s, patience_s, CollectorRegistry(), cache_routing)
+    router = Router(local, cache_routing)
+    dispatcher = Dispatcher(fleet, max_queue, timeout_s, patience_s, CollectorRegistry(), GOALS, router)
     built = Ring(fleet, dispatcher, signal)
     fleet.start()
     try:

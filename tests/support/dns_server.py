@@ -22,7 +22,9 @@ class DnsServer:
     socket: socket.socket
     records: dict[Key, Sequence[str]] = field(default_factory=dict)
     is_silent: bool = False
+    failing: set[str] = field(default_factory=set)  # record types that get SERVFAIL
     num_asked: int = 0
+    num_short: int = 0  # queries that allow no answer above 512 bytes
 
     @property
     def address(self) -> str:
@@ -53,6 +55,10 @@ class DnsServer:
     def _answer(self, query: dns.message.Message) -> bytes:
         answer = dns.message.make_response(query)
         (question,) = query.question
+        self.num_short += query.payload <= 512
+        if RdataType(question.rdtype).name in self.failing:
+            answer.set_rcode(dns.rcode.SERVFAIL)
+            return answer.to_wire()
         name = question.name.to_text(omit_final_dot=True)
         if values := self.records.get((name, RdataType(question.rdtype).name)):
             answer.answer.append(dns.rrset.from_text(question.name, 1, "IN", question.rdtype, *values))

@@ -25,7 +25,7 @@ class Hall:
 
     def __init__(
         self, decode: int = 1, prefill: int = 0, max_running: int = 4, max_queue: int = 8, patience_s: float = 0.0,
-        no_prefill: NoPrefill = "fallback",
+        no_prefill: NoPrefill = "fallback", expects_prefill: bool = True,
     ) -> None:  # fmt: skip
         self.now = 0.0
         self.max_running = max_running
@@ -33,7 +33,12 @@ class Hall:
         limits = HEARTBEAT_S, STALL_S
         self.decodes = [DecodeState(f"D{number}", *limits) for number in range(1, decode + 1)]
         self.prefills = [WorkerState("prefill", f"P{number}", *limits) for number in range(1, prefill + 1)]
-        self.queue = Queue([*self.prefills, *self.decodes], Router(0, no_prefill=no_prefill), max_queue, patience_s)
+        self.queue = Queue(
+            [*self.prefills, *self.decodes],
+            Router(0, no_prefill=no_prefill, expects_prefill=expects_prefill),
+            max_queue,
+            patience_s,
+        )
         for state in self.decodes:
             state.open_stream(f"to {state.address}", state.address)
         for one in (*self.decodes, *self.prefills):

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 
+import dns.rrset
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,10 +18,10 @@ from gateway.ring.dispatcher import Dispatcher
 from gateway.ring.dns_names import MISSES, is_leaving, reconcile
 from gateway.ring.fleet import Fleet
 from gateway.ring.request_steps import Role
+from gateway.ring.routing import Router
 from runtime import rpc
 from runtime.addresses import parse_dns_name
-from runtime.settings import ConfigError
-from tests.support.dispatching import Ring, answer, bounded, generation
+from tests.support.dispatching import GOALS, Ring, answer, bounded, generation
 from tests.support.dns_server import DnsServer, dns_server
 from tests.support.fake_workers import PATIENCE_S, FakeDecode, FakeWorker, Signal, serving
 
@@ -57,7 +58,7 @@ async def named_ring(signal: Signal, server: DnsServer, *names: str, static: Seq
     """A gateway whose decode workers have these names."""
     registry = CollectorRegistry()
     fleet = Fleet([], static, 30 * PATIENCE_S, PATIENCE_S, 0)
-    dispatcher = Dispatcher(fleet, 8, 0, PATIENCE_S, PATIENCE_S, registry)
+    dispatcher = Dispatcher(fleet, 8, PATIENCE_S, PATIENCE_S, registry, GOALS, Router(0))
     decode: Role = "decode"
     parsed = [(decode, name) for name in map(parse_dns_name, names) if name]
     looking = Discovery(fleet, parsed, server.address, registry)
@@ -155,6 +156,33 @@ async def test_srv_records_name_ports_and_one_worker_is_used_at_one_of_its_addre
 
 
 @bounded
+async def test_half_an_answer_takes_no_living_worker_away() -> None:
+    """Without it, a failure of one record type would look like the end of all its workers."""
+    signal = Signal()
+    with dns_server() as server:
+        async with AsyncExitStack() as stack:
+            address = await stack.enter_async_context(serving(FakeDecode("D1", signal)))
+            port = int(address.rpartition(":")[2])
+            dead = f"127.0.0.9:{port}"
+            server.name_hosts("decode.test", "127.0.0.1", "127.0.0.9", "::2")
+            built = await stack.enter_async_context(named_ring(signal, server, f"dns:decode.test:{port}"))
+            await until(lambda: alive(built) == ["D1"])
+            assert set(built.fleet.decode) == {address, dead, f"[::2]:{port}"}
+            server.failing.add("A")
+            await until(lambda: dead not in built.fleet.decode)
+            failed = built.failed_lookups()
+            await until(lambda: built.failed_lookups() >= failed + 3)
+            assert failed and alive(built) == ["D1"]
+            assert not server.num_short, "answers may be long"
+
+
+def test_srv_records_that_are_not_offered_or_for_later_are_left_out() -> None:
+    texts = ["10 0 9000 A.test.", "10 5 9001 a.test.", "20 0 9000 later.test.", "0 0 0 none.test.", "0 0 9000 ."]
+    records = dns.rrset.from_text("x.", 1, "IN", "SRV", *texts)
+    assert discovery._srv_addresses(records) == {"a.test:9000", "a.test:9001"}
+
+
+@bounded
 async def test_names_that_nothing_knows_are_logged_once_and_counted() -> None:
     signal = Signal()
     with dns_server() as server, capture_logs() as logs:
@@ -183,14 +211,6 @@ async def test_an_address_given_by_hand_outranks_dns() -> None:
                 server.name_hosts("decode.test", "127.0.0.9")
                 await until(lambda: len(built.fleet.decode) == 2)
                 assert alive(built) == ["D1"]
-
-
-def test_a_server_that_is_no_address_is_refused() -> None:
-    fleet = Fleet([], [], 1.0, 1.0, 0)
-    name = parse_dns_name("dns:decode.test:1")
-    assert name is not None
-    with pytest.raises(ConfigError, match="--dns-server needs an IP address"):
-        Discovery(fleet, [("decode", name)], "localhost:53", CollectorRegistry())
 
 
 @bounded

@@ -190,9 +190,9 @@ def test_decode_does_not_stand_in_for_prefill_where_it_must_not(
         assert isinstance(standing_in, Placement) and standing_in.is_fallback
 
 
-def test_standing_in_is_counted_only_where_a_prefill_worker_is_missed() -> None:
+def test_standing_in_is_for_what_decode_would_not_prefill_anyway() -> None:
     for workers, missing, is_fallback in (
-        ([DECODE], 100, False),
+        ([DECODE], 100, True),
         ([PREFILL, DECODE], 8, False),
         ([replace(PREFILL, **DEAD), DECODE], 8, False),
         ([replace(PREFILL, **DEAD), DECODE], 9, True),

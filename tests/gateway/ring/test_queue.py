@@ -9,7 +9,7 @@ from gateway.ring.generation import Admitted
 from gateway.ring.queue import Waiter
 from gateway.ring.reasons import Reason, as_error
 from gateway.ring.request_machine import GRAMMAR_PAUSE_S, Phase, Request
-from gateway.ring.request_steps import Refused
+from gateway.ring.request_steps import Refused, SessionLost, SessionUpdate
 from runtime.config_parts import NoPrefill
 from tests.support.dispatching import generation
 from tests.support.ring_states import HEARTBEAT_S, Hall, Try
@@ -193,6 +193,27 @@ def test_a_worker_that_refused_gets_nothing_until_a_place_is_free_or_it_answers_
     assert hall.decide() == ["refused"]
 
 
+@pytest.mark.parametrize("expects_prefill", [True, False])
+def test_standing_in_counts_where_prefill_workers_are_expected(expects_prefill: bool) -> None:
+    hall = Hall(expects_prefill=expects_prefill)
+    hall.join("r")
+    assert hall.decide() == ["r"] and hall.queue.num_fallbacks == expects_prefill
+
+
+@pytest.mark.parametrize("no_prefill", ["wait", "fail"])
+def test_an_answer_that_has_begun_goes_on_without_a_prefill_worker(no_prefill: NoPrefill) -> None:
+    hall = Hall(prefill=1, no_prefill=no_prefill)
+    attempt = hall.begin("r")
+    attempt.reserved()
+    attempt.step(SessionUpdate(1, (5,)))
+    hall.now = HEARTBEAT_S + 1
+    hall.poll(hall.decodes[0])
+    attempt.step(SessionLost("gone"))
+    attempt.state.close()
+    waiter = hall.rejoin(attempt.request)
+    assert hall.decide() == ["r"] and waiter.places is not None and waiter.places.prefill is None
+
+
 @pytest.mark.parametrize("no_prefill", ["fallback", "wait", "fail"])
 def test_prompts_without_a_prefill_worker(no_prefill: NoPrefill) -> None:
     hall = Hall(prefill=1, patience_s=20.0, no_prefill=no_prefill)
@@ -203,7 +224,7 @@ def test_prompts_without_a_prefill_worker(no_prefill: NoPrefill) -> None:
     assert hall.decide() == {"fallback": ["long", "short"], "wait": ["short"], "fail": ["long", "short"]}[no_prefill]
     assert hall.queue.num_fallbacks == (no_prefill == "fallback") and short.places is not None
     if no_prefill == "wait":
-        assert hall.decide() == []
+        assert hall.decide() == [] and hall.queue._stuck == {waiter}, "it is not looked at again"
         hall.now = 20.0
         hall.poll(hall.decodes[0])
         assert hall.decide() == ["long"]
