@@ -1,7 +1,7 @@
 """Starts and stops the gateway process: wires the parts together and makes no decisions."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,12 @@ from gateway.ring.request_steps import Role
 from gateway.ring.routing import Router
 from gateway.text.tokenizer import Tokenizer
 from runtime import rpc
-from runtime.addresses import bracketed, parse_dns_name
+from runtime.addresses import DnsName, bracketed, parse_dns_name
 from runtime.config import GatewayConfig
 from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_open_files
 from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
-from runtime.trust import load_trust
+from runtime.trust import Trust, load_trust
 
 log = structlog.get_logger()
 
@@ -71,21 +71,7 @@ async def _serve(
     trust = load_trust(config)
     trust.watch_handshakes()
     registry.register(trust.refusals.metric)
-    named: dict[Role, Sequence[str]] = {"prefill": config.prefill, "decode": config.decode}
-    prefill, decode = ([address for address in some if not parse_dns_name(address)] for some in named.values())
-    open_channel = partial(trust.open_channel, dns_server=config.dns_server)
-    fleet = Fleet(prefill, decode, config.heartbeat_s, config.stall_s, tokenizer.context_tokens, open_channel)
-    dispatcher = Dispatcher(
-        fleet,
-        config.max_queue,
-        config.request_timeout_s,
-        patience_s=config.patience_s,
-        registry=registry,
-        router=Router(config.local_prefill_max_tokens, config.cache_routing, config.no_prefill, bool(config.prefill)),
-        goals=Goals(config.goal_prefill_wait_s, config.goal_kv_usage),
-    )
-    names = [(role, name) for role, some in named.items() for name in map(parse_dns_name, some) if name]
-    discovery = Discovery(fleet, names, config.dns_server, registry)
+    fleet, dispatcher, discovery = _build_ring(config, trust, tokenizer.context_tokens, registry)
     door = dispatcher.door
     shutdown = Shutdown(config.drain_s, lambda: len(door))
     door.is_draining, door.on_empty = lambda: shutdown.is_draining, shutdown.look_soon
@@ -121,6 +107,29 @@ async def _serve(
     await discovery.close()
     await fleet.close()
     served.offload.close()
+
+
+def _build_ring(
+    config: GatewayConfig, trust: Trust, context_tokens: int, registry: CollectorRegistry
+) -> tuple[Fleet, Dispatcher, Discovery]:
+    """The workers, what sends requests to them, and what finds those that have only a name."""
+    names: list[tuple[Role, DnsName]] = []
+    fixed: dict[Role, list[str]] = {"prefill": [], "decode": []}
+    for role, addresses in fixed.items():
+        for text in getattr(config, role):
+            name = parse_dns_name(text)
+            if name is None:
+                addresses.append(text)
+            else:
+                names.append((role, name))
+    open_channel = partial(trust.open_channel, dns_server=config.dns_server)
+    fleet = Fleet(fixed["prefill"], fixed["decode"], config.heartbeat_s, config.stall_s, context_tokens, open_channel)
+    router = Router(config.local_prefill_max_tokens, config.cache_routing, config.no_prefill, bool(config.prefill))
+    goals = Goals(config.goal_prefill_wait_s, config.goal_kv_usage)
+    dispatcher = Dispatcher(
+        fleet, config.max_queue, config.request_timeout_s, config.patience_s, registry, goals, router
+    )
+    return fleet, dispatcher, Discovery(fleet, names, config.dns_server, registry)
 
 
 def _api_options(config: GatewayConfig) -> ApiOptions:
