@@ -40,7 +40,7 @@ class Discovery:
         self._known: dict[tuple[Role, DnsName], dict[str, int]] = {name: {} for name in names}
         self._failures: dict[tuple[Role, DnsName], str] = {}  # as logged
         self._task: asyncio.Task[None] | None = None
-        text = "Lookups of workers' names that failed or gave nothing"
+        text = "Lookups of workers' names that gave no address"
         self._failed = Counter("baton:dns_lookups_failed", text, ["name"], registry=registry)
         for _role, name in self._known:
             self._failed.labels(str(name))
@@ -72,7 +72,7 @@ class Discovery:
         answers = await asyncio.gather(*(self._look_up(name) for _role, name in self._known))
         gone: list[WorkerLink] = []
         for (role, name), (found, failure) in zip(list(self._known), answers, strict=True):
-            self._note_failure(role, name, failure)
+            self._note(role, name, found, failure)
             gone += self._apply(role, name, found, is_whole=not failure)
         self._fleet.mark_duplicates()
         for link in gone:
@@ -94,9 +94,9 @@ class Discovery:
             self._fleet.set_leaving(role, address, is_leaving(num_missed))
         return gone
 
-    def _note_failure(self, role: Role, name: DnsName, failure: str) -> None:
-        """Count it; log the first in a row. Reasons that hold times differ each time."""
-        if failure:
+    def _note(self, role: Role, name: DnsName, found: set[str], failure: str) -> None:
+        """Count an answer without addresses; log the first of failures in a row. Reasons that hold times differ."""
+        if not found:
             self._failed.labels(str(name)).inc()
         before = self._failures.get((role, name), "")
         self._failures[role, name] = failure
