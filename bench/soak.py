@@ -23,6 +23,7 @@ from bench.asking import Asking, draw_salt
 from bench.chaos import HANG_S, UNUSED_S, Case, build_cases, judge
 from bench.fleet import Process, ProcessFleet, run_fleet
 
+ALLOWED = {"right", "cancelled", "refused"}  # outcomes
 CANCELLED, BAD = 0.20, 0.05  # shares of all requests
 SAMPLE_S = 5.0
 GROWTH = 0.02  # allowed growth of memory between the second and the last quarter, as a share
@@ -49,12 +50,19 @@ class Soak:
     cases: "queue.SimpleQueue[Case]" = field(default_factory=queue.SimpleQueue)
     lock: threading.Lock = field(default_factory=threading.Lock)
     outcomes: Counter[str] = field(default_factory=Counter)
+    complaints: list[str] = field(default_factory=list)  # of answers that are not as they should be
     samples: dict[str, list[Sample]] = field(default_factory=dict)  # process and incarnation |-> its samples
     num_restarts: int = 0
 
-    def count(self, outcome: str) -> None:
+    def count(self, outcome: str, asking: Asking | None = None) -> None:
         with self.lock:
             self.outcomes[outcome] += 1
+            if asking is not None and outcome not in ALLOWED:
+                self.complaints.append(
+                    f"{time.strftime('%X')} {outcome} after {asking.seconds:.0f} s: {len(asking.prompt)} prompt tokens, "
+                    f"{len(asking.tokens)} of {asking.num_tokens} tokens came, longest pause {asking.longest_pause_s:.0f} s,"
+                    f" {asking.code} {asking.detail[:300]}"
+                )
 
     def keep_asking(self, until: float, seed: int) -> None:
         """One client: one request after the other."""
@@ -67,8 +75,8 @@ class Soak:
                 self.count(self._leave(dice))
             else:
                 case = self._take()
-                asking = self._ask(case, dice)
-                self.count(judge(case, asking.finish()))
+                asking = self._ask(case, dice).finish()
+                self.count(judge(case, asking), asking)
 
     def _take(self) -> Case:
         case = self.cases.get()
@@ -171,6 +179,8 @@ def report(soak: Soak, unused: str, minutes: float) -> int:
         f"{minutes:g} minutes; {soak.num_restarts} restarts; requests: {dict(soak.outcomes)}; "
         f"used pages at the end: {unused}"
     )
+    for complaint in soak.complaints:
+        print(complaint)
     print("| process | private memory at first | at the end | growth | MiB/h | files at first | growth |")
     is_flat = True
     for name, samples in soak.samples.items():
@@ -187,7 +197,7 @@ def report(soak: Soak, unused: str, minutes: float) -> int:
             f"| {name} | {begin_mib:.1f} MiB | {end_mib:.1f} MiB | {growth_mib:+.2f} MiB "
             f"| {growth_mib / hours:+.1f} | {first.num_files} | {files:+.1f} |"
         )
-    return 0 if is_flat and set(soak.outcomes) <= {"right", "cancelled", "refused"} else 1
+    return 0 if is_flat and set(soak.outcomes) <= ALLOWED else 1
 
 
 def main() -> int:
