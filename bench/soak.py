@@ -59,9 +59,9 @@ class Soak:
             self.outcomes[outcome] += 1
             if asking is not None and outcome not in ALLOWED:
                 self.complaints.append(
-                    f"{time.strftime('%X')} {outcome} after {asking.seconds:.0f} s: {len(asking.prompt)} prompt tokens, "
-                    f"{len(asking.tokens)} of {asking.num_tokens} tokens came, longest pause {asking.longest_pause_s:.0f} s,"
-                    f" {asking.code} {asking.detail[:300]}"
+                    f"{time.strftime('%X')} {outcome} after {asking.seconds:.0f} s, longest pause "
+                    f"{asking.longest_pause_s:.0f} s: {len(asking.tokens)} of {asking.num_tokens} tokens after "
+                    f"{len(asking.prompt)} of prompt, {asking.code} {asking.detail[:300]}"
                 )
 
     def keep_asking(self, until: float, seed: int) -> None:
