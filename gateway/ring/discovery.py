@@ -5,6 +5,7 @@ What follows from an answer is dns_names.py's.
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import dns.asyncresolver
 import dns.exception
@@ -68,7 +69,8 @@ class Discovery:
 
     async def _look_up_all(self) -> None:
         if any(self._failures.values()) and not self._server:
-            self._resolver = _build_resolver("")  # the system may have got another server
+            with suppress(ConfigError):
+                self._resolver = _build_resolver("")  # the system may have got another server
         answers = await asyncio.gather(*(self._look_up(name) for _role, name in self._known))
         gone: list[WorkerLink] = []
         for (role, name), (found, failure) in zip(list(self._known), answers, strict=True):

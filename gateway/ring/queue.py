@@ -182,7 +182,7 @@ class Queue:
             return self._place_all(views, unready is not None, now) if self._waiting else []
         if not self._is_given_up("decode", now):
             return []
-        refused, self._waiting = list(self._waiting), deque()
+        refused, self._waiting, self._stuck = list(self._waiting), deque(), set()
         for waiter in refused:
             waiter.reason = Reason("not ready", unready.detail)
         return refused
