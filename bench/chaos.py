@@ -42,14 +42,22 @@ class Tally:
     pauses: list[float] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
 
-    def add(self, case: Case, asking: Asking) -> None:
-        outcome = judge(case, asking)
+    def count(self, outcome: str) -> None:
         with self.lock:
             self.outcomes[outcome] += 1
+
+    def add(self, case: Case, asking: Asking) -> None:
+        outcome = judge(case, asking)
+        self.count(outcome)
+        with self.lock:
             self.num_tokens += len(asking.tokens)
             self.pauses.append(asking.longest_pause_s)
             if outcome != "right":
-                self.complaints.append(f"{outcome}: {asking.code} {asking.detail[:300]}")
+                self.complaints.append(
+                    f"{time.strftime('%X')} {outcome} after {asking.seconds:.0f} s, longest pause "
+                    f"{asking.longest_pause_s:.0f} s: {len(asking.tokens)} of {asking.num_tokens} tokens after "
+                    f"{len(asking.prompt)} of prompt, {asking.code} {asking.detail[:300]}"
+                )
 
 
 def judge(case: Case, asking: Asking) -> str:

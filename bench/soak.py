@@ -12,7 +12,6 @@ import random
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 import grpc
 
 from bench.asking import Asking, draw_salt
-from bench.chaos import HANG_S, UNUSED_S, Case, build_cases, judge
+from bench.chaos import HANG_S, UNUSED_S, Case, Tally, build_cases
 from bench.fleet import Process, ProcessFleet, run_fleet
 
 ALLOWED = {"right", "cancelled", "refused"}  # outcomes
@@ -44,25 +43,13 @@ class Sample:
 
 @dataclass
 class Soak:
-    """The results so far. `outcomes` is written by many threads, under `lock`."""
+    """The results so far."""
 
     fleet: ProcessFleet
     cases: "queue.SimpleQueue[Case]" = field(default_factory=queue.SimpleQueue)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    outcomes: Counter[str] = field(default_factory=Counter)
-    complaints: list[str] = field(default_factory=list)  # of answers that are not as they should be
+    tally: Tally = field(default_factory=Tally)
     samples: dict[str, list[Sample]] = field(default_factory=dict)  # process and incarnation |-> its samples
     num_restarts: int = 0
-
-    def count(self, outcome: str, asking: Asking | None = None) -> None:
-        with self.lock:
-            self.outcomes[outcome] += 1
-            if asking is not None and outcome not in ALLOWED:
-                self.complaints.append(
-                    f"{time.strftime('%X')} {outcome} after {asking.seconds:.0f} s, longest pause "
-                    f"{asking.longest_pause_s:.0f} s: {len(asking.tokens)} of {asking.num_tokens} tokens after "
-                    f"{len(asking.prompt)} of prompt, {asking.code} {asking.detail[:300]}"
-                )
 
     def keep_asking(self, until: float, seed: int) -> None:
         """One client: one request after the other."""
@@ -70,13 +57,12 @@ class Soak:
         while time.monotonic() < until:
             kind = dice.random()
             if kind < BAD:
-                self.count(ask_badly(self.fleet, dice))
+                self.tally.count(ask_badly(self.fleet, dice))
             elif kind < BAD + CANCELLED:
-                self.count(self._leave(dice))
+                self.tally.count(self._leave(dice))
             else:
                 case = self._take()
-                asking = self._ask(case, dice).finish()
-                self.count(judge(case, asking), asking)
+                self.tally.add(case, self._ask(case, dice).finish())
 
     def _take(self) -> Case:
         case = self.cases.get()
@@ -164,22 +150,22 @@ def run(minutes: float, num_clients: int, restart_every_s: float, seed: int) -> 
         for client in clients:
             client.join(5 * HANG_S)
             if client.is_alive():
-                soak.count("hung")
+                soak.tally.count("hung")
         try:
             unused = f"0 after {fleet.wait_until_unused(UNUSED_S):.2f} s"
         except AssertionError as error:
             unused = str(error)
-            soak.count("leaked")
+            soak.tally.count("leaked")
     return report(soak, unused, minutes)
 
 
 def report(soak: Soak, unused: str, minutes: float) -> int:
     """Print a table; return the exit code."""
     print(
-        f"{minutes:g} minutes; {soak.num_restarts} restarts; requests: {dict(soak.outcomes)}; "
+        f"{minutes:g} minutes; {soak.num_restarts} restarts; requests: {dict(soak.tally.outcomes)}; "
         f"used pages at the end: {unused}"
     )
-    for complaint in soak.complaints:
+    for complaint in soak.tally.complaints:
         print(complaint)
     print("| process | private memory at first | at the end | growth | MiB/h | files at first | growth |")
     is_flat = True
@@ -197,7 +183,7 @@ def report(soak: Soak, unused: str, minutes: float) -> int:
             f"| {name} | {begin_mib:.1f} MiB | {end_mib:.1f} MiB | {growth_mib:+.2f} MiB "
             f"| {growth_mib / hours:+.1f} | {first.num_files} | {files:+.1f} |"
         )
-    return 0 if is_flat and set(soak.outcomes) <= ALLOWED else 1
+    return 0 if is_flat and set(soak.tally.outcomes) <= ALLOWED else 1
 
 
 def main() -> int:

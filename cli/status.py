@@ -36,7 +36,7 @@ def status(
 
 
 def read_status(service: Service) -> tuple[list[dict[str, Any]], str]:
-    """The gateway's /status: the workers, and what makes the service worse than it could be. Raises CommandError."""
+    """The gateway's /status: the workers, and why the service is degraded. Raises CommandError."""
     found = service.read_json("/status")
     try:
         return [dict(worker) for worker in found["workers"]], str(found.get("trouble", ""))

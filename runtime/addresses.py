@@ -48,11 +48,14 @@ def is_host_port(text: str) -> bool:
 
 def is_ip(host: str) -> bool:
     """Whether it is an address, not a name."""
+    return _find_ip(host) is not None
+
+
+def _find_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(bare(host))
+        return ipaddress.ip_address(bare(host))
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def bare(host: str) -> str:
@@ -68,15 +71,11 @@ def bracketed(host: str) -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether it is this machine only."""
-    try:
-        return ipaddress.ip_address(bare(host)).is_loopback
-    except ValueError:
-        return host == "localhost"
+    address = _find_ip(host)
+    return host == "localhost" if address is None else address.is_loopback
 
 
 def is_any(host: str) -> bool:
     """Whether it means all interfaces."""
-    try:
-        return ipaddress.ip_address(bare(host)).is_unspecified
-    except ValueError:
-        return False
+    address = _find_ip(host)
+    return address is not None and address.is_unspecified

@@ -179,9 +179,9 @@ class PublicConfig(Settings):
     no_prefill: NoPrefill = "fallback"
     """When no prefill worker is alive: fallback has decode workers prefill; wait, for --patience-s; fail refuses."""
     goal_prefill_wait_s: Seconds = 1.0
-    """Seconds of work that may wait for each prefill worker; more asks for more (baton:desired_workers)."""
+    """Seconds of prompts that may wait for each prefill worker; above it baton:desired_workers grows."""
     goal_kv_usage: float = 0.8
-    """Share of their pages and places that decode workers should use at most; more asks for more."""
+    """Largest share of its pages, or places, that a decode worker should use; above it baton:desired_workers grows."""
     cache_routing: bool = True
     """Prefer workers that probably have a prompt's beginning in their prefix cache, weighed against their load."""
     tool_format: ToolFormat = "auto"

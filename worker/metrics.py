@@ -10,7 +10,7 @@ from runtime.metrics import SECONDS_BUCKETS
 from worker.sequences import Phase, Planned, Update
 from worker.table import SequenceTable
 
-_KEPT = 0.95  # of a step's weight after the next one: the last 20 count
+_KEPT = 0.95  # weight that older steps keep after each new one: about the last 20 count
 
 
 class PromptSpeed:

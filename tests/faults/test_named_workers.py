@@ -3,7 +3,6 @@
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from itertools import cycle, islice
 import pytest
 
 from bench.asking import Asking
-from bench.chaos import Case, build_cases, judge
+from bench.chaos import Case, Tally, build_cases
 from bench.fleet import Process, ProcessFleet, free_ports, run_fleet, wait_until
 from bench.plain_http import read_workers
 from tests.support.dns_server import DnsServer, dns_server
@@ -85,26 +84,21 @@ class Load:
     """Clients with a gateway each, and what became of their requests."""
 
     cases: Iterator[Case]
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    outcomes: Counter[str] = field(default_factory=Counter)
-    details: list[str] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
     is_over: threading.Event = field(default_factory=threading.Event)
 
     def keep_asking(self, gateway: str) -> None:
         dice = random.Random(gateway)
         while not self.is_over.is_set():
-            with self.lock:
+            with self.tally.lock:
                 case = next(self.cases)
             asking = Asking(gateway, case.prompt, len(case.answer), cache_salt=f"{dice.getrandbits(64):x}").finish()
-            with self.lock:
-                self.outcomes[outcome := judge(case, asking)] += 1
-                if outcome != "right":
-                    self.details.append(f"{outcome}: {asking.code} {asking.detail[:300]}")
+            self.tally.add(case, asking)
 
     def wait_for(self, count: int) -> None:
         """Until this many more requests are over."""
-        before = self.outcomes.total()
-        wait_until(lambda: self.outcomes.total() >= before + count)
+        before = self.tally.outcomes.total()
+        wait_until(lambda: self.tally.outcomes.total() >= before + count)
 
 
 @contextmanager
@@ -125,7 +119,7 @@ def load(named: Named, num_clients: int, num_tokens: int | None = None) -> Itera
     for client in clients:
         client.join(120.0)
         assert not client.is_alive(), "a request hangs"
-    assert set(asking.outcomes) == {"right"}, (asking.outcomes, asking.details)
+    assert set(asking.tally.outcomes) == {"right"}, (asking.tally.outcomes, asking.tally.complaints)
     assert {gateway.name: gateway.metric("attempts_failed_total") for gateway in named.gateways.values()} == failed
 
 

@@ -64,7 +64,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 def build_fleet_router(fleet: Fleet, find_trouble: Callable[[], str | None]) -> APIRouter:
-    """GET /status. `find_trouble`: what makes the service worse than it could be."""
+    """GET /status. `find_trouble`: why the service is degraded."""
     router = APIRouter()
 
     @router.get("/status")
