@@ -15,11 +15,12 @@ from torch.nn import functional
 from bench.batches import Part, pack
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.choose import choose_attention
-from engine.attention.cpu_paged import CpuPagedAttention, Math
+from engine.attention.cpu_paged import CpuPagedAttention
 from engine.attention.heads import Heads
 from engine.attention.torch_sdpa import TorchSdpaAttention, visible_keys
 from engine.batch import Batch
 from engine.kernels.build import load_kernel
+from engine.kernels.cpu_math import Math
 from wire.kv_layout import LAYERS, pool_sizes
 
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=64, scale=64**-0.5)
@@ -121,7 +122,7 @@ def bench_case(case: Case, dtype: torch.dtype, seconds: float, quantile: float) 
         chosen.backend.name: over_pages(chosen.backend),
     }
     if not chosen.is_fallback:
-        contenders["plain vectors"] = over_pages(CpuPagedAttention(SHAPE, load_kernel("cpu_paged"), best=Math.WIDENED))
+        contenders["plain vectors"] = over_pages(CpuPagedAttention(SHAPE, load_kernel("cpu_paged"), Math.WIDENED))
         contenders["torch_sdpa"] = over_pages(TorchSdpaAttention(SHAPE))
     times = {name: sorted(values) for name, values in measure(contenders, num_layers, seconds).items()}
     base = times["contiguous"][int(quantile * len(times["contiguous"]))]

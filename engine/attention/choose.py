@@ -10,6 +10,7 @@ from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.cpu_paged import CpuPagedAttention
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.kernels.build import BuildError, load_kernel
+from engine.kernels.cpu_math import choose_math, describe_math
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,10 @@ def choose_attention(
     if unknown := {dtype, kv_dtype or dtype} - {torch.float32, torch.bfloat16}:
         return AttentionChoice(TorchSdpaAttention(shape), f"the CPU kernel has no {unknown.pop()}", is_fallback=True)
     try:
-        backend = CpuPagedAttention(shape, load_kernel("cpu_paged"))
+        backend = CpuPagedAttention(shape, load_kernel("cpu_paged"), choose_math())
     except BuildError as error:
         return AttentionChoice(TorchSdpaAttention(shape), str(error), is_fallback=True)
-    return AttentionChoice(backend, f"CPU kernel, {backend.instructions}", is_fallback=False)
+    return AttentionChoice(backend, f"CPU kernel, {describe_math()}", is_fallback=False)
 
 
 def _choose_for_gpu(

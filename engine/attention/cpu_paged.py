@@ -5,7 +5,6 @@ The kernel checks nothing: `plan` checks the batch, and every call checks the la
 
 import ctypes
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 import torch
@@ -16,20 +15,12 @@ from engine.attention.base import AttentionShape
 from engine.attention.heads import Heads
 from engine.batch import Batch
 from engine.kernels.cpu_layers import turn
+from engine.kernels.cpu_math import Math
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
 BLOCK_ROWS = 256  # query rows of a work item share one packed key tile; 64 KB of output at D=64
 Ints = NDArray[np.int64]
 NO_WINDOW = 1 << 40  # wider than any context
-
-
-class Math(IntEnum):
-    """The kernel's `math` argument, slowest first."""
-
-    FLOAT32 = 0
-    WIDENED = 1  # bfloat16 pages, arithmetic in float32
-    PAIRS = 2  # products of bfloat16 pairs
-    AMX = 3
 
 
 class _BatonBatch(ctypes.Structure):
@@ -75,8 +66,8 @@ class CpuPagedAttention:
     name = "cpu_paged"
     is_capturable = False
 
-    def __init__(self, shape: AttentionShape, kernel: ctypes.CDLL, best: Math = Math.AMX) -> None:
-        """best: upper limit for bfloat16 pages. ValueError if heads do not divide or the scale is not > 0."""
+    def __init__(self, shape: AttentionShape, kernel: ctypes.CDLL, math: Math) -> None:
+        """math: for bfloat16 pages. ValueError if heads do not divide or the scale is not > 0."""
         if shape.num_kv_heads < 1 or shape.num_heads % shape.num_kv_heads:
             raise ValueError(f"num_heads {shape.num_heads} is not a multiple of num_kv_heads {shape.num_kv_heads}")
         if not shape.scale > 0:
@@ -84,15 +75,9 @@ class CpuPagedAttention:
         self._shape = shape
         self._attend = kernel.baton_attend
         self._attend.restype = None
-        self._attend.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
-        has = {Math.WIDENED: True, Math.PAIRS: kernel.baton_has_pairs(), Math.AMX: kernel.baton_request_amx()}
-        self._math = max(math for math in has if has[math] and math <= best)
+        self._attend.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int] * 3]
+        self._math = math
         self._plan: _Plan | None = None
-
-    @property
-    def instructions(self) -> str:
-        """The instructions that multiply bfloat16 pages, for the log."""
-        return {Math.AMX: "AMX", Math.PAIRS: "AVX-512 bfloat16"}.get(self._math, "float32 vectors")
 
     def plan(self, pool: Tensor, batch: Batch) -> None:
         """See `AttentionBackend.plan`. ValueError names what does not fit."""
@@ -166,8 +151,10 @@ class CpuPagedAttention:
             layer,
             NO_WINDOW if window is None else window,
         )
-        math = Math.FLOAT32 if dtype is torch.float32 else self._math
-        self._attend(ctypes.addressof(plan.arguments), ctypes.addressof(arguments), math, torch.get_num_threads())
+        self._attend(
+            ctypes.addressof(plan.arguments), ctypes.addressof(arguments), dtype is torch.float32, self._math,
+            torch.get_num_threads(),
+        )  # fmt: skip
         return out
 
 

@@ -12,11 +12,43 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared")
 BUILD_S = 120
+ISA = "BATON_CPU_ISA"  # environment variable: build for less than this CPU has, to measure and test that
+NATIVE = "native"
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """What to build for. Kernels choose by the compiler's macros."""
+
+    flags: str  # the compiler's
+    needs: str = ""  # what /proc/cpuinfo must list
+
+
+INSTRUCTION_SETS: Mapping[str, InstructionSet] = {
+    NATIVE: InstructionSet("-march=native"),
+    "avx2": InstructionSet("-march=x86-64-v3", "avx2 fma"),
+    "avx2-vnni": InstructionSet("-march=x86-64-v3 -mavxvnni", "avx2 fma avx_vnni"),
+    "avx512": InstructionSet("-march=x86-64-v4", "avx512f avx512bw avx512vl"),
+    "avx512-vnni": InstructionSet("-march=x86-64-v4 -mavx512vnni", "avx512f avx512bw avx512vl avx512_vnni"),
+    "avx512-bf16": InstructionSet(
+        "-march=x86-64-v4 -mavx512vnni -mavx512bf16", "avx512f avx512bw avx512vl avx512_vnni avx512_bf16"
+    ),
+    "amx": InstructionSet(
+        "-march=x86-64-v4 -mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8",
+        "avx512f avx512bw avx512vl avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8",
+    ),
+    "neon": InstructionSet("-march=armv8-a", "asimd"),
+    "neon-dotprod": InstructionSet("-march=armv8.2-a+dotprod", "asimd asimddp"),
+    "neon-bf16": InstructionSet("-march=armv8.6-a", "asimd asimddp bf16 i8mm"),
+}
 
 
 class BuildError(Exception):
@@ -26,7 +58,8 @@ class BuildError(Exception):
 def load_kernel(name: str) -> ctypes.CDLL:
     """Load NAME.cpp for this compiler and CPU; build it first if not cached. Raises BuildError."""
     source = FOLDER / f"{name}.cpp"
-    command = [*find_compiler(), *FLAGS]
+    find_instruction_set()  # raises
+    command = [*find_compiler(), *FLAGS, *INSTRUCTION_SETS[os.environ.get(ISA, NATIVE)].flags.split()]
     link = _openmp_library()
     file_name = f"{name}-{_fingerprint(source, command, link)}.so"
     try:
@@ -36,6 +69,23 @@ def load_kernel(name: str) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"cannot build or load {source.name}: {error}{_advice(str(error))}") from error
+
+
+def find_instruction_set() -> str:
+    """What kernels are built for: $BATON_CPU_ISA, or the best that this CPU has. BuildError if it does not have it."""
+    if (name := os.environ.get(ISA, NATIVE)) == NATIVE:
+        return runnable_instruction_sets()[-1]
+    if name not in INSTRUCTION_SETS:
+        raise BuildError(f"{ISA}={name} is not known: {', '.join(INSTRUCTION_SETS)}")
+    if missing := [flag for flag in INSTRUCTION_SETS[name].needs.split() if flag not in _cpu_flags()]:
+        raise BuildError(f"{ISA}={name} needs a CPU with {', '.join(missing)}: unset it, or choose another")
+    return name
+
+
+def runnable_instruction_sets() -> list[str]:
+    """What this CPU can run."""
+    flags = _cpu_flags()
+    return [name for name, isa in INSTRUCTION_SETS.items() if flags.issuperset(isa.needs.split())]
 
 
 def find_compiler() -> list[str]:
@@ -118,9 +168,21 @@ def _fingerprint(source: Path, command: list[str], link: list[str]) -> str:
 
 def _cpu_features() -> str:
     """What -march=native depends on: different machines may share a home folder."""
+    return platform.machine() + "".join(sorted({line for line in _cpu_lines() if line.startswith("model name")})) + (
+        " ".join(sorted(_cpu_flags()))
+    )
+
+
+@cache
+def _cpu_lines() -> list[str]:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        lines = []
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(wanted)}))
+        return []
+
+
+@cache
+def _cpu_flags() -> frozenset[str]:
+    """Extensions of the instruction set, as Linux names them."""
+    names = ("flags", "Features", "CPU part")
+    return frozenset(word for line in _cpu_lines() if line.startswith(names) for word in line.split(":")[1].split())

@@ -9,15 +9,10 @@ namespace {
 
 constexpr int64_t kRowsAThread = 4;  // fewer do not justify waking a thread
 
-float sum_lanes(Floats v) {
-    float sum = 0;
-    for (int i = 0; i < kLanes; ++i) sum += v[i];
-    return sum;
-}
 Floats load_some(const bfloat16* from, int64_t count) {
     return widen(load_part<Halves>(from, count * 2));
 }
-float inverse_rms(Floats squares, int64_t width, float eps) { return 1.0f / std::sqrt(sum_lanes(squares) / width + eps); }
+float inverse_rms(Floats squares, int64_t width, float eps) { return 1.0f / std::sqrt(reduce(squares, plus) / width + eps); }
 
 }  // namespace
 

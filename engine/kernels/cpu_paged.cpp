@@ -5,14 +5,14 @@
 // in group, so every K/V page is packed once for all query heads that share it.
 //
 // Both products, scores = Q K' and output += P V, are one `multiply`: A is row-major, B lies in column panels:
-//   Plain  [columns / kLanes][depth][kLanes]      float32, any CPU
-//   Pairs  [columns / 16][depth / 2][16][2]       bfloat16, for AVX-512 products of pairs and for AMX tiles
+//   [columns / kLanes][depth][kLanes] float32, any CPU, or
+//   [columns / kLanes][depth / 2][kLanes][2] bfloat16, for products of pairs and AMX tiles
 #include <cmath>
 #include <cstdlib>
 #include <limits>
 
 #include "cpu_amx.h"
-#include "cpu_values.h"
+#include "cpu_products.h"
 
 // Fixed for all layers of one batch; mirrored field by field in cpu_paged.py.
 struct BatonBatch {
@@ -40,12 +40,8 @@ struct BatonLayer {
 namespace {
 
 constexpr int kTile = 64;     // keys packed at a time: K and V of D=64 bf16 are 16 KB, a third of L1
-#ifdef __AVX512F__
-constexpr int kPlainRows = 8;  // multiplied at a time with vectors
-#else
-constexpr int kPlainRows = 4;  // a vector takes several registers
-#endif
-constexpr int kSubRows = 16;  // query rows multiplied at a time: the height of an AMX tile
+constexpr int kRows = kRegisters == 32 ? 8 : 6;  // multiplied at a time with two vectors: sums leave registers for both and x
+constexpr int kSubRows = 16;  // query rows that share scores: the height of an AMX tile
 constexpr int64_t kFewTokens = 16;  // writing these takes less time than waiting for other threads
 constexpr int64_t kBytesAThread = 1 << 19;  // of KV: one thread reads less before another is awake
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
@@ -68,40 +64,57 @@ void write_scaled(const float* from, float factor, bfloat16* to, int64_t n) {
 // 2^x for x <= 0; exactly 0 below -100, so that no product with it is a (slow) denormal.
 Floats exp2_nonpositive(Floats x) { return exp2_in_range(x < -100.0f ? Floats{} - 127.0f : x); }
 
-template <int step, int... i> Floats rotate(Floats v, std::integer_sequence<int, i...>) {
-    return __builtin_shufflevector(v, v, (i ^ step)...);
-}
-template <int step, class Op> float reduce(Floats v, Op op) {
-    v = op(v, rotate<step>(v, std::make_integer_sequence<int, kLanes>{}));
-    if constexpr (step == 1) return v[0];
-    else return reduce<step / 2>(v, op);
-}
-Floats larger(Floats a, Floats b) { return a > b ? a : b; }
-Floats plus(Floats a, Floats b) { return a + b; }
-
-// c[rows][columns] = a[rows][depth] * panels, plus c if `add`; columns is a multiple of kLanes.
-template <bool add, int rows>
-void multiply_rows(const float* a, int64_t lda, const float* b, int64_t panel, float* c, int64_t ldc, int64_t depth,
-                   int64_t columns) {
-    for (int64_t j = 0; j < columns; j += kLanes, b += panel) {
-        Floats sum[rows];
-        for (int i = 0; i < rows; ++i) sum[i] = add ? load<Floats>(c + i * ldc + j) : Floats{};
-        for (int64_t k = 0; k < depth; ++k) {
-            Floats column = load<Floats>(b + k * kLanes);
-            for (int i = 0; i < rows; ++i) sum[i] += a[i * lda + k] * column;
+// c[rows][2 panels] = a[rows][depth] * panels, plus c if `add`. Depth counts words of 4 bytes: a float or a pair.
+template <class Math, bool add, int rows>
+void multiply_rows(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t panel, float* c, int64_t ldc,
+                   int64_t depth) {
+    Floats sum[rows][2];
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < 2; ++j) sum[i][j] = add ? load<Floats>(c + i * ldc + j * kLanes) : Floats{};
+    for (int64_t k = 0; k < depth; ++k) {
+        const Words first = load<Words>(b + k * kLanes), second = load<Words>(b + panel + k * kLanes);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; ++i) {
+            sum[i][0] = Math::add_word(sum[i][0], first, a[i * lda + k]);
+            sum[i][1] = Math::add_word(sum[i][1], second, a[i * lda + k]);
         }
-        for (int i = 0; i < rows; ++i) store(c + i * ldc + j, sum[i]);
     }
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < 2; ++j) store(c + i * ldc + j * kLanes, sum[i][j]);
 }
+template <class Math, bool add, int rows = kRows>
+void multiply_block(int64_t num_rows, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t panel, float* c,
+                    int64_t ldc, int64_t depth) {
+    if (num_rows >= rows) return multiply_rows<Math, add, rows>(a, lda, b, panel, c, ldc, depth);
+    if constexpr (rows > 1) multiply_block<Math, add, rows - 1>(num_rows, a, lda, b, panel, c, ldc, depth);
+}
+
+// c[rows][columns] = a[rows][depth] * panels of `capacity` operands of depth, plus c if `add`.
+template <class Math> struct WithVectors {
+    template <bool add, class Operand>
+    static void multiply(const Operand* a, int64_t lda, const Operand* b, int64_t capacity, float* c, int64_t ldc,
+                         int64_t rows, int64_t depth, int64_t columns) {
+        constexpr int kPerWord = 4 / sizeof(Operand);
+        const int64_t panel = capacity / kPerWord * kLanes, step = (rows + kRows - 1) / kRows;
+        const int64_t height = (rows + step - 1) / step;  // blocks of about equal heights
+        for (; rows > 0; rows -= height, a += height * lda, c += height * ldc)
+            for (int64_t j = 0; j < columns; j += 2 * kLanes)
+                multiply_block<Math, add>(std::min(rows, height), (const uint32_t*)a, lda / kPerWord,
+                                          (const uint32_t*)b + j / kLanes * panel, panel, c + j, ldc, (depth + kPerWord - 1) / kPerWord);
+    }
+};
 
 // Any CPU: pages of T, arithmetic in float32.
-template <class T> struct Plain {
+template <class T> struct Plain : WithVectors<Plain<T>> {
     using Page = T;
     using Operand = float;
     static constexpr int kStep = 2 * kLanes;  // head dimensions and keys are padded to this
     static void begin(int64_t) {}
     static void end() {}
     static void store_probability(float* to, Floats p) { store(to, p); }
+    static Floats add_word(Floats sum, Words b, uint32_t a) { return add_products(sum, (Floats)b, bits<float>(a)); }
 
     static void pack_keys(const T* const* rows, int64_t num_keys, int64_t dim, int64_t padded, float* to) {
         for (int64_t n = 0; n < num_keys; n += kLanes, to += padded * kLanes)
@@ -131,98 +144,50 @@ template <class T> struct Plain {
                 }
             }
     }
-    template <bool add, int rows = kPlainRows>
-    static void multiply_block(int64_t num_rows, const float* a, int64_t lda, const float* b, int64_t panel, float* c,
-                               int64_t ldc, int64_t depth, int64_t columns) {
-        if (num_rows >= rows) return multiply_rows<add, rows>(a, lda, b, panel, c, ldc, depth, columns);
-        if constexpr (rows > 1) multiply_block<add, rows - 1>(num_rows, a, lda, b, panel, c, ldc, depth, columns);
-    }
-    template <bool add>
-    static void multiply(const float* a, int64_t lda, const float* b, int64_t capacity, float* c, int64_t ldc,
-                         int64_t rows, int64_t depth, int64_t columns) {
-        int64_t panel = capacity * kLanes;
-        for (; rows > 0; rows -= kPlainRows, a += kPlainRows * lda, c += kPlainRows * ldc)
-            multiply_block<add>(rows, a, lda, b, panel, c, ldc, depth, columns);
-    }
 };
 
-#ifdef __AVX512BF16__
-typedef uint16_t Shorts __attribute__((vector_size(64)));
+#ifdef BATON_PAIRS
+typedef uint16_t Shorts __attribute__((vector_size(kLanes * 4)));
 template <int half, int... i> Shorts interleave(Shorts a, Shorts b, std::integer_sequence<int, i...>) {
-    return __builtin_shufflevector(a, b, (half * 16 + i / 2 + (i % 2) * 32)...);
+    return __builtin_shufflevector(a, b, (half * kLanes + i / 2 + (i % 2) * 2 * kLanes)...);
 }
 
-// The same for c[rows][32] and two panels.
-template <bool add, int rows>
-void multiply_pairs(const bfloat16* a, int64_t lda, const bfloat16* b, int64_t panel, float* c, int64_t ldc,
-                    int64_t depth) {
-    Floats sum[rows][2];
-#pragma GCC unroll 8
-    for (int i = 0; i < rows; ++i)
-        for (int j = 0; j < 2; ++j) sum[i][j] = add ? load<Floats>(c + i * ldc + j * 16) : Floats{};
-    for (int64_t k = 0; k < depth; k += 2) {
-        const Words first = load<Words>(b + k * 16), second = load<Words>(b + panel + k * 16);
-#pragma GCC unroll 8
-        for (int i = 0; i < rows; ++i) {
-            const uint32_t pair = load<uint32_t>(a + i * lda + k);
-            sum[i][0] = add_pairs(sum[i][0], first, pair);
-            sum[i][1] = add_pairs(sum[i][1], second, pair);
-        }
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < rows; ++i)
-        for (int j = 0; j < 2; ++j) store(c + i * ldc + j * 16, sum[i][j]);
-}
-
-// AVX-512: pages of bfloat16, products of pairs summed in float32.
-struct Pairs {
+// Pages of bfloat16, products of pairs summed in float32.
+struct PairsOfPages : WithVectors<PairsOfPages> {
     using Page = bfloat16;
     using Operand = bfloat16;
-    static constexpr int kStep = 32;
+    static constexpr int kStep = 2 * kLanes;
     static void begin(int64_t) {}
     static void end() {}
     static void store_probability(bfloat16* to, Floats p) { store(to, narrow(p)); }
+    static Floats add_word(Floats sum, Words b, uint32_t a) { return add_pairs(sum, b, a); }
 
     static void pack_keys(const Page* const* rows, int64_t num_keys, int64_t dim, int64_t padded, bfloat16* to) {
-        for (int64_t n = 0; n < num_keys; n += 16, to += padded * 16)
-            for (int64_t d = 0; d < dim; d += 32) {
-                Words words[16];
-                for (int i = 0; i < 16; ++i)
+        for (int64_t n = 0; n < num_keys; n += kLanes, to += padded * kLanes)
+            for (int64_t d = 0; d < dim; d += 2 * kLanes) {
+                Words words[kLanes];
+                for (int i = 0; i < kLanes; ++i)
                     words[i] = load_part<Words>((const char*)(rows[n + i] + d), (dim - d) * 2);
                 transpose(words);
-                for (int i = 0; i < 16; ++i) store(to + (d / 2 + i) * 32, words[i]);
+                for (int i = 0; i < kLanes; ++i) store(to + (d / 2 + i) * 2 * kLanes, words[i]);
             }
     }
     static void pack_values(const Page* const* rows, int64_t num_keys, int64_t dim, int64_t, bfloat16* to) {
-        auto lanes = std::make_integer_sequence<int, 32>{};
+        auto lanes = std::make_integer_sequence<int, 2 * kLanes>{};
         for (int64_t n = 0; n < num_keys; n += 2)
-            for (int64_t d = 0; d < dim; d += 32) {
+            for (int64_t d = 0; d < dim; d += 2 * kLanes) {
                 Shorts even = load_part<Shorts>((const char*)(rows[n] + d), (dim - d) * 2);
                 Shorts odd = load_part<Shorts>((const char*)(rows[n + 1] + d), (dim - d) * 2);
-                store(to + d * kTile + n * 16, interleave<0>(even, odd, lanes));
-                store(to + (d + 16) * kTile + n * 16, interleave<1>(even, odd, lanes));
+                store(to + d * kTile + n * kLanes, interleave<0>(even, odd, lanes));
+                store(to + (d + kLanes) * kTile + n * kLanes, interleave<1>(even, odd, lanes));
             }
-    }
-    template <bool add, int rows = 8>
-    static void multiply_block(int64_t num_rows, const bfloat16* a, int64_t lda, const bfloat16* b, int64_t panel,
-                               float* c, int64_t ldc, int64_t depth) {
-        if (num_rows >= rows) return multiply_pairs<add, rows>(a, lda, b, panel, c, ldc, depth);
-        if constexpr (rows > 1) multiply_block<add, rows - 1>(num_rows, a, lda, b, panel, c, ldc, depth);
-    }
-    template <bool add>
-    static void multiply(const bfloat16* a, int64_t lda, const bfloat16* b, int64_t capacity, float* c, int64_t ldc,
-                         int64_t rows, int64_t depth, int64_t columns) {
-        const int64_t panel = capacity * 16;
-        for (; rows > 0; rows -= 8, a += 8 * lda, c += 8 * ldc)
-            for (int64_t j = 0; j < columns; j += 32)
-                multiply_block<add>(rows, a, lda, b + j / 16 * panel, panel, c + j, ldc, depth);
     }
 };
 #endif
 
 #if defined(BATON_AMX) && defined(__AVX512BF16__)
 #define BATON_AMX_PAIRS
-struct Amx : Pairs {
+struct TilesOfPages : PairsOfPages {
     static void begin(int64_t num_rows) {  // tiles 0, 1: accumulators; 2: A; 3, 4: B
         const uint8_t height = std::min<int64_t>(num_rows, 16), rows[5] = {height, height, height, 16, 16};
         configure_tiles(rows, 5);
@@ -314,7 +279,7 @@ template <class Math> void soften(float* scores, typename Math::Operand* probabi
     std::fill(scores + end, scores + columns, kMinusInfinity);
     Floats highest = Floats{} + *maximum;
     for (int64_t n = 0; n < columns; n += kLanes) highest = larger(highest, load<Floats>(scores + n));
-    float top = reduce<kLanes / 2>(highest, larger);
+    float top = reduce(highest, larger);
     if (top == kMinusInfinity) {  // nothing visible yet
         std::memset((void*)probabilities, 0, columns * sizeof *probabilities);
         return;
@@ -417,7 +382,7 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
     for (int64_t row = 0; row < rows; ++row) {
         int64_t token = query_begin + first_query + row / group;
         Page* to = (Page*)layer.out + (token * batch.num_heads + head * group + row % group) * dim;
-        write_scaled(output + row * padded, 1.0f / reduce<kLanes / 2>(sums[row], plus), to, dim);
+        write_scaled(output + row * padded, 1.0f / reduce(sums[row], plus), to, dim);
     }
 }
 
@@ -467,32 +432,15 @@ template <class Math> void attend(const BatonBatch& batch, const BatonLayer& lay
 
 }  // namespace
 
-// Requests AMX tiles from the system. Returns whether this process may use them.
-extern "C" int baton_request_amx() {
+// math: MathKind, for pages of bfloat16.
+extern "C" void baton_attend(const BatonBatch* batch, const BatonLayer* layer, int is_float32,
+                             [[maybe_unused]] int math, int num_threads) {
+    if (is_float32) return attend<Plain<float>>(*batch, *layer, num_threads);
 #ifdef BATON_AMX_PAIRS
-    return request_amx();
-#else
-    return 0;
+    if (math == kTiles) return attend<TilesOfPages>(*batch, *layer, num_threads);
 #endif
-}
-
-// Whether this CPU multiplies pairs of bfloat16.
-extern "C" int baton_has_pairs() {
-#ifdef __AVX512BF16__
-    return 1;
-#else
-    return 0;
-#endif
-}
-
-// math: 0 float32 pages; 1 bfloat16 pages, widened; 2 pairs, if baton_has_pairs(); 3 AMX, if requested.
-extern "C" void baton_attend(const BatonBatch* batch, const BatonLayer* layer, int math, int num_threads) {
-    if (math == 0) return attend<Plain<float>>(*batch, *layer, num_threads);
-#ifdef BATON_AMX_PAIRS
-    if (math == 3) return attend<Amx>(*batch, *layer, num_threads);
-#endif
-#ifdef __AVX512BF16__
-    if (math == 2) return attend<Pairs>(*batch, *layer, num_threads);
+#ifdef BATON_PAIRS
+    if (math == kPairs) return attend<PairsOfPages>(*batch, *layer, num_threads);
 #endif
     attend<Plain<bfloat16>>(*batch, *layer, num_threads);
 }

@@ -5,14 +5,12 @@
 //
 // Rows are processed in blocks of kBlock tokens with known maxima; blocks without a token that could win or pass a
 // filter are skipped. Threads share rows; rows that are too few for that are split into ranges of blocks.
-#include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <functional>
 #include <limits>
-#include <utility>
 #include <vector>
+
+#include "cpu_values.h"
 
 // Mirrored field by field in engine/cpu_sampling.py. S rows of V logits.
 struct BatonSampling {
@@ -35,11 +33,6 @@ struct BatonSampling {
 
 namespace {
 
-#ifdef __AVX512F__
-constexpr int kLanes = 16;
-#else
-constexpr int kLanes = 8;
-#endif
 constexpr int kBlock = 256;
 constexpr int64_t kSplitTokens = 8192;  // shorter rows are not split over threads, which costs 2 us a phase
 constexpr int kBuckets = 512;           // of a histogram over values
@@ -51,32 +44,14 @@ constexpr float kLowest = -64;          // e^-64 is negligible beside the likeli
 constexpr float kMaxGumbel = 22.9f;     // the largest noise is -log(-log1p(-2^-33)) = 22.874
 constexpr float kSlack = 1e-3f;         // margin for rounded bounds: scores that matter are below 50, ulp 4e-6
 
-typedef float Floats __attribute__((vector_size(kLanes * 4)));
-typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 typedef float HalfFloats __attribute__((vector_size(kLanes * 2)));
 typedef double Doubles __attribute__((vector_size(kLanes * 4)));
 typedef uint64_t Longs __attribute__((vector_size(kLanes * 4)));
 
-template <class V> V load(const void* from) {
-    V v;
-    std::memcpy(&v, from, sizeof v);
-    return v;
-}
-template <class V> void store(void* to, V v) { std::memcpy(to, &v, sizeof v); }
-template <class To, class From> To bits(From v) { return load<To>(&v); }
-
 template <int... i> constexpr Words count_up(std::integer_sequence<int, i...>) { return Words{i...}; }
 constexpr Words kLane = count_up(std::make_integer_sequence<int, kLanes>{});
 
-template <int step, int... i> Floats rotate(Floats v, std::integer_sequence<int, i...>) {
-    return __builtin_shufflevector(v, v, (i ^ step)...);
-}
-Floats larger(Floats a, Floats b) { return a > b ? a : b; }  // b if one is NaN
-template <int step = kLanes / 2> float largest(Floats v) {
-    v = larger(v, rotate<step>(v, std::make_integer_sequence<int, kLanes>{}));
-    if constexpr (step == 1) return v[0];
-    else return largest<step / 2>(v);
-}
+float largest(Floats v) { return reduce(v, larger); }
 bool any(Words v) {
     Longs pairs = bits<Longs>(v);
     uint64_t all = 0;

@@ -1,4 +1,7 @@
-// Vectors of 16 values on any CPU, and bfloat16.
+// Vectors as wide as the CPU's registers, and bfloat16.
+//
+// What the compiler is told to build for (build.py) decides: 16 lanes with AVX-512, 8 with AVX, else 4 (NEON, SSE).
+// Wider ones would be split by the compiler, through memory.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -6,14 +9,24 @@
 #include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 using bfloat16 = uint16_t;
-constexpr int kLanes = 16;
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kRegisters = 32;
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kRegisters = 16;
+#elif defined(__ARM_NEON)
+constexpr int kLanes = 4, kRegisters = 32;
+#else
+constexpr int kLanes = 4, kRegisters = 16;
+#endif
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 
 template <class V> V load(const void* from) {
     V v;
@@ -30,7 +43,7 @@ template <class V> V load_part(const void* from, int64_t bytes) {  // zeros afte
 }
 template <class V> void store_part(void* to, V v, int64_t count) {  // the first `count` values
     if (count >= kLanes) return store(to, v);
-    std::memcpy(to, &v, count * sizeof(v) / kLanes);
+    if (count > 0) std::memcpy(to, &v, count * sizeof(v) / kLanes);
 }
 
 inline Floats widen(Halves values) { return (Floats)(__builtin_convertvector(values, Words) << 16); }
@@ -45,7 +58,7 @@ inline Halves narrow(Floats values) {  // to nearest even; NaN stays NaN
 #endif
 }
 
-// Transposes [16][16] in place: swaps off-diagonal squares of side `step`, then of half that, and so on.
+// Transposes [kLanes][kLanes] in place: swaps off-diagonal squares of side `step`, then of half that, and so on.
 template <int step, int... i> void transpose(Words* rows, std::integer_sequence<int, i...> lanes) {
     for (int a = 0; a < kLanes; ++a) {
         if (a & step) continue;
@@ -57,15 +70,32 @@ template <int step, int... i> void transpose(Words* rows, std::integer_sequence<
 }
 inline void transpose(Words* rows) { transpose<kLanes / 2>(rows, std::make_integer_sequence<int, kLanes>{}); }
 
-// sum + both products of each pair: each word of `pairs` times `pair`.
+// One value of all lanes, by halves: lane i with lane i ^ step.
+template <int step, int... i> Floats rotate(Floats v, std::integer_sequence<int, i...>) {
+    return __builtin_shufflevector(v, v, (i ^ step)...);
+}
+template <int step = kLanes / 2, class Op> float reduce(Floats v, Op op) {
+    v = op(v, rotate<step>(v, std::make_integer_sequence<int, kLanes>{}));
+    if constexpr (step == 1) return v[0];
+    else return reduce<step / 2>(v, op);
+}
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }  // b if one is NaN
+inline Floats plus(Floats a, Floats b) { return a + b; }
+
+// sum + w * x, rounded once where the CPU has such an instruction (the compiler contracts it)
+inline Floats add_products(Floats sum, Floats w, float x) { return sum + w * x; }
+
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define BATON_PAIRS 1
+// sum + both products of each pair of bfloat16: each word of `pairs` times `pair`
 inline Floats add_pairs(Floats sum, Words pairs, uint32_t pair) {
 #ifdef __AVX512BF16__
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(pair));
 #else
-    sum += (Floats)(pairs << 16) * bits<float>(pair << 16);
-    return sum + (Floats)(pairs & 0xFFFF0000u) * bits<float>(pair & 0xFFFF0000u);
+    return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)pairs, (bfloat16x8_t)vdupq_n_u32(pair));
 #endif
 }
+#endif
 
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.build import BuildError, load_kernel
+from engine.kernels.cpu_math import choose_math
 from engine.model.embedding import Embedding
 
 PANEL_COLUMNS, BLOCK_COLUMNS = 16, 32
@@ -34,7 +35,7 @@ class _BatonProduct(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "w", "scale", "shift", "bias", "out")),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_columns", "depth")),
-        *((name, ctypes.c_int32) for name in ("is_8bit", "epilogue", "use_amx", "num_threads")),
+        *((name, ctypes.c_int32) for name in ("is_8bit", "epilogue", "math", "num_threads")),
     ]
 
 
@@ -140,7 +141,7 @@ class PackedLinear:
             depth=shape.depth,
             is_8bit=shape.is_8bit,
             epilogue=epilogue,
-            use_amx=bool(kernel.baton_request_amx()),
+            math=choose_math(shape.is_8bit),
         )
 
     def __call__(self, rows: Tensor) -> Tensor:

@@ -16,13 +16,15 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionShape
 from engine.attention.choose import choose_attention
-from engine.attention.cpu_paged import CpuPagedAttention, Math, plan_blocks
+from engine.attention.cpu_paged import CpuPagedAttention, plan_blocks
 from engine.attention.heads import Heads
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
 from engine.kernels import build
 from engine.kernels.build import BuildError, load_kernel
+from engine.kernels.cpu_math import choose_math
 from tests.support.attention import CPU, HAS_COMPILER, Problem, check_writes, needs_compiler, of_layer
+from tests.support.instruction_sets import BUILDS, built_for
 from wire.kv_layout import KV_HEADS, LAYERS, TOKENS
 
 CONTEXTS = (1, 15, 16, 17, 100, 1000)
@@ -34,13 +36,9 @@ def tolerance(dtype: torch.dtype) -> float:
 
 def backends(shape: AttentionShape, dtype: torch.dtype) -> list[AttentionBackend]:
     kernel: list[AttentionBackend] = []
-    if HAS_COMPILER:
-        kernel.append(CpuPagedAttention(shape, load_kernel("cpu_paged")))
-        if dtype is torch.bfloat16:
-            others = [(load_kernel("cpu_paged"), Math.WIDENED), (load_kernel("cpu_paged"), Math.PAIRS)]
-            with mock.patch.dict(os.environ, {"CXX": "g++ -DBATON_EMULATE_AMX"}):
-                others.append((load_kernel("cpu_paged"), Math.AMX))
-            kernel += [CpuPagedAttention(shape, library, best) for library, best in others]
+    for build in BUILDS if HAS_COMPILER else ():
+        with built_for(build):
+            kernel.append(CpuPagedAttention(shape, load_kernel("cpu_paged"), build.math))
     return [TorchSdpaAttention(shape), *kernel]
 
 
@@ -108,7 +106,7 @@ def test_nan_in_pages_not_seen_does_not_leak(dtype: torch.dtype) -> None:
 @needs_compiler
 def test_thread_count_does_not_change_a_bit() -> None:
     problem = Problem([(1, 1000), (200, 300), (1, 5)], dtype=torch.bfloat16)
-    backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"))
+    backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"), choose_math())
     before = torch.get_num_threads()
     results: list[Tensor] = []
     try:
@@ -123,7 +121,7 @@ def test_thread_count_does_not_change_a_bit() -> None:
 @needs_compiler
 def test_a_sequence_does_not_depend_on_its_batch() -> None:
     together = Problem([(1, 77), (40, 90), (1, 300)], dtype=torch.bfloat16)
-    backend = CpuPagedAttention(together.shape, load_kernel("cpu_paged"))
+    backend = CpuPagedAttention(together.shape, load_kernel("cpu_paged"), choose_math())
     out, _ = together.run(backend)
     alone = Problem([(1, 300)], dtype=torch.bfloat16)
     alone.batch = replace(alone.batch, page_table=torch.tensor([together.pages[2]], dtype=torch.int32))
@@ -169,7 +167,7 @@ def test_what_changes_after_a_good_batch_is_checked() -> None:
         (replace(good, page_table=good.page_table[:, :1].contiguous()), "45 tokens in a page table of 1 pages"),
     )
     for batch, message in others:
-        backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"))
+        backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"), choose_math())
         backend.plan(problem.pool, good)
         with pytest.raises(ValueError, match=message):
             backend.plan(problem.pool, batch)
@@ -199,7 +197,7 @@ def test_pages_with_something_else_between_them(dtype: torch.dtype) -> None:
 
 def test_wrong_tensors_are_refused() -> None:
     problem = Problem([(2, 33)])
-    backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"))
+    backend = CpuPagedAttention(problem.shape, load_kernel("cpu_paged"), choose_math())
     (query_key, value, _), pool, batch = problem.heads, problem.pool, problem.batch
     strided = torch.zeros(2, 8, 128)[..., ::2]
     for layer, heads, window, message in (

@@ -1,5 +1,7 @@
 """The decoder's kernels between products, interpreted Triton and the CPU's, against their torch twins."""
 
+from collections.abc import Iterator, Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,10 +11,17 @@ from engine.kernels import cpu_layers
 from engine.kernels.gpu_layers import TritonOperations, join_pages, turn_and_write
 from engine.model.operations import Operations
 from tests.support.attention import needs_compiler
+from tests.support.instruction_sets import WIDTHS, built_for
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 
 EPS = 1e-5
 TRITON, TORCH = TritonOperations(), Operations()
+
+
+@pytest.fixture(params=WIDTHS, ids=str)
+def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
+    with built_for(request.param):
+        yield
 
 
 def normal(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -28,16 +37,22 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("width", [64, 200, 2048])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("device", ["gpu", pytest.param("cpu", marks=needs_compiler)])
-def test_norms_are_those_of_torch(device: str, dtype: torch.dtype, width: int) -> None:
-    operations: Operations = TRITON
-    if device == "cpu":
-        if dtype is torch.float16:
-            pytest.skip("has no kernel")
-        kernel = cpu_layers.load()
-        assert kernel is not None
-        operations = cpu_layers.CpuOperations(kernel)
-    for num_rows in (0, 1, 30) if device == "cpu" else (3,):
+def test_norms_are_those_of_torch(dtype: torch.dtype, width: int) -> None:
+    check_norms(TRITON, dtype, width, [3])
+
+
+@needs_compiler
+@pytest.mark.parametrize("width", [64, 200, 2048])
+@pytest.mark.usefixtures("instructions")
+def test_norms_on_cpus(width: int) -> None:
+    kernel = cpu_layers.load()
+    assert kernel is not None
+    for dtype in (torch.float32, torch.bfloat16):
+        check_norms(cpu_layers.CpuOperations(kernel), dtype, width, [0, 1, 30])
+
+
+def check_norms(operations: Operations, dtype: torch.dtype, width: int, counts: Sequence[int]) -> None:
+    for num_rows in counts:
         rows, delta, weight = (normal(*sizes, width, dtype=dtype) for sizes in ((num_rows,), (num_rows,), ()))
         assert_near(operations.norm(rows, weight, EPS), TORCH.norm(rows, weight, EPS))
         sums = [rows.clone(), rows.clone()]
@@ -123,6 +138,7 @@ def test_pages_of_sequences_are_joined() -> None:
 @needs_compiler
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (7, 1, 16), (12, 4, 24)])
+@pytest.mark.usefixtures("instructions")
 def test_heads_turn_as_in_torch(num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool) -> None:
     num_turned = num_heads + num_kv_heads
     cos, sin = (normal(9, 1, head_dim, dtype=torch.bfloat16) * scale for scale in (1.0, -0.5))

@@ -1,7 +1,6 @@
 """Packed weights: the kernel equals its slow twins, with each row as if alone; files that share weights."""
 
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,19 +22,16 @@ from engine.model.weight_file import CannotShareError, MappedWeights, OwnWeights
 from engine.model.weights import load_model
 from tests.support.attention import needs_compiler
 from tests.support.checkpoints import write_checkpoint
+from tests.support.instruction_sets import BUILDS, built_for
 
-X86 = ["-DBATON_EMULATE_AMX", "-mno-avx512bf16 -mno-avx512vnni", "-mno-avx512f", "-mno-avx512f -mno-avxvnni"]
-INSTRUCTIONS = ["", *(X86 if platform.machine() == "x86_64" else [])]
 SHAPES = [(300, 64), (67, 2048), (5, 30), (33, 1000)]  # N, K
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=INSTRUCTIONS, ids=lambda flags: flags or "native")
-def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv("CXX", f"g++ {request.param}")
-    packed._load.cache_clear()
-    yield request.param
-    packed._load.cache_clear()
+@pytest.fixture(params=BUILDS, ids=str)
+def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
+    with built_for(request.param):
+        yield
 
 
 @pytest.fixture

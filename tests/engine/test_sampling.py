@@ -1,6 +1,7 @@
 """Sampling: the noise has its distribution, rows are independent, the kernel equals its slow twin."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from engine.kernels.build import BuildError, find_compiler
 from engine.logits import NOT_A_NUMBER
 from engine.noise import build_keys, gumbel_noise, hash_ids
 from engine.sampling import sample
+from tests.support.instruction_sets import WIDTHS, built_for
 from tests.support.sampling_twins import build_mask, chi_square_sigmas, sample_both
 from wire.sampling import SamplingParams
 
@@ -149,16 +151,24 @@ def some_logits(draw: st.DrawFn, vocabulary: int) -> Tensor:
     return logits
 
 
+@pytest.fixture(scope="module", params=WIDTHS, ids=str)
+def width(request: pytest.FixtureRequest) -> Iterator[None]:
+    with built_for(request.param):
+        yield
+
+
+@pytest.mark.usefixtures("width")
 @given(data=st.data(), num_threads=st.sampled_from([1, 2, 3]))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_fast_equals_slow(data: st.DataObject, num_threads: int) -> None:
     vocabulary = data.draw(st.sampled_from([1, 2, 3, 8, 31, 65, 255, 256, 257, 700]))
     logits, params = data.draw(some_logits(vocabulary)), data.draw(params_of_all_kinds)
     sample_both(logits.expand(200, -1), [params] * 200, range(200), num_threads=num_threads)
 
 
+@pytest.mark.usefixtures("width")
 @given(data=st.data(), vocabulary=st.sampled_from([4100, 9000, 20_000]), num_threads=st.sampled_from([1, 2, 3]))
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_fast_equals_slow_on_larger_vocabularies(data: st.DataObject, vocabulary: int, num_threads: int) -> None:
     params = data.draw(st.lists(params_of_all_kinds, min_size=1, max_size=5))
     logits = torch.stack([data.draw(some_logits(vocabulary)) for _ in params])

@@ -1,0 +1,55 @@
+"""How this CPU multiplies fastest, and how fast: measured in registers, by cpu_math.cpp."""
+
+import ctypes
+import time
+from enum import IntEnum
+from functools import cache
+
+from engine.kernels.build import find_instruction_set, load_kernel
+
+ROUNDS, TRIES = 2000, 8  # a try takes less than 0.1 ms on any CPU of the last ten years
+
+
+class Math(IntEnum):
+    """How bfloat16 is multiplied; enum MathKind of cpu_products.h. With 8 bits PAIRS are products of four codes."""
+
+    WIDENED = 0  # to float32; 8 bits: to 16
+    PAIRS = 1
+    TILES = 2  # AMX
+
+
+HOW = {Math.WIDENED: "as float32", Math.PAIRS: "in pairs", Math.TILES: "in AMX tiles"}
+
+
+@cache
+def choose_math(is_8bit: bool = False) -> Math:
+    """The fastest way. Instructions for bfloat16 can be slower than float32's: Intel's for pairs take four times as
+    long, for twice the products. The same in all processes of a host. Raises BuildError."""
+    rates = {math: measure_rate(math, is_8bit) for math in Math}
+    return max(rates, key=lambda math: rates[math])
+
+
+def describe_math() -> str:
+    """For the log: what kernels are built for, and how they multiply bfloat16."""
+    return f"{find_instruction_set()}, bfloat16 {HOW[choose_math()]}"
+
+
+def measure_rate(math: Math, is_8bit: bool, num_threads: int = 1) -> float:
+    """Operations a second that registers allow, the best of several tries; 0 if this CPU has no such math."""
+    kernel = _load()
+    if math is Math.TILES and not kernel.baton_request_amx():
+        return 0.0
+    best = 0.0
+    for _ in range(TRIES):
+        began = time.perf_counter()
+        done = kernel.baton_multiply_registers(math, is_8bit, ROUNDS, num_threads)
+        best = max(best, num_threads * done / (time.perf_counter() - began))
+    return best
+
+
+@cache
+def _load() -> ctypes.CDLL:
+    kernel = load_kernel("cpu_math")
+    kernel.baton_multiply_registers.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int]
+    kernel.baton_multiply_registers.restype = ctypes.c_double
+    return kernel

@@ -1,0 +1,50 @@
+"""CPU kernels as other machines build them: every set of instructions that this machine can run."""
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+from engine.cpu_sampling import load_cpu_sampling
+from engine.kernels import build, cpu_layers, cpu_math
+from engine.kernels.build import NATIVE, runnable_instruction_sets
+from engine.kernels.cpu_math import Math
+from engine.model import packed
+
+
+@dataclass(frozen=True)
+class Build:
+    """What kernels are built for, and how they multiply bfloat16."""
+
+    isa: str
+    math: Math
+    flags: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.isa}-{self.math.name.lower()}"
+
+
+SETS = [isa for isa in runnable_instruction_sets() if isa != NATIVE]
+BUILDS = [Build(isa, Math.WIDENED) for isa in SETS if not isa.endswith("bf16")]
+BUILDS += [Build(isa, Math.PAIRS) for isa in SETS if isa.endswith("bf16")]
+if platform.machine() == "x86_64":
+    BUILDS.append(Build(NATIVE, Math.TILES, "-DBATON_EMULATE_AMX"))
+WIDTHS = [build_ for build_ in BUILDS if build_.isa in ("avx2", "avx512", "neon")]  # one for each width of vectors
+
+
+@contextmanager
+def built_for(build_: Build) -> Iterator[None]:
+    """Kernels loaded meanwhile are built so."""
+    variables = {build.ISA: build_.isa, "CXX": f"g++ {build_.flags}"}
+    with mock.patch.dict("os.environ", variables), mock.patch.object(packed, "choose_math", lambda *_: build_.math):
+        forget_kernels()
+        try:
+            yield
+        finally:
+            forget_kernels()
+
+
+def forget_kernels() -> None:
+    for cached in (packed._load, cpu_layers.load, cpu_math._load, load_cpu_sampling):
+        cached.cache_clear()
