@@ -6,66 +6,52 @@ ratios. The transfer is the shm reader's copy into a pool, next to a plain copy 
 
 import asyncio
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import median
 
 import torch
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
-from torch.nn import functional
 
 from bench import attention, sampling
 from bench.gpu_checks.ipc_exporter import describe
-from bench.load.machine import measure
+from bench.products import Calls, Ceilings, Products, Rate, cycle, measure_ceilings, rate, take_turns
 from bench.transports import build_pool
 from engine.attention.choose import choose_attention
-from engine.model.packed import PackedLinear, PackedMatrix, PackedShape, can_pack
-from engine.model.weight_file import OwnWeights
+from engine.model.packed import can_pack
 from engine.sampling import sample
 from kvtransfer.reader import PageRef
 from kvtransfer.shm import ShmReader
 from wire.kv_layout import LAYERS
 
 BF16 = torch.bfloat16
-PRODUCT = (16_384, 2048)  # outputs, depth: gate and up
-NUM_WEIGHTS = 6  # used in turn, more than caches hold
-ROWS = (1, 8, 16, 32, 128, 512)
+ROWS = (1, 4, 8, 16, 32, 64, 128, 512)
 ATTENTION = (attention.Case("decode", 16, 1, 1024), attention.Case("prefill", 1, 512, 512))
 HANDED_PAGES = 128  # of 512 KiB
-
-Calls = Mapping[str, Callable[[int], object]]  # name |-> call with the round's number
 
 
 def run_kernels(threads: int, rounds: int) -> None:
     """Print the tables. threads: 0 for all cores."""
     torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
-    ceilings = measure(torch.get_num_threads())
     console = Console()
-    console.print(
-        f"{torch.get_num_threads()} threads; the machine reads {ceilings['gbs']:.1f} GB/s and multiplies "
-        f"{ceilings['tflops']:.2f} TFLOP/s in bfloat16 by torch"
-    )
-    for table in (build_products(rounds), build_attention(rounds), build_sampling(rounds), build_hand_off(rounds)):
+    with Progress(transient=True, console=console) as progress:
+        task = progress.add_task("the machine's ceilings", total=len(ROWS) + 4)
+
+        def report(what: str) -> None:
+            progress.update(task, advance=1, description=what)
+
+        ceilings = measure_ceilings(torch.get_num_threads()) if can_pack() else None
+        tables = [build_products(ceilings, rounds, report)] if ceilings else []
+        for name, build in (("attention", build_attention), ("sampling", build_sampling), ("hand-off", build_hand_off)):
+            report(name)
+            tables.append(build(rounds))
+    found = ceilings.describe() if ceilings else "no C++ compiler: torch multiplies"
+    console.print(f"{torch.get_num_threads()} threads; {found}")
+    for table in tables:
         console.print(table)
-
-
-def take_turns(calls: Calls, rounds: int) -> dict[str, list[float]]:
-    """Name |-> seconds of each round, after one warm-up round."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 1):
-        for name, call in calls.items():
-            started = time.perf_counter()
-            call(number)
-            seconds[name].append(time.perf_counter() - started)
-    return {name: values[1:] for name, values in seconds.items()}
-
-
-def cycle(calls: Sequence[Callable[[], object]]) -> Callable[[int], object]:
-    """Calls one after the other, one per round, so that none finds its operands in the cache."""
-    return lambda number: calls[number % len(calls)]()
 
 
 def relate(seconds: Mapping[str, list[float]], name: str, base: str) -> str:
@@ -73,31 +59,25 @@ def relate(seconds: Mapping[str, list[float]], name: str, base: str) -> str:
     return f"{median(a / b for a, b in zip(seconds[name], seconds[base], strict=True)):.2f}"
 
 
-def build_products(rounds: int) -> Table:
-    table = Table("rows", "torch ms", "bf16 ms", "GB/s", "TFLOP/s", "x torch", "int8 ms", "x bf16", title="products")
-    weights = [torch.randn(PRODUCT).mul_(0.02).to(BF16) for _ in range(NUM_WEIGHTS)]
-    packed = {is_8bit: [pack(weight, is_8bit) for weight in weights] if can_pack() else [] for is_8bit in (False, True)}
-    num_values = PRODUCT[0] * PRODUCT[1]
+def build_products(ceilings: Ceilings, rounds: int, report: Callable[[str], None]) -> Table:
+    heads = ("rows", "bf16 ms", "GB/s", "GFLOP/s", "x torch", "int8 ms", "GB/s", "GOP/s", "x bf16", "")
+    table = Table(*heads, box=None, title="products; % of what the machine reads, of what registers multiply")
+    products = Products()
     for num_rows in ROWS:
-        x = torch.randn(num_rows, PRODUCT[1]).to(BF16)
-        calls = {"torch": cycle([partial(functional.linear, x, weight) for weight in weights])}
-        for name, is_8bit in (("bf16", False), ("int8", True)) if can_pack() else ():
-            calls[name] = cycle([partial(linear, x) for linear in packed[is_8bit]])
-        seconds = take_turns(calls, rounds)
-        cells = [f"{median(seconds['torch']) * 1e3:.2f}"]
-        if "bf16" in calls:
-            taken = median(seconds["bf16"])
-            cells += [f"{taken * 1e3:.2f}", f"{2 * num_values / taken / 1e9:.1f}"]
-            cells += [f"{2 * num_rows * num_values / taken / 1e12:.2f}", relate(seconds, "bf16", "torch")]
-            cells += [f"{median(seconds['int8']) * 1e3:.2f}", relate(seconds, "int8", "bf16")]
-        table.add_row(str(num_rows), *cells)
+        report(f"products of {num_rows} rows")
+        seconds = take_turns(products.calls(num_rows), rounds)
+        taken = {name: median(values) for name, values in seconds.items()}
+        bf16, int8 = (rate(num_rows, taken[name], ceilings, name == "int8") for name in ("bf16", "int8"))
+        table.add_row(
+            str(num_rows), f"{taken['bf16'] * 1e3:.2f}", *describe_rate(bf16), relate(seconds, "bf16", "torch"),
+            f"{taken['int8'] * 1e3:.2f}", *describe_rate(int8), relate(seconds, "int8", "bf16"),
+            "slow" if bf16.is_slow or int8.is_slow else "",
+        )  # fmt: skip
     return table
 
 
-def pack(weight: torch.Tensor, is_8bit: bool) -> PackedLinear:
-    shape = PackedShape(*PRODUCT, is_8bit)
-    memory = OwnWeights().take("", shape.num_bytes, lambda memory: PackedMatrix(memory, shape).fill(weight))
-    return PackedLinear(PackedMatrix(memory, shape))
+def describe_rate(one: Rate) -> tuple[str, str]:
+    return f"{one.num_bytes / 1e9:.1f} {one.reading:4.0%}", f"{one.operations / 1e9:.0f} {one.multiplying:4.0%}"
 
 
 def build_attention(rounds: int) -> Table:

@@ -26,6 +26,8 @@ class Machine:
     cpu_flags: tuple[str, ...]  # avx2, avx512f, ... that the CPU has
     cpp_compiler: str
     kernel_error: str  # why the CPU kernels cannot be built or loaded
+    products: str  # what products reach of the machine's ceilings; empty: not measured
+    are_products_slow: bool  # below half of both
     c_compiler: str  # what Triton builds its launchers with
     has_own_pid_namespace: bool  # not the host's
     has_own_ipc_namespace: bool

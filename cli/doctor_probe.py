@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 
+from bench.products import check_products
 from cli.doctor_facts import Gpu, Machine, Model
 from cli.models import locate_draft, locate_model
 from engine.attention.choose import choose_attention
@@ -40,6 +41,7 @@ def examine_machine() -> Machine:
     driver = ask_driver()
     gpus = tuple(map(examine_gpu, range(torch.cuda.device_count() if torch.cuda.is_available() else 0)))
     cpp_compiler, kernel_error = try_kernel()
+    products, are_products_slow = try_products() if not kernel_error and not gpus else ("", False)
     flashinfer, flashinfer_error, flashinfer_modules = examine_flashinfer()
     cpu_info = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
     cuda_home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -51,6 +53,8 @@ def examine_machine() -> Machine:
         cpu_flags=tuple(flag for flag in CPU_FLAGS if re.search(rf"^flags.*\b{flag}\b", cpu_info, re.M)),
         cpp_compiler=cpp_compiler,
         kernel_error=kernel_error,
+        products=products,
+        are_products_slow=are_products_slow,
         c_compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "",
         has_own_pid_namespace=has_own_namespace("pid"),
         has_own_ipc_namespace=has_own_namespace("ipc"),
@@ -129,6 +133,18 @@ def try_kernel() -> tuple[str, str]:
     except BuildError as error:
         return compiler, str(error)
     return compiler, ""
+
+
+def try_products() -> tuple[str, bool]:
+    """What products reach, in words, and whether that is slow."""
+    torch.set_num_threads(num_cores())
+    ceilings, rates = check_products()
+    few, many = rates
+    reached = (
+        f"{ceilings.describe()}; {few.num_rows} row reads at {few.reading:.2f} of that, "
+        f"{many.num_rows} rows multiply at {many.multiplying:.2f}"
+    )
+    return reached, any(one.is_slow for one in rates)
 
 
 def try_memory_file() -> str:

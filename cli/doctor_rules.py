@@ -57,11 +57,21 @@ def judge(config: ServeConfig, machine: Machine, model: Model | Exception) -> li
 def judge_kernels(machine: Machine, is_on_gpu: bool) -> Row:
     """The C++ kernels, without which a CPU attends and samples by torch."""
     if not machine.kernel_error:
-        return Row("cpu kernels", "ok", f"built by {machine.cpp_compiler}")
+        return judge_products(machine)
     if is_on_gpu:
         return Row("cpu kernels", "ok", "not built, and not needed on a GPU")
     advice = "set CXX to a compiler that works" if machine.cpp_compiler else "install g++"
     return Row("cpu kernels", "warning", machine.kernel_error, f"{advice}; until then attention is slow")
+
+
+def judge_products(machine: Machine) -> Row:
+    """What they reach of the machine's ceilings, where they were measured."""
+    found = f"built by {machine.cpp_compiler}" + (f"; {machine.products}" if machine.products else "")
+    if not machine.are_products_slow:
+        return Row("cpu kernels", "ok", found)
+    return Row(
+        "cpu kernels", "warning", f"slow: {found}", "end other programs and look again, or set CXX to a newer g++"
+    )
 
 
 def judge_gpus(config: ServeConfig, machine: Machine) -> Iterator[Row]:

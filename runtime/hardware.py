@@ -34,6 +34,13 @@ def available_memory_bytes() -> int:
     return min(available, max(0, int(limit) - _working_set_bytes())) if limit.isdecimal() else available
 
 
+def _limit_torch() -> None:
+    """Where kernels are to be built for AVX2 (engine/kernels/build.py), torch uses no more either."""
+    if os.environ.get("BATON_CPU_ISA", "").startswith("avx2"):
+        os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+
+
 def wait_without_spinning() -> None:
     """Let OpenMP threads sleep while they wait for each other. Call it before importing torch.
 
@@ -41,6 +48,7 @@ def wait_without_spinning() -> None:
     decode step of two workers on two cores takes 10 times as long).
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _limit_torch()
 
 
 def resolve_threads(threads: int, num_cores: int) -> int:

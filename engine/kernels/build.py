@@ -168,8 +168,10 @@ def _fingerprint(source: Path, command: list[str], link: list[str]) -> str:
 
 def _cpu_features() -> str:
     """What -march=native depends on: different machines may share a home folder."""
-    return platform.machine() + "".join(sorted({line for line in _cpu_lines() if line.startswith("model name")})) + (
-        " ".join(sorted(_cpu_flags()))
+    return (
+        platform.machine()
+        + "".join(sorted({line for line in _cpu_lines() if line.startswith("model name")}))
+        + (" ".join(sorted(_cpu_flags())))
     )
 
 

@@ -343,6 +343,25 @@ extern "C" void baton_pack(const bfloat16* from, int64_t num_rows, int64_t depth
     }
 }
 
+// Unpacks `num_panels` panels of bfloat16 to [16 * num_panels, depth].
+extern "C" void baton_unpack(const uint32_t* w, int64_t first, int64_t num_panels, int64_t depth, bfloat16* out,
+                             int num_threads) {
+    const int64_t num_tiles = (depth + 31) / 32;
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t panel = first; panel < first + num_panels; ++panel)
+        for (int64_t at = 0; at < depth; at += 2 * kLanes)
+            for (int column = 0; column < 16; column += kLanes) {
+                const int64_t tile = (panel / 2 * num_tiles + at / 32) * 2 + panel % 2;
+                Words words[kLanes];
+                for (int i = 0; i < kLanes; ++i)
+                    words[i] = load<Words>(w + tile * kTileWords + (at % 32 / 2 + i) * 16 + column);
+                transpose(words);
+                bfloat16* const to = out + ((panel - first) * 16 + column) * depth + at;
+                for (int i = 0; i < kLanes; ++i)
+                    std::memcpy(to + i * depth, words + i, std::min<int64_t>(2 * kLanes, depth - at) * 2);
+            }
+}
+
 // Unpacks rows to [num_ids, depth] for an embedding. scale: for 8-bit weights, else null.
 extern "C" void baton_take_rows(const uint32_t* w, const float* scale, int64_t depth, const int64_t* ids,
                                 int64_t num_ids, bfloat16* out, int num_threads) {

@@ -18,10 +18,11 @@ template <class Vector> void keep(Vector& value) {
 template <class Math> double multiply_registers(int64_t num_rounds) {
     typename Math::Sums sum[kSums] = {};
     Words weights = Words{};
-    keep(weights);
+    uint32_t x = 0;
+    asm volatile("" : "+r"(x));  // not a constant
     for (int64_t round = 0; round < num_rounds; ++round) {
 #pragma GCC unroll 24
-        for (int i = 0; i < kSums; ++i) keep(weights), sum[i] = Math::add(sum[i], weights, 0);
+        for (int i = 0; i < kSums; ++i) keep(weights), sum[i] = Math::add(sum[i], weights, x);
 #pragma GCC unroll 24
         for (int i = 0; i < kSums; ++i) keep(sum[i]);
     }

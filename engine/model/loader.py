@@ -18,6 +18,7 @@ from engine.model.int8 import Int8Linear, round_rows
 from engine.model.linear import GatedLinear, Linear, PlainLinear, Quantization
 from engine.model.operations import choose_operations
 from engine.model.packed import (
+    NEVER,
     PANEL_COLUMNS,
     Epilogue,
     PackedEmbedding,
@@ -26,6 +27,7 @@ from engine.model.packed import (
     PackedShape,
     panel_order,
 )
+from engine.model.product_speed import choose_torch_rows
 from engine.model.weight_file import Weights
 
 OnProgress = Callable[[int, int], None]  # (done_bytes, total_bytes) of the checkpoint
@@ -126,13 +128,15 @@ class PackedLoader(Loader):
     ) -> None:
         super().__init__(checkpoint, torch.bfloat16, torch.device("cpu"), on_progress, quantization)
         self._weights = weights
+        self._torch_rows = NEVER if quantization == "int8" else choose_torch_rows()
 
     def linear(self, names: Sequence[str], biases: Sequence[str]) -> Linear:
-        return PackedLinear(self._pack(names), self._arrange(biases))
+        return PackedLinear(self._pack(names), self._arrange(biases), torch_rows=self._torch_rows)
 
     def gated(self, names: Sequence[str], biases: Sequence[str]) -> Linear:
         """See `Loader.gated`. One product computes both."""
-        return PackedLinear(self._pack(names, is_gated=True), self._arrange(biases, is_gated=True), Epilogue.GATED)
+        bias = self._arrange(biases, is_gated=True)
+        return PackedLinear(self._pack(names, is_gated=True), bias, Epilogue.GATED, self._torch_rows)
 
     def embed(self, table: str, head: str) -> tuple[Embedding, Linear]:
         matrix = self._pack([head])

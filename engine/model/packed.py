@@ -12,6 +12,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.kernels.build import BuildError, load_kernel
 from engine.kernels.cpu_math import choose_math
@@ -19,6 +20,8 @@ from engine.model.embedding import Embedding
 
 PANEL_COLUMNS, BLOCK_COLUMNS = 16, 32
 TILE_LINE_WORDS, TILE_BYTES = 16, 2048  # 4-byte words along K; bytes of both panels of a block
+UNPACKED_VALUES = 4 << 20  # at once, for torch's product: 8 MiB
+NEVER = 1 << 62  # rows
 
 
 class Epilogue(IntEnum):
@@ -94,6 +97,16 @@ class PackedMatrix:
     def _tables(self) -> tuple[int | None, int | None]:
         return (self.scale.data_ptr(), self.shift.data_ptr()) if self.shape.is_8bit else (None, None)
 
+    def take_panels(self, first: int, count: int) -> Tensor:
+        """[PANEL_COLUMNS * count, K] bfloat16: the columns from a panel on, for torch's product."""
+        if self.shape.is_8bit or not 0 <= first <= first + count <= 2 * self.shape.num_blocks:
+            raise ValueError(f"panels {first} to {first + count} cannot be taken from {self.shape}")
+        columns = torch.empty(PANEL_COLUMNS * count, self.shape.depth, dtype=torch.bfloat16)
+        _load().baton_unpack(
+            self.memory.data_ptr(), first, count, self.shape.depth, columns.data_ptr(), torch.get_num_threads()
+        )
+        return columns
+
     def take_rows(self, ids: Tensor) -> Tensor:
         """[n] int64 |-> [n, K] bfloat16."""
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.shape.num_columns:
@@ -111,18 +124,22 @@ def panel_order(parts: Sequence[Tensor], is_gated: bool) -> Tensor:
     """Values of columns |-> [N padded], in the order of the packed columns; with `is_gated` the two parts alternate."""
     if not is_gated:
         joined = torch.cat(list(parts))
-        return torch.nn.functional.pad(joined, (0, -len(joined) % BLOCK_COLUMNS))
-    padded = [torch.nn.functional.pad(part, (0, -len(part) % PANEL_COLUMNS)) for part in parts]
+        return functional.pad(joined, (0, -len(joined) % BLOCK_COLUMNS))
+    padded = [functional.pad(part, (0, -len(part) % PANEL_COLUMNS)) for part in parts]
     return torch.stack([part.view(-1, PANEL_COLUMNS) for part in padded], 1).flatten()
 
 
 class PackedLinear:
-    """y = x W^T + b, see `Linear`, followed by `epilogue`. A row's outputs do not depend on other rows."""
+    """y = x W^T + b, see `Linear`, followed by `epilogue`. A row's outputs do not depend on other rows, but by whether
+    there are so many that torch multiplies them."""
 
-    __slots__ = ("_arguments", "_bias", "_epilogue", "_matrix", "_multiply", "num_outputs")
+    __slots__ = ("_arguments", "_bias", "_epilogue", "_matrix", "_multiply", "_torch_rows", "num_outputs")
 
-    def __init__(self, matrix: PackedMatrix, bias: Tensor | None = None, epilogue: Epilogue = Epilogue.ROUNDED) -> None:
-        """bias: [N padded] float32, in `panel_order`."""
+    def __init__(
+        self, matrix: PackedMatrix, bias: Tensor | None = None, epilogue: Epilogue = Epilogue.ROUNDED,
+        torch_rows: int = NEVER,
+    ) -> None:  # fmt: skip
+        """bias: [N padded] float32, in `panel_order`. torch_rows: from how many rows on torch multiplies."""
         kernel, shape = _load(), matrix.shape
         if bias is not None and (bias.dtype is not torch.float32 or len(bias) != BLOCK_COLUMNS * shape.num_blocks):
             raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}, expected float32 of {shape} padded")
@@ -130,6 +147,7 @@ class PackedLinear:
         self._bias = bias
         self._epilogue = epilogue
         self._multiply = kernel.baton_multiply
+        self._torch_rows = NEVER if shape.is_8bit or epilogue is Epilogue.FLOATS else torch_rows
         self.num_outputs = shape.num_columns // (2 if epilogue is Epilogue.GATED else 1)
         scale, shift = matrix._tables()
         self._arguments = _BatonProduct(
@@ -152,6 +170,8 @@ class PackedLinear:
                 f"rows are {rows.dtype} {tuple(rows.shape)} on {rows.device}, expected bfloat16 [T, {depth}] on cpu"
             )
         rows = rows.contiguous()
+        if len(rows) >= self._torch_rows:
+            return self._by_torch(rows)
         dtype = torch.float32 if self._epilogue is Epilogue.FLOATS else torch.bfloat16
         out = torch.empty(len(rows), self.num_outputs, dtype=dtype)
         arguments = self._arguments
@@ -159,6 +179,21 @@ class PackedLinear:
         arguments.num_threads = torch.get_num_threads()
         self._multiply(ctypes.addressof(arguments))
         return out
+
+    def _by_torch(self, rows: Tensor) -> Tensor:
+        """The same with torch's product, of a part of the columns at a time."""
+        num_panels = 2 * self._matrix.shape.num_blocks
+        at_once = max(UNPACKED_VALUES // (self._matrix.shape.depth * PANEL_COLUMNS), 1)
+        out = torch.empty(len(rows), num_panels * PANEL_COLUMNS, dtype=torch.bfloat16)
+        for first in range(0, num_panels, at_once):
+            weight = self._matrix.take_panels(first, min(at_once, num_panels - first))
+            columns = slice(first * PANEL_COLUMNS, first * PANEL_COLUMNS + len(weight))
+            bias = None if self._bias is None else self._bias[columns].bfloat16()
+            out[:, columns] = functional.linear(rows, weight, bias)
+        if self._epilogue is Epilogue.GATED:
+            gate, up = out.view(len(rows), -1, 2, PANEL_COLUMNS).unbind(2)
+            out = functional.silu(gate).mul_(up).flatten(1)
+        return out[:, : self.num_outputs].contiguous()
 
 
 class PackedEmbedding(Embedding):
@@ -193,7 +228,8 @@ def _load() -> ctypes.CDLL:
     pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     kernel.baton_pack.argtypes = [pointer, count, count, pointer, count, count, pointer, pointer, number]
     kernel.baton_take_rows.argtypes = [pointer, pointer, count, pointer, count, pointer, number]
+    kernel.baton_unpack.argtypes = [pointer, count, count, count, pointer, number]
     kernel.baton_multiply.argtypes = [pointer]
-    for function in (kernel.baton_pack, kernel.baton_take_rows, kernel.baton_multiply):
+    for function in (kernel.baton_pack, kernel.baton_take_rows, kernel.baton_unpack, kernel.baton_multiply):
         function.restype = None
     return kernel

@@ -27,7 +27,7 @@ MODULES = tuple(
 )
 CPU = Machine(
     num_cores=8, num_host_cores=16, memory_bytes=64 * GIB, cpu_flags=("avx2", "avx512f", "amx_bf16"),
-    cpp_compiler="g++", kernel_error="", c_compiler="/usr/bin/gcc",
+    cpp_compiler="g++", kernel_error="", products="", are_products_slow=False, c_compiler="/usr/bin/gcc",
     has_own_pid_namespace=False, has_own_ipc_namespace=False, memory_file_error="",
     locked_bytes=8 << 20,
     torch="2.11.0+cpu", torch_cuda="", driver="", num_driver_gpus=0, visible_gpus=(), visible_setting="", gpus=(),
@@ -78,6 +78,7 @@ def test_ranks_share_what_a_worker_has_in_main_memory_and_have_a_gpu_each() -> N
 
 NO_FILE = replace(CPU, memory_file_error="ENOSYS")
 NO_CXX = replace(CPU, kernel_error="no C++ compiler", cpp_compiler="")
+SLOW = replace(CPU, products="1 row reads at 0.20 of that", are_products_slow=True)
 NO_MODULES = replace(NODE, flashinfer_modules=())
 UNSEEN = replace(NODE, gpus=())  # by torch
 FAR_APART = replace(NODE, strangers=((1, 0),))  # decode cannot read prefill
@@ -114,6 +115,7 @@ OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
         (ServeConfig(), FAR_APART, "peer access", "warning", "set CUDA_VISIBLE_DEVICES"),
         (ServeConfig(), NO_CXX, "cpu kernels", "warning", "install g++"),
         (ServeConfig(), replace(NO_CXX, cpp_compiler="g++"), "cpu kernels", "warning", "set CXX"),
+        (ServeConfig(), SLOW, "cpu kernels", "warning", "set CXX to a newer g++"),
         (ServeConfig(), NO_FILE, "shared memory", "warning", "allow memfd_create"),
         (ServeConfig(), replace(NODE, flashinfer=""), "flashinfer", "warning", "baton[cuda]"),
         (ServeConfig(), replace(NODE, flashinfer_error="No module tvm_ffi"), "flashinfer", "warning", "baton[cuda]"),

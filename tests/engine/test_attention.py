@@ -6,7 +6,6 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -36,9 +35,9 @@ def tolerance(dtype: torch.dtype) -> float:
 
 def backends(shape: AttentionShape, dtype: torch.dtype) -> list[AttentionBackend]:
     kernel: list[AttentionBackend] = []
-    for build in BUILDS if HAS_COMPILER else ():
-        with built_for(build):
-            kernel.append(CpuPagedAttention(shape, load_kernel("cpu_paged"), build.math))
+    for variant in BUILDS if HAS_COMPILER else ():
+        with built_for(variant):
+            kernel.append(CpuPagedAttention(shape, load_kernel("cpu_paged"), variant.math))
     return [TorchSdpaAttention(shape), *kernel]
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.model import packed, weight_file, weights
+from engine.model import packed, product_speed, weight_file, weights
 from engine.model.decoder import Decoder
 from engine.model.head import WidenedLinear, multiply_widened
 from engine.model.int8 import Int8Linear, round_rows
 from engine.model.linear import Quantization
-from engine.model.packed import Epilogue, PackedLinear, PackedMatrix, PackedShape, panel_order
+from engine.model.packed import NEVER, Epilogue, PackedLinear, PackedMatrix, PackedShape, panel_order
 from engine.model.weight_file import CannotShareError, MappedWeights, OwnWeights, share_weights
 from engine.model.weights import load_model
 from tests.support.attention import needs_compiler
@@ -73,7 +74,7 @@ def test_the_kernel_gives_what_its_twins_give(num_outputs: int, depth: int) -> N
 @needs_compiler
 @pytest.mark.parametrize("is_8bit", [False, True])
 @pytest.mark.usefixtures("instructions")
-def test_bias_gate_and_lookup(is_8bit: bool) -> None:
+def test_bias_gate_and_lookup(is_8bit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, weight = operands(19, 2 * 40, 96)
     bias = torch.randn(80).bfloat16()
     codes, scale = round_rows(weight)
@@ -90,6 +91,14 @@ def test_bias_gate_and_lookup(is_8bit: bool) -> None:
         gated.fill(weight[40 * half : 40 * half + 40], half, 2)
     linear = PackedLinear(gated, panel_order([*bias.float().chunk(2)], is_gated=True), Epilogue.GATED)
     torch.testing.assert_close(linear(rows), functional.silu(gate) * up, rtol=0.02, atol=1e-3)
+    by_torch = [
+        PackedLinear(matrix, panel_order([bias.float()], is_gated=False), torch_rows=2),
+        PackedLinear(gated, panel_order([*bias.float().chunk(2)], is_gated=True), Epilogue.GATED, torch_rows=2),
+    ]
+    monkeypatch.setattr(packed, "UNPACKED_VALUES", 3 * 16 * 96)  # several parts
+    for fast, twin in zip(by_torch, (plain, linear), strict=True):
+        torch.testing.assert_close(fast(rows), twin(rows), rtol=0.02, atol=1e-3)
+        assert torch.equal(fast(rows[:1]), twin(rows[:1]))
     ids = torch.tensor([0, 79, 16, 17, 3] * 3)
     torch.testing.assert_close(matrix.take_rows(ids), weights[ids].bfloat16(), rtol=0, atol=0)
 
@@ -126,6 +135,16 @@ def test_what_does_not_fit_is_refused() -> None:
         pack(weight).take_rows(torch.tensor([0, 8]))
     with pytest.raises(ValueError, match="expected float32"):
         PackedLinear(pack(weight), torch.zeros(8))
+
+
+@pytest.mark.parametrize(("kernel_s", "torch_s", "rows"), [(1.0, 1.0, NEVER), (1.0, 0.7, 1), (0.5, 1.0, NEVER)])
+@needs_compiler
+def test_torch_multiplies_where_it_is_clearly_faster(
+    kernel_s: float, torch_s: float, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = cycle([torch_s, kernel_s])
+    monkeypatch.setattr(product_speed, "time_best", lambda call: (call(), next(taken))[1])
+    assert product_speed.choose_torch_rows.__wrapped__() == rows
 
 
 def hidden_products(decoder: Decoder, rows: Tensor) -> list[Tensor]:

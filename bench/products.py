@@ -1,0 +1,119 @@
+"""Products of packed weights beside the ceilings of this machine, measured in the same process."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+from torch.nn import functional
+
+from bench.load.machine import measure_reading
+from engine.kernels.build import find_instruction_set
+from engine.kernels.cpu_math import Math, choose_math, measure_rate
+from engine.model.packed import PackedLinear, PackedMatrix, PackedShape
+from engine.model.weight_file import OwnWeights
+
+BF16 = torch.bfloat16
+PRODUCT = (16_384, 2048)  # outputs, depth: gate and up of Llama-3.2-1B
+NUM_WEIGHTS = 6  # used in turn, more than caches hold
+SLOW = 0.5  # of the nearer ceiling
+
+Calls = Mapping[str, Callable[[int], object]]  # name |-> call with the round's number
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the machine reads, and what its registers multiply, in bfloat16 and 8 bits. Per second."""
+
+    isa: str
+    num_bytes: float
+    operations: Mapping[bool, float]  # is_8bit |-> operations
+    math: Mapping[bool, Math]
+
+    def describe(self) -> str:
+        bf16, int8 = (f"{self.operations[is_8bit] / 1e9:.0f} GFLOP/s" for is_8bit in (False, True))
+        reading = f"{self.num_bytes / 1e9:.1f} GB/s"
+        return f"{self.isa}: reads {reading}, multiplies {bf16} in bf16 and {int8} in int8 in registers"
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What a product reaches, per second."""
+
+    num_rows: int
+    num_bytes: float
+    operations: float
+    reading: float  # share of the ceiling
+    multiplying: float
+
+    @property
+    def is_slow(self) -> bool:
+        """Far below both ceilings. Around 8 to 16 rows either may be the nearer one."""
+        return max(self.reading, self.multiplying) < SLOW
+
+
+def measure_ceilings(num_threads: int) -> Ceilings:
+    """Takes about a second. Raises BuildError."""
+    math = {is_8bit: choose_math(is_8bit) for is_8bit in (False, True)}
+    operations = {is_8bit: measure_rate(kind, is_8bit, num_threads) for is_8bit, kind in math.items()}
+    return Ceilings(find_instruction_set(), measure_reading(), operations, math)
+
+
+def rate(num_rows: int, seconds: float, ceilings: Ceilings, is_8bit: bool = False) -> Rate:
+    """Of a product that took `seconds`."""
+    num_values = PRODUCT[0] * PRODUCT[1]
+    num_bytes, operations = num_values * (1 if is_8bit else 2) / seconds, 2 * num_rows * num_values / seconds
+    multiplying = operations / ceilings.operations[is_8bit]
+    return Rate(num_rows, num_bytes, operations, num_bytes / ceilings.num_bytes, multiplying)
+
+
+class Products:
+    """Weights of one shape in all formats."""
+
+    def __init__(self) -> None:
+        weight = torch.randn(PRODUCT).mul_(0.02).to(BF16)
+        self._plain = [weight.clone() for _ in range(NUM_WEIGHTS)]
+        self._packed = {is_8bit: [pack(weight, is_8bit) for _ in self._plain] for is_8bit in (False, True)}
+
+    def calls(self, num_rows: int) -> Calls:
+        """ "torch", "bf16" and "int8"."""
+        x = torch.randn(num_rows, PRODUCT[1]).to(BF16)
+        return {
+            "torch": cycle([partial(functional.linear, x, weight) for weight in self._plain]),
+            "bf16": cycle([partial(linear, x) for linear in self._packed[False]]),
+            "int8": cycle([partial(linear, x) for linear in self._packed[True]]),
+        }
+
+
+def pack(weight: torch.Tensor, is_8bit: bool) -> PackedLinear:
+    shape = PackedShape(*PRODUCT, is_8bit)
+    memory = OwnWeights().take("", shape.num_bytes, lambda memory: PackedMatrix(memory, shape).fill(weight))
+    return PackedLinear(PackedMatrix(memory, shape))
+
+
+def take_turns(calls: Calls, rounds: int) -> dict[str, list[float]]:
+    """Name |-> seconds of each round, after one warm-up round."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call(number)
+            seconds[name].append(time.perf_counter() - started)
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def cycle(calls: Sequence[Callable[[], object]]) -> Callable[[int], object]:
+    """Calls one after the other, one per round, so that none finds its operands in the cache."""
+    return lambda number: calls[number % len(calls)]()
+
+
+def check_products(rounds: int = 5) -> tuple[Ceilings, list[Rate]]:
+    """The ceilings, and the rates in bfloat16 of one row and of many, in a few seconds. Raises BuildError."""
+    ceilings, products = measure_ceilings(torch.get_num_threads()), Products()
+    rates = []
+    for num_rows in (1, 128):
+        seconds = take_turns({"bf16": products.calls(num_rows)["bf16"]}, rounds)["bf16"]
+        rates.append(rate(num_rows, median(seconds), ceilings))
+    return ceilings, rates
