@@ -13,6 +13,7 @@ from contextlib import closing, suppress
 from cli.plan import ProcessSpec
 from cli.screen import Screen
 from runtime.events import Loading, Ready, parse_event
+from runtime.hardware import CPU_ISA
 
 READ_BYTES = 1 << 16
 LINE_LIMIT_BYTES = 1 << 20
@@ -42,7 +43,9 @@ class Process:
         """Start it in a group of its own, so that a terminal's Ctrl-C reaches only the supervisor. Raises OSError."""
         events, events_end = os.pipe()
         log, log_end = os.pipe()  # not asyncio's: its wait() would last as long as any process holds the pipe open
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("BATON_") or name == CPU_ISA
+        }
         try:
             process = await asyncio.create_subprocess_exec(
                 *spec.command,

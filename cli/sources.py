@@ -26,7 +26,7 @@ CONFIG_TYPES: Mapping[str, type[Settings]] = {  # command |-> its settings, each
     "decode": DecodeConfig,
     "doctor": ServeConfig,
 }
-OTHER_VARIABLES = ("config", "url")  # of the program itself, and of commands that call a service
+OTHER_VARIABLES = ("config", "url", "cpu_isa")  # of the program itself, of commands that call a service, of kernels
 
 Source = Callable[[App, tuple[str, ...], ArgumentCollection], Any]
 

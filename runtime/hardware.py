@@ -12,6 +12,7 @@ from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import GPU_SHARE
 from runtime.settings import ConfigError
 
+CPU_ISA = "BATON_CPU_ISA"  # what CPU kernels are built for, see engine/kernels/build.py
 CGROUP = Path("/sys/fs/cgroup")
 GPU_RESERVE_BYTES = 2 << 30
 """The part of a worker's GPU share that is not for weights or pages: CUDA's context and libraries 0.5 GiB, attention
@@ -36,7 +37,7 @@ def available_memory_bytes() -> int:
 
 def _limit_torch() -> None:
     """Where kernels are to be built for AVX2 (engine/kernels/build.py), torch uses no more either."""
-    if os.environ.get("BATON_CPU_ISA", "").startswith("avx2"):
+    if os.environ.get(CPU_ISA, "").startswith("avx2"):
         os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
