@@ -3,13 +3,11 @@
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from typing import Any
 
 from decode_worker.grammar.constraints import Constraints, Standing
 from decode_worker.speculation.speculator import Speculator, plan_guesses
 from engine.out_of_memory import StepFailedError
-from worker.chunks import ChunkSizer
 from worker.loop import Flight, WorkerLoop
 from worker.sequences import Planned, Update
 
@@ -20,11 +18,9 @@ class DecodeLoop(WorkerLoop):
     def __init__(self, speculator: Speculator, *parts: Any) -> None:
         super().__init__(*parts)
         self._speculator = speculator
-        self._chunks = ChunkSizer(self._budget.prompt_tokens)
         self._constraints = Constraints()
 
     def _plan_once(self) -> list[Planned]:
-        self._budget = replace(self._budget, beside_answers=self._chunks.size)
         planned = super()._plan_once()
         if _may_guess(planned):
             costs = self._speculator.costs()
@@ -62,8 +58,6 @@ class DecodeLoop(WorkerLoop):
     ) -> dict[int, Exception | bool]:
         self._speculator.note_step(flight.num_rows, flight.seconds)
         planned = flight.planned
-        num_prompt_tokens = sum(step.count for step in planned if step.count > 1)
-        self._chunks.note_step(sum(step.count == 1 for step in planned), num_prompt_tokens, flight.seconds)
         for index, step in enumerate(planned):
             if step.wants_token and step.sequence.job.max_draft_tokens:
                 self._speculator.note_guesses(step, 0 if index in failed else len(chosen[index]) - 1)

@@ -43,6 +43,8 @@ class DecodeRole(Role):
             speculator, table, engine.runner, engine.rows, engine.pool, budget, publish, self.metrics,
             worker.steps_ahead,
         )  # fmt: skip
+        if (costs := speculator.costs()) is not None:
+            self.loop.chunks.note_step(1, 0, costs.step.seconds(1))
         self._intake = Intake(worker, config, self.loop.thread, self.metrics)
         compiler = GrammarCompiler(engine.folder, engine.config.vocab_size, config.grammar_cpu_s)
         self._grammars = Grammars(compiler, config.grammar_cache_mib << 20, GrammarMetrics(self.metrics))

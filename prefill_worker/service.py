@@ -99,7 +99,7 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
                     async with asyncio.timeout(seconds_left):
                         _take(await self._updates[sequence.id].get(), result)
             else:
-                if self._thread.progress().step_age_s < self._stall_s:  # if the engine hangs, the lease expires
+                if self._thread.progress().find_stuck(self._stall_s) is None:  # if the engine hangs, the lease expires
                     await self._offers.renew(request.ticket)
                 heard_at = time.monotonic()
         result.queue_seconds = (sequence.started_at or sequence.admitted_at) - sequence.admitted_at

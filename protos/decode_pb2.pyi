@@ -220,7 +220,7 @@ class DrainResponse(_message.Message):
     def __init__(self, num_left: _Optional[int] = ..., drain_s: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("peer", "context_tokens", "free_pages", "used_pages", "num_running", "num_waiting", "max_running", "steps", "step_age_s", "draining", "transports", "cached_pages", "prefix_queries", "prefix_hits", "probed_bytes_per_s", "threads", "cores", "prompt_tokens_waiting", "prompt_tokens_per_second")
+    __slots__ = ("peer", "context_tokens", "free_pages", "used_pages", "num_running", "num_waiting", "max_running", "steps", "step_age_s", "draining", "transports", "cached_pages", "prefix_queries", "prefix_hits", "probed_bytes_per_s", "threads", "cores", "prompt_tokens_waiting", "prompt_tokens_per_second", "step_predicted_s")
     class TransportsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -254,6 +254,7 @@ class WorkerStatus(_message.Message):
     CORES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_WAITING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    STEP_PREDICTED_S_FIELD_NUMBER: _ClassVar[int]
     peer: _kv_pb2.Peer
     context_tokens: int
     free_pages: int
@@ -273,4 +274,5 @@ class WorkerStatus(_message.Message):
     cores: int
     prompt_tokens_waiting: int
     prompt_tokens_per_second: float
-    def __init__(self, peer: _Optional[_Union[_kv_pb2.Peer, _Mapping]] = ..., context_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., steps: _Optional[int] = ..., step_age_s: _Optional[float] = ..., draining: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., probed_bytes_per_s: _Optional[_Mapping[str, float]] = ..., threads: _Optional[int] = ..., cores: _Optional[int] = ..., prompt_tokens_waiting: _Optional[int] = ..., prompt_tokens_per_second: _Optional[float] = ...) -> None: ...
+    step_predicted_s: float
+    def __init__(self, peer: _Optional[_Union[_kv_pb2.Peer, _Mapping]] = ..., context_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., steps: _Optional[int] = ..., step_age_s: _Optional[float] = ..., draining: _Optional[bool] = ..., transports: _Optional[_Mapping[str, str]] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., probed_bytes_per_s: _Optional[_Mapping[str, float]] = ..., threads: _Optional[int] = ..., cores: _Optional[int] = ..., prompt_tokens_waiting: _Optional[int] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_predicted_s: _Optional[float] = ...) -> None: ...

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -21,6 +21,7 @@ from engine.out_of_memory import StepFailedError
 from engine.rows import Rows
 from engine.steps import LaunchedStep, Launcher, StepAnswers, launch_step, report_failure
 from wire.logprobs import TokenLogprobs
+from worker.chunks import ChunkSizer
 from worker.metrics import WorkerMetrics
 from worker.plan import Budget, plan_step
 from worker.sequences import Planned, Sequence, Update
@@ -39,6 +40,7 @@ class Flight:
     planned: list[Planned]
     step: LaunchedStep
     num_rows: int  # positions computed
+    predicted_s: float
     started: float  # time.perf_counter()
     seconds: float = 0.0  # device time of the step, or its share
 
@@ -51,6 +53,7 @@ class WorkerLoop:
         metrics: WorkerMetrics, steps_ahead: int = 0,
     ) -> None:  # fmt: skip
         self.thread = EngineThread(self.step, table.next_deadline)
+        self.chunks = ChunkSizer(budget.prompt_tokens)
         self._table = table
         self._runner = runner
         self._rows = rows
@@ -89,8 +92,11 @@ class WorkerLoop:
         return planned
 
     def _plan_once(self) -> list[Planned]:
+        sizes = self.chunks
         with self.thread.lock:
-            return plan_step(self._table, self._budget)
+            return plan_step(
+                self._table, replace(self._budget, prompt_tokens=sizes.alone, beside_answers=sizes.beside)
+            )
 
     def _has_guesses_launched(self) -> bool:
         """Whether a launched step yields a yet unknown number of tokens."""
@@ -101,6 +107,8 @@ class WorkerLoop:
         return False
 
     def _launch(self, planned: list[Planned], updates: list[Update]) -> None:
+        predicted_s = self.chunks.predict(*_count(planned))
+        self.thread.predicted_s = predicted_s + sum(flight.predicted_s for flight in self._flights)
         for step in planned:
             if step.sequence.num_pages_in_row != len(step.sequence.pages):
                 self._write_row(step.sequence)
@@ -110,7 +118,8 @@ class WorkerLoop:
         requests = [self._request(step) for step in planned]
         started = time.perf_counter()
         launched = launch_step(self._runner, requests, partial(self._explain, planned))
-        self._flights.append(Flight(planned, launched, sum(part.count for part in requests), started))
+        num_rows = sum(part.count for part in requests)
+        self._flights.append(Flight(planned, launched, num_rows, predicted_s, started))
 
     def _prepare(self, planned: list[Planned], updates: list[Update]) -> list[Planned]:
         """Add guesses and masks to the step; drop sequences that ended or cannot take part."""
@@ -170,6 +179,7 @@ class WorkerLoop:
         # the device computes one step at a time: this one began after the last one ended
         flight.seconds = now - max(flight.started, self._last_over)
         self._last_over = now
+        self.chunks.note_step(*_count(flight.planned), flight.seconds)
         chosen = []
         for step, at in zip(flight.planned, answers.begins, strict=True):
             begin = at + step.num_scored
@@ -212,6 +222,11 @@ class WorkerLoop:
             if update is not None:
                 updates.append(update)
         return updates
+
+
+def _count(planned: Seq[Planned]) -> tuple[int, int]:
+    """(answers, prompt tokens) in a step."""
+    return sum(step.count == 1 for step in planned), sum(step.count for step in planned if step.count > 1)
 
 
 def _given(logprobs: Seq[TokenLogprobs | None], begin: int, end: int) -> Seq[TokenLogprobs]:

@@ -193,8 +193,8 @@ def build_probes(parts: Role, shutdown: Shutdown, stall_s: float) -> Probes:
     thread, registry = parts.loop.thread, parts.metrics.registry
 
     def find_stall() -> str | None:
-        age_s = thread.progress().step_age_s
-        return f"the engine has been in one step for {age_s:.0f} s (--stall-s {stall_s:g})" if age_s > stall_s else None
+        stuck = thread.progress().find_stuck(stall_s)
+        return f"this worker {stuck}" if stuck else None
 
     return Probes(find_stall, lambda: "this worker is draining" if shutdown.is_draining else None, registry)
 

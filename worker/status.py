@@ -83,6 +83,7 @@ class WorkerService:
             max_running=table.max_running,
             steps=progress.steps,
             step_age_s=progress.step_age_s,
+            step_predicted_s=progress.step_predicted_s,
             draining=self._shutdown.is_draining,
             transports=self._transports(),
             probed_bytes_per_s=self.probed_bytes_per_s(),

@@ -10,6 +10,7 @@ from typing import TypeVar
 import structlog
 
 from engine.out_of_memory import end_process
+from wire.stalls import find_stuck
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -19,6 +20,11 @@ T = TypeVar("T")
 class Progress:
     steps: int  # steps done
     step_age_s: float  # since the current step began; 0 when idle
+    step_predicted_s: float  # what it was predicted to take; 0 when idle, or if nothing is known
+
+    def find_stuck(self, stall_s: float) -> str | None:
+        """See wire/stalls.py."""
+        return find_stuck(self.step_age_s, self.step_predicted_s, stall_s)
 
 
 def call_in_thread(work: Callable[[], T]) -> T:
@@ -53,6 +59,7 @@ class EngineThread:
         called after `stop`: a step that outlasts `stop` may fail only because its consumers are gone.
         """
         self.lock = threading.Lock()
+        self.predicted_s = 0.0  # of the current step; set by the step
         self._changed = threading.Condition(self.lock)
         self._step = step
         self._next_deadline = next_deadline
@@ -80,7 +87,9 @@ class EngineThread:
 
     def progress(self) -> Progress:
         busy_since = self._busy_since
-        return Progress(self._steps, 0.0 if busy_since is None else time.monotonic() - busy_since)
+        if busy_since is None:
+            return Progress(self._steps, 0.0, 0.0)
+        return Progress(self._steps, time.monotonic() - busy_since, self.predicted_s)
 
     def _run(self) -> None:
         try:

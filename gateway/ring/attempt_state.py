@@ -21,6 +21,7 @@ from gateway.ring.request_steps import (
     Prefilled,
     Refused,
     Remember,
+    SessionLost,
     SessionUpdate,
 )
 from protos import decode_pb2, prefill_pb2
@@ -92,6 +93,8 @@ class AttemptState:
     def step(self, event: Event, now: float) -> list[Command]:
         """What the caller has to do: at most one call of prefill, and at most one Tokens."""
         commands: list[Command] = []
+        if isinstance(event, SessionUpdate) and event.finish_reason == "expired":
+            event = self._blame(event)
         if self.record is not None:
             _note(self.record, event, now)
         for action in self.request.step(event, now):
@@ -111,6 +114,12 @@ class AttemptState:
                     if self.record is not None:
                         self.record.close(now, action.reason, action.is_failure)
         return commands
+
+    def _blame(self, expired: SessionUpdate) -> Event:
+        """The decode worker got no KV in time: name the prefill worker if that is stuck."""
+        prefill = self.places.prefill
+        stuck = prefill.find_stuck() if prefill is not None else None
+        return SessionLost(f"{prefill.address} {stuck}", True, "prefill") if prefill and stuck else expired
 
     def close(self) -> None:
         """Give back and abort all that it still holds."""

@@ -61,9 +61,9 @@ class DecodeState(WorkerState):
         return trouble
 
     def _judge(self, now: float) -> None:
-        stall = self.find_stall(now)  # a draining worker finishes what it has
+        silence, stall = self.find_silence(now), self.find_stall(now)  # a draining worker finishes what it has
         if stall is not None:
-            self._lose_all(f"{self.address} {stall}")
+            self._lose_all(f"{self.address} {stall}", is_stuck=silence is None)
 
     def open_stream(self, name: str, incarnation: str) -> None:
         """Each stream has a new name, so no update of an old one can be taken for another's."""
@@ -89,12 +89,12 @@ class DecodeState(WorkerState):
             session.on_over()
         session.put(delta)
 
-    def _lose_all(self, detail: str) -> None:
+    def _lose_all(self, detail: str, is_stuck: bool = False) -> None:
         """No open session gets any more; the one that has been silent for longest goes on first."""
         for session in sorted(self.sessions.values(), key=lambda session: session.silent_since):
             if session.stream != self.stream:
                 session.on_over()
-            session.put(SessionLost(detail))
+            session.put(SessionLost(detail, is_stuck))
 
     def open_session(self, silent_since: float) -> Session:
         session = Session(next(self._handles), self.stream, self._stream_incarnation, silent_since)

@@ -39,6 +39,7 @@ from wire.timing import Timing
 MAX_ATTEMPTS = 3  # that failed in a row, none of them with a new token
 GRAMMAR_PAUSE_S = 0.5  # before a worker is asked again that still compiles the grammar
 MAX_LOSSES = 10  # the same when the last worker was gone or refused: mostly not the request's fault
+MAX_STUCK = 3  # in all, with new tokens or without, that ended at a stuck worker: the request may be what hangs it
 
 
 class Phase(Enum):
@@ -60,6 +61,7 @@ class Request:
     failure: Reason | None = None  # why it ended, if not with its answer
     attempt: int = 1
     num_failures: int = 0
+    stuck: list[str] = field(default_factory=list)  # why attempts ended whose worker was stuck in a step
     resumes_at: float = 0.0  # when it goes back to the queue, at the earliest
     is_new_again: bool = False  # it goes behind all that wait: its grammar was not compiled
     absent_since: float | None = None  # when it first found no worker, since one last took it
@@ -131,8 +133,10 @@ class Request:
                 return self._take_refusal(event, now)
             case Phase.RUNNING, Prefilled():
                 return self._take_prefilled(event, now)
-            case Phase.RESERVING | Phase.RUNNING, SessionLost(detail):
-                return self._fail(detail, self.placed.decode, now, MAX_LOSSES)
+            case Phase.RESERVING | Phase.RUNNING, SessionLost(detail, is_stuck, role):
+                self.stuck += [detail] if is_stuck else []
+                culprit = self.placed.prefill if role == "prefill" else self.placed.decode
+                return self._fail(detail, culprit or self.placed.decode, now, MAX_LOSSES)
             case Phase.RUNNING, Reason():
                 return self._end(event, EndAttempt(event.kind))
         return []
@@ -305,8 +309,8 @@ class Request:
         end = EndAttempt(reason, is_failure=True)
         if now >= self.deadline:
             return self._end(OUT_OF_TIME, end)
-        if self.num_failures >= limit:
-            detail = f"gave up after {self.num_failures} attempts; the last: {reason}"
+        if self.num_failures >= limit or len(self.stuck) >= MAX_STUCK:
+            detail = f"gave up after {max(self.num_failures, len(self.stuck))} attempts; the last: {reason}"
             return self._end(Reason("gave up", detail), end)
         return self._again(end)
 
@@ -317,6 +321,8 @@ class Request:
 
     def _end(self, failure: Reason | None, *last: EndAttempt) -> list[Action]:
         self.phase = Phase.ENDED
+        if failure is OUT_OF_TIME and self.stuck:
+            failure = Reason("gave up", f"out of time (--request-timeout-s); an attempt ended since {self.stuck[-1]}")
         self.failure = failure
         return list(last)
 

@@ -85,6 +85,8 @@ class SessionLost:
     """The session's worker, or its stream, is gone."""
 
     detail: str
+    is_stuck: bool = False  # a worker is in a step that does not end
+    role: Role = "decode"  # which one is at fault
 
 
 # Reason: the request gets no places, or its deadline passed while it runs. ReserveResponse: the session is open.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from gateway.ring.policy import WorkerView
 from gateway.ring.request_steps import Role
 from protos import decode_pb2
+from wire.stalls import find_stuck
 
 POLL_S = 1.0  # between two calls for a worker's status, at most
 HURRY = 0.2  # part of that time after which a worker is asked that just refused a request
@@ -18,7 +19,7 @@ class WorkerState:
     """One worker: its last status, and the places that this gateway's requests have there."""
 
     def __init__(self, role: Role, address: str, heartbeat_s: float, stall_s: float, source: str = "") -> None:
-        """`heartbeat_s`: silence after which a worker counts as dead; `stall_s`: the same for an engine step."""
+        """`heartbeat_s`: silence after which a worker counts as dead; `stall_s`: see wire/stalls.py."""
         self.role = role
         self.address = address
         self.status = decode_pb2.WorkerStatus()
@@ -80,11 +81,17 @@ class WorkerState:
 
     def find_stall(self, now: float) -> str | None:
         """Why the work that it has makes no progress; None when it does."""
+        return self.find_silence(now) or self.find_stuck()
+
+    def find_silence(self, now: float) -> str | None:
+        """Why it counts as dead; None while it answers."""
         if now - self._heard > self.heartbeat_s:
             return self._trouble or f"has been silent for more than {self.heartbeat_s:g} s"
-        if self.status.step_age_s > self._stall_s:
-            return f"has been in one engine step for {self.status.step_age_s:.0f} s"
         return None
+
+    def find_stuck(self) -> str | None:
+        """Why its engine was stuck when it last answered; None if it was not."""
+        return find_stuck(self.status.step_age_s, self.status.step_predicted_s, self._stall_s)
 
     @property
     def incarnation(self) -> str:

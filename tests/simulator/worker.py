@@ -45,7 +45,7 @@ class VirtualThread:
             self._worker.later(0.0, self._run)
 
     def progress(self) -> Progress:
-        return Progress(0, 0.0)
+        return Progress(0, 0.0, 0.0)
 
     def _run(self) -> None:
         self._has_news = False

@@ -1,9 +1,12 @@
-"""How many prompt tokens run beside answers, learnt from the step times of a made-up device."""
+"""How many prompt tokens a step computes, learnt from the step times of made-up devices."""
 
+from collections.abc import Callable
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.chunks import FEWEST, STRETCH, ChunkSizer
+from worker.chunks import CHUNK_S, FEWEST, STRETCH, ChunkSizer
 from worker.plan import Budget
 
 
@@ -15,27 +18,91 @@ def test_steps_with_prompts_become_as_long_as_they_may_be(
     for _ in range(5):
         sizer.note_step(4, 0, quiet_s)
     for _ in range(60):
-        assert min(FEWEST, most) <= sizer.size <= most
-        sizer.note_step(4, sizer.size, max(quiet_s, token_s * sizer.size) + waste * quiet_s * 0.5)
-    taken = max(quiet_s, token_s * sizer.size) + waste * quiet_s * 0.5
-    if FEWEST < sizer.size < most:
+        assert min(FEWEST, most) <= sizer.beside <= most
+        sizer.note_step(4, sizer.beside, max(quiet_s, token_s * sizer.beside) + waste * quiet_s * 0.5)
+    taken = max(quiet_s, token_s * sizer.beside) + waste * quiet_s * 0.5
+    if FEWEST < sizer.beside < most:
         assert 0.5 * STRETCH * quiet_s < taken < 1.2 * STRETCH * quiet_s + 2 * token_s
     else:
-        assert sizer.size == most or taken > 0.9 * STRETCH * quiet_s
+        assert sizer.beside == most or taken + 2 * token_s > 0.9 * STRETCH * quiet_s
 
 
 def test_a_short_prompt_does_not_let_it_grow_and_a_slow_step_shrinks_it() -> None:
     sizer = ChunkSizer(256)
-    first = sizer.size
-    sizer.note_step(0, 100, 0.1)  # no answers: not counted
-    sizer.note_step(2, first, 9.0)  # before anything is known
-    sizer.note_step(2, 0, 0.1)
+    assert sizer.beside == FEWEST
+    for seconds in (0.1, 0.1, 9.0, 0.1):
+        sizer.note_step(2, 0, seconds)
+    for _ in range(4):
+        sizer.note_step(2, sizer.beside, 0.12)
+    before = sizer.beside
     sizer.note_step(2, 5, 0.1)
-    assert sizer.size == first
-    sizer.note_step(2, first, 0.34)
-    assert FEWEST < sizer.size < first, "one slow step may be chance"
-    sizer.note_step(2, sizer.size, 0.34)
-    assert sizer.size == FEWEST
+    assert sizer.beside == before > FEWEST
+    sizer.note_step(2, before, 0.5)
+    assert FEWEST < sizer.beside < before, "one slow step may be chance"
+    for _ in range(4):
+        sizer.note_step(2, sizer.beside, 0.5)
+    assert sizer.beside == FEWEST
+
+
+def compute(sizer: ChunkSizer, num_tokens: int, cost: Callable[[int], float]) -> list[int]:
+    """The chunks of a prompt without answers; `cost`: seconds of a step by its tokens."""
+    sizes = []
+    while num_tokens:
+        sizes.append(min(sizer.alone, num_tokens))
+        sizer.note_step(0, sizes[-1], cost(sizes[-1]))
+        num_tokens -= sizes[-1]
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("token_s", "sizes"),
+    [(0.001, [16, 32, 64, 128, 256, 512, 512, 480]), (0.01, [16, 32, 64, 128, *[200] * 8, 160]), (0.5, [16] * 125)],
+)
+def test_chunks_begin_small_on_any_machine_and_grow_as_measured(token_s: float, sizes: list[int]) -> None:
+    sizer = ChunkSizer(512)
+    assert compute(sizer, 2000, lambda num_tokens: num_tokens * token_s) == sizes
+    again = compute(sizer, 2000, lambda num_tokens: num_tokens * token_s)
+    assert len(again) == max(4, 10 if token_s == 0.01 else 0, 125 if token_s == 0.5 else 0)
+
+
+@given(base_s=st.floats(0, 1.5), token_s=st.floats(1e-6, 0.1), share=st.floats(0, 1))
+def test_no_step_without_answers_is_long(base_s: float, token_s: float, share: float) -> None:
+    """Also where attention takes a token's time again for every 2,000 tokens before it, or more rarely."""
+    sizer, begin = ChunkSizer(512), 0
+    while begin < 4000:
+        size = sizer.alone
+        seconds = base_s + size * token_s * (1 + share * begin / 2000)
+        assert seconds <= 1.5 * CHUNK_S or size == FEWEST
+        assert seconds <= 1.5 * max(sizer.predict(0, size), CHUNK_S) or not begin
+        sizer.note_step(0, size, seconds)
+        begin += size
+
+
+def test_sizes_that_took_far_too_long_are_rarely_tried_again() -> None:
+    """A device without the instructions that large products need."""
+    sizes = compute(ChunkSizer(512), 4000, lambda size: size * (0.01 if size < 128 else 0.25))
+    assert 0 < sum(size >= 128 for size in sizes) <= len(sizes) / 10
+
+
+def test_a_pause_costs_a_few_small_chunks() -> None:
+    sizer = ChunkSizer(512)
+    compute(sizer, 2000, lambda size: size * 0.001)
+    sizer.note_step(0, 512, 60.0)
+    sizes = compute(sizer, 2000, lambda size: size * 0.001)
+    assert sizes[0] == 17 and min(sizes[1:-1]) >= 256
+    sizer.note_step(4, 0, 0.01)
+    sizer.note_step(4, 0, 60.0)
+    assert sizer.predict(4, 0) < 0.02
+
+
+def test_answers_and_prompts_share_what_was_learnt() -> None:
+    sizer = ChunkSizer(512)
+    assert sizer.predict(3, 16) == 0.0
+    sizer.note_step(1, 0, 0.1)
+    assert sizer.predict(3, 16) == pytest.approx(1.7), "before the first prompt: a step for each token"
+    sizer.note_step(1, 16, 16.1)  # far longer than it may be: believed at once
+    assert sizer.predict(3, 16) == pytest.approx(16.1)
+    assert (sizer.alone, sizer.beside) == (FEWEST, FEWEST)
 
 
 def test_prompts_get_more_where_many_of_them_wait() -> None:
