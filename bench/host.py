@@ -127,6 +127,7 @@ async def time_loop(case: Case, num_steps: int, steps_ahead: int = 0, drafter: s
         build_eager_speculator({"ngram": NgramDrafter()}), table, runner, rows, cast(Any, None),
         Budget(1 << 20, "--chunk-tokens"), lambda _step, some: updates.extend(some), DecodeMetrics(table), steps_ahead,
     )  # fmt: skip
+    loop.chunks.note_step(0, 1 << 20, 1e-6)  # all prompts in the first step
     for number in range(case.num_sequences):
         prompt = (np.arange(case.context_tokens, dtype=np.int32) + number) % VOCAB
         job = Job(

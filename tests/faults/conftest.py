@@ -44,10 +44,17 @@ class Held:
     def hold(self, *workers: Process) -> None:
         """From now on none of their steps ends; the processes answer as usual."""
         for worker in workers:
-            (self.folder / worker.name).touch()
+            (self.folder / worker.name).write_text("")
+
+    def slow_down(self, token_s: float, *workers: Process) -> None:
+        """From now on each of their forwards takes that much longer for each of its tokens."""
+        for worker in workers:
+            file = self.folder / worker.name
+            file.with_suffix(".new").write_text(str(token_s))
+            file.with_suffix(".new").replace(file)
 
     def release(self, *workers: Process) -> None:
-        """Idempotent."""
+        """They run as usual again. Idempotent."""
         for worker in workers:
             (self.folder / worker.name).unlink(missing_ok=True)
 

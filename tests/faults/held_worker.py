@@ -1,30 +1,34 @@
-"""A real worker whose engine can be held in mid-step while everything else goes on.
+"""A real worker whose engine can be held in mid-step, or slowed down, while everything else goes on.
 
-python -m tests.faults.held_worker FILE prefill|decode FLAGS     # each step waits while FILE exists
+python -m tests.faults.held_worker FILE prefill|decode FLAGS
+
+Each forward waits while FILE exists; if FILE contains a number, only that many seconds for each of its tokens.
 """
 
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 from cli.main import main
 from runtime.hardware import wait_without_spinning
 
 POLL_S = 0.01
 
-ParamsT = ParamSpec("ParamsT")
-ResultT = TypeVar("ResultT")
 
+def holdable(compute: Callable[[Any, Any], Any], file: Path) -> Callable[[Any, Any], Any]:
+    """Runner._run, after waiting for `file`."""
 
-def holdable(compute: Callable[ParamsT, ResultT], file: Path) -> Callable[ParamsT, ResultT]:
-    """`compute`, after waiting while `file` exists."""
-
-    def compute_unless_held(*args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
+    def compute_unless_held(runner: Any, step: Any) -> Any:
+        began = time.monotonic()
         while file.exists():
-            time.sleep(POLL_S)
-        return compute(*args, **kwargs)
+            token_s = float(file.read_text() or "inf")
+            left_s = began + token_s * len(step.layout.positions) - time.monotonic()
+            if left_s <= 0:
+                break
+            time.sleep(min(left_s, POLL_S))
+        return compute(runner, step)
 
     return compute_unless_held
 

@@ -1,14 +1,19 @@
-"""Engines that hang in a step while their processes answer as usual. Rows 1 and 10 of the fault list."""
+"""Engines that hang in a step, or are slow, while their processes answer as usual. Rows 1, 10, 29 and 30."""
+
+import time
 
 from bench.fleet import Process, wait_until
 from bench.plain_http import HTTP
 from tests.faults.conftest import Held
-from tests.support.fault_answers import Truth, ask, find
+from tests.support.fault_answers import Truth, ask, ask_status, failed_attempts, find
+from worker.chunks import CHUNK_S
 
 CHUNK_TOKENS = 512  # prefill's maximum per step
 PROMPT_TOKENS = 3500
 NOTICED_S = 60.0  # the promise: --stall-s and a heartbeat, 7 s here
 STUCK = "has been in one engine step for"
+SLOW_S = 0.005  # more for each token and model: about 100 times as slow
+SLOW_PROMPT = 2000
 
 
 def test_row_01_prefill_hears_that_the_client_left_and_stops(held: Held, truth: Truth) -> None:
@@ -77,3 +82,30 @@ def test_row_10_prefill_worker_stuck_in_a_step_is_left(held: Held, truth: Truth)
     fleet.wait_until_whole()
     truth.check_crowd(fleet)
     print(f"row 10, stuck prefill: answered after {stream.seconds:.1f} s")
+
+
+def test_row_29_and_30_slow_workers_answer_slowly_and_one_that_hangs_is_left(held: Held, truth: Truth) -> None:
+    """No step is long, no attempt is repeated; then the slow prefill worker hangs, and decode computes the prompt."""
+    fleet = held.fleet
+    prefill, decodes = fleet["prefill-0"], [fleet["decode-0"], fleet["decode-1"]]
+    held.slow_down(SLOW_S, prefill, *decodes)
+    prefill.restart()  # so that it has measured nothing
+    fleet.wait_until_whole()
+    num_failed, predicted = len(failed_attempts(fleet.gateway.read_log())), [0.0]
+    stream = ask(fleet, SLOW_PROMPT, num_tokens=8)
+    while not stream.is_over:
+        predicted.append(ask_status(prefill).step_predicted_s)
+        time.sleep(0.1)
+    truth.check(stream)
+    assert len(failed_attempts(fleet.gateway.read_log())) == num_failed, "begun again"
+    num_steps = prefill.metric("engine_step_seconds_count")
+    assert 0.1 < max(predicted) < 1.1 * CHUNK_S
+    assert prefill.metric("engine_step_seconds_bucket", {"le": "5.0"}) == num_steps, "a long step"
+    second = ask(fleet, SLOW_PROMPT, num_tokens=8, seed=2)
+    wait_until(lambda: prefill.metric("engine_step_seconds_count") > num_steps + 1, NOTICED_S)
+    held.hold(prefill)
+    held.release(*decodes)
+    seconds = wait_until(lambda: STUCK in find(fleet, prefill)["trouble"], NOTICED_S)
+    assert "predicted to take" in find(fleet, prefill)["trouble"]
+    truth.check(second)
+    print(f"rows 29 and 30: {num_steps:.0f} steps in {stream.seconds:.0f} s; the hang was found after {seconds:.1f} s")

@@ -128,7 +128,7 @@ def test_a_worker_stuck_in_a_step_is_not_live(server: OpsServer) -> None:
         await asyncio.sleep(0.02)
         for path in ("/live", "/ready"):
             status, reason = await asyncio.to_thread(ask, server, path)
-            assert status == 503 and reason.startswith("the engine has been in one step for "), reason
+            assert status == 503 and reason.startswith("this worker has been in one engine step for "), reason
         may_end.set()
         await asyncio.to_thread(thread.stop, PATIENCE_S)
         server.follow(build_probes(parts, shutdown, stall_s=PATIENCE_S))

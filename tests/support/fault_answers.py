@@ -107,10 +107,16 @@ def is_alive(fleet: ProcessFleet, process: Process) -> bool:
 
 def met_by(worker: Process) -> set[str]:
     """Addresses of the workers that it reports handshakes with."""
+    return set(ask_status(worker).transports)
+
+
+def ask_status(worker: Process) -> decode_pb2.WorkerStatus:
+    """What it tells its gateway."""
     with grpc.insecure_channel(worker.address) as channel:
         is_prefill = worker.role == "prefill"
         stub: Any = prefill_pb2_grpc.PrefillStub(channel) if is_prefill else decode_pb2_grpc.DecodeStub(channel)
-        return set(stub.Status(decode_pb2.StatusRequest(), timeout=30).transports)
+        status: decode_pb2.WorkerStatus = stub.Status(decode_pb2.StatusRequest(), timeout=30)
+        return status
 
 
 def _offers_accepted(fleet: ProcessFleet) -> dict[str, float]:

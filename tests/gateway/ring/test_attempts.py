@@ -155,6 +155,47 @@ def test_failures_in_a_row_are_bounded_and_a_token_forgives_them() -> None:
     assert error.message == "gave up after 3 attempts; the last: D1: failure 4"
 
 
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_request_that_meets_stuck_workers_is_begun_again_twice_and_its_end_names_them(role: str) -> None:
+    hall = Hall(prefill=1)
+    attempt = hall.begin("r")
+    for number in (1, 2, 3):
+        attempt.reserved(needs_prefill=role == "prefill")
+        hall.now += 1
+        stuck = hall.decodes[0] if role == "decode" else hall.prefills[0]
+        if role == "decode":
+            attempt.deliver([7])
+        hall.poll(stuck, step_age_s=61.0, step_predicted_s=0.25)
+        if role == "prefill":
+            attempt.deliver([], "expired", "no KV came")
+        attempt.read()
+        hall.poll(stuck)
+        if number < 3:
+            attempt.request.avoid.clear()
+            attempt = retry(attempt)
+    assert attempt.request.failure is not None
+    error = as_error(attempt.request.failure)
+    assert (error.status, error.code) == (503, "failed")
+    words = f"{stuck.address} has been in one engine step for 61 s, predicted to take 0.25 s (--stall-s 60)"
+    assert error.message == f"gave up after 3 attempts; the last: {words}"
+
+
+def test_a_request_out_of_time_after_a_stuck_worker_names_it() -> None:
+    hall = Hall()
+    attempt = hall.begin("r")
+    attempt.reserved()
+    hall.poll(hall.decodes[0], step_age_s=61.0)
+    attempt.read()
+    hall.poll(hall.decodes[0])
+    attempt = retry(attempt)
+    attempt.reserved()
+    hall.now = TIMEOUT_S
+    attempt.read()
+    assert attempt.request.failure is not None
+    error = as_error(attempt.request.failure)
+    assert error.status == 503 and "D1 has been in one engine step for 61 s (--stall-s 60)" in error.message
+
+
 @pytest.mark.parametrize(
     ("why", "seconds", "ends"), [("absent", 0.4, 503), ("failed", 0.0, 503), ("compiling", 30.0, 504)]
 )
