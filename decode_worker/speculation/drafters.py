@@ -14,6 +14,7 @@ from decode_worker.speculation.ngram import propose_repeat
 from engine.batch import RowRequest
 from engine.logits import NOT_A_NUMBER, allowed_words
 from engine.runner import Runner
+from worker.chunks import ChunkSizer
 from worker.sequences import Sequence
 
 NGRAM_WINDOW = 8192  # tokens searched for a repeat: 40 microseconds
@@ -75,17 +76,17 @@ class ModelDrafter:
     It chooses with each sequence's own parameters and noise, so that it agrees with the model wherever both find the
     same token best. Its KV lies in the second part of the sequences' pages. What it lacks there (while the model
     prefills, after steps without guesses, in cached pages that have none) it computes before it guesses, at most
-    `chunk_tokens` positions of all sequences a step.
+    `chunk_tokens` positions of all sequences a step, and no more than fit a step's time.
     """
 
     def __init__(self, runner: Runner, meter: CostMeter, chunk_tokens: int) -> None:
         self._runner = runner
         self._meter = meter
-        self._chunk_tokens = chunk_tokens
+        self._chunks = ChunkSizer(chunk_tokens)
 
     def propose(self, wanted: Seq[Wanted]) -> list[Guess]:
         answers = [Guess()] * len(wanted)
-        late, ready, left = [], [], self._chunk_tokens
+        late, ready, left = [], [], self._chunks.alone
         for i, one in enumerate(wanted):
             begin, end = one.sequence.draft_computed, len(one.sequence.tokens) - 1 if one.count else one.end
             count = min(max(end - begin, 0), left)
@@ -96,7 +97,9 @@ class ModelDrafter:
                 late.append(RowRequest(one.sequence.row, begin, count))
                 answers[i] = Guess((), begin + count)
         if late:
+            started = time.perf_counter()
             self._runner.launch(late).collect()
+            self._chunks.note_step(0, sum(part.count for part in late), time.perf_counter() - started)
         guesses = self._run_ahead([wanted[i] for i in ready])
         for i, tokens in zip(ready, guesses, strict=True):
             answers[i] = Guess(tokens, len(wanted[i].sequence.tokens) + len(tokens) - 1)

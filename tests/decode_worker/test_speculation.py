@@ -230,7 +230,7 @@ def test_a_draft_model_catches_up_within_one_budget_for_all_sequences() -> None:
     runner = CountingRunner()
     drafter = ModelDrafter(runner, CostMeter(), 256)  # type: ignore[arg-type]
     guessed = list[Sequence]()
-    for _ in range(len(lagging)):  # one budget each time
+    for _ in range(4 + len(lagging)):  # one budget each time, after smaller ones
         runner.num_positions.clear()
         waiting = [sequence for sequence in lagging if sequence not in guessed]
         guesses = drafter.propose([Wanted(sequence, 0, 4) for sequence in waiting])
