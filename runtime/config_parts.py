@@ -48,7 +48,7 @@ class ProcessConfig(Settings):
     drain_s: SecondsOrZero = 30.0
     """Seconds in which a process that was asked to stop may finish the requests it has."""
     stall_s: Seconds = 30.0
-    """Seconds in one engine step after which a worker counts as stuck: more than its slowest step takes."""
+    """Seconds in one engine step after which a worker counts as stuck, or five times what was predicted if more."""
     ops_host: str = "127.0.0.1"
     """Address for --ops-port, which asks for no key: loopback, or one that only probes and scrapers reach."""
     ops_port: Port = 0

@@ -94,9 +94,7 @@ class WorkerLoop:
     def _plan_once(self) -> list[Planned]:
         sizes = self.chunks
         with self.thread.lock:
-            return plan_step(
-                self._table, replace(self._budget, prompt_tokens=sizes.alone, beside_answers=sizes.beside)
-            )
+            return plan_step(self._table, replace(self._budget, prompt_tokens=sizes.alone, beside_answers=sizes.beside))
 
     def _has_guesses_launched(self) -> bool:
         """Whether a launched step yields a yet unknown number of tokens."""

@@ -38,7 +38,7 @@ def run() -> None:
     wait_without_spinning()
     from engine.runner import Runner  # deferred: it imports torch
 
-    Runner._run = holdable(Runner._run, file)  # type: ignore[method-assign]
+    Runner._run = holdable(Runner._run, file)  # type: ignore[assignment, method-assign]
     main()
 
 
