@@ -321,8 +321,9 @@ class Request:
 
     def _end(self, failure: Reason | None, *last: EndAttempt) -> list[Action]:
         self.phase = Phase.ENDED
-        if failure is OUT_OF_TIME and self.stuck:
-            failure = Reason("gave up", f"out of time (--request-timeout-s); an attempt ended since {self.stuck[-1]}")
+        if self.stuck and failure is not None and failure.kind in ("out of time", "not ready"):
+            late = failure.detail or "the request's time (--request-timeout-s) is over"
+            failure = Reason("not ready", f"{late}; an attempt was lost because {self.stuck[-1]}")
         self.failure = failure
         return list(last)
 

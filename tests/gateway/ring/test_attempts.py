@@ -7,7 +7,7 @@ import pytest
 
 from gateway.ring.generation import Generation, Grammar, Tokens
 from gateway.ring.policy import NO_LIMIT
-from gateway.ring.reasons import as_error
+from gateway.ring.reasons import Reason, as_error
 from gateway.ring.request_machine import GRAMMAR_PAUSE_S, Phase
 from gateway.ring.request_steps import Prefilled, Refused, SessionLost
 from protos import decode_pb2, prefill_pb2
@@ -180,17 +180,21 @@ def test_a_request_that_meets_stuck_workers_is_begun_again_twice_and_its_end_nam
     assert error.message == f"gave up after 3 attempts; the last: {words}"
 
 
-def test_a_request_out_of_time_after_a_stuck_worker_names_it() -> None:
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_a_request_out_of_time_after_a_stuck_worker_names_it(is_placed: bool) -> None:
     hall = Hall()
     attempt = hall.begin("r")
     attempt.reserved()
     hall.poll(hall.decodes[0], step_age_s=61.0)
     attempt.read()
     hall.poll(hall.decodes[0])
-    attempt = retry(attempt)
-    attempt.reserved()
     hall.now = TIMEOUT_S
-    attempt.read()
+    if is_placed:
+        attempt = retry(attempt)
+        attempt.reserved()
+        attempt.read()
+    else:
+        attempt.request.step(Reason("not ready", "no worker had room within 40 s"), hall.now)
     assert attempt.request.failure is not None
     error = as_error(attempt.request.failure)
     assert error.status == 503 and "D1 has been in one engine step for 61 s (--stall-s 60)" in error.message
