@@ -188,13 +188,13 @@ def test_a_request_out_of_time_after_a_stuck_worker_names_it(is_placed: bool) ->
     hall.poll(hall.decodes[0], step_age_s=61.0)
     attempt.read()
     hall.poll(hall.decodes[0])
-    hall.now = TIMEOUT_S
     if is_placed:
         attempt = retry(attempt)
         attempt.reserved()
+        hall.now = TIMEOUT_S
         attempt.read()
     else:
-        attempt.request.step(Reason("not ready", "no worker had room within 40 s"), hall.now)
+        attempt.request.step(Reason("not ready", "no worker had room within 40 s"), TIMEOUT_S)
     assert attempt.request.failure is not None
     error = as_error(attempt.request.failure)
     assert error.status == 503 and "D1 has been in one engine step for 61 s (--stall-s 60)" in error.message
