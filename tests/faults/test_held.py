@@ -12,7 +12,7 @@ CHUNK_TOKENS = 512  # prefill's maximum per step
 PROMPT_TOKENS = 3500
 NOTICED_S = 60.0  # the promise: --stall-s and a heartbeat, 7 s here
 STUCK = "has been in one engine step for"
-SLOW_S = 0.005  # more for each token and model: about 100 times as slow
+SLOW_S = 0.0125  # more for each token and each of two models: about 100 times as slow
 SLOW_PROMPT = 2000
 
 

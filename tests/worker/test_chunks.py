@@ -55,14 +55,20 @@ def compute(sizer: ChunkSizer, num_tokens: int, cost: Callable[[int], float]) ->
 
 
 @pytest.mark.parametrize(
-    ("token_s", "sizes"),
-    [(0.001, [16, 32, 64, 128, 256, 512, 512, 480]), (0.01, [16, 32, 64, 128, *[200] * 8, 160]), (0.5, [16] * 125)],
+    ("token_s", "sizes", "num_later"),
+    [
+        (0.001, [16, 32, 64, 128, 256, 512, 512, 480], 4),
+        (0.01, [16, 32, 64, 128, *[200] * 8, 160], 10),
+        (0.1, [16, *[20] * 99, 4], 100),
+        (0.5, [16] * 125, 125),
+    ],
 )
-def test_chunks_begin_small_on_any_machine_and_grow_as_measured(token_s: float, sizes: list[int]) -> None:
+def test_chunks_begin_small_on_any_machine_and_grow_as_measured(
+    token_s: float, sizes: list[int], num_later: int
+) -> None:
     sizer = ChunkSizer(512)
-    assert compute(sizer, 2000, lambda num_tokens: num_tokens * token_s) == sizes
-    again = compute(sizer, 2000, lambda num_tokens: num_tokens * token_s)
-    assert len(again) == max(4, 10 if token_s == 0.01 else 0, 125 if token_s == 0.5 else 0)
+    assert compute(sizer, 2000, lambda size: size * token_s) == sizes
+    assert len(compute(sizer, 2000, lambda size: size * token_s)) == num_later, "the next prompt"
 
 
 @given(base_s=st.floats(0, 1.5), token_s=st.floats(1e-6, 0.1), share=st.floats(0, 1))
