@@ -30,6 +30,7 @@ from engine.attention.choose import choose_attention
 from engine.batch import Batch, RowRequest
 from engine.kvcache.pool import PoolShape
 from engine.model.decoder import Decoder
+from engine.ranks import ONE_RANK
 from engine.rows import Rows
 from engine.runner import Runner
 from engine.sampling_batch import SamplingBatch
@@ -63,6 +64,8 @@ GUESSED = 2  # index of the case also measured with guesses
 
 class StubModel:
     """A model that plans its attention and computes nothing else."""
+
+    ranks = ONE_RANK
 
     def forward(self, batch: Batch, pool: Tensor, attention: AttentionBackend) -> Tensor:
         attention.plan(pool, batch)
