@@ -50,27 +50,28 @@ class ChunkSizer:
         if seconds <= 0:
             return
         if num_prompt_tokens:
-            self._learn_token(num_answers if self._quiet_s else 0, num_prompt_tokens, seconds)
-            self._move_ceiling(num_prompt_tokens, seconds)
+            is_beside = bool(num_answers and self._quiet_s)
+            prompt_s = seconds - self._quiet_s if is_beside else seconds
+            self._learn_token(is_beside, num_prompt_tokens, prompt_s)
+            self._move_ceiling(num_prompt_tokens, prompt_s)
         elif num_answers:
             before = self._quiet_s or seconds
             self._quiet_s = KEPT * before + (1 - KEPT) * min(seconds, 2 * before)  # more may be chance
 
-    def _learn_token(self, num_answers: int, num_tokens: int, seconds: float) -> None:
+    def _learn_token(self, is_beside: bool, num_tokens: int, prompt_s: float) -> None:
         """Chunks beside answers are fine-tuned; without answers the last whole chunk counts."""
-        size, wanted_s = (self.beside, STRETCH * self._quiet_s) if num_answers else (self.alone, CHUNK_S)
-        if num_tokens < size and seconds <= wanted_s:
+        size, wanted_s = (self.beside, (STRETCH - 1) * self._quiet_s) if is_beside else (self.alone, CHUNK_S)
+        if num_tokens < size and prompt_s <= wanted_s:
             return  # a short prompt's tokens cost more
-        if not num_answers:
-            self._token_s = seconds / num_tokens
-            return
-        before = self._token_s or (STRETCH - 1) * self._quiet_s / FEWEST
-        most = before * MOST_SHRINKING if seconds <= CHUNK_S else inf
-        found = (seconds - self._quiet_s) / num_tokens
-        self._token_s = min(max(found, before / MOST_GROWTH), most)
+        found = prompt_s / num_tokens
+        if is_beside:
+            before = self._token_s or (STRETCH - 1) * self._quiet_s / FEWEST
+            most = before * MOST_SHRINKING if prompt_s <= CHUNK_S else inf
+            found = min(max(found, before / MOST_GROWTH), most)
+        self._token_s = found
 
-    def _move_ceiling(self, num_tokens: int, seconds: float) -> None:
-        if seconds > FAR_TOO_LONG * CHUNK_S and num_tokens > FEWEST:
+    def _move_ceiling(self, num_tokens: int, prompt_s: float) -> None:
+        if prompt_s > FAR_TOO_LONG * CHUNK_S and num_tokens > FEWEST:
             self._ceiling, self._growth = max(num_tokens // 2, FEWEST), LATER_GROWTH
         else:
             self._ceiling = max(self._ceiling, ceil(num_tokens * self._growth))
