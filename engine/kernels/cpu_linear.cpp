@@ -61,26 +61,32 @@ void add_tiles(const uint32_t* x, const uint32_t* w, int64_t num_tiles, typename
         for (int v = 0; v < kAll; ++v) sum[i][v] = sums[i * 2 * kVectors + v];
     for (int64_t tile = 0; tile < num_tiles; ++tile, w += 2 * kTileWords * kStored, x += 16 * kParts * rows) {
         for (int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next, 0, 2);
-#pragma GCC unroll 4
-        for (int k = 0; k < 16; ++k) {
-            Words parts[kAll][kParts];
+#pragma GCC unroll 2
+        for (int k = 0; k < 16; ++k)
+#pragma GCC unroll 2
+            for (int part = 0; part < kParts; ++part) {
+                const auto weight = [=](int v) {
+                    const uint32_t* const at = w + (v / kVectors * kTileWords + k * 16) * kStored + v % kVectors * kLanes;
+                    return is_unpacked ? load<Words>(at + part * 16) : Math::part(load<Words>(at), part);
+                };
+                const uint32_t* const of_rows = x + (k * kParts + part) * rows;
+                if constexpr (rows < kAll) {  // the fewer stay in registers
 #pragma GCC unroll 8
-            for (int v = 0; v < kAll; ++v) {
-                const uint32_t* const at = w + v / kVectors * kTileWords * kStored + k * 16 * kStored + v % kVectors * kLanes;
-                if constexpr (is_unpacked) {
-                    for (int part = 0; part < kParts; ++part) parts[v][part] = load<Words>(at + part * 16);
+                    for (int v = 0; v < kAll; ++v) {
+                        const Words words = weight(v);
+#pragma GCC unroll 12
+                        for (int i = 0; i < rows; ++i) sum[i][v] = Math::add(sum[i][v], words, of_rows[i]);
+                    }
                 } else {
-                    Math::unpack(load<Words>(at), parts[v]);
+                    Words words[kAll];
+#pragma GCC unroll 8
+                    for (int v = 0; v < kAll; ++v) words[v] = weight(v);
+#pragma GCC unroll 12
+                    for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 8
+                        for (int v = 0; v < kAll; ++v) sum[i][v] = Math::add(sum[i][v], words[v], of_rows[i]);
                 }
             }
-#pragma GCC unroll 2
-            for (int part = 0; part < kParts; ++part)
-#pragma GCC unroll 12
-                for (int i = 0; i < rows; ++i)
-#pragma GCC unroll 8
-                    for (int v = 0; v < kAll; ++v)
-                        sum[i][v] = Math::add(sum[i][v], parts[v][part], x[(k * kParts + part) * rows + i]);
-        }
     }
 #pragma GCC unroll 12
     for (int i = 0; i < rows; ++i)
@@ -112,11 +118,8 @@ template <class MathOf> struct Vectors {
         if constexpr (Math::kParts == 1) return w;
         uint32_t *const unpacked = align(memory, num_tiles * 2 * kTileWords * Math::kParts), *to = unpacked;
         for (int64_t line = 0; line < num_tiles * 32; ++line, w += 16, to += 16 * Math::kParts)
-            for (int v = 0; v < 16; v += kLanes) {
-                Words parts[Math::kParts];
-                Math::unpack(load<Words>(w + v), parts);
-                for (int part = 0; part < Math::kParts; ++part) store(to + part * 16 + v, parts[part]);
-            }
+            for (int v = 0; v < 16; v += kLanes)
+                for (int part = 0; part < Math::kParts; ++part) store(to + part * 16 + v, Math::part(load<Words>(w + v), part));
         return unpacked;
     }
     template <int rows = kRows>

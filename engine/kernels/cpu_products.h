@@ -23,7 +23,8 @@ inline float round_row(const bfloat16* row, int64_t depth, int8_t* codes) {
     return unit;
 }
 
-// Each math: `encode` writes a row's words, kParts for each word of weights, and returns the value of 1 in that format.
+// Each math: `encode` writes a row's words, kParts for each word of weights, and returns the value of 1 in that format;
+// `part` is one of a word's parts.
 
 // bfloat16, multiplied in pairs
 struct Pairs {
@@ -34,7 +35,7 @@ struct Pairs {
         return 1.0f;
     }
 #ifdef BATON_PAIRS
-    static void unpack(Words w, Words* parts) { parts[0] = w; }
+    static Words part(Words w, int) { return w; }
     static Sums add(Sums sum, Words w, uint32_t x) { return add_pairs(sum, w, x); }
 #endif
 };
@@ -47,7 +48,7 @@ struct Widened {
         for (int64_t k = 0; k < depth; ++k) to[k] = (uint32_t)row[k] << 16;
         return 1.0f;
     }
-    static void unpack(Words w, Words* parts) { parts[0] = w << 16, parts[1] = w & 0xFFFF0000u; }
+    static Words part(Words w, int which) { return which ? w & 0xFFFF0000u : w << 16; }
     static Sums add(Sums sum, Words w, uint32_t x) { return add_products(sum, (Floats)w, bits<float>(x)); }
 };
 
@@ -67,7 +68,7 @@ struct Dots {
         return unit;
     }
 #ifdef BATON_DOTS
-    static void unpack(Words w, Words* parts) { parts[0] = w; }
+    static Words part(Words w, int) { return w; }
     static Sums add(Sums sum, Words w, uint32_t x) {
 #if defined(__AVX512VNNI__)
         return (Ints)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(x), (__m512i)w);
@@ -96,9 +97,7 @@ struct Shorts {
         return unit;
     }
     typedef int16_t Codes __attribute__((vector_size(sizeof(Words))));
-    static void unpack(Words w, Words* parts) {
-        parts[0] = (Words)((Codes)((Codes)w << 8) >> 8), parts[1] = (Words)((Codes)w >> 8);
-    }
+    static Words part(Words w, int which) { return (Words)((which ? (Codes)w : (Codes)w << 8) >> 8); }
     static Sums add(Sums sum, Words w, uint32_t x) {
 #if defined(__AVX512BW__)
         return sum + (Ints)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(x));
