@@ -1,14 +1,14 @@
 """What the name of a model means before any process is started. Knows names and folders, no tensors."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TypeVar
 
 from runtime.config import DecodeConfig, PrefillConfig
-from runtime.config_parts import DEMO_MODEL, NO_DRAFT
+from runtime.config_parts import ANY_NAME, DEMO_MODEL, NO_DRAFT
 from runtime.settings import ConfigError
 
 WorkerConfigT = TypeVar("WorkerConfigT", PrefillConfig, DecodeConfig)
@@ -58,6 +58,12 @@ def check_files(model: str, needed: Iterable[FilePatterns] = (CONFIGURATION, TOK
             raise ConfigError(
                 f"the model in {folder} has no {what}: put {' or '.join(patterns[:2])} there, or set --model"
             )
+
+
+def choose_served_names(given: Sequence[str], model: str) -> tuple[str, ...]:
+    """The names of a model in requests, the first of which is no "*"."""
+    named = tuple(name for name in given if name != ANY_NAME) or (choose_served_name(model),)
+    return (*named, ANY_NAME) if ANY_NAME in given else named
 
 
 def choose_served_name(model: str) -> str:

@@ -105,11 +105,11 @@ def share_gpu(config: ServeConfig, num_sharing: int) -> float:
 
 
 def plan_gateway(
-    config: ServeConfig, name: str, prefill: Command, decode: Command, program: Command = PROGRAM
+    config: ServeConfig, names: Command, prefill: Command, decode: Command, program: Command = PROGRAM
 ) -> ProcessSpec:
-    """The gateway of workers at these addresses, which serves the model as `name`."""
+    """The gateway of workers at these addresses, which serves the model under these names."""
     ports = {part: getattr(config, part) for part in PLACES}
-    given = {**ports, "served_name": name, "api_key": ()}
+    given = {**ports, "served_name": names, "api_key": ()}
     settings = derive(GatewayConfig, config, **given, prefill=prefill, decode=decode)
     keys = {"BATON_API_KEY": ",".join(config.api_key)} if config.api_key else {}
     return ProcessPlan("gateway", "gateway", settings, keys | secrets_of(config), program)

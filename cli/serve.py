@@ -18,7 +18,7 @@ from cli.models import (
     CONFIGURATION,
     TOKENIZER,
     check_files,
-    choose_served_name,
+    choose_served_names,
     fetch_tokenizer,
     locate,
     locate_model,
@@ -66,8 +66,8 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
     `program` is what runs a role, `stop_s` the time that processes have to end by themselves: the drain and a margin.
     """
     setup_logging("serve", config.log_level)
-    served_name = config.served_name or choose_served_name(config.model)
-    screen = Screen(served_name, needs_key=bool(config.api_key))
+    names = choose_served_names(config.served_name, config.model)
+    screen = Screen(names[0], needs_key=bool(config.api_key))
     if not config.tls_dir and not config.fleet_secret:
         config = replace(config, fleet_secret=secrets.token_hex(32))
     if stop_s is None:
@@ -76,7 +76,7 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
 
     def plan(ready: list[Ready]) -> ProcessSpec:
         prefill, decode = (tuple(one.address for one in ready if one.role == role) for role in ("prefill", "decode"))
-        return plan_gateway(config, served_name, prefill, decode, program)
+        return plan_gateway(config, names, prefill, decode, program)
 
     return await Supervisor(screen, config.start_timeout_s, stop_s).run(workers, plan)
 
@@ -110,4 +110,4 @@ def gateway(config: Annotated[GatewayConfig, Parameter(name="*")]) -> int:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from gateway.main import run
 
-    return run(replace(config, model=folder, served_name=config.served_name or choose_served_name(config.model)))
+    return run(replace(config, model=folder, served_name=choose_served_names(config.served_name, config.model)))

@@ -1,6 +1,7 @@
 """Assembles the REST API around one ring. Must not know what the parts do."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -19,6 +20,7 @@ from gateway.api.responses.routes import build_responses_router
 from gateway.metrics import RequestMetrics
 from gateway.request.prepare import ApiOptions, ServedModel
 from gateway.request.record import WriteRecord
+from gateway.request.rules import ServedNames
 from gateway.ring.generation import Ring
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import Tokenizer
@@ -32,7 +34,7 @@ _CHEAP_CHARS = 4096  # tokenised in 1-3 ms; longer text goes to a thread
 def build_served_model(
     ring: Ring,
     tokenizer: Tokenizer,
-    served_name: str,
+    served_names: Sequence[str],
     options: ApiOptions,
     registry: CollectorRegistry,
     write_record: WriteRecord | None = None,
@@ -41,9 +43,20 @@ def build_served_model(
     offload = Offload(_CHEAP_CHARS, options.tokenise_threads, options.max_waiting_tokenise, options.tokenise_timeout_s)
     tool_format = resolve_format(options.tool_format, tokenizer.tool_template)
     reasoning = resolve_reasoning(options.reasoning_format, tokenizer.chat_templates, tokenizer.has_token)
+    names = ServedNames.of(served_names)
     metrics, created_s = RequestMetrics(registry), int(time.time())
     return ServedModel(
-        tokenizer, offload, tool_format, reasoning, ring, served_name, options, metrics, created_s, write_record
+        tokenizer=tokenizer,
+        offload=offload,
+        tool_format=tool_format,
+        reasoning=reasoning,
+        keeps_header=options.keep_billing_header,
+        ring=ring,
+        names=names,
+        options=options,
+        metrics=metrics,
+        created_s=created_s,
+        write_record=write_record,
     )
 
 

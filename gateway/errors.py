@@ -1,5 +1,6 @@
 """Errors that clients see, independent of REST and gRPC."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -12,6 +13,7 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     retry_after_s: int | None = None
+    overflow: tuple[int, int] | None = None  # tokens of a prompt that has too many, and how many it may have
 
     def __str__(self) -> str:
         return self.message
@@ -28,9 +30,10 @@ def check_count(param: str, count: int, most: int, unit: str) -> None:
         raise bad_request(f"{param} has {count} {unit}; at most {most} are allowed", param)
 
 
-def model_not_found(model: str, served: str) -> ApiError:
-    """404: the request names another model than the served one."""
-    return ApiError(404, f"model '{model}' is not served here; this service has '{served}'", "model", "model_not_found")
+def model_not_found(model: str, served: Sequence[str]) -> ApiError:
+    """404: the request names another model than the served one, which has these names."""
+    names = ", ".join(f"'{name}'" for name in served)
+    return ApiError(404, f"model '{model}' is not served here; this service has {names}", "model", "model_not_found")
 
 
 def overloaded(message: str) -> ApiError:

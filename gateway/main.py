@@ -93,7 +93,7 @@ async def _serve(
     address, grpc_address = f"{host}:{listener.getsockname()[1]}", f"{host}:{grpc_port}"
     ops.follow(Probes(lambda: None, dispatcher.check_ready, registry))
     await _wait_until_ready(fleet, dispatcher)
-    log.info("listening", address=address, grpc=grpc_address, ops=ops.address, model=config.served_name)
+    log.info("listening", address=address, grpc=grpc_address, ops=ops.address, model=config.served_name[0])
     if (reason := dispatcher.check_ready()) is not None:
         log.warning("not ready yet", reason=reason)
     shutdown.listen()
@@ -139,6 +139,7 @@ def _api_options(config: GatewayConfig) -> ApiOptions:
         max_body_bytes=config.body_limit_bytes,
         tool_format=config.tool_format,
         reasoning_format=config.reasoning_format,
+        keep_billing_header=config.keep_billing_header,
         body_timeout_s=config.client_timeout_s,
         stalled_client_s=config.client_timeout_s,
     )

@@ -22,6 +22,7 @@ ReasoningFormat = Literal["auto", "none", "think", "mistral", "seed", "minimax-m
 LogLevel = Literal["debug", "info", "warning", "error"]
 Speculate = Literal["auto", "off", "ngram", "draft"]
 NoPrefill = Literal["fallback", "wait", "fail"]
+ANY_NAME = "*"  # among the served names: every name is served
 DEMO_MODEL = "demo"
 NO_DRAFT = "none"
 MIN_SECRET_CHARS = 16
@@ -165,8 +166,8 @@ class PublicConfig(Settings):
     """Port of the REST API; 0 takes any free one."""
     grpc_port: Annotated[int | None, Settings.require_port] = None
     """Port of the gRPC API; 0 takes any free one. Default: --port + 1."""
-    served_name: str = ""
-    """Name of the model in requests; empty is its folder's name or hub id."""
+    served_name: tuple[str, ...] = ()
+    """Name of the model in requests; repeat for several, "*" for any. None: its folder's name or hub id."""
     api_key: tuple[str, ...] = ()
     """Key that clients must send as a bearer token; repeat for several. None: no key is asked for."""
     cors_origins: tuple[str, ...] = ()
@@ -188,6 +189,9 @@ class PublicConfig(Settings):
     """How the model writes calls of tools; auto is what its chat template shows, none refuses tools."""
     reasoning_format: ReasoningFormat = "auto"
     """How the model reasons before it answers; auto is what its chat template shows, none leaves that in the text."""
+    keep_billing_header: bool = False
+    """Keep the line x-anthropic-billing-header that Claude Code puts before its prompts; it changes with each session
+    or request, so that prompts share no beginning."""
     body_limit_bytes: Annotated[int, count(1024, MAX_BODY_BYTES)] = 8 << 20
     """Largest request body."""
     request_timeout_s: Seconds = 600.0

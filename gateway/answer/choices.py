@@ -76,7 +76,7 @@ async def begin(
 
     `arrived_s`: as in Totals; `headers`: returns the request's.
     """
-    record = open_record(served.write_record, raw, served.name, request_id, arrived_s, headers)
+    record = open_record(served.write_record, raw, served.names.listed[0], request_id, arrived_s, headers)
     try:
         return Totals(await served.prepare(raw, request_id), arrived_s, record)
     except BaseException as error:

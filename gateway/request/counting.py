@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from gateway.errors import bad_request
 from gateway.request.prepare import ServedModel
 from gateway.request.raw import RawRequest
-from gateway.request.rules import check_model, check_vocabulary
+from gateway.request.rules import check_vocabulary
 from gateway.tools.request import check_tools
 
 _DECODE_COST = 4  # detokenising a token costs as much as tokenising this many characters
@@ -13,7 +13,7 @@ _DECODE_COST = 4  # detokenising a token costs as much as tokenising this many c
 
 async def tokenize(served: ServedModel, raw: RawRequest) -> tuple[int, ...]:
     """Returns the token ids of its one prompt, possibly more than the context holds. Raises ApiError."""
-    check_model(raw.model, served.name)
+    served.names.check(raw.model)
     tools = check_tools(raw.tools, served.tool_format)
     return await served.tokenize(raw.prompts[0], tools, add_special_tokens=raw.add_special_tokens)
 
@@ -22,7 +22,7 @@ async def detokenize(
     served: ServedModel, model: str | None, token_ids: Sequence[int], param: str, *, with_control_tokens: bool
 ) -> str:
     """Returns the text of at most `context_tokens` tokens. Raises ApiError naming `param`."""
-    check_model(model, served.name)
+    served.names.check(model)
     context_tokens = served.tokenizer.context_tokens
     if len(token_ids) > context_tokens:
         message = f"{param} has {len(token_ids)} ids; at most {context_tokens} are turned into text at once"

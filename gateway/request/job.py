@@ -29,6 +29,7 @@ class EncodedPrompt:
 class Job:
     """All choices of one request, complete at birth."""
 
+    model: str  # its name, as the request has it
     generations: tuple[Generation, ...]  # by choice: n for the first prompt, then n for the second
     num_per_prompt: int  # n
     prompts: tuple[EncodedPrompt, ...]

@@ -1,7 +1,7 @@
 """What REST and gRPC share: the served model, its options, and the way from a raw request to a job."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -13,12 +13,12 @@ from gateway.request.prompts import Prompts
 from gateway.request.raw import Chat, RawRequest
 from gateway.request.record import WriteRecord
 from gateway.request.rules import (
+    ServedNames,
     check_cache_salt,
     check_choices,
     check_ends,
     check_logprobs,
     check_max_tokens,
-    check_model,
     check_num_logprobs,
     check_stop_ids,
     check_stops,
@@ -47,6 +47,7 @@ class ApiOptions:
     tokenise_threads: int = 2
     max_waiting_tokenise: int = 64  # long prompts; more are refused with 429
     tool_format: str = "auto"  # how the model writes calls: a name of tools/formats.py, "auto" or "none"
+    keep_billing_header: bool = False  # prompts begin with such headers of the system's text (left_out.py)
     reasoning_format: str = "auto"  # how it reasons: a name of tools/reasoning.py, "auto" or "none"
 
 
@@ -55,7 +56,7 @@ class ServedModel(Prompts):
     """One served model: its prompts, and the ring that answers them."""
 
     ring: Ring
-    name: str
+    names: ServedNames
     options: ApiOptions
     metrics: RequestMetrics
     created_s: int  # Unix time at which the gateway started
@@ -63,7 +64,7 @@ class ServedModel(Prompts):
 
     async def prepare(self, raw: RawRequest, request_id: str) -> Job:
         """Checks a request, cheap rules before expensive ones, and tokenises its prompts. Raises ApiError."""
-        check_model(raw.model, self.name)
+        name = self.names.check(raw.model)
         n = check_choices(raw)
         check_max_tokens(raw)
         check_logprobs(raw)
@@ -84,9 +85,12 @@ class ServedModel(Prompts):
         )
         prompts = await self.encode(raw.prompts, tools)
         reasoning = self.reasoning if isinstance(raw.prompts[0].content, Chat) else None
+        warnings = [*raw.warnings, *self._chat_warnings(raw)]
         generations: list[Generation] = []
         for prompt, rank in product(prompts, range(n)):
             max_tokens = resolve_max_tokens(raw, len(prompt.ids), model.context_tokens)
+            if raw.max_tokens is not None and max_tokens < raw.max_tokens:
+                warnings.append(f"{raw.max_tokens_param} is lowered to {max_tokens}, the rest of the context")
             one = generation(
                 request_id=request_id if n * len(prompts) == 1 else f"{request_id}-{len(generations)}",
                 prompt_ids=prompt.ids,
@@ -101,6 +105,7 @@ class ServedModel(Prompts):
         if raw.is_echoed:
             echoes = await self.echo(raw.prompts, prompts, raw.num_logprobs is not None)
         return Job(
+            model=name,
             generations=tuple(generations),
             num_per_prompt=n,
             prompts=tuple(prompts),
@@ -111,9 +116,18 @@ class ServedModel(Prompts):
             reasoning=reasoning,
             tools=tools,
             is_json=form is not None and form.kind in ("json_schema", "json_object"),
-            warnings=(*(form.warnings if form else ()), *(tools.warnings if tools else ())),
+            warnings=(*warnings, *(form.warnings if form else ()), *(tools.warnings if tools else ())),
             visible_controls=self._visible_controls(grammar, tools, reasoning),
         )
+
+    def _chat_warnings(self, raw: RawRequest) -> Iterator[str]:
+        """What a conversation has without effect on this model. Counts the headers that are left out."""
+        for chat in [prompt.content for prompt in raw.prompts if isinstance(prompt.content, Chat)]:
+            for name in self.find_unmet(chat):
+                yield f"{name} has no effect on this model"
+            if chat.header and not self.keeps_header:
+                self.metrics.headers_left_out.inc()
+                yield f"{chat.header.partition(':')[0]} is left out of the prompt"
 
     def _visible_controls(
         self, grammar: Grammar | None, tools: ToolUse | None, reasoning: ReasoningFormat | None

@@ -3,9 +3,10 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from gateway.errors import bad_request
+from gateway.errors import ApiError, bad_request
 from gateway.request.job import Echo, EncodedPrompt
 from gateway.request.raw import Chat, Prompt
 from gateway.request.rules import check_prompt_tokens, check_text_bytes, check_vocabulary
@@ -13,7 +14,15 @@ from gateway.text.detokenize import last_with_text
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
 from gateway.tools.formats import Format
-from gateway.tools.history import check_open, check_results, fit_ids, fit_reasoning
+from gateway.tools.history import (
+    check_open,
+    check_results,
+    fit_ids,
+    fit_reasoning,
+    later_system_texts,
+    put_before,
+    system_first,
+)
 from gateway.tools.reasoning import ReasoningFormat, reasoning_start
 from gateway.tools.request import ToolUse
 
@@ -32,6 +41,7 @@ class Prompts:
     offload: Offload
     tool_format: Format | None  # how the model writes calls; None: it knows no tools
     reasoning: ReasoningFormat | None  # how the model reasons; None: it does not
+    keeps_header: bool  # headers before the system's text are part of prompts
 
     async def encode(self, prompts: Sequence[Prompt], tools: ToolUse | None = None) -> list[EncodedPrompt]:
         """Encodes prompts, which must fit the context; `tools` go into chats. Raises ApiError naming the prompt."""
@@ -50,6 +60,13 @@ class Prompts:
         return await self.offload.run(
             self._check_size(prompt, inputs), lambda: self._encode(prompt, inputs, add_special_tokens).ids
         )
+
+    def find_unmet(self, chat: Chat) -> list[str]:
+        """Fields of the client's that have no effect on this model."""
+        known = self.tokenizer.chat_templates
+        return [
+            name for name, variable in chat.wishes.items() if not (variable in known if variable else self.reasoning)
+        ]
 
     async def echo(self, prompts: Sequence[Prompt], encoded: Sequence[EncodedPrompt], with_offsets: bool) -> list[Echo]:
         """Echoes of the prompts: texts as given, token ids as their text."""
@@ -111,19 +128,29 @@ class Prompts:
         return EncodedPrompt(tuple(content), last_with_text(model, content))
 
     def _render(self, chat: Chat, tools: Sequence[TemplateInput], param: str) -> str:
-        messages = [fit_reasoning(message, self.tokenizer.chat_templates) for message in chat.messages]
+        given = put_before(chat.header, chat.messages) if self.keeps_header else chat.messages
+        messages = [fit_reasoning(message, self.tokenizer.chat_templates) for message in given]
         if self.tool_format is not None:
             messages = [fit_ids(message, self.tool_format) for message in messages]
+        render = partial(
+            self.tokenizer.render_chat,
+            tools=tools,
+            options=chat.options,
+            add_generation_prompt=chat.add_generation_prompt,
+            is_open=chat.is_open,
+        )
+        later = later_system_texts(messages)
         try:
-            return self.tokenizer.render_chat(
-                messages,
-                tools,
-                options=chat.options,
-                add_generation_prompt=chat.add_generation_prompt,
-                is_open=chat.is_open,
-            )
+            text = render(messages)
+            if all(said.strip() in text for said in later):
+                return text
         except TemplateRefusalError as error:
-            raise bad_request(f"the model's chat template refuses these messages: {str(error)[:300]}", param) from error
+            if not later:
+                raise _refused(error, param) from error
+        try:
+            return render(system_first(messages))
+        except TemplateRefusalError as error:
+            raise _refused(error, param) from error
 
     def _echo(self, prompt: Prompt, ids: tuple[int, ...], with_offsets: bool) -> Echo:
         given = prompt.content if isinstance(prompt.content, str) else None
@@ -138,6 +165,10 @@ class Prompts:
             num_chars += len(texts[-1])
         decoded = "".join(texts) + detokenizer.flush()
         return Echo(decoded if given is None else given, offsets if with_offsets else ())
+
+
+def _refused(error: TemplateRefusalError, param: str) -> ApiError:
+    return bad_request(f"the model's chat template refuses these messages: {str(error)[:300]}", param)
 
 
 def _json(value: object) -> str:

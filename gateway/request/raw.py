@@ -22,7 +22,9 @@ class Chat:
     result_params: Sequence[str] = ()  # field of the call's id in each message of the role "tool", for errors
     calls_param: str | None = None  # field of the calls, for errors; None: `tool_calls` of messages
     options: Mapping[str, Option] = field(default_factory=dict)  # variables for the template
-    reasoning_param: str | None = None  # the field that asks for reasoning, if any
+    reasoning_param: str | None = None  # the field that requires reasoning, if any
+    wishes: Mapping[str, str] = field(default_factory=dict)  # field |-> the variable it sets; "": it asks for reasoning
+    header: str = ""  # what stood before the system's text and changes with each request
     add_generation_prompt: bool = True  # end with the start of the answer
     is_open: bool = False  # the answer continues the last message, an assistant's
 
@@ -55,6 +57,7 @@ class RawRequest:
     n: int | None = None  # answers per prompt
     max_tokens: int | None = None
     max_tokens_param: str = "max_tokens"
+    is_max_tokens_clamped: bool = False  # to the rest of the context, where the API's clients send a constant
     min_tokens: int | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)  # the given ones of wire.sampling.SCALARS
     logit_bias: Mapping[int, float] = field(default_factory=dict)
@@ -74,3 +77,4 @@ class RawRequest:
     add_special_tokens: bool | None = None  # when only counted: begin with the start token; None: as in answers
     cache_salt: str = ""
     tools: RawTools = field(default_factory=RawTools)
+    warnings: Sequence[str] = ()  # what was left out of it

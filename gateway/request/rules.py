@@ -4,13 +4,16 @@ Each returns checked values or raises ApiError naming the field. Other rules: sa
 """
 
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Self, TypeVar
 
 from gateway.errors import ApiError, bad_request, check_count, model_not_found
 from gateway.request.raw import RawRequest
 from gateway.ring.generation import Grammar
+from runtime.config_parts import ANY_NAME
 from runtime.peer_input import MAX_LOGPROBS
 
+MAX_NAME_CHARS = 200  # each chunk of an answer has the name
 MAX_MESSAGES = 4096  # of a conversation
 MAX_CHOICES = 128  # of all prompts together: each takes a place in the queue
 MAX_STOP_STRINGS = 16
@@ -18,6 +21,7 @@ MAX_STOP_CHARS = 1024  # of one stop string
 MAX_STOP_TOKEN_IDS = 256
 MAX_CACHE_SALT_CHARS = 1024
 MAX_TOLD_LOGPROBS = 2**21  # of all choices together, if there are several; each takes about 100 bytes while it waits
+TEXT_BYTES_OF_TOKEN = 4  # of English and code, about: for errors of text that is not tokenised
 TEXT_BYTES_PER_TOKEN = 16  # four times what English needs; longer text cannot fit the context and is not tokenised
 
 Number = TypeVar("Number", int, float)
@@ -40,10 +44,24 @@ def shown(number: float) -> str:
     return text if len(text) <= 40 else f"a number of {len(text)} digits"
 
 
-def check_model(model: str | None, served: str) -> None:
-    """Raises ApiError unless `model` is None or the served one."""
-    if model is not None and model != served:
-        raise model_not_found(model[:200], served)
+@dataclass(frozen=True, slots=True)
+class ServedNames:
+    """The model's names in requests."""
+
+    listed: tuple[str, ...]  # at least one; requests that name none are answered under the first
+    takes_any: bool = False  # other names are served, too
+
+    @classmethod
+    def of(cls, given: Sequence[str]) -> Self:
+        """`given`: names, and perhaps ANY_NAME."""
+        return cls(tuple(name for name in given if name != ANY_NAME), ANY_NAME in given)
+
+    def check(self, model: str | None) -> str:
+        """The name under which a request for `model` is answered. Raises ApiError if it is not served."""
+        name = model or self.listed[0]
+        if name in self.listed or (self.takes_any and len(name) <= MAX_NAME_CHARS):
+            return name
+        raise model_not_found(name[:MAX_NAME_CHARS], self.listed)
 
 
 def check_choices(raw: RawRequest) -> int:
@@ -95,7 +113,8 @@ def check_text_bytes(num_bytes: int, param: str, context_tokens: int) -> None:
     """Refuses text that cannot fit the context before it is tokenised."""
     limit = TEXT_BYTES_PER_TOKEN * context_tokens
     if num_bytes > limit:
-        raise _too_long(f"{param} has {num_bytes} bytes of text; at most {limit} are read for this model", param)
+        message = f"{param} has {num_bytes} bytes of text; at most {limit} are read for this model"
+        raise _too_long(message, param, (num_bytes // TEXT_BYTES_OF_TOKEN, context_tokens - 1))
 
 
 def check_prompt_tokens(num_prompt: int, param: str, context_tokens: int) -> None:
@@ -107,6 +126,7 @@ def check_prompt_tokens(num_prompt: int, param: str, context_tokens: int) -> Non
             f"{param} has {num_prompt} tokens; the model's context is {context_tokens} tokens and the answer needs "
             f"at least one, so shorten it to {context_tokens - 1} or fewer",
             param,
+            (num_prompt, context_tokens - 1),
         )
 
 
@@ -131,13 +151,13 @@ def check_ends(raw: RawRequest, grammar: Grammar | None) -> None:
 def resolve_max_tokens(raw: RawRequest, num_prompt: int, context_tokens: int) -> int:
     """Returns the most tokens to generate: as requested, or the rest of the context. 0 only with echo."""
     rest = context_tokens - num_prompt
-    if raw.max_tokens is not None and raw.max_tokens > rest:
+    if raw.max_tokens is not None and raw.max_tokens > rest and not raw.is_max_tokens_clamped:
         raise _too_long(
             f"{raw.max_tokens_param} is {shown(raw.max_tokens)}, but the prompt's {num_prompt} tokens leave {rest} of "
             f"the model's context of {context_tokens}; ask for {rest} or fewer",
             raw.max_tokens_param,
         )
-    return pick(raw.max_tokens, rest)
+    return min(pick(raw.max_tokens, rest), rest)
 
 
 def resolve_min_tokens(raw: RawRequest, max_tokens: int) -> int:
@@ -180,5 +200,5 @@ def check_num_logprobs(raw: RawRequest, num_choices: int, num_places: int) -> No
         )
 
 
-def _too_long(message: str, param: str) -> ApiError:
-    return bad_request(message, param, "context_length_exceeded")
+def _too_long(message: str, param: str, overflow: tuple[int, int] | None = None) -> ApiError:
+    return replace(bad_request(message, param, "context_length_exceeded"), overflow=overflow)

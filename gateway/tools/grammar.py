@@ -98,7 +98,7 @@ def _tags(use: ToolUse, format: Format) -> list[_Node]:
     for tool in use.callable_tools:
         begin, end = _around(format, tool.name)
         is_exact = use.is_required or tool.is_strict
-        arguments = _json(tool.schema if is_exact else _ANY_OBJECT, use.params.get(tool.name, "tools"))
+        arguments = _json(tool.schema if is_exact else _ANY_OBJECT, tool.schema_param)
         tags.append(_tag(begin, arguments, end))
     return tags
 

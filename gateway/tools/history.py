@@ -8,6 +8,7 @@ from gateway.errors import bad_request
 from gateway.tools.formats import Format
 from gateway.tools.json_object import read_object
 
+_SYSTEM = ("system", "developer")
 Message = Mapping[str, Any]  # role, content and perhaps name, tool_call_id, tool_calls, reasoning_content
 
 
@@ -52,6 +53,51 @@ def fit_reasoning(message: Message, template: str) -> Message:
     """Removes the reasoning if the template does not read it: such models are trained to continue without it."""
     is_read = message["role"] == "assistant" and message.get("reasoning_content") and "reasoning_content" in template
     return message if is_read else {name: value for name, value in message.items() if name != "reasoning_content"}
+
+
+def keep_reasoning(messages: Sequence[Message], num_kept: int) -> list[Message]:
+    """Removes the reasoning of all but the last `num_kept` messages that have any."""
+    reasoned = [index for index, message in enumerate(messages) if "reasoning_content" in message]
+    cleared = set(reasoned[: max(len(reasoned) - num_kept, 0)])
+    return [
+        {name: message[name] for name in message if index not in cleared or name != "reasoning_content"}
+        for index, message in enumerate(messages)
+    ]
+
+
+def put_before(header: str, messages: Sequence[Message]) -> Sequence[Message]:
+    """Begins the system's text with `header`."""
+    if header and messages[0]["role"] == "system":
+        return [{**messages[0], "content": header + messages[0]["content"]}, *messages[1:]]
+    return [{"role": "system", "content": header}, *messages] if header else messages
+
+
+def later_system_texts(messages: Sequence[Message]) -> list[str]:
+    """What the system says after the first message, which some templates drop or refuse."""
+    return [message["content"] for message in messages[1:] if message["role"] in _SYSTEM]
+
+
+def system_first(messages: Sequence[Message]) -> list[Message]:
+    """For such templates: the system's messages at the start are one, and later ones are the user's, marked.
+
+    These join the user's message before or after them, as many templates require turns to alternate.
+    """
+    found: list[Message] = []
+    is_joined = False  # the user's last message may be joined
+    for message in messages:
+        is_start = not found or [one["role"] for one in found] == ["system"]
+        is_system = message["role"] in _SYSTEM
+        if is_system and is_start:
+            message = {**message, "role": "system"}
+        elif is_system:
+            message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
+        role = message["role"]
+        if found and found[-1]["role"] == role and (is_system or is_joined) and role in ("system", "user"):
+            found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n\n{message['content']}"}
+        else:
+            found.append(message)
+        is_joined = is_system
+    return found
 
 
 def check_open(messages: Sequence[Message]) -> None:

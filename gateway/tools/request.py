@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from gateway.errors import bad_request, check_count
@@ -26,6 +26,8 @@ class Tool:
     description: str | None = None
     parameters: Mapping[str, Any] | None = None  # JSON schema of the arguments; None: it takes none
     is_strict: bool = False  # arguments must fit `parameters` even where the model is free to call or not
+    param: str = "tools"  # the client's field of it, for errors
+    schema_param: str = "tools"  # that of its parameters
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -50,8 +52,6 @@ class RawTools:
     """A client's tools: types are right, values unchecked. None: not given."""
 
     tools: Sequence[Tool] = ()
-    tools_param: str = "tools[{}].function"  # field of one tool, for errors
-    parameters_param: str = "parameters"  # field of its parameters, for errors
     choice: Choice | NamedChoice | None = None
     is_parallel: bool | None = None
 
@@ -66,7 +66,6 @@ class ToolUse:
     named: str | None  # the only tool that may be called, if one was named; then is_required
     is_parallel: bool  # the answer may have several calls
     warnings: tuple[str, ...] = ()  # parts of schemas that are not enforced, for the client
-    params: Mapping[str, str] = field(default_factory=dict)  # name of a tool |-> the client's field of its schema
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
@@ -91,22 +90,20 @@ def check_tools(raw: RawTools, format: Format | None) -> ToolUse | None:
             "the model's chat template knows no tools, or writes calls in a way not known here; send none", "tools"
         )
     is_parallel = raw.is_parallel is not False
-    params = {tool.name: _schema_param(raw, index) for index, tool in enumerate(raw.tools)}
-    return ToolUse(format, tuple(raw.tools), is_required, named.name if named else None, is_parallel, warnings, params)
+    return ToolUse(format, tuple(raw.tools), is_required, named.name if named else None, is_parallel, warnings)
 
 
 def _check_list(raw: RawTools) -> None:
     check_count("tools", len(raw.tools), MAX_TOOLS, "tools")
     seen: set[str] = set()
-    for index, tool in enumerate(raw.tools):
-        param = raw.tools_param.format(index)
+    for tool in raw.tools:
+        param, path = tool.param, tool.schema_param
         if not _NAME.fullmatch(tool.name):
             raise bad_request(
                 f"{param}.name is {tool.name[:80]!r}; it must be 1 to 64 letters, digits, '_' or '-'", f"{param}.name"
             )
         if tool.name in seen:
             raise bad_request(f"{param}.name is {tool.name!r}, as another tool's; rename one", f"{param}.name")
-        path = _schema_param(raw, index)
         if tool.schema.get("type", "object") != "object":
             raise bad_request(f"{path} must have the type 'object'", path)
         try:
@@ -124,14 +121,10 @@ def _check_list(raw: RawTools) -> None:
 def _check_schemas(raw: RawTools, named: str | None, *, is_required: bool) -> tuple[str, ...]:
     """Checks that required arguments can be enforced. Returns warnings for parts that cannot. Call it after sizes."""
     warnings: list[str] = []
-    for index, tool in enumerate(raw.tools):
-        path = _schema_param(raw, index)
+    for tool in raw.tools:
+        path = tool.schema_param
         if tool.is_strict or (is_required and named in (None, tool.name)):
             warnings += check_enforced(tool.schema, path, is_strict=tool.is_strict)
         if (tool.is_strict or is_required) and not takes_objects_only(tool.schema):
             raise bad_request(f"{path} takes more than objects, and arguments are one; give it the type 'object'", path)
     return tuple(warnings)
-
-
-def _schema_param(raw: RawTools, index: int) -> str:
-    return f"{raw.tools_param.format(index)}.{raw.parameters_param}"

@@ -51,9 +51,14 @@ def effort_options(effort: str, param: str) -> Mapping[str, Option]:
     Templates read the effort or a switch: Qwen, GLM and Gemma read `enable_thinking`, DeepSeek and Granite `thinking`.
     Any effort but "none" switches reasoning on.
     """
+    return {"reasoning_effort": check_effort(effort, param), **switch_options(effort != "none")}
+
+
+def check_effort(effort: str, param: str) -> str:
+    """Returns the effort. Raises ApiError unless it is one."""
     if effort not in EFFORTS:
         raise bad_request(f"{param} must be one of {', '.join(EFFORTS)}", param)
-    return {"reasoning_effort": effort, **switch_options(effort != "none")}
+    return effort
 
 
 def switch_options(is_on: bool) -> Mapping[str, Option]:

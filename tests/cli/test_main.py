@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from cyclopts.exceptions import CycloptsError
 
-from cli.models import CONFIGURATION, TOKENIZER, check_files, choose_served_name, fetch_tokenizer, locate_model
+from cli.models import (
+    CONFIGURATION,
+    TOKENIZER,
+    check_files,
+    choose_served_name,
+    choose_served_names,
+    fetch_tokenizer,
+    locate_model,
+)
 from cli.plan import build_flags, plan_gateway, plan_workers
 from cli.screen import build_snippets, reachable, render_log_line
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
@@ -180,10 +188,10 @@ def test_workers_get_what_is_theirs() -> None:
 
 
 def test_the_gateway_gets_the_public_side_and_no_key_on_its_command_line() -> None:
-    spec = plan_gateway(CONFIG, "name", ("a:1", "b:1"), ("c:1",), ("baton",))
+    spec = plan_gateway(CONFIG, ("name", "*"), ("a:1", "b:1"), ("c:1",), ("baton",))
     config = parse(*spec.command[1:])
     assert isinstance(config, GatewayConfig)
-    assert (config.host, config.port, config.served_name, config.max_queue) == ("0.0.0.0", 9, "name", 7)
+    assert (config.host, config.port, config.served_name, config.max_queue) == ("0.0.0.0", 9, ("name", "*"), 7)
     assert (config.ops_host, config.ops_port) == ("::1", 8)
     assert (config.prefill, config.decode, config.max_context_tokens) == (("a:1", "b:1"), ("c:1",), 99)
     assert (config.api_key, config.otlp_endpoint) == ((), "http://c:1")
@@ -194,7 +202,7 @@ def test_the_gateway_gets_the_public_side_and_no_key_on_its_command_line() -> No
     "config",
     [
         ServeConfig(port=0, grpc_port=0, cors_origins=("*", "http://a"), lease_s=7.5, require_transport=False),
-        ServeConfig(transport="shm", require_transport=True, served_name="a b", max_queue=1),
+        ServeConfig(transport="shm", require_transport=True, served_name=("a b", "*"), max_queue=1),
     ],
 )
 def test_flags_build_the_same_settings(config: ServeConfig) -> None:
@@ -217,6 +225,9 @@ def test_model_names(tmp_path: Path) -> None:
     assert choose_served_name("org/name") == locate_model("org/name") == "org/name"
     assert choose_served_name(str(tmp_path)) == tmp_path.name
     assert choose_served_name("/gone/away") == "away"
+    assert choose_served_names((), "demo") == ("baton-demo",)
+    assert choose_served_names(("*",), "demo") == ("baton-demo", "*")
+    assert choose_served_names(("*", "a", "b"), "demo") == ("a", "b", "*")
     assert fetch_tokenizer(str(tmp_path)) == str(tmp_path)
     with pytest.raises(ConfigError, match="set --model to a folder"):
         fetch_tokenizer(str(tmp_path / "none"))

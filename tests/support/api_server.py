@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +79,7 @@ def run_api(
     options: ApiOptions,
     write: Callable[[Path], Path] = write_byte_level,
     write_record: WriteRecord | None = None,
+    names: Sequence[str] = (SERVED,),
 ) -> Iterator[Served]:
     """Serve REST and gRPC on free loopback ports until the context ends. `write` writes the checkpoint's folder."""
     logging = structlog.get_config()
@@ -101,7 +102,7 @@ def run_api(
         await grpc_server.stop(0)
         served.offload.close()
 
-    served = build_served_model(ring, tokenizer, SERVED, options, registry, write_record)
+    served = build_served_model(ring, tokenizer, names, options, registry, write_record)
     http = uvicorn.Server(uvicorn.Config(build_app(served), log_level="warning"))
     thread = threading.Thread(target=lambda: uvloop.run(serve()), daemon=True)
     thread.start()

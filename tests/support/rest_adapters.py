@@ -201,6 +201,9 @@ class Responses(Rest):
             if item["type"] == "message":
                 choice.text += "".join(part["text"] for part in item["content"])
                 choice.logprobs += [token["logprob"] for part in item["content"] for token in part["logprobs"]]
+            elif item["type"] == "custom_tool_call":
+                arguments = json.dumps({"input": item["input"]})
+                choice.calls[len(choice.calls)] = Call(item["call_id"], item["name"], arguments)
             elif item["type"] == "reasoning":
                 choice.reasoning += "".join(part["text"] for part in item["content"])
             else:
@@ -218,6 +221,8 @@ class Responses(Rest):
                 outcome.choices[-1].text += event["delta"]
             case "reasoning_text.delta":
                 outcome.choices[-1].reasoning += event["delta"]
+            case "custom_tool_call_input.delta":
+                outcome.choices[-1].calls[event["output_index"]].arguments = json.dumps({"input": event["delta"]})
             case "function_call_arguments.delta":
                 outcome.choices[-1].calls[event["output_index"]].arguments += event["delta"]
             case "completed" | "incomplete" | "failed":

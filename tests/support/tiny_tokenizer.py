@@ -26,6 +26,7 @@ THINKING_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
     "{% elif opens_thinking %}<think>\n{% endif %}"
+    "{% if reasoning_effort == 'max' %}[max]{% endif %}"
     "{% endif %}"
 )
 SPECIAL = ["<|start|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
@@ -64,6 +65,16 @@ def write_thinking(folder: Path, *, has_control_markers: bool = False) -> Path:
     markers = ["<think>", "</think>"]
     _ = tokenizer.add_special_tokens(markers) if has_control_markers else tokenizer.add_tokens(markers)
     return _write(folder, tokenizer, {}, THINKING_TEMPLATE)
+
+
+def write_system_first(folder: Path) -> Path:
+    """The same whose template, like Qwen 3.5's, refuses the system's messages but for the first."""
+    tokenizer = Tokenizer.from_file(str(write_byte_level(folder) / "tokenizer.json"))
+    refuse = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('the system comes first') }}{% endif %}{% endfor %}"
+    )
+    return _write(folder, tokenizer, {}, refuse + CHAT_TEMPLATE)
 
 
 def write_sentencepiece(folder: Path) -> Path:

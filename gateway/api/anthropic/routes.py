@@ -25,7 +25,7 @@ def build_messages_router(served: ServedModel) -> APIRouter:
             served,
             request,
             body.raw(),
-            lambda totals: MessageWriter(served.name, totals),
+            MessageWriter,
             is_streamed=bool(body.stream),
         )
 

@@ -1,17 +1,17 @@
 """Request bodies of Anthropic's Messages API: names and types. gateway/request checks values. Must not know HTTP."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from gateway.api.http.body import (
     CACHE_SALT_FIELD,
     Body,
     FirstErrorOnly,
-    Ignored,
+    LeftOutTool,
     TextOr,
     Texts,
     any_value,
@@ -20,13 +20,15 @@ from gateway.api.http.body import (
     joined,
     only_null,
     sampling_field,
+    tool_type,
 )
 from gateway.errors import bad_request
+from gateway.request.left_out import Ignored, split_header
 from gateway.request.raw import AnswerForm, Chat, Prompt, RawRequest
 from gateway.request.rules import MAX_MESSAGES, MAX_STOP_STRINGS
-from gateway.tools.history import template_call
+from gateway.tools.history import Message, keep_reasoning, template_call
 from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools, Tool
-from gateway.tools.template_options import switch_options
+from gateway.tools.template_options import Option, check_effort, switch_options
 
 _BLOCK: Ignored = {
     **any_value("cache_control"),
@@ -112,6 +114,12 @@ _Block = Annotated[
     by_type(),
 ]
 _Blocks = Annotated[list[_Block], FirstErrorOnly()]
+_ROLES: Mapping[type[Body], str] = {  # block |-> the only role that can have it; text has every role
+    ThinkingBlock: "assistant",
+    RedactedThinkingBlock: "assistant",
+    ToolUseBlock: "assistant",
+    ToolResultBlock: "user",
+}
 
 
 class MessageParam(Body):
@@ -119,7 +127,7 @@ class MessageParam(Body):
 
     ignored = {}
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: TextOr[_Blocks]
 
     def plain(self, path: str) -> list[dict[str, Any]]:
@@ -132,21 +140,22 @@ class MessageParam(Body):
         results: list[dict[str, Any]] = []
         for index, block in enumerate(self.content):
             block_path = f"{path}.content[{index}]"
-            if isinstance(block, TextBlock):
-                texts.append(block.text)
-            elif isinstance(block, ThinkingBlock) and self.role == "assistant":
-                reasoning.append(block.thinking)
-            elif isinstance(block, ToolUseBlock) and self.role == "assistant":
-                calls.append(block.plain(block_path))
-            elif isinstance(block, ToolResultBlock) and self.role == "user":
-                if texts:
-                    raise bad_request(f"{block_path}: results of calls come before text", block_path)
-                results.append(block.plain())
-            elif not (isinstance(block, RedactedThinkingBlock) and self.role == "assistant"):
+            if _ROLES.get(type(block), self.role) != self.role:
                 raise bad_request(
                     f"{block_path}.type is {block.type!r}, which the role {self.role!r} cannot have",
                     f"{block_path}.type",
                 )
+            match block:
+                case TextBlock():
+                    texts.append(block.text)
+                case ThinkingBlock():
+                    reasoning.append(block.thinking)
+                case ToolUseBlock():
+                    calls.append(block.plain(block_path))
+                case ToolResultBlock():
+                    if texts:
+                        raise bad_request(f"{block_path}: results of calls come before text", block_path)
+                    results.append(block.plain())
         if results and not texts:
             return results
         said: dict[str, Any] = {"role": self.role, "content": "".join(texts)}
@@ -171,8 +180,15 @@ class MessagesTool(Body):
     input_schema: dict[str, Any] = Field(description="JSON schema of its arguments, an object.")
     strict: bool | None = Field(None, description="Arguments always fit `input_schema`.")
 
-    def tool(self) -> Tool:
-        return Tool(self.name, self.description, self.input_schema, bool(self.strict))
+    def tool(self, path: str) -> Tool:
+        """`path`: its field, for errors."""
+        return Tool(self.name, self.description, self.input_schema, bool(self.strict), path, f"{path}.input_schema")
+
+
+_Tool = Annotated[
+    Annotated[MessagesTool, Tag("~custom")] | Annotated[LeftOutTool, Tag("~left_out")],
+    tool_type("messages", "custom"),
+]
 
 
 class MessagesToolChoice(Body):
@@ -203,10 +219,11 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """What the answer must match."""
+    """What the answer must match, and how much work it is worth."""
 
-    ignored = {"effort": ("high",)}
+    ignored = {}
 
+    effort: str | None = Field(None, description="For templates that read reasoning_effort.")
     format: OutputFormat | None = None
 
 
@@ -215,8 +232,54 @@ class Thinking(Body):
 
     ignored = {"display": ("summarized",)}
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive"] = Field(description="adaptive: as the model does by itself.")
     budget_tokens: int | None = Field(None, description="Not enforced; max_tokens bounds reasoning and answer.")
+
+    def options(self) -> Mapping[str, Option]:
+        """Variables for the template."""
+        return {} if self.type == "adaptive" else switch_options(self.type == "enabled")
+
+
+class ThinkingTurns(Body):
+    """So many of the last messages that reason."""
+
+    type: Literal["thinking_turns"]
+    value: int = Field(ge=1)
+
+
+class ClearThinking(Body):
+    """Removes the reasoning of earlier messages."""
+
+    ignored = {}
+    types = ("clear_thinking_20251015",)
+    types_rule = "this service clears only reasoning, with clear_thinking_20251015"
+
+    type: Literal["clear_thinking_20251015"]
+    keep: (
+        Annotated[
+            Annotated[Literal["all"], Tag("~word")] | Annotated[ThinkingTurns, Tag("~turns")],
+            Discriminator(lambda value: "~word" if isinstance(value, str) else "~turns"),
+        ]
+        | None
+    ) = Field(None, description="By default the last message that reasons.")
+
+    def warnings(self, path: str = "") -> Iterator[str]:
+        if self.keep == "all":
+            yield f"{path.removesuffix('.')} clears nothing and has no effect here"
+
+    def apply(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages without the reasoning that is not kept."""
+        if self.keep == "all":
+            return messages
+        return keep_reasoning(messages, self.keep.value if self.keep else 1)
+
+
+class ContextManagement(Body):
+    """What is removed from a conversation before it is answered."""
+
+    ignored = {}
+
+    edits: Annotated[list[ClearThinking], FirstErrorOnly()] | None = None
 
 
 class CountTokensRequest(Body):
@@ -224,7 +287,7 @@ class CountTokensRequest(Body):
 
     ignored = {
         **any_value("cache_control", "metadata"),
-        **only_null("container", "context_management", "inference_geo", "user_profile_id"),
+        **only_null("container", "inference_geo", "user_profile_id"),
         "mcp_servers": ([],),
         "service_tier": ("auto", "standard_only"),
     }
@@ -232,41 +295,63 @@ class CountTokensRequest(Body):
     model: str
     messages: Annotated[list[MessageParam], FirstErrorOnly()] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: _TextOrBlocks | None = None
-    tools: Annotated[list[MessagesTool], FirstErrorOnly()] | None = Field(
-        None, json_schema_extra={"maxItems": MAX_TOOLS}
-    )
+    tools: Annotated[list[_Tool], FirstErrorOnly()] | None = Field(None, json_schema_extra={"maxItems": MAX_TOOLS})
     tool_choice: MessagesToolChoice | None = None
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None
+    context_management: ContextManagement | None = None
 
     def raw(self) -> RawRequest:
         """The request without its wire format. Raises ApiError."""
-        system = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
-        said = [plain for index, message in enumerate(self.messages) for plain in message.plain(f"messages[{index}]")]
+        blocks = self.system or []
+        texts = [blocks] if isinstance(blocks, str) else [block.text for block in blocks]
+        header, text = split_header(texts)
+        has_system = self.system is not None and (text or not header)
+        system = [{"role": "system", "content": text}] if has_system else []
+        said: Sequence[Message] = [
+            plain for index, message in enumerate(self.messages) for plain in message.plain(f"messages[{index}]")]
         results = [
             f"messages[{index}].content[{rank}].tool_use_id"
             for index, message in enumerate(self.messages)
             for rank, block in enumerate(message.content)
             if isinstance(block, ToolResultBlock)
         ]
-        is_thinking = None if self.thinking is None else self.thinking.type != "disabled"
+        for edit in (self.context_management and self.context_management.edits) or ():
+            said = edit.apply(said)
+        effort = self.output_config.effort if self.output_config else None
+        thinking = self.thinking.type if self.thinking else None
         chat = Chat(
             [*system, *said],
             results,
             "messages",
-            options={} if is_thinking is None else switch_options(is_thinking),
-            reasoning_param="thinking" if is_thinking else None,
+            options={
+                **(self.thinking.options() if self.thinking else {}),
+                **({"reasoning_effort": check_effort(effort, "output_config.effort")} if effort is not None else {}),
+            },
+            reasoning_param="thinking" if thinking == "enabled" else None,
+            wishes={
+                **({"thinking": ""} if thinking == "adaptive" else {}),
+                **({"output_config.effort": "reasoning_effort"} if effort is not None else {}),
+            },
+            header=header,
             is_open=said[-1]["role"] == "assistant",  # the answer continues it
         )
-        choice = self.tool_choice
-        tools = RawTools(
-            [tool.tool() for tool in self.tools or ()],
-            "tools[{}]",
-            "input_schema",
-            choice.choice() if choice else None,
-            False if choice and choice.disable_parallel_tool_use else None,
-        )
-        return RawRequest(self.model, [Prompt(chat, "messages")], "messages", tools=tools)
+        tools = RawTools(self._tools(), self._choice(), self._is_parallel)
+        prompt = Prompt(chat, "messages")
+        return RawRequest(self.model, [prompt], "messages", tools=tools, warnings=tuple(self.warnings()))
+
+    def _tools(self) -> list[Tool]:
+        given = enumerate(self.tools or ())
+        return [tool.tool(f"tools[{index}]") for index, tool in given if isinstance(tool, MessagesTool)]
+
+    def _choice(self) -> Choice | NamedChoice | None:
+        """None for "auto" where all tools are left out."""
+        choice = self.tool_choice.choice() if self.tool_choice else None
+        return None if choice == "auto" and self.tools and not self._tools() else choice
+
+    @property
+    def _is_parallel(self) -> bool | None:
+        return False if self.tool_choice and self.tool_choice.disable_parallel_tool_use else None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -285,6 +370,7 @@ class MessagesRequest(CountTokensRequest):
         return replace(
             super().raw(),
             max_tokens=self.max_tokens,
+            is_max_tokens_clamped=True,
             sampling=given_sampling(self),
             cache_salt=self.cache_salt or "",
             stop=self.stop_sequences or (),

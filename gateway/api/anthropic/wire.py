@@ -25,10 +25,10 @@ class MessageWriter:
     """Writes the answer to one request, which has one choice."""
 
     done = b""
+    ping = named_event("ping")
 
-    def __init__(self, model: str, totals: Totals) -> None:
+    def __init__(self, totals: Totals) -> None:
         self.id = f"msg_{secrets.token_hex(12)}"
-        self._model = model
         self._totals = totals
         self._reader = ItemReader()
         self._last = Piece("")
@@ -58,7 +58,7 @@ class MessageWriter:
     def _message(self) -> MessageBody:
         """The answer so far."""
         content = [_block(item, item.content) for item in self._reader.items]
-        return MessageBody(self.id, self._model, content, self._usage())
+        return MessageBody(self.id, self._totals.job.model, content, self._usage())
 
     def _usage(self) -> MessageUsage:
         totals = self._totals

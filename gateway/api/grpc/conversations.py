@@ -39,9 +39,9 @@ def raw_tools(request: "inference_pb2.ChatRequest | inference_pb2.TokenizeReques
     """Raises ApiError if the parameters of a tool are not a JSON object."""
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools)]
     if isinstance(request, inference_pb2.TokenizeRequest):
-        return RawTools(tools, "tools[{}]")
+        return RawTools(tools)
     is_parallel = request.parallel_tool_calls if request.HasField("parallel_tool_calls") else None
-    return RawTools(tools, "tools[{}]", choice=_choice(request.tool_choice), is_parallel=is_parallel)
+    return RawTools(tools, choice=_choice(request.tool_choice), is_parallel=is_parallel)
 
 
 def _choice(given: str) -> Choice | NamedChoice | None:
@@ -82,4 +82,4 @@ def _tool(given: inference_pb2.Tool, path: str) -> Tool:
         parameters = read_object(given.parameters) if given.parameters else None
     except ValueError as error:
         raise bad_request(f"{path}.parameters: {error}", f"{path}.parameters") from error
-    return Tool(given.name, given.description or None, parameters)
+    return Tool(given.name, given.description or None, parameters, False, path, f"{path}.parameters")

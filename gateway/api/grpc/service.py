@@ -88,8 +88,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """The models served."""
         async with _serving(context):
             check_known(request)
-        model = inference_pb2.Model(id=self._served.name, context_tokens=self._served.tokenizer.context_tokens)
-        return inference_pb2.ListModelsResponse(models=[model])
+        context_tokens = self._served.tokenizer.context_tokens
+        models = [inference_pb2.Model(id=name, context_tokens=context_tokens) for name in self._served.names.listed]
+        return inference_pb2.ListModelsResponse(models=models)
 
     async def _stream(
         self, context: Context, read: Callable[[], RawRequest], write: Callable[[AnswerMessages, int, Piece], Message]

@@ -3,18 +3,26 @@
 Union tags begin with "~", so that error paths can omit them. Must not know any API.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    PrivateAttr,
+    Tag,
+    ValidatorFunctionWrapHandler,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from gateway.errors import ApiError, bad_request
+from gateway.request.left_out import ANY, TOOLS, Ignored
 from gateway.request.rules import MAX_CACHE_SALT_CHARS
 from wire.sampling import ABOVE_LOWEST, CLIENT_RANGES, SCALARS
-
-ANY: Any = object()  # in `ignored`: every value has no effect
-Ignored = Mapping[str, tuple[object, ...]]
 
 _CODES = {"missing": "missing_field", "extra_forbidden": "unknown_field", "value_error": "invalid_value"}
 
@@ -23,24 +31,41 @@ class Body(BaseModel):
     """Part of a request. Values are not converted; unknown fields are refused.
 
     `ignored`: field |-> values, besides null, that are accepted without effect. Other values are refused, never dropped
-    silently. None: pydantic refuses unknown fields. `types`: supported values of `type`, if the API has more;
-    `types_rule`: the error message for the others.
+    silently. None: pydantic refuses unknown fields. `left_out`: the same, and `warnings` names them. `types`: supported
+    values of `type`, if the API has more; `types_rule`: the error message for the others.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
     ignored: ClassVar[Ignored | None] = None
+    left_out: ClassVar[Ignored] = {}
     types: ClassVar[Sequence[str]] = ()
     types_rule: ClassVar[str] = ""
 
-    @model_validator(mode="before")
+    _given_left_out: tuple[str, ...] = PrivateAttr(())
+
+    def warnings(self, path: str = "") -> Iterator[str]:
+        """What is left out of this body and of those in it; `path` is its own, with a dot behind it."""
+        for name in self._given_left_out:
+            yield f"{path}{name} has no effect here"
+        for name, value in self:
+            if isinstance(value, Body):
+                yield from value.warnings(f"{path}{name}.")
+            elif isinstance(value, list) and value and isinstance(value[0], Body):
+                for index, one in enumerate(value):
+                    yield from one.warnings(f"{path}{name}[{index}].")
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _drop_ignored(cls, given: Any) -> Any:
+    def _drop_ignored(cls, given: Any, build: ValidatorFunctionWrapHandler) -> Self:
         if not isinstance(given, dict):
-            return given
+            built: Self = build(given)
+            return built
         kind = given.get("type")
         if cls.types and isinstance(kind, str) and kind not in cls.types:
             raise _fault("unsupported_field", "type", f"{{path}} is {kind[:40]!r}; {cls.types_rule}")
-        return given if cls.ignored is None else cls._supported(given, cls.ignored)
+        built = build(given if cls.ignored is None else cls._supported(given, {**cls.ignored, **cls.left_out}))
+        built._given_left_out = tuple(name for name in cls.left_out if given.get(name) is not None)
+        return built
 
     @classmethod
     def _supported(cls, given: dict[str, Any], ignored: Ignored) -> dict[str, Any]:
@@ -55,6 +80,17 @@ class Body(BaseModel):
                 rule = f" other than as {' or '.join(map(repr, ignored[name]))}" if ignored[name] else ""
                 raise _fault("unsupported_field", name, f"'{{path}}' is not supported here{rule}; remove it")
         return kept
+
+
+class LeftOutTool(Body):
+    """A tool that the API's own service runs."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str
+
+    def warnings(self, path: str = "") -> Iterator[str]:
+        yield f"{path.removesuffix('.')} of the type {self.type[:40]!r} is left out: no tools run here"
 
 
 def _fault(code: str, field: str, rule: str) -> PydanticCustomError:
@@ -115,6 +151,20 @@ def by_type(default: str | None = None) -> Discriminator:
     def tag(value: object) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
         return f"~{default if kind is None else kind}"
+
+    return Discriminator(tag)
+
+
+def tool_type(api: str, *own: str) -> Discriminator:
+    """Discriminates tools by `type`: the tags are `~type` of `own`, or `~left_out`; the first of `own` has the rest."""
+
+    def tag(value: object) -> str:
+        if isinstance(value, LeftOutTool):
+            return "~left_out"
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        if isinstance(kind, str) and TOOLS[api].fullmatch(kind):
+            return "~left_out"
+        return f"~{kind}" if kind in own else f"~{own[0]}"
 
     return Discriminator(tag)
 

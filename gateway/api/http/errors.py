@@ -1,5 +1,6 @@
 """Errors as HTTP responses, in Anthropic's form under MESSAGES_PATH, else in OpenAI's. Must not know requests."""
 
+from dataclasses import replace
 from http import HTTPStatus
 
 import msgspec
@@ -14,6 +15,7 @@ from gateway.api.http.json_answer import Tagged
 from gateway.errors import ApiError
 
 MESSAGES_PATH = "/v1/messages"
+RESPONSES_PATH = "/v1/responses"
 _CLIENT_GONE = 499  # for access logs: the client is gone
 
 
@@ -66,8 +68,19 @@ def build_messages_error(error: ApiError) -> ErrorEvent:
     message = error.message
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
+    if error.overflow is not None:  # clients read the numbers to shorten their prompts
+        message = "prompt is too long: {} tokens > {} maximum; ".format(*error.overflow) + message
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return ErrorEvent(ErrorDetail(kind, message))
+
+
+def _in_words_of(path: str, error: ApiError) -> ErrorEnvelope | ErrorEvent:
+    """The error as the API at this path has it."""
+    if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
+        return build_messages_error(error)
+    if path == RESPONSES_PATH and error.overflow is not None:
+        error = replace(error, message=f"Your input exceeds the context window of this model: {error.message}")
+    return build_error(error)
 
 
 def error_response(error: ApiError, path: str, headers: dict[str, str] | None = None) -> Response:
@@ -77,9 +90,7 @@ def error_response(error: ApiError, path: str, headers: dict[str, str] | None = 
         headers["retry-after"] = str(error.retry_after_s)
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
-    is_messages = path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
-    body = msgspec.json.encode(build_messages_error(error) if is_messages else build_error(error))
-    return Response(body, error.status, headers, "application/json")
+    return Response(msgspec.json.encode(_in_words_of(path, error)), error.status, headers, "application/json")
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -19,7 +19,7 @@ _HEADERS = {
 def build_page_router() -> APIRouter:
     """Routes of the page, which calls the API like any other client."""
     router = APIRouter(include_in_schema=False)
-    router.add_api_route("/", _serve("index.html", "text/html; charset=utf-8"), methods=["GET"])
+    router.add_api_route("/", _serve("index.html", "text/html; charset=utf-8"), methods=["GET", "HEAD"])
     for name, media_type in _FILES.items():
         router.add_api_route(f"/page/{name}", _serve(name, media_type), methods=["GET"])
     return router

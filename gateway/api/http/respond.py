@@ -12,20 +12,20 @@ from gateway.answer.choices import Totals, begin, stream_choices
 from gateway.api.access import unique_id, warning_headers
 from gateway.api.http.disconnect import until_disconnect
 from gateway.api.http.json_answer import json_response
-from gateway.api.http.sse import EventStream, StreamEnd
+from gateway.api.http.sse import PING_S, Batches, EventStream, StreamFrame
 from gateway.request.prepare import ServedModel
 from gateway.request.raw import RawRequest
 
 Pieces = AsyncGenerator[tuple[int, Piece], None]
 
 
-class Writer(StreamEnd, Protocol):
+HOLD_S = 0.2  # a request that is refused at once gets a status; all others see their stream begin
+
+
+class Writer(StreamFrame, Protocol):
     """Writes the answer to one request, either as a stream or as a whole."""
 
     id: str  # of the answer
-
-    def begin(self) -> list[bytes]:
-        """Events to send with those of the first piece."""
 
     def events(self, index: int, piece: Piece) -> list[bytes]:
         """Events for a piece of a choice."""
@@ -47,22 +47,23 @@ async def respond(
     if totals.record is not None:
         totals.record.attributes["gen_ai.response.id"] = writer.id
     if is_streamed:
-        response: Response = EventStream(_stream(writer, pieces), writer)
+        has_grammar = any(generation.grammar for generation in totals.job.generations)
+        hold_s = PING_S if has_grammar else HOLD_S  # the decode worker may refuse a grammar
+        response: Response = EventStream(
+            _stream(writer, pieces), writer, hold_s, lambda: served.ring.check_ready() is None
+        )
     else:
         response = json_response(await until_disconnect(request.receive, _whole(writer, pieces)))
     response.headers.update(warning_headers(totals.job.warnings))
     return response
 
 
-async def _stream(writer: Writer, pieces: Pieces) -> AsyncGenerator[list[bytes], None]:
+async def _stream(writer: Writer, pieces: Pieces) -> Batches:
     """Yields batches of events to send together. Closing this iterator closes `pieces`."""
-    batch = writer.begin()
     async with aclosing(pieces):
         async for index, piece in pieces:
-            batch += writer.events(index, piece)
-            if batch:
+            if batch := writer.events(index, piece):
                 yield batch
-            batch = []
 
 
 async def _whole(writer: Writer, pieces: Pieces) -> bytes:

@@ -1,7 +1,8 @@
-"""Server-sent events: how a stream starts, fails and ends over HTTP. Must not know what the events mean."""
+"""Server-sent events: how a stream starts, waits, fails and ends over HTTP. Must not know what the events mean."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
 import structlog
@@ -16,11 +17,20 @@ from gateway.errors import ApiError
 
 _log = structlog.get_logger()
 
+PING_S = 10.0  # proxies and clients give up connections that are silent for 30 s or more
+COMMENT_PING = b": ping\n\n"
 
-class StreamEnd(Protocol):
-    """How an API ends its streams."""
+Batches = AsyncGenerator[list[bytes], None]
+
+
+class StreamFrame(Protocol):
+    """How an API begins and ends its streams."""
 
     done: bytes  # after the last event of a complete stream
+    ping: bytes  # says nothing; while the first batch is not there
+
+    def begin(self) -> list[bytes]:
+        """Events that need no answer yet."""
 
     def failure(self, error: ApiError) -> bytes:
         """Events that end a stream after an error."""
@@ -37,19 +47,22 @@ def named_event(kind: str, **fields: object) -> bytes:
 
 
 class EventStream(Response):
-    """Sends each batch of events as it arrives.
+    """Begins without waiting for the first batch of events, then sends each batch as it arrives.
 
-    An error before the first batch becomes an ordinary error response; `end` writes a later one. The iterator of
-    batches is always closed, also when the client leaves or is cut off because it stopped reading (connection.py).
+    An error within `hold_s`, or while `can_serve` is false, becomes an ordinary error response; the frame writes a
+    later one. The iterator of batches is always closed, also when the client leaves or is cut off because it stopped
+    reading (connection.py).
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, batches: AsyncGenerator[list[bytes], None], end: StreamEnd) -> None:
+    def __init__(self, batches: Batches, frame: StreamFrame, hold_s: float, can_serve: Callable[[], bool]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._batches = batches
-        self._end = end
+        self._frame = frame
+        self._hold_s = hold_s
+        self._can_serve = can_serve
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -58,30 +71,57 @@ class EventStream(Response):
             return
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._batches):
-            try:
-                first = await anext(self._batches)
-            except ApiError as error:
-                await error_response(error, scope["path"])(scope, receive, send)
-                return
+        begun = b"".join(self._frame.begin())  # before the first batch is written
+        async with aclosing(self._batches), _first_of(self._batches) as first:
+            if await self._is_there(first):
+                try:
+                    first.result()
+                except ApiError as error:
+                    await error_response(error, scope["path"])(scope, receive, send)
+                    return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send(_body(b"".join(first)))
-            await send(_body(await self._send_rest(send), is_last=True))
+            await send(_body(begun))
+            await send(_body(await self._send_rest(first, send), is_last=True))
 
-    async def _send_rest(self, send: Send) -> bytes:
+    async def _is_there(self, first: asyncio.Task[list[bytes]]) -> bool:
+        """Whether the first batch, or an error in its place, came while the status could wait for it."""
+        await asyncio.wait({first}, timeout=self._hold_s)
+        while not (first.done() or self._can_serve()):
+            await asyncio.wait({first}, timeout=PING_S)
+        return first.done()
+
+    async def _send_rest(self, first: asyncio.Task[list[bytes]], send: Send) -> bytes:
         """Returns the bytes that end the stream."""
         try:
+            while not (await asyncio.wait({first}, timeout=PING_S))[0]:
+                await send(_body(self._frame.ping))
+            await send(_body(b"".join(first.result())))
             async for batch in self._batches:
                 await send(_body(b"".join(batch)))
         except ApiError as error:
-            return self._end.failure(error)
+            return self._frame.failure(error)
         except OSError:
             raise
         except Exception:
             _log.exception("answer failed")
             bug = ApiError(500, "the answer failed inside the service; its log says why", None, "internal_error")
-            return self._end.failure(bug)
-        return self._end.done
+            return self._frame.failure(bug)
+        return self._frame.done
+
+
+@asynccontextmanager
+async def _first_of(batches: Batches) -> AsyncIterator[asyncio.Task[list[bytes]]]:
+    """A task that gets the first batch; it is over when the block ends."""
+
+    async def get() -> list[bytes]:
+        return await anext(batches)
+
+    task = asyncio.create_task(get())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
 
 
 def _body(data: bytes, is_last: bool = False) -> Message:

@@ -94,16 +94,16 @@ class ChatWriter(_Writer[ChatLogprobs]):
 
     def __init__(self, index: int, prompt: EncodedPrompt, extras: Extras) -> None:
         super().__init__(index, prompt, extras)
-        self._has_role = False
         self._reasoning: list[str] = []
         self._calls: list[Call] = []
         self._collector = CallCollector()
 
+    def begin(self) -> list[Choice]:
+        """The chunk with the role."""
+        return [ChunkChoice(self._index, Delta(role="assistant", content=""))]
+
     def chunks(self, piece: Piece) -> list[Choice]:
         chunks: list[Choice] = []
-        if not self._has_role:
-            self._has_role = True
-            chunks.append(ChunkChoice(self._index, Delta(role="assistant", content="")))
         if self._says_more(piece):
             delta = Delta(content=piece.text) if piece.text or not piece.reasoning else Delta()
             delta.reasoning_content = piece.reasoning or UNSET
@@ -140,6 +140,10 @@ class TextWriter(_Writer[TextLogprobs]):
         super().__init__(index, prompt, extras)
         self._has_begun = False
         self._prompt_logprobs: list[Raw] = []
+
+    def begin(self) -> list[Choice]:
+        """Nothing is known before the first text."""
+        return []
 
     def chunks(self, piece: Piece) -> list[Choice]:
         chunks: list[Choice] = []

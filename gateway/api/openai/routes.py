@@ -14,7 +14,7 @@ from gateway.api.openai.choices import ChatWriter, ChoiceWriter, Extras, TextWri
 from gateway.api.openai.count_types import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from gateway.api.openai.types import ChatCompletionRequest, CompletionRequest
 from gateway.api.openai.wire import AnswerWriter
-from gateway.errors import bad_request, model_not_found
+from gateway.errors import bad_request
 from gateway.request.counting import detokenize, tokenize
 from gateway.request.prepare import ServedModel
 
@@ -34,15 +34,13 @@ def build_openai_router(served: ServedModel) -> APIRouter:
 
     @router.get("/models")
     async def list_models() -> Response:
-        """The models served."""
-        return json_response(ModelList([_card(served)]))
+        """The names of the model served."""
+        return json_response(ModelList([_card(served, name) for name in served.names.listed]))
 
     @router.get("/models/{model_id:path}")
     async def get_model(model_id: str) -> Response:
-        """One model, if it is served."""
-        if model_id != served.name:
-            raise model_not_found(model_id[:200], served.name)
-        return json_response(_card(served))
+        """The model, if it is served under this name."""
+        return json_response(_card(served, served.names.check(model_id)))
 
     return router
 
@@ -81,10 +79,10 @@ async def _respond(
     extras = Extras(served.tokenizer.token_bytes, raw.num_logprobs is not None, raw.with_timing, raw.with_token_ids)
 
     def new_writer(totals: Totals) -> AnswerWriter:
-        return AnswerWriter(kind, served.name, totals, extras, body.streamed_usage)
+        return AnswerWriter(kind, totals, extras, body.streamed_usage)
 
     return await respond(served, request, raw, new_writer, is_streamed=bool(body.stream))
 
 
-def _card(served: ServedModel) -> ModelCard:
-    return ModelCard(served.name, served.created_s, served.tokenizer.context_tokens, served.name)
+def _card(served: ServedModel, name: str) -> ModelCard:
+    return ModelCard(name, served.created_s, served.tokenizer.context_tokens, served.names.listed[0])

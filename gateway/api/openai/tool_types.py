@@ -41,9 +41,12 @@ class ToolDefinition(Body):
     type: Literal["function"]
     function: FunctionDefinition
 
-    def tool(self) -> Tool:
-        function = self.function
-        return Tool(function.name, function.description, function.parameters, bool(function.strict))
+    def tool(self, path: str) -> Tool:
+        """`path`: its field, for errors."""
+        function, path = self.function, f"{path}.function"
+        return Tool(
+            function.name, function.description, function.parameters, bool(function.strict), path, f"{path}.parameters"
+        )
 
 
 class FunctionName(Body):
@@ -93,7 +96,7 @@ def raw_tools(
 ) -> RawTools:
     """A request's tools without their wire format."""
     return RawTools(
-        [item.tool() for item in tools or ()],
+        [item.tool(f"tools[{index}]") for index, item in enumerate(tools or ())],
         choice=NamedChoice(choice.function.name, _NAME) if isinstance(choice, NamedToolChoice) else choice,
         is_parallel=is_parallel,
     )

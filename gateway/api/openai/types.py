@@ -11,7 +11,6 @@ from gateway.api.http.body import (
     Body,
     FirstErrorOnly,
     Ids,
-    Ignored,
     TextOr,
     Texts,
     any_value,
@@ -23,6 +22,7 @@ from gateway.api.http.body import (
 from gateway.api.openai.forms import ResponseFormat, StructuredOutputs, pick_form
 from gateway.api.openai.tool_types import TOOLS_FIELD, MessageToolCalls, ToolChoice, Tools, raw_tools
 from gateway.errors import bad_request
+from gateway.request.left_out import FIELDS, Ignored
 from gateway.request.raw import Chat, Prompt, RawRequest
 from gateway.request.rules import MAX_CHOICES, MAX_MESSAGES, MAX_STOP_STRINGS
 from gateway.request.sampling import MAX_BIAS, MAX_BIASED_TOKENS
@@ -110,7 +110,7 @@ class TemplateFields(Body):
     def options(self) -> dict[str, Option]:
         """Variables for the template; the client's own override those of the effort. Raises ApiError."""
         given = check_options(self.chat_template_kwargs or {}, "chat_template_kwargs")
-        effort = effort_options(self.reasoning_effort, "reasoning_effort") if self.reasoning_effort else {}
+        effort = {} if self.reasoning_effort is None else effort_options(self.reasoning_effort, "reasoning_effort")
         return {**effort, **given}
 
 
@@ -121,7 +121,7 @@ def chat_prompt(messages: Sequence[Message], options: TemplateFields) -> Prompt:
         [message.plain() for message in messages],
         results,
         options=options.options(),
-        reasoning_param="reasoning_effort" if options.reasoning_effort not in (None, "none") else None,
+        wishes={"reasoning_effort": ""} if options.reasoning_effort not in (None, "none") else {},
         add_generation_prompt=options.add_generation_prompt is not False,
         is_open=bool(options.continue_final_message),
     )
@@ -143,7 +143,7 @@ class StreamOptions(Body):
 
 
 _IGNORED: Ignored = {
-    **any_value("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    **any_value("user", "metadata", "safety_identifier"),
     "best_of": (1,),
     "priority": (0,),
     "suffix": ("",),
@@ -212,6 +212,7 @@ class _GenerationBody(Body):
             "with_token_ids": bool(self.return_token_ids),
             "num_prompt_logprobs": self.prompt_logprobs,
             "cache_salt": self.cache_salt or "",
+            "warnings": tuple(self.warnings()),
         }
 
 
@@ -220,7 +221,6 @@ class ChatCompletionRequest(_GenerationBody, TemplateFields):
 
     ignored = {
         **_IGNORED,
-        **any_value("prompt_cache_options"),
         **only_null("audio", "prediction", "web_search_options", "moderation"),
         "echo": (False,),
         "functions": ([],),
@@ -228,6 +228,7 @@ class ChatCompletionRequest(_GenerationBody, TemplateFields):
         "modalities": (["text"],),
         "verbosity": ("medium",),
     }
+    left_out = FIELDS["chat"]
 
     messages: Annotated[list[Message], FirstErrorOnly()] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
@@ -262,6 +263,7 @@ class CompletionRequest(_GenerationBody):
     """Body of POST /v1/completions."""
 
     ignored = _IGNORED
+    left_out = FIELDS["completions"]
 
     prompt: Annotated[
         Annotated[str, Tag("~one")]

@@ -11,7 +11,7 @@ from gateway.answer.choice_text import Piece
 from gateway.answer.choices import Totals
 from gateway.api.http.errors import build_error
 from gateway.api.http.json_answer import encode
-from gateway.api.http.sse import data_event
+from gateway.api.http.sse import COMMENT_PING, data_event
 from gateway.api.openai.answers import Choice, Envelope, ObjectKind, Usage, usage_of
 from gateway.api.openai.choices import ChatWriter, ChoiceWriter, Extras
 from gateway.api.openai.logprobs import prompt_logprob
@@ -23,14 +23,12 @@ class AnswerWriter:
     """Writes the answer to one request, as a stream of chunks or as a whole."""
 
     done = b"data: [DONE]\n\n"
+    ping = COMMENT_PING
 
-    def __init__(
-        self, kind: type[ChoiceWriter], model: str, totals: Totals, extras: Extras, streamed_usage: StreamedUsage
-    ) -> None:
+    def __init__(self, kind: type[ChoiceWriter], totals: Totals, extras: Extras, streamed_usage: StreamedUsage) -> None:
         self._kind = kind
         self.id = f"{kind.id_prefix}-{secrets.token_hex(12)}"
         self._created_s = int(time.time())
-        self._model = model
         self._streamed_usage = streamed_usage
         job = totals.job
         self._choices = [
@@ -42,7 +40,7 @@ class AnswerWriter:
         self._prompt_logprobs: list[Raw] = []  # of a chat
 
     def begin(self) -> list[bytes]:
-        return []
+        return [self._chunk([first]) for choice in self._choices for first in choice.begin()]
 
     def events(self, index: int, piece: Piece) -> list[bytes]:
         chunks = [self._chunk([choice]) for choice in self._choices[index].chunks(piece)]
@@ -74,7 +72,7 @@ class AnswerWriter:
         return data_event(encode(self._envelope(self._kind.chunk_kind, choices, usage)))
 
     def _envelope(self, kind: ObjectKind, choices: Sequence[Choice | Raw], usage: Usage | UnsetType | None) -> Envelope:
-        envelope = Envelope(self.id, kind, self._created_s, self._model, choices, usage)
+        envelope = Envelope(self.id, kind, self._created_s, self._totals.job.model, choices, usage)
         if self._kind is ChatWriter and not self._has_begun:
             envelope.prompt_token_ids = self._extras.token_ids(self._totals.job.prompts[0].ids)
         self._has_begun = True

@@ -25,7 +25,7 @@ def build_responses_router(served: ServedModel) -> APIRouter:
             request,
             body.raw(),
             lambda totals: ResponseWriter(
-                served.name, totals, asked_of(body, totals.job), served.tokenizer.token_bytes
+                totals, asked_of(body, totals.job), body.called(), served.tokenizer.token_bytes
             ),
             is_streamed=bool(body.stream),
         )

@@ -1,16 +1,16 @@
 """Request bodies of OpenAI's Responses API: names and types. gateway/request checks values. Must not know HTTP."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
 from gateway.api.http.body import (
-    ANY,
     CACHE_SALT_FIELD,
     Body,
     FirstErrorOnly,
-    Ignored,
+    LeftOutTool,
     TextOr,
     Texts,
     any_value,
@@ -22,11 +22,22 @@ from gateway.api.http.body import (
 )
 from gateway.api.openai.forms import STRICT
 from gateway.api.openai.tool_types import ArgumentsText, ChoiceOr
+from gateway.api.responses.tool_types import (
+    CalledByName,
+    CustomTool,
+    FunctionChoice,
+    FunctionTool,
+    NamespaceTool,
+    ResponsesTool,
+    custom_arguments,
+    flat_name,
+)
 from gateway.errors import bad_request
+from gateway.request.left_out import ANY, FIELDS, Ignored
 from gateway.request.raw import AnswerForm, Chat, Prompt, RawRequest
 from gateway.request.rules import MAX_MESSAGES
 from gateway.tools.history import template_call
-from gateway.tools.request import MAX_TOOLS, NamedChoice, RawTools, Tool
+from gateway.tools.request import MAX_TOOLS, NamedChoice, RawTools
 from gateway.tools.template_options import effort_options
 from runtime.peer_input import MAX_LOGPROBS
 
@@ -69,17 +80,44 @@ class FunctionCallItem(Body):
     type: Literal["function_call"]
     call_id: str = Field(min_length=1)
     name: str = Field(min_length=1)
+    namespace: str | None = None
     arguments: ArgumentsText = Field(description="A JSON object as text.")
 
 
-class FunctionCallOutput(Body):
-    """The result of a call."""
+class CustomCallItem(Body):
+    """A call of a custom tool in an earlier answer."""
 
     ignored = _ITEM
 
-    type: Literal["function_call_output"]
+    type: Literal["custom_tool_call"]
+    call_id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    namespace: str | None = None
+    input: str
+
+    @property
+    def arguments(self) -> str:
+        """Those of the function that the model sees."""
+        return custom_arguments(self.input)
+
+
+class _CallOutput(Body):
+    ignored = _ITEM
+
     call_id: str
     output: _TextOrParts
+
+
+class FunctionCallOutput(_CallOutput):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+
+
+class CustomCallOutput(_CallOutput):
+    """The result of a custom tool's call."""
+
+    type: Literal["custom_tool_call_output"]
 
 
 class ReasoningPart(Body):
@@ -103,35 +141,12 @@ _Item = Annotated[
     Annotated[InputMessage, Tag("~message")]
     | Annotated[FunctionCallItem, Tag("~function_call")]
     | Annotated[FunctionCallOutput, Tag("~function_call_output")]
+    | Annotated[CustomCallItem, Tag("~custom_tool_call")]
+    | Annotated[CustomCallOutput, Tag("~custom_tool_call_output")]
     | Annotated[ReasoningItem, Tag("~reasoning")],
     by_type(default="message"),
 ]
 _Items = Annotated[list[_Item], FirstErrorOnly(), Field(min_length=1, max_length=MAX_MESSAGES)]
-
-
-class FunctionTool(Body):
-    """A function that an answer may call."""
-
-    ignored = {"allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,), "output_schema": ()}
-    types, types_rule = ("function",), "only tools of the type function are supported, which the client runs"
-
-    type: Literal["function"]
-    name: str = Field(json_schema_extra={"pattern": "^[a-zA-Z0-9_-]{1,64}$"})
-    description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments, an object.")
-    strict: bool | None = Field(None, description="Arguments always fit `parameters`, also where the model is free.")
-
-    def tool(self) -> Tool:
-        return Tool(self.name, self.description, self.parameters, bool(self.strict))
-
-
-class FunctionChoice(Body):
-    """The function that must be called."""
-
-    ignored = {}
-
-    type: Literal["function"]
-    name: str
 
 
 class TextFormat(Body):
@@ -188,7 +203,7 @@ class CountInputRequest(Body):
     instructions: str | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    tools: Annotated[list[FunctionTool], FirstErrorOnly()] | None = Field(
+    tools: Annotated[list[ResponsesTool], FirstErrorOnly()] | None = Field(
         None, json_schema_extra={"maxItems": MAX_TOOLS}
     )
     tool_choice: ChoiceOr[FunctionChoice] | None = None
@@ -197,19 +212,28 @@ class CountInputRequest(Body):
     def raw(self) -> RawRequest:
         """The request without its wire format. Raises ApiError."""
         items = () if isinstance(self.input, str) else self.input
-        results = [f"input[{at}].call_id" for at, item in enumerate(items) if isinstance(item, FunctionCallOutput)]
+        results = [f"input[{at}].call_id" for at, item in enumerate(items) if isinstance(item, _CallOutput)]
         effort = self.reasoning.effort if self.reasoning else None
         options = {} if effort is None else effort_options(effort, "reasoning.effort")
-        asks = "reasoning.effort" if effort not in (None, "none") else None
+        wishes = {} if effort in (None, "none") else {"reasoning.effort": ""}
         choice = None if self.tool_choice == "auto" else self.tool_choice  # clients send it without tools, too
         tools = RawTools(
-            [tool.tool() for tool in self.tools or ()],
-            "tools[{}]",
+            [one for index, tool in self._own_tools() for one in tool.tools(f"tools[{index}]")],
             choice=NamedChoice(choice.name, "tool_choice.name") if isinstance(choice, FunctionChoice) else choice,
             is_parallel=self.parallel_tool_calls,
         )
-        chat = Chat(self._messages(), results, "input", options, asks)
-        return RawRequest(self.model, [Prompt(chat, "input")], "input", tools=tools)
+        chat = Chat(self._messages(), results, "input", options, wishes=wishes)
+        prompt = Prompt(chat, "input")
+        return RawRequest(self.model, [prompt], "input", tools=tools, warnings=tuple(self.warnings()))
+
+    def called(self) -> CalledByName:
+        """Tools that the model knows under another name or form."""
+        return {name: called for _, tool in self._own_tools() for name, called in tool.called().items()}
+
+    def _own_tools(self) -> Iterator[tuple[int, FunctionTool | CustomTool | NamespaceTool]]:
+        for index, tool in enumerate(self.tools or ()):
+            if not isinstance(tool, LeftOutTool):
+                yield index, tool
 
     def _messages(self) -> list[dict[str, Any]]:
         """As chat templates take them: calls and reasoning belong to an assistant's message."""
@@ -223,7 +247,7 @@ class CountInputRequest(Body):
             if isinstance(item, InputMessage):
                 said = {"role": item.role, "content": joined(item.content)}
                 messages.append(said | reasoning if item.role == "assistant" else said)
-            elif isinstance(item, FunctionCallOutput):
+            elif isinstance(item, _CallOutput):
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
             elif isinstance(item, ReasoningItem):
                 reasoning = {"reasoning_content": "".join(part.text for part in item.content or item.summary or ())}
@@ -232,7 +256,7 @@ class CountInputRequest(Body):
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": "", **reasoning})
                 calls = messages[-1].setdefault("tool_calls", [])
-                calls.append(template_call(item.call_id, item.name, item.arguments))
+                calls.append(template_call(item.call_id, flat_name(item.name, item.namespace), item.arguments))
             reasoning = {}
         return messages
 
@@ -242,13 +266,14 @@ class ResponsesRequest(CountInputRequest):
 
     ignored = {
         **CountInputRequest.ignored,
-        **any_value("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"),
+        **any_value("safety_identifier", "user"),
         **only_null("context_management", "image", "max_tool_calls", "moderation", "prompt"),
         "background": (False,),
         "service_tier": ("auto", "default"),
         "store": (False,),
         "stream_options": ({}, {"include_obfuscation": False}),
     }
+    left_out = FIELDS["responses"]
 
     max_output_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
     temperature: float | None = sampling_field("temperature")

@@ -3,16 +3,18 @@
 import secrets
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
-from msgspec import Raw
+from msgspec import UNSET, Raw
 
 from gateway.answer.choice_text import Piece, ShownToken
 from gateway.answer.choices import Totals
 from gateway.answer.output_items import Begun, Ended, Grown, Item, ItemEvent, ItemReader
+from gateway.api.http.body import Body
 from gateway.api.http.errors import build_error
 from gateway.api.http.json_answer import encode
-from gateway.api.http.sse import named_event
+from gateway.api.http.sse import COMMENT_PING, named_event
 from gateway.api.openai.logprobs import ChatLogprobs, TokenBytes
 from gateway.api.responses.answers import (
     Asked,
@@ -21,6 +23,7 @@ from gateway.api.responses.answers import (
     InputDetails,
     ItemStatus,
     OutputCall,
+    OutputCustomCall,
     OutputDetails,
     OutputItem,
     OutputMessage,
@@ -31,9 +34,11 @@ from gateway.api.responses.answers import (
     ResponseUsage,
     Status,
 )
+from gateway.api.responses.tool_types import Called, CalledByName, FunctionTool, custom_input
 from gateway.api.responses.types import ResponsesRequest
 from gateway.errors import ApiError
 from gateway.request.job import Job
+from gateway.tools.parse import CallBegin
 
 _ID_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _GROWN = {
@@ -56,21 +61,29 @@ def asked_of(request: ResponsesRequest, job: Job) -> Asked:
         temperature=sampling.temperature,
         text={"format": {"type": "text"}} | text,
         tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
-        tools=[{**tool.model_dump(), "strict": bool(tool.strict)} for tool in request.tools or ()],
+        tools=[_told(tool) for tool in request.tools or ()],
         top_p=sampling.top_p,
     )
+
+
+def _told(tool: Body) -> dict[str, Any]:
+    if isinstance(tool, FunctionTool):
+        return {**tool.model_dump(), "strict": bool(tool.strict)}
+    return tool.model_dump(by_alias=True, exclude_none=True)
 
 
 class ResponseWriter:
     """Writes the answer to one request, which has one choice. A failed answer contains the items before the error."""
 
     done = b""
+    ping = COMMENT_PING
 
-    def __init__(self, model: str, totals: Totals, asked: Asked, token_bytes: TokenBytes) -> None:
+    def __init__(self, totals: Totals, asked: Asked, called: CalledByName, token_bytes: TokenBytes) -> None:
+        """`called`: tools that the model knows under other names."""
         self.id = f"resp_{secrets.token_hex(24)}"
         self._created_s = int(time.time())
-        self._model = model
         self._asked = asked
+        self._called = called
         self._totals = totals
         self._token_bytes = token_bytes
         self._reader = ItemReader()
@@ -111,7 +124,8 @@ class ResponseWriter:
         events = self._reader.read(piece)
         for event in events:
             if isinstance(event, Begun):
-                self._item_ids.append(f"{_ID_PREFIXES[event.item.kind]}_{secrets.token_hex(24)}")
+                prefix = "ctc" if self._is_custom(event.item) else _ID_PREFIXES[event.item.kind]
+                self._item_ids.append(f"{prefix}_{secrets.token_hex(24)}")
             elif isinstance(event, Ended):
                 is_cut_off = piece.finish_reason == "length" and event is events[-1]
                 self._statuses.append("incomplete" if is_cut_off else "completed")
@@ -129,6 +143,8 @@ class ResponseWriter:
                 part = _part(item.kind, "")
                 begin = "response.content_part.added"
                 return [added] if part is None else [added, self._event(begin, **part_place, part=part)]
+            case Grown() if self._is_custom(item):  # a text is read from whole arguments
+                return []
             case Grown():
                 logprobs = {"logprobs": self._logprobs(event.tokens)} if item.kind == "text" else {}
                 return [self._event(f"{_GROWN[item.kind]}.delta", **part_place, delta=event.text, **logprobs)]
@@ -136,8 +152,15 @@ class ResponseWriter:
 
     def _done_events(self, item: Item, place: dict[str, object]) -> list[bytes]:
         content = item.content
-        if item.call is not None:
-            done = [self._event(f"{_GROWN[item.kind]}.done", **place, name=item.call.name, arguments=content)]
+        if self._is_custom(item):
+            kind, text = "response.custom_tool_call_input", custom_input(content)
+            done = [self._event(f"{kind}.delta", **place, delta=text), self._event(f"{kind}.done", **place, input=text)]
+        elif item.call is not None:
+            done = [
+                self._event(
+                    f"{_GROWN[item.kind]}.done", **place, name=self._called_by(item.call).name, arguments=content
+                )
+            ]
         else:
             logprobs = {"logprobs": self._logprobs(item.tokens)} if item.kind == "text" else {}
             part = _part(item.kind, content, self._logprobs(item.tokens))
@@ -157,11 +180,21 @@ class ResponseWriter:
         if is_new:
             status = "in_progress"
         if item.call is not None:
-            return OutputCall(item_id, status, item.call.id, item.call.name, "" if is_new else item.content)
+            called, content = self._called_by(item.call), "" if is_new else item.content
+            if called.is_custom:
+                content = custom_input(content)
+            kind = OutputCustomCall if called.is_custom else OutputCall
+            return kind(item_id, status, item.call.id, called.name, content, called.namespace or UNSET)
         if item.kind == "reasoning":
             return OutputReasoning(item_id, status, [] if is_new else [ReasoningText(item.content)])
         text = OutputText(item.content, logprobs=self._logprobs(item.tokens))
         return OutputMessage(item_id, status, [] if is_new else [text])
+
+    def _called_by(self, call: CallBegin) -> Called:
+        return self._called.get(call.name) or Called(call.name)
+
+    def _is_custom(self, item: Item) -> bool:
+        return item.call is not None and self._called_by(item.call).is_custom
 
     def _status(self, item: Item) -> ItemStatus:
         return self._statuses[item.index] if item.index < len(self._statuses) else "incomplete"
@@ -175,7 +208,7 @@ class ResponseWriter:
         return ResponseBody(
             id=self.id,
             created_at=self._created_s,
-            model=self._model,
+            model=self._totals.job.model,
             status=status,
             output=[self._item(item) for item in self._reader.items],
             **msgspec.structs.asdict(self._asked),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.api_server import ANSWER, FULL, PLAIN, Served, run_api
-from tests.support.tiny_tokenizer import write_sentencepiece, write_thinking
+from tests.support.tiny_tokenizer import write_sentencepiece, write_system_first, write_thinking
 
 
 @pytest.fixture(scope="package")
@@ -30,6 +30,13 @@ def sentence(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="package")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with run_api(tmp_path_factory.mktemp("thinking"), FULL, write_thinking) as running:
+        running.http.headers.update(dict(running.metadata))
+        yield running
+
+
+@pytest.fixture(scope="package")
+def system_first(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with run_api(tmp_path_factory.mktemp("system_first"), FULL, write_system_first) as running:
         running.http.headers.update(dict(running.metadata))
         yield running
 

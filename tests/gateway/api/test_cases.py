@@ -93,6 +93,12 @@ PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 INPUT_PARTS = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
 THREE: dict[str, Any] = {"speculation": "ngram", "max_draft_tokens": 4, "min_tokens": 3, "max_tokens": 20}
 
+THOUGHT_BLOCKS: list[Any] = [*HELLO, {"role": "assistant", "content": [
+    {"type": "thinking", "thinking": "Greet.", "signature": ""}, {"type": "text", "text": "hi"}]}]
+SKY = {"type": "namespace", "name": "sky", "tools": [{"type": "function", "name": "weather"}]}
+SKY_SHOWN = '{"name": "sky__weather", "parameters": {"type": "object", "properties": {}}}'
+CUSTOM = {"type": "custom", "name": "now", "format": {"type": "grammar", "syntax": "lark", "definition": "start: A"}}
+
 # fmt: off
 CASES = [
     Case("text", prompt=None, sent={"grammar": None, "num_logprobs": None, "num_prompt_logprobs": None}),
@@ -205,6 +211,39 @@ CASES = [
     Case("a last message is gone on with",
          {"messages": [*HELLO, {"role": "assistant", "content": "The"}], "continues": True},
          " answer", " answer", prompt="<|user|>hello<|end|><|assistant|>The", only=("chat", "messages", "Chat")),
+
+    # what agents send
+    *(Case(f"the system in mid-conversation: {service}", {"messages": [*HELLO, {"role": "system", "content": "now"}]},
+           only=CHATS, service=service, prompt=f"<|user|>hello{shown}<|assistant|>")
+      for service, shown in (("full", "<|end|><|system|>now<|end|>"),
+                             ("system_first", "\n\n<system>\nnow\n</system><|end|>"))),
+    Case("several messages of the system at the start", {"messages": [
+        {"role": "system", "content": "a"}, {"role": "system", "content": "b"}, *HELLO]}, only=("chat", "responses", "Chat"),
+         service="system_first", prompt="<|system|>a\n\nb<|end|><|user|>hello<|end|><|assistant|>"),
+    Case("reasoning of two turns is cleared but for one", raw={"messages": {
+        "messages": [*THOUGHT_BLOCKS, *THOUGHT_BLOCKS, *HELLO],
+        "context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}}, service="thinking",
+         prompt="<|user|>hello<|end|><|assistant|>hi<|end|><|user|>hello<|end|><|assistant|><think>\nGreet.\n</think>"
+                "\n\nhi<|end|><|user|>hello<|end|><|assistant|>"),
+    Case("reasoning as the model does by itself", raw={"messages": {"thinking": {"type": "adaptive"}}},
+         service="thinking", prompt="<|user|>hello<|end|><|assistant|>"),
+    Case("an effort that the template reads", service="thinking", prompt="<|user|>hello<|end|><|assistant|>[max]", raw={
+        "messages": {"output_config": {"effort": "max"}}, "chat": {"reasoning_effort": "max"},
+        "responses": {"reasoning": {"effort": "max", "summary": "auto"}}}),
+    Case("a call in a namespace", says=CALL.replace("weather", "sky__weather"), text="", calls=[WEATHER],
+         reason="tool_calls", raw={"responses": {"tools": [SKY]}}),
+    Case("calls in a namespace, in the history", raw={"responses": {"tools": [SKY], "input": [
+        *HELLO, {"type": "function_call", "call_id": "x", "name": "weather", "namespace": "sky", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "x", "output": "sunny"}]}},
+         prompt=SKY_SHOWN + "<|user|>hello<|end|><|assistant|>xsky__weather{}<|end|><|tool|>xsunny<|end|><|assistant|>"),
+    Case("a custom tool's call", says=NOW.replace("{}", '{"input": "*** a\\n"}'), text="",
+         calls=[("now", {"input": "*** a\n"})], reason="tool_calls", raw={"responses": {"tools": [CUSTOM]}}),
+    Case("a custom tool's call of another form", says=NOW.replace("{}", '{"patch": 1}'), text="",
+         calls=[("now", {"input": '{"patch": 1}'})], reason="tool_calls", raw={"responses": {"tools": [CUSTOM]}}),
+    Case("a custom tool's call in the history", raw={"responses": {"input": [
+        *HELLO, {"type": "custom_tool_call", "call_id": "x", "name": "now", "input": "a\nb"},
+        {"type": "custom_tool_call_output", "call_id": "x", "output": "done"}]}},
+         prompt='<|user|>hello<|end|><|assistant|>xnow{"input": "a\\nb"}<|end|><|tool|>xdone<|end|><|assistant|>'),
 
     # several choices, and the details of each
     Case("choices", {"n": 3, "seed": -2}, text=[ANSWER] * 3),

@@ -32,7 +32,10 @@ RESET = struct.pack("ii", 1, 0)  # for SO_LINGER: closing sends RST instead of F
 class Endless:
     """A stream that neither ends nor fails by itself."""
 
-    done = b""
+    done = ping = b""
+
+    def begin(self) -> list[bytes]:
+        return []
 
     def failure(self, error: ApiError) -> bytes:
         raise error
@@ -52,7 +55,7 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/stream":
-            await EventStream(self._events(), Endless())(scope, receive, send)
+            await EventStream(self._events(), Endless(), 0.1, lambda: True)(scope, receive, send)
         elif scope["path"] == "/work":
             with suppress(ClientDisconnect):
                 body = await until_disconnect(receive, self._work())

@@ -53,7 +53,7 @@ def as_in_a_gateway() -> Iterator[None]:
 def test_no_step_takes_long(monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]) -> None:
     ring, steps = FakeRing(), list[float]()
     ring.script = Script(ANSWER, group=5)
-    served = build_served_model(ring, Tokenizer(TARGET_DIR), "demo", ApiOptions(), CollectorRegistry())
+    served = build_served_model(ring, Tokenizer(TARGET_DIR), ["demo"], ApiOptions(), CollectorRegistry())
     app = build_app(served)
 
     async def test() -> None:
