@@ -26,7 +26,7 @@ class Script:
 
     token_ids: Sequence[int] = ()  # cut at the request's stop token or max_tokens
     group: int = 1  # tokens that come together
-    delay_s: float = 0.0  # before each group
+    delay_s: float = 0.0  # before each group and the end
     error: ApiError | None = None  # raised after the tokens
     is_hanging: bool = False  # nothing follows the tokens
     bug: Exception | None = None  # raised after the tokens
@@ -97,6 +97,7 @@ class FakeRing:
             if script.is_hanging:
                 self.hanging.put(generation.request_id)
                 await asyncio.Event().wait()
+            await asyncio.sleep(script.delay_s)
             if script.error or script.bug:
                 ending = "failed"
                 raise script.error or script.bug or AssertionError

@@ -309,7 +309,8 @@ class CountTokensRequest(Body):
         has_system = self.system is not None and (text or not header)
         system = [{"role": "system", "content": text}] if has_system else []
         said: Sequence[Message] = [
-            plain for index, message in enumerate(self.messages) for plain in message.plain(f"messages[{index}]")]
+            plain for index, message in enumerate(self.messages) for plain in message.plain(f"messages[{index}]")
+        ]
         results = [
             f"messages[{index}].content[{rank}].tool_use_id"
             for index, message in enumerate(self.messages)

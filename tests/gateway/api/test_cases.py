@@ -93,8 +93,13 @@ PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 INPUT_PARTS = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
 THREE: dict[str, Any] = {"speculation": "ngram", "max_draft_tokens": 4, "min_tokens": 3, "max_tokens": 20}
 
-THOUGHT_BLOCKS: list[Any] = [*HELLO, {"role": "assistant", "content": [
-    {"type": "thinking", "thinking": "Greet.", "signature": ""}, {"type": "text", "text": "hi"}]}]
+THOUGHT_BLOCKS: list[Any] = [
+    *HELLO,
+    {
+        "role": "assistant",
+        "content": [{"type": "thinking", "thinking": "Greet.", "signature": ""}, {"type": "text", "text": "hi"}],
+    },
+]
 SKY = {"type": "namespace", "name": "sky", "tools": [{"type": "function", "name": "weather"}]}
 SKY_SHOWN = '{"name": "sky__weather", "parameters": {"type": "object", "properties": {}}}'
 CUSTOM = {"type": "custom", "name": "now", "format": {"type": "grammar", "syntax": "lark", "definition": "start: A"}}

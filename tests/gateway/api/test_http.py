@@ -5,12 +5,14 @@ import socket
 import time
 from collections.abc import Iterator
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.request.prepare import ApiOptions
 from tests.support.adapters import APIS
-from tests.support.api_server import MAX_BODY, SERVED, WAIT_S, Served
+from tests.support.api_server import MAX_BODY, SERVED, WAIT_S, Served, run_api
 from tests.support.tiny_tokenizer import CONTEXT
 from tests.support.words import HELLO
 
@@ -162,6 +164,32 @@ def test_request_ids(served: Served) -> None:
 def test_models(served: Served) -> None:
     (model,) = served.http.get("/v1/models").json()["data"]
     assert (model["id"], model["root"], model["max_model_len"]) == (SERVED, SERVED, CONTEXT)
+
+
+def test_a_page_can_be_asked_for_by_its_head(served: Served) -> None:
+    answer = served.http.head("/", headers={"authorization": ""})
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    ("names", "others"), [(("one", "two"), {}), (("one", "*"), {"claude-haiku": 200, "x" * 200: 200, "x" * 201: 404})]
+)
+def test_several_names(tmp_path: Path, names: tuple[str, ...], others: dict[str, int]) -> None:
+    listed = [name for name in names if name != "*"]
+    with run_api(tmp_path, ApiOptions(), names=names) as running:
+        data = running.http.get("/v1/models").json()["data"]
+        assert ([model["id"] for model in data], {model["root"] for model in data}) == (listed, {"one"})
+        for name, status in {**dict.fromkeys(listed, 200), "huh": 200 if others else 404, **others}.items():
+            assert running.http.get(f"/v1/models/{name}").status_code == status
+            for api in APIS.values():
+                running.ring.reset(running.script("hello"))
+                assert api.ask(running, {"model": name}).status == status
+            answer = running.http.post("/v1/chat/completions", json={**CHAT, "model": name}).json()
+            assert answer.get("model", name) == name
+            if status == 404:
+                assert answer["error"]["message"].endswith(
+                    "this service has " + ", ".join(f"'{one}'" for one in listed)
+                )
 
 
 def test_probes_version_and_metrics(served: Served) -> None:

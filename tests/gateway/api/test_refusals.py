@@ -250,7 +250,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "audio": ([], [{"voice": "alloy", "format": "wav"}, {}, False]),
     "prediction": ([], [{"type": "content", "content": "x"}, {}]),
     "web_search_options": ([], [{}, {"search_context_size": "low"}]),
-    "moderation": ([], [{}, "auto", False]), 
+    "moderation": ([], [{}, "auto", False]),
     "verbosity": (["medium"], ["low", "high"]), "service_tier": (["auto", "default"], ["flex", "priority", ""]),
     "functions": ([[]], [[{"name": "f"}], {}]), "function_call": (["none", "auto"], [{"name": "f"}, "f"]),
     "store": ([False], [True, 0]), "priority": ([0], [1, -1, False]), "best_of": ([1], [2, True]),

@@ -1,0 +1,85 @@
+"""When a stream's status and first events are sent: before the first token, but after a refusal that comes at once."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.api.http import respond, sse
+from gateway.errors import not_ready
+from tests.support.adapters import APIS
+from tests.support.api_server import Served
+from tests.support.fake_ring import Script
+from tests.support.rest_adapters import Rest
+from tests.support.words import TOOLS, Api
+
+RESTS = {name: api for name, api in APIS.items() if isinstance(api, Rest)}
+PINGS = {"messages": 'event: ping\ndata: {"type":"ping"}\n\n'}
+COMMENT = ": ping\n\n"
+FIRSTS = {  # what is sent before the first token
+    "chat": ['"role":"assistant"'], "messages": ['"message_start"'], "completions": [],
+    "responses": ['"response.created"', '"response.in_progress"'],
+}  # fmt: skip
+
+
+@contextmanager
+def streaming(served: Served, api: Api, ask: dict[str, Any]) -> Iterator[tuple[httpx.Response, Iterator[str]]]:
+    """The response whose headers are there, and its text as it arrives."""
+    assert isinstance(api, Rest)
+    body = {**api.body(ask), "stream": True}
+    with served.http.stream("POST", f"/v1/{api.path}", json=body) as answer:
+        yield answer, answer.iter_text()
+
+
+def read_until(parts: Iterator[str], end: str) -> str:
+    text = ""
+    while not text.endswith(end):
+        text += next(parts)
+    return text
+
+
+@pytest.mark.parametrize("name", RESTS)
+def test_it_begins_before_the_first_token_and_pings(served: Served, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "PING_S", 0.05)
+    served.ring.reset(Script(is_hanging=True))
+    ping = PINGS.get(name, COMMENT)
+    with streaming(served, RESTS[name], {}) as (answer, parts):
+        assert answer.status_code == 200
+        text = read_until(parts, ping * 2)
+    first, *pings = text.split(ping)
+    assert not any(pings) and len(pings) >= 2
+    assert [word in event for word, event in zip(FIRSTS[name], first.strip().split("\n\n"), strict=False)] == [
+        True for _ in FIRSTS[name]
+    ]
+    assert bool(first) == bool(FIRSTS[name])
+    assert served.ring.wait_ending() == "closed"
+
+
+@pytest.mark.parametrize("name", RESTS)
+def test_a_failure_after_it_began_is_an_event(served: Served, name: str) -> None:
+    served.ring.reset(Script(error=not_ready("no worker is left"), delay_s=0.4))
+    outcome = RESTS[name].ask(served, {}, stream=True)
+    assert (outcome.status, outcome.message, outcome.retry_after) == (503, "no worker is left", None)
+
+
+@pytest.mark.parametrize("name", RESTS)
+@pytest.mark.parametrize("reason", ["unready", "grammar", None])
+def test_a_refusal_that_may_come_late_has_a_status(
+    served: Served, name: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While no worker can serve, and until a decode worker takes or refuses the grammar."""
+    monkeypatch.setattr(respond, "HOLD_S", 0.01)
+    served.ring.reset(Script(error=not_ready("no worker is left"), delay_s=0.2))
+    served.ring.unready = "no decode worker is alive" if reason == "unready" else None
+    ask: dict[str, Any] = {}
+    if reason == "grammar":
+        ask = {"form": {"json_schema": {}}} if name == "completions" else {"tools": TOOLS, "tool_choice": "required"}
+    with streaming(served, RESTS[name], ask) as (answer, parts):
+        assert answer.status_code == (503 if reason else 200)
+        text = "".join(parts)
+    assert "no worker is left" in text and ("retry-after" in answer.headers) == bool(reason)
+    if reason and name != "messages":
+        assert json.loads(text)["error"]["code"] == "not_ready"
