@@ -119,14 +119,11 @@ def test_the_billing_header_can_be_kept(tmp_path: Path, served: Served) -> None:
         assert not keeping.count("prompt_headers_left_out_total")
 
 
-@pytest.mark.parametrize(
-    "system", ["x-anthropic-billing-header: a\nb", [text("b")], "b", [text("x-anthropic-billing-header: a"), text("b")]]
-)
-def test_only_the_header_s_own_line_is_left_out(served: Served, system: Any) -> None:
-    body = {**APIS["messages"].body({}), "system": system}
-    APIS["messages"].send(served, body)
-    count = served.http.post(
-        "/v1/messages/count_tokens", json={name: body[name] for name in ("model", "messages", "system")}
-    )
+@pytest.mark.parametrize("system", [f"{HEADER}\nb", "b", [text("b")], [text(HEADER), text("b")]])
+def test_only_the_line_of_the_header_is_left_out(served: Served, system: Any) -> None:
+    asked = {**APIS["messages"].body({}), "system": system}
+    APIS["messages"].send(served, asked)
+    del asked["max_tokens"]
+    count = served.http.post("/v1/messages/count_tokens", json=asked)
     ids = served.ids("<|system|>b<|end|><|user|>hello<|end|><|assistant|>")
     assert list(served.ring.sent[0]["prompt_ids"]) == ids and count.json() == {"input_tokens": len(ids)}

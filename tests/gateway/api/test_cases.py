@@ -223,8 +223,9 @@ CASES = [
       for service, shown in (("full", "<|end|><|system|>now<|end|>"),
                              ("system_first", "\n\n<system>\nnow\n</system><|end|>"))),
     Case("several messages of the system at the start", {"messages": [
-        {"role": "system", "content": "a"}, {"role": "system", "content": "b"}, *HELLO]}, only=("chat", "responses", "Chat"),
-         service="system_first", prompt="<|system|>a\n\nb<|end|><|user|>hello<|end|><|assistant|>"),
+        {"role": "system", "content": "a"}, {"role": "system", "content": "b"}, *HELLO]},
+         only=("chat", "responses", "Chat"), service="system_first",
+         prompt="<|system|>a\n\nb<|end|><|user|>hello<|end|><|assistant|>"),
     Case("reasoning of two turns is cleared but for one", raw={"messages": {
         "messages": [*THOUGHT_BLOCKS, *THOUGHT_BLOCKS, *HELLO],
         "context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}}, service="thinking",
@@ -240,7 +241,8 @@ CASES = [
     Case("calls in a namespace, in the history", raw={"responses": {"tools": [SKY], "input": [
         *HELLO, {"type": "function_call", "call_id": "x", "name": "weather", "namespace": "sky", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "x", "output": "sunny"}]}},
-         prompt=SKY_SHOWN + "<|user|>hello<|end|><|assistant|>xsky__weather{}<|end|><|tool|>xsunny<|end|><|assistant|>"),
+         prompt=f"{SKY_SHOWN}<|user|>hello<|end|><|assistant|>xsky__weather{{}}<|end|>"
+                "<|tool|>xsunny<|end|><|assistant|>"),
     Case("a custom tool's call", says=NOW.replace("{}", '{"input": "*** a\\n"}'), text="",
          calls=[("now", {"input": "*** a\n"})], reason="tool_calls", raw={"responses": {"tools": [CUSTOM]}}),
     Case("a custom tool's call of another form", says=NOW.replace("{}", '{"patch": 1}'), text="",

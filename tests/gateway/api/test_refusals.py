@@ -218,7 +218,8 @@ OWN: dict[str, dict[str, list[Any]]] = {
                                for kind in ("clear_tool_uses_20250919", "compact_20260112")]
                               + [({"edits": [{**CLEAR, "keep": bad}]}, f".edits[0].keep{place}") for bad, place in (
                                   ("some", ""), ({"type": "thinking_turns", "value": 0}, ".value"))],
-        "output_config": [({"effort": "extreme"}, ".effort"), ({"effort": 7}, ".effort"), ({"format": {"type": "xml"}}, ".format.type")],
+        "output_config": [({"effort": "extreme"}, ".effort"), ({"effort": 7}, ".effort"),
+                          ({"format": {"type": "xml"}}, ".format.type")],
         "tools": [([{"type": "computer_20250124", "name": "computer"}], "[0].type"),
                   ([{"name": "now"}], "[0].input_schema"),
                   ([{"name": "a", "input_schema": {}, "defer_loading": True}], "[0].defer_loading")],
