@@ -19,7 +19,7 @@ from gateway.request.raw import RawRequest
 Pieces = AsyncGenerator[tuple[int, Piece], None]
 
 
-HOLD_S = 0.2  # a request that is refused at once gets a status; all others see their stream begin
+HOLD_S = 0.1  # a request that is refused at once gets a status; all others see their stream begin
 
 
 class Writer(StreamFrame, Protocol):
