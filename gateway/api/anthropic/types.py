@@ -1,214 +1,29 @@
 """Request bodies of Anthropic's Messages API: names and types. gateway/request checks values. Must not know HTTP."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from gateway.api.anthropic.message_types import MessageParam, TextOrBlocks, ToolResultBlock
+from gateway.api.anthropic.tool_types import AnyTool, MessagesTool, MessagesToolChoice
 from gateway.api.http.body import (
     CACHE_SALT_FIELD,
     Body,
     FirstErrorOnly,
-    LeftOutTool,
-    TextOr,
     Texts,
     any_value,
-    by_type,
     given_sampling,
-    joined,
     only_null,
     sampling_field,
-    tool_type,
 )
-from gateway.errors import bad_request
-from gateway.request.left_out import Ignored, split_header
+from gateway.request.left_out import split_header
 from gateway.request.raw import AnswerForm, Chat, Prompt, RawRequest
 from gateway.request.rules import MAX_MESSAGES, MAX_STOP_STRINGS
-from gateway.tools.history import Message, keep_reasoning, template_call
+from gateway.tools.history import Message, keep_reasoning
 from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools, Tool
 from gateway.tools.template_options import Option, check_effort, switch_options
-
-_BLOCK: Ignored = {
-    **any_value("cache_control"),
-    **only_null("toolset_name"),
-    "caller": ({"type": "direct"},),
-    "citations": ([],),
-}
-
-
-class TextBlock(Body):
-    """Text."""
-
-    ignored = _BLOCK
-    types, types_rule = ("text",), "this service takes text only"
-
-    type: Literal["text"]
-    text: str
-
-
-_TextOrBlocks = TextOr[Annotated[list[TextBlock], FirstErrorOnly()]]
-
-
-class ToolUseBlock(Body):
-    """A call in an assistant's message."""
-
-    ignored = _BLOCK
-
-    type: Literal["tool_use"]
-    id: str = Field(min_length=1)
-    name: str = Field(min_length=1)
-    input: dict[str, Any]
-
-    def plain(self, path: str) -> dict[str, Any]:
-        """As chat templates take it. Raises ApiError."""
-        try:
-            return template_call(self.id, self.name, json.dumps(self.input, ensure_ascii=False, allow_nan=False))
-        except (ValueError, RecursionError) as error:
-            raise bad_request(f"{path}.input: {str(error)[:200]}", f"{path}.input") from error
-
-
-class ToolResultBlock(Body):
-    """The result of a call."""
-
-    ignored = _BLOCK
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: _TextOrBlocks | None = None
-    is_error: bool | None = Field(None, description='Begins the text with "Error: ".')
-
-    def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        text = joined(self.content or "")
-        return {
-            "role": "tool",
-            "tool_call_id": self.tool_use_id,
-            "content": f"Error: {text}" if self.is_error else text,
-        }
-
-
-class ThinkingBlock(Body):
-    """Reasoning before an answer."""
-
-    ignored = any_value("signature")
-
-    type: Literal["thinking"]
-    thinking: str
-
-
-class RedactedThinkingBlock(Body):
-    """Reasoning that another service has encrypted; not used."""
-
-    type: Literal["redacted_thinking"]
-    data: str
-
-
-_Block = Annotated[
-    Annotated[TextBlock, Tag("~text")]
-    | Annotated[ToolUseBlock, Tag("~tool_use")]
-    | Annotated[ToolResultBlock, Tag("~tool_result")]
-    | Annotated[ThinkingBlock, Tag("~thinking")]
-    | Annotated[RedactedThinkingBlock, Tag("~redacted_thinking")],
-    by_type(),
-]
-_Blocks = Annotated[list[_Block], FirstErrorOnly()]
-_ROLES: Mapping[type[Body], str] = {  # block |-> the only role that can have it; text has every role
-    ThinkingBlock: "assistant",
-    RedactedThinkingBlock: "assistant",
-    ToolUseBlock: "assistant",
-    ToolResultBlock: "user",
-}
-
-
-class MessageParam(Body):
-    """One message of a conversation."""
-
-    ignored = {}
-
-    role: Literal["user", "assistant", "system"]
-    content: TextOr[_Blocks]
-
-    def plain(self, path: str) -> list[dict[str, Any]]:
-        """As chat templates take it: each result of a call becomes its own message. Raises ApiError."""
-        if isinstance(self.content, str):
-            return [{"role": self.role, "content": self.content}]
-        texts: list[str] = []
-        reasoning: list[str] = []
-        calls: list[dict[str, Any]] = []
-        results: list[dict[str, Any]] = []
-        for index, block in enumerate(self.content):
-            block_path = f"{path}.content[{index}]"
-            if _ROLES.get(type(block), self.role) != self.role:
-                raise bad_request(
-                    f"{block_path}.type is {block.type!r}, which the role {self.role!r} cannot have",
-                    f"{block_path}.type",
-                )
-            match block:
-                case TextBlock():
-                    texts.append(block.text)
-                case ThinkingBlock():
-                    reasoning.append(block.thinking)
-                case ToolUseBlock():
-                    calls.append(block.plain(block_path))
-                case ToolResultBlock():
-                    if texts:
-                        raise bad_request(f"{block_path}: results of calls come before text", block_path)
-                    results.append(block.plain())
-        if results and not texts:
-            return results
-        said: dict[str, Any] = {"role": self.role, "content": "".join(texts)}
-        said |= {"tool_calls": calls} if calls else {}
-        return [*results, said | ({"reasoning_content": "".join(reasoning)} if reasoning else {})]
-
-
-class MessagesTool(Body):
-    """A function that an answer may call."""
-
-    ignored = {
-        **any_value("cache_control", "eager_input_streaming"),
-        "allowed_callers": (["direct"],),
-        "defer_loading": (False,),
-        "input_examples": ([],),
-    }
-    types, types_rule = ("custom",), "only tools of the type custom are supported, which the client runs"
-
-    type: Literal["custom"] | None = None
-    name: str = Field(json_schema_extra={"pattern": "^[a-zA-Z0-9_-]{1,64}$"})
-    description: str | None = None
-    input_schema: dict[str, Any] = Field(description="JSON schema of its arguments, an object.")
-    strict: bool | None = Field(None, description="Arguments always fit `input_schema`.")
-
-    def tool(self, path: str) -> Tool:
-        """`path`: its field, for errors."""
-        return Tool(self.name, self.description, self.input_schema, bool(self.strict), path, f"{path}.input_schema")
-
-
-_Tool = Annotated[
-    Annotated[MessagesTool, Tag("~custom")] | Annotated[LeftOutTool, Tag("~left_out")],
-    tool_type("messages", "custom"),
-]
-
-
-class MessagesToolChoice(Body):
-    """Whether the answer calls a tool, and which."""
-
-    ignored = {}
-
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-    def choice(self) -> Choice | NamedChoice:
-        """Raises ApiError if the type tool has no name, or another type has one."""
-        if (self.type == "tool") != (self.name is not None):
-            verb = "is missing, which the type tool needs" if self.type == "tool" else "needs the type tool"
-            raise bad_request(f"tool_choice.name {verb}", "tool_choice.name")
-        if self.name is not None:
-            return NamedChoice(self.name, "tool_choice.name")
-        words: Mapping[str, Choice] = {"auto": "auto", "any": "required", "none": "none"}
-        return words[self.type]
 
 
 class OutputFormat(Body):
@@ -294,8 +109,8 @@ class CountTokensRequest(Body):
 
     model: str
     messages: Annotated[list[MessageParam], FirstErrorOnly()] = Field(min_length=1, max_length=MAX_MESSAGES)
-    system: _TextOrBlocks | None = None
-    tools: Annotated[list[_Tool], FirstErrorOnly()] | None = Field(None, json_schema_extra={"maxItems": MAX_TOOLS})
+    system: TextOrBlocks | None = None
+    tools: Annotated[list[AnyTool], FirstErrorOnly()] | None = Field(None, json_schema_extra={"maxItems": MAX_TOOLS})
     tool_choice: MessagesToolChoice | None = None
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None

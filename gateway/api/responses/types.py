@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 
 from gateway.api.http.body import (
     CACHE_SALT_FIELD,
@@ -14,14 +14,14 @@ from gateway.api.http.body import (
     TextOr,
     Texts,
     any_value,
-    by_type,
     given_sampling,
     joined,
     only_null,
     sampling_field,
 )
 from gateway.api.openai.forms import STRICT
-from gateway.api.openai.tool_types import ArgumentsText, ChoiceOr
+from gateway.api.openai.tool_types import ChoiceOr
+from gateway.api.responses.item_types import CallOutput, InputMessage, Items, ReasoningItem
 from gateway.api.responses.tool_types import (
     CalledByName,
     CustomTool,
@@ -29,124 +29,15 @@ from gateway.api.responses.tool_types import (
     FunctionTool,
     NamespaceTool,
     ResponsesTool,
-    custom_arguments,
     flat_name,
 )
 from gateway.errors import bad_request
-from gateway.request.left_out import ANY, FIELDS, Ignored
+from gateway.request.left_out import FIELDS, Ignored
 from gateway.request.raw import AnswerForm, Chat, Prompt, RawRequest
-from gateway.request.rules import MAX_MESSAGES
 from gateway.tools.history import template_call
 from gateway.tools.request import MAX_TOOLS, NamedChoice, RawTools
 from gateway.tools.template_options import effort_options
 from runtime.peer_input import MAX_LOGPROBS
-
-_ITEM: Ignored = {
-    **any_value("id", "phase", "status"),
-    **only_null("namespace"),
-    "async": (False,),
-    "caller": ({"type": "direct"},),
-}
-
-
-class ResponsesTextPart(Body):
-    """Text of a message or an answer."""
-
-    ignored = {"annotations": ([],), "logprobs": (ANY,), "prompt_cache_breakpoint": (ANY,)}
-    types, types_rule = ("input_text", "output_text"), "it must be input_text or output_text"
-
-    type: Literal["input_text", "output_text"]
-    text: str
-
-
-_TextOrParts = TextOr[Annotated[list[ResponsesTextPart], FirstErrorOnly()]]
-
-
-class InputMessage(Body):
-    """One message of a conversation."""
-
-    ignored = _ITEM
-
-    type: Literal["message"] | None = None
-    role: Literal["user", "assistant", "system", "developer"]
-    content: _TextOrParts
-
-
-class FunctionCallItem(Body):
-    """A call in an earlier answer."""
-
-    ignored = _ITEM
-
-    type: Literal["function_call"]
-    call_id: str = Field(min_length=1)
-    name: str = Field(min_length=1)
-    namespace: str | None = None
-    arguments: ArgumentsText = Field(description="A JSON object as text.")
-
-
-class CustomCallItem(Body):
-    """A call of a custom tool in an earlier answer."""
-
-    ignored = _ITEM
-
-    type: Literal["custom_tool_call"]
-    call_id: str = Field(min_length=1)
-    name: str = Field(min_length=1)
-    namespace: str | None = None
-    input: str
-
-    @property
-    def arguments(self) -> str:
-        """Those of the function that the model sees."""
-        return custom_arguments(self.input)
-
-
-class _CallOutput(Body):
-    ignored = _ITEM
-
-    call_id: str
-    output: _TextOrParts
-
-
-class FunctionCallOutput(_CallOutput):
-    """The result of a call."""
-
-    type: Literal["function_call_output"]
-
-
-class CustomCallOutput(_CallOutput):
-    """The result of a custom tool's call."""
-
-    type: Literal["custom_tool_call_output"]
-
-
-class ReasoningPart(Body):
-    """Reasoning, or a summary of it."""
-
-    type: Literal["reasoning_text", "summary_text"]
-    text: str
-
-
-class ReasoningItem(Body):
-    """Reasoning before an answer."""
-
-    ignored = {**_ITEM, "encrypted_content": ()}
-
-    type: Literal["reasoning"]
-    summary: Annotated[list[ReasoningPart], FirstErrorOnly()] | None = None
-    content: Annotated[list[ReasoningPart], FirstErrorOnly()] | None = None
-
-
-_Item = Annotated[
-    Annotated[InputMessage, Tag("~message")]
-    | Annotated[FunctionCallItem, Tag("~function_call")]
-    | Annotated[FunctionCallOutput, Tag("~function_call_output")]
-    | Annotated[CustomCallItem, Tag("~custom_tool_call")]
-    | Annotated[CustomCallOutput, Tag("~custom_tool_call_output")]
-    | Annotated[ReasoningItem, Tag("~reasoning")],
-    by_type(default="message"),
-]
-_Items = Annotated[list[_Item], FirstErrorOnly(), Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class TextFormat(Body):
@@ -199,7 +90,7 @@ class CountInputRequest(Body):
     }
 
     model: str
-    input: TextOr[_Items]
+    input: TextOr[Items]
     instructions: str | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -212,7 +103,7 @@ class CountInputRequest(Body):
     def raw(self) -> RawRequest:
         """The request without its wire format. Raises ApiError."""
         items = () if isinstance(self.input, str) else self.input
-        results = [f"input[{at}].call_id" for at, item in enumerate(items) if isinstance(item, _CallOutput)]
+        results = [f"input[{at}].call_id" for at, item in enumerate(items) if isinstance(item, CallOutput)]
         effort = self.reasoning.effort if self.reasoning else None
         options = {} if effort is None else effort_options(effort, "reasoning.effort")
         wishes = {} if effort in (None, "none") else {"reasoning.effort": ""}
@@ -247,7 +138,7 @@ class CountInputRequest(Body):
             if isinstance(item, InputMessage):
                 said = {"role": item.role, "content": joined(item.content)}
                 messages.append(said | reasoning if item.role == "assistant" else said)
-            elif isinstance(item, _CallOutput):
+            elif isinstance(item, CallOutput):
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
             elif isinstance(item, ReasoningItem):
                 reasoning = {"reasoning_content": "".join(part.text for part in item.content or item.summary or ())}
