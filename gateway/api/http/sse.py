@@ -122,6 +122,7 @@ async def _first_of(batches: Batches) -> AsyncIterator[asyncio.Task[list[bytes]]
     finally:
         task.cancel()
         await asyncio.wait({task})
+        _ = task.cancelled() or task.exception()  # else asyncio logs an error that came as the client left
 
 
 def _body(data: bytes, is_last: bool = False) -> Message:

@@ -148,6 +148,45 @@ def test_items_of_a_conversation(served: Served) -> None:
     assert list(served.ring.sent[-1]["prompt_ids"]) == served.ids(prompt)
 
 
+AGENTS_TOOLS: Any = [
+    {"type": "namespace", "name": "crew", "description": "Helpers.", "tools": [{"type": "function", "name": "send"}]},
+    {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "regex", "definition": "[+-].*"}},
+]
+
+
+def test_calls_of_namespaces_and_custom_tools(client: openai.OpenAI, served: Served) -> None:
+    calls = (("crew__send", {"to": "x"}), ("patch", {"input": "+ é"}))
+    said = [f"<tool_call>\n{json.dumps({'name': name, 'arguments': given})}\n</tool_call>" for name, given in calls]
+    served.ring.reset(served.script("".join(said)))
+    asked: Any = {"model": SERVED, "input": "hello", "tools": AGENTS_TOOLS}
+    with client.responses.stream(**asked) as stream:
+        streamed: Any = stream.get_final_response()
+    whole: Any = client.responses.create(**asked)
+    for answer in (streamed, whole):
+        send, patch = answer.output
+        assert (send.type, send.name, send.namespace, send.arguments) == (
+            "function_call",
+            "send",
+            "crew",
+            '{"to": "x"}',
+        )
+        assert (patch.type, patch.name, patch.input, patch.id[:4]) == ("custom_tool_call", "patch", "+ é", "ctc_")
+        assert [tool.type for tool in answer.tools] == ["namespace", "custom"]
+    results = [
+        {"type": "function_call_output", "call_id": send.call_id, "output": "ok"},
+        {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "ok"},
+    ]
+    calling = [item.model_dump(exclude_none=True) for item in whole.output]
+    more: Any = [{"role": "user", "content": "hello"}, *calling, *results]
+    client.responses.create(model=SERVED, input=more, tools=AGENTS_TOOLS)
+    first, _, second = served.ring.sent
+    text = served.tokenizer.decode(second["prompt_ids"], with_control_tokens=True)
+    assert text.startswith(served.tokenizer.decode(first["prompt_ids"], with_control_tokens=True))
+    assert all(f"{name}{json.dumps(given, ensure_ascii=False)}" in text for name, given in calls)
+    assert "The input matches this grammar:" in text
+    assert (first["grammar"]["kind"], '"pattern":"[+-].*"' in first["grammar"]["text"]) == ("structural_tag", True)
+
+
 def test_the_official_client(client: openai.OpenAI, served: Served) -> None:
     class City(pydantic.BaseModel):
         name: str
