@@ -63,7 +63,8 @@ class Body(BaseModel):
         kind = given.get("type")
         if cls.types and isinstance(kind, str) and kind not in cls.types:
             raise _fault("unsupported_field", "type", f"{{path}} is {kind[:40]!r}; {cls.types_rule}")
-        built = build(given if cls.ignored is None else cls._supported(given, {**cls.ignored, **cls.left_out}))
+        taken = {**cls.ignored, **cls.left_out} if cls.ignored and cls.left_out else cls.ignored
+        built = build(given if taken is None else cls._supported(given, taken))
         built._given_left_out = tuple(name for name in cls.left_out if given.get(name) is not None)
         return built
 

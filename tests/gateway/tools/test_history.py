@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.tools.formats import FORMATS
-from gateway.tools.history import check_open, fit_ids, fit_reasoning, read_arguments, template_call
+from gateway.tools.history import check_open, fit_ids, fit_reasoning, read_arguments, system_first, template_call
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE, THINKING_TEMPLATE
 
 
@@ -63,3 +63,26 @@ def test_only_an_assistants_text_is_left_open() -> None:
         check_open([])
     with pytest.raises(ValueError, match="tool_calls"):
         check_open([asked, {**said, "tool_calls": [template_call("x", "f", "")]}])
+
+
+# roles and texts, one word a message: s system, d developer, u user, a assistant, t tool |-> the same, joined by "+"
+LAYOUTS = [
+    ("s1 u2 a3", "s1 u2 a3"),
+    ("s1 d2 s3 u4", "s1+2+3 u4"),
+    ("d1 u2", "s1 u2"),
+    ("u1 s2 a3", "u1+<2> a3"),
+    ("u1 a2 s3 u4 u5", "u1 a2 u<3>+4 u5"),
+    ("u1 a2 t3 s4 a5 d6", "u1 a2 t3 u<4> a5 u<6>"),
+    ("s1 u2 s3 s4 u5", "s1 u2+<3>+<4>+5"),
+    ("u1 u2 a3", "u1 u2 a3"),
+]
+
+
+@pytest.mark.parametrize(("given", "wanted"), LAYOUTS)
+def test_the_system_first(given: str, wanted: str) -> None:
+    roles = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
+    found = system_first([{"role": roles[word[0]], "content": word[1:]} for word in given.split()])
+    shown = [
+        one["content"].replace("\n\n", "+").replace("<system>\n", "<").replace("\n</system>", ">") for one in found
+    ]
+    assert " ".join(one["role"][0] + text for one, text in zip(found, shown, strict=True)) == wanted
