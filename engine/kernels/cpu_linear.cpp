@@ -213,6 +213,71 @@ template <class MathOf> struct Tiles {
 };
 #endif
 
+#ifdef BATON_SQUARES
+// With Arm's products of 2 rows and 2 columns: a block has up to 4 pairs of rows, the last one perhaps with a row of
+// zeros; x: [tiles][8 pairs of words][rows][2 words].
+template <class MathOf> struct Squares {
+    using Math = MathOf;
+    using Sums = typename Math::Sums;
+    typedef uint64_t Longs __attribute__((vector_size(16)));
+    static constexpr bool kFillsBlocks = true;
+    static constexpr int64_t kMaxRows = 128;
+    static int64_t chunk_tiles(int64_t) { return 8; }
+    static int64_t block_rows(int64_t num_rows) { return std::min<int64_t>((num_rows + 1) / 2 * 2, 8); }
+    static void begin() {}
+    static void end() {}
+    static void place(const uint32_t* from, uint32_t* block, int64_t tile, int64_t row, int64_t rows, int64_t) {
+        const int64_t height = (rows + 1) / 2 * 2;
+        if (row >= height) return;
+        for (int pair = 0; pair < 8; ++pair) std::copy_n(from + pair * 2, 2, block + ((tile * 8 + pair) * height + row) * 2);
+    }
+    static const uint32_t* prepare(const uint32_t* w, int64_t, std::vector<uint32_t>&) { return w; }
+    template <int pairs = 4>
+    static void add(int64_t num_rows, bool is_alone, const uint32_t* x, const uint32_t* w, int64_t first,
+                    int64_t num_tiles, int64_t, Sums* sums, const char* next, int64_t lines) {
+        if ((num_rows + 1) / 2 == pairs) {
+            for (int columns = 0; columns < 32; columns += 8, lines = 0)
+                add_eight<pairs>(x + first * pairs * 32, w + columns / 16 * kTileWords + columns % 16, num_tiles,
+                                 (uint32_t*)sums + columns, next, lines);
+        } else if constexpr (pairs > 1) {
+            add<pairs - 1>(num_rows, is_alone, x, w, first, num_tiles, 0, sums, next, lines);
+        }
+    }
+    // Eight columns. sums: [rows][32]
+    template <int pairs>
+    static void add_eight(const uint32_t* x, const uint32_t* w, int64_t num_tiles, uint32_t* sums, const char* next,
+                          int64_t lines) {
+        Sums sum[pairs][4];  // [2 rows][2 columns] each
+        for (int i = 0; i < pairs; ++i)
+            for (int j = 0; j < 4; ++j) {
+                const uint32_t* const at = sums + i * 64 + j * 2;
+                sum[i][j] = (Sums)Longs{load<uint64_t>(at), load<uint64_t>(at + 32)};
+            }
+        for (int64_t tile = 0; tile < num_tiles; ++tile, w += 2 * kTileWords) {
+            for (int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+            for (int k = 0; k < 16; k += 2, x += pairs * 4) {
+                Words columns[4];
+                for (int half = 0; half < 2; ++half) {
+                    const Words top = load<Words>(w + k * 16 + half * 4), bottom = load<Words>(w + k * 16 + 16 + half * 4);
+                    columns[half * 2] = __builtin_shufflevector(top, bottom, 0, 4, 1, 5);
+                    columns[half * 2 + 1] = __builtin_shufflevector(top, bottom, 2, 6, 3, 7);
+                }
+                for (int i = 0; i < pairs; ++i) {
+                    const Words rows = load<Words>(x + i * 4);
+                    for (int j = 0; j < 4; ++j) sum[i][j] = add_squares(sum[i][j], rows, columns[j], Math{});
+                }
+            }
+        }
+        for (int i = 0; i < pairs; ++i)
+            for (int j = 0; j < 4; ++j) {
+                const Longs rows = (Longs)sum[i][j];
+                uint32_t* const at = sums + i * 64 + j * 2;
+                store<uint64_t>(at, rows[0]), store<uint64_t>(at + 32, rows[1]);
+            }
+    }
+};
+#endif
+
 // Writes a row's 32 columns from `column` on. sums: of both panels.
 template <class Math>
 void write_out(const BatonProduct& of, int64_t row, int64_t column, const typename Math::Sums* sums, float unit) {
@@ -391,6 +456,9 @@ extern "C" void baton_multiply(const BatonProduct* product) {
 #ifdef BATON_AMX
     if (product->math == kTiles)
         return product->is_8bit ? multiply<Tiles<Dots>>(*product) : multiply<Tiles<Pairs>>(*product);
+#elif defined(BATON_SQUARES)
+    if (product->math == kTiles)
+        return product->is_8bit ? multiply<Squares<Dots>>(*product) : multiply<Squares<Pairs>>(*product);
 #endif
     if (product->is_8bit) return multiply<Vectors<Bits8>>(*product);
 #ifdef BATON_PAIRS

@@ -29,6 +29,20 @@ template <class Math> double multiply_registers(int64_t num_rounds) {
     return 2.0 * num_rounds * kSums * kLanes * Math::kPerWord / Math::kParts;
 }
 
+#ifdef BATON_SQUARES
+template <class Math> double multiply_squares(int64_t num_rounds) {
+    typename Math::Sums sum[kSums] = {};
+    Words rows = Words{}, columns = Words{};
+    for (int64_t round = 0; round < num_rounds; ++round) {
+#pragma GCC unroll 24
+        for (int i = 0; i < kSums; ++i) keep(columns), sum[i] = add_squares(sum[i], rows, columns, Math{});
+#pragma GCC unroll 24
+        for (int i = 0; i < kSums; ++i) keep(sum[i]);
+    }
+    return 2.0 * num_rounds * kSums * 4 * 2 * Math::kPerWord;
+}
+#endif
+
 #ifdef BATON_AMX
 double multiply_tiles(int64_t num_rounds, bool is_8bit) {
     const uint8_t rows[8] = {16, 16, 16, 16, 16, 16, 16, 16};
@@ -53,8 +67,14 @@ double multiply_tiles(int64_t num_rounds, bool is_8bit) {
 
 }  // namespace
 
-// Requests AMX tiles from the system, for the whole process. Returns whether it may use them.
-extern "C" int baton_request_amx() { return request_amx(); }
+// Whether this process may use kTiles; requests AMX's from the system, for the whole process.
+extern "C" int baton_request_tiles() {
+#ifdef BATON_SQUARES
+    return 1;
+#else
+    return request_amx();
+#endif
+}
 
 // Operations done by each of `num_threads` at once; 0 where this build has no such math. math: MathKind.
 extern "C" double baton_multiply_registers(int math, int is_8bit, int64_t num_rounds, int num_threads) {
@@ -67,6 +87,9 @@ extern "C" double baton_multiply_registers(int math, int is_8bit, int64_t num_ro
 #endif
 #ifdef BATON_DOTS
         if (math == kPairs && is_8bit) done = multiply_registers<Dots>(num_rounds);
+#endif
+#ifdef BATON_SQUARES
+        if (math == kTiles) done = is_8bit ? multiply_squares<Dots>(num_rounds) : multiply_squares<Pairs>(num_rounds);
 #endif
 #ifdef BATON_AMX
         if (math == kTiles) done = multiply_tiles(num_rounds, is_8bit);

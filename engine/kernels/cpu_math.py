@@ -15,10 +15,10 @@ class Math(IntEnum):
 
     WIDENED = 0  # to float32; 8 bits: to 16
     PAIRS = 1
-    TILES = 2  # AMX
+    TILES = 2  # AMX, or Arm's products of two rows and two columns
 
 
-HOW = {Math.WIDENED: "as float32", Math.PAIRS: "in pairs", Math.TILES: "in AMX tiles"}
+HOW = {Math.WIDENED: "as float32", Math.PAIRS: "in pairs", Math.TILES: "in tiles"}
 
 
 @cache
@@ -37,7 +37,7 @@ def describe_math() -> str:
 def measure_rate(math: Math, is_8bit: bool, num_threads: int = 1) -> float:
     """Operations a second that registers allow, the best of several tries; 0 if this CPU has no such math."""
     kernel = _load()
-    if math is Math.TILES and not kernel.baton_request_amx():
+    if math is Math.TILES and not kernel.baton_request_tiles():
         return 0.0
     best = 0.0
     for _ in range(TRIES):

@@ -440,7 +440,7 @@ extern "C" void baton_attend(const BatonBatch* batch, const BatonLayer* layer, i
     if (math == kTiles) return attend<TilesOfPages>(*batch, *layer, num_threads);
 #endif
 #ifdef BATON_PAIRS
-    if (math == kPairs) return attend<PairsOfPages>(*batch, *layer, num_threads);
+    if (math != kWidened) return attend<PairsOfPages>(*batch, *layer, num_threads);
 #endif
     attend<Plain<bfloat16>>(*batch, *layer, num_threads);
 }

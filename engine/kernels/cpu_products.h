@@ -10,7 +10,11 @@
 #define BATON_DOTS 1
 #endif
 
-// How bfloat16 is multiplied; Math of cpu_math.py.
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && defined(__ARM_FEATURE_MATMUL_INT8)
+#define BATON_SQUARES 1
+#endif
+
+// How bfloat16 is multiplied; Math of cpu_math.py. kTiles: AMX, or Arm's products of 2 rows and 2 columns.
 enum MathKind { kWidened, kPairs, kTiles };
 
 // Rounds a row to codes of -127 to 127; returns the value of code 1.
@@ -108,3 +112,13 @@ struct Shorts {
 #endif
     }
 };
+
+#ifdef BATON_SQUARES
+// sum[2 rows][2 columns] + the products of two words of each row and of each column
+inline Floats add_squares(Floats sum, Words rows, Words columns, Pairs) {
+    return (Floats)vbfmmlaq_f32((float32x4_t)sum, (bfloat16x8_t)rows, (bfloat16x8_t)columns);
+}
+inline Ints add_squares(Ints sum, Words rows, Words columns, Dots) {
+    return (Ints)vmmlaq_s32((int32x4_t)sum, (int8x16_t)rows, (int8x16_t)columns);
+}
+#endif
