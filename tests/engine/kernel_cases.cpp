@@ -10,8 +10,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "cpu_amx.h"
-#include "cpu_products.h"
+#include "cpu_blocks.h"
 namespace layers {
 #include "cpu_layers.cpp"
 }
