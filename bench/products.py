@@ -19,6 +19,7 @@ BF16 = torch.bfloat16
 PRODUCT = (16_384, 2048)  # outputs, depth: gate and up of Llama-3.2-1B
 NUM_WEIGHTS = 6  # used in turn, more than caches hold
 SLOW = 0.5  # of the nearer ceiling
+ROUNDS = 100_000  # of multiplying registers: milliseconds, so that waking threads does not count
 
 Calls = Mapping[str, Callable[[int], object]]  # name |-> call with the round's number
 
@@ -57,7 +58,7 @@ class Rate:
 def measure_ceilings(num_threads: int) -> Ceilings:
     """Takes about a second. Raises BuildError."""
     math = {is_8bit: choose_math(is_8bit) for is_8bit in (False, True)}
-    operations = {is_8bit: measure_rate(kind, is_8bit, num_threads) for is_8bit, kind in math.items()}
+    operations = {is_8bit: measure_rate(kind, is_8bit, num_threads, ROUNDS) for is_8bit, kind in math.items()}
     return Ceilings(find_instruction_set(), measure_reading(), operations, math)
 
 

