@@ -23,7 +23,7 @@ class Machine:
     num_cores: int  # within the container's quota
     num_host_cores: int
     memory_bytes: int  # available, within the container's limit
-    cpu_flags: tuple[str, ...]  # avx2, avx512f, ... that the CPU has
+    instruction_sets: tuple[str, ...]  # avx2, avx512, ... that the CPU has and kernels know
     cpp_compiler: str
     kernel_error: str  # why the CPU kernels cannot be built or loaded
     products: str  # what products reach of the machine's ceilings; empty: not measured

@@ -5,7 +5,6 @@ A question that fails has an answer too: the error's text, or nothing where ther
 
 import importlib
 import os
-import re
 import resource
 import shutil
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from cli.doctor_facts import Gpu, Machine, Model
 from cli.models import locate_draft, locate_model
 from engine.attention.choose import choose_attention
 from engine.engine import choose_device, resolve_kv_dtype
-from engine.kernels.build import BuildError, find_compiler, load_kernel
+from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
 from engine.kvcache.pool import PoolShape
 from engine.model.checkpoint import Checkpoint, list_shards
 from engine.model.config import load_config
@@ -32,7 +31,6 @@ from runtime.hardware import available_memory_bytes, num_cores
 from runtime.version import find_version
 from wire.kv_layout import PagePart
 
-CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 HOST_NAMESPACE = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}  # fixed in the kernel's proc_ns.h
 
 
@@ -43,14 +41,13 @@ def examine_machine() -> Machine:
     cpp_compiler, kernel_error = try_kernel()
     products, are_products_slow = try_products() if not kernel_error and not gpus else ("", False)
     flashinfer, flashinfer_error, flashinfer_modules = examine_flashinfer()
-    cpu_info = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
     cuda_home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     pairs = permutations(range(len(gpus)), 2)
     return Machine(
         num_cores=num_cores(),
         num_host_cores=os.cpu_count() or 1,
         memory_bytes=available_memory_bytes(),
-        cpu_flags=tuple(flag for flag in CPU_FLAGS if re.search(rf"^flags.*\b{flag}\b", cpu_info, re.M)),
+        instruction_sets=tuple(name for name in runnable_instruction_sets() if name != NATIVE),
         cpp_compiler=cpp_compiler,
         kernel_error=kernel_error,
         products=products,

@@ -37,7 +37,7 @@ def judge(config: ServeConfig, machine: Machine, model: Model | Exception) -> li
     """All rows, without those that only a GPU needs where none is used. `model`: or why it cannot be examined."""
     is_on_gpu = config.device != "cpu" and bool(machine.gpus)
     memory = f"{machine.memory_bytes / GIB:.1f} GiB may be taken, within the container's limit if it has one"
-    instructions = " ".join(machine.cpu_flags) or "neither AVX2 nor AVX-512 nor AMX"
+    instructions = " ".join(machine.instruction_sets) or "none that the kernels are written for"
     return [
         Row("cores", "ok", f"{machine.num_cores} of {machine.num_host_cores} may be used"),
         Row("memory", "ok", memory),

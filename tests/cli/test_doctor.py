@@ -26,7 +26,7 @@ MODULES = tuple(
     for kind in ("decode", "prefill")
 )
 CPU = Machine(
-    num_cores=8, num_host_cores=16, memory_bytes=64 * GIB, cpu_flags=("avx2", "avx512f", "amx_bf16"),
+    num_cores=8, num_host_cores=16, memory_bytes=64 * GIB, instruction_sets=("avx2", "avx512", "amx"),
     cpp_compiler="g++", kernel_error="", products="", are_products_slow=False, c_compiler="/usr/bin/gcc",
     has_own_pid_namespace=False, has_own_ipc_namespace=False, memory_file_error="",
     locked_bytes=8 << 20,
