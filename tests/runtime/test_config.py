@@ -25,7 +25,7 @@ IN_WORDS = {  # the document's wording |-> the default it means
     "none": ("", ()),
     "off": (False,),
     "on": (True,),
-    "folder's name or hub id": ("",),
+    "folder's name or hub id": ((),),
     "the model's": (0,),
     "1 on a GPU, else 0": (None,),
     "any where the roles share CPU cores, else 0": (None,),
