@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.batches import Part, pack
-from engine.attention.base import AttentionBackend, AttentionShape
+from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
 from engine.attention.cpu_paged import CpuPagedAttention
 from engine.attention.heads import Heads
+from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention, visible_keys
 from engine.batch import Batch
 from engine.kernels.build import load_kernel

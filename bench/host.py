@@ -25,8 +25,9 @@ from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.drafters import NgramDrafter
 from decode_worker.streams import GatewayStreams
 from engine import runner as runner_module
-from engine.attention.base import AttentionBackend, AttentionShape
+from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
+from engine.attention.shape import AttentionShape
 from engine.batch import Batch, RowRequest
 from engine.kvcache.pool import PoolShape
 from engine.model.decoder import Decoder

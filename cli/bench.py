@@ -3,10 +3,11 @@
 Imports that need torch stand in the functions, so that other commands need not wait for it.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, Token, convert
 
 from bench.gpus import GPUS, GpuName
 from bench.load.command import interference, plot, serve
@@ -15,6 +16,13 @@ from cli.service import CommandError
 from runtime.hardware import wait_without_spinning
 from runtime.settings import ConfigError
 
+
+def take_lower_case(hint: Any, tokens: Sequence[Token]) -> Any:
+    """An option's value, however it is capitalised: plans show H100 for h100."""
+    return convert(hint, [token.evolve(value=token.value.lower()) for token in tokens])
+
+
+Gpu = Annotated[GpuName, Parameter(converter=take_lower_case)]
 REQUESTS, WORKERS = Workload(), FleetSettings()
 
 bench = App(name="bench", help="Measure servers and kernels, and simulate fleets.")
@@ -29,7 +37,7 @@ def simulate(
     fleet: Annotated[FleetSettings, Parameter(name="*")] = WORKERS,
     *,
     model: str = "8B",
-    gpu: GpuName = "h100",
+    gpu: Gpu = "h100",
     costs: Path | None = None,
     ttft: float = 500.0,
     tpot: float = 50.0,
@@ -98,7 +106,7 @@ def kernels(*, threads: int = 0, rounds: int = 15) -> int:
 def plan(
     *,
     model: str,
-    gpu: GpuName,
+    gpu: Gpu,
     num_gpus: int,
     rate: float,
     input_tokens: Annotated[int, Parameter(name="--input")],

@@ -2,9 +2,15 @@
 
 import io
 import json
+import re
+import shutil
 import sys
+from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
+from itertools import chain
 from typing import Any
+
+from rich.cells import cell_len
 
 from cli.chat_client import Conversation
 from cli.service import URL, ApiKey, CommandError, Service, Url
@@ -16,6 +22,8 @@ HELP = """/help                               this text
 /set temperature=0.5;max_tokens=100 fields of the next requests; /set alone shows them, NAME= drops one
 /exit                               leave, as Ctrl-D does
 Ctrl-C stops an answer."""
+# A line end, spaces, a word, or a character of a script without spaces.
+WORD = re.compile(r"\n|[^\S\n]+|[^\s\u2e80-\U0003ffff]+|[\u2e80-\U0003ffff]")
 
 
 def chat(*, url: Url = URL, model: str = "", api_key: ApiKey = "", system: str = "") -> int:
@@ -106,11 +114,27 @@ def parse_value(text: str) -> Any:
 
 
 def print_answer(conversation: Conversation, text: str) -> None:
-    """Print an answer as it comes. Ctrl-C closes the stream, which stops the model."""
+    """Print an answer as it comes, at a terminal between words. Ctrl-C closes the stream, which stops the model."""
     with closing(conversation.ask(text)) as parts:
-        for part in parts:
-            print(printable(part), end="", flush=True)
+        shown = map(printable, parts)
+        for part in wrap(shown, shutil.get_terminal_size().columns) if sys.stdout.isatty() else shown:
+            print(part, end="", flush=True)
     print()
+
+
+def wrap(parts: Iterable[str], width: int) -> Iterator[str]:
+    """A text word by word, with line ends where a word would cross the last column. A word waits for its end."""
+    column, rest = 0, ""
+    for part in chain(parts, "\n"):  # which ends the last word and is itself held back
+        *words, rest = WORD.findall(rest + part)
+        for word in words:
+            size = cell_len(word)
+            if word != "\n" and column > 0 and column + size > width:
+                yield "\n"
+                column = 0
+                word = word.strip()  # no line begins with the space between words
+            yield word
+            column = 0 if word == "\n" else (column + cell_len(word)) % width
 
 
 def printable(text: str) -> str:

@@ -12,17 +12,17 @@ from itertools import permutations
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 
 from bench.products import check_products
 from cli.doctor_facts import Gpu, Machine, Model
-from cli.models import locate_draft, locate_model
+from cli.models import check_models
 from engine.attention.choose import choose_attention
 from engine.engine import choose_device, resolve_kv_dtype
 from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
 from engine.kvcache.pool import PoolShape
-from engine.model.checkpoint import Checkpoint, list_shards
+from engine.model.checkpoint import Checkpoint
 from engine.model.config import load_config
+from engine.model.files import list_shards
 from engine.model.shard import Shard, shard_config
 from engine.model.weights import choose_dtype
 from runtime.config import ServeConfig
@@ -81,8 +81,11 @@ def examine_model(config: ServeConfig) -> Model:
     Raises OSError when the model is not on this machine, ValueError when a worker could not use it.
     """
     device = choose_device(config.device)
-    names = (locate_model(config.model), locate_draft(config.model, config.draft_model))
-    folder, *_draft = folders = [find_folder(name) for name in names if name]
+    found = check_models(config)
+    folders = [folder for folder in found if folder is not None]
+    if len(folders) < len(found):
+        raise FileNotFoundError("its files are still to be fetched")
+    folder = folders[0]
     model, dtype = load_config(folder), choose_dtype(Checkpoint(folder), config.dtype)
     kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype)
     shapes = []
@@ -103,12 +106,6 @@ def examine_model(config: ServeConfig) -> Model:
         attention_reason=attention.reason,
         is_fallback=attention.is_fallback,
     )
-
-
-def find_folder(name: str) -> Path:
-    """A checkpoint's folder, or where a hub id was downloaded to. Raises OSError when it is in neither."""
-    folder = Path(name).expanduser()
-    return folder if folder.is_dir() else Path(snapshot_download(name, local_files_only=True))
 
 
 def examine_gpu(index: int) -> Gpu:

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
+from cyclopts.exceptions import MissingArgumentError, UnusedCliTokensError
+from rich.panel import Panel
+from rich.text import Text
 
 from cli.service import CommandError
-from cli.sources import split_variable, use_sources
+from cli.sources import CONFIG_TYPES, split_variable, use_sources
 from runtime.settings import ConfigError
 from runtime.version import OWN_VERSION
 
@@ -25,6 +28,22 @@ COMMANDS = {  # a command's file is imported when it is run, or its --help is as
     "bench": ("plan", "bench"),
 }
 
+
+def describe_error(error: CycloptsError) -> Panel:
+    """The library's words, but all missing options at once, and what a word without an option may have been."""
+    command = (error.command_chain or ("",))[0]
+    text = str(error)
+    if isinstance(error, MissingArgumentError) and not error.keyword and error.app and error.target:
+        arguments = error.app.assemble_argument_collection()
+        given = {word.partition("=")[0] for word in error.root_input_tokens or ()}
+        missing = [one.name for one in arguments if one.required and one.name[0] == "-" and not given & set(one.names)]
+        text = f"{command} needs {', '.join(missing)}." if len(missing) > 1 else text
+    elif isinstance(error, UnusedCliTokensError) and command in CONFIG_TYPES:
+        words = " ".join(error.unused_tokens or ())
+        text = f"{command} takes options only, not {words!r}. Did you mean --model {words}?"
+    return Panel(Text(text), title="Error", title_align="left", border_style="red", expand=True)
+
+
 app = App(
     name="baton",
     help="LLM inference with prefill and decode in separate processes.",
@@ -35,6 +54,7 @@ app = App(
     exit_on_error=False,
     default_parameter=Parameter(env_var_split=split_variable, negative_iterable=()),
     result_action="return_value",
+    error_formatter=describe_error,
 )
 for module, names in COMMANDS.items():
     for name in names:

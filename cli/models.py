@@ -1,15 +1,19 @@
 """What the name of a model means before any process is started. Knows names and folders, no tensors."""
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TypeVar
 
-from runtime.config import DecodeConfig, PrefillConfig
+import msgspec
+
+from engine.model.config import load_config
+from engine.model.files import is_path, list_shards, read_header
+from runtime.config import DecodeConfig, PrefillConfig, ServeConfig
 from runtime.config_parts import ANY_NAME, DEMO_MODEL, NO_DRAFT
-from runtime.settings import ConfigError
+from runtime.settings import ConfigError, flag
 
 WorkerConfigT = TypeVar("WorkerConfigT", PrefillConfig, DecodeConfig)
 FilePatterns = tuple[str, tuple[str, ...]]  # what it is, and the patterns of which one must match
@@ -36,7 +40,8 @@ def locate_draft(model: str, draft_model: str) -> str:
 
 
 def locate(config: WorkerConfigT) -> WorkerConfigT:
-    """A worker's settings with both models as folders or hub ids."""
+    """A worker's settings with both models as folders or hub ids. ConfigError when one cannot be used."""
+    check_models(config)
     draft = locate_draft(config.model, config.draft_model) or NO_DRAFT
     return replace(config, model=locate_model(config.model), draft_model=draft)
 
@@ -48,16 +53,87 @@ def _demo_folder(part: str) -> str:
     return str(folder)
 
 
-def check_files(model: str, needed: Iterable[FilePatterns] = (CONFIGURATION, TOKENIZER, WEIGHTS)) -> None:
-    """Raise ConfigError that names what a model's folder lacks. A hub id passes: its files are fetched later."""
+class MissingFilesError(ConfigError):
+    """A model's folder lacks files. The folder of a hub id may: they are fetched when a process needs them."""
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What shows that a file is a tokenizer.json; the rest is read by the gateway."""
+
+    model: msgspec.Raw
+
+
+def check_models(config: ServeConfig | PrefillConfig | DecodeConfig) -> list[Path | None]:
+    """The folders of the model and its draft model, if it has one, as of `check_model`."""
+    folders = [check_model(locate_model(config.model))]
+    if draft := locate_draft(config.model, config.draft_model):
+        folders.append(check_model(draft, (CONFIGURATION, WEIGHTS), "draft_model"))
+    return folders
+
+
+def check_model(
+    model: str, needed: Sequence[FilePatterns] = (CONFIGURATION, TOKENIZER, WEIGHTS), option: str = "model"
+) -> Path | None:
+    """The folder of a model whose files are there and can be read: configuration, tokenizer, headers of weights.
+
+    None for a hub id whose files are still to be fetched. ConfigError says what is wrong. `option`: the setting that
+    names the model.
+    """
+    folder = find_folder(model, option)
+    if folder is None:
+        return None
+    try:
+        check_files(folder, needed, option)
+    except MissingFilesError:
+        if Path(model).expanduser() == folder:
+            raise
+        return None
+    try:
+        if CONFIGURATION in needed:
+            load_config(folder)
+        if TOKENIZER in needed and (tokenizer := folder / "tokenizer.json").is_file():
+            _check_tokenizer(tokenizer)
+        if WEIGHTS in needed:
+            for path in list_shards(folder):
+                read_header(path)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"the model in {folder} cannot be used ({error}): set {flag(option)} to another") from error
+    return folder
+
+
+def find_folder(model: str, option: str = "model") -> Path | None:
+    """A checkpoint's folder, or where a hub id was downloaded to; None for a hub id that is not on this machine."""
     folder = Path(model).expanduser()
-    if not folder.is_dir():
-        return
+    if folder.is_dir():
+        return folder
+    advice = f'set {flag(option)} to a folder, a hub id such as "Qwen/Qwen3-0.6B", or "{DEMO_MODEL}"'
+    if is_path(model):
+        raise ConfigError(f"there is no folder {model}: {advice}")
+    from huggingface_hub import snapshot_download  # not for models that are folders
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except HFValidationError as error:
+        raise ConfigError(f"{model!r} is neither a folder nor a hub id: {advice}") from error
+    except OSError:
+        return None
+
+
+def check_files(folder: Path, needed: Sequence[FilePatterns], option: str = "model") -> None:
+    """Raise MissingFilesError that names what a model's folder lacks."""
     for what, patterns in needed:
         if not any(next(folder.glob(pattern), None) for pattern in patterns):
-            raise ConfigError(
-                f"the model in {folder} has no {what}: put {' or '.join(patterns[:2])} there, or set --model"
+            raise MissingFilesError(
+                f"the model in {folder} has no {what}: put {' or '.join(patterns[:2])} there, or set {flag(option)}"
             )
+
+
+def _check_tokenizer(path: Path) -> None:
+    try:
+        msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path} is no tokenizer: {error}") from error
 
 
 def choose_served_names(given: Sequence[str], model: str) -> tuple[str, ...]:
@@ -77,9 +153,8 @@ def choose_served_name(model: str) -> str:
 def fetch_tokenizer(model: str) -> str:
     """A folder with the model's tokenizer and configuration, downloaded or cached where `model` is a hub id."""
     model = locate_model(model)
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return str(folder)
+    if is_path(model) or Path(model).expanduser().is_dir():
+        return str(find_folder(model))
     from huggingface_hub import snapshot_download  # not for commands and models that need none
 
     try:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from runtime.addresses import is_any
-from runtime.events import Loading, Ready
+from runtime.events import NO_HAND_OFF, Loading, Ready
 from runtime.logs import unfailing
 
 log = structlog.get_logger()
@@ -76,6 +76,7 @@ class Screen:
     def ready(self, name: str, event: Ready) -> None:
         """A process takes requests. Its own log line of that is left out."""
         facts: dict[str, Any] = {"pid": event.pid, **event.detail}
+        facts.pop(NO_HAND_OFF, None)  # shown when all are ready
         if event.ops_address:
             facts["metrics"] = f"http://{event.ops_address}/metrics"
         text = f"{name} is ready at {event.address} ({', '.join(f'{key} {value}' for key, value in facts.items())})"
@@ -85,8 +86,10 @@ class Screen:
         """The whole service is up: how to call it."""
         self._progress.stop()
         url = f"http://{reachable(gateway.address)}"
-        lines = ("", *build_snippets(url, self._model, self._needs_key), "", "Ctrl-C stops the service.")
-        self.say("\n".join(lines), "serving", url=url)
+        note = gateway.detail.get(NO_HAND_OFF, "")
+        snippets = build_snippets(url, self._model, self._needs_key)
+        lines = (*([f"\n{note}"] if note else []), "", *snippets, "", "Ctrl-C stops the service.")
+        self.say("\n".join(lines), "serving", url=url, **({NO_HAND_OFF: note} if note else {}))
 
     def log(self, name: str, line: str) -> None:
         """A log line of a process."""

@@ -14,15 +14,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from cli.models import (
-    CONFIGURATION,
-    TOKENIZER,
-    check_files,
-    choose_served_names,
-    fetch_tokenizer,
-    locate,
-    locate_model,
-)
+from cli.models import CONFIGURATION, TOKENIZER, check_model, check_models, choose_served_names, fetch_tokenizer, locate
 from cli.plan import PROGRAM, ProcessSpec, plan_gateway, plan_workers
 from cli.screen import Screen
 from cli.supervisor import STOP_MARGIN_S, Supervisor
@@ -40,7 +32,7 @@ from runtime.trust import load_trust
 def serve(config: Annotated[ServeConfig, Parameter(name="*")] = ServeConfig()) -> int:  # noqa: B008  frozen
     """Start a gateway and its workers on this machine, and stop them together."""
     check_ports(config)  # these fail now rather than after minutes of loading
-    check_files(locate_model(config.model))
+    check_models(config)
     load_trust(config)
     return asyncio.run(supervise(config))
 
@@ -103,7 +95,7 @@ def gateway(config: Annotated[GatewayConfig, Parameter(name="*")]) -> int:
     """Start the gateway: it answers REST and gRPC and sends prompts to workers."""
     follow_supervisor(config.ready_fd)
     folder = fetch_tokenizer(config.model)
-    check_files(folder, (CONFIGURATION, TOKENIZER))
+    check_model(folder, (CONFIGURATION, TOKENIZER))
     # Transformers takes torch for not installed: the gateway uses no tensors, and importing torch would double the time
     # that it takes to start, and take 190 MB. The variable keeps transformers from warning of that.
     sys.modules["torch"] = None  # type: ignore[assignment]

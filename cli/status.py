@@ -27,19 +27,24 @@ def status(
         as_json: Print JSON instead of a table.
     """
     with closing(Service(url, api_key)) as service:
-        workers, trouble = read_status(service)
+        workers, trouble, note = read_status(service)
     if as_json:
-        print(json.dumps({"workers": workers, "trouble": trouble}))
+        print(json.dumps({"workers": workers, "trouble": trouble, "no_hand_off": note}))
     else:
-        open_console().print(build_table(workers), *([Text(trouble, "yellow")] if trouble else []))
+        remarks = [Text(trouble, "yellow")] * bool(trouble) + [Text(note)] * bool(note)
+        open_console().print(build_table(workers), *remarks, sep="\n")
     return 0
 
 
-def read_status(service: Service) -> tuple[list[dict[str, Any]], str]:
-    """The gateway's /status: the workers, and why the service is degraded. Raises CommandError."""
+def read_status(service: Service) -> tuple[list[dict[str, Any]], str, str]:
+    """The gateway's /status: the workers, why the service is degraded, and why prompts are not handed off.
+
+    Raises CommandError.
+    """
     found = service.read_json("/status")
     try:
-        return [dict(worker) for worker in found["workers"]], str(found.get("trouble", ""))
+        workers = [dict(worker) for worker in found["workers"]]
+        return workers, str(found.get("trouble", "")), str(found.get("no_hand_off", ""))
     except (ValueError, KeyError, TypeError) as error:
         raise CommandError(f"{service.url} is no Baton gateway: its /status has no workers; set --url") from error
 

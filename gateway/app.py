@@ -68,7 +68,7 @@ def build_app(served: ServedModel) -> FastAPI:
     app.include_router(build_responses_router(served))
     app.include_router(build_count_router(served))
     app.include_router(build_status_router(served))
-    app.include_router(build_page_router())
+    app.include_router(build_page_router(served.tokenizer.examples))
     add_error_handlers(app)
     app.add_middleware(OriginCheck, cors_origins=served.options.cors_origins)
     open_paths = {*OPEN_PATHS, *PAGE_PATHS}

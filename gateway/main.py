@@ -27,6 +27,7 @@ from gateway.text.tokenizer import Tokenizer
 from runtime import rpc
 from runtime.addresses import DnsName, bracketed, parse_dns_name
 from runtime.config import GatewayConfig
+from runtime.events import NO_HAND_OFF
 from runtime.lifecycle import ReadyReporter, Shutdown, spare_what_is_here, take_open_files
 from runtime.logs import setup_logging
 from runtime.ops import OpsServer, Probes
@@ -78,7 +79,7 @@ async def _serve(
     options = _api_options(config)
     served = build_served_model(dispatcher, tokenizer, config.served_name, options, registry, write_record)
     app = build_app(served)
-    app.include_router(build_fleet_router(fleet, dispatcher.find_trouble))
+    app.include_router(build_fleet_router(fleet, dispatcher))
 
     grpc_server = rpc.build_server(build_interceptors(served), config.body_limit_bytes)
     grpc_port = rpc.bind(grpc_server, config.host, config.grpc_listen_port)
@@ -98,7 +99,7 @@ async def _serve(
         log.warning("not ready yet", reason=reason)
     shutdown.listen()
     spare_what_is_here()
-    reporter.ready(address, ops.address, "", {"grpc": grpc_address})
+    reporter.ready(address, ops.address, "", {"grpc": grpc_address, NO_HAND_OFF: dispatcher.explain_no_hand_off()})
     await shutdown.wait()
     door.cut_off()
     rest.should_exit = True
@@ -154,11 +155,11 @@ class _RestServer(uvicorn.Server):
 
 
 async def _wait_until_ready(fleet: Fleet, dispatcher: Dispatcher) -> None:
-    """Waits until requests can be served, START_PATIENCE_S at most: workers may also start later."""
+    """Waits until requests can be served and each worker was asked, START_PATIENCE_S at most: some start later."""
     is_ready = asyncio.Event()
 
     def look() -> None:
-        if dispatcher.check_ready() is None:
+        if dispatcher.check_ready() is None and all(state.was_asked for state in fleet.states()):
             is_ready.set()
 
     fleet.subscribe(look)

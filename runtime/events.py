@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+NO_HAND_OFF = "no_hand_off"  # key of a gateway's detail: why prompts are not handed off, or empty
+
 
 @dataclass(frozen=True, slots=True)
 class Loading:

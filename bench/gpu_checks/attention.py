@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from bench.batches import Part, pack
-from engine.attention.base import AttentionBackend, AttentionShape
+from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
 from engine.attention.heads import Heads
+from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
 from wire.kv_layout import LAYERS, PAGES, pool_sizes

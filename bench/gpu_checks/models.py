@@ -9,8 +9,9 @@ from torch import Tensor
 
 from engine.engine import Engine, Loaded, assemble_engine
 from engine.model.assemble import build_decoder, expected_shapes
-from engine.model.checkpoint import Checkpoint, TensorEntry
+from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig, build_config
+from engine.model.files import TensorEntry
 from engine.model.linear import Quantization
 from engine.model.loader import Loader
 from worker.table import num_rows_for

@@ -1,6 +1,5 @@
 """The interface of attention backends. Knows shapes, not kernels."""
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -9,16 +8,6 @@ from engine.attention.heads import Heads
 from engine.batch import Batch
 
 FP8_LIMIT = 448.0  # largest float8_e4m3fn value; fp8 pages have no scale
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """What is the same in all layers of a model."""
-
-    num_heads: int  # Hq
-    num_kv_heads: int  # Hkv, divides Hq
-    head_dim: int  # D
-    scale: float  # multiplies q·k, usually D ** -0.5
 
 
 class AttentionBackend(Protocol):

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.base import AttentionBackend, AttentionShape
+from engine.attention.base import AttentionBackend
 from engine.attention.cpu_paged import CpuPagedAttention
+from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.kernels.build import BuildError, load_kernel
 from engine.kernels.cpu_math import choose_math, describe_math

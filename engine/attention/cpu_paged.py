@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.base import AttentionShape
 from engine.attention.heads import Heads
+from engine.attention.shape import AttentionShape
 from engine.batch import Batch
 from engine.kernels.cpu_layers import turn
 from engine.kernels.cpu_math import Math

@@ -13,8 +13,9 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
-from engine.attention.base import FP8_LIMIT, AttentionShape
+from engine.attention.base import FP8_LIMIT
 from engine.attention.heads import Heads
+from engine.attention.shape import AttentionShape
 from engine.batch import Batch
 from engine.kernels.gpu_layers import join_pages, turn_and_write
 from engine.ranges import find_starts

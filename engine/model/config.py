@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine.attention.base import AttentionShape
-from engine.model.rope import FREQUENCIES, RopeConfig, yarn_attention_factor
+from engine.attention.shape import AttentionShape
+from engine.model.rope_config import ROPE_KINDS, RopeConfig, yarn_attention_factor
 
 Json = Mapping[str, Any]
 T = TypeVar("T")
@@ -167,8 +167,8 @@ def _build_rope(config: Json, trained_context: int) -> RopeConfig:
     """`rope_parameters` (transformers 5), else `rope_scaling` beside `rope_theta`, else the default."""
     given = _collection(config, "rope_scaling", dict) or _collection(config, "rope_parameters", dict)
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in list(FREQUENCIES):
-        raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(FREQUENCIES)}")
+    if kind not in ROPE_KINDS:
+        raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
     if any(isinstance(value, Mapping) for value in given.values()):
         raise ValueError(f"rope_parameters per layer type ({', '.join(given)}) are not supported; supported: one rope")
     rotary = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))

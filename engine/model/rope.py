@@ -6,26 +6,11 @@ operations are those of transformers' `modeling_rope_utils.py`, so that tables a
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """One rope, all values resolved. Fields that a kind does not use keep their defaults."""
-
-    kind: str  # a key of FREQUENCIES
-    theta: float  # base wavelength
-    factor: float = 1.0  # context extension; linear, llama3, yarn
-    original_context: int = 0  # positions seen in pre-training; llama3, yarn
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
-    attention_factor: float = 1.0  # multiplies cos and sin; yarn
+from engine.model.rope_config import RopeConfig
 
 
 def default_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -71,15 +56,6 @@ def yarn_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     wavelengths = rope.theta ** (torch.arange(0, head_dim, 2).to(torch.float32) / head_dim)  # [D / 2], over 2 pi
     kept = 1 - ramp
     return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
-
-
-def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """The paper's temperature as a multiplier of cos and sin; the `mscale`s are DeepSeek's refinement."""
-
-    def temperature(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-    return temperature(mscale) / temperature(mscale_all_dim) if mscale and mscale_all_dim else temperature(1.0)
 
 
 FREQUENCIES: dict[str, Callable[[RopeConfig, int], Tensor]] = {

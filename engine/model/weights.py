@@ -12,9 +12,10 @@ from huggingface_hub import snapshot_download
 
 from engine.kernels.build import cache_folder
 from engine.model.assemble import build_decoder, check_tensors
-from engine.model.checkpoint import Checkpoint, TensorEntry, list_shards, read_header, read_samples
+from engine.model.checkpoint import Checkpoint
 from engine.model.config import ModelConfig, load_config
 from engine.model.decoder import Decoder
+from engine.model.files import TensorEntry, is_path, list_shards, read_header, read_samples
 from engine.model.fp8 import check_fp8
 from engine.model.linear import Quantization
 from engine.model.loader import Loader, OnProgress, PackedLoader
@@ -162,7 +163,7 @@ def resolve_model_folder(name_or_path: str) -> Path:
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
         return folder
-    if folder.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") > 1:
+    if is_path(name_or_path):
         raise FileNotFoundError(f"model folder {name_or_path!r} does not exist")
     try:
         found = snapshot_download(name_or_path, allow_patterns=DOWNLOADED, ignore_patterns=NOT_DOWNLOADED)

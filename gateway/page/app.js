@@ -19,6 +19,7 @@ at("prompt").addEventListener("keydown", (event) => {
 });
 restore();
 findModel();
+showExamples();
 
 async function findModel() {
   try {
@@ -27,6 +28,17 @@ async function findModel() {
     at("model").textContent = model;
     showError("");
   } catch (error) { showError(error.message); }
+}
+
+async function showExamples() {
+  const answer = await call("page/examples.json").catch(() => null);
+  for (const text of (await answer?.json()) ?? []) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = text;
+    button.addEventListener("click", () => { at("prompt").value = text; send(); });
+    at("examples").append(button);
+  }
 }
 
 async function send() {
@@ -176,6 +188,7 @@ function showTiming({ usage, timing, sent, first, last }) {
     }
     if (timing.draft_tokens) key.append(remark(`guessed ${timing.draft_tokens}, right ${timing.accepted_tokens}`));
     if (timing.transport) key.append(remark(`${timing.transfer_bytes.toLocaleString()} bytes by ${timing.transport}`));
+    else explainNoHandOff(shown);
     shown.append(bar, key);
   }
   const count = usage?.completion_tokens ?? 0, spent = timing?.decode_seconds || (last - first) / 1000;
@@ -183,6 +196,13 @@ function showTiming({ usage, timing, sent, first, last }) {
   shown.append(remark(`${count} tokens, first after ${spoken((first - sent) / 1000)}${rate ? `, then ${rate.toFixed(0)} a second` : ""}`));
   at("chat").append(shown);
   toEnd();
+}
+
+// Nothing was transferred: the service says if that is so for all prompts, and why.
+async function explainNoHandOff(shown) {
+  const answer = await call("status").catch(() => null);
+  const reason = (await answer?.json())?.no_hand_off;
+  if (reason) shown.append(document.createElement("br"), remark(`No hand-off: ${reason}.`));
 }
 
 function remark(text) { const span = document.createElement("span"); span.textContent = text; return span; }

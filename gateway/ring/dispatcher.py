@@ -74,6 +74,10 @@ class Dispatcher:
         effects = {"fallback": "decode workers prefill", "wait": "prompts wait", "fail": "prompts are refused"}
         return f"{lacking.detail}; {effects[self._queue.router.no_prefill]}" if lacking else None
 
+    def explain_no_hand_off(self) -> str:
+        """Why prompts are not handed off although prefill workers are alive; or empty."""
+        return self._queue.router.explain_no_hand_off(self._fleet.views())
+
     @contextmanager
     def admit(self, num_choices: int) -> Iterator[Admitted]:
         with self.door.inside(), self._admission.admit(num_choices) as admitted:

@@ -24,6 +24,10 @@ from runtime.config_parts import NoPrefill
 # prefill worker takes 16 prompts: 512 tokens each, a chunk.
 BUSY_TOKENS = 8192
 NOTHING_CACHED: Mapping[str, int] = MappingProxyType({})
+NO_HAND_OFF = (
+    "decode workers compute prompts themselves, beside their answers: prefill workers would compute with the same "
+    "cores, which is slower; to see the hand-off all the same: --local-prefill-max-tokens 0"
+)
 NO_LIMIT = 2**32 - 1  # local prefill of any length
 
 
@@ -115,7 +119,7 @@ def choose_placement(
         partners = [view for view in known if view.is_alive]
         limit = local_prefill_max_tokens
         if limit is None:
-            limit = NO_LIMIT if known and all(share_cores(decode, view) for view in partners or known) else 0
+            limit = NO_LIMIT if _all_share_cores(decode, partners or known) else 0
         num_lacking = num_missing - num_cached
         is_short = num_lacking <= limit or (num_cached > 0 and num_lacking < decode.page_tokens)
         if not partners and no_prefill == "fallback":
@@ -160,6 +164,20 @@ def _describe_none(workers: Sequence[WorkerView], role: Role) -> str:
     if troubles:
         return f"no {role} worker is alive: " + "; ".join(troubles)
     return f"no {role} worker is known: name one with --{role}; the log says which names DNS does not know"
+
+
+def explain_no_hand_off(workers: Sequence[WorkerView], local_prefill_max_tokens: int | None) -> str:
+    """Why decode workers compute all prompts although prefill workers are alive, and how to change it; or empty."""
+    alive = [view for view in workers if view.is_alive]
+    prefills = [view for view in alive if view.role == "prefill"]
+    for decode in (view for view in alive if view.role == "decode"):
+        if not _all_share_cores(decode, [view for view in prefills if view.layout == decode.layout]):
+            return ""
+    return NO_HAND_OFF if prefills and local_prefill_max_tokens is None else ""
+
+
+def _all_share_cores(decode: WorkerView, prefills: Sequence[WorkerView]) -> bool:
+    return bool(prefills) and all(share_cores(decode, view) for view in prefills)
 
 
 def share_cores(decode: WorkerView, prefill: WorkerView) -> bool:

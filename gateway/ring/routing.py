@@ -7,7 +7,7 @@ to have its KV for another one. That one has its places, so no two requests wait
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.ring.policy import Placement, Unready, Wait, WorkerView, choose_placement
+from gateway.ring.policy import Placement, Unready, Wait, WorkerView, choose_placement, explain_no_hand_off
 from gateway.ring.prefix_memory import PrefixMemory
 from gateway.ring.request_machine import Request
 from runtime.config_parts import NoPrefill
@@ -40,6 +40,10 @@ class Router:
         self._uses_cache = uses_cache
         self._memory = PrefixMemory()
         self._coming: dict[PageKey, set[str]] = {}  # the parts of Coming; no set is empty
+
+    def explain_no_hand_off(self, workers: Sequence[WorkerView]) -> str:
+        """Why decode workers compute all prompts; empty where prompts are handed off, or there is no prefill worker."""
+        return explain_no_hand_off(workers, self._local_prefill_max_tokens)
 
     def find_key(self, workers: Sequence[WorkerView], request: Request) -> PageKey | None:
         """The key of the last whole page that the request needs; None without one, or if it uses no cached pages."""

@@ -25,6 +25,7 @@ class WorkerState:
         self.status = decode_pb2.WorkerStatus()
         self.num_mine = 0  # places held by requests of this gateway
         self.is_full = False  # refused a request since it last answered or a place there got free
+        self.was_asked = False  # it has answered, or failed to
         self.next_poll = 0.0  # when to ask for its status again
         self.on_change: Callable[[], None] = lambda: None  # called when it may have got room or died
         self.on_hurry: Callable[[], None] = lambda: None  # called when `next_poll` has moved closer
@@ -59,6 +60,7 @@ class WorkerState:
         self._end_poll(RETRY_S, now)
 
     def _end_poll(self, pause_s: float, now: float) -> None:
+        self.was_asked = True
         self._pause_s, self.next_poll = pause_s, now + pause_s
         self.is_full = False  # try it again at the latest now
         self._judge(now)

@@ -1,4 +1,4 @@
-"""Reads a model's limits and sampling defaults from its checkpoint folder. Must not know tokenizers or requests."""
+"""Reads a model's limits, sampling defaults and example prompts from its checkpoint folder. Knows no requests."""
 
 import json
 from collections.abc import Mapping
@@ -8,6 +8,13 @@ from typing import Any
 
 from wire.sampling import SamplingParams
 
+# Prompts for the page, of which each model that follows instructions can answer some. A folder may bring its own.
+_EXAMPLES = (
+    "What is the capital of France?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about the sea.",
+    "Give me three names for a small grey cat.",
+)
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # in generation_config.json
 
 
@@ -19,10 +26,14 @@ class ModelFacts:
     context_tokens: int  # most tokens in prompt and answer together
     eos_token_ids: frozenset[int]
     defaults: SamplingParams  # for parameters that a request does not set
+    examples: tuple[str, ...]  # prompts that it can answer
 
 
 def read_model_facts(folder: Path) -> ModelFacts:
-    """Reads config.json and, if present, generation_config.json. Raises ValueError saying what is wrong."""
+    """Reads config.json and, if present, generation_config.json and examples.json, a list of prompts.
+
+    Raises ValueError saying what is wrong.
+    """
     config = _read_object(folder / "config.json")
     text_config = config.get("text_config") or config  # multimodal checkpoints nest the language model
     generation = _read_object(folder / "generation_config.json")
@@ -31,7 +42,16 @@ def read_model_facts(folder: Path) -> ModelFacts:
         raise ValueError(f"{folder / 'config.json'} must give max_position_embeddings as an integer of at least 2")
     context = max(context, _yarn_context(text_config))
     eos = generation.get("eos_token_id", text_config.get("eos_token_id"))
-    return ModelFacts(text_config.get("vocab_size"), context, _id_set(eos), _sampling_defaults(generation))
+    defaults = _sampling_defaults(generation)
+    return ModelFacts(text_config.get("vocab_size"), context, _id_set(eos), defaults, _read_examples(folder))
+
+
+def _read_examples(folder: Path) -> tuple[str, ...]:
+    path = folder / "examples.json"
+    examples = json.loads(path.read_text(encoding="utf-8")) if path.exists() else _EXAMPLES
+    if not all(isinstance(one, str) for one in examples):
+        raise ValueError(f"{path} must hold a list of texts")
+    return tuple(examples)
 
 
 def _yarn_context(config: Mapping[str, Any]) -> int:

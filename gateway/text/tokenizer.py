@@ -47,6 +47,7 @@ class Tokenizer:
         self.context_tokens = min(facts.context_tokens, max_context_tokens or facts.context_tokens)
         self.eos_token_ids = facts.eos_token_ids | ({self._hf.eos_token_id} - {None})
         self.sampling_defaults = facts.defaults
+        self.examples = facts.examples
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. `add_special_tokens`: with the model's start token, if it has one.

@@ -13,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionShape
+from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
 from engine.attention.cpu_paged import CpuPagedAttention, plan_blocks
 from engine.attention.heads import Heads
+from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
 from engine.kernels import build

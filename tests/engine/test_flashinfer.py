@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engine.attention import flashinfer as backend_module
-from engine.attention.base import AttentionShape
 from engine.attention.choose import choose_attention
 from engine.attention.flashinfer import FlashInferAttention, find_obstacle
+from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from tests.support.attention import CPU, Problem, check_writes
 from tests.support.flashinfer_doubles import Decode, Prefill, Wrapper

@@ -20,6 +20,7 @@ from engine.model.checkpoint import Checkpoint
 from engine.model.config import build_config, load_config
 from engine.model.head import WidenedLinear
 from engine.model.rope import FREQUENCIES
+from engine.model.rope_config import ROPE_KINDS
 from engine.model.weights import load_model, resolve_model_folder, weight_fingerprint
 from tests.support.checkpoints import write_checkpoint
 
@@ -152,7 +153,8 @@ def test_any_value_loads_or_is_refused(model: dict[str, Any]) -> None:
         "max_window_layers", "rope_scaling", "rope_parameters", "partial_rotary_factor", "quantization_config",
     }  # fmt: skip
     changes: list[dict[str, Any]] = [{key: value} for key in keys for value in VALUES]
-    for kind in FREQUENCIES:
+    assert tuple(FREQUENCIES) == ROPE_KINDS
+    for kind in ROPE_KINDS:
         rope = {"type": kind, **LLAMA3}
         changes += [{"rope_scaling": {**rope, key: value}} for key in ROPE_KEYS for value in VALUES]
     for change in changes:

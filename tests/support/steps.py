@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.batches import SAMPLINGS
-from engine.attention.base import AttentionShape
 from engine.attention.heads import Heads
+from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import RowRequest
 from engine.model.decoder import Decoder

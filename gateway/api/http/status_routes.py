@@ -1,7 +1,5 @@
 """Endpoints for probes, dashboards and people: liveness, readiness, version, metrics, fleet. Must not know requests."""
 
-from collections.abc import Callable
-
 import msgspec
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -10,6 +8,7 @@ from starlette.responses import Response
 from gateway.api.http.json_answer import json_response
 from gateway.errors import not_ready
 from gateway.request.prepare import ServedModel
+from gateway.ring.dispatcher import Dispatcher
 from gateway.ring.fleet import Fleet
 from gateway.ring.worker_link import WorkerLink
 from runtime.version import OWN_VERSION
@@ -63,14 +62,20 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     source: str  # the DNS name that it has; empty: named by its address
 
 
-def build_fleet_router(fleet: Fleet, find_trouble: Callable[[], str | None]) -> APIRouter:
-    """GET /status. `find_trouble`: why the service is degraded."""
+def build_fleet_router(fleet: Fleet, dispatcher: Dispatcher) -> APIRouter:
+    """GET /status."""
     router = APIRouter()
 
     @router.get("/status")
     async def status() -> Response:
         """Every worker, as of its last answer to the gateway."""
-        return json_response({"workers": [_describe(link) for link in fleet.links()], "trouble": find_trouble() or ""})
+        return json_response(
+            {
+                "workers": [_describe(link) for link in fleet.links()],
+                "trouble": dispatcher.find_trouble() or "",
+                "no_hand_off": dispatcher.explain_no_hand_off(),
+            }
+        )
 
     return router
 
