@@ -22,8 +22,7 @@ HELP = """/help                               this text
 /set temperature=0.5;max_tokens=100 fields of the next requests; /set alone shows them, NAME= drops one
 /exit                               leave, as Ctrl-D does
 Ctrl-C stops an answer."""
-# A line end, spaces, a word, or a character of a script without spaces.
-WORD = re.compile(r"\n|[^\S\n]+|[^\s\u2e80-\U0003ffff]+|[\u2e80-\U0003ffff]")
+WORD = re.compile(r"\s|[^\s\u2e80-\U0003ffff]+|[\u2e80-\U0003ffff]")  # or a character of a script without spaces
 
 
 def chat(*, url: Url = URL, model: str = "", api_key: ApiKey = "", system: str = "") -> int:
@@ -125,16 +124,20 @@ def print_answer(conversation: Conversation, text: str) -> None:
 def wrap(parts: Iterable[str], width: int) -> Iterator[str]:
     """A text word by word, with line ends where a word would cross the last column. A word waits for its end."""
     column, rest = 0, ""
-    for part in chain(parts, "\n"):  # which ends the last word and is itself held back
-        *words, rest = WORD.findall(rest + part)
+    for part in chain(filter(None, parts), [""]):  # the last one ends the last word
+        words = WORD.findall(rest + part)
+        rest = words.pop() if part and not words[-1].isspace() else ""
         for word in words:
             size = cell_len(word)
-            if word != "\n" and column > 0 and column + size > width:
+            if word == "\n":
+                column = 0
+            elif column > 0 and column + size > width:
+                if word.isspace():
+                    continue  # the line ends here
                 yield "\n"
                 column = 0
-                word = word.strip()  # no line begins with the space between words
             yield word
-            column = 0 if word == "\n" else (column + cell_len(word)) % width
+            column += size if size <= width else size % width
 
 
 def printable(text: str) -> str:

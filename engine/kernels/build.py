@@ -17,11 +17,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import structlog
+
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared")
 BUILD_S = 120
+ROOM_BYTES = 10 << 20  # all kernels take 1 MiB, and the compiler's own files a few more
 ISA = "BATON_CPU_ISA"  # environment variable: build for less than this CPU has, to measure and test that
 NATIVE = "native"
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,10 @@ def load_kernel(name: str) -> ctypes.CDLL:
     link = _openmp_library()
     file_name = f"{name}-{_fingerprint(source, command, link)}.so"
     try:
-        path = cache_folder() / file_name
-        if not path.exists():
+        folders = list_cache_folders()
+        path = next((folder / file_name for folder in folders if (folder / file_name).exists()), None)
+        if path is None:
+            path = _choose_roomy(tuple(folders)) / file_name
             _build(source, command, link, path)
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -99,11 +106,18 @@ def find_compiler() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Where built files go: $XDG_CACHE_HOME/baton or ~/.cache/baton, else a folder under the system's temporary one.
+    """Where files are kept that take time to make: the first of `list_cache_folders`."""
+    return list_cache_folders()[0]
 
-    Code is loaded from there, so folders that this user does not own, or that others may write, are skipped.
+
+def list_cache_folders() -> list[Path]:
+    """$XDG_CACHE_HOME/baton or ~/.cache/baton, then a folder under the system's temporary one: at least one in all.
+
+    Code is loaded from there, so folders that this user does not own, or that others may write, are left out.
+    Raises OSError if there is none and none can be made.
     """
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    folders = []
     for folder in (Path(home) / "baton", Path(tempfile.gettempdir()) / f"baton-{os.getuid()}"):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -111,8 +125,18 @@ def cache_folder() -> Path:
         except OSError:
             continue
         if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK):
-            return folder
-    return Path(tempfile.mkdtemp(prefix="baton-"))
+            folders.append(folder)
+    return folders or [Path(tempfile.mkdtemp(prefix="baton-"))]
+
+
+@cache  # so that the warning comes once
+def _choose_roomy(folders: tuple[Path, ...]) -> Path:
+    """The first folder with room for all kernels, else the first."""
+    chosen = next((folder for folder in folders if shutil.disk_usage(folder).free >= ROOM_BYTES), folders[0])
+    if chosen != folders[0]:
+        reason = f"kernels are built in {chosen}; set XDG_CACHE_HOME to a folder with {ROOM_BYTES >> 20} MiB free"
+        log.warning("the cache folder is full", folder=str(folders[0]), reason=reason)
+    return chosen
 
 
 def _build(source: Path, command: list[str], link: list[str], path: Path) -> None:

@@ -83,13 +83,13 @@ def _load_packed(
     name = _name_weights(folder, quantization, ranks)
     try:
         shared = share_weights(cache_folder(), name, num_bytes, build)
-        decoder = build(shared)
-        decoder.mapped_bytes = shared.num_bytes
-        return decoder
-    except CannotShareError as error:
+    except (CannotShareError, OSError) as error:  # of which a folder that cannot be made
         decoder = build(OwnWeights())
         decoder.why_unshared = str(error)
         return decoder
+    decoder = build(shared)
+    decoder.mapped_bytes = shared.num_bytes
+    return decoder
 
 
 def _name_weights(folder: Path, quantization: Quantization, ranks: Ranks) -> str:

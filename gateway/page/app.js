@@ -202,7 +202,9 @@ function showTiming({ usage, timing, sent, first, last }) {
 async function explainNoHandOff(shown) {
   const answer = await call("status").catch(() => null);
   const reason = (await answer?.json())?.no_hand_off;
-  if (reason) shown.append(document.createElement("br"), remark(`No hand-off: ${reason}.`));
+  if (!reason) return;
+  shown.append(document.createElement("br"), remark(`No hand-off: ${reason}.`));
+  toEnd();
 }
 
 function remark(text) { const span = document.createElement("span"); span.textContent = text; return span; }

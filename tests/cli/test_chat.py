@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.chat import chat, parse_value, printable, run_line, set_options
+from cli.chat import chat, parse_value, printable, run_line, set_options, wrap
 from cli.chat_client import Conversation, iterate_events, iterate_lines
 from cli.drain import drain, read_secret
 from cli.service import CommandError, Service
@@ -31,7 +31,11 @@ OTHERS = [
     {"role": "prefill", "address": "h:3", "transport": "shm", "alive": True},
 ]
 WORKERS = [LAST, *OTHERS]
-STATUS = {"workers": WORKERS, "trouble": "no prefill worker is alive; decode workers prefill"}
+STATUS = {
+    "workers": WORKERS,
+    "trouble": "no prefill worker is alive; decode workers prefill",
+    "no_hand_off": "the workers share cores",
+}
 
 
 class FakeService(ThreadingHTTPServer):
@@ -171,6 +175,15 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     assert printable("a\x1b[2Jé\n\t😀\x07") == "a[2Jé\n\t😀"
 
 
+def test_an_answer_wraps_between_words() -> None:
+    text = "The sun goes down,\n\nthe day is done.  Much-too-long 你好世界你好 x"
+    for size in (1, 3, 100):
+        parts = [text[begin : begin + size] for begin in range(0, len(text), size)]
+        lines = "".join(wrap(parts, 10)).split("\n")
+        assert lines == ["The sun ", "goes down,", "", "the day is", "done.  ", "Much-too-long 你好世", "界你好 x"]
+        assert "".join(wrap(parts, 1000)) == text
+
+
 def test_events_end_at_done_and_nonsense_is_an_error() -> None:
     assert list(iterate_events(iter([": ping", "data: {}", "", "data: [DONE]", "data: x"]))) == [{}]
     with pytest.raises(CommandError, match="no JSON"):
@@ -264,7 +277,7 @@ def test_status_shows_the_workers(service: FakeService, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out) == STATUS
     assert status(url=service.url) == 0
     printed = capsys.readouterr().out
-    assert "shm" in printed and "decode workers prefill" in printed
+    assert "shm" in printed and "decode workers prefill" in printed and "share cores" in printed
     console = Console(width=200)
     with console.capture() as shown:
         console.print(build_table(WORKERS))

@@ -14,6 +14,7 @@ from cli.models import (
     CONFIGURATION,
     TOKENIZER,
     check_files,
+    check_model,
     choose_served_name,
     choose_served_names,
     fetch_tokenizer,
@@ -21,6 +22,7 @@ from cli.models import (
 )
 from cli.plan import build_flags, plan_gateway, plan_workers
 from cli.screen import build_snippets, reachable, render_log_line
+from demo.paths import TARGET_DIR
 from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConfig
 from runtime.events import Loading, Ready, parse_event
 from runtime.settings import ConfigError, field_names
@@ -233,16 +235,58 @@ def test_model_names(tmp_path: Path) -> None:
         fetch_tokenizer(str(tmp_path / "none"))
 
 
-def test_a_folder_that_lacks_files_is_refused(tmp_path: Path) -> None:
-    check_files("org/name")
-    files = {"configuration": "config.json", "tokenizer": "tokenizer.json", "weights": "a.safetensors"}
-    for what, name in files.items():
-        with pytest.raises(ConfigError, match=f"has no {what}"):
-            check_files(str(tmp_path))
-        (tmp_path / name).touch()
-        if what == "tokenizer":
-            check_files(str(tmp_path), (CONFIGURATION, TOKENIZER))
-    check_files(str(tmp_path))
+def test_a_folder_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
+    """Each fault in turn is put right until the folder passes."""
+    files = {
+        "has no configuration: put config.json": ("config.json", b"{}"),
+        "has no tokenizer: put tokenizer.json or": ("tokenizer.json", b"{}"),
+        "has no weights: put": ("model.safetensors", b""),
+        r"cannot be used \(model_type None": ("config.json", (TARGET_DIR / "config.json").read_bytes()),
+        r"cannot be used \(.*tokenizer.json is no tokenizer": ("tokenizer.json", b'{"model": {}}'),
+        r"cannot be used \(.*model.safetensors is truncated": ("model.safetensors", b"\2" + bytes(7) + b"{}"),
+    }
+    for refusal, (name, content) in files.items():
+        with pytest.raises(ConfigError, match=f"{refusal}.* set --draft-model"):
+            check_model(str(tmp_path), option="draft_model")
+        (tmp_path / name).write_bytes(content)
+        if name == "tokenizer.json" and not (tmp_path / "model.safetensors").exists():
+            check_files(tmp_path, (CONFIGURATION, TOKENIZER))
+    assert check_model(str(tmp_path)) == tmp_path
+
+
+def test_a_hub_id_passes_until_its_files_are_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert check_model("org/name") is None
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("1")
+    (snapshot / "config.json").touch()
+    assert check_model("org/name") is None, "a gateway fetched some of its files"
+    with pytest.raises(ConfigError, match="cannot be used"):
+        check_model("org/name", (CONFIGURATION,))
+
+
+@pytest.mark.parametrize("command", ["serve", "decode", "doctor"])
+@pytest.mark.parametrize(
+    ("model", "said"), [("/nope", "there is no folder /nope"), ("a b", "'a b' is neither a folder nor a hub id")]
+)
+def test_a_model_that_is_not_there_is_said_in_the_same_words(command: str, model: str, said: str) -> None:
+    done = run(command, f"--model={model}", "--device=cpu", *(["--port=0"] if command != "doctor" else []))
+    text = " ".join((done.stderr + done.stdout).split())
+    assert done.returncode in (1, 2) and said in text and "set --model to a folder, a hub id such as" in text
+    assert command == "doctor" or done.stderr.count("\n") == 1
+
+
+def test_what_is_missing_is_named_at_once_and_a_word_is_taken_for_a_model() -> None:
+    done = run("plan", "--gpu=H100", "--ttft", "500")
+    text = " ".join(done.stderr.replace("│", " ").split())
+    assert (done.returncode, "plan needs --model, --num-gpus, --rate, --input, --output, --tpot." in text) == (2, True)
+    assert "Did you mean --model llama3?" in run("serve", "llama3").stderr
+    assert bind("plan", *PLAN, "--gpu=H100")["gpu"] == bind("plan", *PLAN, "--gpu=h100")["gpu"] == "h100"
+
+
+PLAN = ("--model=8B", "--num-gpus=2", "--rate=1", "--input=9", "--output=9", "--ttft=500", "--tpot=50")
 
 
 # -- texts for users -------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ if mode != "slow":
     reporter.loading(1_000_000, 1_000_000)
     os.write(fd, b"nonsense\\n")
     print('{"event": "ready", "level": "info"}', flush=True)
-    reporter.ready("127.0.0.1:90" + str(os.getpid())[-2:].zfill(2), "", "i", {"device": "cpu"})
+    reporter.ready("127.0.0.1:90" + str(os.getpid())[-2:].zfill(2), "", "i", {"device": "cpu", "no_hand_off": "cores are shared"})
 while True:
     signal.pause()
 """
@@ -170,7 +170,8 @@ def service(start: Start) -> Service:
 def test_machines_get_one_json_line_an_event(service: Service) -> None:
     ready = {str(event["process"]): event for event in service.events("ready")}
     assert set(ready) == {"prefill-0", "prefill-1", "decode-0", "gateway"}
-    assert service.events("serving")[0]["url"] == f"http://{ready['gateway']['address']}"
+    serving = service.events("serving")[0]
+    assert (serving["url"], serving["no_hand_off"]) == (f"http://{ready['gateway']['address']}", "cores are shared")
     assert ready["decode-0"]["device"] == "cpu" and str(ready["decode-0"]["pid"]) == service.last("decode")[1]
     assert len(service.events("loaded")) == 4
     assert service.stop() == 0
@@ -195,6 +196,7 @@ def test_people_at_a_terminal_read_lines(start: Start) -> None:
     for name in ("prefill-0", "prefill-1", "decode-0", "gateway"):
         assert f"{name} is ready at 127.0.0.1:" in shown
     assert f"curl http://{address}/v1/chat/completions" in shown and f'base_url="http://{address}/v1"' in shown
+    assert shown.count("cores are shared") == 1, "once for all"
     assert '"model": "baton-demo"' in shown and "$BATON_API_KEY" in shown
 
 

@@ -3,6 +3,8 @@
 import ctypes
 import multiprocessing
 import os
+import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from structlog.testing import capture_logs
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
@@ -269,6 +272,26 @@ def test_a_cache_others_can_write_is_not_trusted(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "baton").chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.cache_folder() != tmp_path / "baton"
+
+
+@needs_compiler
+def test_a_cache_without_room_is_left_for_another_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "tiny.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setattr(build, "FOLDER", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "full"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: usage._replace(free=0) if path.is_relative_to(tmp_path / "full") else usage
+    )
+    with capture_logs() as logged:
+        for _ in range(2):
+            load_kernel("tiny")
+            (tmp_path / "tiny.cpp").write_text('extern "C" int answer() { return 43; }\n')
+    assert len(list(tmp_path.glob(f"baton-{os.getuid()}/tiny-*.so"))) == 2 and not list(tmp_path.glob("full/*/*"))
+    assert [(line["log_level"], line["event"]) for line in logged] == [("warning", "the cache folder is full")]
 
 
 def _load_in_child(cache: str, results: "multiprocessing.SimpleQueue[str]") -> None:

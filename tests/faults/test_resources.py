@@ -158,9 +158,12 @@ def test_row_24_nowhere_to_build_the_kernel(tmp_path: Path, truth: Truth, option
 
 
 @needs_mounts
-def test_row_24_read_only_cache(tmp_path: Path, truth: Truth) -> None:
-    """Another folder is used."""
-    with _run_mounted(tmp_path, f"mount -t tmpfs -o ro,size=4k tmpfs {tmp_path / 'cache'}") as fleet:
+@pytest.mark.parametrize(("options", "num_warnings"), [("ro,size=4k", 0), ("size=16k", 1)])
+def test_row_24_cache_of_no_use(tmp_path: Path, truth: Truth, options: str, num_warnings: int) -> None:
+    """Read-only or full: another folder is used, for a full one with a warning."""
+    with _run_mounted(tmp_path, f"mount -t tmpfs -o {options} tmpfs {tmp_path / 'cache'}") as fleet:
         assert not any(_warnings(fleet, "slow attention").values())
+        said = _warnings(fleet, "the cache folder is full")
+        assert all(len(said[name]) == num_warnings for name in ("prefill-0", "decode-0")), said
         assert list((tmp_path / "tmp").rglob("cpu_paged-*.so"))
         truth.check_canary(fleet)

@@ -14,6 +14,7 @@ from gateway.errors import ApiError
 from gateway.request.prepare import ApiOptions
 from tests.support.api_server import Served, run_api
 from tests.support.fake_ring import Script
+from tests.support.tiny_tokenizer import write_byte_level
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
@@ -32,7 +33,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.mark.parametrize(
     ("path", "media_type"),
-    [("/", "text/html"), ("/page/style.css", "text/css"), ("/page/app.js", "text/javascript")],
+    [
+        ("/", "text/html"),
+        ("/page/style.css", "text/css"),
+        ("/page/app.js", "text/javascript"),
+        ("/page/examples.json", "application/json"),
+    ],
 )
 def test_files_come_with_their_type_and_a_strict_policy(served: Served, path: str, media_type: str) -> None:
     response = served.http.get(path)
@@ -48,7 +54,7 @@ def test_nothing_else_is_served_from_the_folder(served: Served) -> None:
 
 def test_the_page_needs_no_key_but_all_that_it_asks_does(tmp_path: Path) -> None:
     with run_api(tmp_path, ApiOptions(api_keys=("a-key",))) as served:
-        for path in ("/", "/page/style.css", "/page/app.js"):
+        for path in ("/", "/page/style.css", "/page/app.js", "/page/examples.json"):
             assert served.http.get(path).status_code == 200
         for path in ("/v1/models", "/page/", "/page/nothing.js"):
             assert served.http.get(path).status_code == 401
@@ -107,6 +113,25 @@ def test_a_person_enters_the_key(tmp_path: Path) -> None:
             assert page.is_hidden("#error")
             send(page, "Hi")
             page.wait_for_selector("article.assistant >> text=Hello.")
+
+
+@needs_chromium
+def test_an_example_is_asked_by_a_click_and_why_nothing_is_handed_off_is_said(tmp_path: Path) -> None:
+    with run_api(tmp_path, ApiOptions(), write=with_examples) as served, opened(served.url) as page:
+        page.route("**/status", lambda route: route.fulfill(json={"no_hand_off": "both share cores"}))
+        page.wait_for_selector("#model >> text=tiny")
+        buttons = page.locator("#examples button")
+        page.wait_for_selector("#examples button >> nth=1")
+        assert buttons.all_inner_texts() == ["One?", "Two?"]
+        served.ring.reset(answer(served, "Hello."))
+        buttons.nth(1).click()
+        page.wait_for_selector(".timing >> text=No hand-off: both share cores.")
+        assert page.inner_text("article.user") == "Two?" and not page.is_visible("#examples")
+
+
+def with_examples(folder: Path) -> Path:
+    (folder / "examples.json").write_text('["One?", "Two?"]')
+    return write_byte_level(folder)
 
 
 @needs_chromium

@@ -16,6 +16,7 @@ from gateway.ring.policy import (
     Wait,
     WorkerView,
     choose_placement,
+    explain_no_hand_off,
     find_unready,
 )
 from runtime.config_parts import NoPrefill
@@ -229,11 +230,14 @@ def test_decode_prefills_where_both_roles_want_the_same_cores(
     choice = choose_placement(views, 1000, None)
     assert isinstance(choice, Placement) and (choice.prefill is None) is is_local
     assert choice.local_prefill_max_tokens == (NO_LIMIT if is_local else 0)
+    assert ("--local-prefill-max-tokens 0" in explain_no_hand_off(views, None)) is is_local
+    assert explain_no_hand_off(views[:1], None) == explain_no_hand_off(views, 0) == ""
     forced = choose_placement(views, 1000, 0)
     assert isinstance(forced, Placement) and forced.prefill is not None
     elsewhere = replace(PREFILL_2, host="h2", num_threads=4, num_cores=4)
     handed = choose_placement([*views, elsewhere], 1000, None)
     assert isinstance(handed, Placement) and handed.prefill is not None  # one of them uses no cores
+    assert explain_no_hand_off([*views, elsewhere], None) == ""
 
 
 @st.composite

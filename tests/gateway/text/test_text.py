@@ -167,6 +167,10 @@ def test_facts_of_the_checkpoint(tmp_path: Path) -> None:
     assert tokenizer.sampling_defaults.temperature == 0.5
     assert tokenizer.sampling_defaults.top_k == 0
     assert Tokenizer(folder, max_context_tokens=10**6).context_tokens == CONTEXT
+    assert len(tokenizer.examples) == 4
+    (folder / "examples.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"examples\.json must hold a list of texts"):
+        Tokenizer(folder)
 
 
 def test_a_folder_without_a_context_length_says_what_it_lacks(tmp_path: Path) -> None:
