@@ -5,6 +5,7 @@ One file per kind of command; this one knows none of their work.
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ COMMANDS = {  # a command's file is imported when it is run, or its --help is as
     "serve": ("serve", "gateway", "prefill", "decode"),
     "doctor": ("doctor",),
     "chat": ("chat",),
+    "launch": ("launch",),
     "status": ("status",),
     "certs": ("certs",),
     "drain": ("drain",),
@@ -80,6 +82,12 @@ def launch(
         return 1
 
 
+def keep_delimiter(words: Sequence[str]) -> list[str]:
+    """With a second "--" behind the first, which `app.meta` takes away before the command reads the rest."""
+    place = words.index("--") if "--" in words else len(words)
+    return [*words[:place], *words[place : place + 1], *words[place:]]
+
+
 def main() -> None:
     """Entry point of the `baton` script."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # before its import: what we fork runs another program
@@ -88,7 +96,7 @@ def main() -> None:
             for name in names:
                 app[name]  # imports the command, whose help is shown
     try:
-        code = app.meta(result_action="return_value")
+        code = app.meta(keep_delimiter(sys.argv[1:]), result_action="return_value")
     except ConfigError as error:
         print(f"baton: {error}", file=sys.stderr)
         code = 2

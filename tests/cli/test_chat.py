@@ -1,4 +1,4 @@
-"""`baton chat`, `status` and `drain` against a fake service with canned answers, and with odd input."""
+"""`baton chat`, `launch`, `status` and `drain` against a fake service with canned answers, and with odd input."""
 
 import json
 import os
@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from rich.console import Console
 from cli.chat import chat, parse_value, printable, run_line, set_options, wrap
 from cli.chat_client import Conversation, iterate_events, iterate_lines
 from cli.drain import drain, read_secret
+from cli.launch import AGENTS, AgentName
 from cli.service import CommandError, Service
 from cli.status import COLUMNS, build_table, status
 from tests.support.command_line import run
@@ -393,3 +397,73 @@ def test_a_conversation_in_a_terminal(terminal: Terminal, service: FakeService) 
     assert service.bodies[-1]["max_tokens"] == 100
     terminal.type("/exit")
     assert terminal.process.wait(WAIT_S) == 0
+
+
+# -- coding agents ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> str:
+    """A PATH of programs with the agents' names, each of which prints its command line and variables as JSON."""
+    for name in AGENTS:
+        code = "import json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\nsys.exit(7)\n"
+        (tmp_path / name).write_text(f"#!{sys.executable}\n{code}")
+        (tmp_path / name).chmod(0o755)
+    return f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("agent", list(AGENTS))
+def test_an_agent_replaces_the_command_and_asks_the_service(service: FakeService, stubs: str, agent: AgentName) -> None:
+    models = [{"id": "fake", "max_model_len": 65536}, {"id": "other", "max_model_len": 65536}]
+    service.odd_answers["/v1/models"] = json.dumps({"data": models})
+    own = ("--model", "its own", "--config", "c", "--", "-x")
+    done = run(
+        "launch", agent, "--", *own, PATH=stubs, BATON_URL=f"{service.url}/v1", ANTHROPIC_API_KEY="k", BATON_API_KEY="s"
+    )
+    words, variables = json.loads(done.stdout)
+    assert (done.returncode, tuple(words[-len(own) :])) == (7, own)
+    settings = {"claude": read_claude, "codex": read_codex, "opencode": read_opencode}[agent](words, variables)
+    assert settings == (service.url, "fake", "s", 65536)
+    done = run("launch", agent, "--model=other", PATH=stubs, BATON_URL=service.url)
+    words, variables = json.loads(done.stdout)
+    settings = {"claude": read_claude, "codex": read_codex, "opencode": read_opencode}[agent](words, variables)
+    assert settings == (service.url, "other", "none", 65536)
+
+
+def read_claude(_words: list[str], variables: dict[str, str]) -> tuple[object, ...]:
+    assert "ANTHROPIC_API_KEY" not in variables
+    names = {value for name, value in variables.items() if "MODEL" in name and name.startswith(("ANTHROPIC", "CLAUDE"))}
+    (name,) = names
+    window = int(variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"])
+    return variables["ANTHROPIC_BASE_URL"], name, variables["ANTHROPIC_AUTH_TOKEN"], window
+
+
+def read_codex(words: list[str], variables: dict[str, str]) -> tuple[object, ...]:
+    lines = [word for before, word in pairwise(words) if before == "-c"]
+    found = tomllib.loads("\n".join(lines))
+    provider = found["model_providers"][found["model_provider"]]
+    assert provider["wire_api"] == "responses"
+    url = provider["base_url"].removesuffix("/v1")
+    return url, found["model"], variables[provider["env_key"]], found["model_context_window"]
+
+
+def read_opencode(_words: list[str], variables: dict[str, str]) -> tuple[object, ...]:
+    found = json.loads(variables["OPENCODE_CONFIG_CONTENT"])
+    provider, _, model = found["model"].partition("/")
+    options = found["provider"][provider]["options"]
+    context = found["provider"][provider]["models"][model]["limit"]["context"]
+    return options["baseURL"].removesuffix("/v1"), model, options["apiKey"], context
+
+
+def test_an_agent_that_cannot_work_is_not_started(service: FakeService, stubs: str, tmp_path: Path) -> None:
+    service.odd_answers["/v1/models"] = json.dumps({"data": [{"id": "fake", "max_model_len": 4096}]})
+    url = f"--url={service.url}"
+    done = run("launch", "claude", url, PATH=stubs)
+    assert done.returncode == 1 and "claude needs a context of 40000 tokens or more" in done.stderr
+    assert "fake is served with 4096" in done.stderr and "--max-context-tokens" in done.stderr
+    done = run("launch", "codex", url, "--model=x", PATH=stubs)
+    assert "serves fake, not x: set --model" in done.stderr
+    done = run("launch", "codex", url, PATH=str(tmp_path / "empty"))
+    assert "codex is not on the PATH: install it by npm install -g @openai/codex" in done.stderr
+    service.odd_answers["/v1/models"] = json.dumps({"data": [{"id": "fake"}]})
+    assert "lists no models of Baton: set --url" in run("launch", "codex", url, PATH=stubs).stderr

@@ -49,7 +49,8 @@ if mode != "slow":
     reporter.loading(1_000_000, 1_000_000)
     os.write(fd, b"nonsense\\n")
     print('{"event": "ready", "level": "info"}', flush=True)
-    reporter.ready("127.0.0.1:90" + str(os.getpid())[-2:].zfill(2), "", "i", {"device": "cpu", "no_hand_off": "cores are shared"})
+    detail = {"device": "cpu", "no_hand_off": "cores are shared"}
+    reporter.ready("127.0.0.1:90" + str(os.getpid())[-2:].zfill(2), "", "i", detail)
 while True:
     signal.pause()
 """
