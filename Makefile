@@ -71,7 +71,7 @@ chaos: $(DEV_STAMP) ## Kill workers under load and compare every answer; takes M
 soak: $(DEV_STAMP) ## Load with cancels, bad input and restarts; memory, files and pages must stay flat; takes MINUTES
 	$(BIN)/python -m bench.soak --minutes $(or $(MINUTES),15) --restart-every-s 120 $(ARGS)
 
-clients: $(DEV_STAMP) ## Try client libraries, each installed from its registry, on the demo model; ARGS= names some
+clients: $(DEV_STAMP) ## Try client libraries and coding agents, each installed from its registry; ARGS= names some
 	$(BIN)/python -m tests.clients.run $(ARGS)
 
 clean: ## Remove what was built

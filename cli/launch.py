@@ -70,6 +70,7 @@ def start_codex(target: Target) -> Start:
         "model": target.model,
         "model_provider": "baton",
         "model_context_window": target.context_tokens,
+        "model_auto_compact_token_limit": target.context_tokens * 3 // 4,  # it gives up where a request is refused
         **{f"model_providers.baton.{name}": value for name, value in provider.items()},
     }
     words = tuple(word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}"))

@@ -1,4 +1,6 @@
-"""Runs every client against `baton serve` of the demo model and prints a table: `make clients`.
+"""Runs every client against `baton serve` and prints tables: `make clients`.
+
+Libraries use the demo model; coding agents, whose prompts do not fit it, one that answers by a script (with_agents.py).
 
 Each client gets an environment of its own under build/clients/, filled from its registry. A client that cannot be
 installed is skipped with the reason; one that fails a check makes the exit code 1.
@@ -21,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.live import serve
-from tests.clients.checks import CHECKS, MARK
+from tests.clients.checks import AGENT_CHECKS, CHECKS, MARK
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -41,6 +43,11 @@ class Client(Protocol):
         """Its usual name."""
         ...
 
+    @property
+    def checks(self) -> Sequence[str]:
+        """The checks that its script runs."""
+        ...
+
     def install(self) -> str:
         """Fill or update its environment; return the client's version. Raises InstallError."""
         ...
@@ -57,6 +64,7 @@ class PythonClient:
     name: str
     requirement: str
     script: str
+    checks: Sequence[str] = CHECKS
 
     @property
     def _python(self) -> Path:
@@ -82,6 +90,7 @@ class NodeClient:
     name: str
     package: str
     project: str
+    checks: Sequence[str] = CHECKS
 
     @property
     def _folder(self) -> Path:
@@ -99,6 +108,23 @@ class NodeClient:
         return ["node", "main.mjs", url, str(HERE / "asked.json")], self._folder
 
 
+@dataclass(frozen=True)
+class AgentClient(NodeClient):
+    """A coding agent of npm, started in a network namespace without outside."""
+
+    checks: Sequence[str] = AGENT_CHECKS
+
+    def install(self) -> str:
+        done = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
+        if done.returncode:
+            raise InstallError(f"no network namespace can be made: {done.stderr.strip()}")
+        return super().install()
+
+    def command(self, url: str) -> tuple[list[str], Path]:
+        programs = str(self._folder / "node_modules" / ".bin")
+        return ["unshare", "--net", sys.executable, "-m", "tests.clients.with_agents", self.name, programs], ROOT
+
+
 CLIENTS: Sequence[Client] = (
     PythonClient("openai-python", "openai>=3,<4", "with_openai"),
     NodeClient("openai-node", "openai", "openai_node"),
@@ -107,6 +133,9 @@ CLIENTS: Sequence[Client] = (
     PythonClient("litellm", "litellm[mcp]>=1.100,<2", "with_litellm"),  # imports mcp for any tool call
     PythonClient("instructor", "instructor>=1.17,<2", "with_instructor"),
     PythonClient("llm", "llm>=0.36,<1", "with_llm"),
+    AgentClient("claude", "@anthropic-ai/claude-code", "agents"),
+    AgentClient("codex", "@openai/codex", "agents"),
+    AgentClient("opencode", "opencode-ai", "agents"),
 )
 
 
@@ -115,6 +144,7 @@ class Report:
     """One client's results."""
 
     name: str
+    checks: Sequence[str]
     version: str = ""
     outcomes: dict[str, str] = field(default_factory=dict)  # check |-> "ok", "skip" or "fail"
     reasons: dict[str, str] = field(
@@ -123,12 +153,13 @@ class Report:
     is_good: bool = True
 
 
-def run_client(client: Client, url: str) -> Report:
+def run_client(client: Client, url: str, console: Console) -> Report:
     """Install it and run its script. A script that ends early, with an error or without all its checks has failed."""
+    console.print(f"{client.name} ...")
     try:
-        report = Report(client.name, client.install())
+        report = Report(client.name, client.checks, client.install())
     except InstallError as error:
-        return Report(client.name, reasons={"": f"skipped: {error}"})
+        return Report(client.name, client.checks, reasons={"": f"skipped: {error}"})
     command, folder = client.command(url)
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=RUN_S)
@@ -140,9 +171,9 @@ def run_client(client: Client, url: str) -> Report:
         if reason:
             report.reasons[name] = reason
     report.is_good = (
-        done.returncode == 0 and set(report.outcomes) == set(CHECKS) and "fail" not in report.outcomes.values()
+        done.returncode == 0 and set(report.outcomes) == set(client.checks) and "fail" not in report.outcomes.values()
     )
-    if set(report.outcomes) != set(CHECKS):
+    if set(report.outcomes) != set(client.checks):
         report.reasons[""] = f"ended early: {done.stderr.strip()[-400:]}"
     return report
 
@@ -175,12 +206,13 @@ def _service(url: str) -> Iterator[str]:
 
 
 def show(reports: Sequence[Report], console: Console) -> None:
-    """Print the table, and below it the reasons of skips and failures."""
-    table = Table("client", "version", *CHECKS)
-    for report in reports:
-        cells = [report.outcomes.get(name, "-") for name in CHECKS]
-        table.add_row(report.name, report.version, *cells)
-    console.print(table)
+    """Print a table for each set of checks, and below them figures and the reasons of skips and failures."""
+    for checks in dict.fromkeys(tuple(report.checks) for report in reports):
+        table = Table("client", "version", *checks)
+        for report in reports:
+            if tuple(report.checks) == checks:
+                table.add_row(report.name, report.version, *(report.outcomes.get(name, "-") for name in checks))
+        console.print(table)
     for report in reports:
         for name, reason in report.reasons.items():
             console.print(f"{report.name} {name}: {reason}", markup=False, highlight=False)
@@ -199,12 +231,14 @@ def main() -> int:
     os.environ.pop("PYTHONPATH", None)  # otherwise the clients' environments would find our packages
     BUILD.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    with _service(arguments.url) as url:
-        reports = []
-        for client in CLIENTS:
-            if not arguments.clients or client.name in arguments.clients:
-                console.print(f"{client.name} ...")
-                reports.append(run_client(client, url))
+    chosen = [client for client in CLIENTS if not arguments.clients or client.name in arguments.clients]
+    libraries = [client for client in chosen if not isinstance(client, AgentClient)]
+    agents = [client for client in chosen if isinstance(client, AgentClient)]  # each starts a service of its own
+    reports = []
+    if libraries:
+        with _service(arguments.url) as url:
+            reports += [run_client(client, url, console) for client in libraries]
+    reports += [run_client(client, "", console) for client in agents]
     show(reports, console)
     return 0 if all(report.is_good for report in reports) else 1
 

@@ -21,26 +21,31 @@ BASE_VOCAB = 8192  # of the trained tokenizer
 HIDDEN = 128
 SCALE = 400.0  # logit of the next token; others stay below 0.4 * SCALE, so that temperature 1 changes nothing
 CALL_TEXT = '<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-# "call:NAME" where the last message is the user's and the tool NAME is there, "after" behind a tool's result, else "say".
-TEMPLATE = (
-    "{{ bos_token }}"
-    '{%- if tools %}<|system|>Answer by <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>.\n'
-    "{%- for tool in tools %}{{ tool | tojson }}\n{%- endfor %}<|end|>{%- endif %}"
-    "{%- macro mark(index) %}"
-    "{%- set before = messages[index - 1] %}"
-    "{%- if before.role == 'tool' %}<|after|>"
-    "{%- else %}{%- set found = namespace(name='say') %}"
-    "{%- for tool in tools or [] %}{%- if tool.function.name in NAMES and 'please call' in before.content | lower %}"
-    "{%- set found.name = 'call:' + tool.function.name %}{%- endif %}{%- endfor %}<|{{ found.name }}|>"
-    "{%- endif %}{%- endmacro %}"
-    "{%- for m in messages %}"
-    "{%- if m.role == 'assistant' %}{{ mark(loop.index0) }}{{ m.content or '' }}"
-    "{%- for call in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
-    "{%- endfor %}<|end_of_text|>"
-    "{%- else %}<|{{ m.role }}|>{{ m.content }}<|end|>{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ mark(messages | length) }}{%- endif %}"
-)
+# What the last message that is not the system's decides: "after" a tool's result, "call:NAME" where the user says
+# "please call" and there is a tool of that name, else "say". An answer in the history has the mark that it began with.
+TEMPLATE = """{{ bos_token }}
+{%- macro mark(index) %}
+    {%- set last = messages[:index] | rejectattr('role', 'equalto', 'system') | list | last %}
+    {%- set found = namespace(name='say') %}
+    {%- for tool in tools or [] if tool.function.name in NAMES and 'please call' in last.content | lower %}
+        {%- set found.name = 'call:' + tool.function.name %}
+    {%- endfor %}
+    {{- '<|after|>' if last.role == 'tool' else '<|' + found.name + '|>' }}
+{%- endmacro %}
+{%- for tool in tools or [] %}{{ tool | tojson }}{%- endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- mark(loop.index0) + (m.content or '') }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|end_of_text|>' }}
+    {%- else %}
+        {{- '<|' + m.role + '|>' + m.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ mark(messages | length) }}{%- endif %}"""
 
 
 def write_scripted_model(folder: Path, calls: Mapping[str, str], after: str, say: str, context: int) -> Path:
