@@ -42,23 +42,7 @@ CALLS = {  # the agents' shells |-> arguments of a call
 TURN_S = 180
 LEAST_CACHED, MOST_BEGIN_S = 0.95, 0.3
 WORDS_PER_TURN, NUM_LONG_TURNS, BEGIN_WORDS = 8_000, 8, 28_000
-WORDS = [
-    "value",
-    "number",
-    "string",
-    "object",
-    "result",
-    "function",
-    "module",
-    "import",
-    "error",
-    "default",
-    "method",
-    "class",
-    "return",
-    "other",
-    "file",
-]
+WORDS = ("value", "number", "string", "object", "result", "function", "module", "import", "default", "method", "file")
 SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x41
 
 
