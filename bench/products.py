@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from bench.load.machine import measure_reading
 from engine.kernels.build import find_instruction_set
-from engine.kernels.cpu_math import Math, choose_math, measure_rate
-from engine.model.packed import PackedLinear, PackedMatrix, PackedShape
-from engine.model.weight_file import OwnWeights
+from engine.kernels.cpu_math import choose_math, measure_rate
+from engine.model.packed import PackedLinear
+from engine.model.product_speed import pack
 
 BF16 = torch.bfloat16
 PRODUCT = (16_384, 2048)  # outputs, depth: gate and up of Llama-3.2-1B
@@ -31,7 +31,6 @@ class Ceilings:
     isa: str
     num_bytes: float
     operations: Mapping[bool, float]  # is_8bit |-> operations
-    math: Mapping[bool, Math]
 
     def describe(self) -> str:
         bf16, int8 = (f"{self.operations[is_8bit] / 1e9:.0f} GFLOP/s" for is_8bit in (False, True))
@@ -59,7 +58,7 @@ def measure_ceilings(num_threads: int) -> Ceilings:
     """Takes about a second. Raises BuildError."""
     math = {is_8bit: choose_math(is_8bit) for is_8bit in (False, True)}
     operations = {is_8bit: measure_rate(kind, is_8bit, num_threads, ROUNDS) for is_8bit, kind in math.items()}
-    return Ceilings(find_instruction_set(), measure_reading(), operations, math)
+    return Ceilings(find_instruction_set(), measure_reading(), operations)
 
 
 def rate(num_rows: int, seconds: float, ceilings: Ceilings, is_8bit: bool = False) -> Rate:
@@ -76,7 +75,9 @@ class Products:
     def __init__(self) -> None:
         weight = torch.randn(PRODUCT).mul_(0.02).to(BF16)
         self._plain = [weight.clone() for _ in range(NUM_WEIGHTS)]
-        self._packed = {is_8bit: [pack(weight, is_8bit) for _ in self._plain] for is_8bit in (False, True)}
+        self._packed = {
+            is_8bit: [PackedLinear(pack(weight, is_8bit=is_8bit)) for _ in self._plain] for is_8bit in (False, True)
+        }
 
     def calls(self, num_rows: int) -> Calls:
         """ "torch", "bf16" and "int8"."""
@@ -86,12 +87,6 @@ class Products:
             "bf16": cycle([partial(linear, x) for linear in self._packed[False]]),
             "int8": cycle([partial(linear, x) for linear in self._packed[True]]),
         }
-
-
-def pack(weight: torch.Tensor, is_8bit: bool) -> PackedLinear:
-    shape = PackedShape(*PRODUCT, is_8bit)
-    memory = OwnWeights().take("", shape.num_bytes, lambda memory: PackedMatrix(memory, shape).fill(weight))
-    return PackedLinear(PackedMatrix(memory, shape))
 
 
 def take_turns(calls: Calls, rounds: int) -> dict[str, list[float]]:

@@ -14,7 +14,6 @@ constexpr int kTileWords = 256;  // a panel's part of a tile: [16 words][16 colu
 constexpr int kVectors = 16 / kLanes;  // of a line of 16 columns
 // Rows multiplied at a time: their sums leave registers for a line of weights and, where loads are no operands, for x.
 constexpr int kRows = kLanes == 16 ? 12 : 6;
-constexpr int kMaxSums = kRegisters == 32 ? 24 : 12;
 
 template <class T> T* align(std::vector<T>& memory, size_t count) {
     if (memory.size() < count + 64) memory.resize(count + 64);

@@ -4,8 +4,6 @@
 
 namespace {
 
-constexpr int kSums = kRegisters == 32 ? 24 : 12;  // enough that none waits for the one before it
-
 // Makes the compiler compute the value.
 template <class Vector> void keep(Vector& value) {
 #if defined(__x86_64__)
@@ -16,30 +14,30 @@ template <class Vector> void keep(Vector& value) {
 }
 
 template <class Math> double multiply_registers(int64_t num_rounds) {
-    typename Math::Sums sum[kSums] = {};
+    typename Math::Sums sum[kMaxSums] = {};
     Words weights = Words{};
     uint32_t x = 0;
     asm volatile("" : "+r"(x));  // not a constant
     for (int64_t round = 0; round < num_rounds; ++round) {
 #pragma GCC unroll 24
-        for (int i = 0; i < kSums; ++i) keep(weights), sum[i] = Math::add(sum[i], weights, x);
+        for (int i = 0; i < kMaxSums; ++i) keep(weights), sum[i] = Math::add(sum[i], weights, x);
 #pragma GCC unroll 24
-        for (int i = 0; i < kSums; ++i) keep(sum[i]);
+        for (int i = 0; i < kMaxSums; ++i) keep(sum[i]);
     }
-    return 2.0 * num_rounds * kSums * kLanes * Math::kPerWord / Math::kParts;
+    return 2.0 * num_rounds * kMaxSums * kLanes * Math::kPerWord / Math::kParts;
 }
 
 #ifdef BATON_SQUARES
 template <class Math> double multiply_squares(int64_t num_rounds) {
-    typename Math::Sums sum[kSums] = {};
+    typename Math::Sums sum[kMaxSums] = {};
     Words rows = Words{}, columns = Words{};
     for (int64_t round = 0; round < num_rounds; ++round) {
 #pragma GCC unroll 24
-        for (int i = 0; i < kSums; ++i) keep(columns), sum[i] = add_squares(sum[i], rows, columns, Math{});
+        for (int i = 0; i < kMaxSums; ++i) keep(columns), sum[i] = add_squares(sum[i], rows, columns, Math{});
 #pragma GCC unroll 24
-        for (int i = 0; i < kSums; ++i) keep(sum[i]);
+        for (int i = 0; i < kMaxSums; ++i) keep(sum[i]);
     }
-    return 2.0 * num_rounds * kSums * 4 * 2 * Math::kPerWord;
+    return 2.0 * num_rounds * kMaxSums * 4 * 2 * Math::kPerWord;
 }
 #endif
 

@@ -14,6 +14,8 @@
 #define BATON_SQUARES 1
 #endif
 
+constexpr int kMaxSums = kRegisters == 32 ? 24 : 12;  // in registers: leaves some for operands, hides a sum's latency
+
 // How bfloat16 is multiplied; Math of cpu_math.py. kTiles: AMX, or Arm's products of 2 rows and 2 columns.
 enum MathKind { kWidened, kPairs, kTiles };
 

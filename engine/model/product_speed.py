@@ -22,10 +22,7 @@ def choose_torch_rows() -> int:
 
     It happens where torch uses instructions that the compiler does not know, such as AMX with GCC 10.
     """
-    weight = torch.randn(SIZE, SIZE, dtype=torch.bfloat16)
-    shape = PackedShape(SIZE, SIZE, is_8bit=False)
-    memory = OwnWeights().take("", shape.num_bytes, lambda memory: PackedMatrix(memory, shape).fill(weight))
-    matrix = PackedMatrix(memory, shape)
+    matrix = pack(torch.randn(SIZE, SIZE, dtype=torch.bfloat16))
     kernel, by_torch = PackedLinear(matrix), PackedLinear(matrix, torch_rows=0)
     chosen = NEVER
     for num_rows, first in FROM_ROWS.items():
@@ -34,6 +31,13 @@ def choose_torch_rows() -> int:
             break
         chosen = first
     return chosen
+
+
+def pack(weight: Tensor, *, is_8bit: bool = False) -> PackedMatrix:
+    """[N, K] bfloat16, in memory of its own."""
+    shape = PackedShape(len(weight), weight.shape[1], is_8bit)
+    memory = OwnWeights().take("", shape.num_bytes, lambda memory: PackedMatrix(memory, shape).fill(weight))
+    return PackedMatrix(memory, shape)
 
 
 def time_best(call: Callable[[], Tensor]) -> float:

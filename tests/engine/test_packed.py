@@ -19,6 +19,7 @@ from engine.model.head import WidenedLinear, multiply_widened
 from engine.model.int8 import Int8Linear, round_rows
 from engine.model.linear import Quantization
 from engine.model.packed import NEVER, Epilogue, PackedLinear, PackedMatrix, PackedShape, panel_order
+from engine.model.product_speed import pack
 from engine.model.weight_file import CannotShareError, MappedWeights, OwnWeights, share_weights
 from engine.model.weights import load_model
 from tests.support.attention import needs_compiler
@@ -49,12 +50,6 @@ def operands(num_rows: int, num_outputs: int, depth: int) -> tuple[Tensor, Tenso
     rows = torch.randn(num_rows, depth, generator=generator)
     weight = torch.randn(num_outputs, depth, generator=generator) / depth**0.5
     return rows.bfloat16(), weight.bfloat16()
-
-
-def pack(weight: Tensor, *, is_8bit: bool = False) -> PackedMatrix:
-    shape = PackedShape(len(weight), weight.shape[1], is_8bit)
-    memory = OwnWeights().take("", shape.num_bytes, lambda memory: PackedMatrix(memory, shape).fill(weight))
-    return PackedMatrix(memory, shape)
 
 
 @needs_compiler
