@@ -13,7 +13,7 @@ from playwright.sync_api import Page, sync_playwright
 from gateway.errors import ApiError
 from gateway.request.prepare import ApiOptions
 from tests.support.api_server import Served, run_api
-from tests.support.fake_ring import Script
+from tests.support.fake_ring import TIMING, Script
 from tests.support.tiny_tokenizer import write_byte_level
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -123,7 +123,7 @@ def test_an_example_is_asked_by_a_click_and_why_nothing_is_handed_off_is_said(tm
         buttons = page.locator("#examples button")
         page.wait_for_selector("#examples button >> nth=1")
         assert buttons.all_inner_texts() == ["One?", "Two?"]
-        served.ring.reset(answer(served, "Hello."))
+        served.ring.reset(replace(answer(served, "Hello."), timing=replace(TIMING, transport="", transfer_bytes=0)))
         buttons.nth(1).click()
         page.wait_for_selector(".timing >> text=No hand-off: both share cores.")
         assert page.inner_text("article.user") == "Two?" and not page.is_visible("#examples")

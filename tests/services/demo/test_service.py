@@ -42,6 +42,16 @@ def test_openai_chat(client: openai.OpenAI) -> None:
     assert chunks[-1].usage == answer.usage
 
 
+def test_the_page_s_examples_are_answered_well(client: openai.OpenAI, demo: Live) -> None:
+    """The four prompts that the page offers: a newcomer's first impression."""
+    examples = HTTP.get(f"{demo.url}/page/examples.json").json()
+    asked = [client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": one}], temperature=0)
+             for one in examples]  # fmt: skip
+    sums, capital, poem, extracted = [one.choices[0].message.content or "" for one in asked]
+    assert "42" in sums and "Paris" in capital and "\n" in poem
+    assert json.loads(extracted) == {"name": "Anna", "age": 31}
+
+
 def test_openai_completions(client: openai.OpenAI) -> None:
     whole = client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=24, seed=5)
     parts = list(client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=24, seed=5, stream=True))
