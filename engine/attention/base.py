@@ -31,10 +31,11 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def attend(self, layer: int, heads: Heads, window: int | None) -> Tensor:
+    def attend(self, layer: int, heads: Heads, window: int | None, sinks: Tensor | None = None) -> Tensor:
         """Write the new keys and values into the pool, then attend to everything up to each query's own position.
 
         Modifies only the new tokens' rows at this layer of the pool; may overwrite `heads`. window: a query at position
-        p sees positions (p - window, p]; None sees all. Returns [T, Hq, D], contiguous, in the queries' dtype.
+        p sees positions (p - window, p]; None sees all. sinks: [Hq] float32, one logit for each query head; it joins
+        the softmax, neither scaled nor capped, and has no value. Returns [T, Hq, D], contiguous, in the queries' dtype.
         """
         ...

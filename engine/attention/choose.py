@@ -29,13 +29,15 @@ def choose_attention(
     device: torch.device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
+    has_sinks: bool = False,
 ) -> AttentionChoice:
     """The fastest backend that works for layers with these windows. kv_dtype: dtype of the pages; None: `dtype`.
+    has_sinks: `attend` is called with sinks.
 
     Builds the CPU kernel on first use (seconds). A missing compiler or FlashInfer leads to a fallback, not an error.
     """
     if device.type == "cuda":
-        return _choose_for_gpu(shape, windows, device, dtype)
+        return _choose_for_gpu(shape, windows, device, dtype, has_sinks)
     if device.type != "cpu":
         return AttentionChoice(TorchSdpaAttention(shape), f"device is {device.type}", is_fallback=False)
     if unknown := {dtype, kv_dtype or dtype} - {torch.float32, torch.bfloat16}:
@@ -48,14 +50,14 @@ def choose_attention(
 
 
 def _choose_for_gpu(
-    shape: AttentionShape, windows: Collection[int | None], device: torch.device, dtype: torch.dtype
+    shape: AttentionShape, windows: Collection[int | None], device: torch.device, dtype: torch.dtype, has_sinks: bool
 ) -> AttentionChoice:
     try:
         flashinfer = importlib.import_module("engine.attention.flashinfer")
     except ImportError as error:
         reason = f"FlashInfer cannot be imported ({error}): pip install 'baton[cuda]'"
     else:
-        obstacle = flashinfer.find_obstacle(shape, dtype)
+        obstacle = flashinfer.find_obstacle(shape, dtype, has_sinks)
         if obstacle is None:
             backend = flashinfer.FlashInferAttention(shape, frozenset(windows), dtype, device)
             return AttentionChoice(backend, "FlashInfer, fa2", is_fallback=False)

@@ -32,7 +32,7 @@ class _BatonBatch(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("page_table_width", "num_tokens", "num_blocks", "block_tokens")),
         *((name, ctypes.c_int64) for name in ("page_stride", "head_stride", "layer_stride", "kv_stride")),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "page_tokens", "head_dim")),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
     ]
 
 
@@ -43,6 +43,7 @@ class _BatonLayer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out")),
         *((name, ctypes.c_int64) for name in ("query_token", "query_head", "key_token", "key_head")),
         *((name, ctypes.c_int64) for name in ("value_token", "value_head", "layer", "window")),
+        ("sinks", ctypes.c_void_p),
     ]
 
 
@@ -119,12 +120,13 @@ class CpuPagedAttention:
             page_tokens=pool.shape[TOKENS],
             head_dim=shape.head_dim,
             scale=shape.scale,
+            softcap=shape.softcap,
         )
 
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "CpuPagedAttention":
         return self
 
-    def attend(self, layer: int, heads: Heads, window: int | None) -> Tensor:
+    def attend(self, layer: int, heads: Heads, window: int | None, sinks: Tensor | None = None) -> Tensor:
         """See `AttentionBackend.attend`. ValueError names what does not fit; the pool is then unchanged."""
         plan = self._plan
         if plan is None:
@@ -139,6 +141,8 @@ class CpuPagedAttention:
             raise ValueError(f"layer {layer} is outside the pool's {plan.num_layers} layers")
         if window is not None and window < 1:
             raise ValueError(f"window is {window}, expected at least 1")
+        if sinks is not None:
+            _check_tensor("sinks", sinks, torch.float32, shape.num_heads)
         out = torch.empty((num_tokens, shape.num_heads, shape.head_dim), dtype=dtype)
         arguments = _BatonLayer(
             query.data_ptr(),
@@ -150,6 +154,7 @@ class CpuPagedAttention:
             *value.stride()[:2],
             layer,
             NO_WINDOW if window is None else window,
+            None if sinks is None else sinks.data_ptr(),
         )
         self._attend(
             ctypes.addressof(plan.arguments), ctypes.addressof(arguments), dtype is torch.float32, self._math,

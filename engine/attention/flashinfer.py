@@ -27,6 +27,7 @@ HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 BACKEND = "fa2"  # takes any strides; one family of modules for prefill, decode and verification
 CUDA_CORE_GROUPS = (1, 2, 3)  # query heads per KV head for which decode without tensor cores is as fast
+NO_SINKS = "FlashInfer's fa2 kernels for decode and prefill have no attention sinks"
 
 Window = int | None
 
@@ -117,12 +118,15 @@ class FlashInferAttention:
                 *starts_of_queries, host_starts, indices, host_last_lens,
                 self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim, page_tokens,
                 **kind, window_left=-1 if window is None else window - 1, sm_scale=self._shape.scale,
-                q_data_type=self._dtype, kv_data_type=pool.dtype, seq_lens=host_lens,
+                logits_soft_cap=self._shape.softcap, q_data_type=self._dtype, kv_data_type=pool.dtype,
+                seq_lens=host_lens,
             )  # fmt: skip
         if self._device.type == "cuda":
             self._is_staged = mark()
 
-    def attend(self, layer: int, heads: Heads, window: Window) -> Tensor:
+    def attend(self, layer: int, heads: Heads, window: Window, sinks: Tensor | None = None) -> Tensor:
+        if sinks is not None:
+            raise ValueError(NO_SINKS)
         keys, values = self._layers[layer]  # each [num_pages, Hkv, page_tokens, D]
         limit = FP8_LIMIT if keys.dtype is torch.float8_e4m3fn else 0.0
         query = turn_and_write(heads, keys, values, self._batch.write_pages, self._batch.write_offsets, limit)
@@ -130,8 +134,10 @@ class FlashInferAttention:
         return attended
 
 
-def find_obstacle(shape: AttentionShape, dtype: torch.dtype) -> str | None:
+def find_obstacle(shape: AttentionShape, dtype: torch.dtype, has_sinks: bool = False) -> str | None:
     """Why FlashInfer does not support such a model; None if it does."""
+    if has_sinks:
+        return NO_SINKS
     if dtype not in DTYPES:
         return f"FlashInfer has no {dtype}"
     if shape.head_dim not in HEAD_DIMS:

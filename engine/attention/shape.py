@@ -11,3 +11,4 @@ class AttentionShape:
     num_kv_heads: int  # Hkv, divides Hq
     head_dim: int  # D
     scale: float  # multiplies q·k, usually D ** -0.5
+    softcap: float = 0.0  # a score s = q·k * scale becomes softcap * tanh(s / softcap), before the mask; 0: none

@@ -26,7 +26,7 @@ struct BatonBatch {
     int64_t page_table_width, num_tokens, num_blocks, block_tokens;
     int64_t page_stride, head_stride, layer_stride, kv_stride;  // in elements; kv: from keys to values
     int64_t num_heads, num_kv_heads, page_tokens, head_dim;
-    float scale;
+    float scale, softcap;  // softcap: 0 for none
 };
 
 // One layer's tensors, [T, heads, head_dim]; strides in elements.
@@ -35,6 +35,7 @@ struct BatonLayer {
     void* out;  // contiguous
     int64_t query_token, query_head, key_token, key_head, value_token, value_head;
     int64_t layer, window;  // window: keys a query sees, itself included
+    const float* sinks;     // [num_heads] logits that join the softmax and have no value; null: none
 };
 
 namespace {
@@ -270,6 +271,12 @@ template <class Page> void prefetch(const Page* const* rows, int64_t count, int6
         for (int64_t d = 0; d < dim; d += 64 / (int64_t)sizeof(Page)) __builtin_prefetch(rows[n] + d);
 }
 
+// Caps scores in place. They are q·k, not scaled yet, before and after.
+void cap_scores(float* scores, int64_t columns, float scale, float softcap) {
+    const float before = scale / softcap, after = softcap / scale;
+    for (int64_t n = 0; n < columns; n += kLanes) store(scores + n, tanh(load<Floats>(scores + n) * before) * after);
+}
+
 // One online-softmax step for one row: scores[columns] -> probabilities, of which only [begin, end) are visible.
 // Rescales `output` and `sums` when the row's maximum grows. Columns is a multiple of kLanes.
 template <class Math> void soften(float* scores, typename Math::Operand* probabilities, int64_t begin, int64_t end,
@@ -340,6 +347,10 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
                            (head * group + row % group) * layer.query_head;
         if constexpr (std::is_same_v<Operand, Page>) std::copy_n(from, dim, queries + row * padded);
         else widen_row(from, queries + row * padded, dim);
+        if (layer.sinks) {  // as if a key had this score
+            maxima[row] = layer.sinks[head * group + row % group] / batch.scale;
+            sums[row][0] = 1.0f;
+        }
     }
 
     const Page* layer_keys = (const Page*)batch.pool + layer.layer * batch.layer_stride;
@@ -372,6 +383,7 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
                 int64_t position = first_position + (row + i) / group;
                 int64_t end = std::clamp<int64_t>(position + 1 - first_key, 0, columns);
                 int64_t begin = std::clamp<int64_t>(position + 1 - layer.window - first_key, 0, end);
+                if (batch.softcap > 0) cap_scores(scores + i * kTile, columns, batch.scale, batch.softcap);
                 soften<Math>(scores + i * kTile, probabilities + i * kTile, begin, end, columns, scale_log2,
                              maxima + row + i, sums + row + i, output + (row + i) * padded, padded);
             }

@@ -93,11 +93,12 @@ template <class Page> static void run_attention(int math, std::vector<Page> (*ma
     const int64_t run = 16 * dim;
     std::vector<Page> pool = make(8 * 2 * 2 * run, 1), query = make(21 * 4 * dim, 3), key = make(21 * 2 * dim, 1);
     std::vector<Page> value = make(21 * 2 * dim, 1), out(21 * 4 * dim);
-    for (int64_t window : {1000, 30}) {
+    const float sinks[] = {-1, 0, 1, 8};
+    for (auto [window, softcap] : {std::pair<int64_t, float>{1000, 0}, {30, 0}, {30, 3}}) {
         paged::BatonBatch batch{pool.data(), query_starts, context_lens, page_table, pages.data(), offsets.data(), blocks,
-                                5, 21, 4, 8, 4 * run, 2 * run, 0, run, 4, 2, 16, dim, 0.2f};
+                                5, 21, 4, 8, 4 * run, 2 * run, 0, run, 4, 2, 16, dim, 0.2f, softcap};
         paged::BatonLayer layer{query.data(), key.data(), value.data(), out.data(), 4 * dim, dim, 2 * dim, dim, 2 * dim,
-                                dim, 0, window};
+                                dim, 0, window, softcap > 0 ? sinks : nullptr};
         paged::baton_attend(&batch, &layer, sizeof(Page) == 4, math, 2);
         write(out);
         write(pool);

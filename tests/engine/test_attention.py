@@ -73,10 +73,29 @@ def test_windows(window: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("head_dim", "page_tokens"), [(8, 16), (32, 1), (48, 7), (96, 64), (72, 16), (33, 5), (256, 16)]
+    ("head_dim", "page_tokens"),
+    [(8, 16), (32, 1), (48, 7), (96, 64), (72, 16), (33, 5), (192, 16), (256, 16), (512, 16)],
 )
 def test_odd_shapes(head_dim: int, page_tokens: int, dtype: torch.dtype) -> None:
     check_against_truth(Problem([(1, 33), (40, 150)], (10, 2), head_dim, page_tokens, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(2.0, False), (0.0, True), (2.0, True)])
+@pytest.mark.parametrize("window", [None, 16, 129])
+def test_softcap_and_sinks(window: int | None, softcap: float, has_sinks: bool, dtype: torch.dtype) -> None:
+    problem = Problem([(1, 1), (1, 17), (1, 400), (300, 300), (70, 333)], dtype=dtype)
+    problem.shape = replace(problem.shape, softcap=softcap)
+    if has_sinks:
+        problem.sinks = torch.tensor([-200.0, -3.0, 0.0, 2.0, 6.0, 200.0])
+    check_against_truth(problem, window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wide_heads_with_a_scale_of_one(dtype: torch.dtype) -> None:
+    problem = Problem([(1, 33), (40, 150)], (10, 2), 512, dtype=dtype)
+    problem.shape, problem.query = replace(problem.shape, scale=1.0), problem.query * 512**-0.5
+    check_against_truth(problem)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -217,6 +236,8 @@ def test_wrong_tensors_are_refused() -> None:
         backend.plan(pool, batch)
         with pytest.raises(ValueError, match=message):
             backend.attend(layer, heads, window)
+    with pytest.raises(ValueError, match="sinks is"):
+        backend.attend(0, problem.heads, None, torch.zeros(5))
     for other, message in (
         (pool.half(), "pool is torch.float16"),
         (pool.narrow(KV_HEADS, 0, 1), "pool is"),

@@ -4,6 +4,8 @@ The doubles have the signatures of the real wrappers (read from the installed pa
 or would wait for, and compute attention densely. The Triton kernels around them run for real, in the interpreter.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -46,6 +48,13 @@ def test_steps_are_those_of_torch_sdpa(lens: list[tuple[int, int]], heads: tuple
     assert len(Wrapper.plans) == 3  # once per step and window, not per layer
 
 
+@pytest.mark.parametrize("lens", [[(1, 1), (1, 40)], [(5, 33), (1, 9)]], ids=str)
+def test_softcap(lens: list[tuple[int, int]]) -> None:
+    problem = Problem(lens, head_dim=16)
+    problem.shape = replace(problem.shape, softcap=2.0)
+    check(problem, build(problem, None, 20), 20)
+
+
 def test_a_captured_step_is_planned_into_buffers_of_its_own() -> None:
     problem = Problem([(1, 1), (1, 40), (1, 17)], head_dim=16)
     check(problem, build(problem, None).for_graph(3, 1, 6), None)
@@ -78,6 +87,10 @@ def test_models_that_flashinfer_has_no_kernels_for() -> None:
     assert find_obstacle(shape, torch.bfloat16) is find_obstacle(shape, torch.float16) is None
     assert "float32" in str(find_obstacle(shape, torch.float32))
     assert "80 dimensions" in str(find_obstacle(AttentionShape(4, 2, 80, 0.1), torch.bfloat16))
+    with_sinks = choose_attention(shape, [None], torch.device("cuda"), torch.bfloat16, has_sinks=True)
+    assert with_sinks.backend.name == "torch_sdpa" and with_sinks.is_fallback and "sinks" in with_sinks.reason
+    with pytest.raises(ValueError, match="sinks"):
+        FlashInferAttention(shape, [None], torch.bfloat16, CPU).attend(0, Problem([(1, 1)]).heads, None, torch.zeros(4))
 
 
 def test_without_flashinfer_torch_attends_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,7 +259,7 @@ class NoAttention:
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "NoAttention":
         return self
 
-    def attend(self, layer: int, heads: Heads, window: int | None) -> Tensor:
+    def attend(self, layer: int, heads: Heads, window: int | None, sinks: Tensor | None = None) -> Tensor:
         return torch.zeros_like(heads.turned()[0])
 
 

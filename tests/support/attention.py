@@ -34,6 +34,7 @@ class Problem:
         num_heads, num_kv_heads = heads
         self.lens = lens
         self.shape = AttentionShape(num_heads, num_kv_heads, head_dim, head_dim**-0.5)
+        self.sinks: Tensor | None = None
         counts = [-(-context // page_tokens) for _, context in lens]
         order = iter(torch.randperm(sum(counts) + 3, generator=generator).tolist())
         self.pages = [[next(order) for _ in range(count)] for count in counts]
@@ -60,7 +61,7 @@ class Problem:
         """Attention at layer 1 -> ([T, Hq, D], the pool afterwards)."""
         pool = self.pool.clone()
         backend.plan(pool, self.batch)
-        return backend.attend(1, self.heads, window), pool
+        return backend.attend(1, self.heads, window, self.sinks), pool
 
     def truth(self, window: int | None) -> Tensor:
         """[T, Hq, D] float64: a dense softmax over tokens that are put in order one at a time."""
@@ -76,12 +77,17 @@ class Problem:
             keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
             queries = self.query[begin : begin + query_len].double()
             scores = torch.einsum("qhd,chd->hqc", queries, keys) * self.shape.scale
+            if softcap := self.shape.softcap:
+                scores = softcap * torch.tanh(scores / softcap)
             position = torch.arange(context_len - query_len, context_len)[:, None]
             key_position = torch.arange(context_len)
             hidden = key_position > position
             if window is not None:
                 hidden |= key_position <= position - window
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            weights = scores.masked_fill(hidden, -torch.inf)
+            if self.sinks is not None:
+                weights = torch.cat((weights, self.sinks.double().view(-1, 1, 1).expand(-1, query_len, 1)), -1)
+            weights = weights.softmax(-1)[..., :context_len]
             rows.append(torch.einsum("hqc,chd->qhd", weights, values))
             begin += query_len
         return torch.cat(rows)

@@ -7,9 +7,8 @@ from typing import Any
 import flashinfer
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from engine.attention.torch_sdpa import visible_keys
+from engine.attention.torch_sdpa import attend_by_hand, visible_keys
 
 
 def bind(method: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -68,14 +67,13 @@ class Wrapper:
             own = query[starts[i] : starts[i + 1]].transpose(0, 1)  # [Hq, L, D]
             group = own.shape[0] // keys.shape[1]
             k, v = (
-                rows[pages].transpose(0, 1).flatten(1, 2)[None, :, :length].repeat_interleave(group, 1).to(query.dtype)
+                rows[pages].transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(group, 0).to(query.dtype)
                 for rows in (keys, values)
             )
             window = None if planned["window_left"] == -1 else planned["window_left"] + 1
             mask = visible_keys(own.shape[1], length, window, query.device)
-            scale = planned["sm_scale"]
-            attended = functional.scaled_dot_product_attention(own[None], k, v, attn_mask=mask, scale=scale)
-            out.append(attended[0].transpose(0, 1))
+            scale, softcap = planned["sm_scale"], planned["logits_soft_cap"]
+            out.append(attend_by_hand(own, k, v, mask, scale, softcap, None).transpose(0, 1))
         return torch.cat(out)
 
 

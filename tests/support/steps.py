@@ -78,7 +78,7 @@ class Unwatched(TorchSdpaAttention):
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "Unwatched":
         return self
 
-    def attend(self, layer: int, heads: Heads, window: int | None) -> Tensor:
+    def attend(self, layer: int, heads: Heads, window: int | None, sinks: Tensor | None = None) -> Tensor:
         with _disable_current_modes():
-            attended = super().attend(layer, heads, window)
+            attended = super().attend(layer, heads, window, sinks)
             return self._outs.setdefault((layer, len(attended)), attended).copy_(attended)
