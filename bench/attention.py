@@ -16,7 +16,7 @@ from bench.batches import Part, pack
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
 from engine.attention.cpu_paged import CpuPagedAttention
-from engine.attention.heads import Heads
+from engine.attention.qkv import Heads
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention, visible_keys
 from engine.batch import Batch

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.batch import Batch, RowRequest, build_batch, lay_out
 from engine.rows import Rows
-from engine.sampling_batch import SamplingBatch
+from engine.sampling.batch import SamplingBatch
 from engine.staging import Stager
 from wire.sampling import SamplingParams
 

@@ -29,12 +29,12 @@ from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch, RowRequest
-from engine.kvcache.pool import PoolShape
-from engine.model.decoder import Decoder
+from engine.kv.pool import PoolShape
+from engine.models.decoder import Decoder
 from engine.ranks import ONE_RANK
 from engine.rows import Rows
 from engine.runner import Runner
-from engine.sampling_batch import SamplingBatch
+from engine.sampling.batch import SamplingBatch
 from wire.sampling import SamplingParams
 from worker.plan import Budget
 from worker.prefix_cache import PrefixCache

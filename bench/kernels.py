@@ -21,8 +21,8 @@ from bench.gpu_checks.ipc_exporter import describe
 from bench.products import Calls, Ceilings, Products, Rate, cycle, measure_ceilings, rate, take_turns
 from bench.transports import build_pool
 from engine.attention.choose import choose_attention
-from engine.model.packed import can_pack
-from engine.sampling import sample
+from engine.sampling.sample import sample
+from engine.weights.packed import can_pack
 from kvtransfer.reader import PageRef
 from kvtransfer.shm import ShmReader
 from wire.kv_layout import LAYERS

@@ -15,10 +15,10 @@ from demo.evaluate import held_out_cases
 from demo.paths import TARGET_DIR
 from demo.tokens import render
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.kvcache.pool import PoolShape
-from engine.model.decoder import Decoder
-from engine.model.linear import Quantization
-from engine.model.weights import load_model
+from engine.kv.pool import PoolShape
+from engine.layers.linear import Quantization
+from engine.models.decoder import Decoder
+from engine.models.load import load_model
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 16

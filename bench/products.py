@@ -12,8 +12,8 @@ from torch.nn import functional
 from bench.load.machine import measure_reading
 from engine.kernels.build import find_instruction_set
 from engine.kernels.cpu_math import choose_math, measure_rate
-from engine.model.packed import PackedLinear
-from engine.model.product_speed import pack
+from engine.weights.packed import PackedLinear
+from engine.weights.product_speed import pack
 
 BF16 = torch.bfloat16
 PRODUCT = (16_384, 2048)  # outputs, depth: gate and up of Llama-3.2-1B

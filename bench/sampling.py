@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bench.batches import build_sampling_batch
-from engine.sampling import sample, sample_slowly
-from engine.sampling_batch import SEEN_BIT, SamplingBatch
+from engine.sampling.batch import SEEN_BIT, SamplingBatch
+from engine.sampling.sample import sample, sample_slowly
 from wire.sampling import SamplingParams
 
 NUM_ROWS, VOCABULARY = 16, 128_256

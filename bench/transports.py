@@ -26,7 +26,7 @@ import torch
 from google.protobuf.json_format import MessageToJson, Parse
 
 from bench.gpu_checks.ipc_exporter import describe
-from engine.kvcache.pool import Pool, PoolShape
+from engine.kv.pool import Pool, PoolShape
 from kvtransfer.checksums import compute_checksums
 from kvtransfer.grpc_bytes import GrpcReader, PageServer
 from kvtransfer.nixl import NixlReader

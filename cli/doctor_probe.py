@@ -19,12 +19,12 @@ from cli.models import check_models
 from engine.attention.choose import choose_attention
 from engine.engine import choose_device, resolve_kv_dtype
 from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
-from engine.kvcache.pool import PoolShape
-from engine.model.checkpoint import Checkpoint
-from engine.model.config import load_config
-from engine.model.files import list_shards
-from engine.model.shard import Shard, shard_config
-from engine.model.weights import choose_dtype
+from engine.kv.pool import PoolShape
+from engine.models.config import load_config
+from engine.models.load import choose_dtype
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.files import list_shards
+from engine.weights.sharding import Shard, shard_config
 from runtime.config import ServeConfig
 from runtime.gpus import VISIBLE, ask_driver, visible_gpus
 from runtime.hardware import available_memory_bytes, num_cores

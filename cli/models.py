@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.model.config import load_config
-from engine.model.files import is_path, list_shards, read_header
+from engine.models.config import load_config
+from engine.weights.files import is_path, list_shards, read_header
 from runtime.config import DecodeConfig, PrefillConfig, ServeConfig
 from runtime.config_parts import ANY_NAME, DEMO_MODEL, NO_DRAFT
 from runtime.settings import ConfigError, flag

@@ -6,9 +6,9 @@ from pathlib import Path
 from bench.gpu_checks.models import SHAPES
 from bench.roofline import ModelShape
 from cli.models import fetch_tokenizer
-from engine.model.assemble import expected_shapes
-from engine.model.config import ModelConfig, build_config, load_config
-from engine.model.shard import EMBEDDING, LM_HEAD
+from engine.models.assemble import expected_shapes
+from engine.models.config import ModelConfig, build_config, load_config
+from engine.weights.sharding import EMBEDDING, LM_HEAD
 
 
 def load_shape(model: str) -> ModelShape:

@@ -11,16 +11,16 @@ import torch
 
 from engine.attention.choose import AttentionChoice, choose_attention
 from engine.graphs import CudaCapture, OnCaptured, choose_shapes
-from engine.kvcache.pool import Pool, PoolShape, PoolShare
-from engine.model.config import ModelConfig, load_config
-from engine.model.decoder import Decoder
-from engine.model.linear import Quantization
-from engine.model.loader import OnProgress
-from engine.model.weights import load_model, resolve_model_folder, weight_fingerprint
+from engine.kv.pool import Pool, PoolShape, PoolShare
+from engine.layers.linear import Quantization
+from engine.models.config import ModelConfig, load_config
+from engine.models.decoder import Decoder
+from engine.models.load import load_model, resolve_model_folder, weight_fingerprint
 from engine.out_of_memory import explain_failed_warm_up, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
 from engine.rows import Rows
 from engine.runner import Runner
+from engine.weights.loader import OnProgress
 from wire.kv_layout import PagePart
 
 KvDType = Literal["auto", "fp8"]  # of pages; auto: the model's

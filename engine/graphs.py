@@ -16,13 +16,13 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import Batch, Layout
-from engine.model.decoder import Decoder
+from engine.models.decoder import Decoder
 from engine.prepared import Prepared
 from engine.ranges import Ints
 from engine.rows import Rows
-from engine.sampling import choose_tokens
-from engine.sampling_batch import SamplingBatch
-from engine.sampling_tensors import SamplingTensors
+from engine.sampling.batch import SamplingBatch
+from engine.sampling.sample import choose_tokens
+from engine.sampling.tensors import SamplingTensors
 from engine.staging import upload
 from engine.static_block import StaticBlock
 

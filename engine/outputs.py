@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from engine.batch import Layout, RowRequest
 from engine.ranges import Ints, find_starts, join_ranges
 from engine.rows import Rows
-from engine.sampling_batch import SamplingBatch
+from engine.sampling.batch import SamplingBatch
 
 
 class Outputs(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.ranges import Ints, join_ranges
-from engine.sampling_batch import SEEN_BIT
+from engine.sampling.batch import SEEN_BIT
 from engine.staging import upload
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 

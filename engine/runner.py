@@ -14,13 +14,13 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.batch import RowRequest, build_batch
 from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured, Shape
-from engine.logprobs import FoundLogprobs, find_logprobs
-from engine.model.decoder import Decoder
+from engine.models.decoder import Decoder
 from engine.outputs import Piece
 from engine.prepared import Prepared, Preparer
 from engine.rows import Rows
-from engine.sampling import sample
-from engine.sampling_batch import SamplingBatch
+from engine.sampling.batch import SamplingBatch
+from engine.sampling.logprobs import FoundLogprobs, find_logprobs
+from engine.sampling.sample import sample
 from engine.staging import Stager, download, mark, upload
 from wire.logprobs import TokenLogprobs
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams

@@ -8,9 +8,9 @@ from typing import Protocol
 import structlog
 
 from engine.batch import RowRequest
-from engine.logits import NOT_A_NUMBER
 from engine.out_of_memory import StepFailedError, end_process, explain_failure, is_device_lost, is_out_of_memory
 from engine.runner import Answers, Launched
+from engine.sampling.logits import NOT_A_NUMBER
 from wire.logprobs import TokenLogprobs
 
 log = structlog.get_logger()

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batch import RowRequest
-from engine.kvcache.pool import Pool
-from engine.logits import allowed_words
+from engine.kv.pool import Pool
 from engine.out_of_memory import StepFailedError
 from engine.rows import Rows
+from engine.sampling.logits import allowed_words
 from engine.steps import LaunchedStep, Launcher, StepAnswers, launch_step, report_failure
 from wire.logprobs import TokenLogprobs
 from worker.chunks import ChunkSizer

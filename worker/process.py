@@ -12,7 +12,7 @@ import structlog
 import torch
 
 from engine.engine import ALONE, Engine, Place, build_engine, choose_device
-from engine.kvcache.pool import Pool
+from engine.kv.pool import Pool
 from engine.ranks import join_group
 from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank
 from kvtransfer.nixl_agent import NixlError, find_obstacle

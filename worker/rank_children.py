@@ -17,7 +17,7 @@ from dataclasses import asdict
 import msgspec
 import structlog
 
-from engine.kvcache.pool import create_file
+from engine.kv.pool import create_file
 from engine.out_of_memory import end_process
 from kvtransfer.reader import PageRef, ReadError, Transport
 from protos import kv_pb2

@@ -11,7 +11,7 @@ from torch import Tensor
 from bench.batches import Part, pack
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
-from engine.attention.heads import Heads
+from engine.attention.qkv import Heads
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch

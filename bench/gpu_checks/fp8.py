@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels import gpu_linear
-from engine.model.fp8 import multiply_rounded, multiply_slowly, quantise_rows
+from engine.weights.fp8 import multiply_rounded, multiply_slowly, quantise_rows
 
 LAYER_SHAPES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))  # K, N of Llama-3-8B's four products
 SMALL_SHAPES = ((256, 192),)

@@ -18,7 +18,7 @@ import torch
 from google.protobuf.json_format import Parse
 
 from bench.gpu_checks.ipc_exporter import SHAPE_8B, page_content
-from engine.kvcache.pool import Pool
+from engine.kv.pool import Pool
 from kvtransfer.cuda_ipc import CudaIpcReader
 from kvtransfer.reader import PageRef, Reader, ReadError
 from protos import kv_pb2

@@ -14,7 +14,7 @@ import torch
 from google.protobuf.json_format import MessageToJson
 from numpy.typing import NDArray
 
-from engine.kvcache.pool import Pool, PoolShape
+from engine.kv.pool import Pool, PoolShape
 from kvtransfer.identity import PoolFacts, build_peer, build_rank
 from kvtransfer.nixl_pool import NixlPool
 from protos import kv_pb2

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from bench.gpu_checks.attention import dtype_for
-from engine.attention.heads import Heads, Turn
-from engine.model.operations import Operations
+from engine.attention.qkv import Heads, Turn
+from engine.ops.base import Operations
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 
 EPS = 1e-5

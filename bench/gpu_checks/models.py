@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from engine.engine import Engine, Loaded, assemble_engine
-from engine.model.assemble import build_decoder, expected_shapes
-from engine.model.checkpoint import Checkpoint
-from engine.model.config import ModelConfig, build_config
-from engine.model.files import TensorEntry
-from engine.model.linear import Quantization
-from engine.model.loader import Loader
+from engine.layers.linear import Quantization
+from engine.models.assemble import build_decoder, expected_shapes
+from engine.models.config import ModelConfig, build_config
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.files import TensorEntry
+from engine.weights.loader import Loader
 from worker.table import num_rows_for
 
 PAGE_TOKENS = 16

@@ -12,7 +12,7 @@ import torch
 
 from bench.gpu_checks.ipc import Exporter, check_reader, run_apart, time_reads
 from bench.gpu_checks.ipc_exporter import SHAPE_8B
-from engine.kvcache.pool import Pool
+from engine.kv.pool import Pool
 from kvtransfer.nixl import NixlReader
 from kvtransfer.nixl_agent import find_obstacle
 from runtime.rpc import open_channel

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bench.batches import build_sampling_batch
-from engine.sampling import sample, sample_slowly
-from engine.sampling_batch import SEEN_BIT, SamplingBatch
+from engine.sampling.batch import SEEN_BIT, SamplingBatch
+from engine.sampling.sample import sample, sample_slowly
 from wire.sampling import SamplingParams
 
 CASES = [
@@ -83,7 +83,7 @@ def time_sampling(device: torch.device) -> str:
 
 def _find_sampler(device: torch.device) -> Sampler:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        sampler: Sampler = import_module("engine.gpu_sampling").sample
+        sampler: Sampler = import_module("engine.sampling.gpu").sample
         return sampler
     return sample_slowly if device.type == "cpu" else sample
 
@@ -108,7 +108,7 @@ def _build_batch(num_rows: int, vocabulary: int, number: int) -> SamplingBatch:
 
 def _time_graph(logits: Tensor, batch: SamplingBatch) -> float:
     """Seconds per replay. Checks that the graph's tokens are those of a call."""
-    module = import_module("engine.gpu_sampling")
+    module = import_module("engine.sampling.gpu")
     fields = module.upload_batch(batch, logits.device)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     module.choose_tokens(logits, fields, tokens)  # compiles

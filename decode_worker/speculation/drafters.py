@@ -12,8 +12,8 @@ from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.lengths import CostCurve
 from decode_worker.speculation.ngram import propose_repeat
 from engine.batch import RowRequest
-from engine.logits import NOT_A_NUMBER, allowed_words
 from engine.runner import Runner
+from engine.sampling.logits import NOT_A_NUMBER, allowed_words
 from worker.chunks import ChunkSizer
 from worker.sequences import Sequence
 

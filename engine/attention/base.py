@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.attention.heads import Heads
+from engine.attention.qkv import Heads
 from engine.batch import Batch
 
 FP8_LIMIT = 448.0  # largest float8_e4m3fn value; fp8 pages have no scale

@@ -14,7 +14,7 @@ from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPaged
 from torch import Tensor
 
 from engine.attention.base import FP8_LIMIT
-from engine.attention.heads import Heads
+from engine.attention.qkv import Heads
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
 from engine.kernels.gpu_layers import join_pages, turn_and_write

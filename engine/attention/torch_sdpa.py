@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.attention.base import FP8_LIMIT
-from engine.attention.heads import Heads
+from engine.attention.qkv import Heads
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS

@@ -6,9 +6,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.attention.heads import Heads, Turn
+from engine.attention.qkv import Heads, Turn
 from engine.kernels.build import BuildError, load_kernel
-from engine.model.operations import Operations
+from engine.ops.base import Operations
 
 BF16 = torch.bfloat16
 

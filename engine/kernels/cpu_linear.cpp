@@ -9,7 +9,7 @@
 
 #include "cpu_blocks.h"
 
-// Mirrored field by field in engine/model/packed.py.
+// Mirrored field by field in engine/weights/packed.py.
 struct BatonProduct {
     const bfloat16* x;     // [num_rows, depth]
     const uint32_t* w;     // tiles

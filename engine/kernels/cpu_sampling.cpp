@@ -1,7 +1,7 @@
 // Sampling on CPUs: for each row of logits, the token that penalties, bias, mask, filters and Gumbel noise select.
 //
 // Python has checked all pointers, ids and lines. Allocates only per-thread scratch. Throws nothing.
-// `sample_slowly` in engine/sampling.py is the slow twin, with the same results and terms.
+// `sample_slowly` in engine/sampling/sample.py is the slow twin, with the same results and terms.
 //
 // Rows are processed in blocks of kBlock tokens with known maxima; blocks without a token that could win or pass a
 // filter are skipped. Threads share rows; rows that are too few for that are split into ranges of blocks.
@@ -12,7 +12,7 @@
 
 #include "cpu_values.h"
 
-// Mirrored field by field in engine/cpu_sampling.py. S rows of V logits.
+// Mirrored field by field in engine/sampling/cpu.py. S rows of V logits.
 struct BatonSampling {
     float* logits;    // [S, V], modified
     int64_t* tokens;  // [S], the results; -1 where the mask allows none, -2 where the first logit is NaN
@@ -62,7 +62,7 @@ bool any(Words v) {
 // Forces a store, so that lanes are read one by one from memory instead of extracted from the vector.
 template <class Array> void keep_in_memory(Array& array) { asm volatile("" : "+m"(array)); }
 
-// --- noise: the hash of engine/noise.py
+// --- noise: the hash of engine/sampling/noise.py
 
 template <class W> W mix32(W word) {
     word = (word ^ (word >> 16)) * 0x7FEB352D;

@@ -1,7 +1,7 @@
 """The decoder's elementwise work on a GPU, one Triton kernel each: norms, gate, rotation with the write of new KV.
 
-Loads are widened to float32; results are rounded once, when stored. Twins: engine/model/operations.py and
-engine/attention/heads.py.
+Loads are widened to float32; results are rounded once, when stored. Twins: engine/ops/base.py and
+engine/attention/qkv.py.
 """
 
 import torch
@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.attention.heads import Heads
-from engine.model.operations import Operations
+from engine.attention.qkv import Heads
+from engine.ops.base import Operations
 
 GATE_BLOCK = 1024
 HEADS_BLOCK = 8  # heads of a token per program: 1,024 elements at D = 128

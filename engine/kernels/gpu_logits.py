@@ -1,4 +1,4 @@
-"""Adjusts logits on a GPU, out of place: penalties, bias and masks as in engine/logits.py.
+"""Adjusts logits on a GPU, out of place: penalties, bias and masks as in engine/sampling/logits.py.
 
 Knows the fields of a batch as tensors of fixed presence; nothing of sampling. Rows without an adjustment are not
 written: `open_row` reads them from the logits, through `bound`.
@@ -7,7 +7,7 @@ written: `open_row` reads them from the logits, through `bound`.
 import triton
 import triton.language as tl
 
-from engine.sampling_batch import MOST, SEEN_BIT
+from engine.sampling.batch import MOST, SEEN_BIT
 
 _MOST = tl.constexpr(MOST)
 _LEAST = tl.constexpr(1 / MOST)

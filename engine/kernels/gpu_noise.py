@@ -1,4 +1,4 @@
-"""Gumbel noise inside Triton kernels, the same bits as engine/noise.py, keys included.
+"""Gumbel noise inside Triton kernels, the same bits as engine/sampling/noise.py, keys included.
 
 Knows words and ids; nothing of logits or batches. Callers inline all functions.
 """

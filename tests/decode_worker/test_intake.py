@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from decode_worker import intake
-from engine.kvcache.pool import Pool
+from engine.kv.pool import Pool
 from kvtransfer.grpc_bytes import GrpcReader
 from kvtransfer.reader import Reader
 from protos import decode_pb2, kv_pb2

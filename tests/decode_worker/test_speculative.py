@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bench.batches import build_sampling_batch
-from engine.sampling import sample
+from engine.sampling.sample import sample
 from tests.support.sampling_twins import chi_square_sigmas
 from wire.sampling import SamplingParams
 from worker.verify import count_accepted

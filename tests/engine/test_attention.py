@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
 from engine.attention.cpu_paged import CpuPagedAttention, plan_blocks
-from engine.attention.heads import Heads
+from engine.attention.qkv import Heads
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch

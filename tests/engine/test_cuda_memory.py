@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.kvcache import gpu as gpu_module
-from engine.kvcache.cuda_memory import IPC_HANDLE_BYTES, CudaError, DeviceBytes
-from engine.kvcache.gpu import CudaGpu
-from engine.kvcache.pool import Pool, PoolShape
+from engine.kv import gpu as gpu_module
+from engine.kv.cuda_memory import IPC_HANDLE_BYTES, CudaError, DeviceBytes
+from engine.kv.gpu import CudaGpu
+from engine.kv.pool import Pool, PoolShape
 from tests.support.fake_cuda import FakeGpu, count_opened, fake_cudart
 from tests.support.pool_process import build_pool
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from engine import steps
 from engine.batch import RowRequest
-from engine.logits import NOT_A_NUMBER
 from engine.out_of_memory import StepFailedError, explain_failure, is_device_lost
 from engine.runner import Answers, Launched, Runner
+from engine.sampling.logits import NOT_A_NUMBER
 from engine.steps import StepAnswers, launch_step
 from wire.logprobs import TokenLogprobs
 

@@ -16,11 +16,11 @@ from demo.paths import TARGET_DIR
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.engine import Engine, build_engine
 from engine.kernels import gpu_linear
-from engine.kvcache.pool import PoolShape
-from engine.model.decoder import Decoder
-from engine.model.fp8 import E4M3, Fp8Linear, multiply_rounded, multiply_slowly, quantise_rows
-from engine.model.linear import PlainLinear, Quantization
-from engine.model.weights import load_model
+from engine.kv.pool import PoolShape
+from engine.layers.linear import PlainLinear, Quantization
+from engine.models.decoder import Decoder
+from engine.models.load import load_model
+from engine.weights.fp8 import E4M3, Fp8Linear, multiply_rounded, multiply_slowly, quantise_rows
 from kvtransfer.layout import find_mismatch
 from runtime.config import PrefillConfig
 from runtime.trust import load_trust
@@ -116,7 +116,7 @@ def test_the_gpus_path_depends_on_rows_and_shape(
 
 
 def test_the_slow_twin_is_the_dequantised_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.model.head.BLOCK_BYTES", 4 * 700 * 50)  # 50 outputs at a time, and a remainder
+    monkeypatch.setattr("engine.layers.head.BLOCK_BYTES", 4 * 700 * 50)  # 50 outputs at a time, and a remainder
     for dtype in (torch.float32, torch.bfloat16):
         rows, codes, scale, bias = operands(9, 131, 700, dtype, has_bias=True)
         truth = exact(rows, codes.double() * scale[:, None], bias)

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from bench.batches import build_sampling_batch
 from bench.gpu_checks.sampling import Sampler, check_sampling
-from engine import noise
-from engine.gpu_sampling import sample, upload_batch
 from engine.kernels import gpu_noise
 from engine.kernels.gpu_logits import BLOCK, GROUP, INFINITY, adjust
 from engine.kernels.gpu_sampling import choose_tokens
 from engine.kernels.gpu_values import scale
-from engine.logits import NOT_A_NUMBER, adjust_logits_
-from engine.sampling import sample_slowly
-from engine.sampling_batch import SEEN_BIT, SamplingBatch
+from engine.sampling import noise
+from engine.sampling.batch import SEEN_BIT, SamplingBatch
+from engine.sampling.gpu import sample, upload_batch
+from engine.sampling.logits import NOT_A_NUMBER, adjust_logits_
+from engine.sampling.sample import sample_slowly
 from tests.support.sampling_twins import BROKEN, VALUES, Asked, build_batch, build_mask, rows, rows_asked
 from wire.sampling import SamplingParams
 

@@ -15,19 +15,20 @@ from torch import Tensor
 
 from bench.batches import SAMPLINGS
 from bench.gpu_checks.models import PAGE_TOKENS, SHAPES, RandomCheckpoint
-from engine import gpu_sampling, runner
+from engine import runner
 from engine.attention import flashinfer
 from engine.attention.base import AttentionBackend
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import RowRequest
 from engine.graphs import choose_shapes
 from engine.kernels import gpu_sampling as sampling_kernels
-from engine.model.assemble import build_decoder
-from engine.model.config import build_config
-from engine.model.decoder import Decoder
-from engine.model.loader import Loader
+from engine.models.assemble import build_decoder
+from engine.models.config import build_config
+from engine.models.decoder import Decoder
 from engine.rows import Rows
 from engine.runner import Runner
+from engine.sampling import gpu as gpu_sampling
+from engine.weights.loader import Loader
 from tests.support.gpu_doubles import Choices, PlansDecode, PlansPrefill
 from tests.support.shape_gpu import CUDA, ShapeGpu, WaitsError
 from wire.kv_layout import pool_sizes

@@ -19,10 +19,10 @@ from engine import graphs as graphs_module
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import RowRequest
 from engine.graphs import Compute, Shape, choose_shapes, powers_to
-from engine.model.decoder import Decoder
+from engine.models.decoder import Decoder
 from engine.rows import Rows
 from engine.runner import Answers, Runner
-from engine.sampling import choose_tokens
+from engine.sampling.sample import choose_tokens
 from tests.support.late_runner import LateRows, LateRunner
 from tests.support.steps import (
     CONTEXT,

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.heads import Heads, Turn
+from engine.attention.qkv import Heads, Turn
 from engine.kernels import cpu_layers
 from engine.kernels.gpu_layers import TritonOperations, join_pages, turn_and_write
-from engine.model.operations import Operations
+from engine.ops.base import Operations
 from tests.support.attention import needs_compiler
 from tests.support.instruction_sets import WIDTHS, built_for
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from engine.cpu_sampling import load_cpu_sampling
-from engine.logits import adjust_logits_, allowed_words, can_choose
+from engine.sampling.cpu import load_cpu_sampling
+from engine.sampling.logits import adjust_logits_, allowed_words, can_choose
 from tests.support.sampling_twins import Asked, build_batch, build_mask, sample_batch, threads
 from wire.sampling import SamplingParams
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.logprobs import find_logprobs
+from engine.sampling.logprobs import find_logprobs
 
 
 @given(

@@ -14,10 +14,10 @@ from bench.batches import Part, pack
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.kvcache.pool import PoolShape
-from engine.model.decoder import Decoder
-from engine.model.rope import FREQUENCIES, build_rope_table
-from engine.model.weights import load_model
+from engine.kv.pool import PoolShape
+from engine.layers.rope import FREQUENCIES, build_rope_table
+from engine.models.decoder import Decoder
+from engine.models.load import load_model
 from tests.support.checkpoints import EOS_ID, write_checkpoint
 from tests.support.threads import one_thread
 

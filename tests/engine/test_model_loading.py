@@ -14,14 +14,14 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bench.batches import Part, pack
-from engine.attention.heads import Heads
+from engine.attention.qkv import Heads
 from engine.batch import Batch
-from engine.model.checkpoint import Checkpoint
-from engine.model.config import build_config, load_config
-from engine.model.head import WidenedLinear
-from engine.model.rope import FREQUENCIES
-from engine.model.rope_config import ROPE_KINDS
-from engine.model.weights import load_model, resolve_model_folder, weight_fingerprint
+from engine.layers.head import WidenedLinear
+from engine.layers.rope import FREQUENCIES
+from engine.layers.rope_config import ROPE_KINDS
+from engine.models.config import build_config, load_config
+from engine.models.load import load_model, resolve_model_folder, weight_fingerprint
+from engine.weights.checkpoint import Checkpoint
 from tests.support.checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
@@ -310,7 +310,7 @@ def test_resolve_model_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def unreachable(name: str, **_: object) -> str:
         raise ConnectionError(f"no route for {name}")
 
-    monkeypatch.setattr("engine.model.weights.snapshot_download", unreachable)
+    monkeypatch.setattr("engine.models.load.snapshot_download", unreachable)
     assert resolve_model_folder(str(folder)) == folder
     with pytest.raises(FileNotFoundError, match="'/no/such/folder' does not exist"):
         resolve_model_folder("/no/such/folder")

@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.model import packed, product_speed, weight_file, weights
-from engine.model.decoder import Decoder
-from engine.model.head import WidenedLinear, multiply_widened
-from engine.model.int8 import Int8Linear, round_rows
-from engine.model.linear import Quantization
-from engine.model.packed import NEVER, Epilogue, PackedLinear, PackedMatrix, PackedShape, panel_order
-from engine.model.product_speed import pack
-from engine.model.weight_file import CannotShareError, MappedWeights, OwnWeights, share_weights
-from engine.model.weights import load_model
+from engine.layers.head import WidenedLinear, multiply_widened
+from engine.layers.linear import Quantization
+from engine.models import load as weights
+from engine.models.decoder import Decoder
+from engine.models.load import load_model
+from engine.weights import cache as weight_file
+from engine.weights import packed, product_speed
+from engine.weights.cache import CannotShareError, MappedWeights, OwnWeights, share_weights
+from engine.weights.int8 import Int8Linear, round_rows
+from engine.weights.packed import NEVER, Epilogue, PackedLinear, PackedMatrix, PackedShape, panel_order
+from engine.weights.product_speed import pack
 from tests.support.attention import needs_compiler
 from tests.support.checkpoints import write_checkpoint
 from tests.support.instruction_sets import BUILDS, built_for
@@ -253,7 +255,7 @@ def test_files_that_nobody_opens_go(tmp_path: Path) -> None:
 
 def test_processes_that_start_at_once_pack_once(tmp_path: Path) -> None:
     script = (
-        "import os, sys, time\nfrom pathlib import Path\nfrom engine.model.weight_file import share_weights\n"
+        "import os, sys, time\nfrom pathlib import Path\nfrom engine.weights.cache import share_weights\n"
         "def pack(store):\n"
         "    print('packs', flush=True)\n"
         "    store.take('a', 100, lambda memory: memory.fill_(7))\n"

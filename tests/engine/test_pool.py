@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kvcache.pool import Pool, PoolShape
+from engine.kv.pool import Pool, PoolShape
 from tests.support.fake_cuda import FakeGpu
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 

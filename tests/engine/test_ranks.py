@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from demo.paths import TARGET_DIR
-from engine.model.checkpoint import Checkpoint
-from engine.model.config import ModelConfig, load_config
-from engine.model.shard import Shard, ShardedCheckpoint, find_cut, kv_heads_of, shard_config
+from engine.models.config import ModelConfig, load_config
 from engine.ranks import Ranks
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.sharding import Shard, ShardedCheckpoint, find_cut, kv_heads_of, shard_config
 from tests.support import rank_process
 from tests.support.checkpoints import write_checkpoint
 from tests.support.threads import on_one_thread

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.rows import Rows
-from engine.sampling_batch import SEEN_BIT
+from engine.sampling.batch import SEEN_BIT
 from wire.sampling import SamplingParams
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from engine import runner as runner_module
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import RowRequest
-from engine.model.decoder import Decoder
-from engine.model.weights import load_model
+from engine.models.decoder import Decoder
+from engine.models.load import load_model
 from engine.rows import Rows
 from engine.runner import Runner
 from tests.support.checkpoints import write_checkpoint

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from bench.gpu_checks.ipc import Exporter
 from bench.gpu_checks.ipc_exporter import page_content, recycle
-from engine.kvcache.pool import Pool
+from engine.kv.pool import Pool
 from kvtransfer import grpc_bytes
 from kvtransfer.checksums import compute_checksums
 from kvtransfer.grpc_bytes import METHOD, GrpcReader, PageServer, cut_pages, decode, encode_data

@@ -20,7 +20,7 @@ import pytest
 
 from bench.gpu_checks.ipc import Exporter
 from bench.gpu_checks.ipc_exporter import page_content
-from engine.kvcache.peer_pages import GpuPages, HostPages
+from engine.kv.peer_pages import GpuPages, HostPages
 from kvtransfer import nixl_pages
 from kvtransfer.nixl import NixlReader
 from kvtransfer.nixl_agent import Agent, Transfer

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bench.batches import Part, pack
 from engine.attention.base import AttentionBackend
-from engine.attention.heads import Heads
+from engine.attention.qkv import Heads
 from engine.attention.shape import AttentionShape
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 

@@ -26,14 +26,14 @@ from triton.backends.compiler import GPUTarget
 
 import engine
 from bench.batches import build_sampling_batch
-from engine.attention.heads import Heads, Turn
-from engine.gpu_sampling import sample
+from engine.attention.qkv import Heads, Turn
 from engine.kernels import gpu_sampling
 from engine.kernels.build import cache_folder
 from engine.kernels.gpu_layers import TritonOperations, join_pages, turn_and_write
 from engine.kernels.gpu_linear import MAX_ROWS, multiply
 from engine.kernels.gpu_logits import BLOCK
 from engine.kernels.gpu_pages import copy_pages
+from engine.sampling.gpu import sample
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 from wire.sampling import SamplingParams
 

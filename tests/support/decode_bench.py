@@ -18,7 +18,7 @@ from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDraft
 from decode_worker.speculation.speculator import Speculator
 from engine.engine import ALONE, Engine, Place, build_engine
 from engine.graphs import choose_shapes
-from engine.model.weights import load_model
+from engine.models.load import load_model
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from tests.support.late_runner import LateRows, LateRunner
 from worker.plan import Budget

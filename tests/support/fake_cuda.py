@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.build import cache_folder, find_compiler
-from engine.kvcache.cuda_memory import Cudart, DeviceBytes
+from engine.kv.cuda_memory import Cudart, DeviceBytes
 
 SOURCE = Path(__file__).with_name("fake_cudart.cpp")
 T = TypeVar("T")
@@ -32,7 +32,7 @@ def fake_cudart() -> str:
 
 
 class FakeGpu:
-    """Satisfies engine.kvcache.gpu.Gpu. All processes share one GPU."""
+    """Satisfies engine.kv.gpu.Gpu. All processes share one GPU."""
 
     def __init__(self) -> None:
         self.cudart = Cudart(fake_cudart(), 0)

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
-from engine.cpu_sampling import load_cpu_sampling
 from engine.kernels import build, cpu_layers, cpu_math
 from engine.kernels.build import NATIVE, runnable_instruction_sets
 from engine.kernels.cpu_math import Math
-from engine.model import packed
+from engine.sampling.cpu import load_cpu_sampling
+from engine.weights import packed
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import RowRequest
-from engine.model.decoder import Decoder
+from engine.models.decoder import Decoder
 from engine.prepared import Prepared
 from engine.ranges import Ints
 from engine.rows import Rows

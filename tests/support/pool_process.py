@@ -12,8 +12,8 @@ from google.protobuf.json_format import MessageToJson
 from numpy.typing import NDArray
 
 from bench.gpu_checks.ipc_exporter import describe, obey, page_content
-from engine.kvcache.gpu import Gpu
-from engine.kvcache.pool import Pool, PoolShape, PoolShare, create_file
+from engine.kv.gpu import Gpu
+from engine.kv.pool import Pool, PoolShape, PoolShare, create_file
 from kvtransfer.nixl_pool import NixlPool
 from tests.support.fake_cuda import FakeGpu
 from wire.kv_layout import PagePart

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from bench.batches import SAMPLINGS
 from engine.batch import RowRequest
 from engine.graphs import Compute, choose_shapes
-from engine.kvcache.pool import PoolShape
-from engine.model.weights import load_model
+from engine.kv.pool import PoolShape
+from engine.models.load import load_model
 from engine.ranks import Ranks, join_group
 from engine.rows import Rows
 from engine.runner import Runner

@@ -24,9 +24,9 @@ from demo.paths import TARGET_DIR
 from engine.attention.choose import AttentionChoice
 from engine.batch import RowRequest
 from engine.engine import Engine
-from engine.kvcache.gpu import Gpu
-from engine.kvcache.pool import Pool
-from engine.model.config import load_config
+from engine.kv.gpu import Gpu
+from engine.kv.pool import Pool
+from engine.models.config import load_config
 from engine.rows import Rows
 from engine.runner import Answers, Launched, Runner
 from kvtransfer.identity import PoolFacts, build_peer, build_rank

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.batches import build_sampling_batch
-from engine.logits import allowed_words
-from engine.sampling import sample, sample_slowly
-from engine.sampling_batch import SEEN_BIT, SamplingBatch
+from engine.sampling.batch import SEEN_BIT, SamplingBatch
+from engine.sampling.logits import allowed_words
+from engine.sampling.sample import sample, sample_slowly
 from wire.sampling import SamplingParams
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.batches import SAMPLINGS
-from engine.attention.heads import Heads
+from engine.attention.qkv import Heads
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import RowRequest
-from engine.model.decoder import Decoder
-from engine.model.weights import load_model
+from engine.models.decoder import Decoder
+from engine.models.load import load_model
 from engine.rows import Rows
 from engine.runner import Runner
 from tests.support.checkpoints import write_checkpoint

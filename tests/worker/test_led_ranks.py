@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bench.decoding import NO_SPECULATION, Answers
 from engine.engine import Engine, Place
-from engine.kvcache.pool import create_file
+from engine.kv.pool import create_file
 from engine.ranks import join_group
 from tests.support.checkpoints import write_checkpoint
 from tests.support.decode_bench import NUM_PAGES, Bench, build, build_jobs, speculators

@@ -5,14 +5,14 @@ Knows the Hugging Face tensor names of the decoder family; the loader decides th
 
 import torch
 
-from engine.model.checkpoint import Checkpoint
-from engine.model.config import ModelConfig
-from engine.model.decoder import Decoder, DecoderLayer
-from engine.model.embedding import SummedEmbedding
-from engine.model.linear import Linear, SummedLinear
-from engine.model.loader import Loader
-from engine.model.shard import EMBEDDING, LM_HEAD
+from engine.layers.embedding import SummedEmbedding
+from engine.layers.linear import Linear, SummedLinear
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder, DecoderLayer
 from engine.ranks import ONE_RANK, Ranks
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.loader import Loader
+from engine.weights.sharding import EMBEDDING, LM_HEAD
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # in old Llama checkpoints; the config implies it
 FINAL_NORM = "model.norm.weight"

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from engine.model.checkpoint import Checkpoint
-from engine.model.config import ModelConfig
-from engine.model.files import TensorEntry
+from engine.models.config import ModelConfig
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.files import TensorEntry
 from wire.kv_layout import can_divide, heads_of
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"

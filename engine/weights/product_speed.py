@@ -7,8 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.model.packed import NEVER, PackedLinear, PackedMatrix, PackedShape
-from engine.model.weight_file import OwnWeights
+from engine.weights.cache import OwnWeights
+from engine.weights.packed import NEVER, PackedLinear, PackedMatrix, PackedShape
 
 SIZE = 2048  # outputs and depth
 FROM_ROWS = {128: 32, 8: 4, 1: 1}  # rows that are timed |-> the range that they stand for begins here

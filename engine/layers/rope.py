@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.model.rope_config import RopeConfig
+from engine.layers.rope_config import RopeConfig
 
 
 def default_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -82,7 +82,7 @@ def build_rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Ten
 def gather_rotation(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Look up one step's rotation. table: [num_positions, 2, D / 2]; positions: [T], each below num_positions.
 
-    Returns cos [T, 1, D] and signed sin [T, 1, D], whose first half is negated, for `engine.attention.heads.rotate`.
+    Returns cos [T, 1, D] and signed sin [T, 1, D], whose first half is negated, for `engine.attention.qkv.rotate`.
     """
     cos, sin = table[positions].unbind(1)  # [T, D / 2] each
     return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.build import BuildError, load_kernel
-from engine.sampling_batch import MOST, SamplingBatch
+from engine.sampling.batch import MOST, SamplingBatch
 from wire.sampling import LEAST_TEMPERATURE
 
 log = structlog.get_logger()

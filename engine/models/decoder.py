@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.attention.heads import Heads, Turn
+from engine.attention.qkv import Heads, Turn
 from engine.batch import Batch
-from engine.model.config import ModelConfig
-from engine.model.embedding import Embedding
-from engine.model.linear import Linear
-from engine.model.operations import Operations, choose_operations
-from engine.model.rope import build_rope_table, gather_rotation
+from engine.layers.embedding import Embedding
+from engine.layers.linear import Linear
+from engine.layers.rope import build_rope_table, gather_rotation
+from engine.models.config import ModelConfig
+from engine.ops.base import Operations, choose_operations
 from engine.ranks import ONE_RANK, Ranks
 
 

@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from engine.kvcache.cuda_memory import Cudart, DeviceBytes, find_cudart
+from engine.kv.cuda_memory import Cudart, DeviceBytes, find_cudart
 from engine.staging import mark
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from engine.kernels.build import BuildError, load_kernel
 from engine.kernels.cpu_math import choose_math
-from engine.model.embedding import Embedding
+from engine.layers.embedding import Embedding
 
 PANEL_COLUMNS, BLOCK_COLUMNS = 16, 32
 TILE_LINE_WORDS, TILE_BYTES = 16, 2048  # 4-byte words along K; bytes of both panels of a block

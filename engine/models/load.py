@@ -1,6 +1,6 @@
 """A model by name: its folder, its weights' fingerprint, and loading.
 
-The entry to `engine.model`. Runs no code from a checkpoint and unpickles nothing.
+The entry to `engine.models`. Runs no code from a checkpoint and unpickles nothing.
 """
 
 import hashlib
@@ -11,18 +11,18 @@ import torch
 from huggingface_hub import snapshot_download
 
 from engine.kernels.build import cache_folder
-from engine.model.assemble import build_decoder, check_tensors
-from engine.model.checkpoint import Checkpoint
-from engine.model.config import ModelConfig, load_config
-from engine.model.decoder import Decoder
-from engine.model.files import TensorEntry, is_path, list_shards, read_header, read_samples
-from engine.model.fp8 import check_fp8
-from engine.model.linear import Quantization
-from engine.model.loader import Loader, OnProgress, PackedLoader
-from engine.model.packed import can_pack
-from engine.model.shard import EMBEDDING, Shard, ShardedCheckpoint, shard_config
-from engine.model.weight_file import SMALLEST_FILE_BYTES, CannotShareError, OwnWeights, Weights, share_weights
+from engine.layers.linear import Quantization
+from engine.models.assemble import build_decoder, check_tensors
+from engine.models.config import ModelConfig, load_config
+from engine.models.decoder import Decoder
 from engine.ranks import ONE_RANK, Ranks
+from engine.weights.cache import SMALLEST_FILE_BYTES, CannotShareError, OwnWeights, Weights, share_weights
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.files import TensorEntry, is_path, list_shards, read_header, read_samples
+from engine.weights.fp8 import check_fp8
+from engine.weights.loader import Loader, OnProgress, PackedLoader
+from engine.weights.packed import can_pack
+from engine.weights.sharding import EMBEDDING, Shard, ShardedCheckpoint, shard_config
 
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.model.files import TensorEntry, list_shards, read_header
+from engine.weights.files import TensorEntry, list_shards, read_header
 
 
 class Checkpoint:

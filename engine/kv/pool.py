@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kvcache.cuda_memory import CudaError, DeviceBytes
-from engine.kvcache.gpu import CudaGpu, Gpu
-from engine.kvcache.peer_pages import GpuPages, HostPages
+from engine.kv.cuda_memory import CudaError, DeviceBytes
+from engine.kv.gpu import CudaGpu, Gpu
+from engine.kv.peer_pages import GpuPages, HostPages
 from engine.staging import download, upload
 from wire.kv_layout import PagePart, pool_sizes
 

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.cpu_sampling import load_cpu_sampling
-from engine.filters import keep_tokens
-from engine.logits import NO_TOKEN, NOT_A_NUMBER, adjust_logits_
-from engine.noise import build_keys, gumbel_noise
-from engine.sampling_batch import MOST, SamplingBatch
-from engine.sampling_tensors import SamplingTensors
+from engine.sampling.batch import MOST, SamplingBatch
+from engine.sampling.cpu import load_cpu_sampling
+from engine.sampling.filters import keep_tokens
+from engine.sampling.logits import NO_TOKEN, NOT_A_NUMBER, adjust_logits_
+from engine.sampling.noise import build_keys, gumbel_noise
+from engine.sampling.tensors import SamplingTensors
 from wire.sampling import LEAST_TEMPERATURE
 
 PIECE_VALUES = 1 << 21  # logits sampled at once: bounds memory
@@ -32,7 +32,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """
     batch.check(logits)
     if logits.is_cuda:  # elsewhere triton may be missing
-        found: Tensor = import_module("engine.gpu_sampling").sample(logits, batch)
+        found: Tensor = import_module("engine.sampling.gpu").sample(logits, batch)
         return found
     kernel = load_cpu_sampling()
     tokens = sample_slowly(logits, batch) if kernel is None else kernel.sample(logits, batch)

@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.model.checkpoint import Checkpoint
-from engine.model.embedding import Embedding
-from engine.model.fp8 import E4M3, Fp8Linear, quantise_rows
-from engine.model.head import WidenedLinear
-from engine.model.int8 import Int8Linear, round_rows
-from engine.model.linear import GatedLinear, Linear, PlainLinear, Quantization
-from engine.model.operations import choose_operations
-from engine.model.packed import (
+from engine.layers.embedding import Embedding
+from engine.layers.head import WidenedLinear
+from engine.layers.linear import GatedLinear, Linear, PlainLinear, Quantization
+from engine.ops.base import choose_operations
+from engine.weights.cache import Weights
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.fp8 import E4M3, Fp8Linear, quantise_rows
+from engine.weights.int8 import Int8Linear, round_rows
+from engine.weights.packed import (
     NEVER,
     PANEL_COLUMNS,
     Epilogue,
@@ -27,8 +28,7 @@ from engine.model.packed import (
     PackedShape,
     panel_order,
 )
-from engine.model.product_speed import choose_torch_rows
-from engine.model.weight_file import Weights
+from engine.weights.product_speed import choose_torch_rows
 
 OnProgress = Callable[[int, int], None]  # (done_bytes, total_bytes) of the checkpoint
 PAGE_BYTES = 4096

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.sampling_batch import ROW_FIELDS
+from engine.sampling.batch import ROW_FIELDS
 
 
 class SamplingTensors(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.model.head import multiply_widened
+from engine.layers.head import multiply_widened
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kvcache.gpu import Gpu
+from engine.kv.gpu import Gpu
 from engine.staging import upload
 
 WORD_BYTES = 4  # the kernel copies int32

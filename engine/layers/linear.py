@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.model.operations import Operations
+from engine.ops.base import Operations
 from engine.ranks import Ranks
 
 Quantization = Literal["none", "fp8", "int8"]  # fp8: weights of layers; int8: weights and rows of all products

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.attention.shape import AttentionShape
-from engine.model.rope_config import ROPE_KINDS, RopeConfig, yarn_attention_factor
+from engine.layers.rope_config import ROPE_KINDS, RopeConfig, yarn_attention_factor
 
 Json = Mapping[str, Any]
 T = TypeVar("T")
