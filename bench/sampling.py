@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from bench.batches import build_sampling_batch
-from engine.sampling.batch import SEEN_BIT, SamplingBatch
+from engine.kernels.sampling_fields import SEEN_BIT
+from engine.sampling.batch import SamplingBatch
 from engine.sampling.sample import sample, sample_slowly
 from wire.sampling import SamplingParams
 

@@ -22,9 +22,10 @@ from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel,
 from engine.kv.pool import PoolShape
 from engine.models.config import load_config
 from engine.models.load import choose_dtype
+from engine.models.table import shard_config
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.files import list_shards
-from engine.weights.sharding import Shard, shard_config
+from engine.weights.table import Shard
 from runtime.config import ServeConfig
 from runtime.gpus import VISIBLE, ask_driver, visible_gpus
 from runtime.hardware import available_memory_bytes, num_cores

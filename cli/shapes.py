@@ -6,9 +6,8 @@ from pathlib import Path
 from bench.gpu_checks.models import SHAPES
 from bench.roofline import ModelShape
 from cli.models import fetch_tokenizer
-from engine.models.assemble import expected_shapes
 from engine.models.config import ModelConfig, build_config, load_config
-from engine.weights.sharding import EMBEDDING, LM_HEAD
+from engine.models.table import EMBEDDING, HEAD, build_table
 
 
 def load_shape(model: str) -> ModelShape:
@@ -19,11 +18,11 @@ def load_shape(model: str) -> ModelShape:
 
 
 def shape_of(config: ModelConfig) -> ModelShape:
-    sizes = {name: math.prod(shape) for name, shape in expected_shapes(config).items()}
-    num_weights = sum(sizes.values()) - (sizes[LM_HEAD] if config.is_tied else 0)
+    sizes = {stored.name: math.prod(stored.shape) for stored in build_table(config).stored()}
+    num_weights = sum(sizes.values()) - (sizes[f"{HEAD}.weight"] if config.is_tied else 0)
     return ModelShape(
         num_weights=num_weights,
-        num_active=num_weights - (0 if config.is_tied else sizes[EMBEDDING]),
+        num_active=num_weights - (0 if config.is_tied else sizes[f"{EMBEDDING}.weight"]),
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,

@@ -20,7 +20,7 @@ from engine.out_of_memory import explain_failed_warm_up, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
 from engine.rows import Rows
 from engine.runner import Runner
-from engine.weights.loader import OnProgress
+from engine.weights.reader import OnProgress
 from wire.kv_layout import PagePart
 
 KvDType = Literal["auto", "fp8"]  # of pages; auto: the model's

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import Batch, Layout
+from engine.kernels.sampling_fields import SamplingTensors
 from engine.models.decoder import Decoder
 from engine.prepared import Prepared
 from engine.ranges import Ints
 from engine.rows import Rows
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.sample import choose_tokens
-from engine.sampling.tensors import SamplingTensors
 from engine.staging import upload
 from engine.static_block import StaticBlock
 
@@ -222,7 +221,7 @@ class DecodeGraph:
         hidden = self._model.run_planned(replace(self._batch, token_ids=token_ids), self._attention)
         self._logits = self._model.deal_logits(hidden)
         if len(self._own_tokens):
-            choose_tokens(self._logits, self._own_sampling, self._own_tokens)
+            self._model.ops.sample_into(self._own_tokens, self._logits, self._own_sampling)
         if self._model.ranks.size > 1:
             self._tokens.copy_(self._model.ranks.share(self._own_tokens, len(self._tokens)))
         rows.flat_tokens.index_copy_(0, self._answer_places, self._tokens.clamp(min=0).to(torch.int32))

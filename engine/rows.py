@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.kernels.sampling_fields import SEEN_BIT
 from engine.ranges import Ints, join_ranges
-from engine.sampling.batch import SEEN_BIT
 from engine.staging import upload
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 

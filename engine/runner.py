@@ -20,7 +20,6 @@ from engine.prepared import Prepared, Preparer
 from engine.rows import Rows
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.logprobs import FoundLogprobs, find_logprobs
-from engine.sampling.sample import sample
 from engine.staging import Stager, download, mark, upload
 from wire.logprobs import TokenLogprobs
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
@@ -161,11 +160,11 @@ class Runner:
     def _choose(self, piece: Piece, logits: Tensor, places: Tensor) -> Tensor:
         """[n, V], [n] places of the tokens in the flat Rows.tokens -> [n] int64. Modifies `logits`."""
         if piece.chosen is None:
-            return sample(logits, self._complete(piece))
+            return self._model.ops.sample(logits, self._complete(piece))
         tokens = self._rows.tokens.take(places).long()  # correct for given tokens
         if len(piece.chosen):
             (chosen,) = upload([piece.chosen], logits.device)
-            tokens.index_copy_(0, chosen, sample(logits.index_select(0, chosen), self._complete(piece)))
+            tokens.index_copy_(0, chosen, self._model.ops.sample(logits.index_select(0, chosen), self._complete(piece)))
         return tokens
 
     def _choose_among_ranks(self, piece: Piece, hidden: Tensor) -> Tensor:
@@ -174,7 +173,7 @@ class Runner:
         own, logits = ranks.own_rows(len(hidden)), self._model.deal_logits(hidden)
         if own.start == own.stop:
             return ranks.share(logits.new_empty(0, dtype=torch.int64), len(hidden))
-        return ranks.share(sample(logits, self._complete(piece).take(own)), len(hidden))
+        return ranks.share(self._model.ops.sample(logits, self._complete(piece).take(own)), len(hidden))
 
     def _complete(self, piece: Piece) -> SamplingBatch:
         """Add the fields that are on the device, without waiting for it."""

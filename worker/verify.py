@@ -6,7 +6,7 @@ from collections.abc import Sequence
 def count_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
     """How many of the K drafts are accepted, given the K + 1 tokens chosen after them: 0 to K.
 
-    A token is a function of its logits, parameters, seed and position (`engine.sampling.sample`), so plain decoding gives
+    A token is a function of its logits, parameters, seed and position (`engine.sampling`), so plain decoding gives
     one answer t[0], t[1], ... Row i of the step has seen the text and drafts[:i], and chosen[i] is the token after it:
 
         drafts[:i] == t[:i]  implies  chosen[i] == t[i]

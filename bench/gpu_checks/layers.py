@@ -7,7 +7,9 @@ from torch import Tensor
 
 from bench.gpu_checks.attention import dtype_for
 from engine.attention.qkv import Heads, Turn
-from engine.ops.base import Operations
+from engine.kernels.gpu_layers import rope_and_write
+from engine.ops.base import Ops
+from engine.ops.cuda import CudaOps
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 
 EPS = 1e-5
@@ -18,7 +20,6 @@ def check_layers(device: torch.device) -> str:
     """Norms, gate, rotation and the write of KV, within two roundings of the type."""
     if device.type != "cuda" and not is_interpreted():
         return "skipped: neither a GPU nor Triton's interpreter"
-    kernels = importlib.import_module("engine.kernels.gpu_layers")
     dtype = dtype_for(device)
     slack = max(2 * torch.finfo(dtype).eps, 1e-5)  # float32 sums of 4,096 squares
     worst = 0.0
@@ -32,7 +33,7 @@ def check_layers(device: torch.device) -> str:
     def normal(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes))).to(device, dtype)
 
-    ours, theirs = kernels.TritonOperations(), Operations()
+    ours, theirs = CudaOps(), Ops()
     rows, delta, weight = normal(NUM_TOKENS, 4096), normal(NUM_TOKENS, 4096), normal(4096)
     compare("norm", ours.norm(rows, weight, EPS), theirs.norm(rows, weight, EPS))
     sums = rows.clone(), rows.clone()
@@ -50,8 +51,8 @@ def check_layers(device: torch.device) -> str:
     keys, values = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)[1]
     places = torch.arange(NUM_TOKENS, device=device)
     fused = qkv.clone()
-    heads = Heads(fused[:, :num_turned], fused[:, num_turned:], turn)
-    queries = kernels.turn_and_write(heads, keys, values, places // 16, places % 16)
+    query_key, value = fused[:, :num_turned], fused[:, num_turned:]
+    queries = rope_and_write(query_key, value, *turn, keys, values, places // 16, places % 16)
     wide = Turn(turn.cos.float(), turn.signed_sin.float(), None if turn.norm is None else turn.norm.float(), EPS)
     truth = Heads(qkv[:, :num_turned].float(), qkv[:, num_turned:].float(), wide).turned()
     for name, found, expected in zip(

@@ -9,11 +9,14 @@ from torch import Tensor
 
 from engine.engine import Engine, Loaded, assemble_engine
 from engine.layers.linear import Quantization
-from engine.models.assemble import build_decoder, expected_shapes
+from engine.models.assemble import build_decoder
 from engine.models.config import ModelConfig, build_config
+from engine.models.table import build_table
+from engine.ops.choose import ops_for
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.files import TensorEntry
-from engine.weights.loader import Loader
+from engine.weights.formats import choose_format
+from engine.weights.reader import Reader
 from worker.table import num_rows_for
 
 PAGE_TOKENS = 16
@@ -50,7 +53,7 @@ class RandomCheckpoint(Checkpoint):
     """Tensors of a config's shapes, drawn when they are taken; scaled so that activations stay finite."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        shapes = expected_shapes(config)
+        shapes = {stored.name: stored.shape for stored in build_table(config).stored()}
         if config.is_tied:
             del shapes["lm_head.weight"]
         self._device = device
@@ -74,8 +77,8 @@ def load_random(shape: str, device: torch.device, quantization: Quantization = "
     """One of SHAPES in bfloat16."""
     config = build_config(SHAPES[shape])
     checkpoint = RandomCheckpoint(config, device)
-    loader = Loader(checkpoint, torch.bfloat16, device, lambda done, total: None, quantization)
-    decoder = build_decoder(config, loader)
+    reader = Reader(checkpoint, torch.bfloat16, device, lambda done, total: None)
+    decoder = build_decoder(config, choose_format(reader, ops_for(device), quantization, None))
     return Loaded(Path(shape), shape, decoder, config.num_kv_heads)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.attention.qkv import Heads
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
-from engine.kernels.cpu_layers import turn
+from engine.kernels.cpu_layers import apply_rope
 from engine.kernels.cpu_math import Math
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
@@ -131,7 +131,7 @@ class CpuPagedAttention:
         plan = self._plan
         if plan is None:
             raise ValueError("attend without a plan")
-        query, key, value = turn(heads)
+        query, key, value = apply_rope_in_place(heads)
         num_tokens, dtype = plan.arguments.num_tokens, plan.pool.dtype
         shape = self._shape
         _check_heads("query", query, (num_tokens, shape.num_heads, shape.head_dim), dtype)
@@ -161,6 +161,14 @@ class CpuPagedAttention:
             torch.get_num_threads(),
         )  # fmt: skip
         return out
+
+
+def apply_rope_in_place(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Like `Heads.turned`, in place where possible."""
+    turn = heads.turn
+    if turn is not None and apply_rope(heads.query_key, turn.cos, turn.signed_sin, turn.norm, turn.eps):
+        heads = heads._replace(turn=None)
+    return heads.turned()
 
 
 def plan_blocks(query_lens: Ints, context_lens: Ints, block_tokens: int) -> NDArray[np.int32]:

@@ -14,10 +14,10 @@ from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPaged
 from torch import Tensor
 
 from engine.attention.base import FP8_LIMIT
-from engine.attention.qkv import Heads
+from engine.attention.qkv import NO_TURN, Heads
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
-from engine.kernels.gpu_layers import join_pages, turn_and_write
+from engine.kernels.gpu_layers import join_pages, rope_and_write
 from engine.ranges import find_starts
 from engine.staging import mark, pin
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
@@ -129,7 +129,11 @@ class FlashInferAttention:
             raise ValueError(NO_SINKS)
         keys, values = self._layers[layer]  # each [num_pages, Hkv, page_tokens, D]
         limit = FP8_LIMIT if keys.dtype is torch.float8_e4m3fn else 0.0
-        query = turn_and_write(heads, keys, values, self._batch.write_pages, self._batch.write_offsets, limit)
+        batch, turn = self._batch, heads.turn or NO_TURN
+        query = rope_and_write(
+            heads.query_key, heads.value, *turn, keys, values,
+            batch.write_pages, batch.write_offsets, limit,
+        )  # fmt: skip
         attended: Tensor = self._planned[window].run(query, (keys, values))
         return attended
 

@@ -19,6 +19,10 @@ class Turn(NamedTuple):
     eps: float
 
 
+AnyTurn = tuple[Tensor | None, Tensor | None, Tensor | None, float]
+NO_TURN: AnyTurn = (None, None, None, 0.0)
+
+
 class Heads(NamedTuple):
     """T tokens: strided views of one product; the last two dimensions are contiguous. Backends may overwrite them."""
 

@@ -1,4 +1,4 @@
-"""Elementwise work of a decoder on a CPU: cpu_layers.cpp for bfloat16, torch for other dtypes."""
+"""Elementwise work of a decoder in bfloat16 on a CPU, by cpu_layers.cpp."""
 
 import ctypes
 from functools import cache
@@ -6,50 +6,36 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.attention.qkv import Heads, Turn
 from engine.kernels.build import BuildError, load_kernel
-from engine.ops.base import Operations
 
 BF16 = torch.bfloat16
 
 
-class CpuOperations(Operations):
-    """See `Operations`. `gate` is torch's: packed products have their own."""
-
-    def __init__(self, kernel: ctypes.CDLL) -> None:
-        self._kernel = kernel
-
-    def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._norm(rows, None, weight, eps) if _fits(rows, weight) else super().norm(rows, weight, eps)
-
-    def add_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if _fits(hidden, weight) and _fits(delta, weight) and len(delta) == len(hidden):
-            return self._norm(hidden, delta, weight, eps)
-        return super().add_norm_(hidden, delta, weight, eps)
-
-    def _norm(self, rows: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        out = torch.empty_like(rows)
-        self._kernel.baton_add_norm(
-            rows.data_ptr(), None if delta is None else delta.data_ptr(), weight.data_ptr(), out.data_ptr(),
-            *rows.shape, eps, torch.get_num_threads(),
-        )  # fmt: skip
-        return out
-
-
-def turn(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Like `Heads.turned`, in place where possible."""
-    kernel, values = load(), heads.query_key
-    if heads.turn is None or kernel is None or not _can_turn(values, heads.turn):
-        return heads.turned()
-    norm = heads.turn.norm
-    kernel.baton_turn(
-        values.data_ptr(), values.stride(0), heads.turn.cos.data_ptr(), heads.turn.signed_sin.data_ptr(),
-        None if norm is None else norm.data_ptr(), *values.shape, heads.turn.eps, torch.get_num_threads(),
+def add_norm(rows: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Add `delta`, if there is one, to `rows` in place; returns the RMSNorm of the sum, [T, H]. See `fits`."""
+    kernel, out = load(), torch.empty_like(rows)
+    assert kernel is not None
+    kernel.baton_add_norm(
+        rows.data_ptr(), None if delta is None else delta.data_ptr(), weight.data_ptr(), out.data_ptr(),
+        *rows.shape, eps, torch.get_num_threads(),
     )  # fmt: skip
-    return heads._replace(turn=None).turned()
+    return out
 
 
-def _fits(rows: Tensor, weight: Tensor) -> bool:
+def apply_rope(query_key: Tensor, cos: Tensor, signed_sin: Tensor, norm: Tensor | None, eps: float) -> bool:
+    """Norm and rotate query and key heads [T, N, D] in place; see attention.qkv.RopeArgs. False: cannot, untouched."""
+    kernel = load()
+    if kernel is None or not _can_turn(query_key, cos, signed_sin, norm):
+        return False
+    kernel.baton_turn(
+        query_key.data_ptr(), query_key.stride(0), cos.data_ptr(), signed_sin.data_ptr(),
+        None if norm is None else norm.data_ptr(), *query_key.shape, eps, torch.get_num_threads(),
+    )  # fmt: skip
+    return True
+
+
+def fits(rows: Tensor, weight: Tensor) -> bool:
+    """Whether `add_norm` takes them."""
     return (
         rows.dtype is BF16
         and weight.dtype is BF16
@@ -60,22 +46,16 @@ def _fits(rows: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _can_turn(values: Tensor, turn: Turn) -> bool:
+def _can_turn(values: Tensor, cos: Tensor, signed_sin: Tensor, norm: Tensor | None) -> bool:
     num_tokens, num_heads, dim = values.shape
-    tables = (turn.cos, turn.signed_sin)
+    tables = (cos, signed_sin)
     return (
         all(tensor.dtype is BF16 for tensor in (values, *tables))
         and values.stride()[1:] == (dim, 1)
         and all(table.shape == (num_tokens, 1, dim) and table.is_contiguous() for table in tables)
-        and (turn.norm is None or (turn.norm.shape == (num_heads, dim) and turn.norm.is_contiguous()))
-        and (turn.norm is None or turn.norm.dtype is BF16)
+        and (norm is None or (norm.shape == (num_heads, dim) and norm.is_contiguous()))
+        and (norm is None or norm.dtype is BF16)
     )
-
-
-def choose() -> Operations:
-    """The kernel's operations if there is a compiler, else torch's."""
-    kernel = load()
-    return Operations() if kernel is None else CpuOperations(kernel)
 
 
 @cache

@@ -9,9 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.attention.qkv import Heads
-from engine.ops.base import Operations
-
 GATE_BLOCK = 1024
 HEADS_BLOCK = 8  # heads of a token per program: 1,024 elements at D = 128
 PAGES_BLOCK = 256
@@ -47,7 +44,7 @@ def gate_kernel(gate_up, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def turn_and_write_kernel(
+def rope_and_write_kernel(
     query_key, value, cos, signed_sin, norm, keys, values, write_pages, write_offsets,
     query_key_token, value_token, page_stride, head_stride, token_stride, num_heads, num_kv_heads, eps, kv_limit,
     HAS_TURN: tl.constexpr, HAS_NORM: tl.constexpr, HAS_LIMIT: tl.constexpr,
@@ -114,23 +111,16 @@ def join_pages_kernel(table, starts, out, table_stride, BLOCK: tl.constexpr):
     tl.store(out + begin + column, pages, mask=column < count)
 
 
-class TritonOperations(Operations):
-    """See `Operations`."""
-
-    def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return _norm(rows, None, weight, eps)
-
-    def add_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return _norm(hidden, delta, weight, eps)
-
-    def gate(self, gate_up: Tensor) -> Tensor:
-        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty(num_rows, width)
-        gate_kernel[(num_rows, triton.cdiv(width, GATE_BLOCK))](gate_up, out, width, BLOCK=GATE_BLOCK)
-        return out
+def gate(gate_up: Tensor) -> Tensor:
+    """SiLU of the first half of each row times the second. [T, 2 I] |-> [T, I]"""
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, width)
+    gate_kernel[(num_rows, triton.cdiv(width, GATE_BLOCK))](gate_up, out, width, BLOCK=GATE_BLOCK)
+    return out
 
 
-def _norm(rows: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_norm(rows: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Add `delta`, if there is one, to `rows` in place; returns the RMSNorm of the sum. [T, H]"""
     num_rows, width = rows.shape
     if not rows.is_contiguous() or (delta is not None and not delta.is_contiguous()):
         raise ValueError(f"rows have strides {rows.stride()}, expected contiguous rows")
@@ -143,15 +133,16 @@ def _norm(rows: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Ten
     return out
 
 
-def turn_and_write(
-    heads: Heads, keys: Tensor, values: Tensor, write_pages: Tensor, write_offsets: Tensor, kv_limit: float = 0.0
-) -> Tensor:
-    """Rotate queries in place; write rotated keys and values to their pages. Returns queries: [T, Hq, D], a view.
+def rope_and_write(
+    query_key: Tensor, value: Tensor, cos: Tensor | None, signed_sin: Tensor | None, norm: Tensor | None, eps: float,
+    keys: Tensor, values: Tensor, write_pages: Tensor, write_offsets: Tensor, kv_limit: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Norm and rotate heads; write keys and values to their pages. Returns queries: [T, Hq, D], a view.
 
-    keys, values: a layer of the pool, [num_pages, Hkv, page_tokens, D] with equal strides; write_pages, write_offsets:
-    [T] int64. `kv_limit`: largest number that the pool can hold; 0: no limit.
+    query_key: [T, Hq + Hkv, D], queries in place; value: [T, Hkv, D]; cos, signed_sin: [T, 1, D], None: no rotation;
+    norm: [Hq + Hkv, D], None: none. keys, values: a layer of the pool, [num_pages, Hkv, page_tokens, D] with equal
+    strides; write_pages, write_offsets: [T] int64. `kv_limit`: largest number that the pool can hold; 0: no limit.
     """
-    query_key, value, turn = heads
     num_tokens, num_turned, head_dim = query_key.shape
     if keys.stride() != values.stride() or {t.stride(-1) for t in (keys, query_key, value)} != {1}:
         raise ValueError(
@@ -161,17 +152,15 @@ def turn_and_write(
         raise ValueError(f"heads have strides {query_key.stride()} and {value.stride()}, expected contiguous heads")
     num_kv_heads = value.shape[1]
     num_blocks = triton.cdiv(num_turned + num_kv_heads, HEADS_BLOCK)
-    turn_and_write_kernel[(num_tokens, num_blocks)](
-        query_key, value,
-        *((turn.cos, turn.signed_sin) if turn else (query_key, query_key)),
-        turn.norm if turn and turn.norm is not None else query_key,
-        keys, values, write_pages, write_offsets,
+    rope_and_write_kernel[(num_tokens, num_blocks)](
+        query_key, value, query_key if cos is None else cos, query_key if signed_sin is None else signed_sin,
+        query_key if norm is None else norm, keys, values, write_pages, write_offsets,
         query_key.stride(0), value.stride(0), *keys.stride()[:3], num_turned - num_kv_heads, num_kv_heads,
-        turn.eps if turn else 0.0, kv_limit,
-        HAS_TURN=turn is not None, HAS_NORM=turn is not None and turn.norm is not None, HAS_LIMIT=kv_limit > 0,
+        eps, kv_limit,
+        HAS_TURN=cos is not None, HAS_NORM=norm is not None, HAS_LIMIT=kv_limit > 0,
         HALF=head_dim // 2, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), BLOCK_HEADS=HEADS_BLOCK,
     )  # fmt: skip
-    return query_key[:, : heads.num_heads]
+    return query_key[:, : num_turned - num_kv_heads]
 
 
 def join_pages(table: Tensor, starts: Tensor, out: Tensor) -> None:

@@ -7,7 +7,7 @@ written: `open_row` reads them from the logits, through `bound`.
 import triton
 import triton.language as tl
 
-from engine.sampling.batch import MOST, SEEN_BIT
+from engine.kernels.sampling_fields import MOST, SEEN_BIT
 
 _MOST = tl.constexpr(MOST)
 _LEAST = tl.constexpr(1 / MOST)

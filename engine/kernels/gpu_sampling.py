@@ -1,4 +1,4 @@
-"""Sampling on a GPU: the same tokens as `sample_slowly` in engine/sampling/sample.py, for a whole batch, without a sort.
+"""Sampling on a GPU: the tokens of `sample_slowly` in engine/sampling/sample.py, for a whole batch, without a sort.
 
 Never waits for the device, and no host decision depends on device values, so a CUDA graph can capture it. Order the
 tokens by falling value, lower ids first: the filters keep a prefix of that order. So the token with the best score wins
@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.kernels.gpu_logits import BLOCK, GROUP, INFINITY, adjust, bound, open_row
 from engine.kernels.gpu_noise import gumbel_noise
 from engine.kernels.gpu_values import find_kth, load_min_p, load_temperature, load_top_k, scale, weigh
-from engine.sampling.tensors import SamplingTensors
+from engine.kernels.sampling_fields import SamplingTensors
 from wire.sampling import LEAST_TEMPERATURE
 
 SLOTS = tl.constexpr(32)  # per block, for values that top_k may keep; if a block has more, the whole row is searched

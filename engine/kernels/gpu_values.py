@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.gpu_logits import INFINITY, bound
-from engine.sampling.batch import MOST
+from engine.kernels.sampling_fields import MOST
 
 CHUNK = tl.constexpr(2048)  # values per iteration of a search
 _MOST = tl.constexpr(MOST)

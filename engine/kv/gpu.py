@@ -10,6 +10,7 @@ from engine.kv.cuda_memory import Cudart, DeviceBytes, find_cudart
 from engine.staging import mark
 
 T = TypeVar("T")
+CopyPages = Callable[[int, int, Tensor, Tensor, Tensor], None]
 
 
 class Gpu(Protocol):
@@ -18,6 +19,11 @@ class Gpu(Protocol):
     uuid: str
     readable: tuple[str, ...]  # UUIDs of the GPUs whose memory it can read, itself first
     cudart: Cudart
+
+    @property
+    def copy_pages(self) -> CopyPages:
+        """See kernels.gpu_pages.copy_pages."""
+        ...
 
     def view(self, memory: DeviceBytes) -> Tensor:
         """[memory.num_bytes] uint8, the same memory."""
@@ -36,6 +42,9 @@ class CudaGpu:
 
     def __init__(self, device: torch.device) -> None:
         """Raises OSError without a libcudart."""
+        from engine.kernels.gpu_pages import copy_pages
+
+        self.copy_pages: CopyPages = copy_pages
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
         self.cudart = Cudart(find_cudart(), index)

@@ -3,7 +3,6 @@
 Knows addresses and copies, not the writer of the pages: the process that owns them, or a network card.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -32,7 +31,6 @@ class GpuPages:
         self._let_go = let_go
         self.address = address  # 0 after close
         try:
-            self._copy_pages = importlib.import_module("engine.kernels.gpu_pages").copy_pages  # needs triton
             self.probe(1)  # builds the kernel now, so that no read waits for it
         except BaseException:
             self.close()
@@ -64,7 +62,7 @@ class GpuPages:
             target = find_target()  # allocate on this stream: memory of another stream may still be in use
             # each array begins on 16 bytes, whatever n is: otherwise Triton compiles again
             index = upload([np.array(pages, np.int64), np.array(into, np.int64)], target.device)
-            self._copy_pages(self.address + source, self._page_words, target, *index)
+            self._gpu.copy_pages(self.address + source, self._page_words, target, *index)
 
         self._gpu.run(launch)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.ops.base import Operations
+from engine.ops.base import Ops
 from engine.ranks import Ranks
 
 Quantization = Literal["none", "fp8", "int8"]  # fp8: weights of layers; int8: weights and rows of all products
@@ -36,14 +36,14 @@ class SummedLinear:
 class GatedLinear:
     """silu(gate) * up, where one product computes both, gate first."""
 
-    __slots__ = ("_gate_up", "_operations")
+    __slots__ = ("_gate_up", "_ops")
 
-    def __init__(self, gate_up: Linear, operations: Operations) -> None:
+    def __init__(self, gate_up: Linear, ops: Ops) -> None:
         self._gate_up = gate_up
-        self._operations = operations
+        self._ops = ops
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return self._operations.gate(self._gate_up(rows))
+        return self._ops.gate(self._gate_up(rows))
 
 
 class PlainLinear:

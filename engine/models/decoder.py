@@ -17,7 +17,7 @@ from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.layers.rope import build_rope_table, gather_rotation
 from engine.models.config import ModelConfig
-from engine.ops.base import Operations, choose_operations
+from engine.ops.base import Ops
 from engine.ranks import ONE_RANK, Ranks
 
 
@@ -26,12 +26,12 @@ class DecoderLayer:
     """One layer's weights; query, key and value are one product, gate and up another."""
 
     input_norm: Tensor  # [H]
-    qkv: Linear  # H -> (Hq + 2 Hkv) D: all query heads, then key heads, then value heads
-    query_key_norm: Tensor | None  # [Hq + Hkv, D], the query norm's row Hq times, then the key norm's; Qwen3
-    output: Linear  # Hq D -> H
+    qkv_proj: Linear  # H -> (Hq + 2 Hkv) D: all query heads, then key heads, then value heads
+    qk_norm: Tensor | None  # [Hq + Hkv, D], the query norm's row Hq times, then the key norm's; Qwen3
+    o_proj: Linear  # Hq D -> H
     mlp_norm: Tensor  # [H]
-    gated: Linear  # H -> I: silu(gate) * up
-    down: Linear  # I -> H
+    gate_up_proj: Linear  # H -> I: silu(gate) * up
+    down_proj: Linear  # I -> H
 
 
 class Decoder:
@@ -44,6 +44,7 @@ class Decoder:
         layers: Sequence[DecoderLayer],
         final_norm: Tensor,
         lm_head: Linear,
+        ops: Ops,
         ranks: Ranks = ONE_RANK,
     ) -> None:
         """config: of this rank's part. The embedding's dtype and device are the model's; final_norm: [H].
@@ -62,7 +63,7 @@ class Decoder:
         self.why_unshared: str | None = None  # why each worker of this host has its own packed weights
         table = build_rope_table(config.rope, config.head_dim, config.context_tokens)
         self._rope_table = table.to(self.device, self.dtype)  # [context_tokens, 2, D / 2]
-        self._operations: Operations = choose_operations(self.device)
+        self.ops = ops
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: Tensor, attention: AttentionBackend) -> Tensor:
@@ -76,10 +77,10 @@ class Decoder:
 
     def run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """`forward` after the plan. Only launches; shapes follow from those of `batch`."""
-        operations, eps = self._operations, self.config.rms_eps
+        ops, eps = self.ops, self.config.rms_eps
         turn = Turn(*gather_rotation(self._rope_table, batch.positions), None, eps)
         hidden = self._embedding(batch.token_ids)  # [T, H]
-        normed = operations.norm(hidden, self._layers[0].input_norm, eps)
+        normed = ops.norm(hidden, self._layers[0].input_norm, eps)
         norms = [*(layer.input_norm for layer in self._layers[1:]), self._final_norm]  # norm after each layer
         for index, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
             attended = self._attend(index, layer, normed, turn, attention)  # [T, Hq D]
@@ -89,9 +90,9 @@ class Decoder:
                     self.ranks.meet(self.device)  # no sum follows: this makes all ranks finish the step together
                     return hidden[:0]
                 attended, hidden = _keep_rows(attended, batch), _keep_rows(hidden, batch)  # [S, ...]
-            normed = operations.add_norm_(hidden, layer.output(attended), layer.mlp_norm, eps)
-            mlp = layer.down(layer.gated(normed))  # [T, H]
-            normed = operations.add_norm_(hidden, mlp, next_norm, eps)
+            normed = ops.add_norm_(hidden, layer.o_proj(attended), layer.mlp_norm, eps)
+            mlp = layer.down_proj(layer.gate_up_proj(normed))  # [T, H]
+            normed = ops.add_norm_(hidden, mlp, next_norm, eps)
         return normed
 
     @torch.inference_mode()
@@ -109,10 +110,10 @@ class Decoder:
     ) -> Tensor:
         """normed: [T, H] |-> [T, Hq D], before the output projection."""
         config = self.config
-        qkv = layer.qkv(normed)  # [T, (Hq + 2 Hkv) D]
+        qkv = layer.qkv_proj(normed)  # [T, (Hq + 2 Hkv) D]
         heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         num_turned = config.num_heads + config.num_kv_heads
-        new = Heads(heads[:, :num_turned], heads[:, num_turned:], turn._replace(norm=layer.query_key_norm))
+        new = Heads(heads[:, :num_turned], heads[:, num_turned:], turn._replace(norm=layer.qk_norm))
         attended = attention.attend(index, new, config.windows[index])  # [T, Hq, D]
         return attended.view(-1, config.num_heads * config.head_dim)
 

@@ -13,16 +13,19 @@ from huggingface_hub import snapshot_download
 from engine.kernels.build import cache_folder
 from engine.layers.linear import Quantization
 from engine.models.assemble import build_decoder, check_tensors
-from engine.models.config import ModelConfig, load_config
+from engine.models.config import load_config
 from engine.models.decoder import Decoder
+from engine.models.table import EMBEDDING, shard_config
+from engine.ops.choose import ops_for
 from engine.ranks import ONE_RANK, Ranks
 from engine.weights.cache import SMALLEST_FILE_BYTES, CannotShareError, OwnWeights, Weights, share_weights
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.files import TensorEntry, is_path, list_shards, read_header, read_samples
+from engine.weights.formats import choose_format
 from engine.weights.fp8 import check_fp8
-from engine.weights.loader import Loader, OnProgress, PackedLoader
 from engine.weights.packed import can_pack
-from engine.weights.sharding import EMBEDDING, Shard, ShardedCheckpoint, shard_config
+from engine.weights.reader import OnProgress, Reader
+from engine.weights.table import Shard
 
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,34 +55,25 @@ def load_model(
     config = load_config(folder)
     checkpoint = Checkpoint(folder)
     check_tensors(config, checkpoint)
+    shard_config(config, Shard(ranks.rank, ranks.size))
     chosen = torch.bfloat16 if quantization == "int8" else choose_dtype(checkpoint, dtype)
-    if ranks.size > 1:
-        shard = Shard(ranks.rank, ranks.size)
-        config, checkpoint = shard_config(config, shard), ShardedCheckpoint(checkpoint, config, shard)
-    on_progress = on_progress or (lambda done_bytes, total_bytes: None)
-    if device.type == "cpu" and chosen is torch.bfloat16 and quantization != "fp8" and can_pack():
-        return _load_packed(folder, config, checkpoint, quantization, ranks, on_progress)
-    return build_decoder(config, Loader(checkpoint, chosen, device, on_progress, quantization), ranks)
-
-
-def _load_packed(
-    folder: Path, config: ModelConfig, checkpoint: Checkpoint, quantization: Quantization, ranks: Ranks,
-    on_progress: OnProgress,
-) -> Decoder:  # fmt: skip
     num_reported = 0
 
     def report(done_bytes: int, total_bytes: int) -> None:  # tensors packed into a file are then loaded again from it
         nonlocal num_reported
-        if done_bytes > num_reported or done_bytes == total_bytes:
+        if on_progress and (done_bytes > num_reported or done_bytes == total_bytes):
             num_reported = done_bytes
             on_progress(done_bytes, total_bytes)
 
-    def build(weights: Weights) -> Decoder:
-        return build_decoder(config, PackedLoader(checkpoint, report, quantization, weights), ranks)
+    def build(weights: Weights | None) -> Decoder:
+        """weights: memory for packed ones; None: not packed."""
+        reader = Reader(checkpoint, chosen, device, report, Shard(ranks.rank, ranks.size))
+        return build_decoder(config, choose_format(reader, ops_for(device), quantization, weights), ranks)
 
-    num_bytes = sum(entry.num_bytes for entry in checkpoint.entries.values())
-    if num_bytes < SMALLEST_FILE_BYTES:
-        return build(OwnWeights())
+    is_packed = device.type == "cpu" and chosen is torch.bfloat16 and quantization != "fp8" and can_pack()
+    num_bytes = sum(entry.num_bytes for entry in checkpoint.entries.values()) // ranks.size
+    if not is_packed or num_bytes < SMALLEST_FILE_BYTES:
+        return build(OwnWeights() if is_packed else None)
     name = _name_weights(folder, quantization, ranks)
     try:
         shared = share_weights(cache_folder(), name, num_bytes, build)
@@ -117,7 +111,7 @@ def choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
         if entry.dtype not in STORED_DTYPES:
             raise ValueError(f"{name} is stored as {entry.dtype}; supported: {', '.join(STORED_DTYPES)}")
     if dtype == "auto":
-        return STORED_DTYPES[checkpoint.entries[EMBEDDING].dtype]
+        return STORED_DTYPES[checkpoint.entries[f"{EMBEDDING}.weight"].dtype]
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; supported: auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]

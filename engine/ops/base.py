@@ -1,14 +1,16 @@
-"""A decoder's elementwise work: norms and the gate. The slow twin of kernels/gpu_layers.py."""
+"""What a decoder does besides plain products and attention, by torch on any device: the twin of the kernels."""
 
-import importlib
-
-import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels.sampling_fields import SamplingTensors
+from engine.layers.head import multiply_widened
+from engine.sampling.batch import SamplingBatch
+from engine.sampling.sample import read_fields, sample
 
-class Operations:
-    """Elementwise work on rows. This class: by torch, on any device; on a GPU one kernel each. Sums are float32."""
+
+class Ops:
+    """Sums are float32."""
 
     def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm. rows: [T, H], weight: [H] |-> [T, H]"""
@@ -23,13 +25,15 @@ class Operations:
         gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
         return functional.silu(gate).mul_(up)
 
+    def multiply_fp8(self, rows: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """rows: [T, K], codes: [N, K] e4m3, scale: [N] float32, bias: [N] |-> [T, N] in the dtype of the rows."""
+        product = multiply_widened(rows, codes).mul_(scale)  # [T, N]
+        return (product if bias is None else product.add_(bias)).to(rows.dtype)
 
-def choose_operations(device: torch.device) -> Operations:
-    """Triton's on a GPU, where it comes with torch; on a CPU the C++ kernel's. Triton is not imported elsewhere."""
-    if device.type == "cpu":
-        operations: Operations = importlib.import_module("engine.kernels.cpu_layers").choose()
-    elif device.type == "cuda":
-        operations = importlib.import_module("engine.kernels.gpu_layers").TritonOperations()
-    else:
-        operations = Operations()
-    return operations
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """See `sampling.sample.sample`. [S, V] float32 |-> [S] int64 on the same device. May modify `logits`."""
+        return sample(logits, batch)
+
+    def sample_into(self, out: Tensor, logits: Tensor, fields: SamplingTensors) -> None:
+        """`sample` into `out`, [S] int64, with fields on the logits' device. Does not modify `logits`."""
+        out.copy_(sample(logits.clone(), read_fields(fields)))

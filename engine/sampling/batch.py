@@ -10,12 +10,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-SEEN_BIT = 1 << 30
-"""In a token's count: set if the token is in the prompt or the answer. The lower bits count it in the answer."""
-
-
-MOST = 1e30
-"""Bounds for temperature and repetition penalty, as is 1 / MOST for the latter: float32 holds both."""
+from engine.kernels.sampling_fields import PARAMETERS, ROW_FIELDS
 
 
 class SamplingBatch(NamedTuple):
@@ -81,11 +76,6 @@ class SamplingBatch(NamedTuple):
             )
 
 
-PARAMETERS: dict[str, DTypeLike] = {
-    "temperature": np.float32, "top_k": np.int64, "top_p": np.float64, "min_p": np.float64, "seeds": np.uint64,
-    "positions": np.int64, "repetition": np.float32, "frequency": np.float32, "presence": np.float32,
-}  # fmt: skip
-ROW_FIELDS = (*PARAMETERS, "counts_line", "mask_line")
 RAGGED_FIELDS = (("extra_starts", "extra_ids"), ("bias_starts", "bias_ids", "bias_values"))
 
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.build import BuildError, load_kernel
-from engine.sampling.batch import MOST, SamplingBatch
+from engine.kernels.sampling_fields import MOST
+from engine.sampling.batch import SamplingBatch
 from wire.sampling import LEAST_TEMPERATURE
 
 log = structlog.get_logger()

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels.gpu_sampling import choose_tokens
+from engine.kernels.sampling_fields import SamplingTensors
 from engine.sampling.batch import SamplingBatch
-from engine.sampling.tensors import SamplingTensors
 from engine.staging import upload
 
 

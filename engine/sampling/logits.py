@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sampling.batch import MOST, SEEN_BIT, SamplingBatch
+from engine.kernels.sampling_fields import MOST, SEEN_BIT
+from engine.sampling.batch import SamplingBatch
 
 NO_TOKEN = -1  # in place of a token: the mask allows none
 NOT_A_NUMBER = -2  # the same: the row's first logit is NaN, as all are if the hidden state is

@@ -4,26 +4,24 @@ The noise is counter-based (`noise.py`), so a token depends only on its own logi
 batch, the worker, the device's generator or earlier draws.
 """
 
-from importlib import import_module
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sampling.batch import MOST, SamplingBatch
+from engine.kernels.sampling_fields import MOST, SamplingTensors
+from engine.sampling.batch import SamplingBatch
 from engine.sampling.cpu import load_cpu_sampling
 from engine.sampling.filters import keep_tokens
 from engine.sampling.logits import NO_TOKEN, NOT_A_NUMBER, adjust_logits_
 from engine.sampling.noise import build_keys, gumbel_noise
-from engine.sampling.tensors import SamplingTensors
 from wire.sampling import LEAST_TEMPERATURE
 
 PIECE_VALUES = 1 << 21  # logits sampled at once: bounds memory
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """[S, V] float32 -> [S] int64 on the same device. May modify `logits`.
+    """[S, V] float32 -> [S] int64 on the CPU, and slowly on other devices. May modify `logits`.
 
     First `adjust_logits_`. Below LEAST_TEMPERATURE the first of the largest logits wins. Otherwise temperature, then
     the filters (`keep_tokens`), then noise. Rows are independent. ValueError names a field of the batch that does not
@@ -31,9 +29,6 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     a row's token is NO_TOKEN, and the host does not wait. Where the first logit is NaN it is NOT_A_NUMBER.
     """
     batch.check(logits)
-    if logits.is_cuda:  # elsewhere triton may be missing
-        found: Tensor = import_module("engine.sampling.gpu").sample(logits, batch)
-        return found
     kernel = load_cpu_sampling()
     tokens = sample_slowly(logits, batch) if kernel is None else kernel.sample(logits, batch)
     if batch.masks is not None and bool((tokens == NO_TOKEN).any()):
@@ -41,15 +36,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return tokens
 
 
-def choose_tokens(logits: Tensor, fields: SamplingTensors, out: Tensor) -> None:
-    """`sample` into `out`, [S] int64, with fields on the logits' device. Does not modify `logits`."""
-    if logits.is_cuda:
-        import_module("engine.kernels.gpu_sampling").choose_tokens(logits, fields, out)
-    else:
-        out.copy_(sample(logits.clone(), _read_fields(fields)))
-
-
-def _read_fields(fields: SamplingTensors) -> SamplingBatch:
+def read_fields(fields: SamplingTensors) -> SamplingBatch:
     """On the CPU: a batch that shares the fields' memory."""
     arrays = {name: tensor.numpy() for name, tensor in fields._asdict().items()}
     begin, end = arrays["bias_starts"][[0, -1]]

@@ -5,13 +5,10 @@ because the matrix units take both operands in one type. Other devices use the s
 on a card yet.
 """
 
-import importlib
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from engine.layers.head import multiply_widened
+from engine.ops.base import Ops
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -23,31 +20,22 @@ ALIGNED = 16  # elements: torch._scaled_mm needs both sizes of W to be multiples
 class Fp8Linear:
     """y[t, n] = scale[n] * sum_k x[t, k] w[n, k] + b[n], summed in float32."""
 
-    __slots__ = ("_bias", "_can_round", "_codes", "_kernel", "_scale")
+    __slots__ = ("_bias", "_codes", "_ops", "_scale")
 
-    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None, ops: Ops) -> None:
         """codes: [N, K] e4m3 and scale: [N] float32, from `quantise_rows`; bias: [N] in the model's dtype."""
         self._codes = codes
         self._scale = scale
         self._bias = bias
-        self._can_round = not any(size % ALIGNED for size in codes.shape)
-        # Triton is installed with torch's CUDA builds; elsewhere it may be missing
-        self._kernel: Any = importlib.import_module("engine.kernels.gpu_linear") if codes.is_cuda else None
+        self._ops = ops
 
     def __call__(self, rows: Tensor) -> Tensor:
-        if self._kernel is not None:
-            if len(rows) <= self._kernel.MAX_ROWS:
-                product: Tensor = self._kernel.multiply(rows, self._codes, self._scale, self._bias)
-                return product
-            if self._can_round and rows.dtype is torch.bfloat16:
-                return multiply_rounded(rows, self._codes, self._scale, self._bias)
-        return multiply_slowly(rows, self._codes, self._scale, self._bias)
+        return self._ops.multiply_fp8(rows, self._codes, self._scale, self._bias)
 
 
-def multiply_slowly(rows: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """The slow twin: any device, any dtype. Widens one block of weights at a time."""
-    product = multiply_widened(rows, codes).mul_(scale)  # [T, N]
-    return (product if bias is None else product.add_(bias)).to(rows.dtype)
+def can_round(codes: Tensor) -> bool:
+    """Whether `multiply_rounded` takes them."""
+    return not any(size % ALIGNED for size in codes.shape)
 
 
 def multiply_rounded(rows: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

@@ -20,7 +20,9 @@ from engine.kv.pool import PoolShape
 from engine.layers.linear import PlainLinear, Quantization
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
-from engine.weights.fp8 import E4M3, Fp8Linear, multiply_rounded, multiply_slowly, quantise_rows
+from engine.ops.base import Ops
+from engine.ops.cuda import CudaOps
+from engine.weights.fp8 import E4M3, Fp8Linear, multiply_rounded, quantise_rows
 from kvtransfer.layout import find_mismatch
 from runtime.config import PrefillConfig
 from runtime.trust import load_trust
@@ -64,7 +66,7 @@ def test_rounding_is_within_half_a_step(dtype: torch.dtype) -> None:
 
 def test_the_rounded_product_is_torchs() -> None:
     rows, codes, scale, bias = operands(100, 64, 512, torch.bfloat16, has_bias=True)
-    truth = multiply_slowly(rows.float(), codes, scale, bias)
+    truth = Ops().multiply_fp8(rows.float(), codes, scale, bias)
     product = multiply_rounded(rows, codes, scale, bias)
     assert product.dtype is torch.bfloat16
     rounded, row_scale = quantise_rows(rows)
@@ -103,10 +105,10 @@ def test_the_gpus_path_depends_on_rows_and_shape(
     num_rows: int, num_outputs: int, dtype: torch.dtype, path: str
 ) -> None:
     rows, codes, scale, bias = operands(num_rows, num_outputs, 256, dtype, has_bias=True)
-    linear = Fp8Linear(codes, scale, bias)
-    slow = multiply_slowly(rows, codes, scale, bias)
+    linear = Fp8Linear(codes, scale, bias, Ops())
+    slow = Ops().multiply_fp8(rows, codes, scale, bias)
     assert torch.equal(linear(rows), slow)
-    linear._kernel = gpu_linear
+    linear._ops = CudaOps()
     expected = {
         "kernel": lambda: gpu_linear.multiply(rows, codes, scale, bias),
         "rounded": lambda: multiply_rounded(rows, codes, scale, bias),
@@ -120,7 +122,7 @@ def test_the_slow_twin_is_the_dequantised_product(monkeypatch: pytest.MonkeyPatc
     for dtype in (torch.float32, torch.bfloat16):
         rows, codes, scale, bias = operands(9, 131, 700, dtype, has_bias=True)
         truth = exact(rows, codes.double() * scale[:, None], bias)
-        product = Fp8Linear(codes, scale, bias)(rows)
+        product = Fp8Linear(codes, scale, bias, Ops())(rows)
         torch.testing.assert_close(product.double(), truth, rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
@@ -149,13 +151,13 @@ def test_layers_are_rounded_and_fused_as_each_weight_alone(tmp_path: Path) -> No
     folder = write_checkpoint(tmp_path, "llama", attention_bias=True, mlp_bias=True, layers=1)
     plain, rounded = (load_model(folder, "float32", CPU, quantization=how) for how in ("none", "fp8"))
     rows = randn(3, 128)
-    for name in ("qkv", "output", "gated", "down"):
+    for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
         exact_layer, layer = (getattr(decoder._layers[0], name) for decoder in (plain, rounded))
-        if name == "gated":
+        if name == "gate_up_proj":
             exact_layer, layer = exact_layer._gate_up, layer._gate_up
         assert isinstance(exact_layer, PlainLinear) and isinstance(layer, Fp8Linear)
-        x = rows if name not in ("output", "down") else randn(3, exact_layer._weight.shape[1])
-        expected = multiply_slowly(x, *quantise_rows(exact_layer._weight), exact_layer._bias)
+        x = rows if name not in ("o_proj", "down_proj") else randn(3, exact_layer._weight.shape[1])
+        expected = Ops().multiply_fp8(x, *quantise_rows(exact_layer._weight), exact_layer._bias)
         assert torch.equal(layer(x), expected), name
     assert torch.equal(rounded._embedding.weight, plain._embedding.weight)
 

@@ -21,8 +21,9 @@ from engine.kernels import gpu_noise
 from engine.kernels.gpu_logits import BLOCK, GROUP, INFINITY, adjust
 from engine.kernels.gpu_sampling import choose_tokens
 from engine.kernels.gpu_values import scale
+from engine.kernels.sampling_fields import SEEN_BIT
 from engine.sampling import noise
-from engine.sampling.batch import SEEN_BIT, SamplingBatch
+from engine.sampling.batch import SamplingBatch
 from engine.sampling.gpu import sample, upload_batch
 from engine.sampling.logits import NOT_A_NUMBER, adjust_logits_
 from engine.sampling.sample import sample_slowly

@@ -25,10 +25,12 @@ from engine.kernels import gpu_sampling as sampling_kernels
 from engine.models.assemble import build_decoder
 from engine.models.config import build_config
 from engine.models.decoder import Decoder
+from engine.ops.cuda import CudaOps
 from engine.rows import Rows
 from engine.runner import Runner
 from engine.sampling import gpu as gpu_sampling
-from engine.weights.loader import Loader
+from engine.weights.formats import choose_format
+from engine.weights.reader import Reader
 from tests.support.gpu_doubles import Choices, PlansDecode, PlansPrefill
 from tests.support.shape_gpu import CUDA, ShapeGpu, WaitsError
 from wire.kv_layout import pool_sizes
@@ -47,8 +49,8 @@ class Built:
         """way: an attention backend; or fp8 (weights and pages) or graphs (plain steps), both with FlashInfer."""
         is_fp8 = way == "fp8"
         checkpoint = RandomCheckpoint(CONFIG, CUDA)
-        loader = Loader(checkpoint, BF16, CUDA, lambda *_: None, "fp8" if is_fp8 else "none")
-        decoder = build_decoder(CONFIG, loader)
+        reader = Reader(checkpoint, BF16, CUDA, lambda *_: None)
+        decoder = build_decoder(CONFIG, choose_format(reader, CudaOps(), "fp8" if is_fp8 else "none", None))
         attention: AttentionBackend = TorchSdpaAttention(CONFIG.attention_shape)
         if way != "torch_sdpa":
             attention = flashinfer.FlashInferAttention(CONFIG.attention_shape, {*CONFIG.windows}, BF16, CUDA)

@@ -20,9 +20,9 @@ from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import RowRequest
 from engine.graphs import Compute, Shape, choose_shapes, powers_to
 from engine.models.decoder import Decoder
+from engine.ops.base import Ops
 from engine.rows import Rows
 from engine.runner import Answers, Runner
-from engine.sampling.sample import choose_tokens
 from tests.support.late_runner import LateRows, LateRunner
 from tests.support.steps import (
     CONTEXT,
@@ -107,9 +107,10 @@ def _sampling_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def choose(*args: Any) -> None:
         with _disable_current_modes():
-            choose_tokens(*args)
+            sample_into(*args)
 
-    monkeypatch.setattr(graphs_module, "choose_tokens", choose)
+    sample_into = Ops.sample_into
+    monkeypatch.setattr(Ops, "sample_into", choose)
 
 
 class Built:

@@ -6,16 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.qkv import Heads, Turn
-from engine.kernels import cpu_layers
-from engine.kernels.gpu_layers import TritonOperations, join_pages, turn_and_write
-from engine.ops.base import Operations
+from engine.attention.cpu_paged import apply_rope_in_place
+from engine.attention.qkv import NO_TURN, Heads, Turn
+from engine.kernels.gpu_layers import join_pages, rope_and_write
+from engine.ops.base import Ops
+from engine.ops.cpu import CpuOps
+from engine.ops.cuda import CudaOps
 from tests.support.attention import needs_compiler
 from tests.support.instruction_sets import WIDTHS, built_for
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 
 EPS = 1e-5
-TRITON, TORCH = TritonOperations(), Operations()
+TRITON, TORCH = CudaOps(), Ops()
 
 
 @pytest.fixture(params=WIDTHS, ids=str)
@@ -45,13 +47,11 @@ def test_norms_are_those_of_torch(dtype: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize("width", [64, 200, 2048])
 @pytest.mark.usefixtures("instructions")
 def test_norms_on_cpus(width: int) -> None:
-    kernel = cpu_layers.load()
-    assert kernel is not None
     for dtype in (torch.float32, torch.bfloat16):
-        check_norms(cpu_layers.CpuOperations(kernel), dtype, width, [0, 1, 30])
+        check_norms(CpuOps(), dtype, width, [0, 1, 30])
 
 
-def check_norms(operations: Operations, dtype: torch.dtype, width: int, counts: Sequence[int]) -> None:
+def check_norms(operations: Ops, dtype: torch.dtype, width: int, counts: Sequence[int]) -> None:
     for num_rows in counts:
         rows, delta, weight = (normal(*sizes, width, dtype=dtype) for sizes in ((num_rows,), (num_rows,), ()))
         assert_near(operations.norm(rows, weight, EPS), TORCH.norm(rows, weight, EPS))
@@ -92,9 +92,7 @@ def test_queries_turn_and_keys_and_values_reach_their_pages(
         page_rows[pages, :, offsets] = rows
     pool = before.clone()
     fused = qkv.clone()
-    queries = turn_and_write(
-        Heads(fused[:, :num_turned], fused[:, num_turned:], turn), *layer_of(pool, 1), pages, offsets
-    )
+    queries = rope_and_write(fused[:, :num_turned], fused[:, num_turned:], *turn, *layer_of(pool, 1), pages, offsets)
     assert_near(queries, query)
     assert queries.data_ptr() == fused.data_ptr()
     assert_near(pool, expected)
@@ -109,7 +107,7 @@ def test_heads_that_are_ready_are_written_as_they_are_and_within_the_limits_of_t
     pool = torch.zeros(pool_sizes(num_pages=2, num_kv_heads=1, num_layers=1, page_tokens=2, head_dim=8))
     keys, values = layer_of(pool, 0)
     where = torch.tensor([1, 0]), torch.tensor([0, 1])
-    queries = turn_and_write(Heads(query_key.clone(), value), keys, values, *where, kv_limit=2.0)
+    queries = rope_and_write(query_key.clone(), value, *NO_TURN, keys, values, *where, kv_limit=2.0)
     assert torch.equal(queries, query_key[:, :2])
     assert torch.equal(keys[where[0], :, where[1]], query_key[:, 2:].clamp(-2, 2))
     assert torch.equal(values[where[0], :, where[1]], value.clamp(-2, 2))
@@ -120,9 +118,9 @@ def test_views_that_a_kernel_would_misread_are_refused() -> None:
     keys, values = layer_of(pool, 0)
     heads, where = Heads(normal(1, 3, 8), normal(1, 1, 8)), (torch.tensor([0]), torch.tensor([0]))
     with pytest.raises(ValueError, match="expected equal ones"):
-        turn_and_write(heads, keys, values.clone(), *where)
+        rope_and_write(heads.query_key, heads.value, *NO_TURN, keys, values.clone(), *where)
     with pytest.raises(ValueError, match="contiguous heads"):
-        turn_and_write(Heads(normal(1, 3, 16)[..., :8], normal(1, 1, 8)), keys, values, *where)
+        rope_and_write(normal(1, 3, 16)[..., :8], normal(1, 1, 8), *NO_TURN, keys, values, *where)
     with pytest.raises(ValueError, match="contiguous rows"):
         TRITON.norm(normal(8, 4).T, normal(8), EPS)
 
@@ -149,7 +147,7 @@ def test_heads_turn_as_in_torch(num_heads: int, num_kv_heads: int, head_dim: int
         return Heads(values[:, :num_turned], values[:, num_turned:], Turn(cos, sin, norm, EPS))
 
     expected = split(qkv.clone()).turned()
-    for found, twin in zip(cpu_layers.turn(split(qkv.clone())), expected, strict=True):
+    for found, twin in zip(apply_rope_in_place(split(qkv.clone())), expected, strict=True):
         torch.testing.assert_close(found, twin, rtol=0.02, atol=0.04)
     wide = split(qkv.float())._replace(turn=Turn(cos.float(), sin.float(), norm, EPS))  # the kernel does not support it
-    assert cpu_layers.turn(wide)[0].dtype is torch.float32
+    assert apply_rope_in_place(wide)[0].dtype is torch.float32

@@ -146,7 +146,12 @@ def test_torch_multiplies_where_it_is_clearly_faster(
 
 def hidden_products(decoder: Decoder, rows: Tensor) -> list[Tensor]:
     layer = decoder._layers[0]
-    return [layer.qkv(rows), layer.gated(rows), decoder.logits(rows), decoder._embedding(torch.tensor([0, 5, 40]))]
+    return [
+        layer.qkv_proj(rows),
+        layer.gate_up_proj(rows),
+        decoder.logits(rows),
+        decoder._embedding(torch.tensor([0, 5, 40])),
+    ]
 
 
 @needs_compiler

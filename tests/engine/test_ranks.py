@@ -13,14 +13,17 @@ import torch
 
 from demo.paths import TARGET_DIR
 from engine.models.config import ModelConfig, load_config
+from engine.models.table import build_table, shard_config
 from engine.ranks import Ranks
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.sharding import Shard, ShardedCheckpoint, find_cut, kv_heads_of, shard_config
+from engine.weights.reader import Reader
+from engine.weights.table import Axis, Product, Shard
 from tests.support import rank_process
 from tests.support.checkpoints import write_checkpoint
 from tests.support.threads import on_one_thread
 
 RUN_S = 240
+CPU = torch.device("cpu")
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "num_heads": 8, "num_kv_heads": 4},
     "qwen2": {"num_heads": 4, "num_kv_heads": 2, "tied": True},
@@ -59,25 +62,34 @@ def test_every_rank_chooses_the_tokens_of_one_process(models: Sequence[Path], tm
 def test_the_shards_together_are_the_model(models: Sequence[Path], which: int) -> None:
     config, whole = load_config(models[which]), Checkpoint(models[which])
     for size in (2, 4):
-        shards = [ShardedCheckpoint(whole, config, Shard(rank, size)) for rank in range(size)]
-        for name in whole.entries:
-            tensor, parts = whole.tensor(name), [shard.tensor(name) for shard in shards]
-            assert all(shard.entries[name].shape == part.shape for shard, part in zip(shards, parts, strict=True))
-            assert all(torch.equal(shard.borrow(name), part) for shard, part in zip(shards, parts, strict=True))
-            cut = find_cut(config, Shard(0, size), name)
-            if name.endswith(("o_proj.bias", "down_proj.bias")):
-                assert torch.equal(torch.stack(parts).sum(0), tensor), name
-            elif cut is None:
-                assert all(torch.equal(part, tensor) for part in parts), name
-            else:
-                repeats = max(1, size // config.num_kv_heads) if ("k_proj" in name or "v_proj" in name) else 1
-                assert torch.equal(torch.cat(parts[::repeats], cut.axis), tensor), name
+        readers = [Reader(whole, torch.float32, CPU, lambda *_: None, Shard(rank, size)) for rank in range(size)]
+        repeats = max(1, size // config.num_kv_heads)  # ranks with the same KV head
+        for product in list_products(config):
+            weights = [reader.weights(product) for reader in readers]
+            biases = [reader.biases(product) for reader in readers]
+            for index, part in enumerate(product.parts):
+                every = repeats if part.module.endswith(("k_proj", "v_proj")) else 1
+                axis = 1 if product.inputs.is_divided else 0
+                together = torch.cat([own[index] for own in weights[::every]], axis)
+                assert torch.equal(together, whole.tensor(f"{part.module}.weight")), part
+                if product.has_bias:
+                    added = [own[index] for own in biases[::every] if own]
+                    assert torch.equal(torch.cat(added), whole.tensor(f"{part.module}.bias")), part
+
+
+def list_products(config: ModelConfig) -> list[Product]:
+    table = build_table(config)
+    products = [table.embedding] if config.is_tied else [table.embedding, table.lm_head]
+    for one in table.layers:
+        products += [one.qkv_proj, one.o_proj, one.gate_up_proj, one.down_proj]
+    return products
 
 
 def test_ranks_have_heads_that_belong_together() -> None:
     base = load_config_like(num_heads=32, num_kv_heads=8)
-    assert [list(kv_heads_of(base, Shard(rank, 4))) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert [kv_heads_of(base, Shard(rank, 16)).start for rank in range(16)] == [rank // 2 for rank in range(16)]
+    heads = Axis(base.num_kv_heads)
+    assert [list(heads.of(Shard(rank, 4))) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [heads.of(Shard(rank, 16)).start for rank in range(16)] == [rank // 2 for rank in range(16)]
     own = shard_config(base, Shard(1, 16))
     assert (own.num_heads, own.num_kv_heads, own.intermediate_size) == (2, 1, base.intermediate_size // 16)
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.kernels.sampling_fields import SEEN_BIT
 from engine.rows import Rows
-from engine.sampling.batch import SEEN_BIT
 from wire.sampling import SamplingParams
 
 CPU = torch.device("cpu")

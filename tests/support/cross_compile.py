@@ -26,13 +26,14 @@ from triton.backends.compiler import GPUTarget
 
 import engine
 from bench.batches import build_sampling_batch
-from engine.attention.qkv import Heads, Turn
+from engine.attention.qkv import Turn
 from engine.kernels import gpu_sampling
 from engine.kernels.build import cache_folder
-from engine.kernels.gpu_layers import TritonOperations, join_pages, turn_and_write
+from engine.kernels.gpu_layers import join_pages, rope_and_write
 from engine.kernels.gpu_linear import MAX_ROWS, multiply
 from engine.kernels.gpu_logits import BLOCK
 from engine.kernels.gpu_pages import copy_pages
+from engine.ops.cuda import CudaOps
 from engine.sampling.gpu import sample
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 from wire.sampling import SamplingParams
@@ -80,7 +81,7 @@ def empty(*sizes: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def launch_layers() -> None:
-    operations, rows = TritonOperations(), empty(4, 4096)
+    operations, rows = CudaOps(), empty(4, 4096)
     operations.norm(rows, empty(4096), 1e-5)
     operations.add_norm_(rows, rows, empty(4096), 1e-5)
     operations.gate(empty(4, 28672))
@@ -94,7 +95,7 @@ def launch_write(dtype: torch.dtype, head_dim: int, has_norm: bool) -> None:
     pool = empty(*pool_sizes(num_pages=3, num_kv_heads=8, num_layers=2, page_tokens=16, head_dim=head_dim), dtype=dtype)
     keys, values = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)[1]
     where = empty(4, dtype=torch.int64)
-    turn_and_write(Heads(qkv[:, :40], qkv[:, 40:], turn), keys, values, where, where, 448.0 if dtype is FP8 else 0.0)
+    rope_and_write(qkv[:, :40], qkv[:, 40:], *turn, keys, values, where, where, 448.0 if dtype is FP8 else 0.0)
 
 
 def launch_product(num_rows: int, dtype: torch.dtype, num_outputs: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.build import cache_folder, find_compiler
+from engine.kernels.gpu_pages import copy_pages
 from engine.kv.cuda_memory import Cudart, DeviceBytes
 
 SOURCE = Path(__file__).with_name("fake_cudart.cpp")
@@ -38,6 +39,7 @@ class FakeGpu:
         self.cudart = Cudart(fake_cudart(), 0)
         self.uuid = "gpu-0"
         self.readable: tuple[str, ...] = (self.uuid,)
+        self.copy_pages = copy_pages
 
     def view(self, memory: DeviceBytes) -> Tensor:
         buffer = (ctypes.c_ubyte * memory.num_bytes).from_address(memory.address)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import gpu_sampling
-from engine.sampling.tensors import SamplingTensors
+from engine.kernels.sampling_fields import SamplingTensors
 from tests.support.flashinfer_doubles import Decode, Prefill, Wrapper
 from tests.support.shape_gpu import CUDA
 

@@ -1,0 +1,20 @@
+"""Operations on a CPU: cpu_layers.cpp for bfloat16, torch for other dtypes."""
+
+from torch import Tensor
+
+from engine.kernels import cpu_layers
+from engine.ops.base import Ops
+
+
+class CpuOps(Ops):
+    """See `Ops`. `gate` is torch's: packed products have their own."""
+
+    def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if cpu_layers.fits(rows, weight):
+            return cpu_layers.add_norm(rows, None, weight, eps)
+        return super().norm(rows, weight, eps)
+
+    def add_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if cpu_layers.fits(hidden, weight) and cpu_layers.fits(delta, weight) and len(delta) == len(hidden):
+            return cpu_layers.add_norm(hidden, delta, weight, eps)
+        return super().add_norm_(hidden, delta, weight, eps)

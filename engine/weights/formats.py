@@ -1,0 +1,130 @@
+"""How products keep their weights: plain, rounded to 8 bits, or packed for the CPU's kernel. One class each.
+
+A format reads its own part of a checkpoint. No weight exists twice outside the page cache.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.layers.embedding import Embedding
+from engine.layers.head import WidenedLinear
+from engine.layers.linear import GatedLinear, Linear, PlainLinear, Quantization
+from engine.ops.base import Ops
+from engine.weights.cache import Weights
+from engine.weights.fp8 import E4M3, Fp8Linear, quantise_rows
+from engine.weights.int8 import Int8Linear, round_rows
+from engine.weights.packed import (
+    NEVER,
+    PANEL_COLUMNS,
+    Epilogue,
+    PackedEmbedding,
+    PackedLinear,
+    PackedMatrix,
+    PackedShape,
+    panel_order,
+)
+from engine.weights.product_speed import choose_torch_rows
+from engine.weights.reader import Reader
+from engine.weights.table import Product
+
+
+class PlainFormat:
+    """Weights in the model's dtype. Those that need neither conversion nor fusing stay in the file's mapping."""
+
+    def __init__(self, reader: Reader, ops: Ops) -> None:
+        self.reader = reader
+        self.ops = ops
+
+    def linear(self, product: Product) -> Linear:
+        return PlainLinear(self.reader.fuse(product), self.reader.bias(product))
+
+    def gated(self, product: Product) -> Linear:
+        """silu(gate) * up of a product of two parts, gate first."""
+        return GatedLinear(self.linear(product), self.ops)
+
+    def embed(self, table: Product, head: Product) -> tuple[Embedding, Linear]:
+        """The embedding, and the product to float32 logits; tied if both are equal."""
+        weight = self.reader.fuse(table)
+        return Embedding(weight), self._head(weight if head == table else self.reader.fuse(head))
+
+    def _head(self, weight: Tensor) -> Linear:
+        return WidenedLinear(weight)
+
+
+class Int8Format(PlainFormat):
+    """Weights and rows in 8 bits, by torch: the slow twin of `PackedFormat` in 8 bits."""
+
+    def linear(self, product: Product) -> Linear:
+        return Int8Linear(*round_rows(self.reader.fuse(product)), self.reader.bias(product))
+
+    def _head(self, weight: Tensor) -> Linear:
+        return Int8Linear(*round_rows(weight), dtype=torch.float32)
+
+
+class Fp8Format(PlainFormat):
+    """Weights of layers in 8 bits, each part rounded on its device. Embedding and head are plain."""
+
+    def linear(self, product: Product) -> Linear:
+        num_rows, device = product.num_rows(self.reader.shard), self.reader.device
+        codes = torch.empty((sum(num_rows), product.depth(self.reader.shard)), dtype=E4M3, device=device)
+        scale = torch.empty(sum(num_rows), dtype=torch.float32, device=device)
+        rows = zip(torch.split(codes, num_rows), torch.split(scale, num_rows), strict=True)
+        for (own_codes, own_scale), weight in zip(rows, self.reader.weights(product), strict=True):
+            found_codes, found_scale = quantise_rows(weight.to(device))
+            own_codes.copy_(found_codes)
+            own_scale.copy_(found_scale)
+        return Fp8Linear(codes, scale, self.reader.bias(product), self.ops)
+
+
+class PackedFormat(PlainFormat):
+    """Weights in tiles for the CPU's kernel, in bfloat16 or 8 bits, in memory that workers may share."""
+
+    def __init__(self, reader: Reader, ops: Ops, weights: Weights, *, is_8bit: bool) -> None:
+        super().__init__(reader, ops)
+        self._weights = weights
+        self._is_8bit = is_8bit
+        self._torch_rows = NEVER if is_8bit else choose_torch_rows()
+
+    def linear(self, product: Product) -> Linear:
+        return PackedLinear(self._pack(product), self._bias(product), torch_rows=self._torch_rows)
+
+    def gated(self, product: Product) -> Linear:
+        """See `PlainFormat.gated`. The kernel multiplies gate and up and combines them."""
+        bias = self._bias(product, is_gated=True)
+        return PackedLinear(self._pack(product, is_gated=True), bias, Epilogue.GATED, self._torch_rows)
+
+    def embed(self, table: Product, head: Product) -> tuple[Embedding, Linear]:
+        matrix = self._pack(head)
+        embedding = PackedEmbedding(matrix) if head == table else Embedding(self.reader.fuse(table))
+        return embedding, PackedLinear(matrix, epilogue=Epilogue.FLOATS)
+
+    def _pack(self, product: Product, *, is_gated: bool = False) -> PackedMatrix:
+        """`is_gated`: the panels of both parts alternate."""
+        num_rows = product.num_rows(self.reader.shard)
+        shape = PackedShape(sum(num_rows), product.depth(self.reader.shard), self._is_8bit)
+
+        def fill(memory: Tensor) -> None:
+            matrix, weights = PackedMatrix(memory, shape), self.reader.weights(product)
+            if is_gated:
+                for half, weight in enumerate(weights):
+                    matrix.fill(weight.to(torch.bfloat16), half, 2)
+            elif any(count % PANEL_COLUMNS for count in num_rows[:-1]):
+                matrix.fill(torch.cat([weight.to(torch.bfloat16) for weight in weights]))
+            else:
+                for index, weight in enumerate(weights):
+                    matrix.fill(weight.to(torch.bfloat16), sum(num_rows[:index]) // PANEL_COLUMNS)
+
+        matrix = PackedMatrix(self._weights.take(f"{product.parts[0].module}.weight", shape.num_bytes, fill), shape)
+        self.reader.count(product)  # a cache file may have it already
+        return matrix
+
+    def _bias(self, product: Product, *, is_gated: bool = False) -> Tensor | None:
+        biases = [bias.float() for bias in self.reader.biases(product)]
+        return panel_order(biases, is_gated) if biases else None
+
+
+def choose_format(reader: Reader, ops: Ops, quantization: Quantization, weights: Weights | None) -> PlainFormat:
+    """weights: memory for packed ones; None: they are not packed."""
+    if weights is not None:
+        return PackedFormat(reader, ops, weights, is_8bit=quantization == "int8")
+    return {"none": PlainFormat, "int8": Int8Format, "fp8": Fp8Format}[quantization](reader, ops)
