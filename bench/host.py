@@ -35,6 +35,7 @@ from engine.ranks import ONE_RANK
 from engine.rows import Rows
 from engine.runner import Runner
 from engine.sampling.batch import SamplingBatch
+from wire.kv_layout import KvPart
 from wire.sampling import SamplingParams
 from worker.plan import Budget
 from worker.prefix_cache import PrefixCache
@@ -86,7 +87,7 @@ def build_runner(case: Case, num_rows: int, num_steps: int) -> tuple[Runner, Row
     shape = AttentionShape(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0)
     attention = choose_attention(shape, [None], rows.device, torch.float32).backend
     num_pages = case.num_sequences * rows.page_table.shape[1]
-    pages = PoolShape(num_pages, 1, 1, PAGE_TOKENS, 1, torch.float32)
+    pages = PoolShape(num_pages, (KvPart(1, 1, 1),), PAGE_TOKENS, torch.float32)
     return Runner(cast(Decoder, StubModel()), attention, torch.empty(pages.sizes), rows), rows
 
 

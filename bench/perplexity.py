@@ -31,10 +31,10 @@ WAYS: tuple[tuple[str, str, Quantization], ...] = (
 def score(decoder: Decoder, ids: list[int]) -> tuple[float, Tensor]:
     """Sum of negative log-likelihoods of ids[1:], and the likeliest token after each."""
     config, num_pages = decoder.config, -(-len(ids) // PAGE_TOKENS)
-    shape = PoolShape(num_pages, config.num_layers, config.num_kv_heads, PAGE_TOKENS, config.head_dim, decoder.dtype)
+    shape = PoolShape(num_pages, config.kv_parts, PAGE_TOKENS, decoder.dtype)
     batch = pack([Part(ids, 0, list(range(num_pages)), len(ids))], PAGE_TOKENS, CPU)
     pool = torch.zeros(shape.sizes, dtype=decoder.dtype)
-    logits = decoder.logits(decoder.forward(batch, pool, TorchSdpaAttention(config.attention_shape)))
+    logits = decoder.logits(decoder.forward(batch, pool, TorchSdpaAttention(config.attention_shapes[0])))
     return functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="sum").item(), logits.argmax(-1)
 
 

@@ -35,8 +35,9 @@ from kvtransfer.reader import PageRef, Reader
 from kvtransfer.shm import ShmReader
 from protos import kv_pb2
 from runtime.rpc import bind, build_server, open_channel
+from wire.kv_layout import KvPart
 
-SHAPE = PoolShape(256, num_layers=16, num_kv_heads=8, page_tokens=16, head_dim=64, dtype=torch.bfloat16)  # 512 KiB
+SHAPE = PoolShape(256, (KvPart(16, 8, 64),), 16, torch.bfloat16)  # 512 KiB
 OFFERS = (1, 8, 32, 128)  # pages
 READ_S = 60.0
 NUM_WARM = 4  # large reads first: TCP grows its window

@@ -16,7 +16,7 @@ import torch
 from bench.products import check_products
 from cli.doctor_facts import Gpu, Machine, Model
 from cli.models import check_models
-from engine.attention.choose import choose_attention
+from engine.attention.choose import choose_for_layers
 from engine.engine import choose_device, resolve_kv_dtype
 from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
 from engine.kv.pool import PoolShape
@@ -30,7 +30,6 @@ from runtime.config import ServeConfig
 from runtime.gpus import VISIBLE, ask_driver, visible_gpus
 from runtime.hardware import available_memory_bytes, num_cores
 from runtime.version import find_version
-from wire.kv_layout import PagePart
 
 HOST_NAMESPACE = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}  # fixed in the kernel's proc_ns.h
 
@@ -93,15 +92,15 @@ def examine_model(config: ServeConfig) -> Model:
     for one in map(load_config, folders):
         for size in (config.prefill_tp, config.decode_tp):
             shard_config(one, Shard(0, size))
-        shapes.append(PoolShape(1, one.num_layers, one.num_kv_heads, config.page_tokens, one.head_dim, kv_dtype))
-    attention = choose_attention(model.attention_shape, model.windows, device, dtype, kv_dtype)
+        shapes.append(PoolShape(1, one.kv_parts, config.page_tokens, kv_dtype))
+    attention = choose_for_layers(model.attention_shapes, model.windows, config.page_tokens, device, dtype, kv_dtype)
     return Model(
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
         kv_dtype=str(kv_dtype).removeprefix("torch."),
         head_dim=model.head_dim,
         context_tokens=model.context_tokens,
-        parts=tuple(PagePart(shape.num_kv_heads, shape.head_bytes) for shape in shapes),
+        parts=tuple(part for shape in shapes for part in shape.page_parts(shape.parts)),
         weight_bytes=sum(path.stat().st_size for one in folders for path in list_shards(one)),
         attention=attention.backend.name,
         attention_reason=attention.reason,

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from engine.attention.choose import AttentionChoice, choose_attention
+from engine.attention.choose import AttentionChoice, choose_for_layers
 from engine.graphs import CudaCapture, OnCaptured, choose_shapes
 from engine.kv.pool import Pool, PoolShape, PoolShare
 from engine.layers.linear import Quantization
@@ -21,7 +21,7 @@ from engine.ranks import ONE_RANK, Ranks
 from engine.rows import Rows
 from engine.runner import Runner
 from engine.weights.reader import OnProgress
-from wire.kv_layout import PagePart
+from wire.kv_layout import KvPart
 
 KvDType = Literal["auto", "fp8"]  # of pages; auto: the model's
 
@@ -140,7 +140,7 @@ class Loaded:
     folder: Path  # of the checkpoint
     weights: str  # fingerprint
     decoder: Decoder
-    num_kv_heads: int  # over all ranks
+    kv_parts: tuple[KvPart, ...]  # over all ranks
 
 
 def build_engine(
@@ -189,9 +189,7 @@ def assemble_engine(
 ) -> Engine:
     """Build pages, rows and attention for loaded models. Parameters: see `build_engine`."""
     decoder, config, device = model.decoder, model.decoder.config, model.decoder.device
-    attention = choose_attention(
-        config.attention_shape, config.windows, device, decoder.dtype, resolve_kv_dtype(kv_dtype, decoder.dtype)
-    )
+    attention = _choose_attention(decoder, page_tokens, resolve_kv_dtype(kv_dtype, decoder.dtype))
     shape = _pool_shape(decoder, page_tokens, kv_dtype)
     draft_shape = _pool_shape(draft.decoder, page_tokens, kv_dtype) if draft else None
     page_bytes = shape.page_bytes + (draft_shape.page_bytes if draft_shape else 0)
@@ -204,7 +202,7 @@ def assemble_engine(
     share = None
     if ranks.size > 1:
         shapes = ((model, shape), (draft, draft_shape))
-        parts = tuple(PagePart(loaded.num_kv_heads, own.head_bytes) for loaded, own in shapes if loaded and own)
+        parts = tuple(part for loaded, own in shapes if loaded and own for part in own.page_parts(loaded.kv_parts))
         share = PoolShare(ranks.rank, ranks.size, parts, place.pool_fd, partial(ranks.least, 0, device))
     pool = Pool(shape.with_pages(num_pages + has_padding), device, draft_shape, share=share)
     return Engine(
@@ -244,7 +242,7 @@ def _load(
 ) -> Loaded:  # fmt: skip
     """This rank's part of a model."""
     decoder = load_model(folder, dtype, device, on_progress, quantization, ranks)
-    return Loaded(folder, weight_fingerprint(folder, quantization), decoder, load_config(folder).num_kv_heads)
+    return Loaded(folder, weight_fingerprint(folder, quantization), decoder, load_config(folder).kv_parts)
 
 
 def _load_draft(
@@ -274,17 +272,19 @@ def _load_draft(
 
 def _build_draft_runner(draft: Loaded, pool: Pool, rows: Rows, place: Place) -> Runner:
     assert pool.draft_tensor is not None
-    decoder, config = draft.decoder, draft.decoder.config
-    attention = choose_attention(
-        config.attention_shape, config.windows, decoder.device, decoder.dtype, pool.draft_tensor.dtype
+    attention = _choose_attention(draft.decoder, pool.shape.page_tokens, pool.draft_tensor.dtype)
+    return place.build_runner(1, draft.decoder, attention.backend, pool.draft_tensor, rows)
+
+
+def _choose_attention(decoder: Decoder, page_tokens: int, kv_dtype: torch.dtype) -> AttentionChoice:
+    config = decoder.config
+    return choose_for_layers(
+        config.attention_shapes, config.windows, page_tokens, decoder.device, decoder.dtype, kv_dtype
     )
-    return place.build_runner(1, decoder, attention.backend, pool.draft_tensor, rows)
 
 
 def _pool_shape(decoder: Decoder, page_tokens: int, kv_dtype: KvDType) -> PoolShape:
-    config = decoder.config
-    dtype = resolve_kv_dtype(kv_dtype, decoder.dtype)
-    return PoolShape(1, config.num_layers, config.num_kv_heads, page_tokens, config.head_dim, dtype)
+    return PoolShape(1, decoder.config.kv_parts, page_tokens, resolve_kv_dtype(kv_dtype, decoder.dtype))
 
 
 def _gpu_memory(device: torch.device) -> tuple[int, int] | None:

@@ -25,8 +25,16 @@ def pool_sizes(
     return tuple(sizes[axis] for axis in sorted(sizes))
 
 
+class KvPart(NamedTuple):
+    """Layers of one model whose KV is alike, on one rank. A page has their parts one after the other."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int  # of keys and of values; the narrower of the two is padded
+
+
 class PagePart(NamedTuple):
-    """One model's KV in a page, over all ranks: the model's own, or the draft model's after it."""
+    """One part of a page, over all ranks: the model's parts come first, then the draft model's."""
 
     num_kv_heads: int
     head_bytes: int  # all layers, keys and values

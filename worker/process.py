@@ -211,9 +211,10 @@ def build_worker(
 ) -> Worker:
     """The engine as a named peer with an empty table over its pages. `others`: ranks 1 and up."""
     pool = engine.pool
+    first = pool.shape.parts[0]  # further parts follow from the weights
     facts = PoolFacts(
-        engine.weights, engine.kv_dtype, engine.config.num_layers, pool.parts[0].num_kv_heads, config.page_tokens,
-        engine.config.head_dim, pool.num_pages, pool.fd, pool.pages_offset, engine.draft_weights,
+        engine.weights, engine.kv_dtype, first.num_layers, pool.parts[0].num_kv_heads, config.page_tokens,
+        first.head_dim, pool.num_pages, pool.fd, pool.pages_offset, engine.draft_weights,
     )  # fmt: skip
     nixl = open_to_nixl(incarnation, config, pool) if isinstance(config, PrefillConfig) else None
     own = build_rank(address, os.getpid(), describe_gpu(pool), nixl.facts if nixl else None)

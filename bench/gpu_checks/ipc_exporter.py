@@ -19,9 +19,10 @@ from kvtransfer.identity import PoolFacts, build_peer, build_rank
 from kvtransfer.nixl_pool import NixlPool
 from protos import kv_pb2
 from runtime.rpc import host_identity
+from wire.kv_layout import KvPart
 from worker.process import describe_gpu
 
-SHAPE_8B = PoolShape(1, num_layers=32, num_kv_heads=8, page_tokens=16, head_dim=128, dtype=torch.bfloat16)  # 2 MiB
+SHAPE_8B = PoolShape(1, (KvPart(32, 8, 128),), 16, torch.bfloat16)  # 2 MiB
 
 
 def page_content(page: int, generation: int, page_bytes: int) -> NDArray[np.uint8]:
@@ -37,10 +38,10 @@ def recycle(pool: Pool, page: int) -> None:
 
 def describe(pool: Pool, nixl: NixlPool | None = None) -> kv_pb2.Peer:
     """This process as its peers see it. `nixl`: of incarnation "exporter"."""
-    shape = pool.shape
+    shape, (part,) = pool.shape, pool.shape.parts
     facts = PoolFacts(
-        "w", str(shape.dtype).removeprefix("torch."), shape.num_layers, shape.num_kv_heads, shape.page_tokens,
-        shape.head_dim, pool.num_pages, pool.fd, pool.pages_offset,
+        "w", str(shape.dtype).removeprefix("torch."), part.num_layers, part.num_kv_heads, shape.page_tokens,
+        part.head_dim, pool.num_pages, pool.fd, pool.pages_offset,
     )  # fmt: skip
     rank = build_rank("127.0.0.1:1", os.getpid(), describe_gpu(pool), nixl.facts if nixl else None)
     return build_peer("prefill", "127.0.0.1:1", "exporter", host_identity(), facts, [rank])

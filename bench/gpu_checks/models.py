@@ -79,7 +79,7 @@ def load_random(shape: str, device: torch.device, quantization: Quantization = "
     checkpoint = RandomCheckpoint(config, device)
     reader = Reader(checkpoint, torch.bfloat16, device, lambda done, total: None)
     decoder = build_decoder(config, choose_format(reader, ops_for(device), quantization, None))
-    return Loaded(Path(shape), shape, decoder, config.num_kv_heads)
+    return Loaded(Path(shape), shape, decoder, config.kv_parts)
 
 
 def build_random_engine(

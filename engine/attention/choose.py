@@ -1,13 +1,13 @@
 """Picks the attention backend for a device."""
 
-import importlib
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.attention.base import AttentionBackend
 from engine.attention.cpu_paged import CpuPagedAttention
+from engine.attention.layered import LayeredAttention
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.kernels.build import BuildError, load_kernel
@@ -21,6 +21,26 @@ class AttentionChoice:
     backend: AttentionBackend
     reason: str
     is_fallback: bool  # this device has a faster backend, which cannot be used here
+
+
+def choose_for_layers(
+    shapes: Sequence[AttentionShape],
+    windows: Sequence[int | None],
+    page_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    has_sinks: bool = False,
+) -> AttentionChoice:
+    """`choose_attention` for a model with these shapes and windows of layers."""
+    choices = []
+    for shape in dict.fromkeys(shapes):
+        own = [window for one, window in zip(shapes, windows, strict=True) if one == shape]
+        choices.append(choose_attention(shape, own, device, dtype, kv_dtype, has_sinks))
+    if len(choices) == 1:
+        return choices[0]
+    worst = max(choices, key=lambda choice: choice.is_fallback)
+    return replace(worst, backend=LayeredAttention(shapes, [choice.backend for choice in choices], page_tokens))
 
 
 def choose_attention(
@@ -53,7 +73,7 @@ def _choose_for_gpu(
     shape: AttentionShape, windows: Collection[int | None], device: torch.device, dtype: torch.dtype, has_sinks: bool
 ) -> AttentionChoice:
     try:
-        flashinfer = importlib.import_module("engine.attention.flashinfer")
+        from engine.attention import flashinfer
     except ImportError as error:
         reason = f"FlashInfer cannot be imported ({error}): pip install 'baton[cuda]'"
     else:

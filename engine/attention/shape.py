@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What is the same in all layers of a model."""
+    """What is the same in all layers of a part of the pages, mostly in all layers of a model."""
 
     num_heads: int  # Hq
     num_kv_heads: int  # Hkv, divides Hq

@@ -20,47 +20,55 @@ from engine.kv.cuda_memory import CudaError, DeviceBytes
 from engine.kv.gpu import CudaGpu, Gpu
 from engine.kv.peer_pages import GpuPages, HostPages
 from engine.staging import download, upload
-from wire.kv_layout import PagePart, pool_sizes
+from wire.kv_layout import KvPart, PagePart, pool_sizes
 
 OS_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """The sizes of a pool; wire.kv_layout orders them."""
+    """The sizes of one model's pages; wire.kv_layout orders each part."""
 
     num_pages: int
-    num_layers: int
-    num_kv_heads: int
+    parts: tuple[KvPart, ...]
     page_tokens: int
-    head_dim: int
     dtype: torch.dtype
 
     @property
     def page_elements(self) -> int:
-        return prod(self.with_pages(1).sizes)
+        return sum(prod(self.part_sizes(part)[1:]) for part in self.parts)
 
     @property
     def page_bytes(self) -> int:
         return self.page_elements * self.dtype.itemsize
 
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of one head in a page: all layers, keys and values."""
-        return self.page_bytes // self.num_kv_heads
+    def head_bytes(self, part: KvPart) -> int:
+        """Bytes of one head in a page: all layers of the part, keys and values."""
+        return prod(self.part_sizes(part)[1:]) * self.dtype.itemsize // part.num_kv_heads
+
+    def page_parts(self, whole: Sequence[KvPart]) -> tuple[PagePart, ...]:
+        """What peers are told. whole: the same parts over all ranks."""
+        return tuple(
+            PagePart(one.num_kv_heads, self.head_bytes(own)) for one, own in zip(whole, self.parts, strict=True)
+        )
 
     def with_pages(self, num_pages: int) -> "PoolShape":
         return replace(self, num_pages=num_pages)
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
+    def part_sizes(self, part: KvPart) -> tuple[int, ...]:
+        """Of a tensor that holds the part in all pages."""
         return pool_sizes(
             num_pages=self.num_pages,
-            num_kv_heads=self.num_kv_heads,
-            num_layers=self.num_layers,
+            num_kv_heads=part.num_kv_heads,
+            num_layers=part.num_layers,
             page_tokens=self.page_tokens,
-            head_dim=self.head_dim,
+            head_dim=part.head_dim,
         )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the model's pages: axes as in wire.kv_layout with one part, else [num_pages, elements]."""
+        return self.part_sizes(self.parts[0]) if len(self.parts) == 1 else (self.num_pages, self.page_elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +118,8 @@ class Pool:
         self.page_bytes = page_elements * shape.dtype.itemsize
         self._share = share
         self.rank, self.num_ranks = (share.rank, share.size) if share else (0, 1)
-        shapes = (shape, draft_shape) if draft_shape else (shape,)
-        own_parts = tuple(PagePart(each.num_kv_heads, each.head_bytes) for each in shapes)
-        self.parts: tuple[PagePart, ...] = share.parts if share else own_parts
+        own = (*shape.page_parts(shape.parts), *(draft_shape.page_parts(draft_shape.parts) if draft_shape else ()))
+        self.parts: tuple[PagePart, ...] = share.parts if share else own
         self.fd: int | None = None  # the memory file, if there is one
         self._bytes: NDArray[np.uint8] | None = None  # [num_pages, page_bytes], the same memory as the tensors'
         self.pages_offset = -(-self.num_pages * 8 // OS_PAGE_BYTES) * OS_PAGE_BYTES  # in the memory file

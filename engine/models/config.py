@@ -1,6 +1,7 @@
 """A checkpoint's config.json as one frozen value. Families are data; nothing here touches a tensor."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, TypeVar
 
 from engine.attention.shape import AttentionShape
 from engine.layers.rope_config import ROPE_KINDS, RopeConfig, yarn_attention_factor
+from wire.kv_layout import KvPart
 
 Json = Mapping[str, Any]
 T = TypeVar("T")
@@ -73,8 +75,17 @@ class ModelConfig:
     context_tokens: int  # most in a sequence
 
     @property
-    def attention_shape(self) -> AttentionShape:
-        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5)
+    def attention_shapes(self) -> tuple[AttentionShape, ...]:
+        """L values."""
+        shape = AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5)
+        return (shape,) * self.num_layers
+
+    @property
+    def kv_parts(self) -> tuple[KvPart, ...]:
+        """Layers with equal shapes are one part, in the order of their first layers."""
+        return tuple(
+            KvPart(count, shape.num_kv_heads, shape.head_dim) for shape, count in Counter(self.attention_shapes).items()
+        )
 
 
 def load_config(folder: Path) -> ModelConfig:

@@ -15,6 +15,7 @@ from engine.kv.gpu import CudaGpu
 from engine.kv.pool import Pool, PoolShape
 from tests.support.fake_cuda import FakeGpu, count_opened, fake_cudart
 from tests.support.pool_process import build_pool
+from wire.kv_layout import KvPart
 
 NUM_PAGES = 5
 
@@ -65,7 +66,7 @@ def test_a_pool_on_a_gpu_begins_with_zeros_and_keeps_only_generations_in_its_fil
 
 
 def test_a_pool_too_large_for_the_gpu_names_the_setting(gpu: FakeGpu) -> None:
-    shape = PoolShape(1 << 20, 32, 8, 16, 128, torch.bfloat16)
+    shape = PoolShape(1 << 20, (KvPart(32, 8, 128),), 16, torch.bfloat16)
     with pytest.raises(ValueError, match=r"2097152 MiB on the GPU \(cudaMalloc: out of memory.*lower --kv-memory-mib"):
         Pool(shape, torch.device("cpu"), gpu=gpu)
 

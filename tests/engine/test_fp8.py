@@ -128,10 +128,10 @@ def test_the_slow_twin_is_the_dequantised_product(monkeypatch: pytest.MonkeyPatc
 
 def logits_of(decoder: Decoder, ids: list[int]) -> Tensor:
     config = decoder.config
-    shape = PoolShape(8, config.num_layers, config.num_kv_heads, 16, config.head_dim, decoder.dtype)
+    shape = PoolShape(8, config.kv_parts, 16, decoder.dtype)
     batch = pack([Part(ids, 0, list(range(8)), len(ids))], 16, CPU)
     pool = torch.zeros(shape.sizes, dtype=decoder.dtype)
-    return decoder.logits(decoder.forward(batch, pool, TorchSdpaAttention(config.attention_shape)))
+    return decoder.logits(decoder.forward(batch, pool, TorchSdpaAttention(config.attention_shapes[0])))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -51,9 +51,9 @@ class Built:
         checkpoint = RandomCheckpoint(CONFIG, CUDA)
         reader = Reader(checkpoint, BF16, CUDA, lambda *_: None)
         decoder = build_decoder(CONFIG, choose_format(reader, CudaOps(), "fp8" if is_fp8 else "none", None))
-        attention: AttentionBackend = TorchSdpaAttention(CONFIG.attention_shape)
+        attention: AttentionBackend = TorchSdpaAttention(CONFIG.attention_shapes[0])
         if way != "torch_sdpa":
-            attention = flashinfer.FlashInferAttention(CONFIG.attention_shape, {*CONFIG.windows}, BF16, CUDA)
+            attention = flashinfer.FlashInferAttention(CONFIG.attention_shapes[0], {*CONFIG.windows}, BF16, CUDA)
         sizes = pool_sizes(
             num_pages=PADDING_PAGE + 1, num_kv_heads=CONFIG.num_kv_heads, num_layers=CONFIG.num_layers,
             page_tokens=PAGE_TOKENS, head_dim=CONFIG.head_dim,

@@ -118,7 +118,7 @@ class Built:
 
     def __init__(self, decoder: Decoder, rows: Rows, runner_type: Callable[..., Runner] = Runner) -> None:
         self.rows = rows
-        attention, pages = Unwatched(decoder.config.attention_shape), build_pages(decoder)
+        attention, pages = Unwatched(decoder.config.attention_shapes[0]), build_pages(decoder)
         self.pages = torch.cat((pages, torch.zeros_like(pages[:1])))
         self.captures = Captures()
         self.progress: list[tuple[int, int]] = []
@@ -180,7 +180,7 @@ def pair(decoder: Decoder) -> Iterator[Callable[[Sequence[RowRequest]], Answers]
     """Both runners take the same steps; their answers must be equal. Returns the graphs' answers."""
     built, eager_rows = build(decoder), Rows(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU)
     eager_pages = build_pages(decoder)
-    eager = Runner(decoder, TorchSdpaAttention(decoder.config.attention_shape), eager_pages, eager_rows)
+    eager = Runner(decoder, TorchSdpaAttention(decoder.config.attention_shapes[0]), eager_pages, eager_rows)
     runners = (built.runner, eager)
 
     def both(requests: Sequence[RowRequest]) -> Answers:
@@ -272,7 +272,7 @@ def test_a_row_is_taken_over_while_steps_of_its_last_sequence_are_on_their_way(
     decoder: Decoder, expected: list[list[int]]
 ) -> None:
     rows = LateRows(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU)
-    runner = LateRunner(decoder, TorchSdpaAttention(decoder.config.attention_shape), build_pages(decoder), rows)
+    runner = LateRunner(decoder, TorchSdpaAttention(decoder.config.attention_shapes[0]), build_pages(decoder), rows)
     first, second = 9, 11
     open_row(rows, 0, first)
     leaving = [runner.launch(plan(step, [0], [first])) for step in range(4)]

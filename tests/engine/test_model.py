@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bench.batches import Part, pack
 from engine.attention.base import AttentionBackend
-from engine.attention.choose import choose_attention
+from engine.attention.choose import choose_for_layers
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.kv.pool import PoolShape
 from engine.layers.rope import FREQUENCIES, build_rope_table
@@ -75,12 +75,11 @@ class Engine:
 
     def __post_init__(self) -> None:
         config = self.decoder.config
-        self.attention = TorchSdpaAttention(config.attention_shape)
+        self.attention = TorchSdpaAttention(config.attention_shapes[0])
         if self.backend == "best":
-            self.attention = choose_attention(config.attention_shape, config.windows, CPU, self.decoder.dtype).backend
-        shape = PoolShape(
-            NUM_PAGES, config.num_layers, config.num_kv_heads, PAGE_TOKENS, config.head_dim, self.decoder.dtype
-        )
+            windows, dtype = config.windows, self.decoder.dtype
+            self.attention = choose_for_layers(config.attention_shapes, windows, PAGE_TOKENS, CPU, dtype).backend
+        shape = PoolShape(NUM_PAGES, config.kv_parts, PAGE_TOKENS, self.decoder.dtype)
         self.pool = torch.full(shape.sizes, float("nan"), dtype=shape.dtype)
         self.free_pages = torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(1)).tolist()
 

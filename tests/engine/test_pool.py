@@ -9,11 +9,11 @@ from torch import Tensor
 
 from engine.kv.pool import Pool, PoolShape
 from tests.support.fake_cuda import FakeGpu
-from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
+from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, KvPart
 
 CPU = torch.device("cpu")
-SHAPE = PoolShape(num_pages=5, num_layers=3, num_kv_heads=4, page_tokens=8, head_dim=16, dtype=torch.bfloat16)
-DRAFT_SHAPE = PoolShape(num_pages=1, num_layers=2, num_kv_heads=2, page_tokens=8, head_dim=16, dtype=torch.bfloat16)
+SHAPE = PoolShape(5, (KvPart(3, 4, 16),), 8, torch.bfloat16)
+DRAFT_SHAPE = PoolShape(1, (KvPart(2, 2, 16),), 8, torch.bfloat16)
 
 
 def address(part: Tensor) -> tuple[int, int]:

@@ -47,7 +47,7 @@ class Model:
             )
         )  # fmt: skip
         rows = Rows(8, NUM_TOKENS, PAGE_TOKENS, VOCAB, torch.device("cpu"))
-        return Runner(self.decoder, TorchSdpaAttention(config.attention_shape), pages, rows), rows
+        return Runner(self.decoder, TorchSdpaAttention(config.attention_shapes[0]), pages, rows), rows
 
 
 @pytest.fixture(scope="module")

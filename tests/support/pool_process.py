@@ -16,7 +16,7 @@ from engine.kv.gpu import Gpu
 from engine.kv.pool import Pool, PoolShape, PoolShare, create_file
 from kvtransfer.nixl_pool import NixlPool
 from tests.support.fake_cuda import FakeGpu
-from wire.kv_layout import PagePart
+from wire.kv_layout import KvPart, PagePart
 
 PARTS = (PagePart(4, 512), PagePart(2, 256))  # of a page over all ranks
 NUM_LAYERS = (2, 1)  # per part
@@ -25,7 +25,7 @@ WHOLE_BYTES = 4 * 512 + 2 * 256
 
 def build_pool(num_pages: int, gpu: Gpu | None = None) -> Pool:
     """A pool of small pages: 2 layers x 2 x 1 head x 4 tokens x 8 float32 = 512 bytes."""
-    return Pool(PoolShape(num_pages, 2, 1, 4, 8, torch.float32), torch.device("cpu"), gpu=gpu)
+    return Pool(PoolShape(num_pages, (KvPart(2, 1, 8),), 4, torch.float32), torch.device("cpu"), gpu=gpu)
 
 
 def build_ranks(num_pages: int, size: int, gpu: Gpu | None = None) -> list[Pool]:
@@ -33,7 +33,7 @@ def build_ranks(num_pages: int, size: int, gpu: Gpu | None = None) -> list[Pool]
     fd, pools = create_file(), []
     for rank in range(size):
         shape, draft_shape = (
-            PoolShape(num_pages, layers, max(part.num_kv_heads // size, 1), 4, 8, torch.float32)
+            PoolShape(num_pages, (KvPart(layers, max(part.num_kv_heads // size, 1), 8),), 4, torch.float32)
             for part, layers in zip(PARTS, NUM_LAYERS, strict=True)
         )
         share = PoolShare(rank, size, PARTS, fd, meet=lambda: None)  # rank 0 sizes it before the next is built

@@ -29,10 +29,8 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
     decoder = load_model(model, "float32", CPU, ranks=ranks)
     config, count = decoder.config, len(SAMPLINGS)
     rows = Rows(count, ROW_PAGES * PAGE_TOKENS - 16, PAGE_TOKENS, config.vocab_size, CPU)
-    shape = PoolShape(
-        count * ROW_PAGES + 1, config.num_layers, config.num_kv_heads, PAGE_TOKENS, config.head_dim, torch.float32
-    )
-    runner = Runner(decoder, Unwatched(config.attention_shape), torch.zeros(shape.sizes), rows)
+    shape = PoolShape(count * ROW_PAGES + 1, config.kv_parts, PAGE_TOKENS, torch.float32)
+    runner = Runner(decoder, Unwatched(config.attention_shapes[0]), torch.zeros(shape.sizes), rows)
     replays: list[Compute] = []
 
     def capture(compute: Compute) -> Compute:

@@ -167,10 +167,10 @@ def build_kv_engine(
 ) -> tuple[Engine, KvRunner]:  # fmt: skip
     """An engine over `KvRunner`, with the given vocabulary and the demo model's grammars."""
     pool = build_pool(num_pages, gpu)
-    shape = pool.shape
+    (part,) = pool.shape.parts
     config = replace(
-        load_config(TARGET_DIR), vocab_size=VOCAB, num_layers=shape.num_layers, num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim, context_tokens=context_tokens,
+        load_config(TARGET_DIR), vocab_size=VOCAB, num_layers=part.num_layers, num_kv_heads=part.num_kv_heads,
+        head_dim=part.head_dim, context_tokens=context_tokens,
     )  # fmt: skip
     device = torch.device("cpu")
     rows = Rows(num_rows_for(max_running), context_tokens, PAGE_TOKENS, VOCAB, device)

@@ -61,7 +61,7 @@ def expected(decoder: Decoder) -> list[list[int]]:
     answers = []
     for which in range(len(SAMPLINGS)):
         rows = Rows(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU)
-        runner = Runner(decoder, TorchSdpaAttention(decoder.config.attention_shape), build_pages(decoder), rows)
+        runner = Runner(decoder, TorchSdpaAttention(decoder.config.attention_shapes[0]), build_pages(decoder), rows)
         open_row(rows, 0, which)
         steps = range(NUM_TOKENS)
         answers.append([runner.launch(plan(step, [0], [which])).collect().tokens[0] for step in steps])
