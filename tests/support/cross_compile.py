@@ -29,6 +29,8 @@ from bench.batches import build_sampling_batch
 from engine.attention.qkv import Turn
 from engine.kernels import gpu_sampling
 from engine.kernels.build import cache_folder
+from engine.kernels.gpu_experts import MAX_ROWS as MAX_EXPERT_ROWS
+from engine.kernels.gpu_experts import add_slots, mix
 from engine.kernels.gpu_layers import join_pages, rope_and_write
 from engine.kernels.gpu_linear import MAX_ROWS, multiply
 from engine.kernels.gpu_logits import BLOCK
@@ -103,6 +105,15 @@ def launch_product(num_rows: int, dtype: torch.dtype, num_outputs: int) -> None:
     multiply(empty(num_rows, 4096), empty(num_outputs, 4096, dtype=dtype), scale, bias)
 
 
+def launch_experts(activation: str, hidden: int, width: int, has_bias: bool, top_k: int = 4) -> None:
+    """Some of 32 experts for each row, then sums in the order of `places`."""
+    ids, weights = (empty(MAX_EXPERT_ROWS, top_k, dtype=dtype) for dtype in (torch.int64, torch.float32))
+    biases = (empty(32, 2 * width), empty(32, hidden)) if has_bias else (None, None)
+    gate_up, down = empty(32, 2 * width, hidden), empty(32, hidden, width)
+    mix(empty(MAX_EXPERT_ROWS, hidden), ids, weights, gate_up, down, activation, *biases)
+    add_slots(empty(ids.numel(), hidden), weights, ids, BF16)
+
+
 def launch_pages() -> None:
     pages = empty(3, dtype=torch.int64)
     copy_pages(16, 1 << 16, empty(4, 1 << 16, dtype=torch.int32), pages, pages)
@@ -134,6 +145,10 @@ CASES: dict[str, Callable[[], None]] = {
     "fp8 rows in splits": partial(launch_product, MAX_ROWS, FP8, 4096),
     "bf16 row": partial(launch_product, 1, BF16, 4096),
     "bf16 rows in splits": partial(launch_product, 2, BF16, 4096),
+    "experts silu": partial(launch_experts, "silu", 2048, 768, False),
+    "one expert silu": partial(launch_experts, "silu", 5120, 8192, False, top_k=1),
+    "experts gelu": partial(launch_experts, "gelu_tanh", 2816, 704, False),
+    "experts clamped biased": partial(launch_experts, "clamped", 2880, 2880, True),
     "pages": launch_pages,
     "sampling": partial(launch_sampling, 128_256),
     "sampling from one block": launch_joins_of_one_block,
