@@ -4,31 +4,24 @@ Weights are scaled so that logits spread over several units, which avoids near-t
 biases are random too, so leaving one out changes the result.
 """
 
+import copy
+import itertools
 import json
 import math
+import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedTokenizerFast
 
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}  # fmt: skip
+from tests.support.families import FAMILIES, VOCAB, Family
+
 SPECIAL_TOKENS = ["<|begin|>", "<|stop|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 BOS_ID, EOS_ID = 0, 1  # the first two
 MIN_VOCAB = len(SPECIAL_TOKENS) + 256
@@ -36,68 +29,80 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-LOGIT_SPREAD = 4.0  # standard deviation of the logits
+ROW_NORM = re.compile(r"(?<!q_)(?<!k_)norm(_\d)?\.weight$")
 
 
 def write_checkpoint(
-    folder: Path, family: str, *, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 64, hidden: int = 128,
-    intermediate: int | None = None, layers: int = 2, vocab: int = 320, tied: bool = False, seed: int = 0,
-    dtype: torch.dtype = torch.float32, shards: int = 1, rope_theta: float = 10000.0,
-    rope_scaling: dict[str, Any] | None = None, sliding_window: int | None = None, max_window_layers: int = 1,
-    attention_bias: bool = False, mlp_bias: bool = False, context: int = 2048,
+    folder: Path, family: str, *, num_heads: int = 4, num_kv_heads: int = 2, head_dim: int | None = None,
+    hidden: int = 128, intermediate: int | None = None, layers: int | None = None, vocab: int = VOCAB,
+    tied: bool | None = None, seed: int = 0, dtype: torch.dtype = torch.float32, shards: int = 1,
+    rope_theta: float = 10000.0, rope_scaling: dict[str, Any] | None = None, context: int = 2048, **extra: Any,
 ) -> Path:  # fmt: skip
-    """Write config.json, generation_config.json and at least `shards` safetensors files into `folder`; return it."""
-    config_class, model_class = FAMILIES[family]
-    extra: dict[str, Any] = {}
-    if family == "mistral":
-        extra = {"sliding_window": sliding_window}
-    elif family in ("qwen2", "qwen3"):
-        extra = {"use_sliding_window": sliding_window is not None, "sliding_window": sliding_window}
-        extra["max_window_layers"] = max_window_layers
-    elif sliding_window is not None:
-        raise ValueError(f"{family} has no sliding window")
-    if family in ("llama", "qwen3"):
-        extra["attention_bias"] = attention_bias
-    if family == "llama":
-        extra["mlp_bias"] = mlp_bias
-    config = config_class(
+    """Write config.json, generation_config.json and at least `shards` safetensors files into `folder`; return it.
+
+    None: the family's own value. extra: config values, in place of the family's. rope_theta and rope_scaling count
+    only for families without `rope_parameters` of their own.
+    """
+    kind = FAMILIES[family]
+    is_tied = kind.is_tied if tied is None else tied
+    common = dict(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=intermediate or 2 * hidden,
-        num_hidden_layers=layers,
+        num_hidden_layers=layers or kind.layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
+        head_dim=head_dim or kind.head_dim,
         max_position_embeddings=context,
         rms_norm_eps=1e-5,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=is_tied,
         rope_parameters={"rope_type": "default", **(rope_scaling or {}), "rope_theta": rope_theta},
         bos_token_id=BOS_ID,
         eos_token_id=EOS_ID,
         pad_token_id=EOS_ID,
-        **extra,
     )
-    model = model_class(config)
-    randomise(model, seed)
-    model.to(dtype)
+    config = build_config(kind, common, extra)
+    if kind.whole_config:
+        whole_class = getattr(transformers, kind.whole_config)
+        config = whole_class(text_config=config, tie_word_embeddings=is_tied, **kind.whole_extra)
+    model = getattr(transformers, kind.model)(config)
+    randomise(model, seed, kind)
+    if dtype != torch.float32:
+        model.to(dtype)
     size_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     model.save_pretrained(folder, max_shard_size=math.ceil(size_bytes / shards) if shards > 1 else "50GB")
     return folder
 
 
-def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Overwrite every parameter, whatever its dtype, with seeded random values of useful size."""
+def build_config(kind: Family, common: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
+    """The text part's config. ValueError for a value that the family does not have."""
+    config_class = getattr(transformers, kind.config)
+    for key in extra:
+        if not hasattr(config_class, key):
+            raise ValueError(f"{kind.config} has no {key}")
+    values = {**common, **copy.deepcopy(dict(kind.extra)), **extra}  # a config may write into lists
+    if hasattr(config_class, "use_sliding_window"):
+        values["use_sliding_window"] = values.get("sliding_window") is not None
+    return config_class(**values)
+
+
+def randomise(model: torch.nn.Module, seed: int, kind: Family) -> None:
+    """Overwrite every tensor of the checkpoint, whatever its dtype, with seeded random values of useful size."""
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        values = torch.randn(parameter.shape, generator=generator)
-        if name.endswith("norm.weight"):
+    saved = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    for name, tensor in itertools.chain(model.named_parameters(), buffers):
+        values = torch.randn(tensor.shape, generator=generator)
+        if ROW_NORM.search(name):
+            values = kind.norm_gain * (1.0 + 0.3 * values)
+        elif name.endswith(("norm.weight", "scale", "scalar")):
             values = 1.0 + 0.3 * values
-        elif name.endswith(".bias"):
+        elif name.endswith(("bias", "sinks")):
             values = 0.3 * values
         else:
             is_vocab = "embed_tokens" in name or "lm_head" in name
-            values *= (LOGIT_SPREAD if is_vocab else 1.5) / math.sqrt(parameter.shape[1])
-        parameter.data.copy_(values)
+            values *= (kind.logit_spread if is_vocab else 1.5) / math.sqrt(tensor.shape[-1])
+        tensor.data.copy_(values)
 
 
 def write_tokenizer(folder: Path, vocab: int) -> Path:

@@ -1,0 +1,150 @@
+"""Model families for tiny checkpoints: transformers' classes, and config values so that every kind of layer occurs.
+
+Windows, chunks and original contexts are shorter than tests' prompts, and scales differ from what follows from the
+shape, so leaving one out changes the result. Knows nothing of weights or files.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+VOCAB = 320
+WINDOW = 8  # tokens
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family's tiny model. Classes are names, so that only those in use are imported."""
+
+    config: str  # transformers' class; of the text part, if the model has others
+    model: str
+    extra: Mapping[str, Any] = field(default_factory=dict)  # config values beside the common ones
+    head_dim: int = 32
+    layers: int = 2
+    is_tied: bool = False
+    logit_spread: float = 4.0  # standard deviation of the logits before scales and caps, if norms keep the size of rows
+    norm_gain: float = 1.0  # of norms over whole rows; see GEMMA
+    whole_config: str | None = None  # the config around the text part
+    whole_extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def rope(rope_type: str, rope_theta: float, **rest: Any) -> dict[str, Any]:
+    return {"rope_type": rope_type, "rope_theta": rope_theta, **rest}
+
+
+YARN = rope("yarn", 5e4, factor=4.0, original_max_position_embeddings=512)
+LLAMA3 = rope(
+    "llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128
+)
+LONGROPE = rope(
+    "longrope", 1e4, partial_rotary_factor=0.75,
+    short_factor=[1.0 + 0.1 * pair for pair in range(12)],  # 24 of 32 dimensions are rotated
+    long_factor=[1.0 + 2.0 * pair for pair in range(12)],
+)  # fmt: skip
+HALF_ROTATED = rope("default", 1e4, partial_rotary_factor=0.5)
+# Embeddings are small beside what layers add: with the embedding as head too, each token would predict itself.
+GEMMA: dict[str, Any] = dict(is_tied=True, logit_spread=0.9, norm_gain=4.0)
+GEMMA3 = dict(
+    query_pre_attn_scalar=24, sliding_window=WINDOW, layer_types=[SLIDING, FULL, SLIDING],
+    rope_parameters={SLIDING: rope("default", 1e4), FULL: rope("linear", 1e6, factor=8.0)},
+)  # fmt: skip
+GEMMA4 = dict(
+    sliding_window=WINDOW, layer_types=[SLIDING, FULL], global_head_dim=64, final_logit_softcapping=10.0,
+    rope_parameters={SLIDING: rope("default", 1e4), FULL: rope("proportional", 1e6, partial_rotary_factor=0.25)},
+)  # fmt: skip
+GEMMA4_E = dict(
+    GEMMA4, layer_types=[SLIDING, FULL] * 3, num_kv_shared_layers=2, use_double_wide_mlp=True,
+    hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB,
+)  # fmt: skip  # layers 4 and 5 read the keys and values of layers 2 and 3
+GEMMA4_LARGE = dict(GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1, hidden_size_per_layer_input=0)
+LLAMA4 = dict(
+    attention_chunk_size=WINDOW, floor_scale=4, no_rope_layer_interval=3, rope_parameters=LLAMA3,
+    num_local_experts=4, interleave_moe_layer_step=2, intermediate_size_mlp=192,
+)  # fmt: skip
+VISION = dict(
+    hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+)
+GEMMA4_VISION = dict(
+    hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+    head_dim=8, position_embedding_size=16,
+)  # fmt: skip
+LLAMA4_VISION = dict(VISION, vision_output_dim=16, projector_input_dim=16, projector_output_dim=16)
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaConfig", "LlamaForCausalLM", head_dim=64),
+    "mistral": Family("MistralConfig", "MistralForCausalLM", dict(sliding_window=None), head_dim=64),
+    "qwen2": Family("Qwen2Config", "Qwen2ForCausalLM", dict(max_window_layers=1), head_dim=64),
+    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", dict(max_window_layers=1), head_dim=64),
+    "qwen3_moe": Family(
+        "Qwen3MoeConfig", "Qwen3MoeForCausalLM", layers=3, head_dim=64,
+        extra=dict(
+            num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, mlp_only_layers=[1]
+        ),
+    ),
+    "mixtral": Family("MixtralConfig", "MixtralForCausalLM", dict(num_local_experts=4)),
+    "gpt_oss": Family(
+        "GptOssConfig", "GptOssForCausalLM", head_dim=64,
+        extra=dict(
+            sliding_window=WINDOW, num_local_experts=8, num_experts_per_tok=2, swiglu_limit=1.5,
+            rope_parameters=dict(YARN, truncate=False),
+        ),
+    ),
+    "gemma2": Family(
+        "Gemma2Config", "Gemma2ForCausalLM", **GEMMA,
+        extra=dict(
+            query_pre_attn_scalar=24, sliding_window=WINDOW, attn_logit_softcapping=5.0, final_logit_softcapping=10.0
+        ),
+    ),
+    "gemma3_text": Family("Gemma3TextConfig", "Gemma3ForCausalLM", GEMMA3, layers=3, **GEMMA),
+    "gemma3": Family(
+        "Gemma3TextConfig", "Gemma3ForConditionalGeneration", GEMMA3, layers=3, **GEMMA,
+        whole_config="Gemma3Config",
+        whole_extra=dict(vision_config=dict(VISION, model_type="siglip_vision_model"), mm_tokens_per_image=4),
+    ),
+    "gemma4_e2b": Family(
+        "Gemma4TextConfig", "Gemma4ForConditionalGeneration", GEMMA4_E, layers=6, **GEMMA,
+        whole_config="Gemma4Config", whole_extra=dict(vision_config=GEMMA4_VISION),
+    ),
+    "gemma4_31b": Family("Gemma4TextConfig", "Gemma4ForCausalLM", GEMMA4_LARGE, **GEMMA),
+    "gemma4_26b_a4b": Family(
+        "Gemma4TextConfig", "Gemma4ForCausalLM", **GEMMA,
+        extra=dict(GEMMA4_LARGE, enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=64),
+    ),
+    "phi3": Family("Phi3Config", "Phi3ForCausalLM", dict(sliding_window=WINDOW)),
+    "phi4_mini": Family(
+        "Phi3Config", "Phi3ForCausalLM", dict(rope_parameters=LONGROPE, original_max_position_embeddings=32),
+        is_tied=True,
+    ),
+    "granite": Family(
+        "GraniteConfig", "GraniteForCausalLM", logit_spread=8.0,
+        extra=dict(embedding_multiplier=3.0, attention_multiplier=0.1, residual_multiplier=0.8, logits_scaling=2.0),
+    ),
+    "smollm3": Family("SmolLM3Config", "SmolLM3ForCausalLM", dict(no_rope_layer_interval=2), is_tied=True),
+    "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM"),
+    "olmo3": Family(
+        "Olmo3Config", "Olmo3ForCausalLM",
+        dict(
+            sliding_window=WINDOW, layer_types=[SLIDING, FULL],
+            rope_parameters={SLIDING: rope("default", 5e4), FULL: YARN},
+        ),
+    ),
+    "glm": Family("GlmConfig", "GlmForCausalLM", dict(rope_parameters=HALF_ROTATED)),
+    "glm4": Family("Glm4Config", "Glm4ForCausalLM", dict(rope_parameters=HALF_ROTATED)),
+    "glm4_moe": Family(
+        "Glm4MoeConfig", "Glm4MoeForCausalLM",
+        dict(
+            rope_parameters=HALF_ROTATED, attention_bias=True, use_qk_norm=True, n_routed_experts=8,
+            num_experts_per_tok=2, moe_intermediate_size=64, routed_scaling_factor=2.5,
+        ),
+    ),
+    "mistral3": Family(
+        "MistralConfig", "Mistral3ForConditionalGeneration", dict(sliding_window=None), head_dim=64,
+        whole_config="Mistral3Config", whole_extra=dict(vision_config=dict(VISION, model_type="pixtral")),
+    ),
+    "llama4_text": Family("Llama4TextConfig", "Llama4ForCausalLM", LLAMA4, layers=6),
+    "llama4": Family(
+        "Llama4TextConfig", "Llama4ForConditionalGeneration", LLAMA4, layers=6,
+        whole_config="Llama4Config", whole_extra=dict(vision_config=LLAMA4_VISION),
+    ),
+}  # fmt: skip
