@@ -32,6 +32,7 @@ class Rows:
     ) -> None:
         """context_tokens: the longest sequence."""
         self.num_rows, self.page_tokens, self.vocab_size, self.device = num_rows, page_tokens, vocab_size, device
+        self.context_tokens = context_tokens
         self.width = context_tokens + MAX_DRAFT_TOKENS  # guesses may follow a sequence at its limit
         # Prompt, answer and guesses. Steps read inputs and write sampled tokens here, in launch order.
         # The last row has no sequence: captured steps use it for surplus rows.
