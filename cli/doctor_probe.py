@@ -20,8 +20,8 @@ from engine.attention.choose import choose_for_layers
 from engine.engine import choose_device, resolve_kv_dtype
 from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
 from engine.kv.pool import PoolShape
-from engine.models.config import load_config
 from engine.models.load import choose_dtype
+from engine.models.read_config import load_config
 from engine.models.table import shard_config
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.files import list_shards
@@ -86,14 +86,17 @@ def examine_model(config: ServeConfig) -> Model:
     if len(folders) < len(found):
         raise FileNotFoundError("its files are still to be fetched")
     folder = folders[0]
-    model, dtype = load_config(folder), choose_dtype(Checkpoint(folder), config.dtype)
+    model = load_config(folder)
+    dtype = choose_dtype(model, Checkpoint(folder), config.dtype)
     kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype)
     shapes = []
     for one in map(load_config, folders):
         for size in (config.prefill_tp, config.decode_tp):
             shard_config(one, Shard(0, size))
         shapes.append(PoolShape(1, one.kv_parts, config.page_tokens, kv_dtype))
-    attention = choose_for_layers(model.attention_shapes, model.windows, config.page_tokens, device, dtype, kv_dtype)
+    attention = choose_for_layers(
+        model.attention_shapes, model.windows, config.page_tokens, device, dtype, kv_dtype, model.has_sinks
+    )
     return Model(
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.models.config import load_config
+from engine.models.read_config import load_config
 from engine.weights.files import is_path, list_shards, read_header
 from runtime.config import DecodeConfig, PrefillConfig, ServeConfig
 from runtime.config_parts import ANY_NAME, DEMO_MODEL, NO_DRAFT

@@ -6,8 +6,9 @@ from pathlib import Path
 from bench.gpu_checks.models import SHAPES
 from bench.roofline import ModelShape
 from cli.models import fetch_tokenizer
-from engine.models.config import ModelConfig, build_config, load_config
-from engine.models.table import EMBEDDING, HEAD, build_table
+from engine.models.config import ModelConfig
+from engine.models.read_config import build_config, load_config
+from engine.models.table import build_table
 
 
 def load_shape(model: str) -> ModelShape:
@@ -18,16 +19,23 @@ def load_shape(model: str) -> ModelShape:
 
 
 def shape_of(config: ModelConfig) -> ModelShape:
-    sizes = {stored.name: math.prod(stored.shape) for stored in build_table(config).stored()}
-    num_weights = sum(sizes.values()) - (sizes[f"{HEAD}.weight"] if config.is_tied else 0)
+    table = build_table(config)
+    sizes = {stored.name: math.prod(stored.shape) for stored in table.stored()}
+    embedding, head = (sizes[next(product.stored()).name] for product in (table.embedding, table.lm_head))
+    num_weights = sum(sizes.values()) - (head if config.is_tied else 0)
+    num_idle = 0
+    if config.moe is not None:
+        expert = 3 * config.hidden_size * config.moe.inner_size
+        num_moe = sum(layer.is_moe for layer in config.layers)
+        num_idle = num_moe * expert * (config.moe.routing.num_experts - config.moe.routing.top_k)
     return ModelShape(
         num_weights=num_weights,
-        num_active=num_weights - (0 if config.is_tied else sizes[f"{EMBEDDING}.weight"]),
+        num_active=num_weights - num_idle - (0 if config.is_tied else embedding),
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         context_tokens=config.context_tokens,
-        divisible=(config.num_heads, config.intermediate_size, config.vocab_size),
+        divisible=tuple(config.divisible.values()),
     )

@@ -13,9 +13,10 @@ from engine.attention.choose import AttentionChoice, choose_for_layers
 from engine.graphs import CudaCapture, OnCaptured, choose_shapes
 from engine.kv.pool import Pool, PoolShape, PoolShare
 from engine.layers.linear import Quantization
-from engine.models.config import ModelConfig, load_config
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import load_model, resolve_model_folder, weight_fingerprint
+from engine.models.read_config import load_config
 from engine.out_of_memory import explain_failed_warm_up, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
 from engine.rows import Rows
@@ -279,7 +280,13 @@ def _build_draft_runner(draft: Loaded, pool: Pool, rows: Rows, place: Place) -> 
 def _choose_attention(decoder: Decoder, page_tokens: int, kv_dtype: torch.dtype) -> AttentionChoice:
     config = decoder.config
     return choose_for_layers(
-        config.attention_shapes, config.windows, page_tokens, decoder.device, decoder.dtype, kv_dtype
+        config.attention_shapes,
+        config.windows,
+        page_tokens,
+        decoder.device,
+        decoder.dtype,
+        kv_dtype,
+        config.has_sinks,
     )
 
 

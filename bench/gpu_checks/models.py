@@ -10,7 +10,8 @@ from torch import Tensor
 from engine.engine import Engine, Loaded, assemble_engine
 from engine.layers.linear import Quantization
 from engine.models.assemble import build_decoder
-from engine.models.config import ModelConfig, build_config
+from engine.models.config import ModelConfig
+from engine.models.read_config import build_config
 from engine.models.table import build_table
 from engine.ops.choose import ops_for
 from engine.weights.checkpoint import Checkpoint

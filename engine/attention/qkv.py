@@ -44,7 +44,8 @@ class Heads(NamedTuple):
 def turn_slowly(query_key: Tensor, turn: Turn) -> Tensor:
     """[T, Hq + Hkv, D] |-> the same, contiguous."""
     if turn.norm is not None:
-        query_key = functional.rms_norm(query_key, query_key.shape[-1:], None, turn.eps) * turn.norm
+        wide = query_key if turn.norm.dtype is query_key.dtype else query_key.float()  # Gemma's 1 + weight
+        query_key = (functional.rms_norm(wide, query_key.shape[-1:], None, turn.eps) * turn.norm).to(query_key.dtype)
     return rotate(query_key, turn.cos, turn.signed_sin)
 
 

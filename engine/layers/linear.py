@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.layers.activation import activate
+from engine.layers.moe_config import Activation
 from engine.ops.base import Ops
 from engine.ranks import Ranks
 
@@ -33,17 +35,50 @@ class SummedLinear:
         return self._ranks.add_(self._own(rows))
 
 
-class GatedLinear:
-    """silu(gate) * up, where one product computes both, gate first."""
+class Mlp:
+    """Gate and up, then down."""
 
-    __slots__ = ("_gate_up", "_ops")
+    __slots__ = ("_down", "_gated")
 
-    def __init__(self, gate_up: Linear, ops: Ops) -> None:
-        self._gate_up = gate_up
-        self._ops = ops
+    def __init__(self, gated: Linear, down: Linear) -> None:
+        self._gated = gated
+        self._down = down
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return self._ops.gate(self._gate_up(rows))
+        """[T, H] |-> [T, H]"""
+        return self._down(self._gated(rows))
+
+
+class WideRouter:
+    """A router whose logits are computed in float32, whatever the dtype of rows and weights."""
+
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight: [E, H]"""
+        self._weight = weight.float()
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[T, H] |-> [T, E] float32"""
+        return functional.linear(rows.float(), self._weight)
+
+
+class GatedLinear:
+    """gate and up joined, where one product computes both, gate first."""
+
+    __slots__ = ("_activation", "_gate_up", "_ops")
+
+    def __init__(self, gate_up: Linear, ops: Ops, activation: Activation = "silu") -> None:
+        self._gate_up = gate_up
+        self._ops = ops
+        self._activation = activation
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        gate_up = self._gate_up(rows)
+        if self._activation == "silu":
+            return self._ops.gate(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return activate(gate, up, self._activation)
 
 
 class PlainLinear:

@@ -58,11 +58,18 @@ def yarn_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
 
+def longrope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Each wavelength stretched by a factor of its own. [head_dim / 2]"""
+    wavelengths = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)  # [D / 2], over 2 pi
+    return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32) * wavelengths)
+
+
 FREQUENCIES: dict[str, Callable[[RopeConfig, int], Tensor]] = {
     "default": default_frequencies,
     "linear": linear_frequencies,
     "llama3": llama3_frequencies,
     "yarn": yarn_frequencies,
+    "longrope": longrope_frequencies,
 }
 
 
@@ -71,12 +78,14 @@ def build_rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Ten
 
     Returns [num_positions, 2, head_dim / 2] float32 on the CPU: 64 MiB for 128 Ki positions and head_dim 128.
     """
-    frequencies = FREQUENCIES[rope.kind](rope, head_dim)  # [D / 2]
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies  # [num_positions, D / 2]
-    table = torch.empty(num_positions, 2, head_dim // 2)
-    torch.cos(angles, out=table[:, 0])
-    torch.sin(angles, out=table[:, 1])
-    return table.mul_(rope.attention_factor)
+    rotated = rope.rotated_dims or head_dim
+    frequencies = FREQUENCIES[rope.kind](rope, rotated)  # [rotated / 2]
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies  # [num_positions, rotated / 2]
+    table = torch.zeros(num_positions, 2, head_dim // 2)
+    table[:, 0] = 1  # pairs beyond the rotated ones stay as they are
+    table[:, 0, : rotated // 2] = torch.cos(angles) * rope.attention_factor
+    table[:, 1, : rotated // 2] = torch.sin(angles) * rope.attention_factor
+    return table
 
 
 def gather_rotation(table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

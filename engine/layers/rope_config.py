@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")  # the keys of rope.FREQUENCIES
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")  # the keys of rope.FREQUENCIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,9 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
-    attention_factor: float = 1.0  # multiplies cos and sin; yarn
+    attention_factor: float = 1.0  # multiplies cos and sin; yarn, longrope
+    rotated_dims: int = 0  # of each head, the first ones; 0: all
+    factors: tuple[float, ...] = ()  # of each wavelength; longrope
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
@@ -29,3 +31,15 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
     return temperature(mscale) / temperature(mscale_all_dim) if mscale and mscale_all_dim else temperature(1.0)
+
+
+def rope_order(rotated_dims: int, head_dim: int, *, is_interleaved: bool) -> tuple[int, ...]:
+    """The dimensions of a head in the order that makes its pairs (i, i + D / 2), rotated ones first.
+
+    q·k is the same if queries and keys have the same order. Empty: as it is.
+    """
+    turned, rest = list(range(rotated_dims or head_dim)), list(range(rotated_dims or head_dim, head_dim))
+    half = len(turned) // 2
+    firsts, seconds = (turned[::2], turned[1::2]) if is_interleaved else (turned[:half], turned[half:])
+    order = (*firsts, *rest[: len(rest) // 2], *seconds, *rest[len(rest) // 2 :])
+    return () if order == tuple(range(head_dim)) else order

@@ -4,16 +4,18 @@ import torch
 from torch import Tensor
 
 from engine.layers.embedding import SummedEmbedding
-from engine.layers.linear import Linear, SummedLinear
+from engine.layers.linear import Linear, Mlp, PlainLinear, SummedLinear, WideRouter
+from engine.layers.moe import MixtureOfExperts
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.table import LayerTable, ModelTable, build_table, shard_config
+from engine.models.table import LayerTable, MlpTable, ModelTable, MoeTable, build_table, shard_config
 from engine.ranks import ONE_RANK, Ranks
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.formats import PlainFormat
-from engine.weights.table import Product, Shard
+from engine.weights.table import Product, Shard, Vector
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # in old Llama checkpoints; the config implies it
+OTHER_PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.", "embed_vision.", "audio_tower.")
 MAX_FAULTS_SHOWN = 8
 
 
@@ -22,8 +24,9 @@ def build_decoder(config: ModelConfig, format: PlainFormat, ranks: Ranks = ONE_R
     reader, table = format.reader, build_table(config)
     config = shard_config(config, Shard(ranks.rank, ranks.size))
     embedding, head = format.embed(table.embedding, _find_head(config, table, reader.checkpoint))
-    layers = [_build_layer(layer, config, format, ranks) for layer in table.layers]
-    final_norm = reader.vector(table.final_norm)  # [H]
+    builder = _Builder(config, format, ranks)
+    layers = [builder.build_layer(layer) for layer in table.layers]
+    final_norm = builder.norm(table.final_norm)
     reader.finish()
     if ranks.size > 1:
         embedding = SummedEmbedding(embedding, ranks.rank * len(embedding), ranks)
@@ -39,27 +42,73 @@ def _find_head(config: ModelConfig, table: ModelTable, checkpoint: Checkpoint) -
     return table.embedding if is_copy else table.lm_head
 
 
-def _build_layer(table: LayerTable, config: ModelConfig, format: PlainFormat, ranks: Ranks) -> DecoderLayer:
-    reader = format.reader
+class _Builder:
+    """Reads the layers of one rank."""
 
-    def summed(product: Product) -> Linear:
-        own = format.linear(product)
-        return own if ranks.size == 1 else SummedLinear(own, ranks)
+    def __init__(self, config: ModelConfig, format: PlainFormat, ranks: Ranks) -> None:
+        """config: of this rank's part."""
+        self._config = config
+        self._format = format
+        self._ranks = ranks
 
-    qk_norm: Tensor | None = None
-    if table.q_norm is not None and table.k_norm is not None:
-        q_norm = reader.vector(table.q_norm).expand(config.num_heads, -1)  # [Hq, D]
-        k_norm = reader.vector(table.k_norm).expand(config.num_kv_heads, -1)  # [Hkv, D]
-        qk_norm = torch.cat((q_norm, k_norm))
-    return DecoderLayer(
-        input_norm=reader.vector(table.input_norm),
-        qkv_proj=format.linear(table.qkv_proj),
-        qk_norm=qk_norm,
-        o_proj=summed(table.o_proj),
-        mlp_norm=reader.vector(table.mlp_norm),
-        gate_up_proj=format.gated(table.gate_up_proj),
-        down_proj=summed(table.down_proj),
-    )
+    def build_layer(self, table: LayerTable) -> DecoderLayer:
+        format, config = self._format, self._config
+        q_norm, k_norm = (self._optional_norm(vector) for vector in (table.q_norm, table.k_norm))
+        qk_norm = None
+        if q_norm is not None and k_norm is not None:
+            counts = (1, 1) if config.qk_norm == "width" else (config.num_heads, config.num_kv_heads)
+            expanded = [one.expand(count, -1) for one, count in zip((q_norm, k_norm), counts, strict=True)]
+            qk_norm = torch.cat(expanded, 1 if config.qk_norm == "width" else 0)
+        mlp = self._build_moe(table.mlp) if isinstance(table.mlp, MoeTable) else self._build_mlp(table.mlp)
+        return DecoderLayer(
+            before_attention=self._optional_norm(table.before_attention),
+            qkv_proj=format.linear(table.qkv_proj),
+            qk_norm=qk_norm,
+            sinks=None if table.sinks is None else format.reader.vector(table.sinks, torch.float32),
+            o_proj=self._summed(format.linear(table.o_proj)),
+            after_attention=self._optional_norm(table.after_attention),
+            before_mlp=self._optional_norm(table.before_mlp),
+            mlp=self._summed(mlp),
+            after_mlp=self._optional_norm(table.after_mlp),
+        )
+
+    def norm(self, vector: Vector) -> Tensor:
+        """[n]; in float32 if it has an offset, which would round it otherwise."""
+        reader, offset = self._format.reader, self._config.norm_offset
+        return reader.vector(vector, torch.float32).add(offset) if offset else reader.vector(vector)
+
+    def _optional_norm(self, vector: Vector | None) -> Tensor | None:
+        return None if vector is None else self.norm(vector)
+
+    def _build_mlp(self, table: MlpTable) -> Linear:
+        """This rank's part of the sum."""
+        gated = self._format.gated(table.gate_up_proj, self._config.activation)
+        return Mlp(gated, self._format.linear(table.down_proj))
+
+    def _build_moe(self, table: MoeTable) -> Linear:
+        """This rank's part of the sum. All ranks choose the same experts."""
+        format, reader, moe = self._format, self._format.reader, self._config.moe
+        assert moe is not None
+        weight, bias = reader.fuse(table.router), reader.bias(table.router)
+        router = WideRouter(weight) if moe.has_wide_router else PlainLinear(weight, bias)
+        return MixtureOfExperts(
+            router,
+            moe.routing,
+            format.experts([(one.gate_up_proj, one.down_proj) for one in table.experts], self._config.activation),
+            bias=None if table.choice_bias is None else reader.vector(table.choice_bias, torch.float32),
+            shared=None if table.shared is None else self._build_mlp(table.shared),
+        )
+
+    def _summed(self, own: Linear) -> Linear:
+        return own if self._ranks.size == 1 else SummedLinear(own, self._ranks)
+
+
+def _is_ignored(config: ModelConfig, name: str) -> bool:
+    """Tensors of other parts of the model, and of layers after the last, which predict several tokens ahead."""
+    layer, _, _ = name.removeprefix(f"{config.prefix}layers.").partition(".")
+    is_extra = name.startswith(f"{config.prefix}layers.") and layer.isdecimal() and int(layer) >= config.num_layers
+    is_other = config.prefix != "model." and name.removeprefix("model.").startswith(OTHER_PARTS)
+    return is_extra or is_other or name.endswith(IGNORED_SUFFIX)
 
 
 def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -73,7 +122,7 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
         if name not in entries and name not in optional
     ]
     for name, entry in entries.items():
-        if name not in expected and not name.endswith(IGNORED_SUFFIX):
+        if name not in expected and not _is_ignored(config, name):
             faults.append(f"unexpected: {name}, shape {list(entry.shape)}")
         elif name in expected and entry.shape != expected[name]:
             faults.append(

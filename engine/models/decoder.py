@@ -23,15 +23,17 @@ from engine.ranks import ONE_RANK, Ranks
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer's weights; query, key and value are one product, gate and up another."""
+    """One layer's weights; query, key and value are one product, gate and up another. A norm is [H], or not there."""
 
-    input_norm: Tensor  # [H]
+    before_attention: Tensor | None
     qkv_proj: Linear  # H -> (Hq + 2 Hkv) D: all query heads, then key heads, then value heads
-    qk_norm: Tensor | None  # [Hq + Hkv, D], the query norm's row Hq times, then the key norm's; Qwen3
+    qk_norm: Tensor | None  # [Hq + Hkv, D], the query norm's row Hq times, then the key norm's; or [1, (Hq + Hkv) D]
+    sinks: Tensor | None  # [Hq] float32
     o_proj: Linear  # Hq D -> H
-    mlp_norm: Tensor  # [H]
-    gate_up_proj: Linear  # H -> I: silu(gate) * up
-    down_proj: Linear  # I -> H
+    after_attention: Tensor | None
+    before_mlp: Tensor | None
+    mlp: Linear  # H -> H: dense, or a mixture of experts
+    after_mlp: Tensor | None
 
 
 class Decoder:
@@ -61,8 +63,11 @@ class Decoder:
         self.ranks = ranks
         self.mapped_bytes = 0  # bytes of packed weights mapped from a file
         self.why_unshared: str | None = None  # why each worker of this host has its own packed weights
-        table = build_rope_table(config.rope, config.head_dim, config.context_tokens)
-        self._rope_table = table.to(self.device, self.dtype)  # [context_tokens, 2, D / 2]
+        tables = [build_rope_table(rope, config.head_dim, config.context_tokens) for rope in config.ropes]
+        self._rope_tables = [table.to(self.device, self.dtype) for table in tables]  # [context_tokens, 2, D / 2] each
+        self._embedding_multiplier = config.embedding_multiplier
+        if config.norm_offset:  # Gemma rounds it to the dtype of the weights
+            self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=self.dtype))
         self.ops = ops
 
     @torch.inference_mode()
@@ -77,45 +82,81 @@ class Decoder:
 
     def run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """`forward` after the plan. Only launches; shapes follow from those of `batch`."""
-        ops, eps = self.ops, self.config.rms_eps
-        turn = Turn(*gather_rotation(self._rope_table, batch.positions), None, eps)
+        rotations = [gather_rotation(table, batch.positions) for table in self._rope_tables]
         hidden = self._embedding(batch.token_ids)  # [T, H]
-        normed = ops.norm(hidden, self._layers[0].input_norm, eps)
-        norms = [*(layer.input_norm for layer in self._layers[1:]), self._final_norm]  # norm after each layer
-        for index, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
-            attended = self._attend(index, layer, normed, turn, attention)  # [T, Hq D]
+        if self._embedding_multiplier != 1:
+            hidden = hidden * self._embedding_multiplier
+        normed = self._norm(hidden, self._layers[0].before_attention)
+        nexts = [*(layer.before_attention for layer in self._layers[1:]), self._final_norm]  # the norm after each layer
+        for index, (layer, next_norm) in enumerate(zip(self._layers, nexts, strict=True)):
+            attended = self._attend(index, layer, normed, rotations, attention)  # [T, Hq D]
             if index == len(self._layers) - 1:
                 # after the last layer's KV is written, only rows with logits matter
                 if not batch.logits_rows.numel():
                     self.ranks.meet(self.device)  # no sum follows: this makes all ranks finish the step together
                     return hidden[:0]
                 attended, hidden = _keep_rows(attended, batch), _keep_rows(hidden, batch)  # [S, ...]
-            normed = ops.add_norm_(hidden, layer.o_proj(attended), layer.mlp_norm, eps)
-            mlp = layer.down_proj(layer.gate_up_proj(normed))  # [T, H]
-            normed = ops.add_norm_(hidden, mlp, next_norm, eps)
+            normed = self._add(hidden, layer.o_proj(attended), layer.after_attention, layer.before_mlp)
+            normed = self._add(hidden, layer.mlp(normed), layer.after_mlp, next_norm)
         return normed
+
+    def _norm(self, rows: Tensor, weight: Tensor | None) -> Tensor:
+        return rows if weight is None else self.ops.norm(rows, weight, self.config.rms_eps)
+
+    def _add(self, hidden: Tensor, delta: Tensor, after: Tensor | None, before: Tensor | None) -> Tensor:
+        """Add a block's normed output to `hidden` in place, [T, H]; returns the next block's normed input."""
+        delta = self._norm(delta, after)
+        if self.config.residual_multiplier != 1:
+            delta = delta * self.config.residual_multiplier
+        return hidden.add_(delta) if before is None else self.ops.add_norm_(hidden, delta, before, self.config.rms_eps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] rows from `forward`, or some of them |-> [S, V] float32, owned by the caller."""
-        return self.ranks.join(self._lm_head(hidden))
+        return self._scale_logits(self.ranks.join(self._lm_head(hidden)))
 
     @torch.inference_mode()
     def deal_logits(self, hidden: Tensor) -> Tensor:
         """Like `logits`, but only for the rows whose tokens this rank samples (`Ranks.own_rows`): [m, V]."""
-        return self.ranks.deal(self._lm_head(hidden))
+        return self._scale_logits(self.ranks.deal(self._lm_head(hidden)))
+
+    def _scale_logits(self, logits: Tensor) -> Tensor:
+        config = self.config
+        if config.logits_divisor != 1:
+            logits = logits.div_(config.logits_divisor)
+        if config.logits_softcap:
+            logits = logits.div_(config.logits_softcap).tanh_().mul_(config.logits_softcap)
+        return logits
 
     def _attend(
-        self, index: int, layer: DecoderLayer, normed: Tensor, turn: Turn, attention: AttentionBackend
-    ) -> Tensor:
+        self, index: int, layer: DecoderLayer, normed: Tensor, rotations: Sequence[tuple[Tensor, Tensor]],
+        attention: AttentionBackend,
+    ) -> Tensor:  # fmt: skip
         """normed: [T, H] |-> [T, Hq D], before the output projection."""
-        config = self.config
+        config, own = self.config, self.config.layers[index]
         qkv = layer.qkv_proj(normed)  # [T, (Hq + 2 Hkv) D]
+        qk_norm = layer.qk_norm
+        if config.qk_norm == "width" and qk_norm is not None:
+            self._norm_width_(qkv, qk_norm)
+            qk_norm = None
         heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         num_turned = config.num_heads + config.num_kv_heads
-        new = Heads(heads[:, :num_turned], heads[:, num_turned:], turn._replace(norm=layer.qk_norm))
-        attended = attention.attend(index, new, config.windows[index])  # [T, Hq, D]
+        turn = None if own.rope is None else Turn(*rotations[own.rope], qk_norm, config.rms_eps)
+        new = Heads(heads[:, :num_turned], heads[:, num_turned:], turn)
+        attended = attention.attend(index, new, own.window, layer.sinks)  # [T, Hq, D]
         return attended.view(-1, config.num_heads * config.head_dim)
+
+    def _norm_width_(self, qkv: Tensor, weight: Tensor) -> None:
+        """RMSNorm of all queries together and of all keys together, over all ranks. weight: [1, (Hq + Hkv) D]"""
+        config, ranks = self.config, self.ranks
+        sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
+        parts = torch.split(qkv[:, : sum(sizes)], sizes, 1)  # [T, Hq D], [T, Hkv D]
+        squares = torch.stack([part.float().square().mean(1) for part in parts], 1)  # [T, 2]
+        if ranks.size > 1:
+            squares = ranks.add_(squares) / ranks.size  # ranks have equally many; shared KV heads count equally often
+        scale = torch.rsqrt(squares + config.rms_eps)  # [T, 2]
+        for part, own_weight, own_scale in zip(parts, torch.split(weight[0], sizes), scale.unbind(1), strict=True):
+            part.copy_(part.float() * own_scale[:, None] * own_weight.float())
 
 
 def _keep_rows(rows: Tensor, batch: Batch) -> Tensor:

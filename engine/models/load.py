@@ -5,6 +5,7 @@ The entry to `engine.models`. Runs no code from a checkpoint and unpickles nothi
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,9 +14,10 @@ from huggingface_hub import snapshot_download
 from engine.kernels.build import cache_folder
 from engine.layers.linear import Quantization
 from engine.models.assemble import build_decoder, check_tensors
-from engine.models.config import load_config
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.table import EMBEDDING, shard_config
+from engine.models.read_config import load_config
+from engine.models.table import shard_config
 from engine.ops.choose import ops_for
 from engine.ranks import ONE_RANK, Ranks
 from engine.weights.cache import SMALLEST_FILE_BYTES, CannotShareError, OwnWeights, Weights, share_weights
@@ -32,6 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 DOWNLOADED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
 NOT_DOWNLOADED = ["*.bin", "*.py", "*.pt", "*.pth", "*/*", "consolidated*"]
 UNHASHED_CONFIG_KEYS = {"_name_or_path", "transformers_version"}  # differ between copies of one model
+LANGUAGE_MODEL = "model.language_model."
 SAMPLE_WINDOWS, SAMPLE_WINDOW_BYTES = 16, 64
 PACKED_VERSION = 1  # of the layout of packed weights
 
@@ -52,11 +55,11 @@ def load_model(
     or dtype, a damaged file, missing, unexpected or mis-shaped tensors, or a device that does not support such weights.
     """
     check_quantization(quantization, dtype, device)
-    config = load_config(folder)
     checkpoint = Checkpoint(folder)
+    config = fit_prefix(load_config(folder), checkpoint)
     check_tensors(config, checkpoint)
     shard_config(config, Shard(ranks.rank, ranks.size))
-    chosen = torch.bfloat16 if quantization == "int8" else choose_dtype(checkpoint, dtype)
+    chosen = torch.bfloat16 if quantization == "int8" else choose_dtype(config, checkpoint, dtype)
     num_reported = 0
 
     def report(done_bytes: int, total_bytes: int) -> None:  # tensors packed into a file are then loaded again from it
@@ -86,6 +89,13 @@ def load_model(
     return decoder
 
 
+def fit_prefix(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """Some copies of models with several parts have other names for the language model."""
+    if f"{LANGUAGE_MODEL}embed_tokens.weight" in checkpoint.entries:
+        return replace(config, prefix=LANGUAGE_MODEL, head="lm_head")
+    return config
+
+
 def _name_weights(folder: Path, quantization: Quantization, ranks: Ranks) -> str:
     """The file name of packed weights: a hash of everything they depend on. It includes file times, since the
     fingerprint may miss small edits of a checkpoint."""
@@ -105,13 +115,13 @@ def check_quantization(quantization: Quantization, dtype: str, device: torch.dev
         raise ValueError(f"--quantization int8 computes in bfloat16, not {dtype}: set --dtype bfloat16 or auto")
 
 
-def choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
+def choose_dtype(config: ModelConfig, checkpoint: Checkpoint, dtype: str) -> torch.dtype:
     """The dtype of a model; "auto" is that of its embedding. Raises ValueError naming what is supported."""
     for name, entry in checkpoint.entries.items():
         if entry.dtype not in STORED_DTYPES:
             raise ValueError(f"{name} is stored as {entry.dtype}; supported: {', '.join(STORED_DTYPES)}")
     if dtype == "auto":
-        return STORED_DTYPES[checkpoint.entries[f"{EMBEDDING}.weight"].dtype]
+        return STORED_DTYPES[checkpoint.entries[f"{config.prefix}embed_tokens.weight"].dtype]
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; supported: auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]

@@ -3,25 +3,44 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from engine.models.config import ModelConfig
-from engine.weights.table import Axis, Part, Product, Shard, Stored, Vector, Weight
+from engine.layers.rope_config import rope_order
+from engine.models.config import ModelConfig, Moe
+from engine.weights.table import Axis, Part, Product, Shard, Stored, Vector, Weight, module, packed
 from wire.kv_layout import can_divide, heads_of
 
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+
+@dataclass(frozen=True, slots=True)
+class MlpTable:
+    """gate and up as one product, then down."""
+
+    gate_up_proj: Product
+    down_proj: Product
+
+
+@dataclass(frozen=True, slots=True)
+class MoeTable:
+    """See layers.moe.MixtureOfExperts."""
+
+    router: Product
+    choice_bias: Vector | None
+    experts: tuple[MlpTable, ...]
+    shared: MlpTable | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTable:
     """See decoder.DecoderLayer."""
 
-    input_norm: Vector
+    before_attention: Vector | None
     qkv_proj: Product
     q_norm: Vector | None
     k_norm: Vector | None
+    sinks: Vector | None
     o_proj: Product
-    mlp_norm: Vector
-    gate_up_proj: Product
-    down_proj: Product
+    after_attention: Vector | None
+    before_mlp: Vector | None
+    mlp: MlpTable | MoeTable
+    after_mlp: Vector | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,61 +53,117 @@ class ModelTable:
     lm_head: Product  # also of a tied model, whose checkpoint may lack it
 
     def stored(self) -> Iterator[Stored]:
-        """The tensors that a checkpoint has to have."""
-        weights: list[Weight | None] = [self.embedding, self.final_norm, self.lm_head]
-        for layer in self.layers:
-            weights += [getattr(layer, field.name) for field in fields(layer)]
-        for weight in weights:
-            if weight is not None:
-                yield from weight.stored()
+        """The tensors that a checkpoint has to have. One that several parts share comes several times."""
+        for weight in list_weights(self):
+            yield from weight.stored()
+
+
+def list_weights(table: object) -> Iterator[Weight]:
+    """All weights in a table or a part of one."""
+    if isinstance(table, Vector | Product):
+        yield table
+    elif isinstance(table, tuple):
+        for one in table:
+            yield from list_weights(one)
+    elif table is not None:
+        for field in fields(table):  # type: ignore[arg-type]
+            yield from list_weights(getattr(table, field.name))
 
 
 def build_table(config: ModelConfig) -> ModelTable:
     """config: of the whole model."""
     hidden, words = _whole(config.hidden_size), Axis(config.vocab_size)
     return ModelTable(
-        embedding=Product((Part(EMBEDDING, words),), hidden),
-        layers=tuple(_build_layer(config, f"model.layers.{index}.") for index in range(config.num_layers)),
-        final_norm=Vector("model.norm.weight", hidden),
-        lm_head=Product((Part(HEAD, words),), hidden),
+        embedding=Product((module(f"{config.prefix}embed_tokens", words),), hidden),
+        layers=tuple(_build_layer(config, index) for index in range(config.num_layers)),
+        final_norm=Vector(f"{config.prefix}norm.weight", hidden),
+        lm_head=Product((module(config.head, words),), hidden),
     )
 
 
-def _build_layer(config: ModelConfig, prefix: str) -> LayerTable:
-    hidden, inner = _whole(config.hidden_size), Axis(config.intermediate_size)
-    queries, keys = Axis(config.num_heads, config.head_dim), Axis(config.num_kv_heads, config.head_dim)
+def _build_layer(config: ModelConfig, index: int) -> LayerTable:
+    prefix, layer, hidden = f"{config.prefix}layers.{index}.", config.layers[index], _whole(config.hidden_size)
+    rope = config.ropes[layer.rope or 0]
+    order = rope_order(rope.rotated_dims, config.head_dim, is_interleaved=config.rope_is_interleaved)
+    queries = Axis(config.num_heads, config.head_dim, order=order)
+    keys = Axis(config.num_kv_heads, config.head_dim, order=order)
+    values, attended = replace(keys, order=()), replace(queries, order=())
+    norm_axes = [queries, keys] if config.qk_norm == "width" else [_whole(config.head_dim, order)] * 2
+    names = config.norms
 
-    def product(module: str, inputs: Axis, has_bias: bool, **outputs: Axis) -> Product:
-        parts = (Part(f"{prefix}{module}.{name}", rows) for name, rows in outputs.items())
-        return Product(tuple(parts), inputs, has_bias)
+    def norm(name: str | None, axis: Axis = hidden) -> Vector | None:
+        return None if name is None else Vector(f"{prefix}{name}.weight", axis)
 
-    def norm(name: str, axis: Axis = hidden) -> Vector:
-        return Vector(f"{prefix}{name}.weight", axis)
-
-    head = _whole(config.head_dim)
+    attention, has_bias = f"{prefix}self_attn.", config.has_qkv_bias
+    if config.packs_qkv:
+        qkv = packed(f"{attention}qkv_proj", [queries, keys, values], has_bias)
+    else:
+        axes = {"q_proj": queries, "k_proj": keys, "v_proj": values}
+        qkv = tuple(module(attention + name, rows, has_bias) for name, rows in axes.items())
+    q_norm, k_norm = ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm != "none" else (None, None)
     return LayerTable(
-        input_norm=norm("input_layernorm"),
-        qkv_proj=product("self_attn", hidden, config.has_qkv_bias, q_proj=queries, k_proj=keys, v_proj=keys),
-        q_norm=norm("self_attn.q_norm", head) if config.has_qk_norm else None,
-        k_norm=norm("self_attn.k_norm", head) if config.has_qk_norm else None,
-        o_proj=product("self_attn", queries, config.has_output_bias, o_proj=hidden),
-        mlp_norm=norm("post_attention_layernorm"),
-        gate_up_proj=product("mlp", hidden, config.has_mlp_bias, gate_proj=inner, up_proj=inner),
-        down_proj=product("mlp", inner, config.has_mlp_bias, down_proj=hidden),
+        before_attention=norm(names.before_attention),
+        qkv_proj=Product(qkv, hidden),
+        q_norm=norm(q_norm, norm_axes[0]),
+        k_norm=norm(k_norm, norm_axes[1]),
+        sinks=Vector(f"{attention}sinks", Axis(config.num_heads)) if config.has_sinks else None,
+        o_proj=Product((module(f"{attention}o_proj", hidden, config.has_output_bias),), attended),
+        after_attention=norm(names.after_attention),
+        before_mlp=norm(names.before_mlp),
+        mlp=_build_moe(config, config.moe, prefix) if config.moe and layer.is_moe else _build_mlp(config, prefix),
+        after_mlp=norm(names.after_mlp),
     )
 
 
-def _whole(size: int) -> Axis:
-    """An axis that each rank has whole."""
-    return Axis(size, is_divided=False)
+def _build_mlp(config: ModelConfig, prefix: str, name: str = "mlp", inner_size: int = 0) -> MlpTable:
+    hidden, inner = _whole(config.hidden_size), Axis(inner_size or config.intermediate_size)
+    has_bias = config.has_mlp_bias
+    if config.packs_gate_up:
+        gate_up = packed(f"{prefix}{name}.gate_up_proj", [inner, inner], has_bias)
+    else:
+        gate_up = tuple(module(f"{prefix}{name}.{one}", inner, has_bias) for one in ("gate_proj", "up_proj"))
+    return MlpTable(Product(gate_up, hidden), Product((module(f"{prefix}{name}.down_proj", hidden, has_bias),), inner))
+
+
+def _build_moe(config: ModelConfig, moe: Moe, prefix: str) -> MoeTable:
+    hidden = _whole(config.hidden_size)
+    router = module(prefix + moe.router, _whole(moe.routing.num_experts), moe.has_biases)
+    return MoeTable(
+        router=Product((router,), hidden),
+        choice_bias=Vector(prefix + moe.choice_bias, _whole(moe.routing.num_experts)) if moe.choice_bias else None,
+        experts=tuple(_build_expert(config, moe, prefix, index) for index in range(moe.routing.num_experts)),
+        shared=_build_mlp(config, prefix, moe.shared, moe.shared_size) if moe.shared else None,
+    )
+
+
+def _build_expert(config: ModelConfig, moe: Moe, prefix: str, index: int) -> MlpTable:
+    hidden, inner, name = _whole(config.hidden_size), Axis(moe.inner_size), prefix + moe.experts
+    if moe.layout == "alternating":  # of all experts one tensor, transposed; gate and up rows take turns
+
+        def stacked(product: str, rows: Axis, **where: int) -> Part:
+            return Part(
+                f"{name}.{product}", rows, f"{name}.{product}_bias", index=index,
+                num_stacked=moe.routing.num_experts, is_transposed=True, **where,
+            )  # fmt: skip
+
+        halves = [stacked("gate_up_proj", inner, num_stored=2 * inner.size, first=half, step=2) for half in (0, 1)]
+        return MlpTable(Product(tuple(halves), hidden), Product((stacked("down_proj", hidden),), inner))
+    gate, up, down = ("w1", "w3", "w2") if moe.layout == "w1w2w3" else ("gate_proj", "up_proj", "down_proj")
+    gate_up = tuple(module(f"{name}.{index}.{one}", inner) for one in (gate, up))
+    return MlpTable(Product(gate_up, hidden), Product((module(f"{name}.{index}.{down}", hidden),), inner))
+
+
+def _whole(size: int, order: tuple[int, ...] = ()) -> Axis:
+    """An axis that each rank has whole, as one unit."""
+    return Axis(1, size, is_divided=False, order=order)
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """The model as one rank computes it; its vocabulary stays whole. ValueError names what cannot be divided."""
     size = shard.size
-    for name in ("num_heads", "intermediate_size", "vocab_size"):
-        if getattr(config, name) % size:
-            raise ValueError(f"{size} ranks do not divide {name} {getattr(config, name)}: set --tp to a divisor of it")
+    for name, count in config.divisible.items():
+        if count % size:
+            raise ValueError(f"{size} ranks do not divide {name} {count}: set --tp to a divisor of it")
     if not can_divide(config.num_kv_heads, size):
         raise ValueError(
             f"{size} ranks and {config.num_kv_heads} KV heads: set --tp to a divisor or a multiple of them"

@@ -14,6 +14,8 @@ class Ops:
 
     def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm. rows: [T, H], weight: [H] |-> [T, H]"""
+        if weight.dtype is not rows.dtype:  # Gemma's 1 + weight
+            return functional.rms_norm(rows.float(), weight.shape, weight, eps).to(rows.dtype)
         return functional.rms_norm(rows, weight.shape, weight, eps)
 
     def add_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -3,12 +3,17 @@
 A format reads its own part of a checkpoint. No weight exists twice outside the page cache.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from engine.layers.embedding import Embedding
+from engine.layers.grouped_experts import GroupedExperts
 from engine.layers.head import WidenedLinear
 from engine.layers.linear import GatedLinear, Linear, PlainLinear, Quantization
+from engine.layers.moe import BucketedExperts, Expert, Experts
+from engine.layers.moe_config import Activation
 from engine.ops.base import Ops
 from engine.weights.cache import Weights
 from engine.weights.fp8 import E4M3, Fp8Linear, quantise_rows
@@ -38,9 +43,18 @@ class PlainFormat:
     def linear(self, product: Product) -> Linear:
         return PlainLinear(self.reader.fuse(product), self.reader.bias(product))
 
-    def gated(self, product: Product) -> Linear:
-        """silu(gate) * up of a product of two parts, gate first."""
-        return GatedLinear(self.linear(product), self.ops)
+    def gated(self, product: Product, activation: Activation = "silu") -> Linear:
+        """gate and up of a product of two parts, joined."""
+        return GatedLinear(self.linear(product), self.ops, activation)
+
+    def experts(self, products: Sequence[tuple[Product, Product]], activation: Activation) -> Experts:
+        """products: of each expert, gate and up, then down."""
+        if self.reader.device.type == "cuda":
+            stacks = [torch.stack([self.reader.fuse(one) for one in ones]) for ones in zip(*products, strict=True)]
+            biases = [[self.reader.bias(one) for one in ones] for ones in zip(*products, strict=True)]
+            stacked = [torch.stack([b for b in ones if b is not None]) if None not in ones else None for ones in biases]
+            return GroupedExperts(stacks[0], stacks[1], activation, *stacked)
+        return BucketedExperts([Expert(self.gated(one, activation), self.linear(down)) for one, down in products])
 
     def embed(self, table: Product, head: Product) -> tuple[Embedding, Linear]:
         """The embedding, and the product to float32 logits; tied if both are equal."""
@@ -88,8 +102,10 @@ class PackedFormat(PlainFormat):
     def linear(self, product: Product) -> Linear:
         return PackedLinear(self._pack(product), self._bias(product), torch_rows=self._torch_rows)
 
-    def gated(self, product: Product) -> Linear:
-        """See `PlainFormat.gated`. The kernel multiplies gate and up and combines them."""
+    def gated(self, product: Product, activation: Activation = "silu") -> Linear:
+        """See `PlainFormat.gated`. The kernel multiplies gate and up and joins them by silu."""
+        if activation != "silu":
+            return super().gated(product, activation)
         bias = self._bias(product, is_gated=True)
         return PackedLinear(self._pack(product, is_gated=True), bias, Epilogue.GATED, self._torch_rows)
 
@@ -114,13 +130,19 @@ class PackedFormat(PlainFormat):
                 for index, weight in enumerate(weights):
                     matrix.fill(weight.to(torch.bfloat16), sum(num_rows[:index]) // PANEL_COLUMNS)
 
-        matrix = PackedMatrix(self._weights.take(f"{product.parts[0].module}.weight", shape.num_bytes, fill), shape)
+        matrix = PackedMatrix(self._weights.take(_name(product), shape.num_bytes, fill), shape)
         self.reader.count(product)  # a cache file may have it already
         return matrix
 
     def _bias(self, product: Product, *, is_gated: bool = False) -> Tensor | None:
         biases = [bias.float() for bias in self.reader.biases(product)]
         return panel_order(biases, is_gated) if biases else None
+
+
+def _name(product: Product) -> str:
+    """Of its packed weights: unlike any other product's."""
+    part = product.parts[0]
+    return part.weight if part.index is None else f"{part.weight}.{part.index}"
 
 
 def choose_format(reader: Reader, ops: Ops, quantization: Quantization, weights: Weights | None) -> PlainFormat:

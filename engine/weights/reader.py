@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.table import WHOLE, Axis, Product, Shard, Vector
+from engine.weights.table import WHOLE, Axis, Part, Product, Shard, Vector
 
 OnProgress = Callable[[int, int], None]  # (done_bytes, total_bytes) of the checkpoint
 PAGE_BYTES = 4096
 
 
 class Reader:
-    """Reads each tensor once. A rank maps whole files, but touches only its own part of them."""
+    """A rank maps whole files, but touches only its own part of them."""
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, on_progress: OnProgress,
         shard: Shard = WHOLE,
     ) -> None:  # fmt: skip
-        """dtype, device: of the tensors that it returns."""
+        """dtype, device: of the tensors that it returns, unless it says otherwise."""
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
@@ -29,55 +29,66 @@ class Reader:
         self._read_bytes = 0
         self._total_bytes = sum(entry.num_bytes for entry in checkpoint.entries.values())
 
-    def vector(self, vector: Vector) -> Tensor:
-        """[n] in the model's dtype."""
-        return self.take(vector.name, vector.axis)
+    def vector(self, vector: Vector, dtype: torch.dtype | None = None) -> Tensor:
+        """[n]"""
+        self._count(vector.name)
+        tensor = self._rows_of(self.checkpoint.borrow(vector.name), vector.axis)
+        return tensor.to(self.device, dtype or self.dtype)
 
-    def take(self, name: str, rows: Axis, columns: Axis | None = None) -> Tensor:
-        """[rows] or [rows, columns] in the model's dtype: a view of the file's mapping if it needs no conversion."""
-        borrowed = self.borrow(name, rows, columns)
+    def weights(self, product: Product) -> list[Tensor]:
+        """Each part of a product, [n, K], in the stored dtype on the CPU, to be read once."""
+        return [self._weight(product, part, self.checkpoint.borrow) for part in product.parts]
+
+    def fuse(self, product: Product) -> Tensor:
+        """[N, K]: a view of the file's mapping if it is one part that needs no conversion."""
+        if len(product.parts) > 1:
+            num_rows, depth = product.num_rows(self.shard), product.depth(self.shard)
+            fused = torch.empty((sum(num_rows), depth), dtype=self.dtype, device=self.device)
+            for rows, weight in zip(torch.split(fused, num_rows), self.weights(product), strict=True):
+                rows.copy_(weight)
+            return fused
+        (borrowed,) = self.weights(product)
         tensor = borrowed.to(self.device, self.dtype)
         if tensor is borrowed:
-            tensor = self._cut(self.checkpoint.tensor(name), rows, columns)
+            tensor = self._weight(product, product.parts[0], self.checkpoint.tensor)
             tensor.view(torch.uint8).flatten()[::PAGE_BYTES].sum()  # reads each page before the first request
         return tensor
 
-    def borrow(self, name: str, rows: Axis, columns: Axis | None = None) -> Tensor:
-        """Like `take`, but in the stored dtype on the CPU, to be read once."""
-        self._count(name)
-        return self._cut(self.checkpoint.borrow(name), rows, columns)
-
-    def _cut(self, tensor: Tensor, rows: Axis, columns: Axis | None) -> Tensor:
-        for axis, part in enumerate((rows,) if columns is None else (rows, columns)):
-            own = part.of(self.shard)
-            tensor = tensor.narrow(axis, own.start, len(own))
-        return tensor.contiguous()
-
-    def weights(self, product: Product) -> list[Tensor]:
-        """Each part of a product, [n, K], borrowed."""
-        return [self.borrow(f"{part.module}.weight", part.rows, product.inputs) for part in product.parts]
-
-    def fuse(self, product: Product) -> Tensor:
-        """[N, K] in the model's dtype. A product of one part: see `take`."""
-        if len(product.parts) == 1:
-            (part,) = product.parts
-            return self.take(f"{part.module}.weight", part.rows, product.inputs)
-        num_rows, depth = product.num_rows(self.shard), product.depth(self.shard)
-        fused = torch.empty((sum(num_rows), depth), dtype=self.dtype, device=self.device)
-        for rows, part in zip(torch.split(fused, num_rows), product.parts, strict=True):
-            rows.copy_(self.borrow(f"{part.module}.weight", part.rows, product.inputs))
-        return fused
-
     def biases(self, product: Product) -> list[Tensor]:
-        """Each part's bias [n] in the model's dtype; empty if this rank adds none."""
-        if not product.has_bias or (product.inputs.is_divided and self.shard.rank):
-            return []
-        return [self.take(f"{part.module}.bias", part.rows) for part in product.parts]
+        """Each part's bias [n]; empty if this rank adds none."""
+        found = []
+        for part in product.parts:
+            if part.bias is not None and not (product.inputs.is_divided and self.shard.rank):
+                self._count(part.bias)
+                tensor = self._select(self.checkpoint.borrow(part.bias), part)
+                found.append(self._rows_of(tensor, part.rows).to(self.device, self.dtype))
+        return found
 
     def bias(self, product: Product) -> Tensor | None:
         """[N]"""
         biases = self.biases(product)
         return torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
+
+    def _weight(self, product: Product, part: Part, read: Callable[[str], Tensor]) -> Tensor:
+        self._count(part.weight)
+        tensor = read(part.weight)
+        if part.is_transposed:
+            tensor = tensor.transpose(-1, -2)
+        columns = product.inputs.of(self.shard)
+        rows = self._rows_of(self._select(tensor, part), part.rows)
+        return rows.narrow(1, columns.start, len(columns)).contiguous()
+
+    def _select(self, tensor: Tensor, part: Part) -> Tensor:
+        """The part's rows, of all ranks."""
+        tensor = tensor if part.index is None else tensor[part.index]
+        return tensor[part.first : part.first + part.step * part.rows.size : part.step]
+
+    def _rows_of(self, tensor: Tensor, rows: Axis) -> Tensor:
+        own = rows.of(self.shard)
+        tensor = tensor.narrow(0, own.start, len(own))
+        if rows.order:
+            tensor = tensor.unflatten(0, (-1, rows.width))[:, list(rows.order)].flatten(0, 1)  # type: ignore[no-untyped-call]
+        return tensor
 
     def count(self, product: Product) -> None:
         """The product's tensors need not be read."""

@@ -5,7 +5,7 @@ Imports no torch.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wire.kv_layout import heads_of
 
@@ -31,6 +31,7 @@ class Axis:
     count: int
     width: int = 1
     is_divided: bool = True
+    order: tuple[int, ...] = ()  # of the elements of each unit, once read; empty: as stored
 
     @property
     def size(self) -> int:
@@ -63,10 +64,41 @@ class Vector:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of a product: those of one module of the checkpoint, which has `weight` and perhaps `bias`."""
+    """Rows of a product, and their biases: all of the tensors `weight` and `bias`, or some of them.
 
-    module: str
+    Within the tensors: rows first, first + step, ... of matrix `index`. A transposed matrix is stored as [K, rows].
+    """
+
+    weight: str
     rows: Axis
+    bias: str | None = None
+    num_stored: int = 0  # rows of the tensors; 0: these
+    first: int = 0
+    step: int = 1
+    index: int | None = None  # in stacked tensors
+    num_stacked: int = 0
+    is_transposed: bool = False
+
+    def stored_shape(self, depth: int | None) -> tuple[int, ...]:
+        """depth: K; None: of the bias."""
+        num_rows = self.num_stored or self.rows.size
+        shape = (num_rows,) if depth is None else (depth, num_rows) if self.is_transposed else (num_rows, depth)
+        return shape if self.index is None else (self.num_stacked, *shape)
+
+
+def module(name: str, rows: Axis, has_bias: bool = False) -> Part:
+    """The rows of a module of the checkpoint."""
+    return Part(f"{name}.weight", rows, f"{name}.bias" if has_bias else None)
+
+
+def packed(name: str, parts: list[Axis], has_bias: bool = False) -> tuple[Part, ...]:
+    """Several parts in one module, one after the other."""
+    one = module(name, Axis(sum(rows.size for rows in parts)), has_bias)
+    firsts = [sum(rows.size for rows in parts[:index]) for index in range(len(parts))]
+    return tuple(
+        replace(one, rows=rows, num_stored=one.rows.size, first=first)
+        for rows, first in zip(parts, firsts, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +110,12 @@ class Product:
 
     parts: tuple[Part, ...]
     inputs: Axis
-    has_bias: bool = False
 
     def stored(self) -> Iterator[Stored]:
         for part in self.parts:
-            yield Stored(f"{part.module}.weight", (part.rows.size, self.inputs.size))
-            if self.has_bias:
-                yield Stored(f"{part.module}.bias", (part.rows.size,))
+            yield Stored(part.weight, part.stored_shape(self.inputs.size))
+            if part.bias is not None:
+                yield Stored(part.bias, part.stored_shape(None))
 
     def num_rows(self, shard: Shard) -> list[int]:
         """Of each part."""

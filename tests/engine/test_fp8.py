@@ -6,6 +6,7 @@ Kernels run in Triton's interpreter, whose tl.dot cannot multiply bfloat16: floa
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,15 +151,18 @@ def test_the_demo_models_logits_stay_near(dtype: str, record_property: Callable[
 def test_layers_are_rounded_and_fused_as_each_weight_alone(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, "llama", attention_bias=True, mlp_bias=True, layers=1)
     plain, rounded = (load_model(folder, "float32", CPU, quantization=how) for how in ("none", "fp8"))
-    rows = randn(3, 128)
-    for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
-        exact_layer, layer = (getattr(decoder._layers[0], name) for decoder in (plain, rounded))
-        if name == "gate_up_proj":
-            exact_layer, layer = exact_layer._gate_up, layer._gate_up
+    (exact, *_), (quantised, *_) = plain._layers, rounded._layers
+    exact_mlp: Any = exact.mlp
+    rounded_mlp: Any = quantised.mlp
+    products = [
+        (exact.qkv_proj, quantised.qkv_proj), (exact.o_proj, quantised.o_proj),
+        (exact_mlp._gated._gate_up, rounded_mlp._gated._gate_up), (exact_mlp._down, rounded_mlp._down),
+    ]  # fmt: skip
+    for exact_layer, layer in products:
         assert isinstance(exact_layer, PlainLinear) and isinstance(layer, Fp8Linear)
-        x = rows if name not in ("o_proj", "down_proj") else randn(3, exact_layer._weight.shape[1])
+        x = randn(3, exact_layer._weight.shape[1])
         expected = Ops().multiply_fp8(x, *quantise_rows(exact_layer._weight), exact_layer._bias)
-        assert torch.equal(layer(x), expected), name
+        assert torch.equal(layer(x), expected)
     assert torch.equal(rounded._embedding.weight, plain._embedding.weight)
 
 

@@ -23,8 +23,8 @@ from engine.batch import RowRequest
 from engine.graphs import choose_shapes
 from engine.kernels import gpu_sampling as sampling_kernels
 from engine.models.assemble import build_decoder
-from engine.models.config import build_config
 from engine.models.decoder import Decoder
+from engine.models.read_config import build_config
 from engine.ops.cuda import CudaOps
 from engine.rows import Rows
 from engine.runner import Runner

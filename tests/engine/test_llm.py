@@ -1,5 +1,7 @@
 """The offline entry: answers of the demo model, more prompts than rows, and prompts that do not fit."""
 
+from typing import Any
+
 import pytest
 
 from demo.paths import TARGET_DIR
@@ -10,9 +12,8 @@ def test_answers_in_order_and_as_alone() -> None:
     llm = LLM(str(TARGET_DIR), max_running=2, context_tokens=128)
     questions = ["What is 12 plus 30?", "What is the capital of France?", "What is 3 plus 4?"]
     chats = [[{"role": "user", "content": question}] for question in questions]
-    prompts: list[list[int]] = [
-        llm.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats
-    ]
+    template: Any = llm.tokenizer.apply_chat_template
+    prompts = [template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
     answers = llm.generate(prompts, max_tokens=40)
     for answer, word in zip(answers, ("42", "Paris", "7"), strict=True):
         assert word in answer

@@ -160,7 +160,7 @@ def test_half_precision_stays_near_float32(pair: Pair, dtype: str) -> None:
 def test_rope_tables_equal_transformers(pair: Pair) -> None:
     config = AutoConfig.from_pretrained(pair.folder)
     kind = config.rope_parameters["rope_type"]
-    rope, head_dim = pair.decoder.config.rope, pair.decoder.config.head_dim
+    rope, head_dim = pair.decoder.config.ropes[0], pair.decoder.config.head_dim
     rotary = pair.reference.model.rotary_emb
     frequencies = FREQUENCIES[rope.kind](rope, head_dim)
     assert rope.kind == kind

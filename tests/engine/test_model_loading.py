@@ -19,8 +19,8 @@ from engine.batch import Batch
 from engine.layers.head import WidenedLinear
 from engine.layers.rope import FREQUENCIES
 from engine.layers.rope_config import ROPE_KINDS
-from engine.models.config import build_config, load_config
 from engine.models.load import load_model, resolve_model_folder, weight_fingerprint
+from engine.models.read_config import build_config, load_config
 from engine.weights.checkpoint import Checkpoint
 from tests.support.checkpoints import write_checkpoint
 
@@ -52,8 +52,8 @@ def test_old_and_new_rope_keys_agree(scaling: dict[str, Any], attention_factor: 
     assert old == new
     theirs = AutoConfig.for_model(**BASE, rope_theta=5e5, rope_scaling=dict(scaling))
     frequencies, factor = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs, CPU)
-    torch.testing.assert_close(FREQUENCIES[old.rope.kind](old.rope, old.head_dim), frequencies, rtol=0, atol=0)
-    assert old.rope.attention_factor == pytest.approx(attention_factor or factor)
+    torch.testing.assert_close(FREQUENCIES[old.ropes[0].kind](old.ropes[0], old.head_dim), frequencies, rtol=0, atol=0)
+    assert old.ropes[0].attention_factor == pytest.approx(attention_factor or factor)
 
 
 def test_windows_per_layer() -> None:
@@ -77,7 +77,7 @@ def test_windows_per_layer() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification.*LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope'.*default, linear, llama3, yarn"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'.*default, linear, llama3, yarn, longrope"),
         ({"rope_scaling": {"type": "linear"}}, "needs a `factor`"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "'llama3' needs a `low_freq_factor`"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
@@ -160,7 +160,7 @@ def test_any_value_loads_or_is_refused(model: dict[str, Any]) -> None:
     for change in changes:
         with suppress(ValueError):
             config = build_config(model | change)
-            assert FREQUENCIES[config.rope.kind](config.rope, config.head_dim).isfinite().all(), change
+            assert FREQUENCIES[config.ropes[0].kind](config.ropes[0], config.head_dim).isfinite().all(), change
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ def hidden_products(decoder: Decoder, rows: Tensor) -> list[Tensor]:
     layer = decoder._layers[0]
     return [
         layer.qkv_proj(rows),
-        layer.gate_up_proj(rows),
+        layer.mlp(rows),
         decoder.logits(rows),
         decoder._embedding(torch.tensor([0, 5, 40])),
     ]

@@ -86,7 +86,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(
         "GptOssConfig", "GptOssForCausalLM", head_dim=64,
         extra=dict(
-            sliding_window=WINDOW, num_local_experts=8, num_experts_per_tok=2, swiglu_limit=1.5,
+            sliding_window=WINDOW, num_local_experts=8, num_experts_per_tok=2,
             rope_parameters=dict(YARN, truncate=False),
         ),
     ),

@@ -26,7 +26,7 @@ from engine.batch import RowRequest
 from engine.engine import Engine
 from engine.kv.gpu import Gpu
 from engine.kv.pool import Pool
-from engine.models.config import load_config
+from engine.models.read_config import load_config
 from engine.rows import Rows
 from engine.runner import Answers, Launched, Runner
 from kvtransfer.identity import PoolFacts, build_peer, build_rank

@@ -10,7 +10,7 @@ import grpc
 
 from bench.live import Live
 from demo.paths import DRAFT_DIR, TARGET_DIR
-from engine.models.config import load_config
+from engine.models.read_config import load_config
 from protos import inference_pb2, inference_pb2_grpc
 
 PAGE_TOKENS = 16

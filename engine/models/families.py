@@ -1,0 +1,177 @@
+"""The model families that Baton computes itself: how each differs from Llama. To add one of Llama's kind, add a row.
+
+A row is read by read_config.py. What a row cannot say runs through transformers' own code (fallback.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine.layers.moe_config import Activation
+from engine.models.config import ExpertLayout, Norms, QkNorm
+
+# all: every layer, from sliding_window. by_layer: use_sliding_window, max_window_layers, layer_types. switched:
+# use_sliding_window turns all layers on. by_type: layer_types, else every n-th layer is full.
+Windows = Literal["none", "all", "by_layer", "switched", "by_type"]
+
+LLAMA = Norms()
+SANDWICH = Norms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+GLM4 = Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """See config.Moe. Values are those of all models of the family, or a config key."""
+
+    router: str
+    module: str
+    layout: ExpertLayout
+    count: str  # key
+    inner: str = "moe_intermediate_size"  # key
+    layers: Literal["all", "sparse_step", "after_first"] = "all"
+    routing: Mapping[str, Any] = field(default_factory=dict)  # fields of Routing
+    renormalise: bool | str = True
+    scale: str | None = None
+    has_biases: bool = False
+    choice_bias: str | None = None
+    has_wide_router: bool = False
+    shared: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How an architecture differs from Llama. A bias or norm is given, or the config key that decides."""
+
+    architecture: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # config values that files may leave out
+    qkv_bias: bool | str = False
+    output_bias: bool | str = False
+    mlp_bias: bool | str = False
+    norms: Norms = LLAMA
+    norm_offset: float = 0.0
+    qk_norm: QkNorm = "none"
+    qk_norm_key: str | None = None  # must be true for `qk_norm`
+    windows: Windows = "none"
+    full_every: int = 0  # with windows by type: each n-th layer is full
+    activation: Activation = "silu"
+    activation_key: str = "hidden_act"
+    has_partial_rope: bool = False
+    rope_is_interleaved: bool = False
+    ropes_by_type: bool = False
+    rope_layers: bool = False  # no_rope_layers, no_rope_layer_interval
+    attention_scale: str | None = None  # key; query_pre_attn_scalar: its ** -0.5
+    attention_softcap: str | None = None  # keys, also below
+    logits_softcap: str | None = None
+    embedding_multiplier: str | None = None  # "sqrt": of the hidden size
+    residual_multiplier: str | None = None
+    logits_divisor: str | None = None
+    has_sinks: bool = False
+    packs_qkv: bool = False
+    packs_gate_up: bool = False
+    experts: Experts | None = None
+    whole: tuple[str, str] | None = None  # (model_type, architecture) of a model whose text_config this is
+
+
+ALL_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+GEMMA: dict[str, Any] = ALL_BIASES | {
+    "norms": SANDWICH, "norm_offset": 1.0, "activation": "gelu_tanh", "activation_key": "hidden_activation",
+    "windows": "by_type", "attention_scale": "query_pre_attn_scalar", "embedding_multiplier": "sqrt",
+}  # fmt: skip
+GLM: dict[str, Any] = {
+    "qkv_bias": "attention_bias", "has_partial_rope": True, "rope_is_interleaved": True, "packs_gate_up": True,
+}  # fmt: skip
+GLM_DEFAULTS = {"head_dim": 128, "attention_bias": True, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5}
+QWEN_EXPERTS = Experts(
+    "mlp.gate", "mlp.experts", "per_expert", "num_experts", layers="sparse_step",
+    routing={"precision": "rounded"}, renormalise="norm_topk_prob",
+)  # fmt: skip
+GEMMA3_DEFAULTS = {
+    "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
+    "max_position_embeddings": 131_072, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "hidden_size": 2304,
+    "intermediate_size": 9216, "num_hidden_layers": 26,
+}  # fmt: skip
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", **ALL_BIASES, mlp_bias="mlp_bias"),
+    "mistral": Family(
+        "MistralForCausalLM", {"sliding_window": 4096}, windows="all",
+        whole=("mistral3", "Mistral3ForConditionalGeneration"),
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", {"sliding_window": 4096}, qkv_bias=True, windows="by_layer"),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", {"sliding_window": 4096, "head_dim": 128}, **ALL_BIASES, qk_norm="head", windows="by_layer"
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", {"sliding_window": 4096, "num_key_value_heads": 4, "num_experts_per_tok": 8},
+        **ALL_BIASES, qk_norm="head", windows="switched", experts=QWEN_EXPERTS,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM", {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2},
+        windows="all", experts=Experts(
+            "block_sparse_moe.gate", "block_sparse_moe.experts", "w1w2w3", "num_local_experts", "intermediate_size"
+        ),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM", {"attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 1.5e5},
+        **ALL_BIASES, windows="by_type", full_every=2, activation="clamped", has_sinks=True, experts=Experts(
+            "mlp.router", "mlp.experts", "alternating", "num_local_experts", "intermediate_size",
+            routing={"scores_all": False, "precision": "rounded"}, renormalise=False, has_biases=True,
+        ),
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        {
+            "head_dim": 256, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0, "sliding_window": 4096, "tie_word_embeddings": True,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+        **GEMMA, full_every=2, attention_softcap="attn_logit_softcapping", logits_softcap="final_logit_softcapping",
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", GEMMA3_DEFAULTS, **GEMMA, full_every=6, qk_norm="head", ropes_by_type=True,
+        logits_softcap="final_logit_softcapping", whole=("gemma3", "Gemma3ForConditionalGeneration"),
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM", {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        windows="all", has_partial_rope=True, packs_qkv=True, packs_gate_up=True,
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        {
+            "attention_multiplier": 1.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
+        },
+        **ALL_BIASES, mlp_bias="mlp_bias", attention_scale="attention_multiplier",
+        embedding_multiplier="embedding_multiplier", residual_multiplier="residual_multiplier",
+        logits_divisor="logits_scaling",
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {"rope_theta": 2e6, "num_key_value_heads": 4, "no_rope_layer_interval": 4, "tie_word_embeddings": True},
+        **ALL_BIASES, mlp_bias="mlp_bias", windows="by_type", rope_layers=True,
+    ),
+    "olmo2": Family("Olmo2ForCausalLM", {"rms_norm_eps": 1e-5}, **ALL_BIASES, norms=AFTER, qk_norm="width"),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        {"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5, "rope_local_base_freq": 5e5},
+        **ALL_BIASES, norms=AFTER, qk_norm="width", windows="by_type", full_every=4, ropes_by_type=True,
+    ),
+    "glm": Family("GlmForCausalLM", GLM_DEFAULTS, **GLM),
+    "glm4": Family("Glm4ForCausalLM", GLM_DEFAULTS, **GLM, norms=GLM4),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        {
+            "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+            "num_experts_per_tok": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+        },
+        qkv_bias="attention_bias", has_partial_rope=True, qk_norm="head", qk_norm_key="use_qk_norm", experts=Experts(
+            "mlp.gate", "mlp.experts", "per_expert", "n_routed_experts", layers="after_first",
+            routing={"scoring": "sigmoid", "epsilon": 1e-20, "group_peaks": 2}, renormalise="norm_topk_prob",
+            scale="routed_scaling_factor", choice_bias="mlp.gate.e_score_correction_bias", has_wide_router=True,
+            shared="mlp.shared_experts",
+        ),
+    ),
+}  # fmt: skip

@@ -1,0 +1,76 @@
+"""Reads values of a config.json; what is wrong is a ValueError that names the key and what is expected."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+Json = Mapping[str, Any]
+T = TypeVar("T")
+
+NULL_IS_ABSENT = {"head_dim", "num_key_value_heads", "factor", "attention_factor"}  # as in transformers
+LARGEST = 2**53  # far beyond any model; integers up to it are exact as floats
+
+
+def read_json(path: Path) -> Json:
+    """The object in a file. FileNotFoundError if it is missing."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+def integer(config: Json, key: str, default: int | None = None, least: int = 1) -> int:
+    value = _value(config, key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST:
+        raise ValueError(f"config.json: {key} must be an integer from {least} to 2**53, not {value!r}")
+    return value
+
+
+def number(config: Json, key: str, default: float | None = None, above: float = 0) -> float:
+    value = _value(config, key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not above < value <= LARGEST:
+        raise ValueError(f"config.json: {key} must be a number above {above} and at most 2**53, not {value!r}")
+    return float(value)
+
+
+def number_unless_zero(config: Json, key: str, default: float) -> float:
+    """0 and null mean the default."""
+    return number(config, key) if config.get(key) else default
+
+
+def numbers(config: Json, key: str, count: int) -> tuple[float, ...]:
+    """A list of `count` positive numbers."""
+    values = collection(config, key, list)
+    if len(values) != count:
+        raise ValueError(f"config.json: {key} must have {count} numbers, not {len(values)}")
+    return tuple(number({key: value}, key) for value in values)
+
+
+def _value(config: Json, key: str, default: object) -> Any:
+    value = config.get(key, default)
+    return default if value is None and key in NULL_IS_ABSENT else value
+
+
+def flag(config: Json, key: str, default: bool = False) -> bool:
+    """Null is false."""
+    value = config.get(key, default)
+    if not isinstance(value, bool | None):
+        raise ValueError(f"config.json: {key} must be true or false, not {value!r}")
+    return bool(value)
+
+
+def rule(config: Json, given: bool | str) -> bool:
+    """True, False, or the key that decides."""
+    return given if isinstance(given, bool) else flag(config, given)
+
+
+def collection(config: Json, key: str, kind: type[T]) -> T:
+    """An object or a list, empty when it is null or absent."""
+    value = config.get(key) or kind()
+    if not isinstance(value, kind):
+        raise ValueError(f"config.json: {key} must be {'a list' if kind is list else 'an object'}, not {value!r}")
+    return value
