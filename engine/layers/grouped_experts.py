@@ -4,7 +4,6 @@ Shapes depend on the number of rows alone and nothing waits for the GPU, so that
 The GPU paths have not run on a card yet.
 """
 
-import importlib
 from typing import Any
 
 import torch
@@ -26,19 +25,18 @@ class GroupedExperts:
 
     def __init__(
         self, gate_up: Tensor, down: Tensor, activation: Activation = "silu",
-        gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+        gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, kernels: Any = None,
     ) -> None:  # fmt: skip
         """gate_up: [E, 2 I, H], each expert's gate before its up; down: [E, H, I]; gate_up_bias: [E, 2 I]; down_bias:
         [E, H]. All of one dtype and contiguous. On a GPU bfloat16 with H and I multiples of 8: torch multiplies other
-        groups one by one and waits for their sizes.
+        groups one by one and waits for their sizes. kernels: the module kernels.gpu_experts, where there is Triton.
         """
         self._gate_up = gate_up
         self._down = down
         self._activation = activation
         self._gate_up_bias = gate_up_bias
         self._down_bias = down_bias
-        # Triton is installed with torch's CUDA builds; elsewhere it may be missing
-        self._kernels: Any = importlib.import_module("engine.kernels.gpu_experts") if gate_up.is_cuda else None
+        self._kernels = kernels
 
     def __call__(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if self._kernels is not None and len(rows) <= self._kernels.MAX_ROWS:

@@ -1,5 +1,7 @@
 """What a decoder does besides plain products and attention, by torch on any device: the twin of the kernels."""
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional
 
@@ -11,6 +13,8 @@ from engine.sampling.sample import read_fields, sample
 
 class Ops:
     """Sums are float32."""
+
+    expert_kernels: Any = None  # kernels.gpu_experts on a GPU
 
     def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm. rows: [T, H], weight: [H] |-> [T, H]"""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine.kernels import gpu_layers, gpu_linear, gpu_sampling
+from engine.kernels import gpu_experts, gpu_layers, gpu_linear, gpu_sampling
 from engine.kernels.sampling_fields import SamplingTensors
 from engine.ops.base import Ops
 from engine.sampling import gpu
@@ -13,6 +13,8 @@ from engine.weights.fp8 import can_round, multiply_rounded
 
 class CudaOps(Ops):
     """See `Ops`."""
+
+    expert_kernels = gpu_experts
 
     def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         return gpu_layers.add_norm(rows, None, weight, eps)

@@ -53,7 +53,7 @@ class PlainFormat:
             stacks = [torch.stack([self.reader.fuse(one) for one in ones]) for ones in zip(*products, strict=True)]
             biases = [[self.reader.bias(one) for one in ones] for ones in zip(*products, strict=True)]
             stacked = [torch.stack([b for b in ones if b is not None]) if None not in ones else None for ones in biases]
-            return GroupedExperts(stacks[0], stacks[1], activation, *stacked)
+            return GroupedExperts(*stacks, activation, *stacked, self.ops.expert_kernels)
         return BucketedExperts([Expert(self.gated(one, activation), self.linear(down)) for one, down in products])
 
     def embed(self, table: Product, head: Product) -> tuple[Embedding, Linear]:

@@ -15,11 +15,10 @@ from engine.models.json_values import read_json
 from engine.models.load import load_model
 from engine.models.read_config import build_config, load_config
 from tests.support.checkpoints import write_checkpoint
-from tests.support.families import FAMILIES, VOCAB
+from tests.support.families import FAMILIES, NATIVE, VOCAB
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 16
-NATIVE = [name for name in FAMILIES if not name.startswith(("gemma4", "llama4"))]
 LENGTHS = (75, 41, 34)  # beyond the original context of phi4_mini: transformers has other frequencies below it
 PROMPTS = [torch.randint(2, VOCAB, (length,), generator=torch.Generator().manual_seed(length)) for length in LENGTHS]
 

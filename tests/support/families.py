@@ -71,6 +71,7 @@ GEMMA4_VISION = dict(
 )  # fmt: skip
 LLAMA4_VISION = dict(VISION, vision_output_dim=16, projector_input_dim=16, projector_output_dim=16)
 
+LONGROPE_ORIGINAL = 32
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaConfig", "LlamaForCausalLM", head_dim=64),
     "mistral": Family("MistralConfig", "MistralForCausalLM", dict(sliding_window=None), head_dim=64),
@@ -113,8 +114,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family("Phi3Config", "Phi3ForCausalLM", dict(sliding_window=WINDOW)),
     "phi4_mini": Family(
-        "Phi3Config", "Phi3ForCausalLM", dict(rope_parameters=LONGROPE, original_max_position_embeddings=32),
-        is_tied=True,
+        "Phi3Config", "Phi3ForCausalLM", is_tied=True,
+        extra=dict(rope_parameters=LONGROPE, original_max_position_embeddings=LONGROPE_ORIGINAL),
     ),
     "granite": Family(
         "GraniteConfig", "GraniteForCausalLM", logit_spread=8.0,
@@ -148,3 +149,5 @@ FAMILIES: dict[str, Family] = {
         whole_config="Llama4Config", whole_extra=dict(vision_config=LLAMA4_VISION),
     ),
 }  # fmt: skip
+# those that Baton computes itself
+NATIVE = [name for name in FAMILIES if not name.startswith(("gemma4", "llama4"))]

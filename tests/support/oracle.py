@@ -1,18 +1,21 @@
 """Reference answers by transformers: greedy tokens of a checkpoint in float32."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LogitsProcessor
+import transformers
+from transformers import LogitsProcessor
 
 
 class Oracle:
     """One checkpoint in transformers. Caches answers; a shorter one is a prefix of a longer one."""
 
     def __init__(self, folder: Path) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+        self._model: Any = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32)
         self._answers: dict[tuple[int, ...], list[int]] = {}  # prompt |-> its longest answer so far
 
     def answer(self, prompt_ids: Sequence[int], num_tokens: int, guess: Sequence[int] = ()) -> list[int]:
