@@ -50,11 +50,17 @@ class PlainFormat:
     def experts(self, products: Sequence[tuple[Product, Product]], activation: Activation) -> Experts:
         """products: of each expert, gate and up, then down."""
         if self.reader.device.type == "cuda":
-            stacks = [torch.stack([self.reader.fuse(one) for one in ones]) for ones in zip(*products, strict=True)]
-            biases = [[self.reader.bias(one) for one in ones] for ones in zip(*products, strict=True)]
-            stacked = [torch.stack([b for b in ones if b is not None]) if None not in ones else None for ones in biases]
-            return GroupedExperts(*stacks, activation, *stacked, self.ops.expert_kernels)
+            gate_up, down = (
+                torch.stack([self.reader.fuse(one) for one in ones]) for ones in zip(*products, strict=True)
+            )
+            biases = [self._stack_biases(ones) for ones in zip(*products, strict=True)]
+            return GroupedExperts(gate_up, down, activation, *biases, self.ops.expert_kernels)
         return BucketedExperts([Expert(self.gated(one, activation), self.linear(down)) for one, down in products])
+
+    def _stack_biases(self, products: Sequence[Product]) -> Tensor | None:
+        """[E, N]; None if this rank adds none."""
+        biases = [bias for one in products if (bias := self.reader.bias(one)) is not None]
+        return torch.stack(biases) if biases else None
 
     def embed(self, table: Product, head: Product) -> tuple[Embedding, Linear]:
         """The embedding, and the product to float32 logits; tied if both are equal."""
