@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Event
 
-from decode_worker.loop import DecodeLoop
+from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter
 from decode_worker.speculation.speculator import Speculator
 from engine.engine import Engine
 from wire.logprobs import TokenLogprobs
+from worker.loop import WorkerLoop
 from worker.plan import Budget
 from worker.prefix_cache import PrefixCache
 from worker.sequences import Job, Update
@@ -65,7 +66,9 @@ def decode(engine: Engine, speculator: Speculator, jobs: Sequence[Job], chunk_to
             is_done.set()
 
     metrics, budget = DecodeMetrics(table), Budget(chunk_tokens, "chunk_tokens")
-    loop = DecodeLoop(speculator, table, engine.runner, engine.rows, engine.pool, budget, publish, metrics)
+    loop = WorkerLoop(
+        DraftsAndMasks(speculator, table), table, engine.runner, engine.rows, engine.pool, budget, publish, metrics
+    )
     for job in jobs:
         table.admit(job, 0.0)
     loop.thread.start()

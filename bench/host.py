@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bench.decoding import build_eager_speculator
-from decode_worker.loop import DecodeLoop
+from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.drafters import NgramDrafter
 from decode_worker.streams import GatewayStreams
@@ -37,6 +37,7 @@ from engine.runner import Runner
 from engine.sampling.batch import SamplingBatch
 from wire.kv_layout import KvPart
 from wire.sampling import SamplingParams
+from worker.loop import WorkerLoop
 from worker.plan import Budget
 from worker.prefix_cache import PrefixCache
 from worker.sequences import Job, Update
@@ -128,8 +129,8 @@ async def time_loop(case: Case, num_steps: int, steps_ahead: int = 0, drafter: s
         lease_s=600.0,
     )
     updates: list[Update] = []
-    loop = DecodeLoop(
-        build_eager_speculator({"ngram": NgramDrafter()}), table, runner, rows, cast(Any, None),
+    loop = WorkerLoop(
+        DraftsAndMasks(build_eager_speculator({"ngram": NgramDrafter()}), table), table, runner, rows, cast(Any, None),
         Budget(1 << 20, "--chunk-tokens"), lambda _step, some: updates.extend(some), DecodeMetrics(table), steps_ahead,
     )  # fmt: skip
     loop.chunks.note_step(0, 1 << 20, 1e-6)  # all prompts in the first step

@@ -1,39 +1,38 @@
-"""The decode role's engine loop: adds guesses and grammars to the common steps."""
+"""What decode adds to each step: guesses and masks."""
 
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from threading import Lock
 
 from decode_worker.grammar.constraints import Constraints, Standing
 from decode_worker.speculation.speculator import Speculator, plan_guesses
 from engine.out_of_memory import StepFailedError
-from worker.loop import Flight, WorkerLoop
+from worker.loop import Flight, StepExtras
 from worker.sequences import Planned, Update
+from worker.table import SequenceTable
 
 
-class DecodeLoop(WorkerLoop):
-    """Owns the drafters and the grammars' states, which are used on the engine thread."""
+class DraftsAndMasks(StepExtras):
+    """Owns the drafters and the grammars' states."""
 
-    def __init__(self, speculator: Speculator, *parts: Any) -> None:
-        super().__init__(*parts)
+    def __init__(self, speculator: Speculator, table: SequenceTable) -> None:
         self._speculator = speculator
+        self._table = table
         self._constraints = Constraints()
 
-    def _plan_once(self) -> list[Planned]:
-        planned = super()._plan_once()
+    def extend_plan(self, planned: list[Planned], lock: Lock) -> None:
         if _may_guess(planned):
             costs = self._speculator.costs()
             if costs is not None:
-                with self.thread.lock:
+                with lock:
                     plan_guesses(self._table, planned, costs, self._speculator)
-        return planned
 
-    def _needs_tokens(self, planned: Seq[Planned]) -> bool:
+    def needs_tokens(self, planned: Seq[Planned]) -> bool:
         """Guesses and masks follow from the tokens before them."""
         return any(step.num_guesses or self._constraints.concerns(step) for step in planned)
 
-    def _prepare(self, planned: list[Planned], updates: list[Update]) -> list[Planned]:
+    def prepare(self, planned: list[Planned], updates: list[Update], lock: Lock) -> list[Planned]:
         """Drop answers whose grammar is complete or failed. Sequences whose masks are late sit out this step."""
         if _may_guess(planned):
             self._speculator.guess(planned)
@@ -41,7 +40,7 @@ class DecodeLoop(WorkerLoop):
             return planned
         kept = []
         standings = self._constraints.constrain(planned)
-        with self.thread.lock:
+        with lock:
             for step, standing in zip(planned, standings, strict=True):
                 if standing is Standing.OPEN:
                     kept.append(step)
@@ -53,7 +52,7 @@ class DecodeLoop(WorkerLoop):
                     updates += [update] if update is not None else []
         return kept
 
-    def _judge(
+    def judge(
         self, flight: Flight, chosen: Seq[list[int]], failed: Mapping[int, StepFailedError]
     ) -> dict[int, Exception | bool]:
         self._speculator.note_step(flight.num_rows, flight.seconds)

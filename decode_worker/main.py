@@ -7,7 +7,7 @@ import grpc
 from decode_worker.grammar.compiler import GrammarCompiler
 from decode_worker.grammar.grammars import Grammars
 from decode_worker.intake import Intake
-from decode_worker.loop import DecodeLoop
+from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics, GrammarMetrics
 from decode_worker.service import DecodeService
 from decode_worker.speculation.start import build_speculator
@@ -15,6 +15,7 @@ from decode_worker.streams import GatewayStreams
 from protos import decode_pb2_grpc
 from runtime.config import DecodeConfig
 from worker import process
+from worker.loop import WorkerLoop
 from worker.plan import Budget
 from worker.process import Role, Worker
 from worker.sequences import Update
@@ -39,9 +40,9 @@ class DecodeRole(Role):
 
         speculator = build_speculator(engine, config)
         budget = Budget(config.local_prefill_chunk_tokens, "--local-prefill-chunk-tokens")
-        self.loop = DecodeLoop(
-            speculator, table, engine.runner, engine.rows, engine.pool, budget, publish, self.metrics,
-            worker.steps_ahead,
+        self.loop = WorkerLoop(
+            DraftsAndMasks(speculator, table), table, engine.runner, engine.rows, engine.pool, budget, publish,
+            self.metrics, worker.steps_ahead,
         )  # fmt: skip
         if (costs := speculator.costs()) is not None:
             self.loop.chunks.note_step(1, 0, costs.step.seconds(1))

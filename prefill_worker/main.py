@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence as Seq
+from threading import Lock
 
 import grpc
 
@@ -14,7 +15,7 @@ from prefill_worker.service import PrefillService
 from protos import prefill_pb2_grpc
 from runtime.config import PrefillConfig
 from worker import process
-from worker.loop import WorkerLoop
+from worker.loop import StepExtras, WorkerLoop
 from worker.plan import Budget
 from worker.process import Role, Worker
 from worker.sequences import Planned, Update
@@ -41,8 +42,8 @@ class PrefillRole(Role):
 
         runner = engine.runner if engine.draft_runner is None else BothRunners(engine.runner, engine.draft_runner)
         budget = Budget(config.chunk_tokens, "--chunk-tokens")
-        self.loop = PrefillLoop(
-            table, runner, engine.rows, engine.pool, budget, publish, self.metrics, worker.steps_ahead
+        self.loop = WorkerLoop(
+            DraftKv(), table, runner, engine.rows, engine.pool, budget, publish, self.metrics, worker.steps_ahead
         )
         self._service = PrefillService(worker, config, self.loop.thread, self._offers, self.metrics)
 
@@ -54,10 +55,10 @@ class PrefillRole(Role):
         await self._offers.close()
 
 
-class PrefillLoop(WorkerLoop):
-    """Computes both models' KV, which share pages and offers."""
+class DraftKv(StepExtras):
+    """Prompts get both models' KV, which share pages and offers."""
 
-    def _prepare(self, planned: list[Planned], updates: list[Update]) -> list[Planned]:
+    def prepare(self, planned: list[Planned], updates: list[Update], lock: Lock) -> list[Planned]:
         for step in planned:
             step.draft_computed = step.begin + step.count
         return planned

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,13 +46,35 @@ class Flight:
     seconds: float = 0.0  # device time of the step, or its share
 
 
+class StepExtras:
+    """What a role adds to its steps; this one adds nothing. Called on the engine thread, which does not hold `lock`."""
+
+    def extend_plan(self, planned: list[Planned], lock: Lock) -> None:
+        """Reserve what the planned steps need beside their tokens."""
+
+    def needs_tokens(self, planned: Seq[Planned]) -> bool:
+        """Whether preparing the step needs the tokens of all steps before it."""
+        return False
+
+    def prepare(self, planned: list[Planned], updates: list[Update], lock: Lock) -> list[Planned]:
+        """Add guesses and masks to the step; drop sequences that ended or cannot take part."""
+        return planned
+
+    def judge(
+        self, flight: Flight, chosen: Seq[list[int]], failed: Mapping[int, StepFailedError]
+    ) -> dict[int, Exception | bool]:
+        """What the role decides about a step. Index |-> why an answer must fail, or whether it is complete."""
+        return {}
+
+
 class WorkerLoop:
-    """Owns the engine thread; its lock guards the table. Roles override what they add to a step."""
+    """Owns the engine thread; its lock guards the table."""
 
     def __init__(
-        self, table: SequenceTable, runner: Launcher, rows: Rows, pool: Pool, budget: Budget, publish: Publish,
-        metrics: WorkerMetrics, steps_ahead: int = 0,
+        self, extras: StepExtras, table: SequenceTable, runner: Launcher, rows: Rows, pool: Pool, budget: Budget,
+        publish: Publish, metrics: WorkerMetrics, steps_ahead: int = 0,
     ) -> None:  # fmt: skip
+        self._extras = extras
         self.thread = EngineThread(self.step, table.next_deadline)
         self.chunks = ChunkSizer(budget.prompt_tokens)
         self._table = table
@@ -82,7 +105,9 @@ class WorkerLoop:
     def _plan(self, updates: list[Update]) -> list[Planned]:
         """Plan the next step. If the plan depends on launched steps, collect these first."""
         planned = self._plan_once()
-        if self._flights and (self._table.is_short or self._has_guesses_launched() or self._needs_tokens(planned)):
+        if self._flights and (
+            self._table.is_short or self._has_guesses_launched() or self._extras.needs_tokens(planned)
+        ):
             with self.thread.lock:
                 for step in planned:
                     self._table.drop_step(step)
@@ -94,15 +119,14 @@ class WorkerLoop:
     def _plan_once(self) -> list[Planned]:
         sizes = self.chunks
         with self.thread.lock:
-            return plan_step(self._table, replace(self._budget, prompt_tokens=sizes.alone, beside_answers=sizes.beside))
+            budget = replace(self._budget, prompt_tokens=sizes.alone, beside_answers=sizes.beside)
+            planned = plan_step(self._table, budget)
+        self._extras.extend_plan(planned, self.thread.lock)
+        return planned
 
     def _has_guesses_launched(self) -> bool:
         """Whether a launched step yields a yet unknown number of tokens."""
         return any(step.guesses for flight in self._flights for step in flight.planned)
-
-    def _needs_tokens(self, planned: Seq[Planned]) -> bool:
-        """Whether preparing the step needs the tokens of all steps before it."""
-        return False
 
     def _launch(self, planned: list[Planned], updates: list[Update]) -> None:
         predicted_s = self.chunks.predict(*_count(planned))
@@ -110,7 +134,7 @@ class WorkerLoop:
         for step in planned:
             if step.sequence.num_pages_in_row != len(step.sequence.pages):
                 self._write_row(step.sequence)
-        planned = self._prepare(planned, updates)
+        planned = self._extras.prepare(planned, updates, self.thread.lock)
         if not planned:
             return
         requests = [self._request(step) for step in planned]
@@ -118,10 +142,6 @@ class WorkerLoop:
         launched = launch_step(self._runner, requests, partial(self._explain, planned))
         num_rows = sum(part.count for part in requests)
         self._flights.append(Flight(planned, launched, num_rows, predicted_s, started))
-
-    def _prepare(self, planned: list[Planned], updates: list[Update]) -> list[Planned]:
-        """Add guesses and masks to the step; drop sequences that ended or cannot take part."""
-        return planned
 
     def _request(self, step: Planned) -> RowRequest:
         """What the engine computes for one sequence."""
@@ -182,7 +202,7 @@ class WorkerLoop:
         for step, at in zip(flight.planned, answers.begins, strict=True):
             begin = at + step.num_scored
             chosen.append(self._accept(step, answers.tokens[begin : begin + step.num_chosen]))
-        judged = self._judge(flight, chosen, answers.failed)
+        judged = self._extras.judge(flight, chosen, answers.failed)
         with self.thread.lock:
             updates = self._finish(flight.planned, chosen, answers, judged, time.monotonic())
         self._metrics.count_step(flight.planned, updates, answers.failed, flight.seconds)
@@ -196,12 +216,6 @@ class WorkerLoop:
         step.sequence.num_drafted += len(step.guesses)
         step.sequence.num_accepted += step.num_accepted
         return tokens[: step.num_accepted + 1]
-
-    def _judge(
-        self, flight: Flight, chosen: Seq[list[int]], failed: Mapping[int, StepFailedError]
-    ) -> dict[int, Exception | bool]:
-        """What the role decides about a step. Index |-> why an answer must fail, or whether it is complete."""
-        return {}
 
     def _finish(
         self, planned: Seq[Planned], chosen: Seq[list[int]], answers: StepAnswers,

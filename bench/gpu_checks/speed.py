@@ -16,7 +16,7 @@ from bench.decoding import NO_SPECULATION, build_table
 from bench.gpu_checks.attention import synchronize
 from bench.gpu_checks.models import build_random_engine
 from bench.spec import SyntheticDrafter
-from decode_worker.loop import DecodeLoop
+from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import ModelDrafter
@@ -25,6 +25,7 @@ from decode_worker.speculation.start import measure
 from engine.batch import RowRequest
 from engine.engine import Engine
 from wire.sampling import SamplingParams
+from worker.loop import WorkerLoop
 from worker.plan import Budget
 from worker.sequences import Job, Update
 
@@ -71,9 +72,9 @@ class Decoded:
 def run_jobs(engine: Engine, jobs: Sequence[Job], speculator: Speculator = NO_SPECULATION) -> Decoded:
     """Run a decode worker's loop until all jobs have ended."""
     table, updates, tokens = build_table(engine), list[Update](), dict[int, list[int]]()
-    loop = DecodeLoop(
-        speculator, table, engine.runner, engine.rows, engine.pool, Budget(CHUNK_TOKENS, "--chunk-tokens"),
-        lambda _step, some: updates.extend(some), DecodeMetrics(table), engine.steps_ahead,
+    loop = WorkerLoop(
+        DraftsAndMasks(speculator, table), table, engine.runner, engine.rows, engine.pool,
+        Budget(CHUNK_TOKENS, "--chunk-tokens"), lambda _step, some: updates.extend(some), DecodeMetrics(table), engine.steps_ahead,
     )  # fmt: skip
     for job in jobs:
         table.admit(job, time.monotonic())

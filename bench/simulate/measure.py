@@ -11,14 +11,15 @@ import numpy as np
 
 from bench.decoding import NO_SPECULATION, build_table
 from bench.simulate.costs import Measured, work_of
-from decode_worker.loop import DecodeLoop
+from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from engine.engine import Engine
 from engine.out_of_memory import StepFailedError
 from wire.sampling import SamplingParams
-from worker.loop import Flight
+from worker.loop import Flight, WorkerLoop
 from worker.plan import Budget
 from worker.sequences import Job
+from worker.table import SequenceTable
 
 STREAMS = (1, 2, 4, 8, 16)
 PROMPTS = (64, 256, 1024)  # tokens
@@ -29,16 +30,18 @@ ROUNDS = 2
 GREEDY = SamplingParams(temperature=0.0)
 
 
-class MeasuredLoop(DecodeLoop):
+class MeasuredSteps(DraftsAndMasks):
     """Records the work of each step."""
 
-    steps: list[Measured]
+    def __init__(self, table: SequenceTable) -> None:
+        super().__init__(NO_SPECULATION, table)
+        self.steps: list[Measured] = []
 
-    def _judge(
+    def judge(
         self, flight: Flight, chosen: Sequence[list[int]], failed: Mapping[int, StepFailedError]
     ) -> dict[int, Exception | bool]:
         self.steps.append(Measured(work_of(flight.planned), flight.seconds))
-        return super()._judge(flight, chosen, failed)
+        return super().judge(flight, chosen, failed)
 
 
 def measure_steps(engine: Engine) -> list[Measured]:
@@ -53,15 +56,15 @@ def measure_steps(engine: Engine) -> list[Measured]:
 
 def _run(engine: Engine, streams: int, prompt_tokens: int, seed: int) -> list[Measured]:
     draw, table = np.random.default_rng(seed), build_table(engine)
-    loop = MeasuredLoop(
-        NO_SPECULATION, table, engine.runner, engine.rows, engine.pool, Budget(CHUNK_TOKENS, "--chunk-tokens"),
+    extras = MeasuredSteps(table)
+    loop = WorkerLoop(
+        extras, table, engine.runner, engine.rows, engine.pool, Budget(CHUNK_TOKENS, "--chunk-tokens"),
         lambda _step, _updates: None, DecodeMetrics(table), engine.steps_ahead,
     )  # fmt: skip
-    loop.steps = []
     for number in range(streams):
         prompt = draw.integers(0, engine.config.vocab_size, prompt_tokens, np.int32)
         job = Job(str(number), prompt.tobytes(), prompt_tokens - 1, NUM_TOKENS, handle=number + 1, sampling=GREEDY)
         table.admit(job, time.monotonic())
     while len(table):
         loop.step()
-    return loop.steps
+    return extras.steps

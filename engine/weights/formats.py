@@ -50,11 +50,10 @@ class PlainFormat:
     def experts(self, products: Sequence[tuple[Product, Product]], activation: Activation) -> Experts:
         """products: of each expert, gate and up, then down."""
         if self.reader.device.type == "cuda":
-            gate_up, down = (
-                torch.stack([self.reader.fuse(one) for one in ones]) for ones in zip(*products, strict=True)
-            )
-            biases = [self._stack_biases(ones) for ones in zip(*products, strict=True)]
-            return GroupedExperts(gate_up, down, activation, *biases, self.ops.expert_kernels)
+            ups, downs = zip(*products, strict=True)
+            gate_up, down = (torch.stack([self.reader.fuse(one) for one in ones]) for ones in (ups, downs))
+            up_bias, down_bias = self._stack_biases(ups), self._stack_biases(downs)
+            return GroupedExperts(gate_up, down, activation, up_bias, down_bias, self.ops.expert_kernels)
         return BucketedExperts([Expert(self.gated(one, activation), self.linear(down)) for one, down in products])
 
     def _stack_biases(self, products: Sequence[Product]) -> Tensor | None:

@@ -17,9 +17,10 @@ from decode_worker.speculation.drafters import Drafter, Guess, ModelDrafter, Ngr
 from decode_worker.speculation.lengths import CostCurve
 from engine.engine import Engine, build_engine
 from gateway.text.tokenizer import Tokenizer
-from prefill_worker.main import BothRunners, PrefillLoop
+from prefill_worker.main import BothRunners, DraftKv
 from prefill_worker.metrics import PrefillMetrics
 from wire.sampling import SamplingParams
+from worker.loop import WorkerLoop
 from worker.plan import Budget
 from worker.sequences import Job
 
@@ -189,8 +190,8 @@ def test_prefill_computes_the_draft_models_kv_too(tokenizer: Tokenizer) -> None:
     assert engine.draft_runner is not None
     table = build_table(engine)
     runner = BothRunners(engine.runner, engine.draft_runner)
-    loop = PrefillLoop(
-        table, runner, engine.rows, engine.pool, Budget(48, "--chunk-tokens"), lambda _step, _updates: None,
+    loop = WorkerLoop(
+        DraftKv(), table, runner, engine.rows, engine.pool, Budget(48, "--chunk-tokens"), lambda _step, _updates: None,
         PrefillMetrics(table),
     )  # fmt: skip
     job = replace(build_job(tokenizer, " ".join(PROMPTS * 4), 1, 0), gateway="", handle=0)

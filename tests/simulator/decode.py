@@ -1,9 +1,9 @@
 """A decode worker: the real table, loop and speculation, with virtual steps, reads and streams."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
-from decode_worker.loop import DecodeLoop
+from decode_worker.loop import DraftsAndMasks
 from decode_worker.service import _job as build_job
 from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, ModelDrafter
@@ -65,10 +65,6 @@ class Stream:
             worker.later(world.delay(), lambda: worker.end_stream(self.name))
 
 
-class SimDecodeLoop(SteppedLoop, DecodeLoop):
-    """The role's loop, step by step."""
-
-
 class SimDecode(SimWorker):
     """Its verbs are those of decode.proto."""
 
@@ -83,16 +79,15 @@ class SimDecode(SimWorker):
     def _forget_peers(self) -> None:
         self._peers = {}
 
-    def build_loop(self) -> SimDecodeLoop:
+    def build_loop(self) -> SteppedLoop:
         runner: Any = VirtualRunner(self.world, self.rows, self.memory.main)
         drafters: dict[str, Drafter] = {}
         if self.has_draft:
             draft: Any = VirtualDraftRunner(self.world, self.rows, self.memory)
             drafters["draft"] = ModelDrafter(draft, CostMeter(), BUDGET.prompt_tokens)
         self._speculator = Speculator(drafters, CostMeter(), "auto" if drafters else "off", MAX_DRAFT_TOKENS)
-        return SimDecodeLoop(
-            self._speculator, self.table, runner, self.rows, POOL, BUDGET, self.publish, NO_METRICS, self.steps_ahead
-        )
+        extras, rows = DraftsAndMasks(self._speculator, self.table), cast(Any, self.rows)
+        return SteppedLoop(extras, self.table, runner, rows, POOL, BUDGET, self.publish, NO_METRICS, self.steps_ahead)
 
     def crash(self) -> None:
         for stream in self._streams.values():

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any
 from unittest.mock import patch
 
-from decode_worker.loop import DecodeLoop
+from decode_worker.loop import DraftsAndMasks
 from gateway.ring.attempt_state import AttemptState
 from gateway.ring.request_machine import Request
 from gateway.ring.request_steps import Action, Event, SessionUpdate
@@ -246,7 +246,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "prefill launches the draft model's forward last": _patched((BothRunners, "launch", _launch_draft_last)),
     "guesses are made ahead of the tokens before them": _patched(
-        (DecodeLoop, "_needs_tokens", lambda self, planned: False)
+        (DraftsAndMasks, "needs_tokens", lambda self, planned: False)
     ),
     "prefill frees pages before they are acknowledged": _patched((SequenceTable, "finish_step", _finish_and_end)),
     "prefill frees pages under a step": _patched(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.ring.request_steps import Prefilled, Refused
-from prefill_worker.main import BothRunners, PrefillLoop
+from prefill_worker.main import BothRunners, DraftKv
 from protos import kv_pb2, prefill_pb2
 from tests.simulator.decode import SimDecode
 from tests.simulator.engine import VirtualDraftRunner, VirtualRunner
@@ -36,10 +36,6 @@ class HandOver:
     heard_at: float = 0.0  # when the decode worker last received a message about it
 
 
-class SimPrefillLoop(SteppedLoop, PrefillLoop):
-    """The role's loop, step by step."""
-
-
 class SimPrefill(SimWorker):
     """Its verbs are those of prefill.proto."""
 
@@ -57,13 +53,15 @@ class SimPrefill(SimWorker):
         self._works: dict[int, HandOver] = {}  # sequence id |-> its call
         self._greeted: dict[str, str] = {}  # address |-> incarnation of the last handshake
 
-    def build_loop(self) -> SimPrefillLoop:
+    def build_loop(self) -> SteppedLoop:
         runner: Any = VirtualRunner(self.world, self.rows, self.memory.main)
         if self.has_draft:
             draft: Any = VirtualDraftRunner(self.world, self.rows, self.memory)
             runner = BothRunners(runner, draft)
         rows: Any = self.rows
-        return SimPrefillLoop(self.table, runner, rows, POOL, BUDGET, self.publish, NO_METRICS, self.steps_ahead)
+        return SteppedLoop(
+            DraftKv(), self.table, runner, rows, POOL, BUDGET, self.publish, NO_METRICS, self.steps_ahead
+        )
 
     def step_delay(self) -> float:
         return self.world.slow_delay(self.world.faults.slow_steps)

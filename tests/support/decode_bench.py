@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.batches import SAMPLINGS
 from bench.decoding import NO_SPECULATION, Answers, build_eager_speculator
-from decode_worker.loop import DecodeLoop
+from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
@@ -21,6 +21,7 @@ from engine.graphs import choose_shapes
 from engine.models.load import load_model
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from tests.support.late_runner import LateRows, LateRunner
+from worker.loop import WorkerLoop
 from worker.plan import Budget
 from worker.prefix_cache import NoRoomError, PrefixCache
 from worker.sequences import Job, Update
@@ -93,8 +94,9 @@ class Bench:
         self._aborted = aborted
         metrics = DecodeMetrics(self.table)
         self._step_seconds = metrics.step_seconds
-        self._loop = DecodeLoop(
-            speculator, self.table, engine.runner, engine.rows, engine.pool, Budget(CHUNK_TOKENS, "--chunk-tokens"),
+        self._loop = WorkerLoop(
+            DraftsAndMasks(speculator, self.table),
+            self.table, engine.runner, engine.rows, engine.pool, Budget(CHUNK_TOKENS, "--chunk-tokens"),
             self._publish, metrics, steps_ahead,
         )  # fmt: skip
 

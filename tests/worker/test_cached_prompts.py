@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
-from decode_worker.loop import DecodeLoop
+from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.speculator import Speculator
@@ -27,6 +27,7 @@ from tests.support.real_workers import (
     prefill_worker,
 )
 from wire.page_keys import page_keys
+from worker.loop import WorkerLoop
 from worker.plan import Budget
 from worker.prefix_cache import PrefixCache
 from worker.sequences import Job, Phase, Update
@@ -184,8 +185,8 @@ def test_prompt_log_probabilities_are_all_told_when_cached_pages_overtake_them()
     engine, _runner = build_kv_engine()
     table = SequenceTable(PrefixCache(NUM_PAGES, engine.pool.generations), PAGE_TOKENS, 8, PATIENCE_S)
     told: list[Update] = []
-    loop = DecodeLoop(
-        Speculator({}, CostMeter(), "off", 0), table, engine.runner, engine.rows, engine.pool,
+    loop = WorkerLoop(
+        DraftsAndMasks(Speculator({}, CostMeter(), "off", 0), table), table, engine.runner, engine.rows, engine.pool,
         Budget(1, "--local-prefill-chunk-tokens"), lambda _step, updates: told.extend(updates), DecodeMetrics(table),
     )  # fmt: skip
     prompt = [*PROMPT, *OTHER[:17]]

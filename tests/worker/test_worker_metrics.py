@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from bench.decoding import build_eager_speculator
-from decode_worker.loop import DecodeLoop
+from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.drafters import Guess, Wanted
 from decode_worker.speculation.lengths import CostCurve
@@ -21,6 +21,7 @@ from tests.support.real_workers import (
     expected_answer,
     packed,
 )
+from worker.loop import WorkerLoop
 from worker.plan import Budget
 from worker.prefix_cache import PrefixCache
 from worker.sequences import Job, Update
@@ -95,8 +96,8 @@ def test_guesses_are_counted_and_those_that_were_right() -> None:
     engine, _runner = build_kv_engine(max_running=1)
     table = SequenceTable(PrefixCache(NUM_PAGES, engine.pool.generations), PAGE_TOKENS, max_running=1, lease_s=60)
     metrics, news = DecodeMetrics(table), list[Update]()
-    loop = DecodeLoop(
-        build_eager_speculator({"liar": liar}), table, engine.runner, engine.rows, engine.pool,
+    loop = WorkerLoop(
+        DraftsAndMasks(build_eager_speculator({"liar": liar}), table), table, engine.runner, engine.rows, engine.pool,
         Budget(CHUNK_TOKENS, "--local-prefill-chunk-tokens"), lambda _step, updates: news.extend(updates), metrics,
     )  # fmt: skip
     table.admit(Job("r", packed(prompt), len(prompt) - 1, num_tokens, drafter="liar", max_draft_tokens=4), 0.0)
