@@ -74,7 +74,8 @@ def run_jobs(engine: Engine, jobs: Sequence[Job], speculator: Speculator = NO_SP
     table, updates, tokens = build_table(engine), list[Update](), dict[int, list[int]]()
     loop = WorkerLoop(
         DraftsAndMasks(speculator, table), table, engine.runner, engine.rows, engine.pool,
-        Budget(CHUNK_TOKENS, "--chunk-tokens"), lambda _step, some: updates.extend(some), DecodeMetrics(table), engine.steps_ahead,
+        Budget(CHUNK_TOKENS, "--chunk-tokens"), lambda _step, some: updates.extend(some), DecodeMetrics(table),
+        engine.steps_ahead,
     )  # fmt: skip
     for job in jobs:
         table.admit(job, time.monotonic())
