@@ -15,6 +15,7 @@ from engine.kv.pool import Pool, PoolShape, PoolShare
 from engine.layers.linear import Quantization
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.fallback_config import FallbackConfig
 from engine.models.load import load_model, resolve_model_folder, weight_fingerprint
 from engine.models.read_config import load_config
 from engine.out_of_memory import explain_failed_warm_up, explain_full_gpu
@@ -108,6 +109,8 @@ class Engine:
             found["slow attention"] = self.attention.reason
         if self.device.type == "cuda" and not self.attention.backend.is_capturable:
             found["no CUDA graphs"] = f"{self.attention.backend.name} cannot be captured: {self.attention.reason}"
+        if isinstance(self.config, FallbackConfig):
+            found["slow model"] = f"Baton has no code for {self.config.family}: transformers' runs, without CUDA graphs"
         if self.pool.why_private is not None:
             found["pages go over gRPC even on this host"] = self.pool.why_private
         if self.why_unshared is not None:
@@ -243,7 +246,8 @@ def _load(
 ) -> Loaded:  # fmt: skip
     """This rank's part of a model."""
     decoder = load_model(folder, dtype, device, on_progress, quantization, ranks)
-    return Loaded(folder, weight_fingerprint(folder, quantization), decoder, load_config(folder).kv_parts)
+    whole = decoder.config if ranks.size == 1 else load_config(folder)
+    return Loaded(folder, weight_fingerprint(folder, quantization), decoder, whole.kv_parts)
 
 
 def _load_draft(
@@ -280,13 +284,7 @@ def _build_draft_runner(draft: Loaded, pool: Pool, rows: Rows, place: Place) -> 
 def _choose_attention(decoder: Decoder, page_tokens: int, kv_dtype: torch.dtype) -> AttentionChoice:
     config = decoder.config
     return choose_for_layers(
-        config.attention_shapes,
-        config.windows,
-        page_tokens,
-        decoder.device,
-        decoder.dtype,
-        kv_dtype,
-        config.has_sinks,
+        config.attention_shapes, config.windows, page_tokens, decoder.device, decoder.dtype, kv_dtype, config.has_sinks
     )
 
 

@@ -103,7 +103,7 @@ class Runner:
     @property
     def is_capturable(self) -> bool:
         """Whether its steps can be CUDA graphs."""
-        return self._attention.is_capturable
+        return self._attention.is_capturable and self._model.is_capturable
 
     @property
     def vocab_size(self) -> int:

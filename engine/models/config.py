@@ -1,11 +1,9 @@
 """A decoder as one frozen value: all that its tensors and its order of operations depend on. Imports no torch."""
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.attention.shape import AttentionShape
+from engine.attention.shape import AttentionShape, group_layers
 from engine.layers.moe_config import Activation, Routing
 from engine.layers.rope_config import RopeConfig
 from wire.kv_layout import KvPart
@@ -102,7 +100,7 @@ class ModelConfig:
 
     @property
     def kv_parts(self) -> tuple[KvPart, ...]:
-        return list_kv_parts(self.attention_shapes)
+        return group_layers(self.attention_shapes)
 
     @property
     def divisible(self) -> dict[str, int]:
@@ -115,8 +113,3 @@ class ModelConfig:
         if self.moe is not None and self.moe.shared:
             sizes["shared experts' intermediate_size"] = self.moe.shared_size
         return sizes
-
-
-def list_kv_parts(shapes: Iterable[AttentionShape]) -> tuple[KvPart, ...]:
-    """shapes: of all layers. Layers with equal ones are one part, in the order of their first layers."""
-    return tuple(KvPart(count, shape.num_kv_heads, shape.head_dim) for shape, count in Counter(shapes).items())

@@ -39,6 +39,8 @@ class DecoderLayer:
 class Decoder:
     """A loaded model. Holds weights only: the caller's pool holds all state of sequences."""
 
+    is_capturable = True  # a CUDA graph can capture its steps, if it can capture attention
+
     def __init__(
         self,
         config: ModelConfig,

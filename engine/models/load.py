@@ -7,6 +7,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -14,8 +15,10 @@ from huggingface_hub import snapshot_download
 from engine.kernels.build import cache_folder
 from engine.layers.linear import Quantization
 from engine.models.assemble import build_decoder, check_tensors
+from engine.models.choose import has_native_code
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.json_values import read_json
 from engine.models.read_config import load_config
 from engine.models.table import shard_config
 from engine.ops.choose import ops_for
@@ -55,6 +58,8 @@ def load_model(
     or dtype, a damaged file, missing, unexpected or mis-shaped tensors, or a device that does not support such weights.
     """
     check_quantization(quantization, dtype, device)
+    if not has_native_code(folder):
+        return _load_without_native_code(folder, dtype, device, on_progress, quantization, ranks)
     checkpoint = Checkpoint(folder)
     config = fit_prefix(load_config(folder), checkpoint)
     check_tensors(config, checkpoint)
@@ -96,6 +101,23 @@ def fit_prefix(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     return config
 
 
+def _load_without_native_code(
+    folder: Path, dtype: str, device: torch.device, on_progress: OnProgress | None, quantization: Quantization,
+    ranks: Ranks,
+) -> Decoder:  # fmt: skip
+    """By transformers' code. The result has the interface of a Decoder."""
+    lacking = f"Baton has no code for model_type {read_json(folder / 'config.json').get('model_type')!r}"
+    if ranks.size > 1:
+        raise ValueError(f"{lacking}, so only one rank can compute it: set --tp 1")
+    if quantization != "none":
+        raise ValueError(f"{lacking}, so its weights cannot be rounded: set --quantization none")
+    if dtype != "auto":
+        check_dtype(dtype)
+    from engine.models.fallback import load_fallback  # imports transformers, seconds
+
+    return cast(Decoder, load_fallback(folder, DTYPES.get(dtype), device, on_progress))
+
+
 def _name_weights(folder: Path, quantization: Quantization, ranks: Ranks) -> str:
     """The file name of packed weights: a hash of everything they depend on. It includes file times, since the
     fingerprint may miss small edits of a checkpoint."""
@@ -122,9 +144,14 @@ def choose_dtype(config: ModelConfig, checkpoint: Checkpoint, dtype: str) -> tor
             raise ValueError(f"{name} is stored as {entry.dtype}; supported: {', '.join(STORED_DTYPES)}")
     if dtype == "auto":
         return STORED_DTYPES[checkpoint.entries[f"{config.prefix}embed_tokens.weight"].dtype]
+    check_dtype(dtype)
+    return DTYPES[dtype]
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises ValueError naming what is supported; for "auto" too."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; supported: auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
 
 
 def weight_fingerprint(folder: Path, quantization: Quantization = "none") -> str:

@@ -1,0 +1,221 @@
+"""What transformers' own code of a model asks of attention, and whether pages can give it.
+
+Found by one forward on the meta device, with neither weights nor memory. Knows transformers' interfaces, no family of
+models. `fallback_model` serves what passes here, after `fallback_check`.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+)
+
+from engine.attention.shape import AttentionShape
+from engine.models.fallback_config import FallbackConfig
+
+SERVE, PROBE = "baton", "baton_probe"  # our names for `attn_implementation`; only PROBE gets masks
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Mapping[str, Any]], Tensor]
+"""query [1, Hq, T, D], keys [1, Hkv, T, D], values [1, Hkv, T, Dv], mask, options |-> [1, T, Hq, Dv]"""
+
+LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+USED_OPTIONS = {"scaling", "sliding_window", "softcap", "s_aux"}
+IDLE_OPTIONS = {  # passed along, without effect on attention: the mask says what is visible, and the probe checks it
+    "dropout", "is_causal", "position_ids", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict",
+}  # fmt: skip
+POSITIONS = sorted({max(0, 2**power + by) for power in range(22) for by in (-1, 0, 1)})  # where masks are compared
+ADVICE = "choose another model, or run this one with `transformers serve`"
+
+
+def dispatch(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers calls this in each attention module; the module's attribute knows its model and layer."""
+    attend: Attend = module.baton_attend  # type: ignore[assignment]
+    return attend(query, key, value, attention_mask, options), None
+
+
+def _sample_mask(*, mask_function: Callable[..., Tensor], **_: Any) -> Tensor:
+    """[1, 1, N, N] bool: whether the model lets a query at POSITIONS[i] see POSITIONS[j]."""
+    position = torch.tensor(POSITIONS, device="cpu")
+    visible = mask_function(0, 0, position[:, None], position)
+    return visible.broadcast_to(1, 1, len(POSITIONS), len(POSITIONS))
+
+
+AttentionInterface.register(SERVE, dispatch)
+AttentionInterface.register(PROBE, dispatch)
+AttentionMaskInterface.register(PROBE, _sample_mask)
+
+
+def refuse(family: object, reason: str, advice: str = ADVICE) -> ValueError:
+    """The error of a model that transformers' code cannot run here."""
+    return ValueError(f"model_type {family!r} has no native code in Baton, and transformers' cannot be used: {reason}. "
+                      f"What to do: {advice}")  # fmt: skip
+
+
+def probe(folder: Path) -> FallbackConfig:
+    """Read config.json and find out what attention must do. Reads no weights.
+
+    FileNotFoundError if it is missing; ValueError says what the model needs that Baton lacks.
+    """
+    return probe_config(read_config(folder))
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """transformers' view of config.json. Raises like `probe`; never runs code of the checkpoint."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        given, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+    except OSError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    family = given.get("model_type")
+    if family not in list(CONFIG_MAPPING):  # `in` would fail for an unhashable name
+        if "auto_map" in given:
+            raise refuse(family, "it needs code from its checkpoint (auto_map), which Baton never runs")
+        raise refuse(family, "this version of transformers does not know it", "upgrade transformers")
+    if given.get("quantization_config"):
+        method = given["quantization_config"].get("quant_method")
+        raise refuse(family, f"its weights are quantised ({method})", "use a checkpoint of plain float weights")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # each config class has its own
+        raise refuse(family, f"its config.json is refused: {_first_line(error)}", "correct config.json") from error
+
+
+def probe_config(config: PreTrainedConfig) -> FallbackConfig:
+    """`probe` of a config that is already read. Does not modify it."""
+    family, text = config.model_type, config.get_text_config(decoder=True)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise refuse(family, "transformers has no causal language model for it")
+    if config.is_encoder_decoder:
+        raise refuse(family, "it has an encoder, and its layers attend to the encoder's output")
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    if unknown := sorted(set(kinds) - LAYER_TYPES):
+        raise refuse(family, f"its layers are of type {', '.join(unknown)}, which keep or see something else than pages")
+    calls = _Calls(family)
+    vocab_size = _run_on_meta(config, calls)
+    if len(calls.found) != text.num_hidden_layers:
+        counted = f"{len(calls.found)} of its {text.num_hidden_layers} layers"
+        raise refuse(family, f"{counted} use transformers' attention interface; no other attention or state is kept")
+    layers = list(calls.found.values())
+    return FallbackConfig(
+        family=family,
+        vocab_size=vocab_size,
+        context_tokens=_find_context(family, text),
+        attention_shapes=tuple(layer.shape for layer in layers),
+        windows=tuple(layer.window for layer in layers),
+        has_sinks=any(layer.has_sinks for layer in layers),
+        attention_modules=tuple(calls.found),
+    )
+
+
+def _find_context(family: str, text: PreTrainedConfig) -> int:
+    """max_position_embeddings; with longrope no more than the original context, where all steps use its short factors.
+
+    Beyond it, transformers chooses factors by the longest position of a *batch*, so neighbours would change answers.
+    "dynamic" scaling changes nothing up to max_position_embeddings.
+    """
+    context = getattr(text, "max_position_embeddings", None)
+    if not isinstance(context, int) or context < 1:
+        raise refuse(family, f"max_position_embeddings is {context}", "set it in config.json to the trained context")
+    given = getattr(text, "rope_parameters", None) or {}
+    ropes = [given, *(value for value in given.values() if isinstance(value, dict))]  # one, or one per layer type
+    limits = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
+    return min([context, *limits])
+
+
+def _run_on_meta(config: PreTrainedConfig, calls: "_Calls") -> int:
+    """One forward that fills `calls`. Returns the number of logits of a token."""
+    tokens = torch.zeros(1, len(POSITIONS), dtype=torch.int64, device="meta")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), attn_implementation=PROBE, dtype=torch.bfloat16, trust_remote_code=False
+            )
+        for name, module in model.named_modules():
+            module.baton_attend = partial(calls.record, name)
+        with torch.inference_mode():
+            # with a mask of ones, transformers does not look for sequence borders in the positions
+            output = model.eval()(input_ids=tokens, position_ids=tokens, attention_mask=tokens + 1, use_cache=False)
+    except _Unsupported as error:
+        raise refuse(calls.family, str(error)) from error
+    except Exception as error:  # transformers' code of any model
+        stage = "" if calls.found else " before any layer called transformers' attention interface"
+        described = f"{type(error).__name__}: {_first_line(error)}"
+        raise refuse(calls.family, f"a trial run without weights failed{stage} ({described})") from error
+    return int(output.logits.shape[-1])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+class _Unsupported(Exception):  # noqa: N818
+    """What a layer needs that attention over pages lacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    shape: AttentionShape
+    window: int | None
+    has_sinks: bool
+
+
+@dataclass
+class _Calls:
+    """The layers' calls of attention in order."""
+
+    family: str
+    found: dict[str, _Layer] = field(default_factory=dict)  # name of the attention module |-> its call
+
+    def record(
+        self, name: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Mapping[str, Any]
+    ) -> Tensor:
+        if name in self.found:
+            raise _Unsupported(f"{name} calls attention several times")
+        unknown = [key for key, given in options.items() if given is not None]
+        if unknown := sorted(set(unknown) - USED_OPTIONS - IDLE_OPTIONS):
+            raise _Unsupported(f"{name} passes {', '.join(unknown)} to attention")
+        num_heads, num_kv_heads, num_tokens = query.shape[1], key.shape[1], query.shape[2]
+        if key.shape[2] != num_tokens or num_heads % num_kv_heads or value.shape[1] != num_kv_heads:
+            shapes = ", ".join(str(list(part.shape)) for part in (query, key, value))
+            raise _Unsupported(f"{name} attends with queries, keys and values of shapes {shapes}")
+        window, scale = options.get("sliding_window"), options.get("scaling")
+        self._check_mask(name, mask, window)
+        shape = AttentionShape(
+            num_heads,
+            num_kv_heads,
+            head_dim=max(key.shape[-1], value.shape[-1]),
+            scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+            softcap=float(options.get("softcap") or 0.0),
+        )
+        self.found[name] = _Layer(shape, window, options.get("s_aux") is not None)
+        return value.new_empty(1, num_tokens, num_heads, value.shape[-1])
+
+    def _check_mask(self, name: str, mask: Tensor | None, window: int | None) -> None:
+        """At serving nothing reads the mask, so it must say the same as the window."""
+        position = torch.tensor(POSITIONS, device="cpu")
+        expected = position <= position[:, None]
+        if window is not None:
+            expected &= position > position[:, None] - window
+        if mask is None or mask.device.type != "cpu" or mask.shape[-2:] != expected.shape:
+            raise _Unsupported(f"the mask of {name} cannot be compared with causal attention")
+        if not torch.equal(mask[0, 0], expected):
+            passed = "passes no window" if window is None else f"passes a window of {window}"
+            raise _Unsupported(f"{name} {passed} to attention, but its mask shows other positions")
