@@ -5,14 +5,16 @@ the weights are read.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from engine.models.fallback_check import LIMITS, check
 from engine.models.fallback_model import FallbackModel
 from engine.models.fallback_probe import probe_config, read_config, refuse
-from engine.weights.files import list_shards
+from engine.weights.checkpoint import Checkpoint
 from engine.weights.reader import OnProgress
 
 MAX_NAMES_SHOWN = 8
@@ -29,12 +31,14 @@ def load_fallback(
     """
     config = read_config(folder)
     shape = probe_config(config)
-    total_bytes = sum(path.stat().st_size for path in list_shards(folder))
+    total_bytes = sum(entry.num_bytes for entry in Checkpoint(folder).entries.values())
     if on_progress:
         on_progress(0, total_bytes)
-    loaded, report = AutoModelForCausalLM.from_pretrained(
+    library: Any = AutoModelForCausalLM
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # of transformers, on stderr
+    loaded, report = library.from_pretrained(
         folder, config=config, dtype=dtype or "auto", local_files_only=True, trust_remote_code=False,
-        use_safetensors=True, output_loading_info=True,
+        use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True,
     )  # fmt: skip
     # transformers fills such tensors with random numbers
     if lacking := sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]):

@@ -29,7 +29,6 @@ STEPS = ((17, 5), (13, 11), (8, 3), (1, 1), (1, 1))  # new tokens of the two seq
 LIMITS = {torch.float32: (2e-3, 1.0), torch.float16: (0.05, 0.5), torch.bfloat16: (0.2, 0.5)}
 
 
-
 @torch.inference_mode()
 def check(model: FallbackModel) -> None:
     """Raises ValueError if they differ. Modifies nothing."""
@@ -59,13 +58,14 @@ def _compute_over_pages(model: FallbackModel, texts: Sequence[Tensor]) -> Tensor
     for row, text in enumerate([*texts, torch.zeros(1)]):
         rows.open(row, text.numpy().astype(np.int32), SamplingParams(), 0)
         rows.write_pages(row, 0, range(row * TEXT_PAGES, min((row + 1) * TEXT_PAGES, shape.num_pages)))
-    stager, parts, begins = Stager(device), [[] for _ in texts], [0] * num_texts
+    stager, begins = Stager(device), [0] * num_texts
+    parts: list[list[Tensor]] = [[] for _ in texts]
     for counts in STEPS:
         requests = [RowRequest(row, begins[row], count, count) for row, count in enumerate(counts)]
         layout = lay_out(rows, [*requests, RowRequest(num_texts, 0, 1)])
         layout.positions[-1] = config.context_tokens - 1  # the decoy's
         logits = model.forward(build_batch(layout, rows, stager), pool, attention)
-        for part, own in zip(parts, logits.split(counts), strict=True):
+        for part, own in zip(parts, torch.split(logits, list(counts)), strict=True):
             part.append(own)
         begins = [begin + count for begin, count in zip(begins, counts, strict=True)]
     return torch.cat([own for part in parts for own in part])

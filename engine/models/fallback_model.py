@@ -15,8 +15,8 @@ from torch.nn import functional
 from engine.attention.base import AttentionBackend
 from engine.attention.qkv import Heads
 from engine.batch import Batch
+from engine.models.fallback_attention import SERVE
 from engine.models.fallback_config import FallbackConfig
-from engine.models.fallback_probe import SERVE
 from engine.ops.choose import ops_for
 from engine.ranks import ONE_RANK, Ranks
 
@@ -34,7 +34,9 @@ class FallbackModel:
         self.ops = ops_for(self.device)
         self.ranks: Ranks = ONE_RANK
         self.mapped_bytes = 0
-        self.why_unshared: str | None = f"{config.family} runs by transformers' code, which shares no weights"
+        self.why_unshared: str | None = None
+        if self.device.type == "cpu":
+            self.why_unshared = f"{config.family} runs by transformers' code, which shares no weights"
         self._model = model.eval().requires_grad_(False)
         self._chooses_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._attention: AttentionBackend | None = None  # of the running step
@@ -80,7 +82,7 @@ class FallbackModel:
     def _attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, options: Mapping[str, Any]
     ) -> Tensor:
-        """See `fallback_probe.Attend`. Copies the heads: a backend may overwrite them, layers may share them."""
+        """See `fallback_attention.Attend`. Copies the heads: a backend may overwrite them, layers may share them."""
         assert self._attention is not None
         head_dim, num_turned = self.config.attention_shapes[layer].head_dim, query.shape[1] + key.shape[1]
         joined = torch.cat([_widen(heads[0].transpose(0, 1), head_dim) for heads in (query, key, value)], 1)

@@ -5,7 +5,7 @@ models. `fallback_model` serves what passes here, after `fallback_check`.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,19 +16,15 @@ from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AttentionInterface,
-    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
 )
 
 from engine.attention.shape import AttentionShape
+from engine.models.config import read_json
+from engine.models.fallback_attention import POSITIONS, PROBE
 from engine.models.fallback_config import FallbackConfig
-
-SERVE, PROBE = "baton", "baton_probe"  # our names for `attn_implementation`; only PROBE gets masks
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Mapping[str, Any]], Tensor]
-"""query [1, Hq, T, D], keys [1, Hkv, T, D], values [1, Hkv, T, Dv], mask, options |-> [1, T, Hq, Dv]"""
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 USED_OPTIONS = {"scaling", "sliding_window", "softcap", "s_aux"}
@@ -36,29 +32,7 @@ IDLE_OPTIONS = {  # passed along, without effect on attention: the mask says wha
     "dropout", "is_causal", "position_ids", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states",
     "output_router_logits", "return_dict",
 }  # fmt: skip
-POSITIONS = sorted({max(0, 2**power + by) for power in range(22) for by in (-1, 0, 1)})  # where masks are compared
 ADVICE = "choose another model, or run this one with `transformers serve`"
-
-
-def dispatch(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers calls this in each attention module; the module's attribute knows its model and layer."""
-    attend: Attend = module.baton_attend  # type: ignore[assignment]
-    return attend(query, key, value, attention_mask, options), None
-
-
-def _sample_mask(*, mask_function: Callable[..., Tensor], **_: Any) -> Tensor:
-    """[1, 1, N, N] bool: whether the model lets a query at POSITIONS[i] see POSITIONS[j]."""
-    position = torch.tensor(POSITIONS, device="cpu")
-    visible = mask_function(0, 0, position[:, None], position)
-    return visible.broadcast_to(1, 1, len(POSITIONS), len(POSITIONS))
-
-
-AttentionInterface.register(SERVE, dispatch)
-AttentionInterface.register(PROBE, dispatch)
-AttentionMaskInterface.register(PROBE, _sample_mask)
 
 
 def refuse(family: object, reason: str, advice: str = ADVICE) -> ValueError:
@@ -77,13 +51,7 @@ def probe(folder: Path) -> FallbackConfig:
 
 def read_config(folder: Path) -> PreTrainedConfig:
     """transformers' view of config.json. Raises like `probe`; never runs code of the checkpoint."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    try:
-        given, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
-    except OSError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    given = read_json(folder / "config.json")
     family = given.get("model_type")
     if family not in list(CONFIG_MAPPING):  # `in` would fail for an unhashable name
         if "auto_map" in given:
@@ -93,9 +61,10 @@ def read_config(folder: Path) -> PreTrainedConfig:
         method = given["quantization_config"].get("quant_method")
         raise refuse(family, f"its weights are quantised ({method})", "use a checkpoint of plain float weights")
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each config class has its own
         raise refuse(family, f"its config.json is refused: {_first_line(error)}", "correct config.json") from error
+    return config
 
 
 def probe_config(config: PreTrainedConfig) -> FallbackConfig:
@@ -107,13 +76,14 @@ def probe_config(config: PreTrainedConfig) -> FallbackConfig:
         raise refuse(family, "it has an encoder, and its layers attend to the encoder's output")
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     if unknown := sorted(set(kinds) - LAYER_TYPES):
-        raise refuse(family, f"its layers are of type {', '.join(unknown)}, which keep or see something else than pages")
+        raise refuse(family, f"its layers are of type {', '.join(unknown)}, which need more than pages")
     calls = _Calls(family)
     vocab_size = _run_on_meta(config, calls)
     if len(calls.found) != text.num_hidden_layers:
         counted = f"{len(calls.found)} of its {text.num_hidden_layers} layers"
         raise refuse(family, f"{counted} use transformers' attention interface; no other attention or state is kept")
     layers = list(calls.found.values())
+    _check_windows(family, text, kinds, [layer.window for layer in layers])
     return FallbackConfig(
         family=family,
         vocab_size=vocab_size,
@@ -123,6 +93,17 @@ def probe_config(config: PreTrainedConfig) -> FallbackConfig:
         has_sinks=any(layer.has_sinks for layer in layers),
         attention_modules=tuple(calls.found),
     )
+
+
+def _check_windows(family: str, text: PreTrainedConfig, kinds: Sequence[str], windows: Sequence[int | None]) -> None:
+    """A window of the config that no layer passes may be applied elsewhere, as in transformers' cache."""
+    passed = [layer for layer, window in enumerate(windows) if window is not None]
+    named = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+    if kinds and named != passed:
+        raise refuse(family, f"layers {passed} pass a window to attention, and layer_types names {named}")
+    window = getattr(text, "sliding_window", None)
+    if window and not kinds and not passed and getattr(text, "use_sliding_window", True):
+        raise refuse(family, f"config.json has sliding_window {window}, but no layer passes it to attention")
 
 
 def _find_context(family: str, text: PreTrainedConfig) -> int:
@@ -137,19 +118,22 @@ def _find_context(family: str, text: PreTrainedConfig) -> int:
     given = getattr(text, "rope_parameters", None) or {}
     ropes = [given, *(value for value in given.values() if isinstance(value, dict))]  # one, or one per layer type
     limits = [rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"]
-    return min([context, *limits])
+    return min(context, *limits) if limits else context
 
 
 def _run_on_meta(config: PreTrainedConfig, calls: "_Calls") -> int:
     """One forward that fills `calls`. Returns the number of logits of a token."""
+    library: Any = AutoModelForCausalLM
     tokens = torch.zeros(1, len(POSITIONS), dtype=torch.int64, device="meta")
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            model = library.from_config(
                 copy.deepcopy(config), attn_implementation=PROBE, dtype=torch.bfloat16, trust_remote_code=False
             )
         for name, module in model.named_modules():
             module.baton_attend = partial(calls.record, name)
+            if getattr(module, "rope_type", None) == "dynamic":
+                module.rope_type = "default"  # the same within the context, and does not compare positions on the host
         with torch.inference_mode():
             # with a mask of ones, transformers does not look for sequence borders in the positions
             output = model.eval()(input_ids=tokens, position_ids=tokens, attention_mask=tokens + 1, use_cache=False)

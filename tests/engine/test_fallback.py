@@ -1,42 +1,63 @@
 """Models without native code: transformers' own code over pages says what transformers alone says, or is refused."""
 
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaAttention
 
+from bench.batches import Part, pack
 from engine.attention.choose import choose_for_layers
+from engine.attention.shape import AttentionShape
+from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import RowRequest
+from engine.engine import build_engine
 from engine.kv.pool import PoolShape
-from engine.models.fallback_check import check
+from engine.models import fallback_probe
+from engine.models.choose import load_any_config
+from engine.models.fallback_check import check, reference_attention
 from engine.models.fallback_model import FallbackModel
-from engine.models.fallback_probe import probe_config
+from engine.models.fallback_probe import probe, probe_config
+from engine.models.load import load_model
+from engine.ranks import Ranks
 from engine.rows import Rows
 from engine.runner import Runner
 from tests.support.threads import one_thread
-from tests.support.tiny_models import CONTEXT, VOCAB, tiny_config, tiny_model
+from tests.support.tiny_models import CONTEXT, VOCAB, WINDOW, tiny_config, tiny_model
+from wire.kv_layout import KvPart
 from wire.sampling import SamplingParams
 
 __all__ = ["one_thread"]  # a fixture
 
 CPU = torch.device("cpu")
 PAGE_TOKENS, ROW_PAGES, NUM_PAGES = 16, 4, 9
-PROMPTS = [torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(count)).tolist() for count in (37, 18)]
+PROMPTS = [
+    torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(count)).tolist() for count in (37, 18)
+]
 CHUNKS = [(16, 7), (20, 11), (1, 0)]  # of the two prompts
 ANSWER_TOKENS = 8
 
-TYPES = """
-afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 deepseek_v3 dots1
-emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4
-gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss
-granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
-internlm3 iquestcoder jais2 kolibri1 laguna llama mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral
-ministral3 mistral mixtral modernbert-decoder moshi moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt
-persimmon phi phi3 phi4_multimodal qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
-vaultgemma youtu
-""".split()
+TYPES = (  # noqa: SIM905 # all that can be served of transformers 5.23
+    "afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 "
+    "deepseek_v3 dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2 gemma3 "
+    "gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 "
+    "gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium "
+    "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama mellum "
+    "mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder "
+    "moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phi4_multimodal qwen2 "
+    "qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu "
+).split()
 
 
 def generate(model: Any) -> list[list[int]]:
@@ -59,13 +80,15 @@ def serve(model: Any) -> list[list[int]]:
     shape = PoolShape(NUM_PAGES, config.kv_parts, PAGE_TOKENS, model.dtype)
     pages = torch.full(shape.sizes, float("nan"), dtype=shape.dtype)
     rows = Rows(2, PAGE_TOKENS * ROW_PAGES, PAGE_TOKENS, config.vocab_size, CPU)
-    runner = Runner(model, attention, pages, rows)
+    return serve_by(Runner(model, attention, pages, rows), rows)
+
+
+def serve_by(runner: Runner, rows: Rows) -> list[list[int]]:
     for row, prompt in enumerate(PROMPTS):
         rows.open(row, np.array(prompt, np.int32), SamplingParams(temperature=0.0), len(prompt))
         rows.write_pages(row, 0, range(NUM_PAGES - 1 - row, 0, -2))
-    ends, answers = [0, 0], [[], []]
-    steps = [*CHUNKS, *[(1, 1)] * (ANSWER_TOKENS - 1)]
-    for step in steps:
+    ends, answers = [0, 0], [list[int](), list[int]()]
+    for step in [*CHUNKS, *[(1, 1)] * (ANSWER_TOKENS - 1)]:
         requests = []
         for row, count in enumerate(step):
             begin, ends[row] = ends[row], ends[row] + count
@@ -78,6 +101,20 @@ def serve(model: Any) -> list[list[int]]:
     return answers
 
 
+def serve_logits(model: FallbackModel) -> Tensor:
+    """[T, V] of the first prompt."""
+    attention, parts = reference_attention(model.config.attention_shapes, PAGE_TOKENS), model.config.kv_parts
+    pool = torch.zeros(PoolShape(ROW_PAGES, parts, PAGE_TOKENS, model.dtype).sizes)
+    batch = pack([Part(PROMPTS[0], 0, list(range(ROW_PAGES)), len(PROMPTS[0]))], PAGE_TOKENS, CPU)
+    return model.logits(model.forward(batch, pool, attention))
+
+
+def load(model_type: str, **special: Any) -> FallbackModel:
+    """In memory."""
+    config = tiny_config(model_type, **special)
+    return FallbackModel(tiny_model(config), probe_config(config))
+
+
 @pytest.mark.parametrize("model_type", TYPES)
 def test_greedy_answers_equal_generate(model_type: str) -> None:
     config = tiny_config(model_type)
@@ -86,3 +123,182 @@ def test_greedy_answers_equal_generate(model_type: str) -> None:
     fallback = FallbackModel(model, probe_config(config))
     check(fallback)
     assert serve(fallback) == expected
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_oss", "deepseek_v3", "gemma4_text"])
+def test_saved_checkpoints(model_type: str, tmp_path: Path) -> None:
+    model = tiny_model(tiny_config(model_type))
+    model.save_pretrained(tmp_path)
+    progress: list[tuple[int, int]] = []
+    engine = build_engine(
+        str(tmp_path), "", "auto", "cpu", 1, PAGE_TOKENS, 2, lambda *_: NUM_PAGES, lambda *done: progress.append(done)
+    )
+    assert serve_by(engine.runner, engine.rows) == generate(model)
+    assert progress[-1][0] == progress[-1][1] > 0
+    assert engine.find_weaknesses()["slow model"].startswith(f"Baton has no code for {model_type}: ")
+    assert engine.config == load_any_config(tmp_path) and engine.pool.shape.parts == engine.config.kv_parts
+    assert engine.dtype == "float32" and load_model(tmp_path, "bfloat16", CPU).dtype is torch.bfloat16
+
+
+def test_models_of_one_process_do_not_meet() -> None:
+    first, second = load("gemma2"), load("gpt_neox")
+    expected = serve(first), serve(second)
+    third = load("gemma2", sliding_window=4)
+    assert (serve(first), serve(second)) == expected and serve(third) != expected[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gpt_oss", "qwen3_moe", "deepseek_v2"])
+def test_half_precision_passes_the_check(model_type: str, dtype: torch.dtype) -> None:
+    config = tiny_config(model_type)
+    check(FallbackModel(tiny_model(config, dtype), probe_config(config)))
+
+
+def test_geometry() -> None:
+    config = probe_config(tiny_config("gemma4_text"))
+    narrow, wide = AttentionShape(4, 2, 16, 1.0), AttentionShape(4, 2, 512, 1.0)
+    assert config.attention_shapes == (narrow, wide, narrow, wide) and config.windows == (WINDOW, None, WINDOW, None)
+    assert config.kv_parts == (KvPart(2, 2, 16), KvPart(2, 2, 512))
+    assert (config.vocab_size, config.context_tokens, config.num_layers, config.has_sinks) == (VOCAB, CONTEXT, 4, False)
+    assert probe_config(tiny_config("gemma2")).attention_shapes[0].softcap == 50.0
+    assert probe_config(tiny_config("gpt_oss")).has_sinks
+    assert probe_config(tiny_config("deepseek_v3")).attention_shapes[0].head_dim == 24  # values of 16 are padded
+
+
+def test_the_head_of_the_model_is_applied() -> None:
+    """Gemma's softcap and Cohere's scale: neither is in the weights."""
+    assert serve_logits(load("gemma3_text", final_logit_softcapping=0.5)).abs().max() <= 0.5
+    plain, scaled = serve_logits(load("cohere", logit_scale=1.0)), serve_logits(load("cohere", logit_scale=0.25))
+    torch.testing.assert_close(scaled, plain / 4)
+
+
+def test_steps_are_never_captured() -> None:
+    model: Any = load("llama")
+    rows = Rows(1, CONTEXT, PAGE_TOKENS, VOCAB, CPU)
+    attention = TorchSdpaAttention(model.config.attention_shapes[0])
+    attention.is_capturable = True
+    assert not Runner(model, attention, torch.zeros(0), rows).is_capturable
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no interface": ("falcon", {}, "failed before any layer called transformers' attention interface"),
+    "alibi": ("bloom", {}, "failed before any layer called transformers' attention interface"),
+    "no attention": ("rwkv", {}, "0 of its 2 layers use transformers' attention interface"),
+    "linear": ("qwen3_next", {}, "its layers are of type linear_attention"),
+    "conv": ("lfm3", {}, "its layers are of type conv"),
+    "mamba": ("jamba", {}, "its layers are of type linear_attention"),
+    "chunked": ("llama4_text", {}, "its layers are of type chunked_attention"),
+    "compressed": ("deepseek_v4", {}, "compressed_sparse_attention"),
+    "sparse": ("deepseek_v32", {}, "its layers are of type indexed_attention"),
+    "sparse blocks": ("minimax_m3_vl_text", {"layer_types": ["minimax_m3_sparse"] * 2}, "of type minimax_m3_sparse"),
+    "several calls": ("diffllama", {}, "self_attn calls attention several times"),
+    "window in the mask": ("phimoe", {}, "passes no window to attention, but its mask shows other positions"),
+    "window in the cache": ("moshi", {}, f"has sliding_window {WINDOW}, but no layer passes it to attention"),
+    "bidirectional": ("bert", {}, "passes no window to attention, but its mask shows other positions"),
+    "encoder": ("bart", {}, "it has an encoder"),
+    "cross-attention": ("mllama", {"text_config": {"cross_attention_layers": [1]}}, "1 of its 2 layers"),
+    "no causal model": ("clip", {}, "transformers has no causal language model for it"),
+}
+
+
+@pytest.mark.parametrize(("model_type", "special", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refused_before_loading(model_type: str, special: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"model_type '{model_type}' .*{re.escape(reason)}.* What to do: "):
+        probe_config(tiny_config(model_type, **special))
+
+
+def test_a_model_without_a_context_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'x' .* max_position_embeddings is None.* set it in config.json"):
+        fallback_probe._find_context("x", PreTrainedConfig())
+
+
+@pytest.mark.parametrize("option", ["position_bias", "indices", "block_indices", "sinks", "anything"])
+def test_unknown_options_of_attention_are_refused(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaAttention, "forward", partialmethod(attend_with, LlamaAttention.forward, option))
+    with pytest.raises(ValueError, match=f"model.layers.0.self_attn passes {option} to attention"):
+        probe_config(tiny_config("llama"))
+
+
+def attend_with(self: Any, forward: Any, option: str, *args: Any, **kwargs: Any) -> Any:
+    return forward(self, *args, **kwargs, **{option: torch.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"model_type": "secret", "auto_map": {"AutoConfig": "x.Y"}}, "needs code from its checkpoint (auto_map)"),
+        ({"model_type": "secret"}, "this version of transformers does not know it. What to do: upgrade transformers"),
+        ({"model_type": None}, "this version of transformers does not know it"),
+        ({"model_type": ["gpt2"]}, "this version of transformers does not know it"),
+        ({"model_type": "gpt2", "quantization_config": {"quant_method": "fp8"}}, "its weights are quantised (fp8)"),
+        ({"model_type": "gpt2", "n_layer": "two"}, "its config.json is refused"),
+    ],
+)
+def test_refused_configs(given: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    for read in (probe, load_any_config, lambda folder: load_model(folder, "auto", CPU)):
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            read(tmp_path)
+
+
+class TwoRanks(Ranks):
+    size = 2
+
+
+def test_refused_settings_and_files(tmp_path: Path) -> None:
+    model = tiny_model(tiny_config("gpt2"))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'gpt2', so only one rank can compute it: set --tp 1"):
+        load_model(tmp_path, "auto", CPU, ranks=TwoRanks())
+    with pytest.raises(ValueError, match="'gpt2', so its weights cannot be rounded: set --quantization none"):
+        load_model(tmp_path, "auto", CPU, quantization="int8")
+    with pytest.raises(ValueError, match="dtype 'int4' is not supported; supported: auto, float32"):
+        load_model(tmp_path, "int4", CPU)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["transformer.h.1.ln_1.weight"] = torch.ones(3)
+    del weights["transformer.h.0.attn.c_attn.bias"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"mis-shaped: transformer.h.0.attn.c_attn.bias, transformer.h.1.ln_1.weight"):
+        load_model(tmp_path, "auto", CPU)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"neither model.safetensors nor"):
+        load_model(tmp_path, "auto", CPU)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"windows": (None,) * 2},
+        {"attention_shapes": (AttentionShape(4, 2, 16, 0.5),) * 2},
+        {"attention_modules": ("model.layers.1.self_attn", "model.layers.0.self_attn")},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_the_check_notices_wrong_attention(wrong: dict[str, Any]) -> None:
+    config = tiny_config("gemma2")
+    with pytest.raises(ValueError, match=r"'gemma2' .* other logits than alone; they differ by .* in torch.float32 is"):
+        check(FallbackModel(tiny_model(config), replace(probe_config(config), **wrong)))
+
+
+def test_longrope_ends_where_frequencies_would_depend_on_neighbours() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    model = load("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    assert model.config.context_tokens == 64
+    check(model)
+    model.config = replace(model.config, context_tokens=CONTEXT)
+    with pytest.raises(ValueError, match="other logits than alone"):
+        check(model)
+
+
+def test_dynamic_rope_is_exact_up_to_the_context() -> None:
+    model = load("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0})
+    check(model)
+    model.config = replace(model.config, context_tokens=4 * CONTEXT)
+    with pytest.raises(ValueError, match="other logits than alone"):
+        check(model)
+
+
+def test_configs_are_read_without_torch() -> None:
+    code = "import sys, engine.models.choose; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

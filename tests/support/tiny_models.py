@@ -16,17 +16,18 @@ COMMON: dict[str, Any] = {  # what many configs call these; a config takes those
     "moe_topk": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "n_shared_experts": 1,
     "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-    "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16, "laurel_rank": 8, "global_head_dim": 32,
+    "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16, "laurel_rank": 8,
     "num_kv_shared_layers": 0, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4,
 }  # fmt: skip
 MLA: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 8}
 FOUR: dict[str, Any] = {
     "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
 }  # fmt: skip
+MIXED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
 SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": MLA, "deepseek_v2": MLA, "deepseek_v3": MLA, "glm4_moe_lite": MLA, "minicpm3": MLA, "youtu": MLA,
     "gemma3n_text": FOUR, "gemma4_text": FOUR, "gemma4_unified_text": FOUR,
-    "codegen": {"rotary_dim": 8}, "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "dots1": MIXED, "laguna": MIXED, "mellum": MIXED, "smollm3": MIXED | {"use_sliding_window": True},
 }  # fmt: skip
 
 
@@ -41,18 +42,22 @@ def _shrink(kind: Any, special: Mapping[str, Any]) -> Any:
     given = {key: value for key, value in COMMON.items() if key in known}
     for part in kind.sub_configs:  # text, vision, audio
         if (config := getattr(default, part)) is not None:
-            given[part] = _shrink(type(config), SPECIAL.get(config.model_type, {})).to_dict()
+            own = {**SPECIAL.get(config.model_type, {}), **special.get(part, {})}
+            given[part] = _shrink(type(config), own).to_dict()
     kinds = getattr(default, "layer_types", None)
     if kinds and "layer_types" in known:  # one layer of each kind
         given["layer_types"] = (list(dict.fromkeys(kinds)) * 2)[: COMMON["num_hidden_layers"]]
-    return kind(**{**given, **special})
+    return kind(**{**given, **{key: value for key, value in special.items() if key not in kind.sub_configs}})
 
 
 def tiny_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """Random weights, so large that greedy tokens are no near ties. Norms and biases are random too."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    library: Any = AutoModelForCausalLM
+    model = library.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for weight in model.parameters():
-            weight.copy_(torch.randn_like(weight) * 0.15 if weight.ndim > 1 else weight + torch.randn_like(weight) * 0.1)
+            weight.copy_(
+                torch.randn_like(weight) * 0.15 if weight.ndim > 1 else weight + torch.randn_like(weight) * 0.1
+            )
     return model
