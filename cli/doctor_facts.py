@@ -58,6 +58,7 @@ class Model:
     dtype: str
     kv_dtype: str
     head_dim: int
+    has_native_code: bool  # False: transformers' own code runs
     context_tokens: int
     parts: tuple[PagePart, ...]  # of a page: the model's and the draft model's
     weight_bytes: int  # of both models' files

@@ -20,8 +20,9 @@ from engine.attention.choose import choose_for_layers
 from engine.engine import choose_device, resolve_kv_dtype
 from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
 from engine.kv.pool import PoolShape
+from engine.models.choose import load_any_config
+from engine.models.config import ModelConfig
 from engine.models.load import choose_dtype
-from engine.models.read_config import load_config
 from engine.models.table import shard_config
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.files import list_shards
@@ -86,13 +87,14 @@ def examine_model(config: ServeConfig) -> Model:
     if len(folders) < len(found):
         raise FileNotFoundError("its files are still to be fetched")
     folder = folders[0]
-    model = load_config(folder)
+    model = load_any_config(folder)
     dtype = choose_dtype(model, Checkpoint(folder), config.dtype)
     kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype)
     shapes = []
-    for one in map(load_config, folders):
+    for one in map(load_any_config, folders):
         for size in (config.prefill_tp, config.decode_tp):
-            shard_config(one, Shard(0, size))
+            if isinstance(one, ModelConfig):
+                shard_config(one, Shard(0, size))
         shapes.append(PoolShape(1, one.kv_parts, config.page_tokens, kv_dtype))
     attention = choose_for_layers(
         model.attention_shapes, model.windows, config.page_tokens, device, dtype, kv_dtype, model.has_sinks
@@ -101,7 +103,8 @@ def examine_model(config: ServeConfig) -> Model:
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
         kv_dtype=str(kv_dtype).removeprefix("torch."),
-        head_dim=model.head_dim,
+        head_dim=model.attention_shapes[0].head_dim,
+        has_native_code=isinstance(model, ModelConfig),
         context_tokens=model.context_tokens,
         parts=tuple(part for shape in shapes for part in shape.page_parts(shape.parts)),
         weight_bytes=sum(path.stat().st_size for one in folders for path in list_shards(one)),

@@ -195,7 +195,8 @@ def judge_service(config: ServeConfig, machine: Machine, model: Model | Exceptio
         yield split_advice("model", str(model))
         return
     weights = f"weights {model.weight_bytes / GIB:.2f} GiB"
-    yield Row("model", "ok", f"{config.model} in {model.dtype}, {weights}, context {model.context_tokens}")
+    code = "" if model.has_native_code else "; transformers' code, which is slower, on one rank"
+    yield Row("model", "ok", f"{config.model} in {model.dtype}, {weights}, context {model.context_tokens}{code}")
     try:
         plans = plan_workers(config, machine.visible_gpus[: len(machine.gpus)])
     except ConfigError as error:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from engine.models.choose import has_native_code
 from engine.models.read_config import load_config
 from engine.weights.files import is_path, list_shards, read_header
 from runtime.config import DecodeConfig, PrefillConfig, ServeConfig
@@ -89,8 +90,8 @@ def check_model(
             raise
         return None
     try:
-        if CONFIGURATION in needed:
-            load_config(folder)
+        if CONFIGURATION in needed and has_native_code(folder):
+            load_config(folder)  # other models are judged by transformers, in the workers
         if TOKENIZER in needed and (tokenizer := folder / "tokenizer.json").is_file():
             _check_tokenizer(tokenizer)
         if WEIGHTS in needed:

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from engine.attention.shape import AttentionShape
-from engine.models.config import read_json
 from engine.models.fallback_attention import POSITIONS, PROBE
 from engine.models.fallback_config import FallbackConfig
+from engine.models.json_values import read_json
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 USED_OPTIONS = {"scaling", "sliding_window", "softcap", "s_aux"}

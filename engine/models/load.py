@@ -18,6 +18,7 @@ from engine.models.assemble import build_decoder, check_tensors
 from engine.models.choose import has_native_code
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.fallback_config import FallbackConfig
 from engine.models.json_values import read_json
 from engine.models.read_config import load_config
 from engine.models.table import shard_config
@@ -137,13 +138,19 @@ def check_quantization(quantization: Quantization, dtype: str, device: torch.dev
         raise ValueError(f"--quantization int8 computes in bfloat16, not {dtype}: set --dtype bfloat16 or auto")
 
 
-def choose_dtype(config: ModelConfig, checkpoint: Checkpoint, dtype: str) -> torch.dtype:
-    """The dtype of a model; "auto" is that of its embedding. Raises ValueError naming what is supported."""
+def choose_dtype(config: ModelConfig | FallbackConfig, checkpoint: Checkpoint, dtype: str) -> torch.dtype:
+    """The dtype of a model; "auto" is that of its embedding, or of its largest tensor.
+
+    Raises ValueError naming what is supported.
+    """
     for name, entry in checkpoint.entries.items():
         if entry.dtype not in STORED_DTYPES:
             raise ValueError(f"{name} is stored as {entry.dtype}; supported: {', '.join(STORED_DTYPES)}")
     if dtype == "auto":
-        return STORED_DTYPES[checkpoint.entries[f"{config.prefix}embed_tokens.weight"].dtype]
+        entries = checkpoint.entries
+        name = f"{config.prefix}embed_tokens.weight" if isinstance(config, ModelConfig) else ""
+        entry = entries.get(name) or max(entries.values(), key=lambda entry: entry.num_bytes)
+        return STORED_DTYPES[entry.dtype]
     check_dtype(dtype)
     return DTYPES[dtype]
 

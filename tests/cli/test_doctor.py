@@ -39,7 +39,7 @@ NODE = replace(
     gpus=(H200, replace(H200, uuid="GPU-b")), triton="3.6.0", flashinfer="0.7.2", flashinfer_modules=MODULES,
 )  # fmt: skip
 PARTS = (PagePart(8, (2 << 20) // 8),)
-ON_CPU = Model("cpu", "bfloat16", "bfloat16", 128, 8192, PARTS, 16 * GIB, "cpu_paged", "CPU kernel, AMX", False)
+ON_CPU = Model("cpu", "bfloat16", "bfloat16", 128, True, 8192, PARTS, 16 * GIB, "cpu_paged", "CPU kernel, AMX", False)
 ON_GPU = replace(ON_CPU, device="cuda", attention="flashinfer", attention_reason="GPU of compute capability 9.0")
 
 

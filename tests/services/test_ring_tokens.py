@@ -17,9 +17,10 @@ import pytest
 from bench.live import Live
 from tests.support.calm import serve_calmly
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
-from tests.support.families import LONGROPE_ORIGINAL, NATIVE
+from tests.support.families import FAMILIES, LONGROPE_ORIGINAL, NATIVE
 from tests.support.oracle import Oracle, random_prompt
 from tests.support.surface import Surface
+from tests.support.tiny_models import tiny_config, tiny_model
 from tests.support.under_load import wait_until
 
 VOCAB = 320
@@ -38,7 +39,8 @@ class Way:
     env: dict[str, str] = field(default_factory=dict)
 
 
-# Transports, GQA ratios 1, 2 and 8, windows, experts. TEST_FAMILIES=1: each native family (`make families`).
+# Transports, GQA ratios 1, 2 and 8, windows, experts. TEST_FAMILIES=1: each native family (`make families`);
+# tp: the same on two ranks; fallback: models without native code.
 WAYS = {
     "llama-gqa8-hd128-llama3": Way(
         dict(
@@ -57,7 +59,13 @@ WAYS = {
     ),
     "qwen3-experts-shards": Way(dict(family="qwen3_moe", shards=2), "shm"),
 }  # fmt: skip
-if os.environ.get("TEST_FAMILIES"):
+FALLBACK = (
+    "cohere2", "deepseek_v2", "deepseek_v3", "exaone4", "gemma3n_text", "gemma4_text", "gpt2", "gpt_neox", "granite_swa",
+    "nanochat", "opt", "qwen2_moe",
+)  # fmt: skip
+if os.environ.get("TEST_FAMILIES") == "fallback":
+    WAYS = {name: Way(dict(family=name), "shm") for name in FALLBACK}
+elif os.environ.get("TEST_FAMILIES"):
     ranks = ("--prefill-tp=2", "--decode-tp=2") if os.environ["TEST_FAMILIES"] == "tp" else ()
     WAYS = {name: Way(dict(family=name), "shm", ranks) for name in NATIVE}
 
@@ -70,7 +78,11 @@ def way(request: pytest.FixtureRequest) -> Way:
 @pytest.fixture(scope="module")
 def checkpoint(way: Way, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    write_checkpoint(folder, vocab=VOCAB, seed=len(way.transport), **way.shape)
+    if (name := way.shape["family"]) in FAMILIES:
+        write_checkpoint(folder, vocab=VOCAB, seed=len(way.transport), **way.shape)
+    else:
+        values = {"vocab_size_per_layer_input": VOCAB, "max_position_embeddings": 2048, "n_positions": 2048}
+        tiny_model(tiny_config(name, vocab_size=VOCAB, **values)).save_pretrained(folder)
     return write_tokenizer(folder, VOCAB)
 
 
