@@ -9,6 +9,8 @@ from typing import Any
 from wire.sampling import SamplingParams
 
 # Prompts for the page, of which each model that follows instructions can answer some. A folder may bring its own.
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions")
+_DEFAULT_CONTEXTS = {"gemma3_text": 131_072}  # of files that leave it out
 _EXAMPLES = (
     "What is the capital of France?",
     "Explain in two sentences why the sky is blue.",
@@ -37,7 +39,8 @@ def read_model_facts(folder: Path) -> ModelFacts:
     config = _read_object(folder / "config.json")
     text_config = config.get("text_config") or config  # multimodal checkpoints nest the language model
     generation = _read_object(folder / "generation_config.json")
-    context = text_config.get("max_position_embeddings")
+    context = next((text_config[key] for key in _CONTEXT_KEYS if key in text_config), None)
+    context = context or _DEFAULT_CONTEXTS.get(str(text_config.get("model_type")))
     if not isinstance(context, int) or context < 2:
         raise ValueError(f"{folder / 'config.json'} must give max_position_embeddings as an integer of at least 2")
     context = max(context, _yarn_context(text_config))

@@ -60,8 +60,8 @@ WAYS = {
     "qwen3-experts-shards": Way(dict(family="qwen3_moe", shards=2), "shm"),
 }  # fmt: skip
 FALLBACK = (
-    "cohere2", "deepseek_v2", "deepseek_v3", "exaone4", "gemma3n_text", "gemma4_text", "gpt2", "gpt_neox", "granite_swa",
-    "nanochat", "opt", "qwen2_moe",
+    "cohere2", "deepseek_v2", "deepseek_v3", "exaone4", "gemma3n_text", "gemma4_text", "gpt2", "gpt_neox",
+    "granite_swa", "nanochat", "opt", "qwen2_moe",
 )  # fmt: skip
 if os.environ.get("TEST_FAMILIES") == "fallback":
     WAYS = {name: Way(dict(family=name), "shm") for name in FALLBACK}
