@@ -11,7 +11,10 @@ from engine.models.read_config import WHOLE, load_config
 
 def has_native_code(folder: Path) -> bool:
     """Whether the model_type is a family of Baton's. Raises FileNotFoundError or ValueError like `load_config`."""
-    return read_json(folder / "config.json").get("model_type") in [*FAMILIES, *WHOLE]
+    name = read_json(folder / "config.json").get("model_type")
+    if not isinstance(name, str):
+        raise ValueError(f"model_type {name!r} in config.json is not the name of a family of models")
+    return name in [*FAMILIES, *WHOLE]
 
 
 def load_any_config(folder: Path) -> ModelConfig | FallbackConfig:
