@@ -25,8 +25,8 @@ from bench.load.prompts import PromptWriter
 from bench.load.report import build_interference, build_phases, build_table, load, write_json
 from bench.load.runs import run_levels
 from bench.load.workloads import Wanted, parse_dataset
-from cli import main
 from runtime.settings import ConfigError
+from tests.support.command_line import bind
 
 
 def make_answer(*chunks: float, output_tokens: int = 0, sent: float = 0.0, ended: float | None = None) -> Answer:
@@ -210,8 +210,7 @@ class TestBadOptions:
 
     def test_the_command_line(self) -> None:
         words = "bench serve --rate 1,2 --goodput ttft:500 itl:50 --arrivals gamma:2 --save r.json"
-        _function, bound, _ignored = main.app.parse_args(words.split(), exit_on_error=False, print_error=False)
-        options = bound.arguments["options"]
+        options = bind(*words.split())["options"]
         assert options.targets() == {"ttft": 500, "itl": 50}
         assert [level.rate for level in options.levels()] == [1, 2]
 
