@@ -13,7 +13,6 @@ import statistics
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -24,13 +23,13 @@ from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.drafters import NgramDrafter
 from decode_worker.streams import GatewayStreams
-from engine import runner as runner_module
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch, RowRequest
 from engine.kv.pool import PoolShape
 from engine.models.decoder import Decoder
+from engine.ops.base import Ops
 from engine.ranks import ONE_RANK
 from engine.rows import Rows
 from engine.runner import Runner
@@ -65,10 +64,18 @@ CASES = [
 GUESSED = 2  # index of the case also measured with guesses
 
 
+class StubOps(Ops):
+    """Samples always the same token."""
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        return torch.full((len(logits),), TOKEN)
+
+
 class StubModel:
     """A model that plans its attention and computes nothing else."""
 
     ranks = ONE_RANK
+    ops = StubOps()
 
     def forward(self, batch: Batch, pool: Tensor, attention: AttentionBackend) -> Tensor:
         attention.plan(pool, batch)
@@ -76,11 +83,6 @@ class StubModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden.expand(-1, VOCAB)
-
-
-def sample_always(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """[S, V] -> [S], always the same token."""
-    return torch.full((len(logits),), TOKEN)
 
 
 def build_runner(case: Case, num_rows: int, num_steps: int) -> tuple[Runner, Rows]:
@@ -169,16 +171,15 @@ async def main() -> None:
     num_steps = parser.parse_args().steps
     torch.set_num_threads(1)
     print("milliseconds a step                runner    loop  one step ahead  messages")
-    with patch.object(runner_module, "sample", sample_always):
-        for case in CASES:
-            runner = time_runner(case, num_steps)
-            loop, ahead = [await time_loop(case, num_steps, steps_ahead) for steps_ahead in (0, 1)]
-            figures = f"{runner * 1e3:8.3f}{loop.step * 1e3:8.3f}{ahead.step * 1e3:16.3f}{loop.messages * 1e3:10.3f}"
-            print(f"{case.num_sequences:3} x {case.context_tokens:5,} tokens, {case.label:13}{figures}", flush=True)
-        case = CASES[GUESSED]
-        loop = await time_loop(case, num_steps, drafter="ngram")
-        name = f"{case.num_sequences:3} x {case.context_tokens:5,} tokens, {'ngram':13}"
-        print(f"{name}{'':8}{loop.step * 1e3:8.3f}{'':16}{loop.messages * 1e3:10.3f}", flush=True)
+    for case in CASES:
+        runner = time_runner(case, num_steps)
+        loop, ahead = [await time_loop(case, num_steps, steps_ahead) for steps_ahead in (0, 1)]
+        figures = f"{runner * 1e3:8.3f}{loop.step * 1e3:8.3f}{ahead.step * 1e3:16.3f}{loop.messages * 1e3:10.3f}"
+        print(f"{case.num_sequences:3} x {case.context_tokens:5,} tokens, {case.label:13}{figures}", flush=True)
+    case = CASES[GUESSED]
+    loop = await time_loop(case, num_steps, drafter="ngram")
+    name = f"{case.num_sequences:3} x {case.context_tokens:5,} tokens, {'ngram':13}"
+    print(f"{name}{'':8}{loop.step * 1e3:8.3f}{'':16}{loop.messages * 1e3:10.3f}", flush=True)
 
 
 if __name__ == "__main__":
