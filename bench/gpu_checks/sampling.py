@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from bench.batches import build_sampling_batch
 from engine.kernels.sampling_fields import SEEN_BIT
+from engine.ops.choose import ops_for
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.sample import sample, sample_slowly
 from wire.sampling import SamplingParams
@@ -84,9 +84,10 @@ def time_sampling(device: torch.device) -> str:
 
 def _find_sampler(device: torch.device) -> Sampler:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        sampler: Sampler = import_module("engine.sampling.gpu").sample
-        return sampler
-    return sample_slowly if device.type == "cpu" else sample
+        from engine.sampling import gpu  # imports Triton
+
+        return gpu.sample
+    return sample_slowly if device.type == "cpu" else ops_for(device).sample
 
 
 def _build_batch(num_rows: int, vocabulary: int, number: int) -> SamplingBatch:
@@ -109,14 +110,16 @@ def _build_batch(num_rows: int, vocabulary: int, number: int) -> SamplingBatch:
 
 def _time_graph(logits: Tensor, batch: SamplingBatch) -> float:
     """Seconds per replay. Checks that the graph's tokens are those of a call."""
-    module = import_module("engine.sampling.gpu")
-    fields = module.upload_batch(batch, logits.device)
+    from engine.kernels.gpu_sampling import choose_tokens
+    from engine.sampling.gpu import upload_batch
+
+    fields = upload_batch(batch, logits.device)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    module.choose_tokens(logits, fields, tokens)  # compiles
+    choose_tokens(logits, fields, tokens)  # compiles
     expected = tokens.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        module.choose_tokens(logits, fields, tokens)
+        choose_tokens(logits, fields, tokens)
     tokens.zero_()
     graph.replay()
     assert torch.equal(tokens, expected), "a graph's tokens are not those of a call"

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.layers.activation import activate
 from engine.layers.moe_config import Activation
 from engine.ops.base import Ops
 from engine.ranks import Ranks
@@ -49,20 +48,6 @@ class Mlp:
         return self._down(self._gated(rows))
 
 
-class WideRouter:
-    """A router whose logits are computed in float32, whatever the dtype of rows and weights."""
-
-    __slots__ = ("_weight",)
-
-    def __init__(self, weight: Tensor) -> None:
-        """weight: [E, H]"""
-        self._weight = weight.float()
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """[T, H] |-> [T, E] float32"""
-        return functional.linear(rows.float(), self._weight)
-
-
 class GatedLinear:
     """gate and up joined, where one product computes both, gate first."""
 
@@ -74,11 +59,7 @@ class GatedLinear:
         self._activation = activation
 
     def __call__(self, rows: Tensor) -> Tensor:
-        gate_up = self._gate_up(rows)
-        if self._activation == "silu":
-            return self._ops.gate(gate_up)
-        gate, up = gate_up.chunk(2, -1)
-        return activate(gate, up, self._activation)
+        return self._ops.gate(self._gate_up(rows), self._activation)
 
 
 class PlainLinear:

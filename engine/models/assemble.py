@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from engine.layers.embedding import SummedEmbedding
-from engine.layers.linear import Linear, Mlp, PlainLinear, SummedLinear, WideRouter
+from engine.layers.head import WidenedLinear
+from engine.layers.linear import Linear, Mlp, PlainLinear, SummedLinear
 from engine.layers.moe import MixtureOfExperts
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer
@@ -90,7 +91,7 @@ class _Builder:
         format, reader, moe = self._format, self._format.reader, self._config.moe
         assert moe is not None
         weight, bias = reader.fuse(table.router), reader.bias(table.router)
-        router = WideRouter(weight) if moe.has_wide_router else PlainLinear(weight, bias)
+        router = WidenedLinear(weight) if moe.has_wide_router else PlainLinear(weight, bias)
         return MixtureOfExperts(
             router,
             moe.routing,

@@ -76,6 +76,7 @@ class ModelConfig:
     norm_offset: float = 0.0  # added to all norms' weights
     activation: Activation = "silu"
     embedding_multiplier: float = 1.0
+    rounds_multiplier: bool = False  # to the dtype of the weights
     residual_multiplier: float = 1.0  # of what a layer adds
     logits_divisor: float = 1.0
     packs_qkv: bool = False  # one tensor in the checkpoint

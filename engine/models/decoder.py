@@ -1,4 +1,4 @@
-"""The decoder of the Llama, Mistral, Qwen2 and Qwen3 family: one ragged batch in, hidden rows and logits out.
+"""The decoder of all native families: one ragged batch in, hidden rows and logits out.
 
 Knows tensors and the order of operations, which is transformers'; nothing of files, requests or sampling. The backend
 decides how attention accesses pages, `Linear` the memory layout of weights.
@@ -68,7 +68,7 @@ class Decoder:
         tables = [build_rope_table(rope, config.head_dim, config.context_tokens) for rope in config.ropes]
         self._rope_tables = [table.to(self.device, self.dtype) for table in tables]  # [context_tokens, 2, D / 2] each
         self._embedding_multiplier = config.embedding_multiplier
-        if config.norm_offset:  # Gemma rounds it to the dtype of the weights
+        if config.rounds_multiplier:
             self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=self.dtype))
         self.ops = ops
 

@@ -61,6 +61,7 @@ class Family:
     has_partial_rope: bool = False
     rope_is_interleaved: bool = False
     ropes_by_type: bool = False
+    longrope_names: tuple[str, ...] = ()  # older ones
     rope_layers: bool = False  # no_rope_layers, no_rope_layer_interval
     attention_scale: str | None = None  # key; query_pre_attn_scalar: its ** -0.5
     attention_softcap: str | None = None  # keys, also below
@@ -137,7 +138,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(
         "Phi3ForCausalLM", {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-        windows="all", has_partial_rope=True, packs_qkv=True, packs_gate_up=True,
+        windows="all", has_partial_rope=True, longrope_names=("su", "yarn"), packs_qkv=True, packs_gate_up=True,
     ),
     "granite": Family(
         "GraniteForCausalLM",

@@ -66,7 +66,7 @@ def load_model(
     check_tensors(config, checkpoint)
     shard_config(config, Shard(ranks.rank, ranks.size))
     chosen = torch.bfloat16 if quantization == "int8" else choose_dtype(config, checkpoint, dtype)
-    num_reported = 0
+    ops, num_reported = ops_for(device), 0
 
     def report(done_bytes: int, total_bytes: int) -> None:  # tensors packed into a file are then loaded again from it
         nonlocal num_reported
@@ -77,7 +77,7 @@ def load_model(
     def build(weights: Weights | None) -> Decoder:
         """weights: memory for packed ones; None: not packed."""
         reader = Reader(checkpoint, chosen, device, report, Shard(ranks.rank, ranks.size))
-        return build_decoder(config, choose_format(reader, ops_for(device), quantization, weights), ranks)
+        return build_decoder(config, choose_format(reader, ops, quantization, weights), ranks)
 
     is_packed = device.type == "cpu" and chosen is torch.bfloat16 and quantization != "fp8" and can_pack()
     num_bytes = sum(entry.num_bytes for entry in checkpoint.entries.values()) // ranks.size

@@ -7,14 +7,12 @@ from engine.layers.moe_config import Routing
 from engine.models.config import LayerConfig, ModelConfig, Moe
 from engine.models.families import FAMILIES, Experts, Family
 from engine.models.json_values import Json, collection, flag, integer, number, number_unless_zero, read_json, rule
-from engine.models.read_rope import read_ropes
+from engine.models.read_rope import FULL, SLIDING, read_ropes
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_MAX_WINDOW_LAYERS = 28  # the default of Qwen's `max_window_layers`
 ACTIVATIONS = {"silu": ("silu",), "gelu_tanh": ("gelu_pytorch_tanh",), "clamped": ("silu",)}  # as files call them
 CLAMP = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}  # the only ones; see layers/activation.py
 WHOLE = {family.whole[0]: (name, family.whole[1]) for name, family in FAMILIES.items() if family.whole}
-WHOLE_PREFIXES = {"mistral3": "language_model.", "gemma3": "language_model."}
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -27,9 +25,10 @@ def load_config(folder: Path) -> ModelConfig:
 
 def build_config(config: Json) -> ModelConfig:
     """Pure twin of `load_config`: the parsed file |-> ModelConfig. Raises the same ValueErrors."""
-    whole = config.get("model_type") if config.get("model_type") in list(WHOLE) else None
-    if whole is not None:
-        config = _text_part(config, *WHOLE[whole])
+    is_whole = config.get("model_type") in list(WHOLE)
+    if is_whole:
+        config = _text_part(config, *WHOLE[config["model_type"]])
+    prefix = "language_model." if is_whole else ""
     name, family = _choose_family(config)
     config = {**family.defaults, **config}
     _refuse_unsupported(config, family)
@@ -72,20 +71,21 @@ def build_config(config: Json) -> ModelConfig:
         has_mlp_bias=rule(config, family.mlp_bias),
         has_sinks=family.has_sinks,
         attention_softcap=_optional(config, family.attention_softcap, 0.0),
-        logits_softcap=0.0 if whole else _optional(config, family.logits_softcap, 0.0),
+        logits_softcap=0.0 if is_whole else _optional(config, family.logits_softcap, 0.0),
         qk_norm=family.qk_norm if has_qk_norm else "none",
         norms=family.norms,
         norm_offset=family.norm_offset,
         activation=family.activation,
         embedding_multiplier=_embedding_multiplier(config, family, hidden_size),
+        rounds_multiplier=family.embedding_multiplier == "sqrt",
         residual_multiplier=_optional(config, family.residual_multiplier, 1.0),
         logits_divisor=_optional(config, family.logits_divisor, 1.0),
         packs_qkv=family.packs_qkv,
         packs_gate_up=family.packs_gate_up,
         rope_is_interleaved=family.rope_is_interleaved,
         moe=moe,
-        prefix=WHOLE_PREFIXES.get(whole or "", "") + "model.",
-        head=WHOLE_PREFIXES.get(whole or "", "") + "lm_head",
+        prefix=f"{prefix}model.",
+        head=f"{prefix}lm_head",
     )
 
 

@@ -41,8 +41,8 @@ def read_ropes(
 def _read(config: Json, given: Mapping[str, Any], family: Family, trained_context: int, head_dim: int) -> RopeConfig:
     """One rope: `given`, with theta and the rotated part perhaps beside it."""
     kind = given.get("rope_type", given.get("type", "default"))
-    if family.architecture.startswith("Phi3") and kind in ("su", "yarn"):
-        kind = "longrope"  # its old names
+    if kind in family.longrope_names:
+        kind = "longrope"
     if kind not in ROPE_KINDS:
         raise ValueError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
     if any(isinstance(value, Mapping) for value in given.values()):

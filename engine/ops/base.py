@@ -6,7 +6,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.sampling_fields import SamplingTensors
+from engine.layers.activation import activate
 from engine.layers.head import multiply_widened
+from engine.layers.moe_config import Activation
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.sample import read_fields, sample
 
@@ -26,10 +28,10 @@ class Ops:
         """Add `delta` to `hidden` in place, both [T, H]; returns the norm of the sum, [T, H]."""
         return self.norm(hidden.add_(delta), weight, eps)
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """SiLU of the first half of each row times the second. [T, 2 I] |-> [T, I]. May overwrite `gate_up`."""
+    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+        """The first half of each row, activated, times the second. [T, 2 I] |-> [T, I]. May overwrite `gate_up`."""
         gate, up = gate_up.chunk(2, dim=-1)  # [T, I] each
-        return functional.silu(gate).mul_(up)
+        return functional.silu(gate).mul_(up) if activation == "silu" else activate(gate, up, activation)
 
     def multiply_fp8(self, rows: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         """rows: [T, K], codes: [N, K] e4m3, scale: [N] float32, bias: [N] |-> [T, N] in the dtype of the rows."""

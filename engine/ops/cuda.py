@@ -5,6 +5,7 @@ from torch import Tensor
 
 from engine.kernels import gpu_experts, gpu_layers, gpu_linear, gpu_sampling
 from engine.kernels.sampling_fields import SamplingTensors
+from engine.layers.moe_config import Activation
 from engine.ops.base import Ops
 from engine.sampling import gpu
 from engine.sampling.batch import SamplingBatch
@@ -22,8 +23,8 @@ class CudaOps(Ops):
     def add_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
         return gpu_layers.add_norm(hidden, delta, weight, eps)
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        return gpu_layers.gate(gate_up)
+    def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+        return gpu_layers.gate(gate_up) if activation == "silu" else super().gate(gate_up, activation)
 
     def multiply_fp8(self, rows: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         """Few rows are multiplied as they are; many are rounded to e4m3 like the weights, if their sizes allow."""

@@ -28,7 +28,7 @@ from engine.models import fallback_probe
 from engine.models.choose import load_any_config
 from engine.models.fallback_check import check, reference_attention
 from engine.models.fallback_model import FallbackModel
-from engine.models.fallback_probe import probe, probe_config
+from engine.models.fallback_probe import probe_config
 from engine.models.load import load_model
 from engine.ranks import Ranks
 from engine.rows import Rows
@@ -228,15 +228,15 @@ def attend_with(self: Any, forward: Any, option: str, *args: Any, **kwargs: Any)
     [
         ({"model_type": "secret", "auto_map": {"AutoConfig": "x.Y"}}, "needs code from its checkpoint (auto_map)"),
         ({"model_type": "secret"}, "this version of transformers does not know it. What to do: upgrade transformers"),
-        ({"model_type": None}, "this version of transformers does not know it"),
-        ({"model_type": ["gpt2"]}, "this version of transformers does not know it"),
+        ({"model_type": None}, "in config.json is not the name of a family of models"),
+        ({"model_type": ["gpt2"]}, "in config.json is not the name of a family of models"),
         ({"model_type": "gpt2", "quantization_config": {"quant_method": "fp8"}}, "its weights are quantised (fp8)"),
         ({"model_type": "gpt2", "n_layer": "two"}, "its config.json is refused"),
     ],
 )
 def test_refused_configs(given: dict[str, Any], reason: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(given))
-    for read in (probe, load_any_config, lambda folder: load_model(folder, "auto", CPU)):
+    for read in (load_any_config, lambda folder: load_model(folder, "auto", CPU)):
         with pytest.raises(ValueError, match=re.escape(reason)):
             read(tmp_path)
 
