@@ -31,7 +31,7 @@ class SummedLinear:
         self._ranks = ranks
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return self._ranks.add_(self._own(rows))
+        return self._ranks.all_reduce_(self._own(rows))
 
 
 class Mlp:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.attention.qkv import Heads, Turn
+from engine.attention.qkv import QKV, RopeArgs
 from engine.batch import Batch
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
@@ -95,7 +95,7 @@ class Decoder:
             if index == len(self._layers) - 1:
                 # after the last layer's KV is written, only rows with logits matter
                 if not batch.logits_rows.numel():
-                    self.ranks.meet(self.device)  # no sum follows: this makes all ranks finish the step together
+                    self.ranks.barrier(self.device)  # no sum follows: this makes all ranks finish the step together
                     return hidden[:0]
                 attended, hidden = _keep_rows(attended, batch), _keep_rows(hidden, batch)  # [S, ...]
             normed = self._add(hidden, layer.o_proj(attended), layer.after_attention, layer.before_mlp)
@@ -115,12 +115,12 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] rows from `forward`, or some of them |-> [S, V] float32, owned by the caller."""
-        return self._scale_logits(self.ranks.join(self._lm_head(hidden)))
+        return self._scale_logits(self.ranks.all_gather(self._lm_head(hidden)))
 
     @torch.inference_mode()
-    def deal_logits(self, hidden: Tensor) -> Tensor:
+    def own_logits(self, hidden: Tensor) -> Tensor:
         """Like `logits`, but only for the rows whose tokens this rank samples (`Ranks.own_rows`): [m, V]."""
-        return self._scale_logits(self.ranks.deal(self._lm_head(hidden)))
+        return self._scale_logits(self.ranks.all_to_all(self._lm_head(hidden)))
 
     def _scale_logits(self, logits: Tensor) -> Tensor:
         config = self.config
@@ -142,9 +142,9 @@ class Decoder:
             self._norm_width_(qkv, qk_norm)
             qk_norm = None
         heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        num_turned = config.num_heads + config.num_kv_heads
-        turn = None if own.rope is None else Turn(*rotations[own.rope], qk_norm, config.rms_eps)
-        new = Heads(heads[:, :num_turned], heads[:, num_turned:], turn)
+        num_rotated = config.num_heads + config.num_kv_heads
+        rope = None if own.rope is None else RopeArgs(*rotations[own.rope], qk_norm, config.rms_eps)
+        new = QKV(heads[:, :num_rotated], heads[:, num_rotated:], rope)
         attended = attention.attend(index, new, own.window, layer.sinks)  # [T, Hq, D]
         return attended.view(-1, config.num_heads * config.head_dim)
 
@@ -155,7 +155,9 @@ class Decoder:
         parts = torch.split(qkv[:, : sum(sizes)], sizes, 1)  # [T, Hq D], [T, Hkv D]
         squares = torch.stack([part.float().square().mean(1) for part in parts], 1)  # [T, 2]
         if ranks.size > 1:
-            squares = ranks.add_(squares) / ranks.size  # ranks have equally many; shared KV heads count equally often
+            squares = (
+                ranks.all_reduce_(squares) / ranks.size
+            )  # ranks have equally many; shared KV heads count equally often
         scale = torch.rsqrt(squares + config.rms_eps)  # [T, 2]
         for part, own_weight, own_scale in zip(parts, torch.split(weight[0], sizes), scale.unbind(1), strict=True):
             part.copy_(part.float() * own_scale[:, None] * own_weight.float())
