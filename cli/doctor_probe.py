@@ -16,6 +16,7 @@ import torch
 from bench.products import check_products
 from cli.doctor_facts import Gpu, Machine, Model
 from cli.models import check_models
+from engine.models.sources import open_any_model
 from engine.attention.choose import choose_for_layers
 from engine.engine import choose_device, resolve_kv_dtype
 from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
@@ -24,7 +25,6 @@ from engine.models.choose import load_any_config
 from engine.models.config import ModelConfig
 from engine.models.load import choose_dtype
 from engine.models.table import shard_config
-from engine.weights.checkpoint import Checkpoint
 from engine.weights.files import list_shards
 from engine.weights.table import Shard
 from runtime.config import ServeConfig
@@ -87,8 +87,8 @@ def examine_model(config: ServeConfig) -> Model:
     if len(folders) < len(found):
         raise FileNotFoundError("its files are still to be fetched")
     folder = folders[0]
-    model = load_any_config(folder)
-    dtype = choose_dtype(model, Checkpoint(folder), config.dtype)
+    model, checkpoint = open_any_model(folder)
+    dtype = choose_dtype(model, checkpoint, config.dtype)
     kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype)
     shapes = []
     for one in map(load_any_config, folders):

@@ -4,6 +4,7 @@ Knows the format, nothing of models. Imports no torch, so that commands can look
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+import itertools
 import math
 import mmap
 import re
@@ -14,7 +15,7 @@ from typing import Any
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from engine.weights.files import TensorEntry
+from engine.weights.entry import TensorEntry
 
 VERSIONS = (2, 3)
 MAX_DIMS = 4
@@ -97,7 +98,7 @@ def _read(path: Path, cursor: _Cursor) -> GgufHeader:
             raise ValueError(f"{name!r} takes {num_bytes} bytes at {begin}, and the file has {cursor.end}")
         entries[name] = TensorEntry(path, dtype, shape, begin, num_bytes)
     placed = sorted(entries.items(), key=lambda item: item[1].begin_bytes)
-    for (first, one), (second, other) in zip(placed, placed[1:], strict=False):
+    for (first, one), (second, other) in itertools.pairwise(placed):
         if one.begin_bytes + one.num_bytes > other.begin_bytes:
             raise ValueError(f"{first!r} and {second!r} overlap")
     return GgufHeader(metadata, entries)

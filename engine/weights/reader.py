@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.weights.checkpoint import Checkpoint
+from engine.weights.groups import Groups
 from engine.weights.table import WHOLE, Axis, Part, Product, Shard, Vector
 
 OnProgress = Callable[[int, int], None]  # (done_bytes, total_bytes) of the checkpoint
@@ -38,6 +39,12 @@ class Reader:
     def weights(self, product: Product) -> list[Tensor]:
         """Each part of a product, [n, K], in the stored dtype on the CPU, to be read once."""
         return [self._weight(product, part, self.checkpoint.borrow) for part in product.parts]
+
+    def groups(self, product: Product) -> list[Groups] | None:
+        """Each part of a product, [n, K], if the file has them all in groups of equally many bits. Counts nothing."""
+        found = [groups for part in product.parts if (groups := self._groups(product, part)) is not None]
+        is_whole = len(found) == len(product.parts) and len({groups.bits for groups in found}) == 1
+        return found if is_whole else None
 
     def fuse(self, product: Product) -> Tensor:
         """[N, K]: a view of the file's mapping if it is one part that needs no conversion."""
@@ -77,6 +84,16 @@ class Reader:
         columns = product.inputs.of(self.shard)
         rows = self._rows_of(self._select(tensor, part), part.rows)
         return rows.narrow(1, columns.start, len(columns)).contiguous()
+
+    def _groups(self, product: Product, part: Part) -> Groups | None:
+        groups, columns = self.checkpoint.groups(part.weight), product.inputs.of(self.shard)
+        if groups is None or part.is_transposed:
+            return None
+
+        def cut(rows: Tensor) -> Tensor:
+            return self._rows_of(self._select(rows, part), part.rows)
+
+        return groups.each(cut).columns(columns.start, len(columns))
 
     def _select(self, tensor: Tensor, part: Part) -> Tensor:
         """The part's rows, of all ranks."""
