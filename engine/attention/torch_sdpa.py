@@ -35,8 +35,9 @@ class TorchSdpaAttention:
         batch = self._batch
         query, key, value = heads.turned()
         all_keys, all_values = self._layers[layer]  # each [num_pages, Hkv, page_tokens, D]
-        all_keys[batch.write_pages, :, batch.write_offsets] = narrow(key, all_keys.dtype)
-        all_values[batch.write_pages, :, batch.write_offsets] = narrow(value, all_values.dtype)
+        if value.shape[1]:
+            all_keys[batch.write_pages, :, batch.write_offsets] = narrow(key, all_keys.dtype)
+            all_values[batch.write_pages, :, batch.write_offsets] = narrow(value, all_values.dtype)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         begin = 0
         for index, (query_len, context_len) in enumerate(

@@ -150,4 +150,4 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 # those that Baton computes itself
-NATIVE = [name for name in FAMILIES if not name.startswith(("gemma4", "llama4"))]
+NATIVE = [name for name in FAMILIES if not name.startswith("llama4")]
