@@ -34,10 +34,10 @@ class MoeNormTable:
     """See config.MoeNorms."""
 
     router: Vector
-    before_mlp: Vector | None
-    after_mlp: Vector | None
-    before_experts: Vector | None
-    after_experts: Vector | None
+    before_mlp: Vector
+    after_mlp: Vector
+    before_experts: Vector
+    after_experts: Vector
 
 
 @dataclass(frozen=True, slots=True)
