@@ -56,7 +56,7 @@ protos: $(DEV_STAMP) ## Generate code from protos/*.proto
 gpu-check: $(DEV_STAMP) ## Run the checks that need a GPU and print a table
 	$(BIN)/python -m bench.gpu_check $(ARGS)
 
-bench-spec: $(DEV_STAMP) ## Measure TPOT with and without guessing ahead; ARGS= goes to bench.spec
+bench-spec: $(DEV_STAMP) ## Measure TPOT with and without speculation; ARGS= goes to bench.spec
 	$(BIN)/python -m bench.spec $(ARGS)
 
 bench-peers: $(DEV_STAMP) ## Measure Baton beside vLLM, llama.cpp, OpenVINO and transformers; ARGS= goes to bench.peers run

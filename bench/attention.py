@@ -16,7 +16,7 @@ from bench.batches import Part, pack
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
 from engine.attention.cpu_paged import CpuPagedAttention
-from engine.attention.qkv import Heads
+from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention, visible_keys
 from engine.batch import Batch
@@ -44,7 +44,7 @@ CASES = [
 ]
 
 
-def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, Heads, Tensor]:
+def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, QKV, Tensor]:
     """Batch, query [T, Hq, D], key and value [T, Hkv, D], pool with as many layers as CACHE_BYTES hold, 4 to 16."""
     pages_each = -(-case.context_len // PAGE_TOKENS)
     num_pages = pages_each * case.num_sequences
@@ -71,7 +71,7 @@ def build_case(case: Case, dtype: torch.dtype) -> tuple[Batch, Heads, Tensor]:
     num_tokens = case.num_sequences * case.query_len
     query_key = torch.randn(num_tokens, SHAPE.num_heads + SHAPE.num_kv_heads, SHAPE.head_dim).to(dtype)
     value = torch.randn(num_tokens, SHAPE.num_kv_heads, SHAPE.head_dim).to(dtype)
-    return pack(parts, PAGE_TOKENS, torch.device("cpu")), Heads(query_key, value), pool
+    return pack(parts, PAGE_TOKENS, torch.device("cpu")), QKV(query_key, value), pool
 
 
 def contiguous_sdpa(case: Case, query: Tensor, num_layers: int) -> Callable[[int], Tensor]:
@@ -119,7 +119,7 @@ def bench_case(case: Case, dtype: torch.dtype, seconds: float, quantile: float) 
 
     chosen = choose_attention(SHAPE, [None], torch.device("cpu"), dtype)
     contenders = {
-        "contiguous": contiguous_sdpa(case, heads.turned()[0], num_layers),
+        "contiguous": contiguous_sdpa(case, heads.ready()[0], num_layers),
         chosen.backend.name: over_pages(chosen.backend),
     }
     if not chosen.is_fallback:

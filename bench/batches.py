@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import Batch, RowRequest, build_batch, lay_out
-from engine.rows import Rows
+from engine.batch import Batch, ForwardRow, build_batch, lay_out
+from engine.input_batch import InputBatch
 from engine.sampling.batch import SamplingBatch
 from engine.staging import Stager
 from wire.sampling import SamplingParams
@@ -43,12 +43,12 @@ class Part(NamedTuple):
 def pack(parts: Sequence[Part], page_tokens: int, device: torch.device) -> Batch:
     """A batch with one row per part."""
     longest = max(part.begin + len(part.token_ids) for part in parts)
-    rows = Rows(len(parts), longest, page_tokens, 1, device)
+    rows = InputBatch(len(parts), longest, page_tokens, 1, device)
     for row, part in enumerate(parts):
         rows.open(row, np.zeros(0, np.int32), SamplingParams(), 0)
         rows.write_tokens(row, part.begin, np.array(part.token_ids, np.int32))
         rows.write_pages(row, 0, part.pages[: rows.page_table.shape[1]])
-    requests = [RowRequest(row, part.begin, len(part.token_ids), part.num_logits) for row, part in enumerate(parts)]
+    requests = [ForwardRow(row, part.begin, len(part.token_ids), part.num_logits) for row, part in enumerate(parts)]
     return build_batch(lay_out(rows, requests), rows, Stager(device))
 
 

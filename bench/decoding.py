@@ -1,4 +1,4 @@
-"""A decode worker's engine loop without its process: jobs in, tokens out."""
+"""A decode worker's engine loop without its process: requests in, tokens out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ from decode_worker.speculation.speculator import Speculator
 from engine.engine import Engine
 from wire.logprobs import TokenLogprobs
 from worker.loop import WorkerLoop
-from worker.plan import Budget
+from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
-from worker.sequences import Job, Update
-from worker.table import SequenceTable, num_rows_for
+from worker.scheduler import Scheduler, num_rows_for
+from worker.sequences import SequenceParams, Update
 
 NO_SPECULATION = Speculator({}, CostMeter(), "off", 0)
 PATIENCE_S = 600.0
@@ -33,7 +33,7 @@ class Answers:
 
     def take(self, updates: Sequence[Update]) -> None:
         for update in updates:
-            handle = update.sequence.job.handle
+            handle = update.sequence.params.handle
             self.tokens.setdefault(handle, []).extend(update.token_ids)
             self.logprobs.setdefault(handle, []).extend(update.logprobs)
             self.prompt_logprobs.setdefault(handle, []).extend(update.prompt_logprobs)
@@ -42,40 +42,49 @@ class Answers:
 
 
 def build_eager_speculator(drafters: Mapping[str, Drafter]) -> Speculator:
-    """A speculator that always guesses as many tokens as allowed: rows seem free."""
+    """A speculator that always drafts as many tokens as allowed: rows seem free."""
     meter = CostMeter()
     for rows in (1, 256):
         meter.note(rows, 1.0 + rows * NOT_SPARING)
     return Speculator(drafters, meter, "off", 0)
 
 
-def build_table(engine: Engine) -> SequenceTable:
-    """A table for as many sequences as the engine has rows, with an empty cache."""
+def build_scheduler(engine: Engine) -> Scheduler:
+    """A scheduler for as many sequences as the engine has rows, with an empty cache."""
     cache = PrefixCache(engine.num_pages, engine.pool.generations)
     max_running = engine.rows.num_rows // num_rows_for(1)
-    return SequenceTable(cache, engine.pool.shape.page_tokens, max_running, lease_s=60.0)
+    return Scheduler(cache, engine.pool.shape.page_tokens, max_running, lease_s=60.0)
 
 
-def decode(engine: Engine, speculator: Speculator, jobs: Sequence[Job], chunk_tokens: int = 64) -> Answers:
-    """Run all jobs together, prefill included, until they end; afterwards no page is held."""
-    table, answers, is_done = build_table(engine), Answers(), Event()
+def decode(
+    engine: Engine, speculator: Speculator, requests: Sequence[SequenceParams], chunk_tokens: int = 64
+) -> Answers:
+    """Run all requests together, prefill included, until they end; afterwards no page is held."""
+    scheduler, answers, is_done = build_scheduler(engine), Answers(), Event()
 
     def publish(_step: int, updates: list[Update]) -> None:
         answers.take(updates)
-        if len(answers.ends) == len(jobs):
+        if len(answers.ends) == len(requests):
             is_done.set()
 
-    metrics, budget = DecodeMetrics(table), Budget(chunk_tokens, "chunk_tokens")
+    metrics, budget = DecodeMetrics(scheduler), TokenBudget(chunk_tokens, "chunk_tokens")
     loop = WorkerLoop(
-        DraftsAndMasks(speculator, table), table, engine.runner, engine.rows, engine.pool, budget, publish, metrics
+        DraftsAndMasks(speculator, scheduler),
+        scheduler,
+        engine.runner,
+        engine.rows,
+        engine.pool,
+        budget,
+        publish,
+        metrics,
     )
-    for job in jobs:
-        table.admit(job, 0.0)
+    for params in requests:
+        scheduler.admit(params, 0.0)
     loop.thread.start()
     try:
-        assert is_done.wait(PATIENCE_S), f"{len(answers.ends)} of {len(jobs)} ended"
+        assert is_done.wait(PATIENCE_S), f"{len(answers.ends)} of {len(requests)} ended"
     finally:
         loop.thread.stop(10)
-    table.check()
-    assert not table.cache.num_held
+    scheduler.check()
+    assert not scheduler.cache.num_held
     return answers

@@ -4,7 +4,7 @@
 
 The model computes only the attention's plan, and the sampler always returns the same token. What remains, for the
 runner: laying out a step, writing its tokens back and reading them; for the decode worker's loop: also the plan and
-the table; for the serving thread: the messages to a gateway. Medians over many steps.
+the scheduler; for the serving thread: the messages to a gateway. Medians over many steps.
 """
 
 import argparse
@@ -26,25 +26,25 @@ from decode_worker.streams import GatewayStreams
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
 from engine.attention.shape import AttentionShape
-from engine.batch import Batch, RowRequest
+from engine.batch import Batch, ForwardRow
+from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.models.decoder import Decoder
 from engine.ops.base import Ops
 from engine.ranks import ONE_RANK
-from engine.rows import Rows
 from engine.runner import Runner
 from engine.sampling.batch import SamplingBatch
 from wire.kv_layout import KvPart
 from wire.sampling import SamplingParams
 from worker.loop import WorkerLoop
-from worker.plan import Budget
+from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
-from worker.sequences import Job, Update
-from worker.table import SequenceTable, num_rows_for
+from worker.scheduler import Scheduler, num_rows_for
+from worker.sequences import SequenceParams, Update
 
 PAGE_TOKENS, VOCAB = 16, 32_000
 TOKEN = 7  # always sampled
-MOST_GUESSES = 4  # for the drafter of the last line
+MOST_DRAFTS = 4  # for the drafter of the last line
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ CASES = [
     Case(64, 8000),
     Case(64, 500, PENALTIES, "penalties"),
 ]
-GUESSED = 2  # index of the case also measured with guesses
+DRAFT = 2  # index of the case also measured with drafts
 
 
 class StubOps(Ops):
@@ -85,8 +85,8 @@ class StubModel:
         return hidden.expand(-1, VOCAB)
 
 
-def build_runner(case: Case, num_rows: int, num_steps: int) -> tuple[Runner, Rows]:
-    rows = Rows(num_rows, case.context_tokens + num_steps + 1, PAGE_TOKENS, VOCAB, torch.device("cpu"))
+def build_runner(case: Case, num_rows: int, num_steps: int) -> tuple[Runner, InputBatch]:
+    rows = InputBatch(num_rows, case.context_tokens + num_steps + 1, PAGE_TOKENS, VOCAB, torch.device("cpu"))
     shape = AttentionShape(num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0)
     attention = choose_attention(shape, [None], rows.device, torch.float32).backend
     num_pages = case.num_sequences * rows.page_table.shape[1]
@@ -104,7 +104,7 @@ def time_runner(case: Case, num_steps: int) -> float:
         rows.write_pages(row, 0, range(row * num_pages, (row + 1) * num_pages))
     times = []
     for begin in range(case.context_tokens - 1, case.context_tokens - 1 + num_steps):
-        requests = [RowRequest(row, begin, 1, 1) for row in range(case.num_sequences)]
+        requests = [ForwardRow(row, begin, 1, 1) for row in range(case.num_sequences)]
         started = time.perf_counter()
         answers = runner.launch(requests).collect()
         times.append(time.perf_counter() - started)
@@ -124,7 +124,7 @@ async def time_loop(case: Case, num_steps: int, steps_ahead: int = 0, drafter: s
     """A decode worker's loop, step by step."""
     runner, rows = build_runner(case, num_rows_for(case.num_sequences), num_steps)
     num_pages = case.num_sequences * rows.page_table.shape[1]
-    table = SequenceTable(
+    scheduler = Scheduler(
         PrefixCache(num_pages, np.zeros(num_pages, np.int64)),
         PAGE_TOKENS,
         max_running=case.num_sequences,
@@ -132,25 +132,32 @@ async def time_loop(case: Case, num_steps: int, steps_ahead: int = 0, drafter: s
     )
     updates: list[Update] = []
     loop = WorkerLoop(
-        DraftsAndMasks(build_eager_speculator({"ngram": NgramDrafter()}), table), table, runner, rows, cast(Any, None),
-        Budget(1 << 20, "--chunk-tokens"), lambda _step, some: updates.extend(some), DecodeMetrics(table), steps_ahead,
-    )  # fmt: skip
+        DraftsAndMasks(build_eager_speculator({"ngram": NgramDrafter()}), scheduler),
+        scheduler,
+        runner,
+        rows,
+        cast(Any, None),
+        TokenBudget(1 << 20, "--chunk-tokens"),
+        lambda _step, some: updates.extend(some),
+        DecodeMetrics(scheduler),
+        steps_ahead,
+    )
     loop.chunks.note_step(0, 1 << 20, 1e-6)  # all prompts in the first step
     for number in range(case.num_sequences):
         prompt = (np.arange(case.context_tokens, dtype=np.int32) + number) % VOCAB
-        job = Job(
+        params = SequenceParams(
             str(number), prompt.tobytes(), case.context_tokens - 1, num_steps + 1, gateway="bench", handle=number + 1,
             sampling=replace(case.sampling, seed=number), drafter=drafter,
-            max_draft_tokens=0 if drafter == "off" else MOST_GUESSES,
+            max_draft_tokens=0 if drafter == "off" else MOST_DRAFTS,
         )  # fmt: skip
-        table.admit(job, time.monotonic())
+        scheduler.admit(params, time.monotonic())
     streams = GatewayStreams("bench")
     stream = streams.stream("bench")
     await anext(stream)
     steps: list[float] = []
     messages: list[float] = []
     num_tokens = 0
-    while len(table):
+    while len(scheduler):
         updates.clear()
         started = time.perf_counter()
         loop.step()
@@ -176,7 +183,7 @@ async def main() -> None:
         loop, ahead = [await time_loop(case, num_steps, steps_ahead) for steps_ahead in (0, 1)]
         figures = f"{runner * 1e3:8.3f}{loop.step * 1e3:8.3f}{ahead.step * 1e3:16.3f}{loop.messages * 1e3:10.3f}"
         print(f"{case.num_sequences:3} x {case.context_tokens:5,} tokens, {case.label:13}{figures}", flush=True)
-    case = CASES[GUESSED]
+    case = CASES[DRAFT]
     loop = await time_loop(case, num_steps, drafter="ngram")
     name = f"{case.num_sequences:3} x {case.context_tokens:5,} tokens, {'ngram':13}"
     print(f"{name}{'':8}{loop.step * 1e3:8.3f}{'':16}{loop.messages * 1e3:10.3f}", flush=True)

@@ -87,7 +87,7 @@ def build_attention(rounds: int) -> Table:
         backend = choose_attention(attention.SHAPE, [None], torch.device("cpu"), BF16).backend
         backend.plan(pool, batch)
         layers = range(pool.shape[LAYERS])
-        sdpa = attention.contiguous_sdpa(case, heads.turned()[0], len(layers))
+        sdpa = attention.contiguous_sdpa(case, heads.ready()[0], len(layers))
         calls: Calls = {
             "sdpa": cycle([partial(sdpa, layer) for layer in layers]),
             "paged": cycle([partial(backend.attend, layer, heads, None) for layer in layers]),

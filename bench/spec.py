@@ -5,9 +5,9 @@
     python -m bench.spec --acceptance 0.7 --model FOLDER --draft-model FOLDER
 
 Models with random weights never agree. So with --acceptance the draft model's forwards run at their real cost, but its
-guesses are replaced: with this probability by the token of greedy decoding, otherwise by a wrong one. Runs the engine
+drafts are replaced: with this probability by the token of greedy decoding, otherwise by a wrong one. Runs the engine
 loop of a decode worker in this process. Rounds alternate between the contenders, so that a noisy machine disturbs all
-equally; figures are medians. The worker's own policy chooses the number of guesses.
+equally; figures are medians. The worker's own policy chooses the number of drafts.
 """
 
 import gc
@@ -28,15 +28,15 @@ from rich.table import Table
 from bench.decoding import NO_SPECULATION, Answers, decode
 from bench.random_models import write_pair
 from cli.models import locate_draft, locate_model
-from decode_worker.speculation.drafters import Drafter, Guess, ModelDrafter, NgramDrafter, Wanted
+from decode_worker.speculation.drafters import Draft, Drafter, ModelDrafter, NgramDrafter, Wanted
 from decode_worker.speculation.lengths import CostCurve
 from decode_worker.speculation.speculator import Speculator
 from decode_worker.speculation.start import measure
 from engine.engine import Engine, build_engine
 from gateway.text.tokenizer import Tokenizer
 from wire.sampling import SamplingParams
-from worker.sequences import Job
-from worker.table import num_rows_for
+from worker.scheduler import num_rows_for
+from worker.sequences import SequenceParams
 
 app = App(help=__doc__)
 GREEDY = SamplingParams(temperature=0.0)
@@ -51,7 +51,7 @@ QUESTIONS = (
 
 
 class SyntheticDrafter:
-    """A draft model whose guesses are right with a given probability, independently."""
+    """A draft model whose drafts are right with a given probability, independently."""
 
     def __init__(self, inner: Drafter, truth: Mapping[int, Sequence[int]], acceptance: float, vocab_size: int) -> None:
         """`truth`: handle |-> the whole answer."""
@@ -61,14 +61,14 @@ class SyntheticDrafter:
         self._vocab_size = vocab_size
         self._random = random.Random(0)
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[Guess]:
-        guesses = self._inner.propose(wanted)
-        return [replace(guess, token_ids=self._swap(one, guess)) for one, guess in zip(wanted, guesses, strict=True)]
+    def propose(self, wanted: Sequence[Wanted]) -> list[Draft]:
+        drafts = self._inner.propose(wanted)
+        return [replace(draft, token_ids=self._swap(one, draft)) for one, draft in zip(wanted, drafts, strict=True)]
 
-    def _swap(self, one: Wanted, guess: Guess) -> tuple[int, ...]:
-        job = one.sequence.job
-        begin = len(one.sequence.tokens) - job.num_prompt
-        right = self._truth[job.handle][begin : begin + len(guess.token_ids)]
+    def _swap(self, one: Wanted, draft: Draft) -> tuple[int, ...]:
+        params = one.sequence.params
+        begin = len(one.sequence.tokens) - params.num_prompt
+        right = self._truth[params.handle][begin : begin + len(draft.token_ids)]
         return tuple(
             token if self._random.random() < self._acceptance else (token + 1) % self._vocab_size for token in right
         )
@@ -86,10 +86,10 @@ class Figures:
 
     tpot_s: float  # median over the streams
     tokens_per_step: float  # per stream
-    accepted: float  # share of the guesses
+    accepted: float  # share of the drafts
 
 
-def measure_round(engine: Engine, speculator: Speculator, wanted: Sequence[Job]) -> tuple[Figures, Answers]:
+def measure_round(engine: Engine, speculator: Speculator, wanted: Sequence[SequenceParams]) -> tuple[Figures, Answers]:
     """Decode all `wanted` together."""
     gc.collect()
     answers = decode(engine, speculator, wanted, CHUNK_TOKENS)
@@ -114,10 +114,12 @@ def build_prompts(folder: str, is_demo: bool, vocab_size: int) -> list[list[int]
     return [[draw.randrange(vocab_size) for _ in range(64)] for _ in range(16)]
 
 
-def build_jobs(prompts: Sequence[Sequence[int]], streams: int, num_tokens: int, drafter: str) -> list[Job]:
+def build_requests(
+    prompts: Sequence[Sequence[int]], streams: int, num_tokens: int, drafter: str
+) -> list[SequenceParams]:
     """`streams` greedy requests of exactly `num_tokens` tokens."""
     return [
-        Job(
+        SequenceParams(
             str(number), np.array(prompt, np.int32).tobytes(), len(prompt) - 1, num_tokens, gateway="bench",
             handle=number + 1, sampling=GREEDY, drafter=drafter, max_draft_tokens=8,
         )
@@ -130,7 +132,7 @@ def main(
     *,
     model: str = "demo",
     draft_model: str = "auto",
-    acceptance: Annotated[float | None, Parameter(help="share of guesses that are right, for random weights")] = None,
+    acceptance: Annotated[float | None, Parameter(help="share of drafts that are right, for random weights")] = None,
     dtype: str = "float32",  # near ties that could change the compared answers are rare
     threads: int = 2,
     tokens: int = 64,
@@ -150,9 +152,9 @@ def main(
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
     if engine.draft_runner is not None:
         drafters["draft"] = ModelDrafter(engine.draft_runner, measure(engine.draft_runner, engine.rows), CHUNK_TOKENS)
-    table = Table("streams", "drafter", "TPOT off, ms", "TPOT on, ms", "on / off", "tokens a step", "guesses right")
+    table = Table("streams", "drafter", "TPOT off, ms", "TPOT on, ms", "on / off", "tokens a step", "drafts right")
     for streams in STREAMS:
-        truth = decode(engine, NO_SPECULATION, build_jobs(prompts, streams, tokens, "off"), CHUNK_TOKENS).tokens
+        truth = decode(engine, NO_SPECULATION, build_requests(prompts, streams, tokens, "off"), CHUNK_TOKENS).tokens
         contenders = dict(drafters)
         if acceptance is not None and "draft" in drafters:
             contenders["draft"] = SyntheticDrafter(drafters["draft"], truth, acceptance, engine.config.vocab_size)
@@ -160,9 +162,11 @@ def main(
         off: dict[str, list[Figures]] = {name: [] for name in contenders}
         for _ in range(rounds):
             for name, drafter in contenders.items():
-                off[name].append(measure_round(engine, NO_SPECULATION, build_jobs(prompts, streams, tokens, "off"))[0])
+                off[name].append(
+                    measure_round(engine, NO_SPECULATION, build_requests(prompts, streams, tokens, "off"))[0]
+                )
                 speculator = Speculator({name: drafter}, meter, "off", 0)
-                figures, answers = measure_round(engine, speculator, build_jobs(prompts, streams, tokens, name))
+                figures, answers = measure_round(engine, speculator, build_requests(prompts, streams, tokens, name))
                 on[name].append(figures)
                 if engine.dtype == "float32" and answers.tokens != truth:
                     raise AssertionError(f"{name} at {streams} streams changed the answers")

@@ -1,4 +1,4 @@
-"""What decode adds to each step: guesses and masks."""
+"""What decode adds to each step: drafts and masks."""
 
 import time
 from collections.abc import Mapping
@@ -6,36 +6,36 @@ from collections.abc import Sequence as Seq
 from threading import Lock
 
 from decode_worker.grammar.constraints import Constraints, Standing
-from decode_worker.speculation.speculator import Speculator, plan_guesses
+from decode_worker.speculation.speculator import Speculator, plan_drafts
 from engine.out_of_memory import StepFailedError
-from worker.loop import Flight, StepExtras
-from worker.sequences import Planned, Update
-from worker.table import SequenceTable
+from worker.loop import InFlightStep, StepExtras
+from worker.scheduler import Scheduler
+from worker.sequences import ScheduledSequence, Update
 
 
 class DraftsAndMasks(StepExtras):
     """Owns the drafters and the grammars' states."""
 
-    def __init__(self, speculator: Speculator, table: SequenceTable) -> None:
+    def __init__(self, speculator: Speculator, scheduler: Scheduler) -> None:
         self._speculator = speculator
-        self._table = table
+        self._scheduler = scheduler
         self._constraints = Constraints()
 
-    def extend_plan(self, planned: list[Planned], lock: Lock) -> None:
-        if _may_guess(planned):
+    def extend_plan(self, planned: list[ScheduledSequence], lock: Lock) -> None:
+        if _may_draft(planned):
             costs = self._speculator.costs()
             if costs is not None:
                 with lock:
-                    plan_guesses(self._table, planned, costs, self._speculator)
+                    plan_drafts(self._scheduler, planned, costs, self._speculator)
 
-    def needs_tokens(self, planned: Seq[Planned]) -> bool:
-        """Guesses and masks follow from the tokens before them."""
-        return any(step.num_guesses or self._constraints.concerns(step) for step in planned)
+    def needs_tokens(self, planned: Seq[ScheduledSequence]) -> bool:
+        """Drafts and masks follow from the tokens before them."""
+        return any(step.num_drafts or self._constraints.concerns(step) for step in planned)
 
-    def prepare(self, planned: list[Planned], updates: list[Update], lock: Lock) -> list[Planned]:
+    def prepare(self, planned: list[ScheduledSequence], updates: list[Update], lock: Lock) -> list[ScheduledSequence]:
         """Drop answers whose grammar is complete or failed. Sequences whose masks are late sit out this step."""
-        if _may_guess(planned):
-            self._speculator.guess(planned)
+        if _may_draft(planned):
+            self._speculator.draft(planned)
         if not any(map(self._constraints.concerns, planned)):
             return planned
         kept = []
@@ -45,21 +45,21 @@ class DraftsAndMasks(StepExtras):
                 if standing is Standing.OPEN:
                     kept.append(step)
                 elif standing is Standing.LATE:
-                    self._table.drop_step(step)
+                    self._scheduler.drop_step(step)
                 else:
                     error = standing if isinstance(standing, Exception) else None
-                    update = self._table.fail_step(step, error, time.monotonic())
+                    update = self._scheduler.fail_step(step, error, time.monotonic())
                     updates += [update] if update is not None else []
         return kept
 
     def judge(
-        self, flight: Flight, chosen: Seq[list[int]], failed: Mapping[int, StepFailedError]
+        self, flight: InFlightStep, chosen: Seq[list[int]], failed: Mapping[int, StepFailedError]
     ) -> dict[int, Exception | bool]:
         self._speculator.note_step(flight.num_rows, flight.seconds)
         planned = flight.planned
         for index, step in enumerate(planned):
-            if step.wants_token and step.sequence.job.max_draft_tokens:
-                self._speculator.note_guesses(step, 0 if index in failed else len(chosen[index]) - 1)
+            if step.wants_token and step.sequence.params.max_draft_tokens:
+                self._speculator.note_drafts(step, 0 if index in failed else len(chosen[index]) - 1)
         bound = [i for i, step in enumerate(planned) if self._constraints.concerns(step) and i not in failed]
         standings = self._constraints.follow([(planned[i].sequence, chosen[i]) for i in bound])
         return {
@@ -68,6 +68,6 @@ class DraftsAndMasks(StepExtras):
         }
 
 
-def _may_guess(planned: Seq[Planned]) -> bool:
+def _may_draft(planned: Seq[ScheduledSequence]) -> bool:
     """Whether drafters must see the step."""
-    return any(step.sequence.job.max_draft_tokens for step in planned)
+    return any(step.sequence.params.max_draft_tokens for step in planned)

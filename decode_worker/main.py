@@ -6,7 +6,7 @@ import grpc
 
 from decode_worker.grammar.compiler import GrammarCompiler
 from decode_worker.grammar.grammars import Grammars
-from decode_worker.intake import Intake
+from decode_worker.kv_receiver import KVReceiver
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics, GrammarMetrics
 from decode_worker.service import DecodeService
@@ -16,7 +16,7 @@ from protos import decode_pb2_grpc
 from runtime.config import DecodeConfig
 from worker import process
 from worker.loop import WorkerLoop
-from worker.plan import Budget
+from worker.plan import TokenBudget
 from worker.process import Role, Worker
 from worker.sequences import Update
 
@@ -30,8 +30,8 @@ class DecodeRole(Role):
     """The parts of a decode worker."""
 
     def __init__(self, config: DecodeConfig, worker: Worker) -> None:
-        engine, table = worker.engine, worker.table
-        self.metrics: DecodeMetrics = DecodeMetrics(table)
+        engine, scheduler = worker.engine, worker.scheduler
+        self.metrics: DecodeMetrics = DecodeMetrics(scheduler)
         self._streams = streams = GatewayStreams(worker.me.incarnation)
         asyncio_loop = asyncio.get_running_loop()
 
@@ -39,18 +39,18 @@ class DecodeRole(Role):
             asyncio_loop.call_soon_threadsafe(streams.publish, step, updates)
 
         speculator = build_speculator(engine, config)
-        budget = Budget(config.local_prefill_chunk_tokens, "--local-prefill-chunk-tokens")
+        budget = TokenBudget(config.local_prefill_chunk_tokens, "--local-prefill-chunk-tokens")
         self.loop = WorkerLoop(
-            DraftsAndMasks(speculator, table), table, engine.runner, engine.rows, engine.pool, budget, publish,
+            DraftsAndMasks(speculator, scheduler), scheduler, engine.runner, engine.rows, engine.pool, budget, publish,
             self.metrics, worker.steps_ahead,
         )  # fmt: skip
         if (costs := speculator.costs()) is not None:
             self.loop.chunks.note_step(1, 0, costs.step.seconds(1))
-        self._intake = Intake(worker, config, self.loop.thread, self.metrics)
+        self._receiver = KVReceiver(worker, config, self.loop.thread, self.metrics)
         compiler = GrammarCompiler(engine.folder, engine.config.vocab_size, config.grammar_cpu_s)
         self._grammars = Grammars(compiler, config.grammar_cache_mib << 20, GrammarMetrics(self.metrics))
         self._service = DecodeService(
-            worker, self.loop.thread, self._intake, streams, self.metrics, speculator, self._grammars
+            worker, self.loop.thread, self._receiver, streams, self.metrics, speculator, self._grammars
         )  # fmt: skip
 
     async def start(self) -> None:
@@ -63,5 +63,5 @@ class DecodeRole(Role):
         self._streams.close()
 
     async def close(self) -> None:
-        await self._intake.close()
+        await self._receiver.close()
         await self._grammars.close()

@@ -6,32 +6,32 @@ from collections.abc import Sequence as Seq
 from prometheus_client import Gauge
 
 from worker.metrics import WorkerMetrics
-from worker.sequences import Planned, Update
-from worker.table import SequenceTable
+from worker.scheduler import Scheduler
+from worker.sequences import ScheduledSequence, Update
 
 
 class DecodeMetrics(WorkerMetrics):
     """`prompt_tokens` counts local prefill and recomputation: 0 while prefill workers serve and pages suffice."""
 
-    def __init__(self, table: SequenceTable) -> None:
-        super().__init__(table)
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(scheduler)
         self.transfer_bytes = self.counter("kv_transfer_bytes", "Bytes read from prefill workers", ("transport",))
         self.transfer_seconds = self.histogram("kv_transfer_seconds", "Time of one read of offered pages")
         self.probed_bytes_per_s = Gauge(
             "baton:kv_transfer_probed_bytes_per_second", "A first large read, of the last peer that shook hands",
             ("transport",), registry=self.registry,
         )  # fmt: skip
-        self.draft_tokens = self.counter("spec_draft_tokens", "Tokens guessed ahead")
-        self.accepted_tokens = self.counter("spec_accepted_tokens", "Tokens guessed ahead that were right")
+        self.draft_tokens = self.counter("spec_draft_tokens", "Tokens drafted")
+        self.accepted_tokens = self.counter("spec_accepted_tokens", "Tokens drafted that were right")
 
     def count_step(
-        self, planned: Seq[Planned], updates: Iterable[Update], failed: Collection[int], seconds: float
+        self, planned: Seq[ScheduledSequence], updates: Iterable[Update], failed: Collection[int], seconds: float
     ) -> None:
         super().count_step(planned, updates, failed, seconds)
-        guessed = [step for i, step in enumerate(planned) if step.guesses and i not in failed]
-        if guessed:
-            self.draft_tokens.inc(sum(len(step.guesses) for step in guessed))
-            self.accepted_tokens.inc(sum(step.num_accepted for step in guessed))
+        drafted = [step for i, step in enumerate(planned) if step.drafts and i not in failed]
+        if drafted:
+            self.draft_tokens.inc(sum(len(step.drafts) for step in drafted))
+            self.accepted_tokens.inc(sum(step.num_accepted for step in drafted))
 
 
 class GrammarMetrics:

@@ -1,4 +1,4 @@
-"""The Decode service: maps messages to calls of the session table, the intake and the streams, and back.
+"""The Decode service: maps messages to calls of the scheduler, the receiver and the streams, and back.
 
 Runs on the asyncio thread; decides nothing.
 """
@@ -13,7 +13,7 @@ import structlog
 from decode_worker.grammar.errors import GrammarBrokenError, GrammarBusyError, GrammarRefusedError
 from decode_worker.grammar.grammars import Grammars
 from decode_worker.grammar.matcher import Grammar
-from decode_worker.intake import HandshakeRefusedError, Intake
+from decode_worker.kv_receiver import HandshakeRefusedError, KVReceiver
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.speculator import Speculator
 from decode_worker.streams import GatewayStreams
@@ -23,9 +23,9 @@ from runtime.peer_input import find_too_many_logprobs
 from wire.messages import unpack_sampling
 from wire.page_keys import TOKEN_BYTES
 from worker.process import Worker
-from worker.sequences import Job, Phase
+from worker.scheduler import OfferRefusedError
+from worker.sequences import Phase, SequenceParams
 from worker.status import Context, WorkerService
-from worker.table import OfferRefusedError
 from worker.thread import EngineThread
 
 GRAMMAR_WAIT_S, GRAMMAR_WAIT_SHARE = 4.0, 0.8  # longest wait for a grammar, also as a share of the timeout
@@ -33,14 +33,14 @@ log = structlog.get_logger()
 
 
 class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
-    """Rpcs that change the table hold the loop's lock for microseconds; Status reads without it."""
+    """Rpcs that change the scheduler hold the loop's lock for microseconds; Status reads without it."""
 
     def __init__(
-        self, worker: Worker, thread: EngineThread, intake: Intake, streams: GatewayStreams, metrics: DecodeMetrics,
-        speculator: Speculator, grammars: Grammars,
+        self, worker: Worker, thread: EngineThread, receiver: KVReceiver, streams: GatewayStreams,
+        metrics: DecodeMetrics, speculator: Speculator, grammars: Grammars,
     ) -> None:  # fmt: skip
-        super().__init__(worker, thread, intake.transports, metrics.prompt_speed)
-        self._intake = intake
+        super().__init__(worker, thread, receiver.transports, metrics.prompt_speed)
+        self._receiver = receiver
         self._streams = streams
         self._metrics = metrics
         self._speculator = speculator
@@ -57,17 +57,17 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
             await self._check_open(request.gateway, context)  # that may have taken seconds
         try:
             drafter = self._speculator.resolve(request.speculation.drafter, request.speculation.max_draft_tokens)
-            job = _job(request, *drafter, grammar, time.monotonic() - began if grammar else 0.0)
+            params = _job(request, *drafter, grammar, time.monotonic() - began if grammar else 0.0)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        sequence = await self.admit(job, context)
+        sequence = await self.admit(params, context)
         log.info(
-            "session reserved", request_id=job.request_id, session=sequence.id, attempt=job.attempt,
+            "session reserved", request_id=params.request_id, session=sequence.id, attempt=params.attempt,
             cached=sequence.num_cached,
         )  # fmt: skip
         ticket = kv_pb2.Ticket(
             address=self._me.address, incarnation=self._me.incarnation, session=sequence.id,
-            attempt=sequence.job.attempt, begin=sequence.num_cached, end=sequence.job.end,
+            attempt=sequence.params.attempt, begin=sequence.num_cached, end=sequence.params.end,
         )  # fmt: skip
         return decode_pb2.ReserveResponse(ticket=ticket, needs_prefill=sequence.phase is Phase.RECEIVING)
 
@@ -114,42 +114,42 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
                     yield events
         finally:
             with self._thread.lock:
-                ended = self._table.abort(request.gateway)
+                ended = self._scheduler.abort(request.gateway)
                 self._thread.wake()
             log.info("gateway left", gateway=request.gateway, sessions_ended=len(ended))
 
     async def Abort(self, request: decode_pb2.AbortRequest, context: Context) -> decode_pb2.AbortResponse:
         with self._thread.lock:
-            phases = {sequence.id: sequence.phase.value for sequence in self._table}
-            ended = self._table.abort(request.gateway, set(request.handles))
+            phases = {sequence.id: sequence.phase.value for sequence in self._scheduler}
+            ended = self._scheduler.abort(request.gateway, set(request.handles))
             self._thread.wake()
         for sequence in ended:
             self._metrics.cancelled.labels(phases[sequence.id]).inc()
-            log.info("session cancelled", request_id=sequence.job.request_id, session=sequence.id)
+            log.info("session cancelled", request_id=sequence.params.request_id, session=sequence.id)
         return decode_pb2.AbortResponse()
 
     async def Handshake(self, request: decode_pb2.HandshakeRequest, context: Context) -> decode_pb2.HandshakeResponse:
         try:
-            transport = await self._intake.shake_hands(request.peer)
+            transport = await self._receiver.shake_hands(request.peer)
         except HandshakeRefusedError as error:
             log.error("handshake refused", peer=request.peer.address, reason=str(error))
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         return decode_pb2.HandshakeResponse(
-            peer=self._me, transport=transport, wants_checksums=self._intake.wants_checksums
+            peer=self._me, transport=transport, wants_checksums=self._receiver.wants_checksums
         )  # fmt: skip
 
     async def Renew(self, request: decode_pb2.RenewRequest, context: Context) -> decode_pb2.RenewResponse:
         try:
-            self._intake.renew(request.ticket)
+            self._receiver.renew(request.ticket)
         except OfferRefusedError as error:
             await context.abort(grpc.StatusCode.NOT_FOUND, error.detail)
         return decode_pb2.RenewResponse()
 
     def probed_bytes_per_s(self) -> dict[str, float]:
-        return self._intake.probed_bytes_per_s()
+        return self._receiver.probed_bytes_per_s()
 
     async def Offer(self, request: kv_pb2.OfferRequest, context: Context) -> kv_pb2.OfferResponse:
-        return await self._intake.take(request)
+        return await self._receiver.take(request)
 
 
 def _job(
@@ -158,9 +158,9 @@ def _job(
     max_draft_tokens: int,
     grammar: Grammar | None,
     grammar_s: float = 0.0,
-) -> Job:
+) -> SequenceParams:
     """ValueError if a parameter is out of range, or two contradict each other."""
-    return Job(
+    return SequenceParams(
         request_id=request.request_id,
         prompt=request.prompt,
         end=len(request.prompt) // TOKEN_BYTES - 1,

@@ -39,7 +39,7 @@ class GatewayStreams:
     def publish(self, step: int, updates: Iterable[Update]) -> None:
         """Pass each update to its gateway's stream; drop those whose gateway is gone."""
         for update in updates:
-            stream = self._streams.get(update.sequence.job.gateway)
+            stream = self._streams.get(update.sequence.params.gateway)
             if stream is not None:
                 stream.add(step, update)
 
@@ -57,10 +57,12 @@ class _Stream:
         self._is_closed = False
 
     def add(self, step: int, update: Update) -> None:
-        job = update.sequence.job
-        message = self._pending.get(job.handle)
+        params = update.sequence.params
+        message = self._pending.get(params.handle)
         if message is None:
-            message = self._pending[job.handle] = decode_pb2.SessionDelta(handle=job.handle, attempt=job.attempt)
+            message = self._pending[params.handle] = decode_pb2.SessionDelta(
+                handle=params.handle, attempt=params.attempt
+            )
         message.token_ids.extend(update.token_ids)
         if update.logprobs or update.prompt_logprobs:
             message.logprobs.extend(map(pack_logprobs, update.logprobs))

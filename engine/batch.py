@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.input_batch import InputBatch
 from engine.ranges import Ints, find_starts, join_ranges
-from engine.rows import Rows
 from engine.staging import Stager
 
 
-class RowRequest(NamedTuple):
-    """One row's request of a step: positions [begin, begin + count) of its sequence, guesses included.
+class ForwardRow(NamedTuple):
+    """One row's request of a step: positions [begin, begin + count) of its sequence, drafts included.
 
     The row's pages already hold the KV of [0, begin); the step writes the rest. Each row of logits predicts
     the token after its position.
@@ -32,19 +32,18 @@ class RowRequest(NamedTuple):
     given_logprobs: int = 0  # top logprobs to return for those
     chosen_logprobs: int | None = None  # the same for sampled ones; None: no log-probabilities
     mask: NDArray[np.int32] | None = None  # [num_logits - num_given, ceil(V / 32)] tokens that may be chosen; None: all
-    num_guessed: int = 0  # the last tokens up to the first sampled one that are guesses too: seen, never counted
+    num_drafted: int = 0  # the last tokens up to the first sampled one that are drafts too: seen, never counted
 
 
 class Layout(NamedTuple):
     """T new tokens of B sequences, on the host. All but the last are uploaded, in this order."""
 
-    places: Ints  # [T] of the new tokens in the flat Rows.tokens
+    places: Ints  # [T] of the new tokens in the flat InputBatch.tokens
     positions: Ints  # [T]
-    query_starts: NDArray[np.int32]  # [B + 1]
-    context_lens: NDArray[np.int32]  # [B]
+    cu_seqlens_q: NDArray[np.int32]  # [B + 1]
+    seq_lens: NDArray[np.int32]  # [B]
     page_table: NDArray[np.int32]  # [B, P]
-    write_pages: Ints  # [T]
-    write_offsets: Ints  # [T]
+    slot_mapping: Ints  # [T]
     logits_rows: Ints  # [S]
     query_lens: NDArray[np.int32]  # [B]
 
@@ -55,17 +54,16 @@ class Batch:
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    query_starts: Tensor  # [B + 1] int32, row of each sequence's first new token; ends with T
-    context_lens: Tensor  # [B] int32, tokens in KV after this step, the new ones included
+    cu_seqlens_q: Tensor  # [B + 1] int32, row of each sequence's first new token; ends with T
+    seq_lens: Tensor  # [B] int32, tokens in KV after this step, the new ones included
     page_table: Tensor  # page ids; after a sequence's context any valid id
-    write_pages: Tensor  # page for the KV of each new token
-    write_offsets: Tensor  # [T] int64, row within that page
+    slot_mapping: Tensor  # [T] int64, where the KV of each new token goes: page * page_tokens + its row in the page
     logits_rows: Tensor  # [S] int64, rows of T whose logits are wanted, ascending: each request's last num_logits
     query_lens_host: NDArray[np.int32]  # [B], the same on the host
-    context_lens_host: NDArray[np.int32]  # [B], the same on the host
+    seq_lens_host: NDArray[np.int32]  # [B], the same on the host
 
 
-def lay_out(rows: Rows, requests: Sequence[RowRequest]) -> Layout:
+def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
     """Where the requests' tokens and pages are. ValueError if a request ends beyond its row."""
     row, begins, counts, num_logits = (np.array(values, np.int64) for values in list(zip(*requests, strict=True))[:4])
     ends = begins + counts
@@ -73,35 +71,33 @@ def lay_out(rows: Rows, requests: Sequence[RowRequest]) -> Layout:
     check_ends(rows, longest)
     owners, positions = join_ranges(begins, counts)
     token_rows = row[owners]
-    pages, offsets = np.divmod(positions, rows.page_tokens)
     starts = find_starts(counts)
     return Layout(
         places=token_rows * rows.width + positions,
         positions=positions,
-        query_starts=starts,
-        context_lens=ends.astype(np.int32),
+        cu_seqlens_q=starts,
+        seq_lens=ends.astype(np.int32),
         page_table=rows.page_table[row, : -(-longest // rows.page_tokens)],
-        write_pages=rows.page_table[token_rows, pages].astype(np.int64),
-        write_offsets=offsets,
+        slot_mapping=rows.slots(token_rows, positions),
         logits_rows=join_ranges(starts[1:] - num_logits, num_logits)[1],
         query_lens=counts.astype(np.int32),
     )
 
 
-def check_ends(rows: Rows, longest: int) -> None:
+def check_ends(rows: InputBatch, longest: int) -> None:
     """ValueError if no request can end at `longest`."""
     if longest >= rows.width:
         raise ValueError(f"{longest} positions and a token after them, in a row of {rows.width}")
 
 
-def build_batch(layout: Layout, rows: Rows, stager: Stager) -> Batch:
+def build_batch(layout: Layout, rows: InputBatch, stager: Stager) -> Batch:
     """The batch on the device of `rows`. The device reads the tokens from the rows when it gets here.
 
     Arrays that are the same objects as in the stager's last layout keep their tensors.
     """
     places, *fields = stager.upload(layout[:-1])
-    positions, query_starts, context_lens, page_table, write_pages, write_offsets, logits_rows = fields
+    positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows = fields
     return Batch(
-        rows.tokens.take(places).long(), positions, query_starts, context_lens, page_table, write_pages, write_offsets,
-        logits_rows, query_lens_host=layout.query_lens, context_lens_host=layout.context_lens,
+        rows.tokens.take(places).long(), positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows,
+        query_lens_host=layout.query_lens, seq_lens_host=layout.seq_lens,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 
 from engine.attention.choose import AttentionChoice, choose_for_layers
 from engine.graphs import CudaCapture, OnCaptured, choose_shapes
+from engine.input_batch import InputBatch
 from engine.kv.pool import Pool, PoolShape, PoolShare
 from engine.layers.linear import Quantization
 from engine.models.config import ModelConfig
@@ -20,7 +21,6 @@ from engine.models.load import load_model, resolve_model_folder, weight_fingerpr
 from engine.models.read_config import load_config
 from engine.out_of_memory import explain_failed_warm_up, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
-from engine.rows import Rows
 from engine.runner import Runner
 from engine.weights.reader import OnProgress
 from wire.kv_layout import KvPart
@@ -40,7 +40,7 @@ class Engine:
     attention: AttentionChoice
     pool: Pool
     padding_page: int | None  # the pool's last page on a GPU: used by captured steps, never by sequences
-    rows: Rows  # of both models
+    rows: InputBatch  # of both models
     runner: Runner
     draft_weights: str  # fingerprint of the draft model; empty without one
     draft_runner: Runner | None  # the draft model over the second part of the same pages
@@ -62,19 +62,17 @@ class Engine:
         """How many steps to launch before the last one is collected. 0 on a CPU, which computes at launch."""
         return 1 if self.device.type == "cuda" else 0
 
-    def warm_up(
-        self, graph_rows: int, max_guesses: int = 0, on_captured: OnCaptured = lambda done, total: None
-    ) -> None:
+    def warm_up(self, graph_rows: int, max_drafts: int = 0, on_captured: OnCaptured = lambda done, total: None) -> None:
         """On a GPU: build and load all kernels before the first request, and capture graphs. Does nothing on a CPU.
 
         graph_rows: decode steps of up to this many sequences run as graphs, if attention can be captured; steps of few
-        sequences also with up to `max_guesses` guesses. 0: no graphs. ValueError says what cannot be built.
+        sequences also with up to `max_drafts` drafts. 0: no graphs. ValueError says what cannot be built.
         """
         if self.padding_page is None:
             return
         runners = [runner for runner in (self.runner, self.draft_runner) if runner is not None]
         captured = [runner for runner in runners if graph_rows and runner.is_capturable]
-        shapes = choose_shapes(graph_rows, max_guesses) if captured else []
+        shapes = choose_shapes(graph_rows, max_drafts) if captured else []
         try:
             for runner in runners:
                 runner.warm_up(self.padding_page)
@@ -129,7 +127,7 @@ class Place:
 
     ranks: Ranks = ONE_RANK
     pool_fd: int = -1  # an empty memory file shared by all ranks; -1 with one rank
-    build_rows: Callable[..., Rows] = Rows
+    build_rows: Callable[..., InputBatch] = InputBatch
     build_runner: Callable[..., Runner] = lambda number, *parts: Runner(*parts)
     """(0: the model, 1: the draft model; Runner's arguments)"""
 
@@ -201,13 +199,13 @@ def assemble_engine(
     rows = build_rows(num_rows, _resolve_context(decoder, max_context_tokens), page_tokens, config.vocab_size, device)
     mapped_bytes = sum(loaded.decoder.mapped_bytes for loaded in (model, draft) if loaded)
     num_pages = size_pool(config.context_tokens, page_bytes, ranks.size, _gpu_memory(device), mapped_bytes)
-    num_pages = ranks.least(num_pages, device)
+    num_pages = ranks.all_reduce_min(num_pages, device)
     has_padding = device.type == "cuda"
     share = None
     if ranks.size > 1:
         shapes = ((model, shape), (draft, draft_shape))
         parts = tuple(part for loaded, own in shapes if loaded and own for part in own.page_parts(loaded.kv_parts))
-        share = PoolShare(ranks.rank, ranks.size, parts, place.pool_fd, partial(ranks.least, 0, device))
+        share = PoolShare(ranks.rank, ranks.size, parts, place.pool_fd, partial(ranks.all_reduce_min, 0, device))
     pool = Pool(shape.with_pages(num_pages + has_padding), device, draft_shape, share=share)
     return Engine(
         folder=model.folder,
@@ -275,7 +273,7 @@ def _load_draft(
     return loaded
 
 
-def _build_draft_runner(draft: Loaded, pool: Pool, rows: Rows, place: Place) -> Runner:
+def _build_draft_runner(draft: Loaded, pool: Pool, rows: InputBatch, place: Place) -> Runner:
     assert pool.draft_tensor is not None
     attention = _choose_attention(draft.decoder, pool.shape.page_tokens, pool.draft_tensor.dtype)
     return place.build_runner(1, draft.decoder, attention.backend, pool.draft_tensor, rows)

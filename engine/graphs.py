@@ -16,11 +16,11 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import Batch, Layout
+from engine.input_batch import InputBatch
 from engine.kernels.sampling_fields import SamplingTensors
 from engine.models.decoder import Decoder
 from engine.prepared import Prepared
 from engine.ranges import Ints
-from engine.rows import Rows
 from engine.sampling.batch import SamplingBatch
 from engine.staging import upload
 from engine.static_block import StaticBlock
@@ -28,8 +28,8 @@ from engine.static_block import StaticBlock
 DENSE_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seeds", "repetition", "frequency", "presence")
 LINE_FIELDS = ("counts_line", "mask_line")
 MAX_BIASES = 4096  # logit_bias entries of a step that a graph can take
-GUESSED_LENGTHS = (2, 4)  # new tokens per sequence, besides 1 and the maximum
-MAX_GUESSING = 16  # sequences in a graph with guesses: with more, guesses seldom pay
+DRAFT_LENGTHS = (2, 4)  # new tokens per sequence, besides 1 and the maximum
+MAX_DRAFTING = 16  # sequences in a graph with drafts: with more, drafts seldom pay
 NUM_WARM_UPS = 2  # before a capture: compiles and loads kernels, allocates library workspaces
 
 Compute = Callable[[], None]
@@ -42,14 +42,14 @@ class Shape(NamedTuple):
     """The size of a graph."""
 
     num_sequences: int
-    num_tokens: int = 1  # per sequence; more than 1 with guesses, or when a draft model catches up
+    num_tokens: int = 1  # per sequence; more than 1 with drafts, or when a draft model catches up
 
 
-def choose_shapes(max_sequences: int, max_guesses: int) -> list[Shape]:
-    """1, 2, 4, ... sequences with one token, and a few sequences with up to 1 + max_guesses tokens."""
+def choose_shapes(max_sequences: int, max_drafts: int) -> list[Shape]:
+    """1, 2, 4, ... sequences with one token, and a few sequences with up to 1 + max_drafts tokens."""
     shapes = [Shape(size) for size in powers_to(max_sequences)]
-    lengths = sorted({min(length, 1 + max_guesses) for length in GUESSED_LENGTHS} | {1 + max_guesses})
-    sizes = powers_to(min(max_sequences, MAX_GUESSING))
+    lengths = sorted({min(length, 1 + max_drafts) for length in DRAFT_LENGTHS} | {1 + max_drafts})
+    sizes = powers_to(min(max_sequences, MAX_DRAFTING))
     return shapes + [Shape(size, length) for length in lengths if length > 1 for size in sizes]
 
 
@@ -89,7 +89,13 @@ class DecodeGraph:
     """
 
     def __init__(
-        self, shape: Shape, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: Rows, padding_page: int
+        self,
+        shape: Shape,
+        model: Decoder,
+        attention: AttentionBackend,
+        pages: Tensor,
+        rows: InputBatch,
+        padding_page: int,
     ) -> None:
         """padding_page: a page that no sequence has."""
         self.shape = shape
@@ -119,14 +125,13 @@ class DecodeGraph:
         return Batch(
             token_ids=self._places,  # `_compute` replaces it by the tokens
             positions=take("positions"),
-            query_starts=every[::num_tokens].to(torch.int32),
-            context_lens=take("context_lens"),
+            cu_seqlens_q=every[::num_tokens].to(torch.int32),
+            seq_lens=take("seq_lens"),
             page_table=self._page_table,
-            write_pages=take("write_pages"),
-            write_offsets=take("write_offsets"),
+            slot_mapping=take("slot_mapping"),
             logits_rows=every[:-1].clone(),
             query_lens_host=np.full(num_sequences, num_tokens, np.int32),
-            context_lens_host=np.full(num_sequences, num_tokens, np.int32),
+            seq_lens_host=np.full(num_sequences, num_tokens, np.int32),
         )
 
     def _build_sampling(self, num_rows: int) -> SamplingTensors:
@@ -155,12 +160,12 @@ class DecodeGraph:
         Returns the sampled tokens, [S] int64; the raw logits, [R, V], valid until the next replay (with several ranks,
         only this rank's rows); and each output's row in them, [S].
         """
-        layout, outputs, sampling = step.layout, step.outputs, step.pieces[0].sampling
+        layout, outputs, sampling = step.layout, step.outputs, step.chunks[0].sampling
         num_sequences, num_tokens = len(layout.query_lens), self.shape.num_tokens
         rows = np.arange(len(layout.places))  # rows of the new tokens
         if num_tokens > 1:
             ends = np.arange(1, num_sequences + 1) * num_tokens
-            rows += np.repeat(ends - layout.query_starts[1:], layout.query_lens)
+            rows += np.repeat(ends - layout.cu_seqlens_q[1:], layout.query_lens)
         outs = rows[layout.logits_rows]
         self._fill_page_table(layout.page_table)
         if sampling.masks is not None:
@@ -169,9 +174,9 @@ class DecodeGraph:
         with self._block.fill() as arrays:
             if num_tokens > 1:
                 self._fill_before(arrays, layout)
-            for name in ("places", "positions", "write_pages", "write_offsets"):
+            for name in ("places", "positions", "slot_mapping"):
                 arrays[name][rows] = getattr(layout, name)
-            arrays["context_lens"][:num_sequences] = layout.context_lens
+            arrays["seq_lens"][:num_sequences] = layout.seq_lens
             arrays["answer_places"][outs], arrays["answer_positions"][outs] = outputs.places, sampling.positions
             for name in DENSE_FIELDS:
                 arrays[name][outs] = getattr(sampling, name)
@@ -179,8 +184,8 @@ class DecodeGraph:
                 if (lines := getattr(sampling, name)) is not None:
                     arrays[name][outs] = lines
             self._fill_biases(arrays["bias_starts"], sampling, outs)
-            context_lens = arrays["context_lens"].copy()
-        self._attention.plan(self._pages, replace(self._batch, context_lens_host=context_lens))
+            seq_lens = arrays["seq_lens"].copy()
+        self._attention.plan(self._pages, replace(self._batch, seq_lens_host=seq_lens))
         self._replay()
         if len(outs) == len(rows) and num_tokens == 1:
             return self._tokens[:num_sequences].clone(), self._logits, outs
@@ -190,7 +195,7 @@ class DecodeGraph:
         """Fill all rows as if the new tokens filled the shape; `replay` then overwrites those of new tokens."""
         num_sequences, num_tokens = len(layout.query_lens), self.shape.num_tokens
         steps = np.arange(-num_tokens, 0)
-        lasts = layout.query_starts[1:] - 1  # last new token of each sequence
+        lasts = layout.cu_seqlens_q[1:] - 1  # last new token of each sequence
         for name, values in (("positions", layout.positions), ("places", layout.places)):
             before = values[lasts, None] + 1 + steps  # [B, num_tokens]
             arrays[name][: num_sequences * num_tokens] = before.reshape(-1)
@@ -219,15 +224,15 @@ class DecodeGraph:
         rows = self._rows
         token_ids = rows.flat_tokens.index_select(0, self._places).long()
         hidden = self._model.run_planned(replace(self._batch, token_ids=token_ids), self._attention)
-        self._logits = self._model.deal_logits(hidden)
+        self._logits = self._model.own_logits(hidden)
         if len(self._own_tokens):
             self._model.ops.sample_into(self._own_tokens, self._logits, self._own_sampling)
         if self._model.ranks.size > 1:
-            self._tokens.copy_(self._model.ranks.share(self._own_tokens, len(self._tokens)))
+            self._tokens.copy_(self._model.ranks.gather_rows(self._own_tokens, len(self._tokens)))
         rows.flat_tokens.index_copy_(0, self._answer_places, self._tokens.clamp(min=0).to(torch.int32))
 
 
-def _build_padding(shape: Shape, rows: Rows, page: int) -> dict[str, NDArray[Any]]:
+def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArray[Any]]:
     """The inputs of a row without a sequence: token 0 of the row after all others, alone on its own page."""
     place, size = rows.num_rows * rows.width, shape.num_sequences * shape.num_tokens
 
@@ -237,9 +242,8 @@ def _build_padding(shape: Shape, rows: Rows, page: int) -> dict[str, NDArray[Any
     return {
         "places": repeat(place, np.int64),
         "positions": repeat(0, np.int64),
-        "context_lens": np.full(shape.num_sequences, shape.num_tokens, np.int32),
-        "write_pages": repeat(page, np.int64),
-        "write_offsets": repeat(0, np.int64),
+        "seq_lens": np.full(shape.num_sequences, shape.num_tokens, np.int32),
+        "slot_mapping": repeat(page * rows.page_tokens, np.int64),
         "answer_places": repeat(place + 1, np.int64),
         "answer_positions": repeat(1, np.int64),
         "temperature": repeat(0, np.float32),
@@ -265,7 +269,7 @@ class DecodeGraphs:
         model: Decoder,
         attention: AttentionBackend,
         pages: Tensor,
-        rows: Rows,
+        rows: InputBatch,
         padding_page: int,
         capture: Capture,
         on_progress: OnCaptured,
@@ -284,16 +288,16 @@ class DecodeGraphs:
         """The smallest graph for the step. None if none is large enough or can do what the step asks for."""
         layout, num_sequences = step.layout, len(step.layout.query_lens)
         num_tokens = 1 if len(layout.places) == num_sequences else int(layout.query_lens.max())
-        if len(step.pieces) != 1:
+        if len(step.chunks) != 1:
             return None
-        piece = step.pieces[0]
-        num_biases = 0 if piece.sampling.bias_ids is None else len(piece.sampling.bias_ids)
-        if piece.scored and not self._can_score:
+        chunk = step.chunks[0]
+        num_biases = 0 if chunk.sampling.bias_ids is None else len(chunk.sampling.bias_ids)
+        if chunk.scored and not self._can_score:
             return None
-        if piece.chosen is not None or piece.guesses is not None or num_biases > MAX_BIASES:
+        if chunk.chosen is not None or chunk.drafts is not None or num_biases > MAX_BIASES:
             return None
         for shape in self._shapes:
             if shape.num_tokens >= num_tokens and shape.num_sequences >= num_sequences:
-                has_before = shape.num_tokens == 1 or layout.context_lens.min() >= shape.num_tokens
+                has_before = shape.num_tokens == 1 or layout.seq_lens.min() >= shape.num_tokens
                 return self._graphs[shape] if has_before else None
         return None

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
 from engine.engine import build_engine
 from wire.sampling import SamplingParams
 
@@ -28,11 +28,11 @@ class Running:
     row: int = -1
     pages: list[int] = field(default_factory=list)
 
-    def ask(self) -> RowRequest:
+    def ask(self) -> ForwardRow:
         """A forward over what has no KV yet: the prompt, later the last token. It samples the next token."""
         num_tokens = len(self.prompt) + len(self.answer)
         begin = num_tokens - 1 if self.answer else 0
-        return RowRequest(self.row, begin, num_tokens - begin, num_logits=1)
+        return ForwardRow(self.row, begin, num_tokens - begin, num_logits=1)
 
 
 class LLM:

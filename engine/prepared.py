@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.batch import Layout, RowRequest, check_ends, lay_out
-from engine.outputs import Outputs, Piece, plan_outputs, plan_piece
+from engine.batch import ForwardRow, Layout, check_ends, lay_out
+from engine.input_batch import InputBatch
 from engine.ranges import Ints
-from engine.rows import Rows
+from engine.sample_spec import LogitsChunk, SampleSpec, plan_chunk, plan_samples
 
-PLAIN = RowRequest(row=0, begin=0, count=1, num_logits=1)  # every request of a plain step, except `row` and `begin`
+PLAIN = ForwardRow(row=0, begin=0, count=1, num_logits=1)  # every request of a plain step, except `row` and `begin`
 SIZES, MASK = (2, 3, 4, 5, 6, 8), 7  # indices of the other fields
 
 
@@ -26,19 +26,19 @@ class Prepared:
     """Immutable."""
 
     layout: Layout
-    outputs: Outputs
-    pieces: list[Piece]
+    outputs: SampleSpec
+    chunks: list[LogitsChunk]
 
 
-def prepare(rows: Rows, requests: Sequence[RowRequest], piece_rows: int) -> Prepared:
-    """Any step, in pieces of up to `piece_rows` outputs. Counts tokens for penalties.
+def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -> Prepared:
+    """Any step, in chunks of up to `chunk_rows` outputs. Counts tokens for penalties.
 
     ValueError if a request ends beyond its row, or a mask does not fit.
     """
     layout = lay_out(rows, requests)
-    outputs = plan_outputs(rows, requests, layout)
-    spans = [slice(begin, begin + piece_rows) for begin in range(0, len(outputs.rows), piece_rows)]
-    return Prepared(layout, outputs, [plan_piece(rows, outputs, span) for span in spans])
+    outputs = plan_samples(rows, requests, layout)
+    spans = [slice(begin, begin + chunk_rows) for begin in range(0, len(outputs.rows), chunk_rows)]
+    return Prepared(layout, outputs, [plan_chunk(rows, outputs, span) for span in spans])
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +46,29 @@ class Plain:
     """A plain step and its key: a step with the same key can follow it."""
 
     made_of: tuple[object, ...]
-    pages_version: int  # Rows.pages_version when `page_table` was read
-    row_begins: Ints  # [B] of each row in the flat Rows.tokens
+    pages_version: int  # InputBatch.pages_version when `page_table` was read
+    row_begins: Ints  # [B] of each row in the flat InputBatch.tokens
     step: Prepared
 
 
 class Preparer:
     """Owns the last plain step. One caller at a time."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: InputBatch) -> None:
         self._rows = rows
         self._last: Plain | None = None
 
-    def prepare(self, requests: Sequence[RowRequest], piece_rows: int) -> Prepared:
+    def prepare(self, requests: Sequence[ForwardRow], chunk_rows: int) -> Prepared:
         """Equal to `prepare`. Parts that a plain step shares with the one before are the same objects."""
         columns = list(zip(*requests, strict=True))
         if not is_plain(columns):
-            return prepare(self._rows, requests, piece_rows)
+            return prepare(self._rows, requests, chunk_rows)
         rows, last = self._rows, self._last
-        made_of = columns[0], rows.version, piece_rows
+        made_of = columns[0], rows.version, chunk_rows
         if last is not None and last.made_of == made_of:
             step, row_begins = follow(last, rows, columns[1]), last.row_begins
         else:
-            step = prepare(rows, requests, piece_rows)
+            step = prepare(rows, requests, chunk_rows)
             row_begins = step.outputs.rows * rows.width
         self._last = Plain(made_of, rows.pages_version, row_begins, step)
         return step
@@ -81,29 +81,27 @@ def is_plain(columns: Sequence[tuple[Any, ...]]) -> bool:
     return all(columns[at] == (PLAIN[at],) * len(columns[at]) for at in SIZES)
 
 
-def follow(last: Plain, rows: Rows, begins: Sequence[int]) -> Prepared:
+def follow(last: Plain, rows: InputBatch, begins: Sequence[int]) -> Prepared:
     """[B] -> the step at those positions of the same sequences. ValueError if one ends beyond its row."""
-    layout, outputs, pieces = last.step.layout, last.step.outputs, last.step.pieces
+    layout, outputs, chunks = last.step.layout, last.step.outputs, last.step.chunks
     longest = max(begins) + 1
     check_ends(rows, longest)
     positions = np.array(begins, np.int64)  # [B]
     ends = positions + 1
-    pages, offsets = np.divmod(positions, rows.page_tokens)
     num_pages = -(-longest // rows.page_tokens)
     page_table = layout.page_table
     if last.pages_version != rows.pages_version or num_pages != page_table.shape[1]:
         page_table = rows.page_table[outputs.rows, :num_pages]
-    if any(piece.has_penalties for piece in pieces):
+    if any(chunk.has_penalties for chunk in chunks):
         rows.count_tokens(outputs.rows, ends)
     return Prepared(
         layout._replace(
             places=last.row_begins + positions,
             positions=positions,
-            context_lens=ends.astype(np.int32),
+            seq_lens=ends.astype(np.int32),
             page_table=page_table,
-            write_pages=rows.page_table[outputs.rows, pages].astype(np.int64),
-            write_offsets=offsets,
+            slot_mapping=rows.slots(outputs.rows, positions),
         ),
         outputs._replace(positions=ends, places=last.row_begins + ends, counted=ends),
-        [piece._replace(sampling=piece.sampling._replace(positions=ends[piece.span])) for piece in pieces],
+        [chunk._replace(sampling=chunk.sampling._replace(positions=ends[chunk.span])) for chunk in chunks],
     )

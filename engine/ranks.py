@@ -19,11 +19,11 @@ class Ranks:
 
     rank, size = 0, 1
 
-    def add_(self, tensor: Tensor) -> Tensor:
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Replace `tensor` by the sum over all ranks and return it. All ranks get the same bits."""
         return tensor
 
-    def join(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """[S, n], the same shape on each rank |-> [S, size * n], columns of rank 0 first."""
         return tensor
 
@@ -31,18 +31,18 @@ class Ranks:
         """Of `count` rows, those whose tokens this rank samples."""
         return slice(0, count)
 
-    def deal(self, tensor: Tensor) -> Tensor:
-        """[S, n], as in `join` |-> [m, size * n]: like `join`, for this rank's own rows only."""
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """[S, n], as in `all_gather` |-> [m, size * n]: like `all_gather`, for this rank's own rows only."""
         return tensor
 
-    def share(self, tensor: Tensor, count: int) -> Tensor:
+    def gather_rows(self, tensor: Tensor, count: int) -> Tensor:
         """[m], a value for each of this rank's own rows |-> [count], the values of all ranks."""
         return tensor
 
-    def meet(self, device: torch.device) -> None:
+    def barrier(self, device: torch.device) -> None:
         """Launches a barrier: it completes on `device` after everything that any rank launched before it."""
 
-    def least(self, number: int, device: torch.device) -> int:
+    def all_reduce_min(self, number: int, device: torch.device) -> int:
         """The minimum over all ranks. Waits for all."""
         return number
 
@@ -57,11 +57,11 @@ class GroupRanks(Ranks):
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def add_(self, tensor: Tensor) -> Tensor:
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
-    def join(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(parts, tensor.contiguous(), group=self._group)
         return torch.cat(parts, -1)
@@ -70,7 +70,7 @@ class GroupRanks(Ranks):
         most = -(-count // self.size)
         return slice(min(self.rank * most, count), min((self.rank + 1) * most, count))
 
-    def deal(self, tensor: Tensor) -> Tensor:
+    def all_to_all(self, tensor: Tensor) -> Tensor:
         count, width = tensor.shape
         most = -(-count // self.size)
         given = tensor.new_zeros(self.size * most, width)
@@ -81,7 +81,7 @@ class GroupRanks(Ranks):
         own = self.own_rows(count)
         return rows[: own.stop - own.start]
 
-    def share(self, tensor: Tensor, count: int) -> Tensor:
+    def gather_rows(self, tensor: Tensor, count: int) -> Tensor:
         most = -(-count // self.size)
         given = tensor.new_zeros(most)
         given[: len(tensor)] = tensor
@@ -89,10 +89,10 @@ class GroupRanks(Ranks):
         dist.all_gather(parts, given, group=self._group)
         return torch.cat(parts)[:count]
 
-    def meet(self, device: torch.device) -> None:
+    def barrier(self, device: torch.device) -> None:
         dist.all_reduce(torch.zeros(1, device=device), group=self._group)
 
-    def least(self, number: int, device: torch.device) -> int:
+    def all_reduce_min(self, number: int, device: torch.device) -> int:
         found = torch.tensor([number], device=device)
         dist.all_reduce(found, dist.ReduceOp.MIN, group=self._group)
         return int(found)

@@ -1,7 +1,7 @@
 """One forward and its sampled tokens: the engine's interface for the worker loops.
 
 A step is launched, then collected later. On a GPU several may be launched before the first is collected: the host lays
-out a step from lengths alone, and the device reads and writes `Rows` in launch order.
+out a step from lengths alone, and the device reads and writes `InputBatch` in launch order.
 """
 
 from collections.abc import Collection, Sequence
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import RowRequest, build_batch
+from engine.batch import ForwardRow, build_batch
 from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured, Shape
+from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
-from engine.outputs import Piece
 from engine.prepared import Prepared, Preparer
-from engine.rows import Rows
+from engine.sample_spec import LogitsChunk
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.logprobs import FoundLogprobs, find_logprobs
 from engine.staging import Stager, download, mark, upload
@@ -25,11 +25,11 @@ from wire.logprobs import TokenLogprobs
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
 WARM_UP_TOKENS = (1, 5, 20, 40, 100)  # prompt lengths: one for each kernel that depends on the number of rows
-PIECE_VALUES = 1 << 25  # logits held at once: 128 MiB of float32, 262 rows of 128,000 tokens
+CHUNK_VALUES = 1 << 25  # logits held at once: 128 MiB of float32, 262 rows of 128,000 tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class ModelOutput:
     """The results for a step's rows of logits, in order."""
 
     tokens: list[int]  # sampled or given; NOT_A_NUMBER where the logits are NaN
@@ -53,7 +53,7 @@ class Launched:
         self._scores = scores
         self._done = mark() if tokens.is_cuda else None
 
-    def collect(self) -> Answers:
+    def collect(self) -> ModelOutput:
         """Wait until the step is done; its KV is then in the pages. Raises errors from the device."""
         if self._done is not None:
             self._done.synchronize()
@@ -62,13 +62,13 @@ class Launched:
         for scores in self._scores:
             for output, one in zip(scores.outputs, scores.found.read(), strict=True):
                 logprobs[output] = one
-        return Answers(tokens, logprobs)
+        return ModelOutput(tokens, logprobs)
 
 
 class Runner:
     """Owns a model and the attention backend. Writes KV into the pages of `rows`, and sampled tokens into `rows`."""
 
-    def __init__(self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: Rows) -> None:
+    def __init__(self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: InputBatch) -> None:
         """pages: this model's part of a pool. Runners of two models may share rows."""
         self._model = model
         self._attention = attention
@@ -97,7 +97,7 @@ class Runner:
             count = min(count, rows.width - MAX_DRAFT_TOKENS)
             rows.open(0, np.zeros(count, np.int32), SamplingParams(), count)
             rows.write_pages(0, 0, [padding_page] * -(-count // rows.page_tokens))
-            self.launch([RowRequest(0, 0, count, num_logits=1)]).collect()
+            self.launch([ForwardRow(0, 0, count, num_logits=1)]).collect()
             rows.close(0)
 
     @property
@@ -109,17 +109,17 @@ class Runner:
     def vocab_size(self) -> int:
         return self._rows.vocab_size
 
-    def launch(self, requests: Sequence[RowRequest]) -> Launched:
+    def launch(self, requests: Sequence[ForwardRow]) -> Launched:
         """Compute the requests' KV; sample or score the tokens after the rows of logits that they want.
 
         At least one request, at most one per row. They do not affect each other. Sampled tokens are written
-        to Rows.tokens at their positions, or none if this raises. ValueError says what is wrong with a request.
+        to InputBatch.tokens at their positions, or none if this raises. ValueError says what is wrong with a request.
         """
         return self._run(self._prepare(requests))
 
-    def _prepare(self, requests: Sequence[RowRequest]) -> Prepared:
+    def _prepare(self, requests: Sequence[ForwardRow]) -> Prepared:
         """Plan the step on the host. Counts tokens for penalties."""
-        return self._preparer.prepare(requests, piece_rows=max(1, PIECE_VALUES // self._rows.vocab_size))
+        return self._preparer.prepare(requests, chunk_rows=max(1, CHUNK_VALUES // self._rows.vocab_size))
 
     @torch.inference_mode()
     def _run(self, step: Prepared) -> Launched:
@@ -128,63 +128,63 @@ class Runner:
         return self._compute(step) if graph is None else self._replay(graph, step)
 
     def _replay(self, graph: DecodeGraph, step: Prepared) -> Launched:
-        piece = step.pieces[0]
+        chunk = step.chunks[0]
         tokens, logits, rows = graph.replay(step)
         scores = []
-        if piece.scored:
-            scores.append(_score(piece, _log_softmax(logits, rows[piece.scored].tolist()), tokens))
+        if chunk.scored:
+            scores.append(_score(chunk, _log_softmax(logits, rows[chunk.scored].tolist()), tokens))
         return Launched(tokens, scores)
 
     def _compute(self, step: Prepared) -> Launched:
         rows = self._rows
         batch = build_batch(step.layout, rows, self._stager)
         hidden = self._model.forward(batch, self._pages, self._attention)  # [S, H]
-        if not step.pieces:
+        if not step.chunks:
             return Launched(hidden.new_empty(0, dtype=torch.int64), [])
         (places,) = upload([step.outputs.places], rows.device)  # [S]
         parts: list[Tensor] = []
         scores: list[Scores] = []
-        for piece in step.pieces:
-            if self._model.ranks.size > 1 and not piece.scored and piece.chosen is None:
-                parts.append(self._choose_among_ranks(piece, hidden[piece.span]))
+        for chunk in step.chunks:
+            if self._model.ranks.size > 1 and not chunk.scored and chunk.chosen is None:
+                parts.append(self._choose_among_ranks(chunk, hidden[chunk.span]))
                 continue
-            logits = self._model.logits(hidden[piece.span])  # [n, V]
-            logprobs = _log_softmax(logits, piece.scored) if piece.scored else None
-            parts.append(self._choose(piece, logits, places[piece.span]))
+            logits = self._model.logits(hidden[chunk.span])  # [n, V]
+            logprobs = _log_softmax(logits, chunk.scored) if chunk.scored else None
+            parts.append(self._choose(chunk, logits, places[chunk.span]))
             if logprobs is not None:
-                scores.append(_score(piece, logprobs, parts[-1]))
+                scores.append(_score(chunk, logprobs, parts[-1]))
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         rows.flat_tokens.index_copy_(0, places, tokens.clamp(min=0).to(torch.int32))  # a step may be launched on them
         return Launched(tokens, scores)
 
-    def _choose(self, piece: Piece, logits: Tensor, places: Tensor) -> Tensor:
-        """[n, V], [n] places of the tokens in the flat Rows.tokens -> [n] int64. Modifies `logits`."""
-        if piece.chosen is None:
-            return self._model.ops.sample(logits, self._complete(piece))
+    def _choose(self, chunk: LogitsChunk, logits: Tensor, places: Tensor) -> Tensor:
+        """[n, V], [n] places of the tokens in the flat InputBatch.tokens -> [n] int64. Modifies `logits`."""
+        if chunk.chosen is None:
+            return self._model.ops.sample(logits, self._complete(chunk))
         tokens = self._rows.tokens.take(places).long()  # correct for given tokens
-        if len(piece.chosen):
-            (chosen,) = upload([piece.chosen], logits.device)
-            tokens.index_copy_(0, chosen, self._model.ops.sample(logits.index_select(0, chosen), self._complete(piece)))
+        if len(chunk.chosen):
+            (chosen,) = upload([chunk.chosen], logits.device)
+            tokens.index_copy_(0, chosen, self._model.ops.sample(logits.index_select(0, chosen), self._complete(chunk)))
         return tokens
 
-    def _choose_among_ranks(self, piece: Piece, hidden: Tensor) -> Tensor:
+    def _choose_among_ranks(self, chunk: LogitsChunk, hidden: Tensor) -> Tensor:
         """[n, H] -> [n] int64: each rank samples some of the rows, and needs only their logits."""
         ranks = self._model.ranks
-        own, logits = ranks.own_rows(len(hidden)), self._model.deal_logits(hidden)
+        own, logits = ranks.own_rows(len(hidden)), self._model.own_logits(hidden)
         if own.start == own.stop:
-            return ranks.share(logits.new_empty(0, dtype=torch.int64), len(hidden))
-        return ranks.share(self._model.ops.sample(logits, self._complete(piece).take(own)), len(hidden))
+            return ranks.gather_rows(logits.new_empty(0, dtype=torch.int64), len(hidden))
+        return ranks.gather_rows(self._model.ops.sample(logits, self._complete(chunk).take(own)), len(hidden))
 
-    def _complete(self, piece: Piece) -> SamplingBatch:
+    def _complete(self, chunk: LogitsChunk) -> SamplingBatch:
         """Add the fields that are on the device, without waiting for it."""
-        if not piece.has_penalties:
-            return piece.sampling
+        if not chunk.has_penalties:
+            return chunk.sampling
         extra_ids = None
-        if piece.guesses is not None:
-            (guesses,) = upload([piece.guesses], self._rows.device)
-            taken = self._rows.tokens.take(guesses)
+        if chunk.drafts is not None:
+            (drafts,) = upload([chunk.drafts], self._rows.device)
+            taken = self._rows.tokens.take(drafts)
             extra_ids = taken if taken.is_cuda else taken.numpy()
-        return piece.sampling._replace(counts=self._rows.counts, extra_ids=extra_ids)
+        return chunk.sampling._replace(counts=self._rows.counts, extra_ids=extra_ids)
 
 
 def _log_softmax(logits: Tensor, rows: list[int]) -> Tensor:
@@ -192,10 +192,10 @@ def _log_softmax(logits: Tensor, rows: list[int]) -> Tensor:
     return torch.log_softmax(_take(logits, rows), -1)
 
 
-def _score(piece: Piece, logprobs: Tensor, tokens: Tensor) -> Scores:
+def _score(chunk: LogitsChunk, logprobs: Tensor, tokens: Tensor) -> Scores:
     """[R, V] of the scored outputs, [n] tokens sampled or given."""
-    found = find_logprobs(logprobs, _take(tokens, piece.scored), piece.num_top)
-    return Scores([piece.span.start + output for output in piece.scored], found)
+    found = find_logprobs(logprobs, _take(tokens, chunk.scored), chunk.num_top)
+    return Scores([chunk.span.start + output for output in chunk.scored], found)
 
 
 def _take(values: Tensor, rows: list[int]) -> Tensor:

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import structlog
 
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
 from engine.out_of_memory import StepFailedError, end_process, explain_failure, is_device_lost, is_out_of_memory
-from engine.runner import Answers, Launched
+from engine.runner import Launched, ModelOutput
 from engine.sampling.logits import NOT_A_NUMBER
 from wire.logprobs import TokenLogprobs
 
@@ -20,7 +20,7 @@ Explain = Callable[[Exception, Sequence[int]], StepFailedError]
 
 
 @dataclass(frozen=True, slots=True)
-class StepAnswers:
+class StepOutput:
     """The results for a step's rows of logits, requests in order."""
 
     tokens: list[int]  # -1 for each row of a failed request
@@ -39,7 +39,7 @@ class NotNumbersError(Exception):
 class Launcher(Protocol):
     """A runner, or several that compute the same positions."""
 
-    def launch(self, requests: Sequence[RowRequest]) -> Launched:
+    def launch(self, requests: Sequence[ForwardRow]) -> Launched:
         """See `Runner.launch`."""
         ...
 
@@ -47,7 +47,7 @@ class Launcher(Protocol):
 class LaunchedStep:
     """One forward, or several for parts of the step, and the requests that no forward could compute."""
 
-    def __init__(self, requests: Sequence[RowRequest], explain: Explain) -> None:
+    def __init__(self, requests: Sequence[ForwardRow], explain: Explain) -> None:
         self._requests = requests
         self._explain = explain
         self._parts: list[tuple[range, Launched]] = []  # ascending
@@ -72,10 +72,10 @@ class LaunchedStep:
         self.launch(runner, range(part.start, middle))
         self.launch(runner, range(middle, part.stop))
 
-    def collect(self) -> StepAnswers:
+    def collect(self) -> StepOutput:
         """Wait for the device. A part that fails here is not repeated: later steps may have read its tokens."""
         begins = [0, *accumulate([one.num_logits for one in self._requests])]
-        answers = StepAnswers([-1] * begins.pop(), [], self._failed, begins)
+        answers = StepOutput([-1] * begins.pop(), [], self._failed, begins)
         for part, launched in self._parts:
             try:
                 _place(answers, launched.collect(), begins[part.start])
@@ -87,7 +87,7 @@ class LaunchedStep:
             self._fail_not_numbers(answers)
         return answers
 
-    def _fail_not_numbers(self, answers: StepAnswers) -> None:
+    def _fail_not_numbers(self, answers: StepOutput) -> None:
         tokens = answers.tokens
         ends = [*answers.begins[1:], len(tokens)]
         spans = {index: slice(*span) for index, span in enumerate(zip(answers.begins, ends, strict=True))}
@@ -98,14 +98,14 @@ class LaunchedStep:
             tokens[spans[index]] = [-1] * self._requests[index].num_logits
 
 
-def launch_step(runner: Launcher, requests: Sequence[RowRequest], explain: Explain) -> LaunchedStep:
+def launch_step(runner: Launcher, requests: Sequence[ForwardRow], explain: Explain) -> LaunchedStep:
     """Takes at least one request. Ends the process if the GPU is lost."""
     step = LaunchedStep(requests, explain)
     step.launch(runner, range(len(requests)))
     return step
 
 
-def _place(step: StepAnswers, part: Answers, begin: int) -> None:
+def _place(step: StepOutput, part: ModelOutput, begin: int) -> None:
     end = begin + len(part.tokens)
     step.tokens[begin:end] = part.tokens
     if part.logprobs:

@@ -6,19 +6,19 @@ from threading import Lock
 
 import grpc
 
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
 from engine.runner import Launched, Runner
 from kvtransfer.grpc_bytes import PageServer
+from prefill_worker.kv_sender import MAX_OFFER_BYTES, KVSender
 from prefill_worker.metrics import PrefillMetrics
-from prefill_worker.offers import MAX_OFFER_BYTES, Offers
 from prefill_worker.service import PrefillService
 from protos import prefill_pb2_grpc
 from runtime.config import PrefillConfig
 from worker import process
 from worker.loop import StepExtras, WorkerLoop
-from worker.plan import Budget
+from worker.plan import TokenBudget
 from worker.process import Role, Worker
-from worker.sequences import Planned, Update
+from worker.sequences import ScheduledSequence, Update
 
 
 def run(config: PrefillConfig) -> int:
@@ -30,10 +30,10 @@ class PrefillRole(Role):
     """The parts of a prefill worker."""
 
     def __init__(self, config: PrefillConfig, worker: Worker) -> None:
-        engine, table = worker.engine, worker.table
-        table.max_offer_pages = max(MAX_OFFER_BYTES // engine.pool.all_page_bytes, 1)
-        self.metrics: PrefillMetrics = PrefillMetrics(table)
-        self._offers = Offers(worker, config.lease_s, self.metrics)
+        engine, scheduler = worker.engine, worker.scheduler
+        scheduler.max_offer_pages = max(MAX_OFFER_BYTES // engine.pool.all_page_bytes, 1)
+        self.metrics: PrefillMetrics = PrefillMetrics(scheduler)
+        self._sender = KVSender(worker, config.lease_s, self.metrics)
         self._pages = PageServer(engine.pool, worker.me.incarnation)
         asyncio_loop = asyncio.get_running_loop()
 
@@ -41,24 +41,24 @@ class PrefillRole(Role):
             asyncio_loop.call_soon_threadsafe(self._service.on_updates, updates)
 
         runner = engine.runner if engine.draft_runner is None else BothRunners(engine.runner, engine.draft_runner)
-        budget = Budget(config.chunk_tokens, "--chunk-tokens")
+        budget = TokenBudget(config.chunk_tokens, "--chunk-tokens")
         self.loop = WorkerLoop(
-            DraftKv(), table, runner, engine.rows, engine.pool, budget, publish, self.metrics, worker.steps_ahead
+            DraftKv(), scheduler, runner, engine.rows, engine.pool, budget, publish, self.metrics, worker.steps_ahead
         )
-        self._service = PrefillService(worker, config, self.loop.thread, self._offers, self.metrics)
+        self._service = PrefillService(worker, config, self.loop.thread, self._sender, self.metrics)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self._service, server)
         self._pages.add_to(server)
 
     async def close(self) -> None:
-        await self._offers.close()
+        await self._sender.close()
 
 
 class DraftKv(StepExtras):
     """Prompts get both models' KV, which share pages and offers."""
 
-    def prepare(self, planned: list[Planned], updates: list[Update], lock: Lock) -> list[Planned]:
+    def prepare(self, planned: list[ScheduledSequence], updates: list[Update], lock: Lock) -> list[ScheduledSequence]:
         for step in planned:
             step.draft_computed = step.begin + step.count
         return planned
@@ -71,6 +71,6 @@ class BothRunners:
         self._runner = runner
         self._draft_runner = draft_runner
 
-    def launch(self, requests: Seq[RowRequest]) -> Launched:
+    def launch(self, requests: Seq[ForwardRow]) -> Launched:
         self._draft_runner.launch([part._replace(num_logits=0, num_given=0) for part in requests])
         return self._runner.launch(requests)

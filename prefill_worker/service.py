@@ -11,15 +11,15 @@ from contextlib import suppress
 import grpc
 import structlog
 
+from prefill_worker.kv_sender import KVSender, OfferFailedError
 from prefill_worker.metrics import PrefillMetrics
-from prefill_worker.offers import OfferFailedError, Offers
 from protos import prefill_pb2, prefill_pb2_grpc
 from runtime.config import PrefillConfig
 from runtime.peer_input import find_too_many_logprobs
 from wire.messages import pack_logprobs
 from wire.page_keys import TOKEN_BYTES
 from worker.process import Worker
-from worker.sequences import Job, Sequence, Update
+from worker.sequences import Sequence, SequenceParams, Update
 from worker.status import Context, WorkerService
 from worker.thread import EngineThread
 
@@ -27,13 +27,13 @@ log = structlog.get_logger()
 
 
 class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
-    """Calls that change the table hold the engine thread's lock for microseconds; others read without it."""
+    """Calls that change the scheduler hold the engine thread's lock for microseconds; others read without it."""
 
     def __init__(
-        self, worker: Worker, config: PrefillConfig, thread: EngineThread, offers: Offers, metrics: PrefillMetrics
+        self, worker: Worker, config: PrefillConfig, thread: EngineThread, sender: KVSender, metrics: PrefillMetrics
     ) -> None:
-        super().__init__(worker, thread, offers.transports, metrics.prompt_speed)
-        self._offers = offers
+        super().__init__(worker, thread, sender.transports, metrics.prompt_speed)
+        self._sender = sender
         self._metrics = metrics
         self._heartbeat_s = config.heartbeat_s
         self._stall_s = config.stall_s
@@ -51,21 +51,23 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
         await self.check_draining(context)
         num_logprobs = request.num_prompt_logprobs if request.HasField("num_prompt_logprobs") else None
-        job = Job(request.request_id, request.prompt, request.ticket.end, 0, request.cache_salt, num_logprobs)
-        sequence = await self.admit(job, context, is_kept=True)
+        params = SequenceParams(
+            request.request_id, request.prompt, request.ticket.end, 0, request.cache_salt, num_logprobs
+        )
+        sequence = await self.admit(params, context, is_kept=True)
         self._updates[sequence.id] = asyncio.Queue()
         try:
             return await self._hand_over(request, sequence)
         except OfferFailedError as failure:
             await context.abort(failure.code, str(failure))
         except asyncio.CancelledError:
-            self._metrics.cancelled.labels("prefill" if sequence.computed < job.end else "transfer").inc()
+            self._metrics.cancelled.labels("prefill" if sequence.computed < params.end else "transfer").inc()
             log.info("prefill cancelled", request_id=request.request_id)
             raise
         finally:
             del self._updates[sequence.id]
             with self._thread.lock:
-                self._table.end(sequence)
+                self._scheduler.end(sequence)
                 self._thread.wake()
 
     def _find_problem(self, request: prefill_pb2.RunRequest) -> str | None:
@@ -75,8 +77,8 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
                 f"positions [{ticket.begin}, {ticket.end}) of a prompt of {num_prompt} tokens are wanted; "
                 f"they must be part of it, and at most {self._context_tokens} tokens fit the context"
             )
-        if ticket.begin % self._table.page_tokens:
-            return f"begin {ticket.begin} is not on a page border ({self._table.page_tokens} tokens a page)"
+        if ticket.begin % self._scheduler.page_tokens:
+            return f"begin {ticket.begin} is not on a page border ({self._scheduler.page_tokens} tokens a page)"
         return find_too_many_logprobs("num_prompt_logprobs", request.num_prompt_logprobs) or self.find_bad_prompt(
             request.prompt
         )
@@ -88,10 +90,10 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
         result = prefill_pb2.RunResponse(cached_tokens=sequence.num_cached)
         heard_at = time.monotonic()  # the last sign of life sent to the decode worker
         while offered < end or len(result.prompt_logprobs) < num_scores:
-            positions = self._table.next_offer(sequence, offered)
+            positions = self._scheduler.next_offer(sequence, offered)
             if positions is not None:
-                pages = self._table.pages_of(sequence, positions)
-                await self._offers.send(request, positions, pages, result)
+                pages = self._scheduler.pages_of(sequence, positions)
+                await self._sender.send(request, positions, pages, result)
                 offered, heard_at = positions.stop, time.monotonic()
             elif (seconds_left := heard_at + self._heartbeat_s - time.monotonic()) > 0:
                 with suppress(TimeoutError):
@@ -100,7 +102,7 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
                         _take(await self._updates[sequence.id].get(), result)
             else:
                 if self._thread.progress().find_stuck(self._stall_s) is None:  # if the engine hangs, the lease expires
-                    await self._offers.renew(request.ticket)
+                    await self._sender.renew(request.ticket)
                 heard_at = time.monotonic()
         result.queue_seconds = (sequence.started_at or sequence.admitted_at) - sequence.admitted_at
         result.prefill_seconds = sequence.timing(time.monotonic()).prefill_s - result.queue_seconds

@@ -84,7 +84,7 @@ class EngineConfig(Settings):
     kv_dtype: KvDType = "auto"
     """Number type of KV pages: auto is that of the weights, fp8 halves them at some loss; the same on all workers."""
     draft_model: str = "auto"
-    """Small model that guesses ahead: a folder, a hub id, "none", or auto: the demo's own beside the demo model."""
+    """Small model that drafts: a folder, a hub id, "none", or auto: the demo's own beside the demo model."""
     device: Device = "auto"
     """Where to compute; auto is cuda when there is a GPU."""
     page_tokens: Positive = 16
@@ -133,7 +133,7 @@ class HeartbeatConfig(ProcessConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingConfig(EngineConfig):
-    """How a decode worker reads pages, guesses ahead and compiles grammars."""
+    """How a decode worker reads pages, drafts and compiles grammars."""
 
     require_transport: bool = False
     """Refuse a prefill worker that cannot be read by --transport, instead of falling back."""
@@ -142,9 +142,9 @@ class DecodingConfig(EngineConfig):
     verify_transfers: bool = False
     """Compare checksums of pages after each transfer; prefill workers then compute them for this worker's offers."""
     speculate: Speculate = "auto"
-    """What guesses tokens ahead: draft (the draft model), ngram (repeats), off, or auto for the best there is."""
+    """What drafts tokens ahead: draft (the draft model), ngram (repeats), off, or auto for the best there is."""
     max_draft_tokens: Annotated[int, count(1, MAX_DRAFT_TOKENS)] = 8
-    """Most tokens guessed in one step of a sequence; fewer are when that is faster."""
+    """Most tokens drafted in one step of a sequence; fewer are when that is faster."""
     grammar_cpu_s: Annotated[int, count(1, MAX_GRAMMAR_CPU_S)] = 5
     """Seconds of CPU time after which a schema, expression or grammar is refused: it takes too long to compile."""
     grammar_cache_mib: Annotated[int, count(0, MAX_MEMORY_MIB)] = 256

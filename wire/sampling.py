@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-MAX_DRAFT_TOKENS = 16  # guesses per step and answer
+MAX_DRAFT_TOKENS = 16  # drafts per step and answer
 LEAST_TEMPERATURE = 1e-6  # greedy below it: noise would move no logit by 2.3e-5, and float32 would round 1e-46 to 0
 
 

@@ -19,7 +19,7 @@ class Timing:
     first_step_s: float = 0.0  # decode: from complete KV to the first token
     decode_s: float = 0.0  # decode: from the first token to the last
     cached_tokens: int = 0  # prompt tokens whose KV was not computed for this request
-    draft_tokens: int = 0  # decode: guessed ahead
+    draft_tokens: int = 0  # decode: drafted
     accepted_tokens: int = 0  # decode: of draft_tokens
     steps: int = 0  # decode: engine steps that yielded tokens
     preemptions: int = 0  # decode: how often it lost its pages

@@ -1,4 +1,4 @@
-"""The engine loop of a worker: plan, launch, collect, publish. Knows tables and the engine, no gRPC.
+"""The engine loop of a worker: plan, launch, collect, publish. Knows schedulers and the engine, no gRPC.
 
 With `steps_ahead` 1 the next step is planned on counts and launched before the last one is collected. Its inputs come
 from the engine's rows, ends take effect one step late, and pages stay held until no launched step can touch them.
@@ -15,18 +15,18 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
+from engine.input_batch import InputBatch
 from engine.kv.pool import Pool
 from engine.out_of_memory import StepFailedError
-from engine.rows import Rows
 from engine.sampling.logits import allowed_words
-from engine.steps import LaunchedStep, Launcher, StepAnswers, launch_step, report_failure
+from engine.steps import LaunchedStep, Launcher, StepOutput, launch_step, report_failure
 from wire.logprobs import TokenLogprobs
 from worker.chunks import ChunkSizer
 from worker.metrics import WorkerMetrics
-from worker.plan import Budget, plan_step
-from worker.sequences import Planned, Sequence, Update
-from worker.table import SequenceTable
+from worker.plan import TokenBudget, schedule
+from worker.scheduler import Scheduler
+from worker.sequences import ScheduledSequence, Sequence, Update
 from worker.thread import EngineThread
 from worker.verify import count_accepted
 
@@ -35,10 +35,10 @@ Publish = Callable[[int, list[Update]], None]
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightStep:
     """A launched step."""
 
-    planned: list[Planned]
+    planned: list[ScheduledSequence]
     step: LaunchedStep
     num_rows: int  # positions computed
     predicted_s: float
@@ -49,35 +49,35 @@ class Flight:
 class StepExtras:
     """What a role adds to its steps; this one adds nothing. Called on the engine thread, which does not hold `lock`."""
 
-    def extend_plan(self, planned: list[Planned], lock: Lock) -> None:
+    def extend_plan(self, planned: list[ScheduledSequence], lock: Lock) -> None:
         """Reserve what the planned steps need beside their tokens."""
 
-    def needs_tokens(self, planned: Seq[Planned]) -> bool:
+    def needs_tokens(self, planned: Seq[ScheduledSequence]) -> bool:
         """Whether preparing the step needs the tokens of all steps before it."""
         return False
 
-    def prepare(self, planned: list[Planned], updates: list[Update], lock: Lock) -> list[Planned]:
-        """Add guesses and masks to the step; drop sequences that ended or cannot take part."""
+    def prepare(self, planned: list[ScheduledSequence], updates: list[Update], lock: Lock) -> list[ScheduledSequence]:
+        """Add drafts and masks to the step; drop sequences that ended or cannot take part."""
         return planned
 
     def judge(
-        self, flight: Flight, chosen: Seq[list[int]], failed: Mapping[int, StepFailedError]
+        self, flight: InFlightStep, chosen: Seq[list[int]], failed: Mapping[int, StepFailedError]
     ) -> dict[int, Exception | bool]:
         """What the role decides about a step. Index |-> why an answer must fail, or whether it is complete."""
         return {}
 
 
 class WorkerLoop:
-    """Owns the engine thread; its lock guards the table."""
+    """Owns the engine thread; its lock guards the scheduler."""
 
     def __init__(
-        self, extras: StepExtras, table: SequenceTable, runner: Launcher, rows: Rows, pool: Pool, budget: Budget,
-        publish: Publish, metrics: WorkerMetrics, steps_ahead: int = 0,
+        self, extras: StepExtras, scheduler: Scheduler, runner: Launcher, rows: InputBatch, pool: Pool,
+        budget: TokenBudget, publish: Publish, metrics: WorkerMetrics, steps_ahead: int = 0,
     ) -> None:  # fmt: skip
         self._extras = extras
-        self.thread = EngineThread(self.step, table.next_deadline)
+        self.thread = EngineThread(self.step, scheduler.next_deadline)
         self.chunks = ChunkSizer(budget.prompt_tokens)
-        self._table = table
+        self._scheduler = scheduler
         self._runner = runner
         self._rows = rows
         self._pool = pool
@@ -85,52 +85,52 @@ class WorkerLoop:
         self._publish = publish
         self._metrics = metrics
         self._steps_ahead = steps_ahead
-        self._flights: deque[Flight] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
         self._last_over = 0.0  # time.perf_counter() when the last step was collected
 
     def step(self) -> bool:
         """Plan and launch a step, collect one. Returns whether there was work; called until there is none."""
         with self.thread.lock:
-            updates = self._table.expire(time.monotonic())
+            updates = self._scheduler.expire(time.monotonic())
         planned = self._plan(updates)
         if planned:
             self._launch(planned, updates)
-        is_busy = bool(planned or self._flights)  # collecting may free pages that other sequences need
-        while len(self._flights) > (self._steps_ahead if planned else 0):
+        is_busy = bool(planned or self._in_flight)  # collecting may free pages that other sequences need
+        while len(self._in_flight) > (self._steps_ahead if planned else 0):
             updates += self._collect()
         if updates:
             self._publish(self.thread.progress().steps, updates)
         return is_busy or bool(updates)
 
-    def _plan(self, updates: list[Update]) -> list[Planned]:
+    def _plan(self, updates: list[Update]) -> list[ScheduledSequence]:
         """Plan the next step. If the plan depends on launched steps, collect these first."""
         planned = self._plan_once()
-        if self._flights and (
-            self._table.is_short or self._has_guesses_launched() or self._extras.needs_tokens(planned)
+        if self._in_flight and (
+            self._scheduler.is_short or self._has_drafts_launched() or self._extras.needs_tokens(planned)
         ):
             with self.thread.lock:
                 for step in planned:
-                    self._table.drop_step(step)
-            while self._flights:
+                    self._scheduler.drop_step(step)
+            while self._in_flight:
                 updates += self._collect()
             planned = self._plan_once()
         return planned
 
-    def _plan_once(self) -> list[Planned]:
+    def _plan_once(self) -> list[ScheduledSequence]:
         sizes = self.chunks
         with self.thread.lock:
             budget = replace(self._budget, prompt_tokens=sizes.alone, beside_answers=sizes.beside)
-            planned = plan_step(self._table, budget)
+            planned = schedule(self._scheduler, budget)
         self._extras.extend_plan(planned, self.thread.lock)
         return planned
 
-    def _has_guesses_launched(self) -> bool:
+    def _has_drafts_launched(self) -> bool:
         """Whether a launched step yields a yet unknown number of tokens."""
-        return any(step.guesses for flight in self._flights for step in flight.planned)
+        return any(step.drafts for flight in self._in_flight for step in flight.planned)
 
-    def _launch(self, planned: list[Planned], updates: list[Update]) -> None:
+    def _launch(self, planned: list[ScheduledSequence], updates: list[Update]) -> None:
         predicted_s = self.chunks.predict(*_count(planned))
-        self.thread.predicted_s = predicted_s + sum(flight.predicted_s for flight in self._flights)
+        self.thread.predicted_s = predicted_s + sum(flight.predicted_s for flight in self._in_flight)
         for step in planned:
             if step.sequence.num_pages_in_row != len(step.sequence.pages):
                 self._write_row(step.sequence)
@@ -141,26 +141,26 @@ class WorkerLoop:
         started = time.perf_counter()
         launched = launch_step(self._runner, requests, partial(self._explain, planned))
         num_rows = sum(part.count for part in requests)
-        self._flights.append(Flight(planned, launched, num_rows, predicted_s, started))
+        self._in_flight.append(InFlightStep(planned, launched, num_rows, predicted_s, started))
 
-    def _request(self, step: Planned) -> RowRequest:
+    def _request(self, step: ScheduledSequence) -> ForwardRow:
         """What the engine computes for one sequence."""
-        row, job = step.sequence.row, step.sequence.job
-        num_guesses = len(step.guesses)
-        if num_guesses:
-            self._rows.write_tokens(row, step.begin + step.count, np.array(step.guesses, np.int32))
-        mask = self._forbid(step) if job.min_tokens and step.wants_token else step.mask
-        return RowRequest(
-            row, step.begin, step.count + num_guesses, step.num_scored + step.num_chosen, step.num_scored,
-            job.num_prompt_logprobs or 0, job.num_logprobs, mask,
+        row, params = step.sequence.row, step.sequence.params
+        num_drafts = len(step.drafts)
+        if num_drafts:
+            self._rows.write_tokens(row, step.begin + step.count, np.array(step.drafts, np.int32))
+        mask = self._forbid(step) if params.min_tokens and step.wants_token else step.mask
+        return ForwardRow(
+            row, step.begin, step.count + num_drafts, step.num_scored + step.num_chosen, step.num_scored,
+            params.num_prompt_logprobs or 0, params.num_logprobs, mask,
         )  # fmt: skip
 
-    def _forbid(self, step: Planned) -> NDArray[np.int32] | None:
-        """[1 + guesses, ceil(V / 32)]: the step's mask without tokens that would end the answer too early."""
+    def _forbid(self, step: ScheduledSequence) -> NDArray[np.int32] | None:
+        """[1 + drafts, ceil(V / 32)]: the step's mask without tokens that would end the answer too early."""
         first, vocabulary = step.begin + step.count, self._rows.vocab_size
         rows = [
             allowed_words(own, step.sequence.forbidden_at(first + i), vocabulary)
-            for i, own in enumerate([None] * (len(step.guesses) + 1) if step.mask is None else step.mask)
+            for i, own in enumerate([None] * (len(step.drafts) + 1) if step.mask is None else step.mask)
         ]
         if all(row is None for row in rows):
             return None
@@ -171,27 +171,27 @@ class WorkerLoop:
         if sequence.num_pages_in_row < 0:
             tokens = np.array(sequence.tokens, np.int32)
             self._rows.close(sequence.row)  # of the row's previous sequence
-            self._rows.open(sequence.row, tokens, sequence.job.sampling, sequence.answer_begin)
+            self._rows.open(sequence.row, tokens, sequence.params.sampling, sequence.answer_begin)
             sequence.num_pages_in_row, sequence.started_at = 0, time.monotonic()
         first = sequence.num_pages_in_row
         self._rows.write_pages(sequence.row, first, sequence.pages[first:])
         sequence.num_pages_in_row = len(sequence.pages)
 
-    def _explain(self, step: Seq[Planned], error: Exception, which: Seq[int]) -> StepFailedError:
+    def _explain(self, step: Seq[ScheduledSequence], error: Exception, which: Seq[int]) -> StepFailedError:
         """Log why these sequences of a step failed. If memory ran out, the message names the one setting to lower."""
         planned = [step[index] for index in which]
         num_prompt = sum(step.count for step in planned if step.count > 1)
-        if num_prompt > self._table.page_tokens:  # no budget is smaller than a page
+        if num_prompt > self._scheduler.page_tokens:  # no budget is smaller than a page
             culprit = (self._budget.setting, self._budget.prompt_tokens)
         elif len(planned) > 1:
-            culprit = ("--max-running", self._table.max_running)
+            culprit = ("--max-running", self._scheduler.max_running)
         else:
             culprit = ("--kv-memory-mib", self._pool.size_mib)
-        return report_failure(error, *culprit, [step.sequence.job.request_id for step in planned])
+        return report_failure(error, *culprit, [step.sequence.params.request_id for step in planned])
 
     def _collect(self) -> list[Update]:
         """Wait for the oldest launched step; returns its updates."""
-        flight = self._flights.popleft()
+        flight = self._in_flight.popleft()
         answers = flight.step.collect()
         now = time.perf_counter()
         # the device computes one step at a time: this one began after the last one ended
@@ -208,35 +208,35 @@ class WorkerLoop:
         self._metrics.count_step(flight.planned, updates, answers.failed, flight.seconds)
         return updates
 
-    def _accept(self, step: Planned, tokens: list[int]) -> list[int]:
-        """Drop the tokens after a wrong guess."""
-        if not step.guesses or tokens[0] < 0:
+    def _accept(self, step: ScheduledSequence, tokens: list[int]) -> list[int]:
+        """Drop the tokens after a wrong draft."""
+        if not step.drafts or tokens[0] < 0:
             return tokens
-        step.num_accepted = count_accepted(step.guesses, tokens)
-        step.sequence.num_drafted += len(step.guesses)
+        step.num_accepted = count_accepted(step.drafts, tokens)
+        step.sequence.num_drafted += len(step.drafts)
         step.sequence.num_accepted += step.num_accepted
         return tokens[: step.num_accepted + 1]
 
     def _finish(
-        self, planned: Seq[Planned], chosen: Seq[list[int]], answers: StepAnswers,
+        self, planned: Seq[ScheduledSequence], chosen: Seq[list[int]], answers: StepOutput,
         judged: Mapping[int, Exception | bool], now: float,
     ) -> list[Update]:  # fmt: skip
-        table, updates = self._table, []
+        scheduler, updates = self._scheduler, []
         for index, (step, tokens, at) in enumerate(zip(planned, chosen, answers.begins, strict=True)):
             begin = at + step.num_scored
             verdict = answers.failed.get(index) or judged.get(index, False)
             if isinstance(verdict, Exception):
-                update = table.fail_step(step, verdict, now)
+                update = scheduler.fail_step(step, verdict, now)
             else:
                 prompt_logprobs = _given(answers.logprobs, at, begin)
                 logprobs = _given(answers.logprobs, begin, begin + len(tokens))
-                update = table.finish_step(step, tokens, now, logprobs, prompt_logprobs, verdict)
+                update = scheduler.finish_step(step, tokens, now, logprobs, prompt_logprobs, verdict)
             if update is not None:
                 updates.append(update)
         return updates
 
 
-def _count(planned: Seq[Planned]) -> tuple[int, int]:
+def _count(planned: Seq[ScheduledSequence]) -> tuple[int, int]:
     """(answers, prompt tokens) in a step."""
     return sum(step.count == 1 for step in planned), sum(step.count for step in planned if step.count > 1)
 

@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from runtime.metrics import SECONDS_BUCKETS
-from worker.sequences import Phase, Planned, Update
-from worker.table import SequenceTable
+from worker.scheduler import Scheduler
+from worker.sequences import Phase, ScheduledSequence, Update
 
 _KEPT = 0.95  # weight that older steps keep after each new one: about the last 20 count
 
@@ -32,7 +32,7 @@ class PromptSpeed:
 class WorkerMetrics:
     """Steps, sequences, pages and the prefix cache."""
 
-    def __init__(self, table: SequenceTable) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.registry = CollectorRegistry()
         self.prompt_tokens = self.counter("prompt_tokens", "Prompt positions computed by this worker")
         self.generation_tokens = self.counter("generation_tokens", "Tokens generated")
@@ -40,39 +40,39 @@ class WorkerMetrics:
         self.cancelled = self.counter("cancelled", "Sequences ended by their gateway", ("phase",))
         self.offers_accepted = self.counter("offers_accepted", "Offers read and used")
         self.offers_refused = self.counter("offers_refused", "Offers not used", ("reason",))
-        cache = table.cache
+        cache = scheduler.cache
         self.gauge("kv_cache_used_pages", "Pages that sequences hold", lambda: cache.num_held)
         self.gauge("kv_cache_cached_pages", "Pages that can be found or given out", lambda: cache.num_cached)
         self.gauge("kv_cache_usage_perc", "Share of pages held, 0 to 1", lambda: cache.num_held / cache.num_pages)
-        self.gauge("num_requests_waiting", "Sequences preempted or not begun", lambda: table.num_waiting)
+        self.gauge("num_requests_waiting", "Sequences preempted or not begun", lambda: scheduler.num_waiting)
         self.gauge(
             "num_requests_running", "Sequences in steps",
-            lambda: sum(not sequence.is_waiting for sequence in table.in_phase(Phase.ACTIVE)),
+            lambda: sum(not sequence.is_waiting for sequence in scheduler.in_phase(Phase.ACTIVE)),
         )  # fmt: skip
         self.gauge(
             "leases_open", "Sequences whose pages are being handed over",
-            lambda: sum(sequence.is_kept or sequence.phase is Phase.RECEIVING for sequence in table),
+            lambda: sum(sequence.is_kept or sequence.phase is Phase.RECEIVING for sequence in scheduler),
         )  # fmt: skip
-        self._table = table
+        self._scheduler = scheduler
         self.gauge(
             "prompt_tokens_waiting", "Prompt tokens of its sequences still to be computed here",
-            lambda: table.num_tokens_waiting,
+            lambda: scheduler.num_tokens_waiting,
         )  # fmt: skip
         self.prompt_speed = PromptSpeed()
         self.registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        """The table's own counters, read at scrape time."""
+        """The scheduler's own counters, read at scrape time."""
         for name, text, value in (
-            ("leases_expired", "Sequences whose KV did not arrive in time", self._table.num_expired),
-            ("num_preemptions", "Sequences that lost their pages to older ones", self._table.num_preemptions),
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", self._table.num_queried),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", self._table.num_hit),
+            ("leases_expired", "Sequences whose KV did not arrive in time", self._scheduler.num_expired),
+            ("num_preemptions", "Sequences that lost their pages to older ones", self._scheduler.num_preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", self._scheduler.num_queried),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", self._scheduler.num_hit),
         ):
             yield CounterMetricFamily(f"baton:{name}", text, value)
 
     def count_step(
-        self, planned: Seq[Planned], updates: Iterable[Update], failed: Collection[int], seconds: float
+        self, planned: Seq[ScheduledSequence], updates: Iterable[Update], failed: Collection[int], seconds: float
     ) -> None:
         """Count a finished step. Of a sequence that gets a token, all positions but one are prompt."""
         self.step_seconds.observe(seconds)

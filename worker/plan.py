@@ -1,16 +1,16 @@
-"""Decides what the next engine step computes: one pure function for all roles. A role is a `Budget`."""
+"""Decides what the next engine step computes: one pure function for all roles. A role is a `TokenBudget`."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from worker.sequences import Phase, Planned, Sequence
-from worker.table import SequenceTable
+from worker.scheduler import Scheduler
+from worker.sequences import Phase, ScheduledSequence, Sequence
 
 MAX_SCORED = 128  # per step: a prompt token with log-probabilities costs as much as a sampled one
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class TokenBudget:
     """The limits of one step."""
 
     prompt_tokens: int
@@ -28,32 +28,32 @@ class Budget:
         return min(self.prompt_tokens, int(self.beside_answers * growth))
 
 
-def plan_step(table: SequenceTable, budget: Budget) -> list[Planned]:
+def schedule(scheduler: Scheduler, budget: TokenBudget) -> list[ScheduledSequence]:
     """The next token of every active answer, oldest first, then as many prompt positions as the budget allows.
 
     Makes room page by page: on the way, sequences may be preempted (newest first) or resumed. Calls `begin_step` for
     everything planned.
     """
-    table.is_short = False
-    table.resume_preempted()
-    planned: list[Planned] = []
+    scheduler.is_short = False
+    scheduler.resume_preempted()
+    planned: list[ScheduledSequence] = []
     prompts: list[Sequence] = []
-    for sequence in table:
+    for sequence in scheduler:
         missing = sequence.num_missing
         if sequence.phase is not Phase.ACTIVE or not missing:  # it may just have been preempted for an older one
             continue
-        if missing > 1 or not sequence.job.max_tokens:
+        if missing > 1 or not sequence.params.max_tokens:
             prompts.append(sequence)
-        elif table.make_room(sequence, sequence.launched + 1):
-            planned.append(Planned(sequence, sequence.launched, 1, sequence.num_to_score(1), True))
+        elif scheduler.make_room(sequence, sequence.launched + 1):
+            planned.append(ScheduledSequence(sequence, sequence.launched, 1, sequence.num_to_score(1), True))
     if prompts:
         planned += _plan_prompts(prompts, budget.beside(len(prompts), len(planned)))
     for step in planned:
-        table.begin_step(step)
+        scheduler.begin_step(step)
     return planned
 
 
-def _plan_prompts(prompts: Seq[Sequence], budget: int) -> list[Planned]:
+def _plan_prompts(prompts: Seq[Sequence], budget: int) -> list[ScheduledSequence]:
     active = [sequence for sequence in prompts if sequence.phase is Phase.ACTIVE]
     counts, score_budget = [], MAX_SCORED
     for sequence in active:  # upper limit of each; scores go to the oldest first
@@ -63,8 +63,10 @@ def _plan_prompts(prompts: Seq[Sequence], budget: int) -> list[Planned]:
     planned = []
     for sequence, count in zip(active, share_prompt_tokens(counts, budget), strict=True):
         if count > 0:
-            wants_token = bool(sequence.job.max_tokens) and count == sequence.num_missing
-            planned.append(Planned(sequence, sequence.launched, count, sequence.num_to_score(count), wants_token))
+            wants_token = bool(sequence.params.max_tokens) and count == sequence.num_missing
+            planned.append(
+                ScheduledSequence(sequence, sequence.launched, count, sequence.num_to_score(count), wants_token)
+            )
     return planned
 
 

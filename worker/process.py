@@ -31,8 +31,8 @@ from worker.loop import WorkerLoop
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import PrefixCache
 from worker.rank_children import RankChildren
-from worker.ranks import Leader, LedRows, LedRunner
-from worker.table import SequenceTable, num_rows_for
+from worker.ranks import Leader, LedInputBatch, LedRunner
+from worker.scheduler import Scheduler, num_rows_for
 from worker.thread import call_in_thread
 
 log = structlog.get_logger()
@@ -57,7 +57,7 @@ class Worker:
 
     engine: Engine
     me: kv_pb2.Peer
-    table: SequenceTable
+    scheduler: Scheduler
     shutdown: Shutdown
     trust: Trust
     context_tokens: int
@@ -100,7 +100,7 @@ def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built:
     children = RankChildren(role, config, incarnation)
     leader = Leader(children.ring, lambda: children.is_closing)
     ranks = join_group(children.rendezvous, 0, config.tp, choose_rank_device(config, 0), RANKS_S)
-    place = Place(ranks, children.pool_fd, partial(LedRows, leader), partial(LedRunner, leader))
+    place = Place(ranks, children.pool_fd, partial(LedInputBatch, leader), partial(LedRunner, leader))
     engine = build_rank_engine(config, place, reporter.loading)
     leader.is_leading = True
     return Built(engine, incarnation, children)
@@ -140,11 +140,11 @@ def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress:
         config.kv_dtype,
         place,
     )
-    graph_rows = max_guesses = 0  # prompts are of any length
+    graph_rows = max_drafts = 0  # prompts are of any length
     if isinstance(config, DecodeConfig) and config.cuda_graphs:
         graph_rows = config.max_running
-        max_guesses = 0 if config.speculate == "off" else config.max_draft_tokens
-    engine.warm_up(graph_rows, max_guesses, partial(on_progress, what="graphs"))
+        max_drafts = 0 if config.speculate == "off" else config.max_draft_tokens
+    engine.warm_up(graph_rows, max_drafts, partial(on_progress, what="graphs"))
     return engine
 
 
@@ -209,7 +209,7 @@ def build_worker(
     others: Sequence[kv_pb2.Rank] = (),
     children: RankChildren | None = None,
 ) -> Worker:
-    """The engine as a named peer with an empty table over its pages. `others`: ranks 1 and up."""
+    """The engine as a named peer with an empty scheduler over its pages. `others`: ranks 1 and up."""
     pool = engine.pool
     first = pool.shape.parts[0]  # further parts follow from the weights
     facts = PoolFacts(
@@ -220,13 +220,13 @@ def build_worker(
     own = build_rank(address, os.getpid(), describe_gpu(pool), nixl.facts if nixl else None)
     me = build_peer(role, address, incarnation, rpc.host_identity(), facts, [own, *others])
     cache = PrefixCache(engine.num_pages, pool.generations)
-    table = SequenceTable(cache, config.page_tokens, config.max_running, config.lease_s, engine.weights)
-    shutdown = Shutdown(config.drain_s, lambda: len(table))
-    table.on_empty = shutdown.look_soon
+    scheduler = Scheduler(cache, config.page_tokens, config.max_running, config.lease_s, engine.weights)
+    shutdown = Shutdown(config.drain_s, lambda: len(scheduler))
+    scheduler.on_empty = shutdown.look_soon
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_tokens)
     steps_ahead = engine.steps_ahead if config.steps_ahead is None else config.steps_ahead
     threads = resolve_threads(config.threads, num_cores()) if engine.device.type == "cpu" else 0
-    return Worker(engine, me, table, shutdown, trust, context_tokens, steps_ahead, threads, nixl, children)
+    return Worker(engine, me, scheduler, shutdown, trust, context_tokens, steps_ahead, threads, nixl, children)
 
 
 def describe_gpu(pool: Pool) -> GpuFacts | None:

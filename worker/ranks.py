@@ -1,7 +1,7 @@
 """Rank 0 leads, the others follow: the leader sends every change of rows and every step through a ring.
 
-The leader's tables and loop do not know this: they use `LedRows` and `LedRunner` as rows and runner. Followers have the
-same rows and runners over their own shards, and get the same tokens, since ranks share their results.
+The leader's scheduler and loop do not know this: they use `LedInputBatch` and `LedRunner` as rows and runner. Followers
+have the same rows and runners over their own shards, and get the same tokens, since ranks share their results.
 """
 
 from collections import deque
@@ -13,9 +13,9 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
+from engine.input_batch import InputBatch
 from engine.out_of_memory import end_process
-from engine.rows import Rows
 from engine.runner import Launched, Runner
 from wire.sampling import SamplingParams
 from worker.rank_ring import RingFollower, RingLeader
@@ -27,7 +27,7 @@ MOST_BEHIND = 2  # steps that a follower may launch before it collects one
 
 
 class Open(msgspec.Struct, tag=True, array_like=True):
-    """Rows.open without tokens, which are sent as Tokens."""
+    """InputBatch.open without tokens, which are sent as Tokens."""
 
     row: int
     sampling: SamplingParams
@@ -35,13 +35,13 @@ class Open(msgspec.Struct, tag=True, array_like=True):
 
 
 class Close(msgspec.Struct, tag=True, array_like=True):
-    """Rows.close"""
+    """InputBatch.close"""
 
     row: int
 
 
 class Tokens(msgspec.Struct, tag=True, array_like=True):
-    """Rows.write_tokens"""
+    """InputBatch.write_tokens"""
 
     row: int
     begin: int
@@ -49,7 +49,7 @@ class Tokens(msgspec.Struct, tag=True, array_like=True):
 
 
 class Pages(msgspec.Struct, tag=True, array_like=True):
-    """Rows.write_pages"""
+    """InputBatch.write_pages"""
 
     row: int
     first: int
@@ -64,11 +64,11 @@ class Step(msgspec.Struct, array_like=True):
 
     deltas: list[Delta]
     runner: int  # 0: the model's, 1: the draft model's
-    requests: list[tuple[Any, ...]]  # fields of `RowRequest` except the mask
+    requests: list[tuple[Any, ...]]  # fields of `ForwardRow` except the mask
     masks: dict[int, bytes]  # index of a request |-> its mask, int32
 
 
-MASK = RowRequest._fields.index("mask")
+MASK = ForwardRow._fields.index("mask")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Step)
 
@@ -88,7 +88,7 @@ class Leader:
         if self.is_leading:
             self._deltas.append(delta)
 
-    def send(self, runner: int, requests: Sequence[RowRequest]) -> None:
+    def send(self, runner: int, requests: Sequence[ForwardRow]) -> None:
         """Send a step, before rank 0 computes it. Raises RingError."""
         if not self.is_leading:
             return
@@ -98,11 +98,11 @@ class Leader:
         self._ring.write(_encoder.encode(Step(deltas, runner, plain, masks)), SEND_S)
 
 
-class LedRows(Rows):
+class LedInputBatch(InputBatch):
     """Rank 0's rows."""
 
     def __init__(self, leader: Leader, *sizes: Any) -> None:
-        """sizes: see `Rows`."""
+        """sizes: see `InputBatch`."""
         super().__init__(*sizes)
         self._leader = leader
 
@@ -132,7 +132,7 @@ class LedRunner(Runner):
         self._leader = leader
         self._number = number
 
-    def launch(self, requests: Sequence[RowRequest]) -> Launched:
+    def launch(self, requests: Sequence[ForwardRow]) -> Launched:
         step = self._prepare(requests)  # finds errors in requests before anything is sent
         try:
             self._leader.send(self._number, requests)
@@ -144,7 +144,7 @@ class LedRunner(Runner):
             raise
 
 
-def follow(ring: RingFollower, rows: Rows, runners: Sequence[Runner]) -> None:
+def follow(ring: RingFollower, rows: InputBatch, runners: Sequence[Runner]) -> None:
     """Repeat the leader's steps until RingError or any failure; the process is useless then."""
     behind: deque[Launched] = deque()
     while True:
@@ -156,7 +156,7 @@ def follow(ring: RingFollower, rows: Rows, runners: Sequence[Runner]) -> None:
             behind.popleft().collect()
 
 
-def apply(rows: Rows, delta: Delta) -> None:
+def apply(rows: InputBatch, delta: Delta) -> None:
     """Repeat a change of the leader's rows."""
     match delta:
         case Open():
@@ -169,10 +169,10 @@ def apply(rows: Rows, delta: Delta) -> None:
             rows.write_pages(delta.row, delta.first, delta.pages)
 
 
-def _requests(step: Step, vocab_size: int) -> list[RowRequest]:
+def _requests(step: Step, vocab_size: int) -> list[ForwardRow]:
     requests = []
     for index, fields in enumerate(step.requests):
         mask = step.masks.get(index)
         words = None if mask is None else np.frombuffer(mask, np.int32).reshape(-1, -(-vocab_size // 32))
-        requests.append(RowRequest._make((*fields[:MASK], words, *fields[MASK:])))
+        requests.append(ForwardRow._make((*fields[:MASK], words, *fields[MASK:])))
     return requests

@@ -1,4 +1,4 @@
-"""The sequences of a worker: their job, progress and pages. Values; table.py changes them.
+"""The sequences of a worker: their params, progress and pages. Values; scheduler.py changes them.
 
 One sequence's life, and what frees its pages:
 
@@ -41,7 +41,7 @@ class AnswerFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Job:
+class SequenceParams:
     """One request to a worker. ValueError at creation names a value that does not fit the others."""
 
     request_id: str
@@ -59,9 +59,9 @@ class Job:
     min_tokens: int = 0  # an answer with fewer tokens cannot be stopped
     num_emitted: int = 0  # the last num_emitted tokens of the prompt belong to the answer
     num_logprobs: int | None = None  # report each token's log-probability, with this many top ones
-    drafter: str = "off"  # makes the guesses
+    drafter: str = "off"  # makes the drafts
     max_draft_tokens: int = 0  # per step
-    probes: bool = False  # now and then guess although it does not seem worth its cost
+    probes: bool = False  # now and then draft although it does not seem worth its cost
     grammar: object | None = None  # what the answer must match; only the decode worker looks inside
     grammar_s: float = 0.0  # waited for the grammar
     num_prompt: int = field(init=False)  # tokens
@@ -77,10 +77,10 @@ class Job:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
-    """One job's state. Only SequenceTable changes it, except for the last four fields."""
+    """One params's state. Only Scheduler changes it, except for the last four fields."""
 
     id: int
-    job: Job
+    params: SequenceParams
     phase: Phase
     tokens: "array[int]"  # prompt, then the tokens generated and collected
     keys: list[PageKey]  # of the first whole pages, prompt pages first
@@ -104,15 +104,15 @@ class Sequence:
     last_token_at: float | None = None
     num_steps: int = 0  # steps that yielded tokens
     num_preemptions: int = 0
-    row: int = -1  # in the engine's Rows, from the first step on
+    row: int = -1  # in the engine's InputBatch, from the first step on
     num_pages_in_row: int = -1  # `pages` already in the row; -1: the row is not open. Set by the loop, like the next
     started_at: float | None = None  # start of the first step
     most_tokens: int = field(init=False)  # prompt and answer
     answer_begin: int = field(init=False)  # tokens[answer_begin:] is the answer, with what earlier attempts emitted
 
     def __post_init__(self) -> None:
-        self.most_tokens = self.job.num_prompt + self.job.max_tokens
-        self.answer_begin = self.job.num_prompt - self.job.num_emitted
+        self.most_tokens = self.params.num_prompt + self.params.max_tokens
+        self.answer_begin = self.params.num_prompt - self.params.num_emitted
 
     @property
     def is_waiting(self) -> bool:
@@ -123,31 +123,31 @@ class Sequence:
     @property
     def num_missing(self) -> int:
         """Positions to launch. An answer always lacks one: its last token, whose step yields the next."""
-        if not self.job.max_tokens:
-            return self.job.end - self.launched
+        if not self.params.max_tokens:
+            return self.params.end - self.launched
         num_tokens = len(self.tokens) + self.num_coming
         return num_tokens - self.launched if num_tokens < self.most_tokens else 0
 
     def num_to_score(self, count: int) -> int:
         """How many prompt tokens, from tokens[scored] on, get log-probabilities in the next `count` positions."""
-        end = self.job.end
+        end = self.params.end
         return 0 if self.scored > end else max(min(self.launched + count, end) + 1 - self.scored, 0)
 
     def num_until_scored(self, num_scored: int) -> int:
         """How many positions to compute next so that `num_to_score` is at most `num_scored`."""
-        is_scored = self.scored > self.job.end
+        is_scored = self.scored > self.params.end
         return self.num_missing if is_scored else self.scored - 1 - self.launched + num_scored
 
     def forbidden_at(self, position: int) -> frozenset[int]:
         """Tokens that are not allowed at `position`: stop tokens, while the answer is shorter than min_tokens."""
-        is_short = position - self.answer_begin < self.job.min_tokens
-        return self.job.stop_token_ids if is_short else frozenset()
+        is_short = position - self.answer_begin < self.params.min_tokens
+        return self.params.stop_token_ids if is_short else frozenset()
 
     def keep(self, tokens: Seq[int]) -> tuple[Seq[int], str]:
         """The leading `tokens` that belong to the answer, and the finish_reason if it ends with them."""
         room = self.most_tokens - len(self.tokens)
         kept = tokens[:room]
-        stop_token_ids = self.job.stop_token_ids
+        stop_token_ids = self.params.stop_token_ids
         if not stop_token_ids.isdisjoint(kept):
             at = next(at for at, token in enumerate(kept) if token in stop_token_ids)
             return kept[: at + 1], "stop"
@@ -158,7 +158,7 @@ class Sequence:
         first_at = kv_at if self.first_token_at is None else self.first_token_at
         last_at = first_at if self.last_token_at is None else self.last_token_at
         return Timing(
-            grammar_s=self.job.grammar_s,
+            grammar_s=self.params.grammar_s,
             prefill_s=kv_at - self.admitted_at,
             first_step_s=first_at - kv_at,
             decode_s=last_at - first_at,
@@ -171,24 +171,24 @@ class Sequence:
 
 
 @dataclass(slots=True)
-class Planned:
-    """A sequence's part of a step: `count` positions from `begin` on. The decode role adds guesses and masks."""
+class ScheduledSequence:
+    """A sequence's part of a step: `count` positions from `begin` on. The decode role adds drafts and masks."""
 
     sequence: Sequence
     begin: int
     count: int
     num_scored: int = 0  # prompt tokens to score, from the sequence's `scored` on
     wants_token: bool = False  # the positions reach the last token, so the step samples the next one
-    num_guesses: int = 0  # guesses allowed
-    guesses: Seq[int] = ()  # what was guessed
-    draft_computed: int | None = None  # where the draft model's KV ends after the guesses; None: unchanged
-    mask: Any = None  # [1 + guesses, ceil(V / 32)] int32: allowed tokens; None: all
-    num_accepted: int = 0  # of the guesses
+    num_drafts: int = 0  # drafts allowed
+    drafts: Seq[int] = ()  # what was drafted
+    draft_computed: int | None = None  # where the draft model's KV ends after the drafts; None: unchanged
+    mask: Any = None  # [1 + drafts, ceil(V / 32)] int32: allowed tokens; None: all
+    num_accepted: int = 0  # of the drafts
 
     @property
     def num_chosen(self) -> int:
-        """Tokens that the engine samples: one after the positions, and one after each guess."""
-        return len(self.guesses) + 1 if self.wants_token else 0
+        """Tokens that the engine samples: one after the positions, and one after each draft."""
+        return len(self.drafts) + 1 if self.wants_token else 0
 
 
 @dataclass(slots=True)

@@ -14,21 +14,21 @@ from wire.messages import unpack_tokens
 from worker.metrics import PromptSpeed
 from worker.prefix_cache import NeverFitsError, NoRoomError
 from worker.process import Worker
-from worker.sequences import Job, Sequence
+from worker.sequences import Sequence, SequenceParams
 from worker.thread import EngineThread
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerService:
-    """The common part of the roles' services. Calls that change the table hold the engine thread's lock."""
+    """The common part of the roles' services. Calls that change the scheduler hold the engine thread's lock."""
 
     def __init__(
         self, worker: Worker, thread: EngineThread, transports: Callable[[], Mapping[str, str]], speed: PromptSpeed
     ) -> None:
         """`transports`: every peer's address |-> transport."""
         self._me = worker.me
-        self._table = worker.table
+        self._scheduler = worker.scheduler
         self._shutdown = worker.shutdown
         self._context_tokens = worker.context_tokens
         self._threads = worker.threads
@@ -42,12 +42,12 @@ class WorkerService:
         if self._shutdown.is_draining:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this worker is draining")
 
-    async def admit(self, job: Job, context: Context, is_kept: bool = False) -> Sequence:
-        """Admit the job without yielding to other tasks. Aborts the call if there is no room."""
-        keys = self._table.keys_of(job)
+    async def admit(self, params: SequenceParams, context: Context, is_kept: bool = False) -> Sequence:
+        """Admit the params without yielding to other tasks. Aborts the call if there is no room."""
+        keys = self._scheduler.keys_of(params)
         try:
             with self._thread.lock:
-                sequence = self._table.admit(job, time.monotonic(), is_kept, keys)
+                sequence = self._scheduler.admit(params, time.monotonic(), is_kept, keys)
                 self._thread.wake()
             return sequence
         except NoRoomError as error:
@@ -69,18 +69,18 @@ class WorkerService:
 
     async def Status(self, request: decode_pb2.StatusRequest, context: Context) -> decode_pb2.WorkerStatus:
         progress = self._thread.progress()
-        table = self._table
+        scheduler = self._scheduler
         return decode_pb2.WorkerStatus(
             peer=self._me,
             context_tokens=self._context_tokens,
-            free_pages=table.cache.num_spare,
-            used_pages=table.cache.num_held,
-            cached_pages=table.cache.num_cached,
-            prefix_queries=table.num_queried,
-            prefix_hits=table.num_hit,
-            num_running=table.num_running,
-            num_waiting=table.num_waiting,
-            max_running=table.max_running,
+            free_pages=scheduler.cache.num_spare,
+            used_pages=scheduler.cache.num_held,
+            cached_pages=scheduler.cache.num_cached,
+            prefix_queries=scheduler.num_queried,
+            prefix_hits=scheduler.num_hit,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            max_running=scheduler.max_running,
             steps=progress.steps,
             step_age_s=progress.step_age_s,
             step_predicted_s=progress.step_predicted_s,
@@ -89,7 +89,7 @@ class WorkerService:
             probed_bytes_per_s=self.probed_bytes_per_s(),
             threads=self._threads,
             cores=num_cores(),
-            prompt_tokens_waiting=table.num_tokens_waiting,
+            prompt_tokens_waiting=scheduler.num_tokens_waiting,
             prompt_tokens_per_second=self._speed.tokens_per_s,
         )
 

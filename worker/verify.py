@@ -14,8 +14,8 @@ def count_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
     By induction from i = 0, where drafts[:0] is empty: while drafts[i] == chosen[i], drafts[:i + 1] is t[:i + 1], so
     row i + 1 holds too. At the first i where they differ, chosen[i] is still t[i], but later rows have seen a wrong
     token. So with n accepted the step gives chosen[:n + 1]: n drafts, and one token that corrects drafts[n] or, if
-    n = K, follows them all. The answer equals that of plain decoding, whatever the drafter guesses; a drafter that
-    samples from its own logits with the same noise just guesses right more often.
+    n = K, follows them all. The answer equals that of plain decoding, whatever the drafter proposes; a drafter that
+    samples from its own logits with the same noise just drafts right more often.
 
     ValueError if there is not exactly one token more than drafts.
     """

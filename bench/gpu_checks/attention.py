@@ -11,7 +11,7 @@ from torch import Tensor
 from bench.batches import Part, pack
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
-from engine.attention.qkv import Heads
+from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
@@ -42,7 +42,7 @@ CASES = [
     Case("one long sequence", ((1, 6000),), (32, 8), 128),
     Case("prompts", ((700, 700), (100, 1100), (16, 16)), (32, 8), 128),
     Case("prompts, window 200", ((700, 700), (100, 1100)), (32, 8), 64, 200),
-    Case("guesses", ((4, 600), (1, 70), (9, 9), (3, 1025)), (32, 8), 128),
+    Case("drafts", ((4, 600), (1, 70), (9, 9), (3, 1025)), (32, 8), 128),
 ]
 
 
@@ -53,7 +53,7 @@ class Problem:
     case: Case
     batch: Batch
     pool: Tensor
-    heads: Heads
+    heads: QKV
 
     @property
     def shape(self) -> AttentionShape:
@@ -62,8 +62,8 @@ class Problem:
     def run(self, backend: AttentionBackend, pool: Tensor, layer: int) -> Tensor:
         """[T, Hq, D]; writes into `pool`."""
         backend.plan(pool, self.batch)
-        query_key, value, turn = self.heads
-        return backend.attend(layer, Heads(query_key.clone(), value, turn), self.case.window)
+        query_key, value, rope = self.heads
+        return backend.attend(layer, QKV(query_key.clone(), value, rope), self.case.window)
 
 
 def build_problem(case: Case, device: torch.device, dtype: torch.dtype, num_layers: int = NUM_LAYERS) -> Problem:
@@ -82,7 +82,7 @@ def build_problem(case: Case, device: torch.device, dtype: torch.dtype, num_laye
     num_tokens = sum(query for query, _ in case.lens)
     pool = torch.empty(sizes, dtype=dtype, device=device).normal_()
     qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, case.head_dim, generator=generator).to(device, dtype)
-    heads = Heads(qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :])
+    heads = QKV(qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :])
     return Problem(case, pack(parts, PAGE_TOKENS, device), pool, heads)
 
 
@@ -170,7 +170,7 @@ def time_layouts(device: torch.device) -> str:
     return f"page-major takes {ratio:.3f} of layer-major's time ({sorted(times[0])[3] * 1e6:.0f} us a layer)"
 
 
-def _time_layers(backend: AttentionBackend, heads: Heads, num_layers: int, device: torch.device) -> float:
+def _time_layers(backend: AttentionBackend, heads: QKV, num_layers: int, device: torch.device) -> float:
     """Seconds per layer."""
     synchronize(device)
     started = time.perf_counter()

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 from bench.batches import SAMPLINGS
 from bench.gpu_checks.attention import without_waiting
 from demo.paths import DRAFT_DIR, TARGET_DIR
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
 from engine.engine import Engine, build_engine
-from engine.rows import Rows
+from engine.input_batch import InputBatch
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
-from worker.table import num_rows_for
+from worker.scheduler import num_rows_for
 
 PAGE_TOKENS, ROW_PAGES, NUM_TOKENS = 16, 8, 16
 PROMPT = list(range(20, 120))
@@ -35,7 +35,7 @@ def build_demo_engine(dtype: str, device: torch.device, max_running: int, graph_
     return engine
 
 
-def open_row(rows: Rows, row: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+def open_row(rows: InputBatch, row: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
     rows.open(row, np.array(prompt, np.int32), sampling, len(prompt))
     rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
 
@@ -58,8 +58,8 @@ def check_greedy(device: torch.device) -> str:
     engine = build_demo_engine("float32", device, 1)
     open_row(engine.rows, 0, PROMPT, SamplingParams(temperature=0.0))
     requests = [
-        RowRequest(0, 0, len(PROMPT), 1),
-        *(RowRequest(0, len(PROMPT) + i, 1, 1) for i in range(NUM_TOKENS - 1)),
+        ForwardRow(0, 0, len(PROMPT), 1),
+        *(ForwardRow(0, len(PROMPT) + i, 1, 1) for i in range(NUM_TOKENS - 1)),
     ]
     launched = [engine.runner.launch([part]) for part in requests]  # each reads the previous token on the device
     assert [step.collect().tokens[0] for step in launched] == reference_tokens(), "tokens differ"
@@ -75,7 +75,7 @@ def check_logits(device: torch.device) -> str:
         engine = build_demo_engine(dtype, device, 1)
         open_row(engine.rows, 0, PROMPT, SamplingParams(temperature=0.0))
         count = len(PROMPT) - 1
-        step = engine.runner.launch([RowRequest(0, 0, count, num_logits=count, num_given=count)]).collect()
+        step = engine.runner.launch([ForwardRow(0, 0, count, num_logits=count, num_given=count)]).collect()
         ours = torch.tensor([one.logprob for one in step.logprobs if one is not None])
         error = (ours - truth).abs().max().item()
         bound = 1e-3
@@ -109,9 +109,9 @@ def check_graphs(device: torch.device) -> str:
         launched, collected = [], []
         for step in range(NUM_TOKENS):
             requests = [
-                RowRequest(row, 0, len(prompts[row]), 1)
+                ForwardRow(row, 0, len(prompts[row]), 1)
                 if step == 0
-                else RowRequest(row, len(prompts[row]) + step - 1, 1, 1)
+                else ForwardRow(row, len(prompts[row]) + step - 1, 1, 1)
                 for row in everyone
             ]
             with without_waiting(device):
@@ -133,9 +133,9 @@ def check_eager_ahead(device: torch.device) -> str:
     for ahead in (0, AHEAD):
         engine = build_demo_engine("float32", device, 1)
         open_row(engine.rows, 0, PROMPT, SAMPLINGS[5])
-        launched, collected = [engine.runner.launch([RowRequest(0, 0, len(PROMPT), 1)])], []
+        launched, collected = [engine.runner.launch([ForwardRow(0, 0, len(PROMPT), 1)])], []
         for step in range(NUM_TOKENS):
-            launched.append(engine.runner.launch([RowRequest(0, len(PROMPT) + step, 1, 1)]))
+            launched.append(engine.runner.launch([ForwardRow(0, len(PROMPT) + step, 1, 1)]))
             if len(launched) > ahead:
                 collected += launched.pop(0).collect().tokens
         answers.append(collected + [token for step in launched for token in step.collect().tokens])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu_checks.attention import dtype_for
-from engine.attention.qkv import Heads, Turn
+from engine.attention.qkv import QKV, RopeArgs
 from engine.kernels.gpu_layers import rope_and_write
 from engine.ops.base import Ops
 from engine.ops.cuda import CudaOps
@@ -43,18 +43,18 @@ def check_layers(device: torch.device) -> str:
     gate_up = normal(NUM_TOKENS, 2 * 1536)
     compare("gate", ours.gate(gate_up.clone()), theirs.gate(gate_up.clone()))
 
-    num_turned = NUM_HEADS + NUM_KV_HEADS
-    qkv = normal(NUM_TOKENS, num_turned + NUM_KV_HEADS, DIM)
-    turn = Turn(normal(NUM_TOKENS, 1, DIM), normal(NUM_TOKENS, 1, DIM), normal(num_turned, DIM), EPS)
+    num_rotated = NUM_HEADS + NUM_KV_HEADS
+    qkv = normal(NUM_TOKENS, num_rotated + NUM_KV_HEADS, DIM)
+    rope = RopeArgs(normal(NUM_TOKENS, 1, DIM), normal(NUM_TOKENS, 1, DIM), normal(num_rotated, DIM), EPS)
     sizes = pool_sizes(num_pages=4, num_kv_heads=NUM_KV_HEADS, num_layers=3, page_tokens=16, head_dim=DIM)
     pool = torch.zeros(sizes, dtype=dtype, device=device)
     keys, values = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)[1]
     places = torch.arange(NUM_TOKENS, device=device)
     fused = qkv.clone()
-    query_key, value = fused[:, :num_turned], fused[:, num_turned:]
-    queries = rope_and_write(query_key, value, *turn, keys, values, places // 16, places % 16)
-    wide = Turn(turn.cos.float(), turn.signed_sin.float(), None if turn.norm is None else turn.norm.float(), EPS)
-    truth = Heads(qkv[:, :num_turned].float(), qkv[:, num_turned:].float(), wide).turned()
+    query_key, value = fused[:, :num_rotated], fused[:, num_rotated:]
+    queries = rope_and_write(query_key, value, *rope, keys, values, places)
+    wide = RopeArgs(rope.cos.float(), rope.signed_sin.float(), None if rope.norm is None else rope.norm.float(), EPS)
+    truth = QKV(qkv[:, :num_rotated].float(), qkv[:, num_rotated:].float(), wide).ready()
     for name, found, expected in zip(
         ("queries", "keys", "values"),
         (queries, keys[places // 16, :, places % 16], values[places // 16, :, places % 16]),

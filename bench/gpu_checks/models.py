@@ -18,10 +18,10 @@ from engine.weights.checkpoint import Checkpoint
 from engine.weights.files import TensorEntry
 from engine.weights.formats import choose_format
 from engine.weights.reader import Reader
-from worker.table import num_rows_for
+from worker.scheduler import num_rows_for
 
 PAGE_TOKENS = 16
-MAX_GUESSES = 3
+MAX_DRAFTS = 3
 
 
 def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> Mapping[str, Any]:
@@ -101,5 +101,5 @@ def build_random_engine(
         size_pool=lambda *_sizes: max_running * -(-context_tokens // PAGE_TOKENS),
         max_context_tokens=context_tokens,
     )
-    engine.warm_up(max_running if has_graphs else 0, MAX_GUESSES if draft else 0)
+    engine.warm_up(max_running if has_graphs else 0, MAX_DRAFTS if draft else 0)
     return engine

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from bench.decoding import NO_SPECULATION, build_table
+from bench.decoding import NO_SPECULATION, build_scheduler
 from bench.gpu_checks.attention import synchronize
 from bench.gpu_checks.models import build_random_engine
 from bench.spec import SyntheticDrafter
@@ -22,12 +22,12 @@ from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import ModelDrafter
 from decode_worker.speculation.speculator import Speculator
 from decode_worker.speculation.start import measure
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
 from engine.engine import Engine
 from wire.sampling import SamplingParams
 from worker.loop import WorkerLoop
-from worker.plan import Budget
-from worker.sequences import Job, Update
+from worker.plan import TokenBudget
+from worker.sequences import SequenceParams, Update
 
 CHUNK_TOKENS = 2048
 
@@ -59,7 +59,7 @@ def scale_for(device: torch.device) -> Scale:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """The results of all jobs together."""
+    """The results of all requests together."""
 
     tpot_s: float  # median over steps that yielded a token of every sequence
     tokens: dict[int, list[int]]  # by handle
@@ -69,25 +69,25 @@ class Decoded:
     decode_s: float  # from the first such step to the last
 
 
-def run_jobs(engine: Engine, jobs: Sequence[Job], speculator: Speculator = NO_SPECULATION) -> Decoded:
-    """Run a decode worker's loop until all jobs have ended."""
-    table, updates, tokens = build_table(engine), list[Update](), dict[int, list[int]]()
+def run_jobs(engine: Engine, requests: Sequence[SequenceParams], speculator: Speculator = NO_SPECULATION) -> Decoded:
+    """Run a decode worker's loop until all requests have ended."""
+    scheduler, updates, tokens = build_scheduler(engine), list[Update](), dict[int, list[int]]()
     loop = WorkerLoop(
-        DraftsAndMasks(speculator, table), table, engine.runner, engine.rows, engine.pool,
-        Budget(CHUNK_TOKENS, "--chunk-tokens"), lambda _step, some: updates.extend(some), DecodeMetrics(table),
+        DraftsAndMasks(speculator, scheduler), scheduler, engine.runner, engine.rows, engine.pool,
+        TokenBudget(CHUNK_TOKENS, "--chunk-tokens"), lambda _step, some: updates.extend(some), DecodeMetrics(scheduler),
         engine.steps_ahead,
     )  # fmt: skip
-    for job in jobs:
-        table.admit(job, time.monotonic())
-    sequences = list(table)
+    for params in requests:
+        scheduler.admit(params, time.monotonic())
+    sequences = list(scheduler)
     full: list[tuple[float, int]] = []  # (time after a step of all sequences, tokens of one sequence so far)
-    while len(table):
+    while len(scheduler):
         updates.clear()
         loop.step()
         for update in updates:
-            tokens.setdefault(update.sequence.job.handle, []).extend(update.token_ids)
-        if len([update for update in updates if update.token_ids]) == len(jobs):
-            full.append((time.perf_counter(), len(tokens[jobs[0].handle])))
+            tokens.setdefault(update.sequence.params.handle, []).extend(update.token_ids)
+        if len([update for update in updates if update.token_ids]) == len(requests):
+            full.append((time.perf_counter(), len(tokens[requests[0].handle])))
     steps = [(b - a) / (n - m) for (a, m), (b, n) in pairwise(full) if n > m]
     return Decoded(
         statistics.median(steps),
@@ -99,11 +99,13 @@ def run_jobs(engine: Engine, jobs: Sequence[Job], speculator: Speculator = NO_SP
     )
 
 
-def build_jobs(count: int, prompt_tokens: int, num_tokens: int, vocab_size: int, drafter: str = "off") -> list[Job]:
+def build_requests(
+    count: int, prompt_tokens: int, num_tokens: int, vocab_size: int, drafter: str = "off"
+) -> list[SequenceParams]:
     """Jobs whose prompts share nothing."""
     draw = np.random.default_rng(0)
     return [
-        Job(
+        SequenceParams(
             str(number), draw.integers(0, vocab_size, prompt_tokens, np.int32).tobytes(), prompt_tokens - 1, num_tokens,
             gateway="bench", handle=number + 1, sampling=SamplingParams(temperature=0.0), drafter=drafter,
             max_draft_tokens=0 if drafter == "off" else 3,
@@ -160,8 +162,8 @@ def time_one_stream(device: torch.device) -> str:
     """8B bfloat16, one stream, short context."""
     scale = scale_for(device)
     engine = build_random_engine(scale.large, device, 1, 4 * scale.prompt_tokens)
-    jobs = build_jobs(1, 64, scale.num_steps, engine.config.vocab_size)
-    tpot = run_jobs(engine, jobs).tpot_s
+    requests = build_requests(1, 64, scale.num_steps, engine.config.vocab_size)
+    tpot = run_jobs(engine, requests).tpot_s
     bandwidth = measure_bandwidth(device)
     mbu = weight_bytes(engine) / tpot / bandwidth
     detail = f"TPOT {tpot * 1e3:.2f} ms (goal 4.6), MBU {mbu:.2f} of {bandwidth / 1e12:.2f} TB/s measured (goal 0.80)"
@@ -172,8 +174,8 @@ def time_many_streams(device: torch.device) -> str:
     """8B, 30 streams of 1,000 + 250 tokens."""
     scale = scale_for(device)
     engine = build_random_engine(scale.large, device, scale.streams, scale.prompt_tokens + scale.num_tokens + 16)
-    jobs = build_jobs(scale.streams, scale.prompt_tokens, scale.num_tokens, engine.config.vocab_size)
-    rate = 1 / run_jobs(engine, jobs).tpot_s
+    requests = build_requests(scale.streams, scale.prompt_tokens, scale.num_tokens, engine.config.vocab_size)
+    rate = 1 / run_jobs(engine, requests).tpot_s
     return require(rate >= 140, f"{rate:.0f} tok/s each of {scale.streams} streams (goal 140)", device)
 
 
@@ -182,8 +184,8 @@ def time_host(device: torch.device) -> str:
     scale, found, worst = scale_for(device), [], 0.0
     for count in (16, 64) if device.type == "cuda" else (2,):
         engine = build_random_engine(scale.large, device, count, scale.prompt_tokens + scale.num_steps + 16)
-        jobs = build_jobs(count, scale.prompt_tokens, scale.num_steps, engine.config.vocab_size)
-        period = run_jobs(engine, jobs).tpot_s
+        requests = build_requests(count, scale.prompt_tokens, scale.num_steps, engine.config.vocab_size)
+        period = run_jobs(engine, requests).tpot_s
         alone = time_steps_alone(engine, count, scale.prompt_tokens + scale.num_steps // 2, device)
         share = max(0.0, 1 - alone / period)
         worst = max(worst, share)
@@ -198,7 +200,7 @@ def time_steps_alone(engine: Engine, count: int, context_tokens: int, device: to
     for row in range(count):
         engine.rows.open(row, np.zeros(context_tokens, np.int32), SamplingParams(temperature=0.0), context_tokens)
         engine.rows.write_pages(row, 0, [page % engine.num_pages for page in range(row * pages, (row + 1) * pages)])
-    requests = [RowRequest(row, context_tokens - 1, 1, 1) for row in range(count)]
+    requests = [ForwardRow(row, context_tokens - 1, 1, 1) for row in range(count)]
     seconds = time_calls(lambda: engine.runner.launch(requests), device, 20)
     for row in range(count):
         engine.rows.close(row)
@@ -212,7 +214,7 @@ def time_prefill(device: torch.device) -> str:
     count, config = scale.prefill_tokens, engine.config
     engine.rows.open(0, np.zeros(count, np.int32), SamplingParams(temperature=0.0), count)
     engine.rows.write_pages(0, 0, range(-(-count // engine.rows.page_tokens)))
-    seconds = time_calls(lambda: engine.runner.launch([RowRequest(0, 0, count, 1)]), device, 5)
+    seconds = time_calls(lambda: engine.runner.launch([ForwardRow(0, 0, count, 1)]), device, 5)
     layers = weight_bytes(engine) // 2 - config.vocab_size * config.hidden_size
     flops = 2 * layers * count + 2 * config.num_layers * count**2 * config.num_heads * config.head_dim  # causal half
     rate = measure_products(device)
@@ -222,22 +224,20 @@ def time_prefill(device: torch.device) -> str:
 
 
 def time_speculation(device: torch.device) -> str:
-    """8B with a 1B draft model, guesses right at 70 %, three a step, one stream."""
+    """8B with a 1B draft model, drafts right at 70 %, three a step, one stream."""
     scale = scale_for(device)
     engine = build_random_engine(scale.large, device, 1, 4 * scale.prompt_tokens, draft=scale.small)
     assert engine.draft_runner is not None
     vocab_size = engine.config.vocab_size
-    off = run_jobs(engine, build_jobs(1, 64, scale.num_steps, vocab_size))
+    off = run_jobs(engine, build_requests(1, 64, scale.num_steps, vocab_size))
     inner = ModelDrafter(engine.draft_runner, CostMeter(), CHUNK_TOKENS)
     drafter = SyntheticDrafter(inner, off.tokens, 0.7, vocab_size)
     speculator = Speculator({"draft": drafter}, measure(engine.runner, engine.rows), "draft", 3)
-    on = run_jobs(engine, build_jobs(1, 64, scale.num_steps, vocab_size, "draft"), speculator)
+    on = run_jobs(engine, build_requests(1, 64, scale.num_steps, vocab_size, "draft"), speculator)
     per_token = on.decode_s / (len(on.tokens[1]) - 1)
     ratio = per_token / off.tpot_s
-    guesses = (
-        f"{on.num_drafted / on.num_steps:.1f} guesses a step, {on.num_accepted / max(on.num_drafted, 1):.0%} right"
-    )
-    detail = f"{ratio:.2f} of the TPOT without ({off.tpot_s * 1e3:.2f} ms), goal 0.75; {guesses}"
+    drafts = f"{on.num_drafted / on.num_steps:.1f} drafts a step, {on.num_accepted / max(on.num_drafted, 1):.0%} right"
+    detail = f"{ratio:.2f} of the TPOT without ({off.tpot_s * 1e3:.2f} ms), goal 0.75; {drafts}"
     return require(ratio <= 0.75, detail, device)
 
 
@@ -247,7 +247,7 @@ def time_fp8(device: torch.device) -> str:
     tpots = []
     for quantization in ("none", "fp8"):
         engine = build_random_engine(scale.large, device, 1, 4 * scale.prompt_tokens, quantization=quantization)
-        tpots.append(run_jobs(engine, build_jobs(1, 64, scale.num_steps, engine.config.vocab_size)).tpot_s)
+        tpots.append(run_jobs(engine, build_requests(1, 64, scale.num_steps, engine.config.vocab_size)).tpot_s)
         del engine
     ratio = tpots[1] / tpots[0]
     detail = f"{tpots[1] * 1e3:.2f} ms, {ratio:.2f} of bfloat16's {tpots[0] * 1e3:.2f} (goal 0.62)"

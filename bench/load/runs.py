@@ -42,7 +42,7 @@ async def run_levels(options: ServeOptions, start: Start) -> dict[str, Any]:
 
 async def warm_up(client: Client, writer: PromptWriter, dataset: Dataset, count: int, start: Start) -> None:
     """Requests that do not count; all must succeed. Raises ConfigError."""
-    jobs = build_jobs(writer, dataset, count, WARM_SEED)
+    jobs = build_requests(writer, dataset, count, WARM_SEED)
     answers, _ = await run_closed(client.ask, jobs, 1, start("warm-up", count))
     for answer in answers:
         if answer.error:
@@ -60,7 +60,7 @@ async def run_level(
 ) -> dict[str, Any]:
     """One run: send its load, return its figures."""
     count, seed = options.count_requests(level), options.seed + 1000 * place
-    jobs = build_jobs(writer, dataset, count, seed)
+    jobs = build_requests(writer, dataset, count, seed)
     done = start(level.name, count)
     began = time.time()
     if level.concurrency:
@@ -77,7 +77,7 @@ async def run_level(
     return load | summarise(answers, seconds, options.targets())
 
 
-def build_jobs(writer: PromptWriter, dataset: Dataset, count: int, seed: int) -> list[Job]:
+def build_requests(writer: PromptWriter, dataset: Dataset, count: int, seed: int) -> list[Job]:
     drawn = dataset.draw(count, seed)
     return [(writer.write(wanted, index, seed), wanted.num_output) for index, wanted in enumerate(drawn)]
 

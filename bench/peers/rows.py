@@ -47,7 +47,7 @@ async def measure_ttft(target: Target, seed: int) -> dict[str, float]:
 
 async def measure_throughput(concurrency: int, target: Target, seed: int) -> dict[str, float]:
     """`concurrency` streams at once, 128 -> 64."""
-    jobs = build_jobs(target, 128, 64, concurrency, seed)
+    jobs = build_requests(target, 128, 64, concurrency, seed)
     answers, seconds = await run_closed(target.client.ask, jobs, concurrency, _ignore)
     summary = summarise(check(answers), seconds, {})
     return {"tokens_per_s": summary["output_throughput"], "median_tpot_ms": summary["median_tpot_ms"]}
@@ -62,7 +62,7 @@ async def measure_interference(target: Target, _seed: int) -> dict[str, float]:
 
 async def measure_prefix(target: Target, seed: int) -> dict[str, float]:
     """A prompt of 1,500 tokens, then the same again."""
-    (prompt, _), *_ = build_jobs(target, 1500, 1, 1, seed)
+    (prompt, _), *_ = build_requests(target, 1500, 1, 1, seed)
     cold = check([await target.client.ask(prompt, 1)])
     warm = check([await target.client.ask(prompt, 1)])
     return {"cold_ttft_ms": ttft_s(cold[0]) * 1e3, "warm_ttft_ms": ttft_s(warm[0]) * 1e3}
@@ -99,12 +99,12 @@ async def ask_all(
     target: Target, num_input: int, num_output: int, count: int, concurrency: int, seed: int
 ) -> list[Answer]:
     """Raises RowError if any fails."""
-    jobs = build_jobs(target, num_input, num_output, count, seed)
+    jobs = build_requests(target, num_input, num_output, count, seed)
     answers, _ = await run_closed(target.client.ask, jobs, concurrency, _ignore)
     return check(answers)
 
 
-def build_jobs(target: Target, num_input: int, num_output: int, count: int, seed: int) -> list[Job]:
+def build_requests(target: Target, num_input: int, num_output: int, count: int, seed: int) -> list[Job]:
     writer = fresh(target.writer)
     wanted = Fixed(num_input, num_output).draw(count, seed)
     return [(writer.write(one, index, seed), one.num_output) for index, one in enumerate(wanted)]

@@ -138,7 +138,7 @@ GROUPS: Mapping[str, Group] = {
         ("tpot", "ttft512", "throughput-16"),
     ),
     "ngram": Group(
-        "Guessing ahead by repeats, on the same repetitive text",
+        "Speculation by repeats, on the same repetitive text",
         ("baton-ngram", "baton", "vllm-ngram", "vllm"),
         ("repeats",),
     ),

@@ -19,9 +19,9 @@ from bench.simulate.settings import FleetSettings, Workload
 from bench.simulate.worker import Limits
 from cli.models import locate_model
 from engine.engine import build_engine
-from prefill_worker.offers import MAX_OFFER_BYTES
+from prefill_worker.kv_sender import MAX_OFFER_BYTES
 from runtime.hardware import num_cores, resolve_threads
-from worker.table import num_rows_for
+from worker.scheduler import num_rows_for
 
 PAGE_TOKENS = 16
 Figures = dict[str, float]

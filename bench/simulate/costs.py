@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from worker.sequences import Planned
+from worker.sequences import ScheduledSequence
 
 Floats = NDArray[np.float64]
 
@@ -61,8 +61,8 @@ class Costs:
         return self.step + self.row * work.rows + self.pair * work.pairs + products
 
 
-def work_of(planned: Sequence[Planned]) -> Work:
-    """The work of a step planned by `plan_step`. A single position counts as a row, even at the end of a prompt."""
+def work_of(planned: Sequence[ScheduledSequence]) -> Work:
+    """The work of a step planned by `schedule`. A single position counts as a row, even at the end of a prompt."""
     rows = [step.begin + 1 for step in planned if step.count == 1]
     parts = [step for step in planned if step.count > 1]
     pairs = sum(step.count * step.begin + step.count * (step.count + 1) // 2 for step in parts)

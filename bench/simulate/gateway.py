@@ -1,6 +1,6 @@
 """A gateway: the real queue, router, request machine, attempts and worker states; calls and hand-offs are virtual.
 
-Hand-offs use the real table: offers in order, one read of a session at a time. Reads of a decode worker share its
+Hand-offs use the real scheduler: offers in order, one read of a session at a time. Reads of a decode worker share its
 link.
 """
 
@@ -24,7 +24,7 @@ from gateway.ring.worker_state import POLL_S, WorkerState
 from protos import decode_pb2, kv_pb2, prefill_pb2
 from worker import sequences
 from worker.prefix_cache import NeverFitsError, NoRoomError
-from worker.sequences import Job, Update
+from worker.sequences import SequenceParams, Update
 
 FOR_EVER = float("inf")
 
@@ -148,8 +148,8 @@ class SimGateway:
     def _leave(self, life: Life, attempt: AttemptState) -> None:
         del self._by_session[attempt.session.stream, attempt.session.handle]
         if life.run is not None and life.run.is_kept:  # its last acknowledgement is still in flight
-            with self._prefill_worker(attempt).changing() as table:
-                table.end(life.run)
+            with self._prefill_worker(attempt).changing() as scheduler:
+                scheduler.end(life.run)
         attempt.close()
         if life.request.phase is Phase.ENDED:
             life.on_end(life)
@@ -157,8 +157,8 @@ class SimGateway:
             self._enqueue(life)
 
     def _abort(self, state: DecodeState) -> None:
-        with self._workers[state].changing() as table:
-            table.abort(state.stream, state.take_unwanted())
+        with self._workers[state].changing() as scheduler:
+            scheduler.abort(state.stream, state.take_unwanted())
 
     def _decode_worker(self, attempt: AttemptState) -> SimWorker:
         return self._workers[attempt.places.decode]
@@ -170,15 +170,15 @@ class SimGateway:
     # -- sessions ------------------------------------------------------------------------------------------------
 
     def _reserve(self, life: Life, attempt: AttemptState, request: decode_pb2.ReserveRequest) -> None:
-        job = Job(
+        params = SequenceParams(
             request.request_id, request.prompt, life.request.num_missing, request.max_tokens,
             local_prefill_max_tokens=request.local_prefill_max_tokens, gateway=request.gateway, handle=request.handle,
             attempt=request.attempt, num_emitted=request.num_emitted,
         )  # fmt: skip
-        found = _admit(self._decode_worker(attempt), "decode", life.request, job, self._clock.now)
+        found = _admit(self._decode_worker(attempt), "decode", life.request, params, self._clock.now)
         if isinstance(found, sequences.Sequence):
             life.session = found
-            ticket = kv_pb2.Ticket(begin=found.num_cached, end=job.end)
+            ticket = kv_pb2.Ticket(begin=found.num_cached, end=params.end)
             is_receiving = found.phase is sequences.Phase.RECEIVING
             self._call(self._step, life, attempt, decode_pb2.ReserveResponse(ticket=ticket, needs_prefill=is_receiving))
         else:
@@ -187,12 +187,12 @@ class SimGateway:
     def take_updates(self, updates: Sequence[Update]) -> None:
         """Handle a decode worker's step with first or last tokens."""
         for update in updates:
-            job = update.sequence.job
-            life = self._by_session.get((job.gateway, job.handle))
+            params = update.sequence.params
+            life = self._by_session.get((params.gateway, params.handle))
             if life is not None and life.attempt is not None:
-                num_tokens = len(update.sequence.tokens) - job.num_prompt
+                num_tokens = len(update.sequence.tokens) - params.num_prompt
                 delta = decode_pb2.SessionDelta(
-                    handle=job.handle, attempt=job.attempt, token_ids=bytes(num_tokens - life.num_heard),
+                    handle=params.handle, attempt=params.attempt, token_ids=bytes(num_tokens - life.num_heard),
                     finish_reason=update.finish_reason, error=update.error,
                 )  # fmt: skip
                 life.num_heard = num_tokens
@@ -205,10 +205,10 @@ class SimGateway:
 
     def _prefill(self, life: Life, attempt: AttemptState, request: prefill_pb2.RunRequest) -> None:
         session = attempt.session
-        job = Job(
+        params = SequenceParams(
             request.request_id, request.prompt, request.ticket.end, gateway=session.stream, handle=session.handle
         )  # fmt: skip
-        found = _admit(self._prefill_worker(attempt), "prefill", life.request, job, self._clock.now)
+        found = _admit(self._prefill_worker(attempt), "prefill", life.request, params, self._clock.now)
         if isinstance(found, sequences.Sequence):
             life.run, life.offered, life.is_read = found, request.ticket.begin, False
             self._offer(life, attempt)
@@ -218,8 +218,8 @@ class SimGateway:
     def take_prefill_updates(self, updates: Sequence[Update]) -> None:
         """Handle a prefill worker's step that computed more of prompts."""
         for update in updates:
-            job = update.sequence.job
-            life = self._by_session[job.gateway, job.handle]
+            params = update.sequence.params
+            life = self._by_session[params.gateway, params.handle]
             assert life.attempt is not None
             self._offer(life, life.attempt)
 
@@ -228,13 +228,13 @@ class SimGateway:
         if life.attempt is not attempt or life.run is None or life.is_read or not life.run.is_kept:
             return
         worker = self._prefill_worker(attempt)
-        positions = worker.table.next_offer(life.run, life.offered)
+        positions = worker.scheduler.next_offer(life.run, life.offered)
         if positions is not None:
             life.is_read = True
             self._call(self._read, life, attempt, positions)
-        elif life.offered == life.run.job.end:
-            with worker.changing() as table:
-                table.end(life.run)
+        elif life.offered == life.run.params.end:
+            with worker.changing() as scheduler:
+                scheduler.end(life.run)
             self._call(self._end_prefill, life, attempt, Prefilled())
 
     def _end_prefill(self, life: Life, attempt: AttemptState, event: Prefilled | Refused) -> None:
@@ -243,10 +243,10 @@ class SimGateway:
 
     def _read(self, life: Life, attempt: AttemptState, positions: range) -> None:
         assert life.session is not None and life.run is not None
-        num_pages = len(self._prefill_worker(attempt).table.pages_of(life.run, positions))
+        num_pages = len(self._prefill_worker(attempt).scheduler.pages_of(life.run, positions))
         session, state = life.session, attempt.places.decode
-        table = self._decode_worker(attempt).table
-        table.begin_read(session.id, session.job.attempt, positions.start, positions.stop, num_pages)
+        scheduler = self._decode_worker(attempt).scheduler
+        scheduler.begin_read(session.id, session.params.attempt, positions.start, positions.stop, num_pages)
         begin = max(self._read_ends.get(state, 0.0), self._clock.now)
         self._read_ends[state] = begin + len(positions) * self._wires.token_s
         self._clock.at(self._read_ends[state], lambda: self._finish_read(life, attempt, positions))
@@ -254,19 +254,21 @@ class SimGateway:
     def _finish_read(self, life: Life, attempt: AttemptState, positions: range) -> None:
         assert life.session is not None
         worker = self._decode_worker(attempt)
-        is_last = positions.stop == life.session.job.end
-        with worker.changing() if is_last else nullcontext(worker.table) as table:
-            table.finish_read(life.session.id, positions.stop, self._clock.now)
+        is_last = positions.stop == life.session.params.end
+        with worker.changing() if is_last else nullcontext(worker.scheduler) as scheduler:
+            scheduler.finish_read(life.session.id, positions.stop, self._clock.now)
         life.offered, life.is_read = positions.stop, False
         self._call(self._offer, life, attempt)
 
 
-def _admit(worker: SimWorker, role: Role, request: Request, job: Job, now: float) -> sequences.Sequence | Refused:
+def _admit(
+    worker: SimWorker, role: Role, request: Request, params: SequenceParams, now: float
+) -> sequences.Sequence | Refused:
     """As a worker does."""
-    keys = list(request.page_keys(MODEL, worker.table.page_tokens))  # equal to the worker's own
+    keys = list(request.page_keys(MODEL, worker.scheduler.page_tokens))  # equal to the worker's own
     try:
-        with worker.changing() as table:
-            return table.admit(job, now, role == "prefill", keys)
+        with worker.changing() as scheduler:
+            return scheduler.admit(params, now, role == "prefill", keys)
     except NoRoomError as error:
         return Refused(role, "no room", str(error))
     except NeverFitsError as error:
@@ -275,10 +277,10 @@ def _admit(worker: SimWorker, role: Role, request: Request, job: Job, now: float
 
 def _status_of(state: WorkerState, worker: SimWorker) -> decode_pb2.WorkerStatus:
     worker.settle()
-    table = worker.table
-    layout = kv_pb2.KvLayout(weights=MODEL, page_tokens=table.page_tokens)
-    peer = kv_pb2.Peer(incarnation=state.address, layout=layout, num_pages=table.cache.num_pages)
-    return decode_pb2.WorkerStatus(peer=peer, max_running=table.max_running, free_pages=table.cache.num_spare)
+    scheduler = worker.scheduler
+    layout = kv_pb2.KvLayout(weights=MODEL, page_tokens=scheduler.page_tokens)
+    peer = kv_pb2.Peer(incarnation=state.address, layout=layout, num_pages=scheduler.cache.num_pages)
+    return decode_pb2.WorkerStatus(peer=peer, max_running=scheduler.max_running, free_pages=scheduler.cache.num_spare)
 
 
 def cached_tokens(life: Life) -> int:

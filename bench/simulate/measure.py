@@ -9,17 +9,17 @@ from itertools import product
 
 import numpy as np
 
-from bench.decoding import NO_SPECULATION, build_table
+from bench.decoding import NO_SPECULATION, build_scheduler
 from bench.simulate.costs import Measured, work_of
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from engine.engine import Engine
 from engine.out_of_memory import StepFailedError
 from wire.sampling import SamplingParams
-from worker.loop import Flight, WorkerLoop
-from worker.plan import Budget
-from worker.sequences import Job
-from worker.table import SequenceTable
+from worker.loop import InFlightStep, WorkerLoop
+from worker.plan import TokenBudget
+from worker.scheduler import Scheduler
+from worker.sequences import SequenceParams
 
 STREAMS = (1, 2, 4, 8, 16)
 PROMPTS = (64, 256, 1024)  # tokens
@@ -33,12 +33,12 @@ GREEDY = SamplingParams(temperature=0.0)
 class MeasuredSteps(DraftsAndMasks):
     """Records the work of each step."""
 
-    def __init__(self, table: SequenceTable) -> None:
-        super().__init__(NO_SPECULATION, table)
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__(NO_SPECULATION, scheduler)
         self.steps: list[Measured] = []
 
     def judge(
-        self, flight: Flight, chosen: Sequence[list[int]], failed: Mapping[int, StepFailedError]
+        self, flight: InFlightStep, chosen: Sequence[list[int]], failed: Mapping[int, StepFailedError]
     ) -> dict[int, Exception | bool]:
         self.steps.append(Measured(work_of(flight.planned), flight.seconds))
         return super().judge(flight, chosen, failed)
@@ -55,16 +55,18 @@ def measure_steps(engine: Engine) -> list[Measured]:
 
 
 def _run(engine: Engine, streams: int, prompt_tokens: int, seed: int) -> list[Measured]:
-    draw, table = np.random.default_rng(seed), build_table(engine)
-    extras = MeasuredSteps(table)
+    draw, scheduler = np.random.default_rng(seed), build_scheduler(engine)
+    extras = MeasuredSteps(scheduler)
     loop = WorkerLoop(
-        extras, table, engine.runner, engine.rows, engine.pool, Budget(CHUNK_TOKENS, "--chunk-tokens"),
-        lambda _step, _updates: None, DecodeMetrics(table), engine.steps_ahead,
+        extras, scheduler, engine.runner, engine.rows, engine.pool, TokenBudget(CHUNK_TOKENS, "--chunk-tokens"),
+        lambda _step, _updates: None, DecodeMetrics(scheduler), engine.steps_ahead,
     )  # fmt: skip
     for number in range(streams):
         prompt = draw.integers(0, engine.config.vocab_size, prompt_tokens, np.int32)
-        job = Job(str(number), prompt.tobytes(), prompt_tokens - 1, NUM_TOKENS, handle=number + 1, sampling=GREEDY)
-        table.admit(job, time.monotonic())
-    while len(table):
+        params = SequenceParams(
+            str(number), prompt.tobytes(), prompt_tokens - 1, NUM_TOKENS, handle=number + 1, sampling=GREEDY
+        )
+        scheduler.admit(params, time.monotonic())
+    while len(scheduler):
         loop.step()
     return extras.steps

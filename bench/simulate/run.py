@@ -76,7 +76,7 @@ class Simulation:
         self._gateway.poll()
         self._clock.run(lambda: len(outcome.answers) == self._workload.num_requests)
         outcome.busy_s = {role: [worker.busy_s for worker in all_] for role, all_ in self.workers.items() if all_}
-        outcome.num_preemptions = sum(worker.table.num_preemptions for worker in self.workers["decode"])
+        outcome.num_preemptions = sum(worker.scheduler.num_preemptions for worker in self.workers["decode"])
         outcome.num_choices, outcome.choosing_s = self._gateway.router.num_choices, self._gateway.router.choosing_s
         outcome.ran_s = time.perf_counter() - began
         return outcome
@@ -84,9 +84,11 @@ class Simulation:
     def check(self) -> None:
         """Check that every page is accounted for, and none is held."""
         for worker in (*self.workers["prefill"], *self.workers["decode"]):
-            worker.table.check()
-            if len(worker.table) or worker.table.cache.num_held:
-                raise AssertionError(f"{len(worker.table)} sequences and {worker.table.cache.num_held} pages are left")
+            worker.scheduler.check()
+            if len(worker.scheduler) or worker.scheduler.cache.num_held:
+                raise AssertionError(
+                    f"{len(worker.scheduler)} sequences and {worker.scheduler.cache.num_held} pages are left"
+                )
 
     def _ask(self, client: Conversation, turn: int, before: bytes) -> None:
         prompt = client.prompt(turn, before)

@@ -1,8 +1,8 @@
-"""A worker: the real table, prefix cache and step plan; a step takes virtual time by `Costs`.
+"""A worker: the real scheduler, prefix cache and step plan; a step takes virtual time by `Costs`.
 
-Steps of answers alone repeat until an answer ends, pages run short or the table changes. Such a run of steps is applied
-to the table at once, like one step whose guesses were all right. Without `is_bulk` each step is planned separately,
-with the same times (the slow twin).
+Steps of answers alone repeat until an answer ends, pages run short or the scheduler changes. Such a run of steps is
+applied at once, like one step whose drafts were all right. Without `is_bulk` each step is planned separately, with the
+same times (the slow twin).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +14,10 @@ import numpy as np
 from bench.simulate.costs import Costs, Floats, work_of
 from bench.simulate.events import Clock
 from bench.simulate.figures import Gaps
-from worker.plan import Budget, plan_step
+from worker.plan import TokenBudget, schedule
 from worker.prefix_cache import PrefixCache, num_pages_for
-from worker.sequences import ANY_NUMBER, Phase, Planned, Update
-from worker.table import SequenceTable
+from worker.scheduler import Scheduler
+from worker.sequences import ANY_NUMBER, Phase, ScheduledSequence, Update
 
 MODEL = "simulated"  # fingerprint of the weights
 LEASE_S = 30.0  # longer than any run: nothing fails here
@@ -38,33 +38,33 @@ class Limits:
 
 
 class SimWorker:
-    """Owns a table. Callers change it within `changing`."""
+    """Owns a scheduler. Callers change it within `changing`."""
 
     def __init__(
         self, clock: Clock, costs: Costs, limits: Limits, gaps: Gaps, publish: Publish, is_bulk: bool = True
     ) -> None:
         """`publish` gets answers' first and last updates, and all of prompts computed for other workers."""
         cache = PrefixCache(limits.num_pages, [0] * limits.num_pages)
-        self.table = SequenceTable(
+        self.scheduler = Scheduler(
             cache, limits.page_tokens, limits.max_running, LEASE_S, MODEL, limits.max_offer_pages
         )  # fmt: skip
         self.busy_s = 0.0
         self._clock = clock
         self._costs = costs
-        self._budget = Budget(limits.chunk_tokens, "chunk_tokens")
+        self._budget = TokenBudget(limits.chunk_tokens, "chunk_tokens")
         self._gaps = gaps
         self._publish = publish
         self._is_bulk = is_bulk
-        self._planned: list[Planned] = []  # per step of the run; the table has begun the first
+        self._planned: list[ScheduledSequence] = []  # per step of the run; the scheduler has begun the first
         self._began = 0.0  # start of that step
         self._ends = NO_STEPS  # end times of the run's steps
         self._run = 0  # number of the run
 
     @contextmanager
-    def changing(self) -> Iterator[SequenceTable]:
-        """The table, up to date. Changes take part in the next step."""
+    def changing(self) -> Iterator[Scheduler]:
+        """The scheduler, up to date. Changes take part in the next step."""
         self.settle()
-        yield self.table
+        yield self.scheduler
         if not len(self._ends):
             self._begin()
         elif len(self._ends) > 1:
@@ -77,10 +77,10 @@ class SimWorker:
         if count:
             self._complete(count)
             self._ends = self._ends[count:]
-            self._planned = plan_step(self.table, self._budget)
+            self._planned = schedule(self.scheduler, self._budget)
 
     def _begin(self) -> None:
-        self._planned = plan_step(self.table, self._budget)
+        self._planned = schedule(self.scheduler, self._budget)
         if self._planned:
             self._began = self._clock.now
             self._ends = self._costs.ends(self._began, work_of(self._planned), self._count_equal())
@@ -102,17 +102,17 @@ class SimWorker:
 
     def _count_equal(self) -> int:
         """Number of equal steps that follow one another without outside changes."""
-        planned, table = self._planned, self.table
+        planned, scheduler = self._planned, self.scheduler
         is_steady = all(step.count == 1 and step.sequence.first_token_at is not None for step in planned)
-        if not self._is_bulk or not is_steady or table.in_phase(Phase.PREEMPTED):
+        if not self._is_bulk or not is_steady or scheduler.in_phase(Phase.PREEMPTED):
             return 1
         count = min(step.sequence.most_tokens - len(step.sequence.tokens) for step in planned)
-        while count > 1 and self._num_new_pages(count) > table.cache.num_spare:
+        while count > 1 and self._num_new_pages(count) > scheduler.cache.num_spare:
             count //= 2
         return count
 
     def _num_new_pages(self, count: int) -> int:
-        size = self.table.page_tokens
+        size = self.scheduler.page_tokens
         return sum(num_pages_for(step.begin + count, size) - len(step.sequence.pages) for step in self._planned)
 
     def _complete(self, count: int) -> list[Update]:
@@ -123,13 +123,13 @@ class SimWorker:
         self._began = last
         for step in self._planned:
             if count > 1:
-                self.table.make_room(step.sequence, step.begin + count)
+                self.scheduler.make_room(step.sequence, step.begin + count)
             if step.wants_token and step.sequence.last_token_at is not None:
                 self._gaps.add(first - step.sequence.last_token_at)
         self._gaps.add_steps(np.diff(ends), len(self._planned))
         for step in self._planned:
             is_first = step.sequence.first_token_at is None
-            update = self.table.finish_step(step, bytes(count) if step.wants_token else (), last)
+            update = self.scheduler.finish_step(step, bytes(count) if step.wants_token else (), last)
             if update is not None and (is_first or update.finish_reason):
                 updates.append(update)
         return updates

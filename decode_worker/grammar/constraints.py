@@ -21,7 +21,7 @@ from decode_worker.grammar.fair_share import FairShare
 from decode_worker.grammar.limits import MAX_STEP_CPU_S, MAX_STUCK_CPU_S, MAX_TURN_CPU_S
 from decode_worker.grammar.matcher import Grammar, Matcher
 from decode_worker.grammar.step_thread import Done, NoThreadError, StepThread
-from worker.sequences import Planned, Sequence
+from worker.sequences import ScheduledSequence, Sequence
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -55,12 +55,12 @@ class Constraints:
         self._fair_share = FairShare()
         self._bound: WeakKeyDictionary[Sequence, _Bound] = WeakKeyDictionary()
 
-    def concerns(self, step: Planned) -> bool:
+    def concerns(self, step: ScheduledSequence) -> bool:
         """Whether the step chooses tokens that must match a grammar."""
-        return step.sequence.job.grammar is not None and step.wants_token
+        return step.sequence.params.grammar is not None and step.wants_token
 
-    def constrain(self, planned: Seq[Planned]) -> list[Standing | Exception]:
-        """Give the steps masks for the tokens they choose, and drop guesses that their grammars refuse.
+    def constrain(self, planned: Seq[ScheduledSequence]) -> list[Standing | Exception]:
+        """Give the steps masks for the tokens they choose, and drop drafts that their grammars refuse.
 
         OPEN if the step can be computed; otherwise why not.
         """
@@ -68,7 +68,7 @@ class Constraints:
         bound = {step.sequence.id: step for step in planned if self.concerns(step)}
         order = self._fair_share.order(list(bound))
         work = [self._find(bound[number].sequence) for number in order]
-        done = self._do(work, [partial(_constrain, one, bound[one.sequence.id].guesses) for one in work])
+        done = self._do(work, [partial(_constrain, one, bound[one.sequence.id].drafts) for one in work])
         for number, one in zip(order, done, strict=True):
             if one is _NO_TURN:
                 self._fair_share.waited(number)
@@ -76,7 +76,7 @@ class Constraints:
                 self._fair_share.took(number, one.cpu_s)
             if isinstance(one.result, np.ndarray):
                 bound[number].mask = one.result
-                bound[number].guesses = bound[number].guesses[: len(one.result) - 1]
+                bound[number].drafts = bound[number].drafts[: len(one.result) - 1]
             else:
                 standings[number] = one.result
         return [standings.get(step.sequence.id, Standing.OPEN) for step in planned]
@@ -90,8 +90,8 @@ class Constraints:
     def _find(self, sequence: Sequence) -> _Bound:
         bound = self._bound.get(sequence)
         if bound is None:
-            assert isinstance(sequence.job.grammar, Grammar)
-            bound = self._bound[sequence] = _Bound(sequence, sequence.job.grammar)
+            assert isinstance(sequence.params.grammar, Grammar)
+            bound = self._bound[sequence] = _Bound(sequence, sequence.params.grammar)
         return bound
 
     def _do(self, answers: Seq[_Bound], work: Seq[Callable[[], T]]) -> list[Done[T | Standing]]:
@@ -111,8 +111,8 @@ class Constraints:
         return done + [_NO_TURN] * (len(work) - len(done))
 
 
-def _constrain(answer: _Bound, guesses: Seq[int]) -> NDArray[np.int32] | Standing:
-    """[1 + guesses, ceil(V / 32)]: the tokens that may come next, and after each guess that the grammar allows.
+def _constrain(answer: _Bound, drafts: Seq[int]) -> NDArray[np.int32] | Standing:
+    """[1 + drafts, ceil(V / 32)]: the tokens that may come next, and after each draft that the grammar allows.
 
     WHOLE if the answer is complete without a further token. Raises GrammarMismatchError.
     """
@@ -123,7 +123,7 @@ def _constrain(answer: _Bound, guesses: Seq[int]) -> NDArray[np.int32] | Standin
         return Standing.LATE
     if matcher.is_over:
         return Standing.WHOLE
-    masks = matcher.fill(guesses, until)
+    masks = matcher.fill(drafts, until)
     if not masks[0].any():
         raise GrammarMismatchError("the grammar allows no token here, and not the end either")
     return masks
@@ -146,14 +146,14 @@ def _find_matcher(answer: _Bound) -> Matcher:
     if answer.grammar.is_too_slow.is_set():
         raise _too_slow()
     if answer.matcher is None:
-        answer.matcher = answer.grammar.new_matcher(answer.sequence.job.stop_token_ids)
+        answer.matcher = answer.grammar.new_matcher(answer.sequence.params.stop_token_ids)
     return answer.matcher
 
 
 def _give_up(answer: _Bound) -> GrammarMismatchError:
     """End the answer, and all others with its grammar: each would cost a thread, as this one did."""
     answer.grammar.is_too_slow.set()
-    log.warning("a grammar is given up: a single call takes too long", request_id=answer.sequence.job.request_id)
+    log.warning("a grammar is given up: a single call takes too long", request_id=answer.sequence.params.request_id)
     return _too_slow()
 
 
@@ -165,5 +165,5 @@ def _report(answer: _Bound, result: T | Exception) -> T | Exception:
     """The same. An error that is not the client's is logged, and replaced by one without xgrammar's internals."""
     if not isinstance(result, Exception) or isinstance(result, GrammarMismatchError):
         return result
-    log.error("a grammar was not followed", request_id=answer.sequence.job.request_id, exc_info=result)
+    log.error("a grammar was not followed", request_id=answer.sequence.params.request_id, exc_info=result)
     return GrammarFailedError(f"the grammar could not be followed: {type(result).__name__}")

@@ -1,1 +1,1 @@
-"""Guessing tokens ahead, so that one engine step gives several."""
+"""Drafting tokens ahead, so that one engine step gives several."""

@@ -14,7 +14,7 @@ class CostMeter:
     """Averages of measured forwards over the last steps. Not thread-safe: the engine thread's.
 
     A measurement counts less with each step after it, and is forgotten in the end. Otherwise a bad one could make
-    guesses look too expensive for ever: no step would guess, and so none would measure again.
+    drafts look too expensive for ever: no step would draft, and so none would measure again.
     """
 
     _seconds: dict[int, float] = field(default_factory=dict)  # size |-> average

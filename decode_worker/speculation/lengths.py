@@ -1,12 +1,12 @@
-"""How far to guess ahead: decided anew for every step from what guesses were worth and what a step costs. Pure.
+"""How far to draft: decided anew for every step from what drafts were worth and what a step costs. Pure.
 
-With acceptance a, the i-th guess of a sequence gives a**i tokens on average: it counts only when all before it were
-right. It costs a row of the step and, with a draft model, a share of one forward of that model. Guesses are added
-while they raise the expected tokens per second of the whole step. So long guesses are made for sequences that are easy
-to guess and in small batches; in large ones, whose rows are expensive, none.
+With acceptance a, the i-th draft of a sequence gives a**i tokens on average: it counts only when all before it were
+right. It costs a row of the step and, with a draft model, a share of one forward of that model. Drafts are added
+while they raise the expected tokens per second of the whole step. So long drafts are made for sequences that are easy
+to predict and in small batches; in large ones, whose rows are expensive, none.
 
-Costs that were measured badly would stay so where nothing is guessed. A request that names its drafter therefore
-probes: every PROBE_STEPS steps it guesses although that seems to be worth nothing.
+Costs that were measured badly would stay so where nothing is drafted. A request that names its drafter therefore
+probes: every PROBE_STEPS steps it drafts although that seems to be worth nothing.
 """
 
 from collections.abc import Sequence
@@ -15,27 +15,27 @@ from dataclasses import dataclass
 from wire.sampling import MAX_DRAFT_TOKENS
 
 PRIOR_ACCEPTANCE = 0.6  # of a sequence that nothing is known of
-PRIOR_TRIALS = 2.0  # how many observed guesses that belief is worth
-DECAY = 0.95  # of what was observed, a guess: the last 20 count
-IDLE_DECAY = 0.98  # of what was observed, a step without a guess: after about 50 it is worth another try
+PRIOR_TRIALS = 2.0  # how many observed drafts that belief is worth
+DECAY = 0.95  # of what was observed, a draft: the last 20 count
+IDLE_DECAY = 0.98  # of what was observed, a step without a draft: after about 50 it is worth another try
 PROBE_STEPS = 32
 PROBE_LENGTHS = (1, 2, 4, 8)  # in turn: each measures another size of forwards; only from 2 on the draft model's
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """How often the guesses for one sequence were right, the latest counting most."""
+    """How often the drafts for one sequence were right, the latest counting most."""
 
     right: float = 0.0
     tried: float = 0.0
 
     @property
     def rate(self) -> float:
-        """Chance that the next guess is right, given that those before it were."""
+        """Chance that the next draft is right, given that those before it were."""
         return (self.right + PRIOR_ACCEPTANCE * PRIOR_TRIALS) / (self.tried + PRIOR_TRIALS)
 
     def after(self, drafted: int, accepted: int) -> "Acceptance":
-        """After a step with `drafted` guesses, of which the first `accepted` were right. The others were not tried."""
+        """After a step with `drafted` drafts, of which the first `accepted` were right. The others were not tried."""
         if not drafted:
             return Acceptance(self.right * IDLE_DECAY, self.tried * IDLE_DECAY)
         tried = min(accepted + 1, drafted)
@@ -66,7 +66,7 @@ class CostCurve:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What guesses cost."""
+    """What drafts cost."""
 
     step: CostCurve  # of the model
     draft: CostCurve | None  # of the draft model; None without one
@@ -74,25 +74,25 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A sequence of the step that may be guessed ahead."""
+    """A sequence of the step that may be drafted."""
 
     acceptance: float
-    most: int  # guesses allowed: the request's limit, and one less than the tokens it may still get
-    is_free: bool = False  # guessed without the draft model
-    num_behind: int = 0  # positions that the draft model computes before its first guess; this step's share of them
-    probe: int = 0  # guesses to make at least, whatever they cost
+    most: int  # drafts allowed: the request's limit, and one less than the tokens it may still get
+    is_free: bool = False  # drafted without the draft model
+    num_behind: int = 0  # positions that the draft model computes before its first draft; this step's share of them
+    probe: int = 0  # drafts to make at least, whatever they cost
 
 
 def probe_length(num_steps: int) -> int:
-    """How many tokens a sequence that probes guesses at least after so many steps; mostly 0."""
+    """How many tokens a sequence that probes drafts at least after so many steps; mostly 0."""
     num_probes, rest = divmod(num_steps + 1, PROBE_STEPS)
     return 0 if rest else PROBE_LENGTHS[(num_probes - 1) % len(PROBE_LENGTHS)]
 
 
 def choose_lengths(candidates: Sequence[Candidate], other_rows: int, costs: Costs) -> list[int]:
-    """How many tokens to guess for each candidate, when the step has `other_rows` besides one row for each of them.
+    """How many tokens to draft for each candidate, when the step has `other_rows` besides one row for each of them.
 
-    Sequences that may not be guessed ahead are candidates too, with `most` 0: their tokens count.
+    Sequences that may not be drafted are candidates too, with `most` 0: their tokens count.
     """
     lengths = [0] * len(candidates)
     if not candidates:
@@ -122,15 +122,15 @@ def choose_lengths(candidates: Sequence[Candidate], other_rows: int, costs: Cost
 class _Step:
     rows: int
     tokens: float  # expected
-    seconds: float  # those of guessing included
+    seconds: float  # those of drafting included
 
 
 def _extend(
     base: _Step, gains: Sequence[tuple[float, int]], step: CostCurve, draft: CostCurve | None
 ) -> tuple[int, _Step]:
-    """How many of the guesses to add, first ones first, for the most tokens per second; and the step with them.
+    """How many of the drafts to add, first ones first, for the most tokens per second; and the step with them.
 
-    `gains`: expected tokens of each guess, and rows of the draft model's forward for it.
+    `gains`: expected tokens of each draft, and rows of the draft model's forward for it.
     """
     num_best, best, tokens, draft_rows = 0, base, base.tokens, 0
     before = step.seconds(base.rows)

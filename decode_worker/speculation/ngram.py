@@ -1,4 +1,4 @@
-"""Guessing ahead without a model: what followed the last few tokens when they last stood in the sequence. Pure."""
+"""Speculation without a model: what followed the last few tokens when they last stood in the sequence. Pure."""
 
 from array import array
 

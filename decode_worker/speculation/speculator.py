@@ -1,4 +1,4 @@
-"""Has drafters guess for a planned step, and keeps what planning needs: acceptance, and what forwards cost.
+"""Has drafters propose for a planned step, and keeps what planning needs: acceptance, and what forwards cost.
 
 Runs on the engine thread; knows drafters, not models.
 """
@@ -14,8 +14,8 @@ from decode_worker.speculation.drafters import Drafter, Wanted
 from decode_worker.speculation.lengths import Acceptance, Candidate, Costs, choose_lengths, probe_length
 from engine.out_of_memory import is_out_of_memory
 from wire.sampling import MAX_DRAFT_TOKENS
-from worker.sequences import Planned, Sequence
-from worker.table import SequenceTable
+from worker.scheduler import Scheduler
+from worker.sequences import ScheduledSequence, Sequence
 
 log = structlog.get_logger()
 UNKNOWN = Acceptance()
@@ -30,15 +30,15 @@ class Speculator:
         """`meter`: of the model's own forwards. The last two: for requests that do not set them."""
         self._drafters = drafters
         self._meter = meter
-        self._failing = set[str]()  # drafters whose last guesses failed
+        self._failing = set[str]()  # drafters whose last drafts failed
         self._speculate = speculate
         self._max_draft_tokens = max_draft_tokens
         self._acceptance: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
 
     def resolve(self, drafter: str, max_draft_tokens: int) -> tuple[str, int]:
-        """The drafter for a request that asks for `drafter` ("" or "auto": the worker's choice), and its most guesses.
+        """The drafter for a request that asks for `drafter` ("" or "auto": the worker's choice), and its most drafts.
 
-        ValueError for a drafter that is not here, or too many guesses.
+        ValueError for a drafter that is not here, or too many drafts.
         """
         if drafter in ("", "auto"):
             drafter = self._speculate
@@ -54,7 +54,7 @@ class Speculator:
         return drafter, max_draft_tokens or self._max_draft_tokens
 
     def costs(self) -> Costs | None:
-        """What guesses cost; None if nothing is measured yet."""
+        """What drafts cost; None if nothing is measured yet."""
         step = self._meter.curve()
         draft = next((curve for one in self._drafters.values() if (curve := one.cost()) is not None), None)
         return None if step is None else Costs(step, draft)
@@ -66,64 +66,64 @@ class Speculator:
         for drafter in self._drafters.values():
             drafter.end_step()
 
-    def guess(self, planned: Seq[Planned]) -> None:
-        """Give the steps their guesses. If a drafter fails, its sequences go without."""
+    def draft(self, planned: Seq[ScheduledSequence]) -> None:
+        """Give the steps their drafts. If a drafter fails, its sequences go without."""
         for name, drafter in self._drafters.items():
-            mine = [step for step in planned if step.sequence.job.drafter == name]
+            mine = [step for step in planned if step.sequence.params.drafter == name]
             if not mine:
                 continue
             try:
                 answers = drafter.propose(
                     [
-                        Wanted(step.sequence, step.begin + step.count if step.count > 1 else 0, step.num_guesses)
+                        Wanted(step.sequence, step.begin + step.count if step.count > 1 else 0, step.num_drafts)
                         for step in mine
                     ]
                 )
             except Exception as error:
                 if name not in self._failing:  # one line, not one a step
                     traceback = not is_out_of_memory(error)
-                    log.error("guessing ahead failed", drafter=name, reason=str(error), exc_info=traceback)
+                    log.error("speculation failed", drafter=name, reason=str(error), exc_info=traceback)
                 self._failing.add(name)
                 continue
             self._failing.discard(name)
-            for step, guess in zip(mine, answers, strict=True):
-                step.guesses, step.draft_computed = guess.token_ids, guess.draft_computed
+            for step, draft in zip(mine, answers, strict=True):
+                step.drafts, step.draft_computed = draft.token_ids, draft.draft_computed
 
     def acceptance(self, sequence: Sequence) -> Acceptance:
-        """How often guesses for it were right."""
+        """How often drafts for it were right."""
         return self._acceptance.get(sequence, UNKNOWN)
 
-    def note_guesses(self, step: Planned, num_accepted: int) -> None:
-        """The step is over. If guesses were planned and the drafter found none, that counts as one wrong guess."""
-        tried = len(step.guesses) or min(step.num_guesses, 1)
+    def note_drafts(self, step: ScheduledSequence, num_accepted: int) -> None:
+        """The step is over. If drafts were planned and the drafter found none, that counts as one wrong draft."""
+        tried = len(step.drafts) or min(step.num_drafts, 1)
         before = self.acceptance(step.sequence)
         self._acceptance[step.sequence] = before.after(tried, num_accepted)
 
 
-def plan_guesses(table: SequenceTable, planned: Seq[Planned], costs: Costs, speculator: Speculator) -> None:
-    """Plan as many guesses as are worth their cost, if there are pages to spare for them."""
+def plan_drafts(scheduler: Scheduler, planned: Seq[ScheduledSequence], costs: Costs, speculator: Speculator) -> None:
+    """Plan as many drafts as are worth their cost, if there are pages to spare for them."""
     plain = [step for step in planned if step.wants_token and step.count == 1]
-    if not any(step.sequence.job.max_draft_tokens for step in plain):
+    if not any(step.sequence.params.max_draft_tokens for step in plain):
         return
     candidates = [
         Candidate(
             speculator.acceptance(step.sequence).rate,
-            most_guesses(step.sequence),
-            step.sequence.job.drafter == "ngram",
+            most_drafts(step.sequence),
+            step.sequence.params.drafter == "ngram",
             _spread(len(step.sequence.tokens) - 1 - step.sequence.draft_computed, step.sequence),
-            probe_length(step.sequence.num_steps) if step.sequence.job.probes else 0,
+            probe_length(step.sequence.num_steps) if step.sequence.params.probes else 0,
         )
         for step in plain
     ]
     lengths = choose_lengths(candidates, sum(step.count for step in planned) - len(plain), costs)
     for step, length in zip(plain, lengths, strict=True):
         if length:
-            step.num_guesses = table.make_room_for_guesses(step.sequence, length)
+            step.num_drafts = scheduler.make_room_for_drafts(step.sequence, length)
 
 
-def most_guesses(sequence: Sequence) -> int:
-    """Tokens that may be guessed in one step, which itself gives one more."""
-    return max(min(sequence.job.max_draft_tokens, sequence.most_tokens - len(sequence.tokens) - 1), 0)
+def most_drafts(sequence: Sequence) -> int:
+    """Tokens that may be drafted in one step, which itself gives one more."""
+    return max(min(sequence.params.max_draft_tokens, sequence.most_tokens - len(sequence.tokens) - 1), 0)
 
 
 def _spread(num_behind: int, sequence: Sequence) -> int:

@@ -7,9 +7,9 @@ import numpy as np
 from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
 from decode_worker.speculation.speculator import Speculator
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
 from engine.engine import Engine
-from engine.rows import Rows
+from engine.input_batch import InputBatch
 from engine.runner import Runner
 from runtime.config import DecodeConfig
 from runtime.settings import ConfigError
@@ -31,11 +31,11 @@ def build_speculator(engine: Engine, config: DecodeConfig) -> Speculator:
     return Speculator(drafters, _measure_aside(engine.runner, engine.rows), config.speculate, config.max_draft_tokens)
 
 
-def _measure_aside(runner: Runner, rows: Rows) -> CostMeter:
+def _measure_aside(runner: Runner, rows: InputBatch) -> CostMeter:
     return call_in_thread(lambda: measure(runner, rows))  # see build_rank_engine
 
 
-def measure(runner: Runner, rows: Rows) -> CostMeter:
+def measure(runner: Runner, rows: InputBatch) -> CostMeter:
     """What forwards of one-token sequences take."""
     meter = CostMeter()
     counts = [count for count in MEASURED_ROWS if count <= rows.num_rows]
@@ -58,5 +58,5 @@ def measure(runner: Runner, rows: Rows) -> CostMeter:
 
 def _time(runner: Runner, count: int) -> float:
     started = time.perf_counter()
-    runner.launch([RowRequest(row, 0, 1, num_logits=1) for row in range(count)]).collect()
+    runner.launch([ForwardRow(row, 0, 1, num_logits=1) for row in range(count)]).collect()
     return time.perf_counter() - started

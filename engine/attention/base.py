@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.attention.qkv import Heads
+from engine.attention.qkv import QKV
 from engine.batch import Batch
 
 FP8_LIMIT = 448.0  # largest float8_e4m3fn value; fp8 pages have no scale
@@ -31,7 +31,7 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def attend(self, layer: int, heads: Heads, window: int | None, sinks: Tensor | None = None) -> Tensor:
+    def attend(self, layer: int, heads: QKV, window: int | None, sinks: Tensor | None = None) -> Tensor:
         """Write the new keys and values into the pool, then attend to everything up to each query's own position.
         Heads without any: another call of this step has written them to this layer.
 

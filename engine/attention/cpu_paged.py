@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.qkv import Heads
+from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
 from engine.kernels.cpu_layers import apply_rope
@@ -27,8 +27,8 @@ class _BatonBatch(ctypes.Structure):
     """struct BatonBatch of cpu_paged.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("pool", "query_starts", "context_lens", "page_table")),
-        *((name, ctypes.c_void_p) for name in ("write_pages", "write_offsets", "blocks")),
+        *((name, ctypes.c_void_p) for name in ("pool", "cu_seqlens_q", "seq_lens", "page_table")),
+        *((name, ctypes.c_void_p) for name in ("slot_mapping", "blocks")),
         *((name, ctypes.c_int64) for name in ("page_table_width", "num_tokens", "num_blocks", "block_tokens")),
         *((name, ctypes.c_int64) for name in ("page_stride", "head_stride", "layer_stride", "kv_stride")),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "page_tokens", "head_dim")),
@@ -88,17 +88,16 @@ class CpuPagedAttention:
         else:
             last, arguments = None, self._describe(pool)
         checked = None if last is None else last.batch
-        query_lens, context_lens = check_batch(batch, pool.shape[PAGES], arguments.page_tokens, checked)
+        query_lens, seq_lens = check_batch(batch, pool.shape[PAGES], arguments.page_tokens, checked)
         if last is not None and last.batch.query_lens_host is batch.query_lens_host:
             blocks = last.blocks  # still cover the queries; their order affects only the balance between threads
         else:
-            blocks = plan_blocks(query_lens, context_lens, arguments.block_tokens)
+            blocks = plan_blocks(query_lens, seq_lens, arguments.block_tokens)
             arguments.blocks, arguments.num_blocks = blocks.ctypes.data, len(blocks)
-        arguments.query_starts = batch.query_starts.data_ptr()
-        arguments.context_lens = batch.context_lens.data_ptr()
+        arguments.cu_seqlens_q = batch.cu_seqlens_q.data_ptr()
+        arguments.seq_lens = batch.seq_lens.data_ptr()
         arguments.page_table = batch.page_table.data_ptr()
-        arguments.write_pages = batch.write_pages.data_ptr()
-        arguments.write_offsets = batch.write_offsets.data_ptr()
+        arguments.slot_mapping = batch.slot_mapping.data_ptr()
         arguments.page_table_width = batch.page_table.shape[1]
         arguments.num_tokens = batch.token_ids.shape[0]
         self._plan = _Plan(batch, pool, blocks, arguments)
@@ -126,7 +125,7 @@ class CpuPagedAttention:
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "CpuPagedAttention":
         return self
 
-    def attend(self, layer: int, heads: Heads, window: int | None, sinks: Tensor | None = None) -> Tensor:
+    def attend(self, layer: int, heads: QKV, window: int | None, sinks: Tensor | None = None) -> Tensor:
         """See `AttentionBackend.attend`. ValueError names what does not fit; the pool is then unchanged."""
         plan = self._plan
         if plan is None:
@@ -164,29 +163,29 @@ class CpuPagedAttention:
         return out
 
 
-def apply_rope_in_place(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Like `Heads.turned`, in place where possible."""
-    turn = heads.turn
-    if turn is not None and apply_rope(heads.query_key, turn.cos, turn.signed_sin, turn.norm, turn.eps):
-        heads = heads._replace(turn=None)
-    return heads.turned()
+def apply_rope_in_place(heads: QKV) -> tuple[Tensor, Tensor, Tensor]:
+    """Like `QKV.ready`, in place where possible."""
+    rope = heads.rope
+    if rope is not None and apply_rope(heads.query_key, rope.cos, rope.signed_sin, rope.norm, rope.eps):
+        heads = heads._replace(rope=None)
+    return heads.ready()
 
 
-def plan_blocks(query_lens: Ints, context_lens: Ints, block_tokens: int) -> NDArray[np.int32]:
+def plan_blocks(query_lens: Ints, seq_lens: Ints, block_tokens: int) -> NDArray[np.int32]:
     """[num_blocks, 2]: (sequence, first of up to `block_tokens` new tokens), covering every new token.
 
     Blocks with the most keys come first: threads take them in this order, so the last blocks are short.
     """
     if not np.count_nonzero(query_lens != 1):  # plain decode: skips the ten operations below
         decode = np.zeros((len(query_lens), 2), np.int32)
-        decode[:, 0] = np.argsort(-context_lens)
+        decode[:, 0] = np.argsort(-seq_lens)
         return decode
     counts = -(-query_lens // block_tokens)  # [B]
     sequences = np.repeat(np.arange(len(counts)), counts)  # [num_blocks]
     earlier = np.cumsum(counts) - counts  # [B], blocks of the sequences before
     firsts = (np.arange(len(sequences)) - earlier[sequences]) * block_tokens
     new_tokens = query_lens[sequences]
-    num_keys = (context_lens[sequences] - new_tokens) + np.minimum(firsts + block_tokens, new_tokens)
+    num_keys = (seq_lens[sequences] - new_tokens) + np.minimum(firsts + block_tokens, new_tokens)
     order = np.argsort(-num_keys, kind="stable")
     return np.stack((sequences[order], firsts[order]), 1).astype(np.int32)
 
@@ -202,38 +201,36 @@ def check_batch(batch: Batch, num_pages: int, page_tokens: int, checked: Batch |
     has_queries = (
         checked is not None
         and checked.query_lens_host is batch.query_lens_host
-        and checked.query_starts is batch.query_starts
+        and checked.cu_seqlens_q is batch.cu_seqlens_q
         and checked.token_ids.shape[0] == num_tokens
     )
     has_pages = checked is not None and checked.page_table is batch.page_table and has_queries
     if not has_queries:
-        _check_tensor("query_starts", batch.query_starts, torch.int32, num_sequences + 1)
-    _check_tensor("context_lens", batch.context_lens, torch.int32, num_sequences)
+        _check_tensor("cu_seqlens_q", batch.cu_seqlens_q, torch.int32, num_sequences + 1)
+    _check_tensor("seq_lens", batch.seq_lens, torch.int32, num_sequences)
     if not has_pages:
         _check_tensor("page_table", batch.page_table, torch.int32, num_sequences, width)
-    _check_tensor("write_pages", batch.write_pages, torch.int64, num_tokens)
-    _check_tensor("write_offsets", batch.write_offsets, torch.int64, num_tokens)
+    _check_tensor("slot_mapping", batch.slot_mapping, torch.int64, num_tokens)
     query_lens: Ints = batch.query_lens_host.astype(np.int64)
-    context_lens: Ints = batch.context_lens_host.astype(np.int64)
-    if np.count_nonzero(batch.context_lens.numpy() != context_lens):
-        raise ValueError(f"context_lens {batch.context_lens.tolist()} differ from the host's {batch.context_lens_host}")
-    wrong = (query_lens < 0) | (query_lens > context_lens)
+    seq_lens: Ints = batch.seq_lens_host.astype(np.int64)
+    if np.count_nonzero(batch.seq_lens.numpy() != seq_lens):
+        raise ValueError(f"seq_lens {batch.seq_lens.tolist()} differ from the host's {batch.seq_lens_host}")
+    wrong = (query_lens < 0) | (query_lens > seq_lens)
     if np.count_nonzero(wrong):
         index = wrong.argmax()
-        raise ValueError(f"{query_lens[index]} new tokens in a context of {context_lens[index]}")
-    if np.count_nonzero(context_lens > width * page_tokens):
-        raise ValueError(f"context of {context_lens.max()} tokens in a page table of {width} pages of {page_tokens}")
+        raise ValueError(f"{query_lens[index]} new tokens in a context of {seq_lens[index]}")
+    if np.count_nonzero(seq_lens > width * page_tokens):
+        raise ValueError(f"context of {seq_lens.max()} tokens in a page table of {width} pages of {page_tokens}")
     if not has_queries:
-        starts = batch.query_starts.numpy()
+        starts = batch.cu_seqlens_q.numpy()
         if starts[0] != 0 or starts[-1] != num_tokens or np.count_nonzero(starts[1:] != np.add.accumulate(query_lens)):
             raise ValueError(
-                f"query_starts {starts.tolist()} do not match {num_tokens} tokens in {batch.query_lens_host} a sequence"
+                f"cu_seqlens_q {starts.tolist()} do not match {num_tokens} tokens in {batch.query_lens_host} a sequence"
             )
     if not has_pages:
         _check_range("page_table", batch.page_table, num_pages)
-    _check_range("write_pages", batch.write_pages, num_pages)
-    _check_range("write_offsets", batch.write_offsets, page_tokens)
-    return query_lens, context_lens
+    _check_range("slot_mapping", batch.slot_mapping, num_pages * page_tokens)
+    return query_lens, seq_lens
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:

@@ -14,7 +14,7 @@ from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPaged
 from torch import Tensor
 
 from engine.attention.base import FP8_LIMIT
-from engine.attention.qkv import NO_TURN, Heads
+from engine.attention.qkv import NO_ROPE, QKV
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
 from engine.kernels.gpu_layers import join_pages, rope_and_write
@@ -97,17 +97,17 @@ class FlashInferAttention:
         self._batch = batch
         # [L, 2, num_pages, Hkv, page_tokens, D], a view
         self._layers = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)
-        page_tokens, context_lens = pool.shape[TOKENS], batch.context_lens_host.astype(np.int64)
-        num_pages = -(-context_lens // page_tokens)
+        page_tokens, seq_lens = pool.shape[TOKENS], batch.seq_lens_host.astype(np.int64)
+        num_pages = -(-seq_lens // page_tokens)
         starts = find_starts(num_pages)
-        last_lens = (context_lens - (num_pages - 1) * page_tokens).astype(np.int32)
-        query_starts = find_starts(batch.query_lens_host.astype(np.int64))
+        last_lens = (seq_lens - (num_pages - 1) * page_tokens).astype(np.int32)
+        cu_seqlens_q = find_starts(batch.query_lens_host.astype(np.int64))
         host_starts, host_last_lens, host_lens, host_query_starts = pin(
-            [starts, last_lens, batch.context_lens_host, query_starts], self._device
+            [starts, last_lens, batch.seq_lens_host, cu_seqlens_q], self._device
         )
         indices = torch.empty(int(starts[-1]), dtype=torch.int32, device=self._device)
         join_pages(batch.page_table, host_starts.to(self._device, non_blocking=True), indices)
-        is_decode = query_starts[-1] == self._num_tokens * len(context_lens)
+        is_decode = cu_seqlens_q[-1] == self._num_tokens * len(seq_lens)
         if self._is_staged is not None:
             self._is_staged.synchronize()
         self._planned = self._decode if is_decode else self._prefill
@@ -124,15 +124,14 @@ class FlashInferAttention:
         if self._device.type == "cuda":
             self._is_staged = mark()
 
-    def attend(self, layer: int, heads: Heads, window: Window, sinks: Tensor | None = None) -> Tensor:
+    def attend(self, layer: int, heads: QKV, window: Window, sinks: Tensor | None = None) -> Tensor:
         if sinks is not None:
             raise ValueError(NO_SINKS)
         keys, values = self._layers[layer]  # each [num_pages, Hkv, page_tokens, D]
         limit = FP8_LIMIT if keys.dtype is torch.float8_e4m3fn else 0.0
-        batch, turn = self._batch, heads.turn or NO_TURN
+        batch, rope = self._batch, heads.rope or NO_ROPE
         query = rope_and_write(
-            heads.query_key, heads.value, *turn, keys, values,
-            batch.write_pages, batch.write_offsets, limit,
+            heads.query_key, heads.value, *rope, keys, values, batch.slot_mapping, limit,
         )  # fmt: skip
         attended: Tensor = self._planned[window].run(query, (keys, values))
         return attended

@@ -6,7 +6,7 @@ from math import prod
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.attention.qkv import Heads
+from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
 from wire.kv_layout import pool_sizes
@@ -50,6 +50,6 @@ class LayeredAttention:
         backends = [backend.for_graph(num_sequences, num_tokens, num_pages) for backend in self._backends]
         return LayeredAttention(self._shapes, backends, self._page_tokens)
 
-    def attend(self, layer: int, heads: Heads, window: int | None, sinks: Tensor | None = None) -> Tensor:
+    def attend(self, layer: int, heads: QKV, window: int | None, sinks: Tensor | None = None) -> Tensor:
         part, index = self._places[layer]
         return self._backends[part].attend(index, heads, window, sinks)

@@ -1,6 +1,6 @@
 """A layer's new queries, keys and values between the projection and attention: norm and rotation.
 
-Backends without a kernel for this call `Heads.turned`, the slow twin of kernels/gpu_layers.py.
+Backends without a kernel for this call `QKV.ready`, the slow twin of kernels/gpu_layers.py.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 
-class Turn(NamedTuple):
+class RopeArgs(NamedTuple):
     """What queries and keys still need: an RMSNorm per head, if the model has one, then the rotation."""
 
     cos: Tensor  # [T, 1, D]
@@ -20,33 +20,33 @@ class Turn(NamedTuple):
 
 
 AnyTurn = tuple[Tensor | None, Tensor | None, Tensor | None, float]
-NO_TURN: AnyTurn = (None, None, None, 0.0)
+NO_ROPE: AnyTurn = (None, None, None, 0.0)
 
 
-class Heads(NamedTuple):
+class QKV(NamedTuple):
     """T tokens: strided views of one product; the last two dimensions are contiguous. Backends may overwrite them."""
 
     query_key: Tensor  # [T, Hq + Hkv, D], all query heads, then all key heads
     value: Tensor  # [T, Hkv, D]; Hkv is 0 if the layer's keys and values are already in the pool
-    turn: Turn | None = None  # None: queries and keys are ready
+    rope: RopeArgs | None = None  # None: queries and keys are ready
 
     @property
     def num_heads(self) -> int:
         """Hq"""
         return self.query_key.shape[1] - self.value.shape[1]
 
-    def turned(self) -> tuple[Tensor, Tensor, Tensor]:
+    def ready(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, Hq, D], keys and values [T, Hkv, D], ready for attention."""
-        query_key = self.query_key if self.turn is None else turn_slowly(self.query_key, self.turn)
+        query_key = self.query_key if self.rope is None else apply_rope_slowly(self.query_key, self.rope)
         return query_key[:, : self.num_heads], query_key[:, self.num_heads :], self.value
 
 
-def turn_slowly(query_key: Tensor, turn: Turn) -> Tensor:
+def apply_rope_slowly(query_key: Tensor, rope: RopeArgs) -> Tensor:
     """[T, Hq + Hkv, D] |-> the same, contiguous."""
-    if turn.norm is not None:
-        wide = query_key if turn.norm.dtype is query_key.dtype else query_key.float()  # Gemma's 1 + weight
-        query_key = (functional.rms_norm(wide, query_key.shape[-1:], None, turn.eps) * turn.norm).to(query_key.dtype)
-    return rotate(query_key, turn.cos, turn.signed_sin)
+    if rope.norm is not None:
+        wide = query_key if rope.norm.dtype is query_key.dtype else query_key.float()  # Gemma's 1 + weight
+        query_key = (functional.rms_norm(wide, query_key.shape[-1:], None, rope.eps) * rope.norm).to(query_key.dtype)
+    return rotate(query_key, rope.cos, rope.signed_sin)
 
 
 def rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

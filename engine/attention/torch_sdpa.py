@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.attention.base import FP8_LIMIT
-from engine.attention.qkv import Heads
+from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
@@ -31,20 +31,20 @@ class TorchSdpaAttention:
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "TorchSdpaAttention":
         return self
 
-    def attend(self, layer: int, heads: Heads, window: int | None, sinks: Tensor | None = None) -> Tensor:
+    def attend(self, layer: int, heads: QKV, window: int | None, sinks: Tensor | None = None) -> Tensor:
         batch = self._batch
-        query, key, value = heads.turned()
+        query, key, value = heads.ready()
         all_keys, all_values = self._layers[layer]  # each [num_pages, Hkv, page_tokens, D]
+        page_tokens = all_keys.shape[2]
         if value.shape[1]:
-            all_keys[batch.write_pages, :, batch.write_offsets] = narrow(key, all_keys.dtype)
-            all_values[batch.write_pages, :, batch.write_offsets] = narrow(value, all_values.dtype)
+            pages, offsets = batch.slot_mapping // page_tokens, batch.slot_mapping % page_tokens
+            all_keys[pages, :, offsets] = narrow(key, all_keys.dtype)
+            all_values[pages, :, offsets] = narrow(value, all_values.dtype)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         begin = 0
-        for index, (query_len, context_len) in enumerate(
-            zip(batch.query_lens_host, batch.context_lens_host, strict=True)
-        ):
+        for index, (query_len, context_len) in enumerate(zip(batch.query_lens_host, batch.seq_lens_host, strict=True)):
             rows = slice(begin, begin + query_len)
-            pages = batch.page_table[index, : -(-context_len // all_keys.shape[2])]
+            pages = batch.page_table[index, : -(-context_len // page_tokens)]
             keys, values = (  # [Hkv, C, D]
                 rows_of_pages.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, :context_len].to(query.dtype)
                 for rows_of_pages in (all_keys, all_values)

@@ -23,7 +23,7 @@ def add_norm(rows: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> 
 
 
 def apply_rope(query_key: Tensor, cos: Tensor, signed_sin: Tensor, norm: Tensor | None, eps: float) -> bool:
-    """Norm and rotate query and key heads [T, N, D] in place; see attention.qkv.Turn. False: cannot, untouched."""
+    """Norm and rotate query and key heads [T, N, D] in place; see attention.qkv.RopeArgs. False: cannot, untouched."""
     kernel = load()
     if kernel is None or not _can_turn(query_key, cos, signed_sin, norm):
         return False

@@ -17,11 +17,10 @@
 // Fixed for all layers of one batch; mirrored field by field in cpu_paged.py.
 struct BatonBatch {
     void* pool;                    // runs of page_tokens rows of head_dim; the strides below locate a run
-    const int32_t* query_starts;   // [B + 1]
-    const int32_t* context_lens;   // [B]
+    const int32_t* cu_seqlens_q;   // [B + 1]
+    const int32_t* seq_lens;       // [B]
     const int32_t* page_table;     // [B, page_table_width]
-    const int64_t* write_pages;    // [num_tokens]
-    const int64_t* write_offsets;  // [num_tokens]
+    const int64_t* slot_mapping;   // [num_tokens]: page * page_tokens + row in the page
     const int32_t* blocks;         // [num_blocks, 2]: sequence, first query position among its new tokens
     int64_t page_table_width, num_tokens, num_blocks, block_tokens;
     int64_t page_stride, head_stride, layer_stride, kv_stride;  // in elements; kv: from keys to values
@@ -314,10 +313,10 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
     using Operand = typename Math::Operand;
     const int64_t group = batch.num_heads / batch.num_kv_heads, dim = batch.head_dim;
     const int64_t padded = round_up(dim, Math::kStep);
-    const int64_t query_begin = batch.query_starts[sequence];
-    const int64_t query_len = batch.query_starts[sequence + 1] - query_begin;
+    const int64_t query_begin = batch.cu_seqlens_q[sequence];
+    const int64_t query_len = batch.cu_seqlens_q[sequence + 1] - query_begin;
     const int64_t num_queries = std::min(batch.block_tokens, query_len - first_query);
-    const int64_t first_position = batch.context_lens[sequence] - query_len + first_query;
+    const int64_t first_position = batch.seq_lens[sequence] - query_len + first_query;
     const int64_t end_position = first_position + num_queries;
     const int64_t rows = num_queries * group, padded_rows = round_up(rows, kSubRows);
 
@@ -400,8 +399,9 @@ void attend_block(const BatonBatch& batch, const BatonLayer& layer, int64_t sequ
 
 template <class Page> void write_token(const BatonBatch& batch, const BatonLayer& layer, int64_t token) {
     int64_t dim = batch.head_dim;
-    Page* keys = (Page*)batch.pool + batch.write_pages[token] * batch.page_stride + layer.layer * batch.layer_stride +
-                 batch.write_offsets[token] * dim;
+    const int64_t slot = batch.slot_mapping[token];
+    Page* keys = (Page*)batch.pool + slot / batch.page_tokens * batch.page_stride + layer.layer * batch.layer_stride +
+                 slot % batch.page_tokens * dim;
     Page* values = keys + batch.kv_stride;
     const Page* key = (const Page*)layer.key + token * layer.key_token;
     const Page* value = (const Page*)layer.value + token * layer.value_token;
@@ -420,7 +420,7 @@ template <class Page> void write_tokens(const BatonBatch& batch, const BatonLaye
 // Bytes of KV to read; a context shared by several blocks counts once per block.
 int64_t count_bytes(const BatonBatch& batch, int64_t page_bytes) {
     int64_t num_keys = 0;
-    for (int64_t block = 0; block < batch.num_blocks; ++block) num_keys += batch.context_lens[batch.blocks[2 * block]];
+    for (int64_t block = 0; block < batch.num_blocks; ++block) num_keys += batch.seq_lens[batch.blocks[2 * block]];
     return num_keys * batch.num_kv_heads * batch.head_dim * 2 * page_bytes;
 }
 

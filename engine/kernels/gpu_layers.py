@@ -45,10 +45,10 @@ def gate_kernel(gate_up, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def rope_and_write_kernel(
-    query_key, value, cos, signed_sin, norm, keys, values, write_pages, write_offsets,
+    query_key, value, cos, signed_sin, norm, keys, values, slot_mapping,
     query_key_token, value_token, page_stride, head_stride, token_stride, num_heads, num_kv_heads, eps, kv_limit,
-    HAS_TURN: tl.constexpr, HAS_NORM: tl.constexpr, HAS_LIMIT: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_LIMIT: tl.constexpr,
+    HALF: tl.constexpr, PAGE_TOKENS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_HEADS heads of a token per program: rotates queries in place, writes keys and values to their page.
 
@@ -58,42 +58,41 @@ def rope_and_write_kernel(
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]  # [BLOCK_HEADS, 1]
     dim = tl.arange(0, BLOCK_HALF)[None, :]  # [1, BLOCK_HALF]
     in_half = dim < HALF
-    num_turned = num_heads + num_kv_heads
-    is_turned = (head < num_turned) & in_half
+    num_rotated = num_heads + num_kv_heads
+    is_rotated = (head < num_rotated) & in_half
     is_query = (head < num_heads) & in_half
-    is_key = (head >= num_heads) & is_turned
-    is_value = (head >= num_turned) & (head < num_turned + num_kv_heads) & in_half
+    is_key = (head >= num_heads) & is_rotated
+    is_value = (head >= num_rotated) & (head < num_rotated + num_kv_heads) & in_half
     own = query_key + token * query_key_token + head * (2 * HALF) + dim
-    x = tl.load(own, mask=is_turned, other=0.0).to(tl.float32)
-    y = tl.load(own + HALF, mask=is_turned, other=0.0).to(tl.float32)
+    x = tl.load(own, mask=is_rotated, other=0.0).to(tl.float32)
+    y = tl.load(own + HALF, mask=is_rotated, other=0.0).to(tl.float32)
     if HAS_NORM:
         scale = 1.0 / tl.sqrt(tl.sum(x * x + y * y, axis=1) / (2 * HALF) + eps)
         weights = norm + head * (2 * HALF) + dim
-        x = x * scale[:, None] * tl.load(weights, mask=is_turned, other=0.0).to(tl.float32)
-        y = y * scale[:, None] * tl.load(weights + HALF, mask=is_turned, other=0.0).to(tl.float32)
-    if HAS_TURN:
+        x = x * scale[:, None] * tl.load(weights, mask=is_rotated, other=0.0).to(tl.float32)
+        y = y * scale[:, None] * tl.load(weights + HALF, mask=is_rotated, other=0.0).to(tl.float32)
+    if HAS_ROPE:
         table = token * (2 * HALF) + dim
         cos_x = tl.load(cos + table, mask=in_half, other=0.0).to(tl.float32)
         cos_y = tl.load(cos + table + HALF, mask=in_half, other=0.0).to(tl.float32)
         sin_x = tl.load(signed_sin + table, mask=in_half, other=0.0).to(tl.float32)
         sin_y = tl.load(signed_sin + table + HALF, mask=in_half, other=0.0).to(tl.float32)
-        turned_x = x * cos_x + y * sin_x
+        rotated_x = x * cos_x + y * sin_x
         y = y * cos_y + x * sin_y
-        x = turned_x
+        x = rotated_x
         tl.store(own, x.to(query_key.dtype.element_ty), mask=is_query)
         tl.store(own + HALF, y.to(query_key.dtype.element_ty), mask=is_query)
     # one block: key rows hold keys, value rows values, other rows nothing
-    given = value + token * value_token + (head - num_turned) * (2 * HALF) + dim
+    given = value + token * value_token + (head - num_rotated) * (2 * HALF) + dim
     x = tl.where(is_value, tl.load(given, mask=is_value, other=0.0).to(tl.float32), x)
     y = tl.where(is_value, tl.load(given + HALF, mask=is_value, other=0.0).to(tl.float32), y)
     if HAS_LIMIT:
         x = tl.minimum(tl.maximum(x, -kv_limit), kv_limit)
         y = tl.minimum(tl.maximum(y, -kv_limit), kv_limit)
-    page = tl.load(write_pages + token)
-    offset = tl.load(write_offsets + token)
-    place = page * page_stride + offset * token_stride + dim
+    slot = tl.load(slot_mapping + token)
+    place = slot // PAGE_TOKENS * page_stride + slot % PAGE_TOKENS * token_stride + dim
     key_place = place + (head - num_heads) * head_stride
-    value_place = place + (head - num_turned) * head_stride
+    value_place = place + (head - num_rotated) * head_stride
     tl.store(keys + key_place, x.to(keys.dtype.element_ty), mask=is_key)
     tl.store(keys + key_place + HALF, y.to(keys.dtype.element_ty), mask=is_key)
     tl.store(values + value_place, x.to(values.dtype.element_ty), mask=is_value)
@@ -135,15 +134,15 @@ def add_norm(rows: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> 
 
 def rope_and_write(
     query_key: Tensor, value: Tensor, cos: Tensor | None, signed_sin: Tensor | None, norm: Tensor | None, eps: float,
-    keys: Tensor, values: Tensor, write_pages: Tensor, write_offsets: Tensor, kv_limit: float = 0.0,
+    keys: Tensor, values: Tensor, slot_mapping: Tensor, kv_limit: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Norm and rotate heads; write keys and values to their pages. Returns queries: [T, Hq, D], a view.
 
     query_key: [T, Hq + Hkv, D], queries in place; value: [T, Hkv, D]; cos, signed_sin: [T, 1, D], None: no rotation;
     norm: [Hq + Hkv, D], None: none. keys, values: a layer of the pool, [num_pages, Hkv, page_tokens, D] with equal
-    strides; write_pages, write_offsets: [T] int64. `kv_limit`: largest number that the pool can hold; 0: no limit.
+    strides; slot_mapping: [T] int64, see `Batch`. `kv_limit`: largest number that the pool can hold; 0: no limit.
     """
-    num_tokens, num_turned, head_dim = query_key.shape
+    num_tokens, num_rotated, head_dim = query_key.shape
     if keys.stride() != values.stride() or {t.stride(-1) for t in (keys, query_key, value)} != {1}:
         raise ValueError(
             f"keys have strides {keys.stride()}, values {values.stride()}, expected equal ones ending in 1"
@@ -151,16 +150,17 @@ def rope_and_write(
     if (query_key.stride(1), value.stride(1)) != (head_dim, head_dim):
         raise ValueError(f"heads have strides {query_key.stride()} and {value.stride()}, expected contiguous heads")
     num_kv_heads = value.shape[1]
-    num_blocks = triton.cdiv(num_turned + num_kv_heads, HEADS_BLOCK)
+    num_blocks = triton.cdiv(num_rotated + num_kv_heads, HEADS_BLOCK)
     rope_and_write_kernel[(num_tokens, num_blocks)](
         query_key, value, query_key if cos is None else cos, query_key if signed_sin is None else signed_sin,
-        query_key if norm is None else norm, keys, values, write_pages, write_offsets,
-        query_key.stride(0), value.stride(0), *keys.stride()[:3], num_turned - num_kv_heads, num_kv_heads,
+        query_key if norm is None else norm, keys, values, slot_mapping,
+        query_key.stride(0), value.stride(0), *keys.stride()[:3], num_rotated - num_kv_heads, num_kv_heads,
         eps, kv_limit,
-        HAS_TURN=cos is not None, HAS_NORM=norm is not None, HAS_LIMIT=kv_limit > 0,
-        HALF=head_dim // 2, BLOCK_HALF=triton.next_power_of_2(head_dim // 2), BLOCK_HEADS=HEADS_BLOCK,
+        HAS_ROPE=cos is not None, HAS_NORM=norm is not None, HAS_LIMIT=kv_limit > 0,
+        HALF=head_dim // 2, PAGE_TOKENS=keys.shape[2], BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_HEADS=HEADS_BLOCK,
     )  # fmt: skip
-    return query_key[:, : num_turned - num_kv_heads]
+    return query_key[:, : num_rotated - num_kv_heads]
 
 
 def join_pages(table: Tensor, starts: Tensor, out: Tensor) -> None:

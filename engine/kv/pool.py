@@ -79,7 +79,7 @@ class PoolShare:
     size: int
     parts: tuple[PagePart, ...]  # of a page over all ranks
     fd: int  # an empty memory file that all ranks have open
-    meet: Callable[[], object]  # returns when all ranks have called it
+    barrier: Callable[[], object]  # returns when all ranks have called it
 
 
 class Pool:
@@ -273,7 +273,7 @@ def _map_shared_file(share: PoolShare, num_bytes: int) -> tuple[int, mmap.mmap]:
     """The memory file of several ranks; rank 0 sizes it. Raises OSError."""
     if share.rank == 0:
         _size_file(share.fd, num_bytes)
-    share.meet()
+    share.barrier()
     return share.fd, _map_whole(share.fd)
 
 

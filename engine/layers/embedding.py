@@ -50,4 +50,4 @@ class SummedEmbedding(Embedding):
         own = token_ids - self._first
         is_here = (own >= 0) & (own < len(self._own))
         rows = self._own(torch.where(is_here, own, 0))
-        return self._ranks.add_(rows.mul_(is_here[:, None]))
+        return self._ranks.all_reduce_(rows.mul_(is_here[:, None]))

@@ -32,7 +32,7 @@ class SummedLinear:
         self._ranks = ranks
 
     def __call__(self, rows: Tensor, *routes: Tensor) -> Tensor:
-        return self._ranks.add_(self._own(rows, *routes))
+        return self._ranks.all_reduce_(self._own(rows, *routes))
 
 
 class Normed:

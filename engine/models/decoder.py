@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.attention.base import AttentionBackend
-from engine.attention.qkv import Heads, Turn
+from engine.attention.qkv import QKV, RopeArgs
 from engine.batch import Batch
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
@@ -111,7 +111,7 @@ class Decoder:
             attended = self._attend(index, layer, normed, rotations, attention)  # [T, Hq D]
             # after the last KV is written, only rows with logits matter
             if index == self._last_writer and not batch.logits_rows.numel():
-                self.ranks.meet(self.device)  # no sum follows: this makes all ranks finish the step together
+                self.ranks.barrier(self.device)  # no sum follows: this makes all ranks finish the step together
                 return hidden[:0]
             if index == len(self._layers) - 1:
                 attended, hidden = _keep_rows(attended, batch), _keep_rows(hidden, batch)  # [S, ...]
@@ -142,12 +142,12 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] rows from `forward`, or some of them |-> [S, V] float32, owned by the caller."""
-        return self._scale_logits(self.ranks.join(self._lm_head(hidden)))
+        return self._scale_logits(self.ranks.all_gather(self._lm_head(hidden)))
 
     @torch.inference_mode()
-    def deal_logits(self, hidden: Tensor) -> Tensor:
+    def own_logits(self, hidden: Tensor) -> Tensor:
         """Like `logits`, but only for the rows whose tokens this rank samples (`Ranks.own_rows`): [m, V]."""
-        return self._scale_logits(self.ranks.deal(self._lm_head(hidden)))
+        return self._scale_logits(self.ranks.all_to_all(self._lm_head(hidden)))
 
     def _scale_logits(self, logits: Tensor) -> Tensor:
         config = self.config
@@ -170,12 +170,11 @@ class Decoder:
             self._norm_width_(qkv, qk_norm)
             qk_norm = None
         heads = qkv.view(len(qkv), qkv.shape[1] // shape.head_dim, shape.head_dim)
-        num_turned = shape.num_heads + num_new
         value = heads[:, heads.shape[1] - num_new :]
         if config.has_v_norm and num_new:
             value = functional.rms_norm(value, value.shape[-1:], None, config.rms_eps)
-        turn = None if own.rope is None else Turn(*rotations[own.rope], qk_norm, config.rms_eps)
-        new = Heads(heads[:, :num_turned], value, turn)
+        rope = None if own.rope is None else RopeArgs(*rotations[own.rope], qk_norm, config.rms_eps)
+        new = QKV(heads[:, : shape.num_heads + num_new], value, rope)
         kv_layer = index if own.kv_layer is None else own.kv_layer
         attended = attention.attend(kv_layer, new, own.window, layer.sinks)  # [T, Hq, D]
         return attended.view(-1, shape.num_heads * shape.head_dim)
@@ -187,7 +186,9 @@ class Decoder:
         parts = torch.split(qkv[:, : sum(sizes)], sizes, 1)  # [T, Hq D], [T, Hkv D]
         squares = torch.stack([part.float().square().mean(1) for part in parts], 1)  # [T, 2]
         if ranks.size > 1:
-            squares = ranks.add_(squares) / ranks.size  # ranks have equally many; shared KV heads count equally often
+            squares = (
+                ranks.all_reduce_(squares) / ranks.size
+            )  # ranks have equally many; shared KV heads count equally often
         scale = torch.rsqrt(squares + config.rms_eps)  # [T, 2]
         for part, own_weight, own_scale in zip(parts, torch.split(weight[0], sizes), scale.unbind(1), strict=True):
             part.copy_(part.float() * own_scale[:, None] * own_weight.float())

@@ -14,11 +14,11 @@ from engine.attention.base import AttentionBackend
 from engine.attention.layered import LayeredAttention
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.batch import RowRequest, build_batch, lay_out
+from engine.batch import ForwardRow, build_batch, lay_out
+from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.models.fallback_model import FallbackModel
 from engine.models.fallback_probe import refuse
-from engine.rows import Rows
 from engine.staging import Stager
 from wire.sampling import SamplingParams
 
@@ -54,15 +54,15 @@ def _compute_over_pages(model: FallbackModel, texts: Sequence[Tensor]) -> Tensor
     attention = reference_attention(config.attention_shapes, PAGE_TOKENS)
     shape = PoolShape(num_texts * TEXT_PAGES + 1, config.kv_parts, PAGE_TOKENS, model.dtype)
     pool = torch.zeros(shape.sizes, dtype=shape.dtype, device=device)
-    rows = Rows(num_texts + 1, TEXT_PAGES * PAGE_TOKENS, PAGE_TOKENS, config.vocab_size, device)
+    rows = InputBatch(num_texts + 1, TEXT_PAGES * PAGE_TOKENS, PAGE_TOKENS, config.vocab_size, device)
     for row, text in enumerate([*texts, torch.zeros(1)]):
         rows.open(row, text.numpy().astype(np.int32), SamplingParams(), 0)
         rows.write_pages(row, 0, range(row * TEXT_PAGES, min((row + 1) * TEXT_PAGES, shape.num_pages)))
     stager, begins = Stager(device), [0] * num_texts
     parts: list[list[Tensor]] = [[] for _ in texts]
     for counts in STEPS:
-        requests = [RowRequest(row, begins[row], count, count) for row, count in enumerate(counts)]
-        layout = lay_out(rows, [*requests, RowRequest(num_texts, 0, 1)])
+        requests = [ForwardRow(row, begins[row], count, count) for row, count in enumerate(counts)]
+        layout = lay_out(rows, [*requests, ForwardRow(num_texts, 0, 1)])
         layout.positions[-1] = config.context_tokens - 1  # the decoy's
         logits = model.forward(build_batch(layout, rows, stager), pool, attention)
         for part, own in zip(parts, torch.split(logits, list(counts)), strict=True):

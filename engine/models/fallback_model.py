@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.attention.base import AttentionBackend
-from engine.attention.qkv import Heads
+from engine.attention.qkv import QKV
 from engine.batch import Batch
 from engine.models.fallback_attention import SERVE
 from engine.models.fallback_config import FallbackConfig
@@ -67,7 +67,7 @@ class FallbackModel:
         """Rows from `forward` |-> the same: the class of the model has applied its head, scaling and softcap."""
         return hidden
 
-    deal_logits = logits
+    own_logits = logits
 
     @torch.inference_mode()
     def compute_alone(self, token_ids: Tensor) -> Tensor:
@@ -84,10 +84,10 @@ class FallbackModel:
     ) -> Tensor:
         """See `fallback_attention.Attend`. Copies the heads: a backend may overwrite them, layers may share them."""
         assert self._attention is not None
-        head_dim, num_turned = self.config.attention_shapes[layer].head_dim, query.shape[1] + key.shape[1]
+        head_dim, num_rotated = self.config.attention_shapes[layer].head_dim, query.shape[1] + key.shape[1]
         joined = torch.cat([_widen(heads[0].transpose(0, 1), head_dim) for heads in (query, key, value)], 1)
         joined = joined.to(self.dtype)  # [T, Hq + 2 Hkv, D]
-        heads = Heads(joined[:, :num_turned], joined[:, num_turned:])
+        heads = QKV(joined[:, :num_rotated], joined[:, num_rotated:])
         sinks: Tensor | None = options.get("s_aux")
         if sinks is not None:
             sinks = sinks.flatten().float()  # [Hq]

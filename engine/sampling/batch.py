@@ -28,7 +28,7 @@ class SamplingBatch(NamedTuple):
     counts: Tensor | None = None  # [k, V] int32 on the logits' device, see SEEN_BIT
     counts_line: NDArray[np.int32] | None = None  # [S] line of `counts`; -1: only extra tokens count
     extra_starts: NDArray[np.int32] | None = None  # [S + 1] of extra_ids
-    extra_ids: NDArray[np.int32] | Tensor | None = None  # [..] guesses: tokens of the answer that are not in `counts`
+    extra_ids: NDArray[np.int32] | Tensor | None = None  # [..] drafts: tokens of the answer that are not in `counts`
     bias_starts: NDArray[np.int32] | None = None  # [S + 1] of bias_ids and bias_values
     bias_ids: NDArray[np.int32] | None = None  # [..] unique within a row
     bias_values: NDArray[np.float32] | None = None  # [..]

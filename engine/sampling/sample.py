@@ -17,7 +17,7 @@ from engine.sampling.logits import NO_TOKEN, NOT_A_NUMBER, adjust_logits_
 from engine.sampling.noise import build_keys, gumbel_noise
 from wire.sampling import LEAST_TEMPERATURE
 
-PIECE_VALUES = 1 << 21  # logits sampled at once: bounds memory
+CHUNK_VALUES = 1 << 21  # logits sampled at once: bounds memory
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -52,7 +52,7 @@ def sample_slowly(logits: Tensor, batch: SamplingBatch) -> Tensor:
     adjust_logits_(logits, batch)
     maxima, tokens = logits.max(-1)
     drawn = torch.from_numpy(batch.temperature >= LEAST_TEMPERATURE).nonzero()[:, 0]
-    for rows in torch.split(drawn, max(1, PIECE_VALUES // logits.shape[1])):
+    for rows in torch.split(drawn, max(1, CHUNK_VALUES // logits.shape[1])):
         tokens[rows] = _draw(logits, maxima, batch, rows)
     return torch.where(is_nan, NOT_A_NUMBER, torch.where(maxima > -torch.inf, tokens, NO_TOKEN))
 

@@ -186,7 +186,7 @@ function showTiming({ usage, timing, sent, first, last }) {
       name.append(swatch, `${phase} ${spoken(seconds[phase])}`);
       key.append(name);
     }
-    if (timing.draft_tokens) key.append(remark(`guessed ${timing.draft_tokens}, right ${timing.accepted_tokens}`));
+    if (timing.draft_tokens) key.append(remark(`drafted ${timing.draft_tokens}, right ${timing.accepted_tokens}`));
     if (timing.transport) key.append(remark(`${timing.transfer_bytes.toLocaleString()} bytes by ${timing.transport}`));
     else explainNoHandOff(shown);
     shown.append(bar, key);

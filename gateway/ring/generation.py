@@ -29,7 +29,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How tokens are guessed ahead. Never changes the tokens."""
+    """How tokens are drafted. Never changes the tokens."""
 
     drafter: Drafter = "auto"
     max_draft_tokens: int = 0  # 0 leaves it to the worker

@@ -43,9 +43,9 @@ from tests.support.grammars import DEMO_SIZE, allowed_in, compile_here, vocabula
 from tests.support.tiny_tokenizer import write_byte_level, write_sentencepiece
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import PrefixCache
-from worker.table import SequenceTable
+from worker.scheduler import Scheduler
 
-EMPTY = SequenceTable(PrefixCache(1, [0]), page_tokens=16, max_running=1, lease_s=1.0)
+EMPTY = Scheduler(PrefixCache(1, [0]), page_tokens=16, max_running=1, lease_s=1.0)
 PADDED_SIZE = 1030  # not a multiple of 32
 LARGE = 32_768
 STOP = 2

@@ -1,4 +1,4 @@
-"""Answers of the demo model constrained by grammars: whole, with guesses, taken over by another worker, refused."""
+"""Answers of the demo model constrained by grammars: whole, with drafts, taken over by another worker, refused."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.grammars import compile_here, vocabulary
 from tests.support.real_workers import PLAIN, decode_worker, gateway, packed, taken_over
 from wire.sampling import SamplingParams
-from worker.sequences import Job
+from worker.sequences import SequenceParams
 
 PLACE = {
     "type": "object",
@@ -54,7 +54,7 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def jobs(tokenizer: Tokenizer) -> list[Job]:
+def requests(tokenizer: Tokenizer) -> list[SequenceParams]:
     """Each grammar with each sampling, with and without stop tokens."""
     grammars = [compile_here(kind, text, vocabulary()) for kind, text in TEXTS]
     cases = [
@@ -69,24 +69,26 @@ def jobs(tokenizer: Tokenizer) -> list[Job]:
     ]
 
 
-def ask(tokenizer: Tokenizer, handle: int, grammar: Grammar, sampling: SamplingParams, stops: frozenset[int]) -> Job:
+def ask(
+    tokenizer: Tokenizer, handle: int, grammar: Grammar, sampling: SamplingParams, stops: frozenset[int]
+) -> SequenceParams:
     prompt = tokenizer.encode("Where is the sun?", add_special_tokens=True)
-    return Job(
+    return SequenceParams(
         str(handle), packed(prompt), len(prompt) - 1, 150, handle=handle, sampling=sampling, stop_token_ids=stops,
         grammar=grammar,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def answers(engine: Engine, jobs: Sequence[Job]) -> Answers:
-    return decode(engine, NO_SPECULATION, jobs)
+def answers(engine: Engine, requests: Sequence[SequenceParams]) -> Answers:
+    return decode(engine, NO_SPECULATION, requests)
 
 
 def test_answers_fit_their_grammars_and_end_with_them(
-    answers: Answers, jobs: Sequence[Job], tokenizer: Tokenizer
+    answers: Answers, requests: Sequence[SequenceParams], tokenizer: Tokenizer
 ) -> None:
     num_whole = 0
-    for wanted in jobs:
+    for wanted in requests:
         kind = TEXTS[(wanted.handle - 1) // (2 * len(SAMPLINGS))][0]
         tokens, end = answers.tokens[wanted.handle], answers.ends[wanted.handle]
         assert end.finish_reason in ("stop", "length"), end.error
@@ -100,29 +102,31 @@ def test_answers_fit_their_grammars_and_end_with_them(
         else:
             assert re.fullmatch(DATE if kind == "regex" else r"[a-z]+(,[a-z]+)*\.", text)
         assert not set(tokens) & set(wanted.stop_token_ids)  # only the end could follow: no token is spent on it
-    assert num_whole > len(jobs) / 2
+    assert num_whole > len(requests) / 2
 
 
 @pytest.mark.parametrize("name", ["ngram", "draft"])
-def test_guesses_change_no_token(engine: Engine, jobs: Sequence[Job], answers: Answers, name: str) -> None:
+def test_drafts_change_no_token(
+    engine: Engine, requests: Sequence[SequenceParams], answers: Answers, name: str
+) -> None:
     assert engine.draft_runner is not None
     drafters: dict[str, Drafter] = {
         "ngram": NgramDrafter(),
         "draft": ModelDrafter(engine.draft_runner, CostMeter(), 64),  # ignores the grammar: often refused
     }
-    guessing = [replace(one, drafter=name, max_draft_tokens=1 + one.handle % 8) for one in jobs]
-    guessed = decode(engine, build_eager_speculator({name: drafters[name]}), guessing)
-    assert guessed.tokens == answers.tokens
-    assert {handle: end.finish_reason for handle, end in guessed.ends.items()} == {
+    drafting = [replace(one, drafter=name, max_draft_tokens=1 + one.handle % 8) for one in requests]
+    drafted = decode(engine, build_eager_speculator({name: drafters[name]}), drafting)
+    assert drafted.tokens == answers.tokens
+    assert {handle: end.finish_reason for handle, end in drafted.ends.items()} == {
         handle: end.finish_reason for handle, end in answers.ends.items()
     }
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_another_worker_takes_an_answer_over(
-    engine: Engine, jobs: Sequence[Job], answers: Answers, share: float
+    engine: Engine, requests: Sequence[SequenceParams], answers: Answers, share: float
 ) -> None:
-    whole = [one for one in jobs if answers.ends[one.handle].finish_reason == "stop"]
+    whole = [one for one in requests if answers.ends[one.handle].finish_reason == "stop"]
     moved, expected = [], {}
     for one in whole:
         emitted = answers.tokens[one.handle][: int(share * len(answers.tokens[one.handle]))]

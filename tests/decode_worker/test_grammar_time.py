@@ -30,7 +30,7 @@ from gateway.text.tokenizer import Tokenizer
 from tests.support.grammars import compile_here, vocabulary
 from tests.support.real_workers import packed, taken_over
 from wire.sampling import SamplingParams
-from worker.sequences import Job
+from worker.sequences import SequenceParams
 
 STOP = 2
 PATIENCE_S = 100.0
@@ -64,11 +64,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_guesses_are_cut_when_time_is_over(clock: Clock) -> None:
+def test_drafts_are_cut_when_time_is_over(clock: Clock) -> None:
     state = compile_here("regex", "[0-9]{9}", vocabulary()).new_matcher([STOP])
     digits = encode("12345")
     assert len(state.fill(digits)) == len(digits) + 1
-    assert len(state.fill(digits, until=clock.now + 12)) == 4  # five readings per guess
+    assert len(state.fill(digits, until=clock.now + 12)) == 4  # five readings per draft
     assert len(state.fill(digits, until=clock.now)) == 1
     assert len(state.fill(digits)) == len(digits) + 1
 
@@ -251,45 +251,49 @@ def engine() -> Engine:
 
 
 @pytest.fixture(scope="module")
-def jobs() -> list[Job]:
+def requests() -> list[SequenceParams]:
     grammars = [compile_here("json_schema", LIST, vocabulary()), compile_here("regex", "[0-9]{20}", vocabulary())]
     return [ask(handle, grammars[handle % 2], SamplingParams(seed=handle)) for handle in range(1, 7)]
 
 
-def ask(handle: int, grammar: Grammar | None, sampling: SamplingParams) -> Job:
+def ask(handle: int, grammar: Grammar | None, sampling: SamplingParams) -> SequenceParams:
     prompt = encode("Which colours are there?")
-    return Job(
+    return SequenceParams(
         str(handle), packed(prompt), len(prompt) - 1, 80, handle=handle, sampling=sampling,
         stop_token_ids=frozenset({STOP}), grammar=grammar,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def answers(engine: Engine, jobs: Sequence[Job]) -> Answers:
-    found = decode(engine, NO_SPECULATION, jobs)
+def answers(engine: Engine, requests: Sequence[SequenceParams]) -> Answers:
+    found = decode(engine, NO_SPECULATION, requests)
     assert {end.finish_reason for end in found.ends.values()} == {"stop"}
     return found
 
 
 @pytest.fixture
 def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One turn per step, which accepts one token and no guess."""
+    """One turn per step, which accepts one token and no draft."""
     monkeypatch.setattr(constraints, "MAX_STEP_CPU_S", 0.0)
     monkeypatch.setattr(constraints, "MAX_TURN_CPU_S", 0.0)
 
 
 @pytest.mark.usefixtures("no_time")
-def test_who_has_to_wait_gets_the_same_answer(engine: Engine, jobs: Sequence[Job], answers: Answers) -> None:
-    guessing = [replace(one, drafter="ngram", max_draft_tokens=8) for one in jobs]
-    late = decode(engine, build_eager_speculator({"ngram": NgramDrafter()}), guessing)
+def test_who_has_to_wait_gets_the_same_answer(
+    engine: Engine, requests: Sequence[SequenceParams], answers: Answers
+) -> None:
+    drafting = [replace(one, drafter="ngram", max_draft_tokens=8) for one in requests]
+    late = decode(engine, build_eager_speculator({"ngram": NgramDrafter()}), drafting)
     assert late.tokens == answers.tokens
     assert {end.finish_reason for end in late.ends.values()} == {"stop"}
 
 
 @pytest.mark.usefixtures("no_time")
-def test_an_answer_is_taken_over_a_bit_at_a_time(engine: Engine, jobs: Sequence[Job], answers: Answers) -> None:
+def test_an_answer_is_taken_over_a_bit_at_a_time(
+    engine: Engine, requests: Sequence[SequenceParams], answers: Answers
+) -> None:
     moved, expected = [], {}
-    for one in jobs:
+    for one in requests:
         tokens = answers.tokens[one.handle]
         count = len(tokens) - one.handle % 3 * 4  # some are whole already
         moved.append(taken_over(one, tokens[:count]))
@@ -332,7 +336,7 @@ def bad(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], None]], 
 @pytest.mark.parametrize("method", ["fill", "accept"])
 def test_a_call_that_takes_too_long_ends_the_answers_of_its_grammar_alone(
     engine: Engine,
-    jobs: Sequence[Job],
+    requests: Sequence[SequenceParams],
     answers: Answers,
     bad: Callable[[str, Callable[[], None]], Grammar],
     method: str,
@@ -343,7 +347,7 @@ def test_a_call_that_takes_too_long_ends_the_answers_of_its_grammar_alone(
     grammar = bad(method, lambda: hang(stuck, gate))
     hostile = [ask(handle, grammar, SamplingParams(seed=handle)) for handle in (11, 12, 13)]
     plain = replace(hostile[0], handle=14, grammar=None, max_tokens=5)
-    got = decode(engine, NO_SPECULATION, [*hostile, *jobs, plain])
+    got = decode(engine, NO_SPECULATION, [*hostile, *requests, plain])
     assert {handle: got.tokens[handle] for handle in answers.tokens} == answers.tokens
     assert got.ends[14].finish_reason in ("length", "stop")
     for one in hostile:
@@ -357,7 +361,7 @@ def test_a_call_that_takes_too_long_ends_the_answers_of_its_grammar_alone(
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("/src/earley_parser.cc:12 Check failed")])
 def test_whatever_goes_wrong_ends_one_answer(
     engine: Engine,
-    jobs: Sequence[Job],
+    requests: Sequence[SequenceParams],
     answers: Answers,
     bad: Callable[[str, Callable[[], None]], Grammar],
     error: Exception,
@@ -367,17 +371,17 @@ def test_whatever_goes_wrong_ends_one_answer(
         raise error
 
     wrong = ask(11, bad(method, fail), SamplingParams(seed=1))
-    got = decode(engine, NO_SPECULATION, [wrong, *jobs])
+    got = decode(engine, NO_SPECULATION, [wrong, *requests])
     assert got.ends[11].finish_reason == "error"
     assert got.ends[11].error == f"the grammar could not be followed: {type(error).__name__}"
     assert {handle: got.tokens[handle] for handle in answers.tokens} == answers.tokens
 
 
 def test_nobody_gets_a_mask_while_too_many_calls_are_left_behind(
-    engine: Engine, jobs: Sequence[Job], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, requests: Sequence[SequenceParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_thread, "MAX_STUCK", 0)
     plain = replace(ask(14, None, SamplingParams(seed=1)), max_tokens=5)
-    got = decode(engine, NO_SPECULATION, [plain, *jobs])
+    got = decode(engine, NO_SPECULATION, [plain, *requests])
     assert got.ends[14].finish_reason in ("length", "stop")
-    assert {got.ends[one.handle].error for one in jobs} == {"no grammar can be followed now: 0 calls take too long"}
+    assert {got.ends[one.handle].error for one in requests} == {"no grammar can be followed now: 0 calls take too long"}

@@ -1,4 +1,4 @@
-"""If a model computes NaN, its requests fail with a reason; if a draft model does, only its guesses are lost."""
+"""If a model computes NaN, its requests fail with a reason; if a draft model does, only its drafts are lost."""
 
 import shutil
 from dataclasses import replace
@@ -18,7 +18,7 @@ from engine.engine import Engine, build_engine
 from tests.support.grammars import compile_here, vocabulary
 from tests.support.real_workers import packed
 from wire.sampling import SamplingParams
-from worker.sequences import Job
+from worker.sequences import SequenceParams
 
 PROMPT = [1, 50, 60, 50, 60, 50, 60, 50]
 
@@ -38,7 +38,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def jobs() -> list[Job]:
+def requests() -> list[SequenceParams]:
     grammar = compile_here("regex", "[a-z]{3,20}", vocabulary())
     asked: list[dict[str, Any]] = [
         {}, {"grammar": grammar}, {"num_logprobs": 3}, {"sampling": SamplingParams(seed=3, top_p=0.9)},
@@ -47,13 +47,13 @@ def jobs() -> list[Job]:
     ]  # fmt: skip
     greedy: dict[str, Any] = {"sampling": SamplingParams(temperature=0.0)}
     return [
-        Job(str(handle), packed(PROMPT), len(PROMPT) - 1, 20, handle=handle, **{**greedy, **fields})
+        SequenceParams(str(handle), packed(PROMPT), len(PROMPT) - 1, 20, handle=handle, **{**greedy, **fields})
         for handle, fields in enumerate(asked, start=1)
     ]
 
 
 def test_every_request_fails_with_the_reason(broken: Path) -> None:
-    wanted = jobs()
+    wanted = requests()
     answers = decode(build(broken, ""), build_eager_speculator({"ngram": NgramDrafter()}), wanted)
     assert not any(answers.tokens.values()) and not any(answers.logprobs.values())
     assert {end.finish_reason for end in answers.ends.values()} == {"error"}
@@ -63,10 +63,10 @@ def test_every_request_fails_with_the_reason(broken: Path) -> None:
 def test_a_broken_draft_model_changes_no_token(broken: Path) -> None:
     engine = build(TARGET_DIR, broken)
     assert engine.draft_runner is not None
-    wanted = [replace(one, drafter="draft", max_draft_tokens=3) for one in jobs()]
+    wanted = [replace(one, drafter="draft", max_draft_tokens=3) for one in requests()]
     drafter = ModelDrafter(engine.draft_runner, CostMeter(), 64)
     with capture_logs() as logs:
-        guessed = decode(engine, build_eager_speculator({"draft": drafter}), wanted)
-    assert [event["event"] for event in logs].count("guessing ahead failed") == 1
-    assert guessed.tokens == decode(engine, NO_SPECULATION, wanted).tokens
-    assert {end.finish_reason for end in guessed.ends.values()} <= {"stop", "length"}
+        drafted = decode(engine, build_eager_speculator({"draft": drafter}), wanted)
+    assert [event["event"] for event in logs].count("speculation failed") == 1
+    assert drafted.tokens == decode(engine, NO_SPECULATION, wanted).tokens
+    assert {end.finish_reason for end in drafted.ends.values()} <= {"stop", "length"}

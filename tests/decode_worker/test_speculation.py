@@ -1,4 +1,4 @@
-"""Speculation: repeats as guesses, and how many guesses pay off."""
+"""Speculation: repeats as drafts, and how many drafts pay off."""
 
 from array import array
 from collections.abc import Sequence as Seq
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.service import _job as build_job
+from decode_worker.service import _job as build_params
 from decode_worker.speculation.costs import FORGOTTEN_STEPS, SIZES, CostMeter
 from decode_worker.speculation.drafters import ModelDrafter, Wanted
 from decode_worker.speculation.lengths import (
@@ -22,16 +22,16 @@ from decode_worker.speculation.lengths import (
     probe_length,
 )
 from decode_worker.speculation.ngram import LONGEST_MATCH, SHORTEST_MATCH, propose_repeat
-from engine.batch import RowRequest
-from engine.runner import Answers
+from engine.batch import ForwardRow
+from engine.runner import ModelOutput
 from protos import decode_pb2
 from tests.support.real_workers import PLAIN
-from tests.support.sequence_jobs import answer, build_table
+from tests.support.sequence_params import answer, build_scheduler
 from wire.sampling import MAX_DRAFT_TOKENS
 from worker.sequences import Sequence
 
 FLAT = CostCurve(((1, 1.0), (16, 1.0), (64, 4.0)))  # 16 rows cost as much as one
-STEEP = CostCurve(((1, 1.0), (64, 64.0)))  # equal cost per row: guessing never pays off
+STEEP = CostCurve(((1, 1.0), (64, 64.0)))  # equal cost per row: drafting never pays off
 CHEAP_DRAFT = CostCurve(((1, 0.05), (64, 0.1)))
 ROWS = CostCurve(((1, 0.05), (64, 3.2)))  # a draft model with equal cost per row
 
@@ -61,30 +61,30 @@ def test_bytes_that_match_across_tokens_are_no_match() -> None:
     assert propose_repeat(array("i", [0x01020304, 0x01020304, 0x02030401, 5, 0x03040102, 0x03040102]), 2) == []
 
 
-def test_guesses_of_one_sequence_go_far_when_they_are_right() -> None:
+def test_drafts_of_one_sequence_go_far_when_they_are_right() -> None:
     lengths = [choose_lengths([Candidate(rate, 16)], 0, Costs(FLAT, CHEAP_DRAFT))[0] for rate in (0.1, 0.5, 0.8, 0.95)]
     assert lengths == sorted(lengths)
     assert lengths[0] <= 1 and lengths[-1] >= 7
 
 
-def test_no_guesses_when_rows_cost_what_tokens_bring() -> None:
+def test_no_drafts_when_rows_cost_what_tokens_bring() -> None:
     for count in (1, 4, 16):
         assert choose_lengths([Candidate(0.9, 16)] * count, 0, Costs(STEEP, CHEAP_DRAFT)) == [0] * count
 
 
-def test_guesses_fade_as_the_batch_grows() -> None:
+def test_drafts_fade_as_the_batch_grows() -> None:
     totals = [choose_lengths([Candidate(0.7, 16)] * count, 0, Costs(FLAT, CHEAP_DRAFT)) for count in (1, 4, 8, 16, 64)]
     means = [sum(lengths) / len(lengths) for lengths in totals]
     assert means == sorted(means, reverse=True) and means[0] >= 3 and means[-1] < 0.5
 
 
-def test_a_dear_draft_model_keeps_no_free_guess_back() -> None:
+def test_a_dear_draft_model_keeps_no_free_draft_back() -> None:
     dear = Costs(FLAT, CostCurve(((1, 5.0),)))
     drafted, free = choose_lengths([Candidate(0.9, 16), Candidate(0.9, 16, is_free=True)], 0, dear)
     assert drafted == 0 and free > 2
 
 
-def test_the_sequence_that_is_easier_to_guess_gets_more() -> None:
+def test_the_sequence_that_is_easier_to_predict_gets_more() -> None:
     easy, hard = choose_lengths([Candidate(0.9, 16), Candidate(0.3, 16)], 10, Costs(FLAT, None))
     assert easy > hard
 
@@ -106,7 +106,7 @@ def test_catching_up_is_paid_for() -> None:
     near, far = (choose_lengths([Candidate(0.9, 16, num_behind=behind)], 0, Costs(FLAT, ROWS)) for behind in (0, 200))
     assert near[0] > 2 and far == [0]
     free = choose_lengths([Candidate(0.9, 16, is_free=True, num_behind=200)], 0, Costs(FLAT, ROWS))
-    assert free[0] > 2, "guesses that need no draft model do not wait for it"
+    assert free[0] > 2, "drafts that need no draft model do not wait for it"
 
 
 @given(st.floats(0.5, 1), st.lists(st.floats(0.3, 1), min_size=1, max_size=4))
@@ -137,7 +137,7 @@ def test_the_cost_curve_between_and_beyond_its_points() -> None:
     assert CostCurve(((1, 0.5),)).seconds(9) == 0.5
 
 
-def test_a_bad_measurement_is_forgotten_and_guessing_tried_again() -> None:
+def test_a_bad_measurement_is_forgotten_and_drafting_tried_again() -> None:
     meter = CostMeter()
     meter.note(1, 1.0)
     meter.note(16, 100.0)  # the machine was busy
@@ -182,7 +182,7 @@ def planned_lengths(num_steps: int, *, probes: bool, noise: float = 1.0, has_dra
 
 
 @pytest.mark.parametrize("has_draft", [False, True])
-def test_a_request_that_probes_guesses_again_soon_after_a_noisy_start(has_draft: bool) -> None:
+def test_a_request_that_probes_drafts_again_soon_after_a_noisy_start(has_draft: bool) -> None:
     rounds = PROBE_STEPS * len(PROBE_LENGTHS)
     assert rounds < FORGOTTEN_STEPS / 2
     (quiet,) = set(planned_lengths(rounds, probes=False, has_draft=has_draft))
@@ -204,7 +204,7 @@ def test_who_names_a_drafter_probes() -> None:
     for name, request in asked.items():
         request.speculation.drafter = name
         request.sampling.CopyFrom(PLAIN)
-        assert build_job(request, "ngram", 4, None).probes == (name in ("ngram", "off"))
+        assert build_params(request, "ngram", 4, None).probes == (name in ("ngram", "off"))
 
 
 @dataclass
@@ -214,29 +214,29 @@ class CountingRunner:
     vocab_size: int = 100
     num_positions: list[int] = field(default_factory=list)
 
-    def launch(self, requests: Seq[RowRequest]) -> "CountingRunner":
+    def launch(self, requests: Seq[ForwardRow]) -> "CountingRunner":
         self.num_positions.append(sum(part.count for part in requests))
         self._num_tokens = sum(part.num_logits for part in requests)
         return self
 
-    def collect(self) -> Answers:
-        return Answers([7] * self._num_tokens, [])
+    def collect(self) -> ModelOutput:
+        return ModelOutput([7] * self._num_tokens, [])
 
 
 def test_a_draft_model_catches_up_within_one_budget_for_all_sequences() -> None:
     """32 sequences without draft KV once made one forward of 8,192 rows."""
-    table, _ = build_table(1000, 16, max_running=32)
-    lagging = [table.admit(answer(handle, 257, 50, max_draft_tokens=4), 0.0) for handle in range(1, 33)]
+    scheduler, _ = build_scheduler(1000, 16, max_running=32)
+    lagging = [scheduler.admit(answer(handle, 257, 50, max_draft_tokens=4), 0.0) for handle in range(1, 33)]
     runner = CountingRunner()
     drafter = ModelDrafter(runner, CostMeter(), 256)  # type: ignore[arg-type]
-    guessed = list[Sequence]()
+    drafted = list[Sequence]()
     for _ in range(4 + len(lagging)):  # one budget each time, after smaller ones
         runner.num_positions.clear()
-        waiting = [sequence for sequence in lagging if sequence not in guessed]
-        guesses = drafter.propose([Wanted(sequence, 0, 4) for sequence in waiting])
-        assert max(runner.num_positions) <= 256 + len(lagging)  # and the token that each guesses from
-        for sequence, guess in zip(waiting, guesses, strict=True):
-            sequence.draft_computed = guess.draft_computed or sequence.draft_computed
-            if guess.token_ids:
-                guessed.append(sequence)
-    assert guessed == lagging, "the oldest first, and all in the end"
+        waiting = [sequence for sequence in lagging if sequence not in drafted]
+        drafts = drafter.propose([Wanted(sequence, 0, 4) for sequence in waiting])
+        assert max(runner.num_positions) <= 256 + len(lagging)  # and the token that each drafts from
+        for sequence, draft in zip(waiting, drafts, strict=True):
+            sequence.draft_computed = draft.draft_computed or sequence.draft_computed
+            if draft.token_ids:
+                drafted.append(sequence)
+    assert drafted == lagging, "the oldest first, and all in the end"

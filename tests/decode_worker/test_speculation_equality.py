@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from bench.decoding import NO_SPECULATION, build_eager_speculator, build_table, decode
+from bench.decoding import NO_SPECULATION, build_eager_speculator, build_scheduler, decode
 from cli.models import locate_draft, locate_model
 from decode_worker.speculation.costs import CostMeter
-from decode_worker.speculation.drafters import Drafter, Guess, ModelDrafter, NgramDrafter, Wanted
+from decode_worker.speculation.drafters import Draft, Drafter, ModelDrafter, NgramDrafter, Wanted
 from decode_worker.speculation.lengths import CostCurve
 from engine.engine import Engine, build_engine
 from gateway.text.tokenizer import Tokenizer
@@ -21,8 +21,8 @@ from prefill_worker.main import BothRunners, DraftKv
 from prefill_worker.metrics import PrefillMetrics
 from wire.sampling import SamplingParams
 from worker.loop import WorkerLoop
-from worker.plan import Budget
-from worker.sequences import Job
+from worker.plan import TokenBudget
+from worker.sequences import SequenceParams
 
 GREEDY = SamplingParams(temperature=0.0)
 NEAR_TIE = 0.1  # of log-probabilities: a few last bits of bfloat16 logits
@@ -49,19 +49,19 @@ GRID = {
 
 
 class LyingDrafter:
-    """Guesses at random, sometimes right: rejections at every depth."""
+    """Drafts at random, sometimes right: rejections at every depth."""
 
     def __init__(self, truth: dict[int, list[int]]) -> None:
         self._truth = truth  # handle |-> answer
         self._random = random.Random(0)
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[Guess]:
-        return [Guess(tuple(self._guess(one))) for one in wanted]
+    def propose(self, wanted: Sequence[Wanted]) -> list[Draft]:
+        return [Draft(tuple(self._draft(one))) for one in wanted]
 
-    def _guess(self, one: Wanted) -> list[int]:
-        job = one.sequence.job
-        begin = len(one.sequence.tokens) - job.num_prompt
-        right = self._truth[job.handle][begin : begin + self._random.randint(0, one.count)]
+    def _draft(self, one: Wanted) -> list[int]:
+        params = one.sequence.params
+        begin = len(one.sequence.tokens) - params.num_prompt
+        right = self._truth[params.handle][begin : begin + self._random.randint(0, one.count)]
         return [token if self._random.random() < 0.8 else self._random.randrange(1024) for token in right]
 
     def cost(self) -> CostCurve | None:
@@ -88,16 +88,16 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(Path(locate_model("demo")))
 
 
-def build_job(tokenizer: Tokenizer, text: str, handle: int, max_tokens: int, **others: Any) -> Job:
+def build_params(tokenizer: Tokenizer, text: str, handle: int, max_tokens: int, **others: Any) -> SequenceParams:
     prompt = tokenizer.encode(text, add_special_tokens=True)
     packed = np.array(prompt, np.int32).tobytes()
-    return Job(str(handle), packed, len(prompt) - 1, max_tokens, gateway="g", handle=handle, **others)
+    return SequenceParams(str(handle), packed, len(prompt) - 1, max_tokens, gateway="g", handle=handle, **others)
 
 
-def build_jobs(tokenizer: Tokenizer, drafter: str) -> list[Job]:
+def build_requests(tokenizer: Tokenizer, drafter: str) -> list[SequenceParams]:
     """All samplings over all prompts, some with stop tokens, minimum lengths and log-probabilities."""
     return [
-        build_job(
+        build_params(
             tokenizer, PROMPTS[number % len(PROMPTS)], number + 1, 24 + number, sampling=sampling,
             stop_token_ids=tokenizer.eos_token_ids if number % 2 else frozenset(),
             min_tokens=12 if number % 3 == 0 else 0, num_logprobs=3 if number % 4 == 0 else None, drafter=drafter,
@@ -108,25 +108,25 @@ def build_jobs(tokenizer: Tokenizer, drafter: str) -> list[Job]:
 
 
 @pytest.mark.parametrize("name", ["ngram", "draft", "lying"])
-def test_answers_with_guesses_are_those_without(engine: Engine, tokenizer: Tokenizer, name: str) -> None:
-    plain = decode(engine, NO_SPECULATION, build_jobs(tokenizer, "off"))
+def test_answers_with_drafts_are_those_without(engine: Engine, tokenizer: Tokenizer, name: str) -> None:
+    plain = decode(engine, NO_SPECULATION, build_requests(tokenizer, "off"))
     assert engine.draft_runner is not None
     drafters: dict[str, Drafter] = {
         "ngram": NgramDrafter(),
         "draft": ModelDrafter(engine.draft_runner, CostMeter(), 64),
         "lying": LyingDrafter(plain.tokens),
     }
-    guessed = decode(engine, build_eager_speculator({name: drafters[name]}), build_jobs(tokenizer, name))
-    assert guessed.tokens == plain.tokens
+    drafted = decode(engine, build_eager_speculator({name: drafters[name]}), build_requests(tokenizer, name))
+    assert drafted.tokens == plain.tokens
     for handle, end in plain.ends.items():
-        assert guessed.ends[handle].finish_reason == end.finish_reason
-        told, expected = guessed.logprobs[handle], plain.logprobs[handle]
+        assert drafted.ends[handle].finish_reason == end.finish_reason
+        told, expected = drafted.logprobs[handle], plain.logprobs[handle]
         assert [one.top_ids for one in told] == [one.top_ids for one in expected]
         assert [one.logprob for one in told] == pytest.approx([one.logprob for one in expected], abs=1e-4)
-    timings = [end.timing for end in guessed.ends.values() if end.timing is not None]
+    timings = [end.timing for end in drafted.ends.values() if end.timing is not None]
     assert len(timings) == len(GRID)
-    drafted, accepted = sum(one.draft_tokens for one in timings), sum(one.accepted_tokens for one in timings)
-    assert drafted > 50 and 0 < accepted < drafted, (drafted, accepted)
+    num_drafted, num_accepted = sum(one.draft_tokens for one in timings), sum(one.accepted_tokens for one in timings)
+    assert num_drafted > 50 and 0 < num_accepted < num_drafted, (num_drafted, num_accepted)
     assert sum(one.steps for one in timings) < sum(len(tokens) for tokens in plain.tokens.values())
 
 
@@ -135,12 +135,12 @@ def test_greedy_bfloat16_answers_differ_at_near_ties_at_most(tokenizer: Tokenize
     engine = build(locate_draft("demo", "auto"), 600, "bfloat16")
     assert engine.draft_runner is not None
     texts = [f"What is {number} plus {7 * number}? Tell me a story about {number} foxes." for number in range(48)]
-    plain, guessed = (
+    plain, drafted = (
         decode(
             engine,
             build_eager_speculator({"draft": ModelDrafter(engine.draft_runner, CostMeter(), 64)}),
             [
-                build_job(
+                build_params(
                     tokenizer, text, handle, 32, sampling=GREEDY, num_logprobs=2, drafter=drafter, max_draft_tokens=most
                 )
                 for handle, text in enumerate(texts, start=1)
@@ -148,9 +148,9 @@ def test_greedy_bfloat16_answers_differ_at_near_ties_at_most(tokenizer: Tokenize
         )
         for drafter, most in (("off", 0), ("draft", 4))
     )
-    assert sum(end.timing.accepted_tokens for end in guessed.ends.values() if end.timing is not None) > 300
+    assert sum(end.timing.accepted_tokens for end in drafted.ends.values() if end.timing is not None) > 300
     for handle, tokens in plain.tokens.items():
-        others = guessed.tokens[handle]
+        others = drafted.tokens[handle]
         assert len(others) == len(tokens)
         if others != tokens:
             first = next(at for at, pair in enumerate(zip(tokens, others, strict=True)) if pair[0] != pair[1])
@@ -160,17 +160,17 @@ def test_greedy_bfloat16_answers_differ_at_near_ties_at_most(tokenizer: Tokenize
 
 @pytest.mark.parametrize("num_pages", [600, 32], ids=["long prompts", "preemption"])
 def test_a_draft_model_equal_to_the_model_is_always_right(tokenizer: Tokenizer, num_pages: int) -> None:
-    """Any missing KV, after chunked prefill, shorter guesses or preemption, would make it wrong."""
+    """Any missing KV, after chunked prefill, shorter drafts or preemption, would make it wrong."""
     engine = build(locate_model("demo"), num_pages)
     assert engine.draft_runner is not None
-    wanted = build_jobs(tokenizer, "draft")
+    wanted = build_requests(tokenizer, "draft")
     is_tight = num_pages == 32
     if is_tight:
         wanted = [replace(one, max_tokens=60, stop_token_ids=frozenset()) for one in wanted]
     else:
         long = " ".join(PROMPTS * 8)  # several chunks
         wanted += [
-            build_job(tokenizer, long[i:], 100 + i, 24, sampling=GREEDY, drafter="draft", max_draft_tokens=5)
+            build_params(tokenizer, long[i:], 100 + i, 24, sampling=GREEDY, drafter="draft", max_draft_tokens=5)
             for i in range(3)
         ]
     drafter = ModelDrafter(engine.draft_runner, CostMeter(), 64)
@@ -180,7 +180,7 @@ def test_a_draft_model_equal_to_the_model_is_always_right(tokenizer: Tokenizer, 
     assert sum(one.draft_tokens for one in timings) > 100
     for handle, end in answers.ends.items():
         assert end.timing is not None
-        if end.finish_reason == "length":  # guesses after a stop token are dropped
+        if end.finish_reason == "length":  # drafts after a stop token are dropped
             assert end.timing.accepted_tokens == end.timing.draft_tokens, handle
     assert any(one.preemptions for one in timings) == is_tight
 
@@ -188,17 +188,17 @@ def test_a_draft_model_equal_to_the_model_is_always_right(tokenizer: Tokenizer, 
 def test_prefill_computes_the_draft_models_kv_too(tokenizer: Tokenizer) -> None:
     engine = build(locate_model("demo"), 64)
     assert engine.draft_runner is not None
-    table = build_table(engine)
+    scheduler = build_scheduler(engine)
     runner = BothRunners(engine.runner, engine.draft_runner)
     loop = WorkerLoop(
-        DraftKv(), table, runner, engine.rows, engine.pool, Budget(48, "--chunk-tokens"), lambda _step, _updates: None,
-        PrefillMetrics(table),
+        DraftKv(), scheduler, runner, engine.rows, engine.pool, TokenBudget(48, "--chunk-tokens"),
+        lambda _step, _updates: None, PrefillMetrics(scheduler),
     )  # fmt: skip
-    job = replace(build_job(tokenizer, " ".join(PROMPTS * 4), 1, 0), gateway="", handle=0)
-    run = table.admit(job, 0.0, is_kept=True)
+    params = replace(build_params(tokenizer, " ".join(PROMPTS * 4), 1, 0), gateway="", handle=0)
+    run = scheduler.admit(params, 0.0, is_kept=True)
     while loop.step():
         pass
-    assert run.computed == job.end
+    assert run.computed == params.end
     pages, draft_pages = engine.pool.tensor[run.pages], engine.pool.draft_tensor
     assert draft_pages is not None and bool(pages[0].any())
     assert torch.equal(pages, draft_pages[run.pages])  # both models are the same here

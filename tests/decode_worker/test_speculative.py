@@ -38,7 +38,7 @@ def decode_plainly(params: SamplingParams) -> tuple[int, ...]:
 
 
 def decode_with_drafts(params: SamplingParams, num_drafts: int, is_shared_noise: bool) -> tuple[tuple[int, ...], int]:
-    """The text, and the number of accepted drafts. A drafter without the noise guesses greedily."""
+    """The text, and the number of accepted drafts. A drafter without the noise drafts greedily."""
     text: tuple[int, ...] = ()
     num_accepted = 0
     drafting = params if is_shared_noise else SamplingParams(temperature=0)

@@ -10,7 +10,7 @@ import pytest
 from kvtransfer import grpc_bytes
 from kvtransfer.checksums import compute_checksums
 from kvtransfer.reader import PageRef
-from prefill_worker import offers
+from prefill_worker import kv_sender
 from protos import decode_pb2, kv_pb2
 from runtime.config_parts import Transport
 from tests.support.handover import OTHER, PROMPT, answer, refusal, workers
@@ -41,13 +41,13 @@ async def test_pages_are_summed_on_both_sides_and_only_if_that_is_asked_for(
 ) -> None:
     sent: list[kv_pb2.OfferRequest] = []
     async with workers(transport, verify_transfers=is_on) as (opened, prefill, decode):
-        take = decode.intake.take
+        take = decode.receiver.take
 
         async def take_noting(offer: kv_pb2.OfferRequest) -> kv_pb2.OfferResponse:
             sent.append(offer)
             return await take(offer)
 
-        decode.intake.take = take_noting  # type: ignore[method-assign]
+        decode.receiver.take = take_noting  # type: ignore[method-assign]
         assert await answer(opened, prefill, 1) == expected_answer(PROMPT, 4)
     num_pages = sum(len(offer.pages) for offer in sent)
     assert num_pages == 6 and len(computed) == 2 * num_pages * is_on
@@ -69,7 +69,7 @@ def flip_in_prefill(patch: pytest.MonkeyPatch, prefill: PrefillWorker, _decode: 
         flip(prefill, pages[0])
         return checksums
 
-    patch.setattr(offers, "compute_over_ranks", compute_and_flip)
+    patch.setattr(kv_sender, "compute_over_ranks", compute_and_flip)
 
 
 def flip_on_the_wire(patch: pytest.MonkeyPatch, _prefill: PrefillWorker, _decode: DecodeWorker) -> None:
@@ -85,7 +85,7 @@ def flip_on_the_wire(patch: pytest.MonkeyPatch, _prefill: PrefillWorker, _decode
 
 def flip_after_landing(patch: pytest.MonkeyPatch, prefill: PrefillWorker, decode: DecodeWorker) -> None:
     """In decode's own pool: not in a buffer of the reader."""
-    reader = decode.intake._peers[prefill.peer.address].reader
+    reader = decode.receiver._peers[prefill.peer.address].reader
     read = reader.read
 
     async def read_and_flip(sources: Sequence[PageRef], into: Sequence[int]) -> None:
@@ -117,7 +117,7 @@ async def test_a_bit_that_flips_on_its_way_is_found_and_the_pages_are_not_used(
         for worker in (prefill, decode):
             refused = worker.metrics.registry.get_sample_value("baton:offers_refused_total", {"reason": "checksum"})
             assert refused == 1
-        (session,) = decode.table
+        (session,) = decode.scheduler
         assert session.computed == 0 and not session.is_read
         await opened.abort(2)
         assert await answer(opened, prefill, 3, OTHER) == expected_answer(OTHER, 4)
@@ -135,7 +135,7 @@ async def test_a_recycled_page_is_called_recycled_and_not_changed() -> None:
 
         recycled: list[tuple[int, int]] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(offers, "compute_over_ranks", compute_and_recycle)
+            patch.setattr(kv_sender, "compute_over_ranks", compute_and_recycle)
             _code, detail = await refusal(prefill.run(await opened.reserve(1, PROMPT), PROMPT))
         page, generation = recycled[0]
         assert f"refused the offer (generation): page {page} was recycled: offered at generation {generation}" in detail

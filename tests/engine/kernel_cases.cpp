@@ -85,18 +85,18 @@ static void run_products(int math) {
 
 // Two sequences, with 1 and 20 new tokens, of 70 and 45 in all, in pages of 16 tokens; 4 heads over 2 KV heads.
 template <class Page> static void run_attention(int math, std::vector<Page> (*make)(size_t, float), int64_t dim) {
-    const int32_t query_starts[] = {0, 1, 21}, context_lens[] = {70, 45};
+    const int32_t cu_seqlens_q[] = {0, 1, 21}, seq_lens[] = {70, 45};
     const int32_t page_table[] = {3, 0, 7, 1, 6, 4, 2, 5, 0, 0}, blocks[] = {0, 0, 1, 0, 1, 8, 1, 16};
-    std::vector<int64_t> pages{6}, offsets{69 % 16};
+    std::vector<int64_t> slots{6 * 16 + 69 % 16};
     for (int position = 25; position < 45; ++position)
-        pages.push_back(page_table[5 + position / 16]), offsets.push_back(position % 16);
+        slots.push_back(page_table[5 + position / 16] * 16 + position % 16);
     const int64_t run = 16 * dim;
     std::vector<Page> pool = make(8 * 2 * 2 * run, 1), query = make(21 * 4 * dim, 3), key = make(21 * 2 * dim, 1);
     std::vector<Page> value = make(21 * 2 * dim, 1), out(21 * 4 * dim);
     const float sinks[] = {-1, 0, 1, 8};
     for (auto [window, softcap] : {std::pair<int64_t, float>{1000, 0}, {30, 0}, {30, 3}}) {
-        paged::BatonBatch batch{pool.data(), query_starts, context_lens, page_table, pages.data(), offsets.data(), blocks,
-                                5, 21, 4, 8, 4 * run, 2 * run, 0, run, 4, 2, 16, dim, 0.2f, softcap};
+        paged::BatonBatch batch{pool.data(), cu_seqlens_q, seq_lens, page_table, slots.data(), blocks, 5,
+                                21, 4, 8, 4 * run, 2 * run, 0, run, 4, 2, 16, dim, 0.2f, softcap};
         paged::BatonLayer layer{query.data(), key.data(), value.data(), out.data(), 4 * dim, dim, 2 * dim, dim, 2 * dim,
                                 dim, 0, window, softcap > 0 ? sinks : nullptr};
         paged::baton_attend(&batch, &layer, sizeof(Page) == 4, math, 2);

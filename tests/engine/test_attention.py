@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
 from engine.attention.cpu_paged import CpuPagedAttention, plan_blocks
-from engine.attention.qkv import Heads
+from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
@@ -147,7 +147,7 @@ def test_a_sequence_does_not_depend_on_its_batch() -> None:
     out, _ = together.run(backend)
     alone = Problem([(1, 300)], dtype=torch.bfloat16)
     alone.batch = replace(alone.batch, page_table=torch.tensor([together.pages[2]], dtype=torch.int32))
-    alone.batch = replace(alone.batch, write_pages=together.batch.write_pages[-1:].clone())
+    alone.batch = replace(alone.batch, slot_mapping=together.batch.slot_mapping[-1:].clone())
     alone.pool = together.pool
     alone.query, alone.key, alone.value = (x[-1:] for x in (together.query, together.key, together.value))
     assert torch.equal(alone.run(backend)[0], out[-1:])
@@ -180,12 +180,12 @@ def test_what_changes_after_a_good_batch_is_checked() -> None:
     good = problem.batch
     others = (
         (spoil(good, "page_table", (0, 1), 10_000), "page_table holds 10000"),
-        (spoil(good, "write_pages", (0,), 10_000), "write_pages holds 10000"),
-        (spoil(good, "write_offsets", (0,), -2), "write_offsets holds -2"),
-        (spoil(good, "context_lens", (0,), 99), "context_lens .* differ"),
-        (spoil(good, "query_starts", (1,), 2), "query_starts"),
-        (replace(good, query_lens_host=lens(1, 2)), "query_starts"),
-        (replace(good, token_ids=good.token_ids[:1]), "write_pages is"),
+        (spoil(good, "slot_mapping", (0,), 100_000), "slot_mapping holds 100000"),
+        (spoil(good, "slot_mapping", (0,), -2), "slot_mapping holds -2"),
+        (spoil(good, "seq_lens", (0,), 99), "seq_lens .* differ"),
+        (spoil(good, "cu_seqlens_q", (1,), 2), "cu_seqlens_q"),
+        (replace(good, query_lens_host=lens(1, 2)), "cu_seqlens_q"),
+        (replace(good, token_ids=good.token_ids[:1]), "slot_mapping is"),
         (replace(good, page_table=good.page_table[:, :1].contiguous()), "45 tokens in a page table of 1 pages"),
     )
     for batch, message in others:
@@ -223,12 +223,12 @@ def test_wrong_tensors_are_refused() -> None:
     (query_key, value, _), pool, batch = problem.heads, problem.pool, problem.batch
     strided = torch.zeros(2, 8, 128)[..., ::2]
     for layer, heads, window, message in (
-        (0, Heads(query_key[:1], value), None, "query is"),
-        (0, Heads(query_key.bfloat16(), value), None, "query is torch.bfloat16"),
-        (0, Heads(strided, value), None, "query has strides"),
-        (0, Heads(query_key[:, 1:], value), None, "query is"),
-        (0, Heads(query_key[:, 1:], value[:, :1]), None, "key is"),
-        (0, Heads(query_key, value[..., :32]), None, "value is"),
+        (0, QKV(query_key[:1], value), None, "query is"),
+        (0, QKV(query_key.bfloat16(), value), None, "query is torch.bfloat16"),
+        (0, QKV(strided, value), None, "query has strides"),
+        (0, QKV(query_key[:, 1:], value), None, "query is"),
+        (0, QKV(query_key[:, 1:], value[:, :1]), None, "key is"),
+        (0, QKV(query_key, value[..., :32]), None, "value is"),
         (2, problem.heads, None, "layer 2"),
         (-1, problem.heads, None, "layer -1"),
         (0, problem.heads, 0, "window is 0"),

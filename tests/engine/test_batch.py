@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import RowRequest, build_batch, lay_out
-from engine.rows import Rows
+from engine.batch import ForwardRow, build_batch, lay_out
+from engine.input_batch import InputBatch
 from engine.staging import Stager
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
@@ -15,9 +15,9 @@ CPU = torch.device("cpu")
 CONTEXT, NUM_ROWS, VOCAB = 32, 6, 1000
 
 
-def build_rows(page_tokens: int, draw: np.random.Generator) -> Rows:
+def build_rows(page_tokens: int, draw: np.random.Generator) -> InputBatch:
     """Rows filled with tokens and pages."""
-    rows = Rows(NUM_ROWS, CONTEXT, page_tokens, VOCAB, CPU)
+    rows = InputBatch(NUM_ROWS, CONTEXT, page_tokens, VOCAB, CPU)
     for row in range(NUM_ROWS):
         rows.open(row, draw.integers(0, VOCAB, CONTEXT, np.int32), SamplingParams(), CONTEXT)
         rows.write_pages(row, 0, draw.integers(0, 99, -(-CONTEXT // page_tokens)).tolist())
@@ -25,9 +25,9 @@ def build_rows(page_tokens: int, draw: np.random.Generator) -> Rows:
 
 
 @st.composite
-def requests(draw: st.DrawFn, row: int) -> RowRequest:
+def requests(draw: st.DrawFn, row: int) -> ForwardRow:
     begin, count = draw(st.integers(0, 20)), draw(st.integers(1, 9))
-    return RowRequest(row, begin, count, num_logits=draw(st.integers(0, count)))
+    return ForwardRow(row, begin, count, num_logits=draw(st.integers(0, count)))
 
 
 @settings(max_examples=60)
@@ -40,43 +40,42 @@ def test_every_token_lies_where_its_slice_says(data: st.DataObject, page_tokens:
 
     wanted_rows, at = [], 0
     for index, part in enumerate(parts):
-        assert batch.query_starts[index] == at
+        assert batch.cu_seqlens_q[index] == at
         pages = rows.page_table[part.row]
         for position in range(part.begin, part.begin + part.count):
             assert batch.token_ids[at] == rows.tokens[part.row, position]
             assert batch.positions[at] == position
-            assert batch.write_pages[at] == pages[position // page_tokens]
-            assert batch.write_offsets[at] == position % page_tokens
+            assert batch.slot_mapping[at] == pages[position // page_tokens] * page_tokens + position % page_tokens
             at += 1
         context = part.begin + part.count
-        assert batch.context_lens[index] == batch.context_lens_host[index] == context
+        assert batch.seq_lens[index] == batch.seq_lens_host[index] == context
         assert batch.query_lens_host[index] == part.count
         used = -(-context // page_tokens)
         assert batch.page_table[index, :used].tolist() == pages[:used].tolist()
         wanted_rows += list(range(at - part.num_logits, at))
     assert batch.page_table.shape[1] == max(-(-(part.begin + part.count) // page_tokens) for part in parts)
-    assert batch.query_starts[-1] == at == batch.token_ids.shape[0]
+    assert batch.cu_seqlens_q[-1] == at == batch.token_ids.shape[0]
     assert batch.logits_rows.tolist() == wanted_rows
 
 
 def test_types_are_those_that_kernels_expect() -> None:
     rows = build_rows(4, np.random.default_rng(0))
-    batch = build_batch(lay_out(rows, [RowRequest(2, 3, 1, 1)]), rows, Stager(CPU))
-    for long in (batch.token_ids, batch.positions, batch.write_pages, batch.write_offsets, batch.logits_rows):
+    batch = build_batch(lay_out(rows, [ForwardRow(2, 3, 1, 1)]), rows, Stager(CPU))
+    for long in (batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_rows):
         assert long.dtype is torch.int64
-    for short in (batch.query_starts, batch.context_lens, batch.page_table):
+    for short in (batch.cu_seqlens_q, batch.seq_lens, batch.page_table):
         assert short.dtype is torch.int32 and short.is_contiguous()
 
 
 def test_a_slice_ends_before_its_row_does() -> None:
     rows = build_rows(4, np.random.default_rng(0))
-    lay_out(rows, [RowRequest(0, CONTEXT - 1, MAX_DRAFT_TOKENS, 1)])
+    lay_out(rows, [ForwardRow(0, CONTEXT - 1, MAX_DRAFT_TOKENS, 1)])
     with pytest.raises(ValueError, match="48 positions and a token after them, in a row of 48"):
-        lay_out(rows, [RowRequest(0, CONTEXT - 1, 1 + MAX_DRAFT_TOKENS, 1)])
+        lay_out(rows, [ForwardRow(0, CONTEXT - 1, 1 + MAX_DRAFT_TOKENS, 1)])
 
 
 def test_tokens_are_read_when_the_batch_is_built() -> None:
     rows = build_rows(4, np.random.default_rng(0))
-    layout = lay_out(rows, [RowRequest(1, 5, 1, 1)])
+    layout = lay_out(rows, [ForwardRow(1, 5, 1, 1)])
     rows.tokens[1, 5] = 77
     assert build_batch(layout, rows, Stager(CPU)).token_ids.tolist() == [77]

@@ -8,7 +8,7 @@ import torch
 
 from bench.gpu_checks.engine import PROMPT, open_row
 from demo.paths import TARGET_DIR
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
 from engine.engine import Engine, KvDType, build_engine
 from kvtransfer.layout import find_mismatch
 from runtime.config import DecodeConfig
@@ -73,7 +73,7 @@ def score_prompt(kv_dtype: KvDType) -> tuple[Engine, torch.Tensor]:
     open_row(engine.rows, 0, PROMPT, SamplingParams())
     told = []
     for begin, count in ((0, 50), (50, 49)):
-        step = engine.runner.launch([RowRequest(0, begin, count, num_logits=count, num_given=count)]).collect()
+        step = engine.runner.launch([ForwardRow(0, begin, count, num_logits=count, num_given=count)]).collect()
         told += [one.logprob for one in step.logprobs if one is not None]
     return engine, torch.tensor(told)
 

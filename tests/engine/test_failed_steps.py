@@ -10,22 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import steps
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
 from engine.out_of_memory import StepFailedError, explain_failure, is_device_lost
-from engine.runner import Answers, Launched, Runner
+from engine.runner import Launched, ModelOutput, Runner
 from engine.sampling.logits import NOT_A_NUMBER
-from engine.steps import StepAnswers, launch_step
+from engine.steps import StepOutput, launch_step
 from wire.logprobs import TokenLogprobs
 
 
 class Done:
     """A launched step."""
 
-    def __init__(self, answers: Answers, error: Exception | None) -> None:
+    def __init__(self, answers: ModelOutput, error: Exception | None) -> None:
         self._answers = answers
         self._error = error
 
-    def collect(self) -> Answers:
+    def collect(self) -> ModelOutput:
         if self._error is not None:
             raise self._error
         return self._answers
@@ -40,14 +40,14 @@ class PoisonedRunner:
         self._is_late = is_late  # fails when collected
         self.num_forwards = 0
 
-    def launch(self, requests: Sequence[RowRequest]) -> Launched:
+    def launch(self, requests: Sequence[ForwardRow]) -> Launched:
         self.num_forwards += 1
         is_poisoned = any(one.row in self._poison for one in requests)
         if is_poisoned and not self._is_late:
             raise self._error
         tokens = [10 * one.row + rank for one in requests for rank in range(one.num_logits)]
         logprobs = [TokenLogprobs(-float(token)) for token in tokens if requests[0].chosen_logprobs is not None]
-        return cast(Launched, Done(Answers(tokens, [*logprobs]), self._error if is_poisoned else None))
+        return cast(Launched, Done(ModelOutput(tokens, [*logprobs]), self._error if is_poisoned else None))
 
 
 class Explained:
@@ -61,14 +61,14 @@ class Explained:
         return explain_failure(error, "--max-running", 64)
 
 
-def run(runner: PoisonedRunner, requests: Sequence[RowRequest], explain: Explained | None = None) -> StepAnswers:
+def run(runner: PoisonedRunner, requests: Sequence[ForwardRow], explain: Explained | None = None) -> StepOutput:
     return launch_step(cast(Runner, runner), requests, explain or Explained()).collect()
 
 
 @given(size=st.integers(1, 80), data=st.data())
 def test_culprits_alone_fail_and_few_forwards_are_spent(size: int, data: st.DataObject) -> None:
     poison = data.draw(st.sets(st.integers(0, size - 1), max_size=5))
-    requests = [RowRequest(row, 5, 1 + row % 3, num_logits=row % 3) for row in range(size)]
+    requests = [ForwardRow(row, 5, 1 + row % 3, num_logits=row % 3) for row in range(size)]
     runner = PoisonedRunner([*poison], RuntimeError("cannot compute this"))
     answers = run(runner, requests)
     assert answers.failed.keys() == poison
@@ -83,33 +83,33 @@ def test_culprits_alone_fail_and_few_forwards_are_spent(size: int, data: st.Data
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried")])
 def test_out_of_memory_is_halved_too(error: Exception) -> None:
     explain = Explained()
-    answers = run(PoisonedRunner([2], error), [RowRequest(row, 5, 1, 1) for row in range(4)], explain)
+    answers = run(PoisonedRunner([2], error), [ForwardRow(row, 5, 1, 1) for row in range(4)], explain)
     assert answers.tokens == [0, 10, -1, 30]
     assert "lower --max-running" in str(answers.failed[2])
     assert explain.parts == [[0, 1, 2, 3], [2]], "the whole step and the culprit, not the halves between"
 
 
 def test_log_probabilities_keep_their_places() -> None:
-    requests = [RowRequest(row, 5, 1, 1, chosen_logprobs=0) for row in range(3)]
+    requests = [ForwardRow(row, 5, 1, 1, chosen_logprobs=0) for row in range(3)]
     answers = run(PoisonedRunner([1], RuntimeError("no")), requests)
     assert answers.logprobs == [TokenLogprobs(0.0), None, TokenLogprobs(-20.0)]
 
 
 def test_a_failure_at_collection_is_not_repeated() -> None:
     runner = PoisonedRunner([1], RuntimeError("too late"), is_late=True)
-    answers = run(runner, [RowRequest(row, 5, 1, 1) for row in range(3)])
+    answers = run(runner, [ForwardRow(row, 5, 1, 1) for row in range(3)])
     assert runner.num_forwards == 1 and answers.tokens == [-1] * 3
     assert [str(answers.failed[row]) for row in range(3)] == ["the engine step failed: too late"] * 3
 
 
 def test_rows_without_numbers_fail_their_slices_alone() -> None:
     class NanRunner(PoisonedRunner):
-        def launch(self, requests: Sequence[RowRequest]) -> Launched:
+        def launch(self, requests: Sequence[ForwardRow]) -> Launched:
             tokens = [NOT_A_NUMBER if one.row == 1 and rank else one.row for one in requests for rank in range(2)]
-            return cast(Launched, Done(Answers(tokens, []), None))
+            return cast(Launched, Done(ModelOutput(tokens, []), None))
 
     explain = Explained()
-    answers = run(NanRunner([], ValueError()), [RowRequest(row, 5, 2, 2) for row in range(3)], explain)
+    answers = run(NanRunner([], ValueError()), [ForwardRow(row, 5, 2, 2) for row in range(3)], explain)
     assert answers.tokens == [0, 0, -1, -1, 2, 2]
     assert answers.failed.keys() == {1} and "logits are NaN" in str(answers.failed[1])
     assert explain.parts == [[1]]
@@ -126,7 +126,7 @@ def test_a_lost_gpu_ends_the_process(is_late: bool, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(steps, "end_process", end)
     runner = PoisonedRunner([1], torch.AcceleratorError("CUDA error: an illegal memory access"), is_late)
     with pytest.raises(EndedError):
-        run(runner, [RowRequest(row, 5, 1, 1) for row in range(3)])
+        run(runner, [ForwardRow(row, 5, 1, 1) for row in range(3)])
     assert runner.num_forwards == 1
 
 

@@ -21,8 +21,9 @@ from bench.batches import Part, pack
 from engine.attention.choose import choose_for_layers
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
 from engine.engine import build_engine
+from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.models import fallback_probe
 from engine.models.choose import load_any_config
@@ -31,7 +32,6 @@ from engine.models.fallback_model import FallbackModel
 from engine.models.fallback_probe import probe_config
 from engine.models.load import load_model
 from engine.ranks import Ranks
-from engine.rows import Rows
 from engine.runner import Runner
 from tests.support.threads import one_thread
 from tests.support.tiny_models import CONTEXT, VOCAB, WINDOW, tiny_config, tiny_model
@@ -79,11 +79,11 @@ def serve(model: Any) -> list[list[int]]:
     ).backend
     shape = PoolShape(NUM_PAGES, config.kv_parts, PAGE_TOKENS, model.dtype)
     pages = torch.full(shape.sizes, float("nan"), dtype=shape.dtype)
-    rows = Rows(2, PAGE_TOKENS * ROW_PAGES, PAGE_TOKENS, config.vocab_size, CPU)
+    rows = InputBatch(2, PAGE_TOKENS * ROW_PAGES, PAGE_TOKENS, config.vocab_size, CPU)
     return serve_by(Runner(model, attention, pages, rows), rows)
 
 
-def serve_by(runner: Runner, rows: Rows) -> list[list[int]]:
+def serve_by(runner: Runner, rows: InputBatch) -> list[list[int]]:
     for row, prompt in enumerate(PROMPTS):
         rows.open(row, np.array(prompt, np.int32), SamplingParams(temperature=0.0), len(prompt))
         rows.write_pages(row, 0, range(NUM_PAGES - 1 - row, 0, -2))
@@ -93,7 +93,7 @@ def serve_by(runner: Runner, rows: Rows) -> list[list[int]]:
         for row, count in enumerate(step):
             begin, ends[row] = ends[row], ends[row] + count
             if count:
-                requests.append(RowRequest(row, begin, count, int(ends[row] >= len(PROMPTS[row]))))
+                requests.append(ForwardRow(row, begin, count, int(ends[row] >= len(PROMPTS[row]))))
         tokens = iter(runner.launch(requests).collect().tokens)
         for request in requests:
             if request.num_logits:
@@ -174,7 +174,7 @@ def test_the_head_of_the_model_is_applied() -> None:
 
 def test_steps_are_never_captured() -> None:
     model: Any = load("llama")
-    rows = Rows(1, CONTEXT, PAGE_TOKENS, VOCAB, CPU)
+    rows = InputBatch(1, CONTEXT, PAGE_TOKENS, VOCAB, CPU)
     attention = TorchSdpaAttention(model.config.attention_shapes[0])
     attention.is_capturable = True
     assert not Runner(model, attention, torch.zeros(0), rows).is_capturable

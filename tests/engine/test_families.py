@@ -15,7 +15,7 @@ from engine.models.json_values import read_json
 from engine.models.load import load_model
 from engine.models.read_config import build_config, load_config
 from tests.support.checkpoints import write_checkpoint
-from tests.support.families import FAMILIES, NATIVE, VOCAB
+from tests.support.families import FAMILIES, VOCAB
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 16
@@ -45,7 +45,7 @@ class Steps:
         return list(torch.split(logits, [end - begin for _, begin, end in spans]))
 
 
-@pytest.fixture(scope="module", params=NATIVE)
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     name: str = request.param
     return name, write_checkpoint(tmp_path_factory.mktemp(name), name)
@@ -86,7 +86,7 @@ def test_a_row_is_the_same_alone_and_among_others(family: tuple[str, Path]) -> N
 
 def test_older_spellings_mean_the_same(tmp_path: Path) -> None:
     """Files from before transformers 5 have the rope's values beside each other, and other keys for experts."""
-    for name in NATIVE:
+    for name in FAMILIES:
         config = dict(read_json(write_checkpoint(tmp_path / name, name) / "config.json"))
         text = dict(config.get("text_config") or config)
         rope = text.pop("rope_parameters")

@@ -66,7 +66,7 @@ def test_a_captured_step_is_planned_into_buffers_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_captured_step_of_guesses_has_as_many_for_each_sequence(window: int | None) -> None:
+def test_a_captured_step_of_drafts_has_as_many_for_each_sequence(window: int | None) -> None:
     problem = Problem([(4, 4), (4, 40), (4, 17)], heads=(2, 2), head_dim=16)
     check(problem, build(problem, None, 20).for_graph(3, 4, 6), window)
 

@@ -274,8 +274,8 @@ def test_the_host_reads_no_value_of_the_device() -> None:
     for wrong in (torch.empty(3, dtype=torch.int32, device="meta"), torch.empty(2, device="meta")):
         with pytest.raises(ValueError, match="extra_ids are"):
             there._replace(extra_ids=wrong).check(torch.zeros(1, 40, device="meta"))
-    guesses = torch.tensor([2, 3], dtype=torch.int32)
-    assert upload_batch(batch._replace(extra_ids=guesses), CPU).extra_ids is guesses
+    drafts = torch.tensor([2, 3], dtype=torch.int32)
+    assert upload_batch(batch._replace(extra_ids=drafts), CPU).extra_ids is drafts
 
 
 # --- the check for a card

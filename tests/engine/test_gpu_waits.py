@@ -19,14 +19,14 @@ from engine import runner
 from engine.attention import flashinfer
 from engine.attention.base import AttentionBackend
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
 from engine.graphs import choose_shapes
+from engine.input_batch import InputBatch
 from engine.kernels import gpu_sampling as sampling_kernels
 from engine.models.assemble import build_decoder
 from engine.models.decoder import Decoder
 from engine.models.read_config import build_config
 from engine.ops.cuda import CudaOps
-from engine.rows import Rows
 from engine.runner import Runner
 from engine.sampling import gpu as gpu_sampling
 from engine.weights.formats import choose_format
@@ -60,12 +60,12 @@ class Built:
         )  # fmt: skip
         pool = torch.zeros(sizes, dtype=torch.float8_e4m3fn if is_fp8 else BF16, device=CUDA)
         self.gpu, self.has_graphs = gpu, way == "graphs"
-        self.rows = Rows(len(SAMPLINGS), 48, PAGE_TOKENS, CONFIG.vocab_size, CUDA)
+        self.rows = InputBatch(len(SAMPLINGS), 48, PAGE_TOKENS, CONFIG.vocab_size, CUDA)
         self.runner = Runner(decoder, attention, pool, self.rows)
         if self.has_graphs:
             self.runner.capture_graphs(choose_shapes(len(SAMPLINGS), 3), gpu.capture, PADDING_PAGE)
 
-    def launch(self, *steps: Sequence[RowRequest]) -> int:
+    def launch(self, *steps: Sequence[ForwardRow]) -> int:
         """Start sequences and launch steps for them. Returns the number of steps that were graphs."""
         before = self.gpu.num_replays
         for requests in steps:
@@ -114,15 +114,15 @@ def use(ways: dict[str, Built], way: str) -> Iterator[Built]:
         yield ways[way]
 
 
-def plain(position: int, rows: Sequence[int] = EVERYONE, **asked: Any) -> list[RowRequest]:
-    return [RowRequest(row, position, 1, 1, **asked) for row in rows]
+def plain(position: int, rows: Sequence[int] = EVERYONE, **asked: Any) -> list[ForwardRow]:
+    return [ForwardRow(row, position, 1, 1, **asked) for row in rows]
 
 
-def of_odd_rows(requests: list[RowRequest], **asked: Any) -> list[RowRequest]:
+def of_odd_rows(requests: list[ForwardRow], **asked: Any) -> list[ForwardRow]:
     return [one._replace(**asked) if one.row % 2 else one for one in requests]
 
 
-PROMPTS = [RowRequest(row, 0, PROMPT, 1) for row in EVERYONE]
+PROMPTS = [ForwardRow(row, 0, PROMPT, 1) for row in EVERYONE]
 
 
 @pytest.mark.parametrize("built", ["flashinfer", "graphs", "fp8", "torch_sdpa"], indirect=True)
@@ -147,21 +147,21 @@ def test_masks(built: Built, choices: Choices) -> None:
 
 
 def test_given_tokens(built: Built) -> None:
-    scored = [RowRequest(row, 0, PROMPT, PROMPT - 1, PROMPT - 1, 3) for row in EVERYONE]
-    scored_and_chosen = RowRequest(0, 0, PROMPT, PROMPT, PROMPT - 1, 3)
+    scored = [ForwardRow(row, 0, PROMPT, PROMPT - 1, PROMPT - 1, 3) for row in EVERYONE]
+    scored_and_chosen = ForwardRow(0, 0, PROMPT, PROMPT, PROMPT - 1, 3)
     assert not built.launch(scored, [scored_and_chosen, *plain(20, EVERYONE[1:])])
 
 
-def test_guesses(built: Built, choices: Choices) -> None:
-    checked = [RowRequest(row, 19, 4, 4) for row in EVERYONE]
+def test_drafts(built: Built, choices: Choices) -> None:
+    checked = [ForwardRow(row, 19, 4, 4) for row in EVERYONE]
     masks = np.full((4, WORDS), -1, np.int32)
-    drafted = [RowRequest(row, 21, 1, 1, num_guessed=2) for row in EVERYONE]
+    drafted = [ForwardRow(row, 21, 1, 1, num_drafted=2) for row in EVERYONE]
     assert not built.launch(PROMPTS, checked, of_odd_rows(checked, mask=masks), drafted)
     assert [fields.extra_ids.numel() > 1 for fields in choices.fields[-4:]] == [False, True, True, True]
 
 
-def test_logits_in_pieces(built: Built, choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "PIECE_VALUES", 5 * CONFIG.vocab_size)
+def test_logits_in_chunks(built: Built, choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "CHUNK_VALUES", 5 * CONFIG.vocab_size)
     assert not built.launch(PROMPTS, plain(20, chosen_logprobs=1))
     assert [len(fields.seeds) for fields in choices.fields[-6:]] == [5, 5, 2] * 2
 

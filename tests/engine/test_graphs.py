@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 from bench.batches import SAMPLINGS
 from engine import graphs as graphs_module
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
 from engine.graphs import Compute, Shape, choose_shapes, powers_to
+from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.ops.base import Ops
-from engine.rows import Rows
-from engine.runner import Answers, Runner
+from engine.runner import ModelOutput, Runner
 from tests.support.late_runner import LateRows, LateRunner
 from tests.support.steps import (
     CONTEXT,
@@ -45,7 +45,7 @@ from wire.sampling import SamplingParams
 __all__ = ["decoder", "expected", "one_thread"]  # fixtures
 
 EVERYONE = range(len(SAMPLINGS))
-MOST_GUESSES = 3
+MOST_DRAFTS = 3
 WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
 
 
@@ -116,7 +116,7 @@ def _sampling_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
 class Built:
     """A runner with graphs; its last page is for padding."""
 
-    def __init__(self, decoder: Decoder, rows: Rows, runner_type: Callable[..., Runner] = Runner) -> None:
+    def __init__(self, decoder: Decoder, rows: InputBatch, runner_type: Callable[..., Runner] = Runner) -> None:
         self.rows = rows
         attention, pages = Unwatched(decoder.config.attention_shapes[0]), build_pages(decoder)
         self.pages = torch.cat((pages, torch.zeros_like(pages[:1])))
@@ -124,16 +124,16 @@ class Built:
         self.progress: list[tuple[int, int]] = []
         self.runner = runner_type(decoder, attention, self.pages, rows)
         self.runner.capture_graphs(
-            choose_shapes(len(SAMPLINGS), MOST_GUESSES), self.captures, len(pages),
+            choose_shapes(len(SAMPLINGS), MOST_DRAFTS), self.captures, len(pages),
             lambda done, total: self.progress.append((done, total)),
         )  # fmt: skip
 
 
 def build(decoder: Decoder) -> Built:
-    return Built(decoder, Rows(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU))
+    return Built(decoder, InputBatch(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU))
 
 
-def test_every_number_of_sequences_has_a_graph_and_few_those_with_guesses() -> None:
+def test_every_number_of_sequences_has_a_graph_and_few_those_with_drafts() -> None:
     assert powers_to(1) == [1]
     assert powers_to(12) == [1, 2, 4, 8, 12]
     assert powers_to(64) == [1, 2, 4, 8, 16, 32, 64]
@@ -145,7 +145,7 @@ def test_every_number_of_sequences_has_a_graph_and_few_those_with_guesses() -> N
 
 def test_tokens_are_those_of_eager_steps_whatever_the_sampling(decoder: Decoder, expected: list[list[int]]) -> None:
     built = build(decoder)
-    total = len(choose_shapes(len(SAMPLINGS), MOST_GUESSES))
+    total = len(choose_shapes(len(SAMPLINGS), MOST_DRAFTS))
     assert built.progress == [(done, total) for done in range(1, total + 1)]
     before = built.pages.clone()
     for row in EVERYONE:
@@ -176,14 +176,14 @@ def test_steps_ahead_go_through_graphs(decoder: Decoder, expected: list[list[int
 
 
 @pytest.fixture
-def pair(decoder: Decoder) -> Iterator[Callable[[Sequence[RowRequest]], Answers]]:
+def pair(decoder: Decoder) -> Iterator[Callable[[Sequence[ForwardRow]], ModelOutput]]:
     """Both runners take the same steps; their answers must be equal. Returns the graphs' answers."""
-    built, eager_rows = build(decoder), Rows(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU)
+    built, eager_rows = build(decoder), InputBatch(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU)
     eager_pages = build_pages(decoder)
     eager = Runner(decoder, TorchSdpaAttention(decoder.config.attention_shapes[0]), eager_pages, eager_rows)
     runners = (built.runner, eager)
 
-    def both(requests: Sequence[RowRequest]) -> Answers:
+    def both(requests: Sequence[ForwardRow]) -> ModelOutput:
         answers, truth = (runner.launch(requests).collect() for runner in runners)
         assert answers.tokens == truth.tokens
         for one, other in zip(answers.logprobs, truth.logprobs, strict=True):
@@ -227,7 +227,7 @@ def test_more_biases_than_a_graph_takes_go_without_one(decoder: Decoder, monkeyp
         assert built.captures.num_replays == num_replays
 
 
-def test_guesses_and_missing_tokens_go_through_graphs_of_several_tokens(pair: Any) -> None:
+def test_drafts_and_missing_tokens_go_through_graphs_of_several_tokens(pair: Any) -> None:
     first, second, third = plan(1, range(3), range(3))
     for rows in pair.rows:
         for part in (first, second):
@@ -255,12 +255,12 @@ def test_steps_that_graphs_cannot_do_go_without_one(pair: Any) -> None:
         rows.write_tokens(0, first.begin + 1, np.array([5, 6, 7, 8], np.int32))
         open_row(rows, 3, 7)  # with penalties
     length = len(PROMPTS[7])
-    pair([RowRequest(3, 0, length, 1)])
+    pair([ForwardRow(3, 0, length, 1)])
     for requests in (
         [first, third._replace(num_given=1)],
         [first._replace(count=5, num_logits=5)],
-        [RowRequest(1, 0, 3, 1)],
-        [RowRequest(3, length, 1, 1, num_guessed=1)],
+        [ForwardRow(1, 0, 3, 1)],
+        [ForwardRow(3, length, 1, 1, num_drafted=1)],
     ):
         pair(requests)
         assert pair.num_replays == 0

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.cpu_paged import apply_rope_in_place
-from engine.attention.qkv import NO_TURN, Heads, Turn
+from engine.attention.qkv import NO_ROPE, QKV, RopeArgs
 from engine.kernels.gpu_layers import join_pages, rope_and_write
 from engine.ops.base import Ops
 from engine.ops.cpu import CpuOps
@@ -78,21 +78,23 @@ def layer_of(pool: Tensor, layer: int) -> tuple[Tensor, Tensor]:
 def test_queries_turn_and_keys_and_values_reach_their_pages(
     num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool
 ) -> None:
-    num_tokens, num_turned = 5, num_heads + num_kv_heads
-    qkv = normal(num_tokens, num_turned + num_kv_heads, head_dim)
+    num_tokens, num_rotated = 5, num_heads + num_kv_heads
+    qkv = normal(num_tokens, num_rotated + num_kv_heads, head_dim)
     cos, sin = (normal(num_tokens, 1, head_dim, dtype=torch.float32) * scale for scale in (1.0, -0.5))
-    turn = Turn(cos, sin, normal(num_turned, head_dim) if has_norm else None, EPS)
+    rope = RopeArgs(cos, sin, normal(num_rotated, head_dim) if has_norm else None, EPS)
     sizes = pool_sizes(num_pages=6, num_kv_heads=num_kv_heads, num_layers=3, page_tokens=4, head_dim=head_dim)
     before = normal(*sizes)
     pages, offsets = torch.tensor([5, 0, 0, 2, 5]), torch.tensor([0, 3, 1, 2, 1])
 
-    query, key, value = Heads(qkv[:, :num_turned], qkv[:, num_turned:], turn).turned()
+    query, key, value = QKV(qkv[:, :num_rotated], qkv[:, num_rotated:], rope).ready()
     expected = before.clone()
     for page_rows, rows in zip(layer_of(expected, 1), (key, value), strict=True):
         page_rows[pages, :, offsets] = rows
     pool = before.clone()
     fused = qkv.clone()
-    queries = rope_and_write(fused[:, :num_turned], fused[:, num_turned:], *turn, *layer_of(pool, 1), pages, offsets)
+    queries = rope_and_write(
+        fused[:, :num_rotated], fused[:, num_rotated:], *rope, *layer_of(pool, 1), pages * 4 + offsets
+    )
     assert_near(queries, query)
     assert queries.data_ptr() == fused.data_ptr()
     assert_near(pool, expected)
@@ -106,21 +108,21 @@ def test_heads_that_are_ready_are_written_as_they_are_and_within_the_limits_of_t
     query_key, value = 3 * normal(2, 3, 8), 3 * normal(2, 1, 8)
     pool = torch.zeros(pool_sizes(num_pages=2, num_kv_heads=1, num_layers=1, page_tokens=2, head_dim=8))
     keys, values = layer_of(pool, 0)
-    where = torch.tensor([1, 0]), torch.tensor([0, 1])
-    queries = rope_and_write(query_key.clone(), value, *NO_TURN, keys, values, *where, kv_limit=2.0)
+    slots = torch.tensor([2, 1])
+    queries = rope_and_write(query_key.clone(), value, *NO_ROPE, keys, values, slots, kv_limit=2.0)
     assert torch.equal(queries, query_key[:, :2])
-    assert torch.equal(keys[where[0], :, where[1]], query_key[:, 2:].clamp(-2, 2))
-    assert torch.equal(values[where[0], :, where[1]], value.clamp(-2, 2))
+    assert torch.equal(keys[[1, 0], :, [0, 1]], query_key[:, 2:].clamp(-2, 2))
+    assert torch.equal(values[[1, 0], :, [0, 1]], value.clamp(-2, 2))
 
 
 def test_views_that_a_kernel_would_misread_are_refused() -> None:
     pool = torch.zeros(pool_sizes(num_pages=2, num_kv_heads=1, num_layers=1, page_tokens=2, head_dim=8))
     keys, values = layer_of(pool, 0)
-    heads, where = Heads(normal(1, 3, 8), normal(1, 1, 8)), (torch.tensor([0]), torch.tensor([0]))
+    heads, slots = QKV(normal(1, 3, 8), normal(1, 1, 8)), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="expected equal ones"):
-        rope_and_write(heads.query_key, heads.value, *NO_TURN, keys, values.clone(), *where)
+        rope_and_write(heads.query_key, heads.value, *NO_ROPE, keys, values.clone(), slots)
     with pytest.raises(ValueError, match="contiguous heads"):
-        rope_and_write(normal(1, 3, 16)[..., :8], normal(1, 1, 8), *NO_TURN, keys, values, *where)
+        rope_and_write(normal(1, 3, 16)[..., :8], normal(1, 1, 8), *NO_ROPE, keys, values, slots)
     with pytest.raises(ValueError, match="contiguous rows"):
         TRITON.norm(normal(8, 4).T, normal(8), EPS)
 
@@ -138,16 +140,18 @@ def test_pages_of_sequences_are_joined() -> None:
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (7, 1, 16), (12, 4, 24)])
 @pytest.mark.usefixtures("instructions")
 def test_heads_turn_as_in_torch(num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool) -> None:
-    num_turned = num_heads + num_kv_heads
+    num_rotated = num_heads + num_kv_heads
     cos, sin = (normal(9, 1, head_dim, dtype=torch.bfloat16) * scale for scale in (1.0, -0.5))
-    norm = normal(num_turned, head_dim, dtype=torch.bfloat16) if has_norm else None
-    qkv = normal(9, num_turned + num_kv_heads, head_dim, dtype=torch.bfloat16)
+    norm = normal(num_rotated, head_dim, dtype=torch.bfloat16) if has_norm else None
+    qkv = normal(9, num_rotated + num_kv_heads, head_dim, dtype=torch.bfloat16)
 
-    def split(values: torch.Tensor) -> Heads:
-        return Heads(values[:, :num_turned], values[:, num_turned:], Turn(cos, sin, norm, EPS))
+    def split(values: torch.Tensor) -> QKV:
+        return QKV(values[:, :num_rotated], values[:, num_rotated:], RopeArgs(cos, sin, norm, EPS))
 
-    expected = split(qkv.clone()).turned()
+    expected = split(qkv.clone()).ready()
     for found, twin in zip(apply_rope_in_place(split(qkv.clone())), expected, strict=True):
         torch.testing.assert_close(found, twin, rtol=0.02, atol=0.04)
-    wide = split(qkv.float())._replace(turn=Turn(cos.float(), sin.float(), norm, EPS))  # the kernel does not support it
+    wide = split(qkv.float())._replace(
+        rope=RopeArgs(cos.float(), sin.float(), norm, EPS)
+    )  # the kernel does not support it
     assert apply_rope_in_place(wide)[0].dtype is torch.float32

@@ -21,8 +21,8 @@ def random_logits(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def asked(tokens: list[int], num_prompt: int, words: Any = None, num_guesses: int = 0, **sampling: Any) -> Asked:
-    return Asked(SamplingParams(**sampling), tokens, num_prompt, num_guesses, words)
+def asked(tokens: list[int], num_prompt: int, words: Any = None, num_drafts: int = 0, **sampling: Any) -> Asked:
+    return Asked(SamplingParams(**sampling), tokens, num_prompt, num_drafts, words)
 
 
 def adjusted(logits: Tensor, *rows: Asked) -> Tensor:

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bench.batches import Part, pack
-from engine.attention.qkv import Heads
+from engine.attention.qkv import QKV
 from engine.batch import Batch
 from engine.layers.head import WidenedLinear
 from engine.layers.rope import FREQUENCIES
@@ -259,8 +259,8 @@ class NoAttention:
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "NoAttention":
         return self
 
-    def attend(self, layer: int, heads: Heads, window: int | None, sinks: Tensor | None = None) -> Tensor:
-        return torch.zeros_like(heads.turned()[0])
+    def attend(self, layer: int, heads: QKV, window: int | None, sinks: Tensor | None = None) -> Tensor:
+        return torch.zeros_like(heads.ready()[0])
 
 
 def logits_of(folder: Path) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
+from engine.input_batch import InputBatch
 from engine.prepared import Preparer, prepare
-from engine.rows import Rows
 from engine.staging import Stager
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
@@ -28,7 +28,7 @@ CHANGES: list[dict[str, Any]] = [  # each turns a plain step into another kind
     {"num_given": 1},
     {"num_given": 1, "given_logprobs": 2},
     {"chosen_logprobs": 2},
-    {"num_guessed": 1},
+    {"num_drafted": 1},
 ]
 
 
@@ -47,7 +47,7 @@ class Twins:
     """The same rows twice: over the first, steps are prepared one after the other."""
 
     def __init__(self) -> None:
-        self.both = [Rows(NUM_ROWS, CONTEXT, PAGE_TOKENS, VOCAB, CPU) for _ in range(2)]
+        self.both = [InputBatch(NUM_ROWS, CONTEXT, PAGE_TOKENS, VOCAB, CPU) for _ in range(2)]
         self.preparer = Preparer(self.both[0])
         self.begins: dict[int, int] = {}  # row |-> position of its next new token
 
@@ -65,9 +65,9 @@ class Twins:
         for rows in self.both:
             rows.write_pages(row, first, [page])
 
-    def step(self, requests: list[RowRequest], piece_rows: int) -> None:
-        after = self.preparer.prepare(requests, piece_rows)
-        assert flatten(after) == flatten(prepare(self.both[1], requests, piece_rows))
+    def step(self, requests: list[ForwardRow], chunk_rows: int) -> None:
+        after = self.preparer.prepare(requests, chunk_rows)
+        assert flatten(after) == flatten(prepare(self.both[1], requests, chunk_rows))
         counts = [rows.counts.tolist() for rows in self.both]
         assert counts[0] == counts[1]
 
@@ -91,39 +91,39 @@ def test_steps_are_prepared_as_if_they_were_alone(data: st.DataObject) -> None:
                 order = data.draw(st.permutations(order))
             case "other step":
                 change = data.draw(st.sampled_from(CHANGES))
-                parts = [RowRequest(one, twins.begins[one], 1, 1) for one in order]
+                parts = [ForwardRow(one, twins.begins[one], 1, 1) for one in order]
                 parts[0] = parts[0]._replace(**change)
                 twins.step(parts, 2)
                 for part in parts:
                     twins.begins[part.row] += part.count
         shown = order[: data.draw(st.integers(max(1, len(order) - 1), len(order)))]
-        twins.step([RowRequest(row, twins.begins[row], 1, 1) for row in shown], data.draw(st.sampled_from([2, 2, 100])))
+        twins.step([ForwardRow(row, twins.begins[row], 1, 1) for row in shown], data.draw(st.sampled_from([2, 2, 100])))
         for row in shown:
             twins.begins[row] += 1
 
 
 def test_a_plain_step_shares_what_stays_the_same() -> None:
-    rows = Rows(NUM_ROWS, CONTEXT, PAGE_TOKENS, VOCAB, CPU)
+    rows = InputBatch(NUM_ROWS, CONTEXT, PAGE_TOKENS, VOCAB, CPU)
     for row in range(2):
         rows.open(row, np.zeros(9, np.int32), SAMPLINGS[1], 9)
     preparer = Preparer(rows)
-    first, second = [preparer.prepare([RowRequest(0, at, 1, 1), RowRequest(1, at, 1, 1)], 100) for at in (9, 10)]
+    first, second = [preparer.prepare([ForwardRow(0, at, 1, 1), ForwardRow(1, at, 1, 1)], 100) for at in (9, 10)]
     assert first.layout.page_table is second.layout.page_table
-    assert first.layout.query_starts is second.layout.query_starts
-    assert first.pieces[0].sampling.top_p is second.pieces[0].sampling.top_p
+    assert first.layout.cu_seqlens_q is second.layout.cu_seqlens_q
+    assert first.chunks[0].sampling.top_p is second.chunks[0].sampling.top_p
     rows.write_pages(1, 2, [7])
-    third = preparer.prepare([RowRequest(0, 11, 1, 1), RowRequest(1, 11, 1, 1)], 100)
+    third = preparer.prepare([ForwardRow(0, 11, 1, 1), ForwardRow(1, 11, 1, 1)], 100)
     assert third.layout.page_table[1].tolist() == [0, 0, 7]
     assert not second.layout.page_table.any()
 
 
 def test_a_plain_step_ends_before_its_row_does() -> None:
-    rows = Rows(NUM_ROWS, CONTEXT, PAGE_TOKENS, VOCAB, CPU)
+    rows = InputBatch(NUM_ROWS, CONTEXT, PAGE_TOKENS, VOCAB, CPU)
     preparer = Preparer(rows)
     last = CONTEXT + MAX_DRAFT_TOKENS - 2
-    preparer.prepare([RowRequest(0, last, 1, 1)], 100)
+    preparer.prepare([ForwardRow(0, last, 1, 1)], 100)
     with pytest.raises(ValueError, match="56 positions and a token after them, in a row of 56"):
-        preparer.prepare([RowRequest(0, last + 1, 1, 1)], 100)
+        preparer.prepare([ForwardRow(0, last + 1, 1, 1)], 100)
 
 
 def test_only_new_arrays_are_uploaded() -> None:

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from engine import runner as runner_module
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
+from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
-from engine.rows import Rows
 from engine.runner import Runner
 from tests.support.checkpoints import write_checkpoint
 from tests.support.threads import one_thread
@@ -37,7 +37,7 @@ class Model:
     ids: list[int]  # a text of NUM_TOKENS
     logits: Tensor  # [NUM_TOKENS, VOCAB] by transformers
 
-    def build(self) -> tuple[Runner, Rows]:
+    def build(self) -> tuple[Runner, InputBatch]:
         """With empty pages and rows."""
         config = self.decoder.config
         pages = torch.zeros(
@@ -46,7 +46,7 @@ class Model:
                 page_tokens=PAGE_TOKENS, head_dim=config.head_dim,
             )
         )  # fmt: skip
-        rows = Rows(8, NUM_TOKENS, PAGE_TOKENS, VOCAB, torch.device("cpu"))
+        rows = InputBatch(8, NUM_TOKENS, PAGE_TOKENS, VOCAB, torch.device("cpu"))
         return Runner(self.decoder, TorchSdpaAttention(config.attention_shapes[0]), pages, rows), rows
 
 
@@ -61,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(folder, load_model(folder, "auto", torch.device("cpu")), ids, logits)
 
 
-def open_row(rows: Rows, row: int, ids: list[int], sampling: SamplingParams = GREEDY, prompt: int = 60) -> None:
+def open_row(rows: InputBatch, row: int, ids: list[int], sampling: SamplingParams = GREEDY, prompt: int = 60) -> None:
     rows.open(row, np.array(ids, np.int32), sampling, prompt)
     rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
 
@@ -74,18 +74,18 @@ def allow(*tokens: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     return mask.view(np.int32)
 
 
-@pytest.mark.parametrize("piece_rows", [1, 7, 1000])
+@pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
 def test_prompt_scores_equal_log_softmax_of_transformers(
-    model: Model, piece_rows: int, monkeypatch: pytest.MonkeyPatch
+    model: Model, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "PIECE_VALUES", piece_rows * VOCAB)
+    monkeypatch.setattr(runner_module, "CHUNK_VALUES", chunk_rows * VOCAB)
     (runner, rows), ids = model.build(), model.ids
     open_row(rows, 2, ids)
     tokens: list[int] = []
     told: list[TokenLogprobs | None] = []
     for begin, end in ((0, 1), (1, 20), (20, NUM_TOKENS - 1)):
         answers = runner.launch(
-            [RowRequest(2, begin, end - begin, end - begin, end - begin, given_logprobs=3)]
+            [ForwardRow(2, begin, end - begin, end - begin, end - begin, given_logprobs=3)]
         ).collect()
         tokens += answers.tokens
         told += answers.logprobs
@@ -110,7 +110,7 @@ def test_the_head_is_read_once_a_step(model: Model, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Decoder, "logits", count)
     for row in range(4):
         open_row(rows, row, model.ids)
-    runner.launch([RowRequest(row, 0, NUM_TOKENS - 1, NUM_TOKENS - 1, NUM_TOKENS - 1) for row in range(4)]).collect()
+    runner.launch([ForwardRow(row, 0, NUM_TOKENS - 1, NUM_TOKENS - 1, NUM_TOKENS - 1) for row in range(4)]).collect()
     assert num_rows == [4 * (NUM_TOKENS - 1)] and num_rows[0] > 128
 
 
@@ -118,7 +118,7 @@ def test_log_probabilities_are_those_before_any_adjustment(model: Model) -> None
     runner, rows = model.build()
     open_row(rows, 0, model.ids, SamplingParams(seed=3))
     open_row(rows, 1, model.ids, SamplingParams(0.3, logit_bias=((9, 50.0),), repetition_penalty=1.5))
-    requests = [RowRequest(0, 0, 60, 1, chosen_logprobs=4), RowRequest(1, 0, 60, 1, chosen_logprobs=4, mask=allow(5))]
+    requests = [ForwardRow(0, 0, 60, 1, chosen_logprobs=4), ForwardRow(1, 0, 60, 1, chosen_logprobs=4, mask=allow(5))]
     answers = runner.launch(requests).collect()
     free, forced = answers.logprobs
     assert free is not None and forced is not None and answers.tokens[1] == 5
@@ -131,11 +131,11 @@ def test_greedy_takes_the_largest_allowed_logit_and_writes_it(model: Model) -> N
     best, second, third = model.logits[-1].topk(3).indices.tolist()
     for row in (0, 3):
         open_row(rows, row, model.ids)
-    answers = runner.launch([RowRequest(0, 0, 60, 1), RowRequest(3, 0, 60, 1, mask=allow(third, second))]).collect()
+    answers = runner.launch([ForwardRow(0, 0, 60, 1), ForwardRow(3, 0, 60, 1, mask=allow(third, second))]).collect()
     assert answers.tokens == [best, second] and answers.logprobs == []
     assert rows.tokens[[0, 3], 60].tolist() == [best, second]
     with pytest.raises(ValueError, match=r"the mask is int32 \(1, 10\), expected int32 \(2, 10\)"):
-        runner.launch([RowRequest(0, 0, 5, 2, mask=allow(1))])
+        runner.launch([ForwardRow(0, 0, 5, 2, mask=allow(1))])
 
 
 def test_a_step_with_drafts_says_what_plain_steps_say(model: Model) -> None:
@@ -143,29 +143,29 @@ def test_a_step_with_drafts_says_what_plain_steps_say(model: Model) -> None:
     sampling = SamplingParams(0.8, 0.95, seed=11, frequency_penalty=6.0, repetition_penalty=1.3, logit_bias=likely)
     runner, rows = model.build()
     open_row(rows, 0, model.ids[:20], sampling, prompt=20)
-    plain = runner.launch([RowRequest(0, 0, 20, 1)]).collect().tokens
+    plain = runner.launch([ForwardRow(0, 0, 20, 1)]).collect().tokens
     for begin in range(20, 27):
-        plain += runner.launch([RowRequest(0, begin, 1, 1)]).collect().tokens
+        plain += runner.launch([ForwardRow(0, begin, 1, 1)]).collect().tokens
 
     drafts = [*plain[1:4], (plain[4] + 1) % VOCAB, plain[5]]
     runner, rows = model.build()
     open_row(rows, 0, model.ids[:20], sampling, prompt=20)
-    runner.launch([RowRequest(0, 0, 20, 0)]).collect()
+    runner.launch([ForwardRow(0, 0, 20, 0)]).collect()
     rows.write_tokens(0, 20, np.array([plain[0], *drafts], np.int32))
-    chosen = runner.launch([RowRequest(0, 20, 6, 6)]).collect().tokens
+    chosen = runner.launch([ForwardRow(0, 20, 6, 6)]).collect().tokens
     assert count_accepted(drafts, chosen) == 3
     assert chosen[:4] == plain[1:5]
     rest = []
     for begin in range(24, 27):
-        rest += runner.launch([RowRequest(0, begin, 1, 1)]).collect().tokens
-    assert rest == plain[5:], "wrong guesses are not counted"
+        rest += runner.launch([ForwardRow(0, begin, 1, 1)]).collect().tokens
+    assert rest == plain[5:], "wrong drafts are not counted"
 
 
 def test_rows_do_not_know_of_each_other(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [
-        RowRequest(0, 0, 30, 2, num_given=1, chosen_logprobs=2), RowRequest(1, 0, 41), RowRequest(2, 0, 45, 3),
-        RowRequest(3, 0, 50, 1, num_given=1, given_logprobs=1),
-        RowRequest(4, 0, 46, 1, mask=allow(*range(0, VOCAB, 3))),
+        ForwardRow(0, 0, 30, 2, num_given=1, chosen_logprobs=2), ForwardRow(1, 0, 41), ForwardRow(2, 0, 45, 3),
+        ForwardRow(3, 0, 50, 1, num_given=1, given_logprobs=1),
+        ForwardRow(4, 0, 46, 1, mask=allow(*range(0, VOCAB, 3))),
     ]  # fmt: skip
 
     def build() -> Runner:
@@ -188,10 +188,10 @@ def test_rows_do_not_know_of_each_other(model: Model, monkeypatch: pytest.Monkey
         answers = build().launch([one]).collect()
         alone += answers.tokens
         logprobs += answers.logprobs or [None] * one.num_logits
-    monkeypatch.setattr(runner_module, "PIECE_VALUES", 2 * VOCAB)
-    in_pieces = build().launch(requests).collect()
-    assert together.tokens == alone == in_pieces.tokens
+    monkeypatch.setattr(runner_module, "CHUNK_VALUES", 2 * VOCAB)
+    in_chunks = build().launch(requests).collect()
+    assert together.tokens == alone == in_chunks.tokens
     assert together.tokens[0] == model.ids[29] and together.tokens[5] == model.ids[50]
-    for told in (together.logprobs, in_pieces.logprobs):
+    for told in (together.logprobs, in_chunks.logprobs):
         assert [one and one.top_ids for one in told] == [one and one.top_ids for one in logprobs]
     assert [one is None for one in together.logprobs] == [False, False, True, True, True, False, True]

@@ -30,10 +30,10 @@ def change(pool: Any, page: int) -> None:
 def run() -> None:
     file = Path(sys.argv.pop(1))
     wait_without_spinning()
-    from prefill_worker import offers  # deferred: it imports torch
+    from prefill_worker import kv_sender  # deferred: it imports torch
     from worker.rank_checksums import compute_over_ranks
 
-    send = offers.Offers.send
+    send = kv_sender.KVSender.send
     changed: list[tuple[Any, int]] = []
 
     def change_once(pool: Any, page: int) -> None:
@@ -54,8 +54,8 @@ def run() -> None:
             while changed:
                 change(*changed.pop())
 
-    offers.compute_over_ranks = compute_and_change  # type: ignore[attr-defined]
-    offers.Offers.send = send_and_mend  # type: ignore[assignment, method-assign]
+    kv_sender.compute_over_ranks = compute_and_change  # type: ignore[attr-defined]
+    kv_sender.KVSender.send = send_and_mend  # type: ignore[assignment, method-assign]
     main()
 
 

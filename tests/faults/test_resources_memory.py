@@ -1,7 +1,7 @@
 """Steps that really run out of memory: the kernel refuses the worker more. Row 25 of the fault list.
 
 A step of one token allocates almost nothing, so that case is tested with a runner that raises
-(tests/prefill_worker/test_offers.py).
+(tests/prefill_worker/test_kv_sender.py).
 """
 
 import resource

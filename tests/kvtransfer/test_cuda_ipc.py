@@ -22,7 +22,7 @@ from structlog.testing import capture_logs
 from bench.gpu_checks import ipc
 from bench.gpu_checks.ipc import Exporter
 from bench.gpu_checks.ipc_exporter import page_content
-from decode_worker import intake
+from decode_worker import kv_receiver
 from kvtransfer import cuda_ipc
 from kvtransfer.cuda_ipc import CudaIpcReader
 from kvtransfer.reader import PageRef, PageStore, PeerPages, ReadError
@@ -250,7 +250,7 @@ async def shake_hands(stub: decode_pb2_grpc.DecodeStub, peer: kv_pb2.Peer) -> st
 async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_dies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(intake, "LOOK_S", 0.005)
+    monkeypatch.setattr(kv_receiver, "LOOK_S", 0.005)
     news, before = Signal(), count_opened()
     built = build_kv_engine(gpu=FakeGpu())
     with Exporter(GPU_PROCESS, NUM_PAGES) as exporter, ThreadPoolExecutor(1) as executor:
@@ -269,7 +269,7 @@ async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_d
             whole = [bytes(page_content(ref.page, 1, decode.pool.page_bytes)) for ref in refs[:-1]]
             assert there.issuperset(whole), "decode continues in the last one"
             moved = decode.metrics.registry.get_sample_value("baton:kv_transfer_bytes_total", {"transport": "cuda_ipc"})
-            assert moved == answer.bytes and decode.intake.transports() == {peer.address: "cuda_ipc"}
+            assert moved == answer.bytes and decode.receiver.transports() == {peer.address: "cuda_ipc"}
             ours = await CudaIpcReader.open(peer, build_pool(3, FakeGpu()), executor)
             assert not ours.is_gone()
             os.kill(peer.pid, signal.SIGKILL)
@@ -279,7 +279,7 @@ async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_d
                 await ours.read([PageRef(0, 0)], [0])
             await ours.close()
             del ours
-            while decode.intake.transports() or count_opened() > before + 1:  # noqa: ASYNC110, no event for it
+            while decode.receiver.transports() or count_opened() > before + 1:  # noqa: ASYNC110, no event for it
                 await asyncio.sleep(0.005)
             await opened.abort(1)
 
@@ -301,7 +301,7 @@ async def test_a_peer_that_cannot_be_opened_is_refused_or_read_otherwise_by_name
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await shake_hands(opened.stub, peer)
         assert "cudaIpcOpenMemHandle: invalid resource handle" in str(refused.value.details())
-        decode.intake._is_transport_required = False
+        decode.receiver._is_transport_required = False
         with capture_logs() as logs:
             assert await shake_hands(opened.stub, peer) == "grpc"
         (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]

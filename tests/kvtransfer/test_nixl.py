@@ -119,14 +119,14 @@ async def test_tcp_is_refused_unless_it_is_allowed(owner: Exporter) -> None:
         assert count_listening() == before, "all that was opened is closed"
     async with decode_worker(signal, "nixl", nixl_allow_tcp=True) as decode:
         for _again in range(2):
-            assert await decode.intake.shake_hands(owner.peer) == "nixl:tcp"
-        assert decode.intake.transports() == {owner.peer.address: "nixl:tcp"}
+            assert await decode.receiver.shake_hands(owner.peer) == "nixl:tcp"
+        assert decode.receiver.transports() == {owner.peer.address: "nixl:tcp"}
 
 
 def count_listening(address: str = "") -> int:
     """Listening sockets of this process; an agent has some. `address`: in the kernel's hexadecimal form."""
     tables = (Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6"))
-    rows = (line.split() for table in tables for line in table)
+    rows = (line.split() for scheduler in tables for line in scheduler)
     listening = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and row[1].startswith(address)}
     return sum(path.is_symlink() and str(path.readlink()) in listening for path in Path("/proc/self/fd").iterdir())
 

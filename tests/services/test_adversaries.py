@@ -51,7 +51,7 @@ def among_workers(scenario: Scenario) -> Callable[[], Awaitable[None]]:
             assert await opened.end_of(99) == ("length", "")
             assert opened.tokens[99] == expected_answer(PROMPT, 4)
             await opened.abort(*range(99))
-            await signal.until(lambda: decode.table.cache.num_held == prefill.table.cache.num_held == 0)
+            await signal.until(lambda: decode.scheduler.cache.num_held == prefill.scheduler.cache.num_held == 0)
 
     return test
 
@@ -127,11 +127,11 @@ async def test_handshakes_that_lie_are_refused(
     for lie in lies:
         code = await shake_hands(stub, prefill.peer, **lie)
         assert code is grpc.StatusCode.FAILED_PRECONDITION, lie
-    decode.intake._opener._timeout_s = 1.0  # resolving them may get no answer
+    decode.receiver._opener._timeout_s = 1.0  # resolving them may get no answer
     for address in ("", "unix:/etc/passwd", "127.0.0.1:1", "127.0.0.1", "a b", "x\0y", "%41:1", "[::1]:1"):
         code = await shake_hands(stub, prefill.peer, address=address, host="elsewhere")
         assert code is grpc.StatusCode.FAILED_PRECONDITION, address
-    assert decode.intake.transports() == {}
+    assert decode.receiver.transports() == {}
 
 
 async def shake_hands(stub: decode_pb2_grpc.DecodeStub, peer: kv_pb2.Peer, **lie: object) -> grpc.StatusCode:

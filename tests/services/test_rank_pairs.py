@@ -1,6 +1,6 @@
 """Workers of 1, 2 and 4 ranks hand over to each other in real processes; tokens equal transformers'.
 
-The draft model is a faster copy of the model, so a guess is wrong only where the draft model's KV is. The first offer
+The draft model is a faster copy of the model, so a draft is wrong only where the draft model's KV is. The first offer
 of each prompt has a byte changed on its way, the last of a page, which is the draft model's and belongs to the last
 rank: it is refused, and the prompt offered again.
 """
@@ -66,7 +66,7 @@ def fleet(draft: Path, changes: Path, tmp_path_factory: pytest.TempPathFactory) 
     programs = {name: ("tests.faults.corrupting_worker", str(changes / name)) for name in names}
     with run_fleet(len(RANKS), len(READERS), flags, lease_s=120.0, heartbeat_s=60.0, programs=programs) as running:
         yield running
-        assert running.count("decode", "spec_accepted_tokens_total") > 0  # where guesses pay depends on the machine
+        assert running.count("decode", "spec_accepted_tokens_total") > 0  # where drafts pay depends on the machine
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -1,10 +1,10 @@
-"""A decode worker: the real table, loop and speculation, with virtual steps, reads and streams."""
+"""A decode worker: the real scheduler, loop and speculation, with virtual steps, reads and streams."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from decode_worker.loop import DraftsAndMasks
-from decode_worker.service import _job as build_job
+from decode_worker.service import _job as build_params
 from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, ModelDrafter
 from decode_worker.speculation.speculator import Speculator
@@ -17,8 +17,8 @@ from tests.simulator.worker import BUDGET, NO_METRICS, POOL, Answer, SimWorker, 
 from tests.simulator.world import Failure, Process, ViolationError
 from worker import rank_reads
 from worker.prefix_cache import NeverFitsError, NoRoomError
+from worker.scheduler import OfferRefusedError
 from worker.sequences import Phase, Update
-from worker.table import OfferRefusedError
 
 MAX_DRAFT_TOKENS = 3
 
@@ -48,10 +48,10 @@ class Stream:
         if world.is_lost(worker.name, self.gateway.name):
             self.break_off(worker)
             return
-        job = update.sequence.job
+        params = update.sequence.params
         delta = decode_pb2.SessionDelta(
-            handle=job.handle, attempt=job.attempt, token_ids=update.token_ids, finish_reason=update.finish_reason,
-            error=update.error,
+            handle=params.handle, attempt=params.attempt, token_ids=update.token_ids,
+            finish_reason=update.finish_reason, error=update.error,
         )  # fmt: skip
         self._arrival = max(self._arrival + 1e-6, world.now + world.delay())
         world.at(self._arrival - world.now, self.gateway, self.epoch, lambda: self._on_delta(delta))
@@ -86,8 +86,10 @@ class SimDecode(SimWorker):
             draft: Any = VirtualDraftRunner(self.world, self.rows, self.memory)
             drafters["draft"] = ModelDrafter(draft, CostMeter(), BUDGET.prompt_tokens)
         self._speculator = Speculator(drafters, CostMeter(), "auto" if drafters else "off", MAX_DRAFT_TOKENS)
-        extras, rows = DraftsAndMasks(self._speculator, self.table), cast(Any, self.rows)
-        return SteppedLoop(extras, self.table, runner, rows, POOL, BUDGET, self.publish, NO_METRICS, self.steps_ahead)
+        extras, rows = DraftsAndMasks(self._speculator, self.scheduler), cast(Any, self.rows)
+        return SteppedLoop(
+            extras, self.scheduler, runner, rows, POOL, BUDGET, self.publish, NO_METRICS, self.steps_ahead
+        )
 
     def crash(self) -> None:
         for stream in self._streams.values():
@@ -101,7 +103,7 @@ class SimDecode(SimWorker):
 
     def publish(self, step: int, updates: Sequence[Update]) -> None:
         for update in updates:
-            stream = self._streams.get(update.sequence.job.gateway)
+            stream = self._streams.get(update.sequence.params.gateway)
             if stream is not None:
                 stream.push(self, update)
 
@@ -113,16 +115,16 @@ class SimDecode(SimWorker):
 
     def end_stream(self, name: str) -> None:
         if self._streams.pop(name, None) is not None:
-            self.table.abort(name)
+            self.scheduler.abort(name)
             self.loop.thread.wake()
 
     def reserve(self, request: decode_pb2.ReserveRequest, answer: Answer) -> None:
         if request.gateway not in self._streams:
             answer(Refused("decode", "absent", "no Steps stream"))
             return
-        job = build_job(request, *self._speculator.resolve(request.speculation.drafter, 0), None)
+        params = build_params(request, *self._speculator.resolve(request.speculation.drafter, 0), None)
         try:
-            sequence = self.table.admit(job, self.world.now)
+            sequence = self.scheduler.admit(params, self.world.now)
         except NoRoomError as error:
             answer(Refused("decode", "no room", str(error)))
             return
@@ -132,13 +134,13 @@ class SimDecode(SimWorker):
         self.loop.thread.wake()
         self.check_kv(sequence)
         ticket = kv_pb2.Ticket(
-            address=self.name, incarnation=self.incarnation, session=sequence.id, attempt=sequence.job.attempt,
-            begin=sequence.num_cached, end=sequence.job.end,
+            address=self.name, incarnation=self.incarnation, session=sequence.id, attempt=sequence.params.attempt,
+            begin=sequence.num_cached, end=sequence.params.end,
         )  # fmt: skip
         answer(decode_pb2.ReserveResponse(ticket=ticket, needs_prefill=sequence.phase is Phase.RECEIVING))
 
     def abort(self, gateway: str, handle: int) -> None:
-        self.table.abort(gateway, [handle])
+        self.scheduler.abort(gateway, [handle])
         self.loop.thread.wake()
 
     def handshake(self, address: str, incarnation: str, memory: Memory, answer: Answer) -> None:
@@ -148,7 +150,7 @@ class SimDecode(SimWorker):
     def renew(self, ticket: kv_pb2.Ticket, answer: Answer) -> None:
         try:
             self._check_ticket(ticket)
-            self.table.renew(ticket.session, ticket.attempt, self.world.now)
+            self.scheduler.renew(ticket.session, ticket.attempt, self.world.now)
         except OfferRefusedError as error:
             answer(Failure(error.detail))
         else:
@@ -163,13 +165,13 @@ class SimDecode(SimWorker):
             if memory is None:
                 raise OfferRefusedError("handshake", "not shaken hands")
             begin, end = offer.positions.start, offer.positions.stop
-            targets = self.table.begin_read(ticket.session, ticket.attempt, begin, end, len(offer.pages))
+            targets = self.scheduler.begin_read(ticket.session, ticket.attempt, begin, end, len(offer.pages))
         except OfferRefusedError as error:
             answer(Failure(error.reason))
             return
-        sequence = self.table._sequences[ticket.session]
-        if offer.owner != (sequence.job.request_id, sequence.job.attempt):
-            raise ViolationError(f"{sequence.job.request_id}#{ticket.attempt} reads an offer made for {offer.owner}")
+        sequence = self.scheduler._sequences[ticket.session]
+        if offer.owner != (sequence.params.request_id, sequence.params.attempt):
+            raise ViolationError(f"{sequence.params.request_id}#{ticket.attempt} reads an offer made for {offer.owner}")
         results: list[BaseException | None] = []
         for rank in range(self.num_ranks):
             self._read(rank, offer, memory, targets, 0, results, answer)
@@ -202,11 +204,11 @@ class SimDecode(SimWorker):
     def _end_read(self, offer: Offer, failure: BaseException | None, answer: Answer) -> None:
         if failure is not None:
             self.world.note("read failed", self.name, offer.ticket, str(failure))
-            self.table.fail_read(offer.ticket.session)
+            self.scheduler.fail_read(offer.ticket.session)
             answer(Failure(getattr(failure, "reason", "transport")))
         else:
-            self.table.finish_read(offer.ticket.session, offer.positions.stop, self.world.now)
-            sequence = self.table._sequences.get(offer.ticket.session)
+            self.scheduler.finish_read(offer.ticket.session, offer.positions.stop, self.world.now)
+            sequence = self.scheduler._sequences.get(offer.ticket.session)
             if sequence is not None and sequence.phase is not Phase.ENDED:
                 self.check_kv(sequence)
             answer(None)

@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import RowRequest
-from engine.runner import Answers
+from engine.batch import ForwardRow
+from engine.runner import ModelOutput
 from tests.simulator.model import PAGE_TOKENS, Cells, Memory, choose_token, extend, read
 from tests.simulator.world import World
 from wire.sampling import SamplingParams
 
 WIDTH = 64  # positions in a row; no sequence is longer
-RIGHT_GUESSES = 0.7  # share of right guesses
+RIGHT_DRAFTS = 0.7  # share of right drafts
 
 
 class VirtualRows:
-    """Like engine.rows.Rows. A sequence's seed stands for its cache salt, which determines its first position's KV."""
+    """Like InputBatch. A sequence's seed stands for its cache salt, which determines its first position's KV."""
 
     vocab_size = 1 << 24
 
@@ -69,12 +69,12 @@ class VirtualLaunched:
         self._rows = rows
         self._error = error
 
-    def collect(self) -> Answers:
+    def collect(self) -> ModelOutput:
         self._rows.run_until(lambda: self.tokens is not None)
         if self._error:
             raise RuntimeError(self._error)
         assert self.tokens is not None
-        return Answers(self.tokens, [])
+        return ModelOutput(self.tokens, [])
 
 
 class VirtualRunner:
@@ -87,14 +87,14 @@ class VirtualRunner:
         self.vocab_size = rows.vocab_size
         self._poisoned = -1  # a row on which every launch fails
 
-    def launch(self, requests: Sequence[RowRequest]) -> VirtualLaunched:
+    def launch(self, requests: Sequence[ForwardRow]) -> VirtualLaunched:
         launched = VirtualLaunched(self._rows, self._fail(requests))
         pages = [self._rows.pages_of(part.row, part.begin + part.count) for part in requests]
         parts = list(zip(requests, pages, strict=True))
         self._rows.enqueue(lambda: self._run(parts, launched))
         return launched
 
-    def _fail(self, requests: Sequence[RowRequest]) -> str:
+    def _fail(self, requests: Sequence[ForwardRow]) -> str:
         """Sometimes a request cannot be computed (raises), sometimes the device fails later (returns its error)."""
         share, rng = self._world.faults.loss / 4, self._world.rng
         error = ""
@@ -109,7 +109,7 @@ class VirtualRunner:
             raise RuntimeError("a request cannot be computed")
         return error
 
-    def _run(self, parts: Iterable[tuple[RowRequest, list[int]]], launched: VirtualLaunched) -> None:
+    def _run(self, parts: Iterable[tuple[ForwardRow, list[int]]], launched: VirtualLaunched) -> None:
         """The device's part."""
         chosen: list[int] = []
         for part, pages in parts:
@@ -128,25 +128,25 @@ class VirtualRunner:
     def _find_seed(self, row: int) -> int:
         return self._rows.seeds[row]
 
-    def _choose(self, part: RowRequest, pages: Sequence[int], contents: Sequence[int]) -> int:
+    def _choose(self, part: ForwardRow, pages: Sequence[int], contents: Sequence[int]) -> int:
         return choose_token(contents)
 
 
 class VirtualDraftRunner(VirtualRunner):
-    """The draft model: its guesses are often right. It reads the model's KV to guess, and writes its own."""
+    """The draft model: its drafts are often right. It reads the model's KV to draft, and writes its own."""
 
     def __init__(self, world: World, rows: VirtualRows, memory: Memory) -> None:
         super().__init__(world, rows, memory.draft)
         self._main = memory.main[0]
 
-    def _fail(self, requests: Sequence[RowRequest]) -> str:
+    def _fail(self, requests: Sequence[ForwardRow]) -> str:
         return ""
 
     def _find_seed(self, row: int) -> int:
         return ~self._rows.seeds[row]
 
-    def _choose(self, part: RowRequest, pages: Sequence[int], contents: Sequence[int]) -> int:
-        computed = len(contents) - part.num_guessed - 1  # by the model: all known tokens but the last
+    def _choose(self, part: ForwardRow, pages: Sequence[int], contents: Sequence[int]) -> int:
+        computed = len(contents) - part.num_drafted - 1  # by the model: all known tokens but the last
         found = read(self._main, pages, computed)
         extend(found, self._rows.seeds[part.row], self._rows.tokens[part.row][computed : len(contents)])
-        return choose_token(found) ^ (self._world.rng.random() > RIGHT_GUESSES)
+        return choose_token(found) ^ (self._world.rng.random() > RIGHT_DRAFTS)

@@ -22,11 +22,11 @@ from tests.simulator.prefill import HandOver, SimPrefill
 from wire import page_keys
 from wire.page_keys import PageKey
 from worker import rank_reads
-from worker import table as worker_table
+from worker import scheduler as worker_scheduler
 from worker.prefix_cache import PrefixCache
-from worker.sequences import Job, Phase, Planned, Update
+from worker.scheduler import Scheduler
+from worker.sequences import Phase, ScheduledSequence, SequenceParams, Update
 from worker.sequences import Sequence as Tokens
-from worker.table import SequenceTable
 
 Mutation = Callable[[], AbstractContextManager[object]]
 ANY_GENERATION = -1
@@ -45,17 +45,17 @@ def _patched(*changes: tuple[Any, str, Any]) -> Mutation:
     return mutate
 
 
-admit = SequenceTable.admit
+admit = Scheduler.admit
 allocate = PrefixCache.allocate
 begin = AttemptState.begin
-begin_step = SequenceTable.begin_step
+begin_step = Scheduler.begin_step
 check_generations = reader.check_generations
 choose = Router.choose
-find_receiving = SequenceTable._find_receiving
-finish_read = SequenceTable.finish_read
-finish_step = SequenceTable.finish_step
+find_receiving = Scheduler._find_receiving
+finish_read = Scheduler.finish_read
+finish_step = Scheduler.finish_step
 generations_of = SimPrefill._generations_of
-make_room = SequenceTable.make_room
+make_room = Scheduler.make_room
 release = PrefixCache.release
 root_key = page_keys.root_key
 step = Request.step
@@ -111,7 +111,7 @@ def _find_common_failure(results: Sequence[BaseException | None]) -> BaseExcepti
 
 
 def _promise_nothing_of_cached(self: SimPrefill, work: HandOver, pages: Sequence[int]) -> list[int]:
-    cached = work.sequence.pages[: work.sequence.num_cached // self.table.page_tokens]
+    cached = work.sequence.pages[: work.sequence.num_cached // self.scheduler.page_tokens]
     promised = generations_of(self, work, pages)
     return [ANY_GENERATION if page in cached else one for page, one in zip(pages, promised, strict=True)]
 
@@ -133,7 +133,7 @@ def _key_without_parent(parent: PageKey, packed_tokens: bytes) -> PageKey:
     return parent[:8] + blake2b(packed_tokens, digest_size=8).digest()
 
 
-def _name_early(self: SequenceTable, step: Planned) -> None:
+def _name_early(self: Scheduler, step: ScheduledSequence) -> None:
     begin_step(self, step)
     sequence = step.sequence
     whole = min(sequence.launched // self.page_tokens, len(sequence.keys))
@@ -144,16 +144,16 @@ def _name_early(self: SequenceTable, step: Planned) -> None:
 # -- the ends of sequences -----------------------------------------------------------------------------------------
 
 
-def _finish_and_end(self: SequenceTable, step: Planned, *args: Any) -> Update | None:
+def _finish_and_end(self: Scheduler, step: ScheduledSequence, *args: Any) -> Update | None:
     update = finish_step(self, step, *args)
     sequence = step.sequence
-    if sequence.is_kept and sequence.computed == sequence.job.end:
+    if sequence.is_kept and sequence.computed == sequence.params.end:
         self.end(sequence)
     return update
 
 
-def _end_freeing(is_in_use: Callable[[Tokens], object]) -> Callable[[SequenceTable, Tokens], None]:
-    def end(self: SequenceTable, sequence: Tokens) -> None:
+def _end_freeing(is_in_use: Callable[[Tokens], object]) -> Callable[[Scheduler, Tokens], None]:
+    def end(self: Scheduler, sequence: Tokens) -> None:
         sequence.phase = Phase.ENDED
         if is_in_use(sequence):
             self._release(sequence)
@@ -163,7 +163,7 @@ def _end_freeing(is_in_use: Callable[[Tokens], object]) -> Callable[[SequenceTab
     return end
 
 
-def _make_room_in_flight(self: SequenceTable, sequence: Tokens, num_tokens: int) -> bool:
+def _make_room_in_flight(self: Scheduler, sequence: Tokens, num_tokens: int) -> bool:
     launched, self.num_launched = self.num_launched, 0
     try:
         return make_room(self, sequence, num_tokens)
@@ -174,7 +174,7 @@ def _make_room_in_flight(self: SequenceTable, sequence: Tokens, num_tokens: int)
 # -- the draft model's KV ------------------------------------------------------------------------------------------
 
 
-def _finish_read_with_draft(self: SequenceTable, sequence_id: int, end: int, now: float) -> None:
+def _finish_read_with_draft(self: Scheduler, sequence_id: int, end: int, now: float) -> None:
     sequence = self._sequences[sequence_id]
     sequence.draft_computed = sequence.computed
     finish_read(self, sequence_id, end, now)
@@ -189,15 +189,15 @@ def _launch_draft_last(self: Any, requests: Any) -> Any:
 # -- attempts, incarnations, leases --------------------------------------------------------------------------------
 
 
-def _name_by_request(self: SequenceTable, job: Job, now: float, is_kept: bool = False) -> Tokens:
-    if job.max_tokens:
-        self._next_id = int(job.request_id[1:]) + 1
-    return admit(self, job, now, is_kept)
+def _name_by_request(self: Scheduler, params: SequenceParams, now: float, is_kept: bool = False) -> Tokens:
+    if params.max_tokens:
+        self._next_id = int(params.request_id[1:]) + 1
+    return admit(self, params, now, is_kept)
 
 
-def _find_any_attempt(self: SequenceTable, sequence_id: int, attempt: int) -> Tokens:
+def _find_any_attempt(self: Scheduler, sequence_id: int, attempt: int) -> Tokens:
     sequence = self._sequences.get(sequence_id)
-    return find_receiving(self, sequence_id, sequence.job.attempt if sequence else attempt)
+    return find_receiving(self, sequence_id, sequence.params.attempt if sequence else attempt)
 
 
 def _take_any_attempt(self: Request, event: Event, now: float) -> list[Action]:
@@ -234,46 +234,44 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "a held page is evicted": _patched((PrefixCache, "_evict", _evict_any)),
     "a shared page is free with its first holder": _patched((PrefixCache, "release", _release_for_all)),
-    "a key without salt": _patched((worker_table, "root_key", _root_without_salt)),
+    "a key without salt": _patched((worker_scheduler, "root_key", _root_without_salt)),
     "a key without parent": _patched(
-        (page_keys, "next_key", _key_without_parent), (worker_table, "next_key", _key_without_parent)
+        (page_keys, "next_key", _key_without_parent), (worker_scheduler, "next_key", _key_without_parent)
     ),
-    "a page has its key before its KV": _patched((SequenceTable, "begin_step", _name_early)),
+    "a page has its key before its KV": _patched((Scheduler, "begin_step", _name_early)),
     "a page without draft KV is used as if it had it": _patched((PrefixCache, "has_draft", lambda self, page: True)),
     "a page has its draft mark when given out anew": _patched((PrefixCache, "allocate", _allocate_with_drafts)),
-    "pages read behind some without draft KV hide these": _patched(
-        (SequenceTable, "finish_read", _finish_read_with_draft)
-    ),
+    "pages read behind some without draft KV hide these": _patched((Scheduler, "finish_read", _finish_read_with_draft)),
     "prefill launches the draft model's forward last": _patched((BothRunners, "launch", _launch_draft_last)),
-    "guesses are made ahead of the tokens before them": _patched(
+    "drafts are made ahead of the tokens before them": _patched(
         (DraftsAndMasks, "needs_tokens", lambda self, planned: False)
     ),
-    "prefill frees pages before they are acknowledged": _patched((SequenceTable, "finish_step", _finish_and_end)),
+    "prefill frees pages before they are acknowledged": _patched((Scheduler, "finish_step", _finish_and_end)),
     "prefill frees pages under a step": _patched(
-        (SequenceTable, "_end", _end_freeing(lambda it: it.num_steps_launched and not it.job.max_tokens))
+        (Scheduler, "_end", _end_freeing(lambda it: it.num_steps_launched and not it.params.max_tokens))
     ),
     "decode frees pages under a step": _patched(
-        (SequenceTable, "_end", _end_freeing(lambda it: it.num_steps_launched and it.job.max_tokens))
+        (Scheduler, "_end", _end_freeing(lambda it: it.num_steps_launched and it.params.max_tokens))
     ),
     "a read is good when one rank's was": _patched((rank_reads, "find_failure", _find_common_failure)),
-    "decode frees pages under a read": _patched((SequenceTable, "_end", _end_freeing(lambda it: it.is_read))),
-    "a sequence is preempted under a step": _patched((SequenceTable, "make_room", _make_room_in_flight)),
+    "decode frees pages under a read": _patched((Scheduler, "_end", _end_freeing(lambda it: it.is_read))),
+    "a sequence is preempted under a step": _patched((Scheduler, "make_room", _make_room_in_flight)),
     "decode forgets the attempt": _patched(
-        (SequenceTable, "admit", _name_by_request), (SequenceTable, "_find_receiving", _find_any_attempt)
+        (Scheduler, "admit", _name_by_request), (Scheduler, "_find_receiving", _find_any_attempt)
     ),
     "the gateway forgets the attempt": _patched(
         (AttemptState, "begin", _begin_with_handle_of_request), (Request, "step", _take_any_attempt)
     ),
     "decode ignores a ticket's incarnation": _patched((SimDecode, "_check_ticket", _nothing)),
     "decode ignores a ticket's incarnation and attempt": _patched(
-        (SimDecode, "_check_ticket", _nothing), (SequenceTable, "_find_receiving", _find_any_attempt)
+        (SimDecode, "_check_ticket", _nothing), (Scheduler, "_find_receiving", _find_any_attempt)
     ),
     "decode ignores incarnation, attempt and handshake": _patched(
         (SimDecode, "_check_ticket", _nothing),
-        (SequenceTable, "_find_receiving", _find_any_attempt),
+        (Scheduler, "_find_receiving", _find_any_attempt),
         (SimDecode, "_forget_peers", _nothing),
     ),
-    "leases do not end": _patched((SequenceTable, "expire", _none), (SequenceTable, "next_deadline", _nothing)),
+    "leases do not end": _patched((Scheduler, "expire", _none), (Scheduler, "next_deadline", _nothing)),
     "requests stay held back": _patched((Router, "end", _nothing)),
     "a gateway goes on believing a wrong memory": _patched(
         (Router, "choose", _choose_credulously), (Router, "correct", _nothing)

@@ -1,4 +1,4 @@
-"""A prefill worker: the real table and loop, with virtual steps and offers."""
+"""A prefill worker: the real scheduler and loop, with virtual steps and offers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from tests.simulator.worker import BUDGET, LEASE_S, NO_METRICS, POOL, Answer, Si
 from tests.simulator.world import Failure, ViolationError, World
 from wire.sampling import SamplingParams
 from worker.prefix_cache import NeverFitsError, NoRoomError
-from worker.sequences import Job, Update
 from worker.sequences import Sequence as Tokens
+from worker.sequences import SequenceParams, Update
 
 HEARTBEAT_S = 2.0
 
@@ -49,7 +49,7 @@ class SimPrefill(SimWorker):
 
     def boot(self) -> None:
         super().boot()
-        self.table.max_offer_pages = self._max_offer_pages
+        self.scheduler.max_offer_pages = self._max_offer_pages
         self._works: dict[int, HandOver] = {}  # sequence id |-> its call
         self._greeted: dict[str, str] = {}  # address |-> incarnation of the last handshake
 
@@ -60,7 +60,7 @@ class SimPrefill(SimWorker):
             runner = BothRunners(runner, draft)
         rows: Any = self.rows
         return SteppedLoop(
-            DraftKv(), self.table, runner, rows, POOL, BUDGET, self.publish, NO_METRICS, self.steps_ahead
+            DraftKv(), self.scheduler, runner, rows, POOL, BUDGET, self.publish, NO_METRICS, self.steps_ahead
         )
 
     def step_delay(self) -> float:
@@ -69,7 +69,7 @@ class SimPrefill(SimWorker):
     def check(self) -> None:
         super().check()
         for work in self._works.values():
-            if work.sequence.id not in self.table._sequences or work.sequence.pages != work.pages:
+            if work.sequence.id not in self.scheduler._sequences or work.sequence.pages != work.pages:
                 raise ViolationError(f"{work.ticket}: pages are given back before the last acknowledgement")
 
     def lose_peer(self, name: str, epoch: int) -> None:
@@ -88,15 +88,15 @@ class SimPrefill(SimWorker):
         self, call: int, caller: tuple[str, int], request: prefill_pb2.RunRequest, timeout_s: float, answer: Answer
     ) -> None:
         ticket, salt = request.ticket, request.cache_salt
-        job = Job(
+        params = SequenceParams(
             request.request_id, request.prompt, ticket.end, 0, salt, attempt=ticket.attempt,
             sampling=SamplingParams(0.0, seed=find_seed(salt)),
         )  # fmt: skip
-        if not 0 <= ticket.begin < ticket.end < job.num_prompt or ticket.begin % PAGE_TOKENS:
+        if not 0 <= ticket.begin < ticket.end < params.num_prompt or ticket.begin % PAGE_TOKENS:
             answer(Refused("prefill", "invalid", f"positions [{ticket.begin}, {ticket.end})"))
             return
         try:
-            sequence = self.table.admit(job, self.world.now, is_kept=True)
+            sequence = self.scheduler.admit(params, self.world.now, is_kept=True)
         except NoRoomError as error:
             answer(Refused("prefill", "no room", str(error)))
             return
@@ -122,7 +122,7 @@ class SimPrefill(SimWorker):
 
     def _finish(self, work: HandOver, result: Any) -> None:
         if self._works.pop(work.sequence.id, None) is not None:
-            self.table.end(work.sequence)
+            self.scheduler.end(work.sequence)
             self.loop.thread.wake()
             work.answer(result)
 
@@ -174,13 +174,13 @@ class SimPrefill(SimWorker):
             self._finish(work, Refused("prefill", "failed", work.error))
         elif work.offered == work.ticket.end:
             self._finish(work, Prefilled())
-        elif (positions := self.table.next_offer(work.sequence, work.offered)) is not None:
+        elif (positions := self.scheduler.next_offer(work.sequence, work.offered)) is not None:
             work.is_offering = True
-            pages = self.table.pages_of(work.sequence, positions)
+            pages = self.scheduler.pages_of(work.sequence, positions)
             self._greet(work, lambda: self._offer(work, positions, pages))
 
     def _offer(self, work: HandOver, positions: range, pages: list[int]) -> None:
-        owner = work.sequence.job.request_id, work.sequence.job.attempt
+        owner = work.sequence.params.request_id, work.sequence.params.attempt
         offer = Offer(work.ticket, self.incarnation, owner, positions, pages, self._generations_of(work, pages))
         self._ask(work, lambda decode, answer: decode.offer(offer, answer), lambda _: self._take_ack(work, positions))
 

@@ -262,9 +262,9 @@ class Schedule:
             if self.is_calm and client.end != "answer":
                 raise ViolationError(f"{client.name} ended as {client.end} although nothing was wrong")
         for worker in self.workers:
-            if worker.table.cache.num_held or len(worker.table):
-                raise ViolationError(f"{worker.name} still holds {worker.table.cache.num_held} pages")
-            if len(worker.table._free_rows) != len(worker.rows.tokens):
+            if worker.scheduler.cache.num_held or len(worker.scheduler):
+                raise ViolationError(f"{worker.name} still holds {worker.scheduler.cache.num_held} pages")
+            if len(worker.scheduler._free_rows) != len(worker.rows.tokens):
                 raise ViolationError(f"{worker.name} still has a row")
         for gateway in self.gateways:
             if gateway.works or gateway.queue.num_waiting or any(state.num_mine for state in gateway.states):

@@ -1,4 +1,4 @@
-"""Common to both roles of worker: the real table, cache, plan and loop over a virtual device and thread."""
+"""Common to both roles of worker: the real scheduler, cache, plan and loop over a virtual device and thread."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,16 +11,16 @@ from tests.simulator.engine import VirtualRows
 from tests.simulator.model import PAGE_TOKENS, Memory, Truth, find_seed, read
 from tests.simulator.world import Process, ViolationError, World
 from worker.loop import WorkerLoop
-from worker.plan import Budget
+from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
-from worker.sequences import Phase, Planned, Update
+from worker.scheduler import Scheduler, num_rows_for
+from worker.sequences import Phase, ScheduledSequence, Update
 from worker.sequences import Sequence as Tokens
-from worker.table import SequenceTable, num_rows_for
 from worker.thread import Progress
 
 WEIGHTS = "weights"  # fingerprint of the model
 LEASE_S = 4.0
-BUDGET = Budget(4, "--chunk-tokens")
+BUDGET = TokenBudget(4, "--chunk-tokens")
 NO_LOCK = nullcontext()
 UNCOUNTED = SimpleNamespace(inc=lambda *_: None, observe=lambda *_: None)
 NO_METRICS: Any = SimpleNamespace(step_seconds=UNCOUNTED, count_step=lambda *_: None)
@@ -57,7 +57,7 @@ class VirtualThread:
             return
         self._is_asleep = True
         self._num_sleeps += 1
-        deadline, sleep = self._worker.table.next_deadline(), self._num_sleeps
+        deadline, sleep = self._worker.scheduler.next_deadline(), self._num_sleeps
         if deadline is not None:
             self._worker.later(max(deadline - self._worker.world.now, 0.0), lambda: self._alarm(sleep))
 
@@ -79,16 +79,16 @@ class SteppedLoop(WorkerLoop):
     def begin_step(self) -> None:
         """The first half of `step`."""
         self.worker.is_changed = True
-        self._updates = self._table.expire(self.worker.world.now)
+        self._updates = self._scheduler.expire(self.worker.world.now)
         self._step_planned = self._plan(self._updates)
         if self._step_planned:
             self._launch(self._step_planned, self._updates)
-        self._is_busy = bool(self._step_planned or self._flights)
+        self._is_busy = bool(self._step_planned or self._in_flight)
         self._go_on()
 
     def _go_on(self) -> None:
         """The second half."""
-        if len(self._flights) > (self._steps_ahead if self._step_planned else 0):
+        if len(self._in_flight) > (self._steps_ahead if self._step_planned else 0):
             self.worker.later(max(self._ends[0] - self.worker.world.now, 0.0), self._collect_and_go_on)
             return
         if self._updates:
@@ -99,17 +99,17 @@ class SteppedLoop(WorkerLoop):
         self._updates += self._collect()
         self._go_on()
 
-    def _launch(self, planned: list[Planned], updates: list[Update]) -> None:
-        num_flights = len(self._flights)
+    def _launch(self, planned: list[ScheduledSequence], updates: list[Update]) -> None:
+        num_flights = len(self._in_flight)
         super()._launch(planned, updates)
-        if len(self._flights) > num_flights:
+        if len(self._in_flight) > num_flights:
             now = self.worker.world.now
             self._ends.append(max(now, *self._ends, now) + self.worker.step_delay())
 
     def _collect(self) -> list[Update]:
         self._ends.popleft()
         self.worker.is_changed = True
-        planned = self._flights[0].planned
+        planned = self._in_flight[0].planned
         updates = super()._collect()
         for step in planned:
             if step.sequence.phase is not Phase.ENDED:
@@ -118,11 +118,11 @@ class SteppedLoop(WorkerLoop):
 
     def stepped(self) -> list[Tokens]:
         """Sequences in launched steps."""
-        return [step.sequence for flight in self._flights for step in flight.planned]
+        return [step.sequence for flight in self._in_flight for step in flight.planned]
 
 
 class SimWorker(Process):
-    """A pool, a table and a loop."""
+    """A pool, a scheduler and a loop."""
 
     loop: SteppedLoop
     is_changed = False  # changed since the last check
@@ -141,7 +141,7 @@ class SimWorker(Process):
     def boot(self) -> None:
         self.memory = Memory(self.num_pages, self.num_ranks)
         cache = PrefixCache(self.num_pages, self.memory.generations)
-        self.table = SequenceTable(cache, PAGE_TOKENS, self.max_running, LEASE_S, WEIGHTS)
+        self.scheduler = Scheduler(cache, PAGE_TOKENS, self.max_running, LEASE_S, WEIGHTS)
         self.rows = VirtualRows(num_rows_for(self.max_running))
         self._truths: dict[int, Truth] = {}  # sequence id |-> its KV
         self.loop = self.build_loop()
@@ -159,8 +159,8 @@ class SimWorker(Process):
         layout = kv_pb2.KvLayout(page_tokens=PAGE_TOKENS, weights=WEIGHTS)
         peer = kv_pb2.Peer(incarnation=self.incarnation, layout=layout, num_pages=self.num_pages)
         return decode_pb2.WorkerStatus(
-            peer=peer, max_running=self.max_running, free_pages=self.table.cache.num_spare,
-            num_running=self.table.num_running, prompt_tokens_waiting=self.table.num_tokens_waiting,
+            peer=peer, max_running=self.max_running, free_pages=self.scheduler.cache.num_spare,
+            num_running=self.scheduler.num_running, prompt_tokens_waiting=self.scheduler.num_tokens_waiting,
         )  # fmt: skip
 
     def publish(self, step: int, updates: Sequence[Update]) -> None:
@@ -168,12 +168,12 @@ class SimWorker(Process):
         raise NotImplementedError
 
     def check(self) -> None:
-        """Check a table that may have changed: every change wakes the thread."""
+        """Check a scheduler that may have changed: every change wakes the thread."""
         if not self.is_changed:
             return
         self.is_changed = False
-        self.table.check()
-        ids = self.table._sequences
+        self.scheduler.check()
+        ids = self.scheduler._sequences
         if any(sequence.id not in ids for sequence in self.loop.stepped()):
             raise ViolationError("a sequence is gone under a launched step")
 
@@ -181,9 +181,9 @@ class SimWorker(Process):
         """The sequence's KV is that of its tokens and its salt, for both models."""
         truth = self._truths.get(sequence.id)
         if truth is None:
-            truth = self._truths[sequence.id] = Truth(find_seed(sequence.job.cache_salt))
+            truth = self._truths[sequence.id] = Truth(find_seed(sequence.params.cache_salt))
         truth.follow(sequence.tokens)
-        name = f"{sequence.job.request_id}#{sequence.job.attempt}"
+        name = f"{sequence.params.request_id}#{sequence.params.attempt}"
         computed, pages = sequence.computed, sequence.pages
         if any(read(cells, pages, computed) != truth.main[:computed] for cells in self.memory.main):
             raise ViolationError(f"{name} runs on KV that is not its own")
@@ -191,7 +191,7 @@ class SimWorker(Process):
         if not self.has_draft or not computed:
             return
         if any(read(cells, pages, computed) != truth.draft[:computed] for cells in self.memory.draft):
-            raise ViolationError(f"{name} guesses from KV that is not its own")
+            raise ViolationError(f"{name} drafts from KV that is not its own")
 
 
 Answer = Callable[[Any], None]

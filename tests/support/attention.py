@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bench.batches import Part, pack
 from engine.attention.base import AttentionBackend
-from engine.attention.qkv import Heads
+from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 
@@ -54,8 +54,8 @@ class Problem:
         self.query, self.key, self.value = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)
 
     @property
-    def heads(self) -> Heads:
-        return Heads(torch.cat((self.query, self.key), 1), self.value)
+    def heads(self) -> QKV:
+        return QKV(torch.cat((self.query, self.key), 1), self.value)
 
     def run(self, backend: AttentionBackend, window: int | None = None) -> tuple[Tensor, Tensor]:
         """Attention at layer 1 -> ([T, Hq, D], the pool afterwards)."""
@@ -96,9 +96,8 @@ class Problem:
 def check_writes(problem: Problem, pool: Tensor) -> None:
     """Only the named rows of layer 1 changed, and they hold the new keys and values."""
     expected = problem.pool.clone()
-    for token, (page, row) in enumerate(
-        zip(problem.batch.write_pages.tolist(), problem.batch.write_offsets.tolist(), strict=True)
-    ):
+    for token, slot in enumerate(problem.batch.slot_mapping.tolist()):
+        page, row = divmod(slot, pool.shape[TOKENS])
         of_layer(expected, 1)[0, page, :, row] = problem.key[token]
         of_layer(expected, 1)[1, page, :, row] = problem.value[token]
     assert torch.equal(pool, expected)

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 
 import engine
 from bench.batches import build_sampling_batch
-from engine.attention.qkv import Turn
+from engine.attention.qkv import RopeArgs
 from engine.kernels import gpu_sampling
 from engine.kernels.build import cache_folder
 from engine.kernels.gpu_experts import MAX_ROWS as MAX_EXPERT_ROWS
@@ -93,11 +93,11 @@ def launch_layers() -> None:
 def launch_write(dtype: torch.dtype, head_dim: int, has_norm: bool) -> None:
     """32 heads, 8 of them KV heads."""
     qkv, table = empty(4, 48, head_dim), empty(4, 1, head_dim)
-    turn = Turn(table, table, empty(40, head_dim) if has_norm else None, 1e-5)
+    rope = RopeArgs(table, table, empty(40, head_dim) if has_norm else None, 1e-5)
     pool = empty(*pool_sizes(num_pages=3, num_kv_heads=8, num_layers=2, page_tokens=16, head_dim=head_dim), dtype=dtype)
     keys, values = pool.permute(LAYERS, KEY_VALUE, PAGES, KV_HEADS, TOKENS, HEAD_DIM)[1]
     where = empty(4, dtype=torch.int64)
-    rope_and_write(qkv[:, :40], qkv[:, 40:], *turn, keys, values, where, where, 448.0 if dtype is FP8 else 0.0)
+    rope_and_write(qkv[:, :40], qkv[:, 40:], *rope, keys, values, where, 448.0 if dtype is FP8 else 0.0)
 
 
 def launch_product(num_rows: int, dtype: torch.dtype, num_outputs: int) -> None:

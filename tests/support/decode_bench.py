@@ -22,10 +22,10 @@ from engine.models.load import load_model
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from tests.support.late_runner import LateRows, LateRunner
 from worker.loop import WorkerLoop
-from worker.plan import Budget
+from worker.plan import TokenBudget
 from worker.prefix_cache import NoRoomError, PrefixCache
-from worker.sequences import Job, Update
-from worker.table import SequenceTable
+from worker.scheduler import Scheduler
+from worker.sequences import SequenceParams, Update
 
 PAGE_TOKENS, NUM_PAGES, NUM_ROWS, CHUNK_TOKENS, CONTEXT = 8, 300, 24, 24, 256
 MAX_AT_ONCE = 9  # sequences: later ones find their prompts cached
@@ -50,23 +50,23 @@ def make_late(engine: Engine, folder: Path, draft_folder: Path) -> Engine:
     return replace(engine, rows=rows, runner=runner, draft_runner=draft_runner)
 
 
-def build_jobs(drafter: str) -> list[Job]:
+def build_requests(drafter: str) -> list[SequenceParams]:
     """Every sampling with every kind of answer; each fourth prompt repeats an earlier one."""
     draw = random.Random(0)
     grammars = [
         compile_here(kind, text, vocabulary())
         for kind, text in (("regex", r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])"), ("ebnf", 'root ::= [a-z]+ ("," [a-z]+)* "."'))
     ]
-    jobs: list[Job] = []
+    requests: list[SequenceParams] = []
     for number in range(4 * len(SAMPLINGS)):
         size = draw.choice((1, 4, 8, 9, 12, 30))
         prompt = np.array([draw.randrange(2, DEMO_SIZE) for _ in range(size)] * 2, np.int32).tobytes()
         if number % 4 == 3:
-            prompt = jobs[draw.randrange(number)].prompt
+            prompt = requests[draw.randrange(number)].prompt
         num_prompt = len(prompt) // 4
         max_tokens = draw.choice((1, 2, 12, 40, 60))
-        jobs.append(
-            Job(
+        requests.append(
+            SequenceParams(
                 f"r{number}", prompt, num_prompt - 1, max_tokens, gateway="g", handle=number + 1,
                 sampling=SAMPLINGS[number % len(SAMPLINGS)],
                 num_prompt_logprobs=draw.choice((None, None, None, 0, 2)),
@@ -78,7 +78,7 @@ def build_jobs(drafter: str) -> list[Job]:
                 grammar=grammars[number % 2] if number % 5 == 4 else None,
             )
         )  # fmt: skip
-    return jobs
+    return requests
 
 
 class Bench:
@@ -89,14 +89,14 @@ class Bench:
     ) -> None:
         """aborted: handle |-> number of its tokens after which it is aborted."""
         cache = PrefixCache(num_pages, engine.pool.generations)
-        self.table = SequenceTable(cache, PAGE_TOKENS, NUM_ROWS // 2, lease_s=60.0)
+        self.scheduler = Scheduler(cache, PAGE_TOKENS, NUM_ROWS // 2, lease_s=60.0)
         self.answers = Answers()
         self._aborted = aborted
-        metrics = DecodeMetrics(self.table)
+        metrics = DecodeMetrics(self.scheduler)
         self._step_seconds = metrics.step_seconds
         self._loop = WorkerLoop(
-            DraftsAndMasks(speculator, self.table),
-            self.table, engine.runner, engine.rows, engine.pool, Budget(CHUNK_TOKENS, "--chunk-tokens"),
+            DraftsAndMasks(speculator, self.scheduler),
+            self.scheduler, engine.runner, engine.rows, engine.pool, TokenBudget(CHUNK_TOKENS, "--chunk-tokens"),
             self._publish, metrics, steps_ahead,
         )  # fmt: skip
 
@@ -104,21 +104,21 @@ class Bench:
         self.answers.take(updates)
         for handle, after in self._aborted.items():
             if len(self.answers.tokens.get(handle, ())) >= after:
-                self.table.abort("g", [handle])
+                self.scheduler.abort("g", [handle])
 
-    def run(self, jobs: Sequence[Job]) -> Answers:
-        waiting = deque(jobs)
+    def run(self, requests: Sequence[SequenceParams]) -> Answers:
+        waiting = deque(requests)
         started = time.perf_counter()
-        while waiting or len(self.table):
-            while waiting and len(self.table) < MAX_AT_ONCE:
+        while waiting or len(self.scheduler):
+            while waiting and len(self.scheduler) < MAX_AT_ONCE:
                 try:
-                    self.table.admit(waiting[0], 0.0)
+                    self.scheduler.admit(waiting[0], 0.0)
                 except NoRoomError:
                     break
                 waiting.popleft()
             assert self._loop.step(), "no step is left although jobs are unfinished"
-            self.table.check()
-        assert not self.table.cache.num_held and not self.table.num_launched
+            self.scheduler.check()
+        assert not self.scheduler.cache.num_held and not self.scheduler.num_launched
         (metric,) = self._step_seconds.collect()
         (total,) = (one.value for one in metric.samples if one.name.endswith("_sum"))
         assert total < time.perf_counter() - started, "time was counted twice"

@@ -58,10 +58,6 @@ GEMMA4_E = dict(
     hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB,
 )  # fmt: skip  # layers 4 and 5 read the keys and values of layers 2 and 3
 GEMMA4_LARGE = dict(GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1, hidden_size_per_layer_input=0)
-LLAMA4 = dict(
-    attention_chunk_size=WINDOW, floor_scale=4, no_rope_layer_interval=3, rope_parameters=LLAMA3,
-    num_local_experts=4, interleave_moe_layer_step=2, intermediate_size_mlp=192,
-)  # fmt: skip
 VISION = dict(
     hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
 )
@@ -69,7 +65,6 @@ GEMMA4_VISION = dict(
     hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
     head_dim=8, position_embedding_size=16,
 )  # fmt: skip
-LLAMA4_VISION = dict(VISION, vision_output_dim=16, projector_input_dim=16, projector_output_dim=16)
 
 LONGROPE_ORIGINAL = 32
 FAMILIES: dict[str, Family] = {
@@ -143,11 +138,4 @@ FAMILIES: dict[str, Family] = {
         "MistralConfig", "Mistral3ForConditionalGeneration", dict(sliding_window=None), head_dim=64,
         whole_config="Mistral3Config", whole_extra=dict(vision_config=dict(VISION, model_type="pixtral")),
     ),
-    "llama4_text": Family("Llama4TextConfig", "Llama4ForCausalLM", LLAMA4, layers=6),
-    "llama4": Family(
-        "Llama4TextConfig", "Llama4ForConditionalGeneration", LLAMA4, layers=6,
-        whole_config="Llama4Config", whole_extra=dict(vision_config=LLAMA4_VISION),
-    ),
 }  # fmt: skip
-# those that Baton computes itself
-NATIVE = [name for name in FAMILIES if not name.startswith("llama4")]

@@ -57,11 +57,11 @@ class Wrapper:
         raise NotImplementedError
 
     @property
-    def query_starts(self) -> Sequence[int]:
+    def cu_seqlens_q(self) -> Sequence[int]:
         raise NotImplementedError
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        planned, starts, out = self.planned, self.query_starts, []
+        planned, starts, out = self.planned, self.cu_seqlens_q, []
         for i, length in enumerate(planned["seq_lens"].tolist()):
             pages = planned["indices"][planned["indptr"][i] : planned["indptr"][i + 1]]
             own = query[starts[i] : starts[i + 1]].transpose(0, 1)  # [Hq, L, D]
@@ -97,7 +97,7 @@ class Decode(Wrapper):
         return dim
 
     @property
-    def query_starts(self) -> Sequence[int]:
+    def cu_seqlens_q(self) -> Sequence[int]:
         length = self.planned["q_len_per_req"]
         assert length == 1 or self.made["use_tensor_cores"]
         return range(0, length * len(self.planned["indptr"]), length)
@@ -112,7 +112,7 @@ class Prefill(Wrapper):
         return dim
 
     @property
-    def query_starts(self) -> Sequence[int]:
+    def cu_seqlens_q(self) -> Sequence[int]:
         assert self.planned["causal"]
         starts: list[int] = self.planned["qo_indptr"].tolist()
         return starts

@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
+from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.prepared import Prepared
 from engine.ranges import Ints
-from engine.rows import Rows
-from engine.runner import Answers, Launched, Runner
+from engine.runner import Launched, ModelOutput, Runner
 from wire.sampling import SamplingParams
 
 POISON = -1
 
 
-class LateRows(Rows):
+class LateRows(InputBatch):
     """Queues the device's work."""
 
     def __init__(
@@ -66,7 +66,7 @@ class LateLaunched(Launched):
         except Exception as error:
             self._result = error
 
-    def collect(self) -> Answers:
+    def collect(self) -> ModelOutput:
         while self._result is None:
             self._queue.popleft()()
         if isinstance(self._result, Exception):
@@ -81,7 +81,7 @@ class LateRunner(Runner):
         super().__init__(model, attention, pages, rows)
         self._late_rows = rows
 
-    def launch(self, requests: Sequence[RowRequest]) -> Launched:
+    def launch(self, requests: Sequence[ForwardRow]) -> Launched:
         rows = self._late_rows
         step = self._prepare(requests)
         opened = rows.num_opened.copy()

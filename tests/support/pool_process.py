@@ -36,7 +36,7 @@ def build_ranks(num_pages: int, size: int, gpu: Gpu | None = None) -> list[Pool]
             PoolShape(num_pages, (KvPart(layers, max(part.num_kv_heads // size, 1), 8),), 4, torch.float32)
             for part, layers in zip(PARTS, NUM_LAYERS, strict=True)
         )
-        share = PoolShare(rank, size, PARTS, fd, meet=lambda: None)  # rank 0 sizes it before the next is built
+        share = PoolShare(rank, size, PARTS, fd, barrier=lambda: None)  # rank 0 sizes it before the next is built
         pools.append(Pool(shape, torch.device("cpu"), draft_shape, gpu, share))
     return pools
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from bench.batches import SAMPLINGS
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
 from engine.graphs import Compute, choose_shapes
+from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.models.load import load_model
 from engine.ranks import Ranks, join_group
-from engine.rows import Rows
 from engine.runner import Runner
 from tests.support.steps import Unwatched
 
@@ -28,7 +28,7 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
     """Prompts of several lengths in one batch, then their answers."""
     decoder = load_model(model, "float32", CPU, ranks=ranks)
     config, count = decoder.config, len(SAMPLINGS)
-    rows = Rows(count, ROW_PAGES * PAGE_TOKENS - 16, PAGE_TOKENS, config.vocab_size, CPU)
+    rows = InputBatch(count, ROW_PAGES * PAGE_TOKENS - 16, PAGE_TOKENS, config.vocab_size, CPU)
     shape = PoolShape(count * ROW_PAGES + 1, config.kv_parts, PAGE_TOKENS, torch.float32)
     runner = Runner(decoder, Unwatched(config.attention_shapes[0]), torch.zeros(shape.sizes), rows)
     replays: list[Compute] = []
@@ -47,9 +47,9 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
         prompt = torch.arange(2, 2 + length, dtype=torch.int32).mul_(row + 3).remainder_(config.vocab_size)
         rows.open(row, prompt.numpy(), SAMPLINGS[row], length)
         rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
-    told = [runner.launch([RowRequest(row, 0, length, 1) for row, length in enumerate(lengths)]).collect().tokens]
+    told = [runner.launch([ForwardRow(row, 0, length, 1) for row, length in enumerate(lengths)]).collect().tokens]
     for step in range(NUM_TOKENS - 1):
-        requests = [RowRequest(row, length + step, 1, 1) for row, length in enumerate(lengths)]
+        requests = [ForwardRow(row, length + step, 1, 1) for row, length in enumerate(lengths)]
         told.append(runner.launch(requests).collect().tokens)
     assert len(replays) == has_graphs * (NUM_TOKENS - 1)
     return [list(answer) for answer in zip(*told, strict=True)]

@@ -17,22 +17,22 @@ import grpc
 import numpy as np
 import torch
 
-from decode_worker.intake import Intake
+from decode_worker.kv_receiver import KVReceiver
 from decode_worker.main import DecodeRole
 from decode_worker.metrics import DecodeMetrics
 from demo.paths import TARGET_DIR
 from engine.attention.choose import AttentionChoice
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
 from engine.engine import Engine
+from engine.input_batch import InputBatch
 from engine.kv.gpu import Gpu
 from engine.kv.pool import Pool
 from engine.models.read_config import load_config
-from engine.rows import Rows
-from engine.runner import Answers, Launched, Runner
+from engine.runner import Launched, ModelOutput, Runner
 from kvtransfer.identity import PoolFacts, build_peer, build_rank
+from prefill_worker.kv_sender import KVSender
 from prefill_worker.main import PrefillRole
 from prefill_worker.metrics import PrefillMetrics
-from prefill_worker.offers import Offers
 from prefill_worker.service import PrefillService
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc
 from runtime.config import DecodeConfig, PrefillConfig
@@ -46,8 +46,8 @@ from wire.messages import pack_tokens
 from wire.page_keys import TOKEN_BYTES
 from worker.prefix_cache import PrefixCache
 from worker.process import Worker, build_worker
-from worker.sequences import Job
-from worker.table import SequenceTable, num_rows_for
+from worker.scheduler import Scheduler, num_rows_for
+from worker.sequences import SequenceParams
 
 PAGE_TOKENS, NUM_PAGES, CHUNK_TOKENS, CONTEXT_TOKENS, VOCAB, MAX_RUNNING = 4, 24, 6, 80, 1000, 8
 SETTINGS: dict[str, Any] = {"page_tokens": PAGE_TOKENS, "max_running": MAX_RUNNING}
@@ -56,16 +56,16 @@ RoleT = TypeVar("RoleT", PrefillRole, DecodeRole)
 
 
 def packed(prompt: Sequence[int]) -> bytes:
-    """A prompt in the packed form of messages and jobs."""
+    """A prompt in the packed form of messages and requests."""
     return pack_tokens(np.array(prompt, np.int32))
 
 
-def taken_over(job: Job, emitted: Sequence[int]) -> Job:
-    """The job that another worker gets after these tokens."""
-    prompt = job.prompt + packed(emitted)
+def taken_over(params: SequenceParams, emitted: Sequence[int]) -> SequenceParams:
+    """The params that another worker gets after these tokens."""
+    prompt = params.prompt + packed(emitted)
     return replace(
-        job, prompt=prompt, end=len(prompt) // TOKEN_BYTES - 1, num_emitted=len(emitted),
-        max_tokens=job.max_tokens - len(emitted), attempt=job.attempt + 1,
+        params, prompt=prompt, end=len(prompt) // TOKEN_BYTES - 1, num_emitted=len(emitted),
+        max_tokens=params.max_tokens - len(emitted), attempt=params.attempt + 1,
     )  # fmt: skip
 
 
@@ -83,17 +83,17 @@ def expected_answer(prompt: Sequence[int], count: int) -> list[int]:
 class Done:
     """A step that was computed when it was launched."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: ModelOutput) -> None:
         self._answers = answers
 
-    def collect(self) -> Answers:
+    def collect(self) -> ModelOutput:
         return self._answers
 
 
 class KvRunner:
     """Writes each position's value into its KV; the next token is the sum of the sequence's values."""
 
-    def __init__(self, pool: Pool, rows: Rows) -> None:
+    def __init__(self, pool: Pool, rows: InputBatch) -> None:
         self._pool = pool
         self._rows = rows
         self.failures: deque[Exception] = deque()  # one per step to come
@@ -102,13 +102,13 @@ class KvRunner:
         self.may_run.set()
         self.pauses_after_token = False  # a step that chooses a token clears `may_run`
 
-    def launch(self, requests: Sequence[RowRequest]) -> Launched:
+    def launch(self, requests: Sequence[ForwardRow]) -> Launched:
         assert self.may_run.wait(PATIENCE_S)
         if self.failures:
             raise self.failures.popleft()
         if bad := self.poison.intersection(int(self._rows.tokens[part.row, 0]) for part in requests):
             raise RuntimeError(f"poison {bad}")
-        answers = Answers([], [])
+        answers = ModelOutput([], [])
         for part in requests:
             for token, told in self._run(part):
                 answers.tokens.append(token)
@@ -117,7 +117,7 @@ class KvRunner:
             self.may_run.clear()
         return cast(Launched, Done(answers))
 
-    def _run(self, part: RowRequest) -> Iterator[tuple[int, TokenLogprobs | None]]:
+    def _run(self, part: ForwardRow) -> Iterator[tuple[int, TokenLogprobs | None]]:
         if part.num_logits > part.count:
             raise ValueError(f"{part.num_logits} rows of logits of {part.count} positions")
         tokens, pages, kv = self._rows.tokens[part.row], self._rows.page_table[part.row], self._pool.tensor
@@ -173,7 +173,7 @@ def build_kv_engine(
         head_dim=part.head_dim, context_tokens=context_tokens,
     )  # fmt: skip
     device = torch.device("cpu")
-    rows = Rows(num_rows_for(max_running), context_tokens, PAGE_TOKENS, VOCAB, device)
+    rows = InputBatch(num_rows_for(max_running), context_tokens, PAGE_TOKENS, VOCAB, device)
     runner = KvRunner(pool, rows)
     nothing = cast(AttentionChoice, None)
     engine = Engine(
@@ -205,7 +205,7 @@ async def _serving(
     address = f"127.0.0.1:{bind(server, '127.0.0.1', port)}"
     engine, runner = built or build_kv_engine()
     worker = build_worker(name, config, engine, address, trust, new_incarnation())
-    worker.table.cache = TellingCache(engine.pool, signal)
+    worker.scheduler.cache = TellingCache(engine.pool, signal)
     role = build_role(config, worker)
     role.add_to(server)
     role.loop.thread.start()
@@ -218,16 +218,16 @@ async def _serving(
         await server.stop(None)
         await role.close()
         role.loop.thread.stop(PATIENCE_S)
-        worker.table.check()
+        worker.scheduler.check()
 
 
 @dataclass
 class DecodeWorker:
     peer: kv_pb2.Peer
     pool: Pool
-    table: SequenceTable
+    scheduler: Scheduler
     runner: KvRunner
-    intake: Intake
+    receiver: KVReceiver
     metrics: DecodeMetrics
 
 
@@ -242,18 +242,18 @@ async def decode_worker(
         grammar_cpu_s=1, **others,
     )  # fmt: skip
     async with _serving("decode", config, DecodeRole, signal, port, built) as (worker, role, runner):
-        role._intake._is_transport_required = True
-        yield DecodeWorker(worker.me, worker.engine.pool, worker.table, runner, role._intake, role.metrics)
+        role._receiver._is_transport_required = True
+        yield DecodeWorker(worker.me, worker.engine.pool, worker.scheduler, runner, role._receiver, role.metrics)
 
 
 @dataclass
 class PrefillWorker:
     peer: kv_pb2.Peer
     pool: Pool
-    table: SequenceTable
+    scheduler: Scheduler
     runner: KvRunner
     metrics: PrefillMetrics
-    offers: Offers
+    sender: KVSender
     service: PrefillService
     stub: prefill_pb2_grpc.PrefillStub
 
@@ -276,7 +276,7 @@ async def prefill_worker(
         open_channel(worker.me.address) as channel,
     ):
         yield PrefillWorker(
-            worker.me, worker.engine.pool, worker.table, runner, role.metrics, role._offers, role._service,
+            worker.me, worker.engine.pool, worker.scheduler, runner, role.metrics, role._sender, role._service,
             prefill_pb2_grpc.PrefillStub(channel),
         )  # fmt: skip
 

@@ -28,11 +28,11 @@ class Asked:
     sampling: SamplingParams
     tokens: Sequence[int] = ()
     num_prompt: int = 0  # leading tokens that are the prompt
-    num_guesses: int = 0  # trailing answer tokens that are not in the counts
+    num_drafts: int = 0  # trailing answer tokens that are not in the counts
     words: NDArray[np.int32] | None = None  # the mask
 
     def count(self, vocabulary: int) -> NDArray[np.int32]:
-        num_counted = len(self.tokens) - self.num_guesses
+        num_counted = len(self.tokens) - self.num_drafts
         counts = np.zeros(vocabulary, np.int32)
         for token in self.tokens[self.num_prompt : num_counted]:
             counts[token] += 1
@@ -52,11 +52,11 @@ def build_batch(rows: Sequence[Asked], vocabulary: int) -> SamplingBatch:
         masks=np.stack([words for at in masked if (words := rows[at].words) is not None]) if masked else None,
         mask_line=find_lines(masked, len(rows)),
     )
-    guesses = [row.tokens[len(row.tokens) - row.num_guesses :] for row in rows]
-    if not any(guesses):
+    drafts = [row.tokens[len(row.tokens) - row.num_drafts :] for row in rows]
+    if not any(drafts):
         return batch
-    starts = np.cumsum([0, *map(len, guesses)], dtype=np.int32)
-    return batch._replace(extra_starts=starts, extra_ids=np.array([one for some in guesses for one in some], np.int32))
+    starts = np.cumsum([0, *map(len, drafts)], dtype=np.int32)
+    return batch._replace(extra_starts=starts, extra_ids=np.array([one for some in drafts for one in some], np.int32))
 
 
 def find_lines(rows: list[int], num_rows: int) -> NDArray[np.int32]:

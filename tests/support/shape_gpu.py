@@ -24,8 +24,7 @@ INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 COPIES = (aten._to_copy.default, aten.copy_.default)
 PRODUCTS = (aten.mm, aten.addmm, aten._scaled_mm)
 KERNEL_DTYPES = {
-    "write_pages": torch.int64,
-    "write_offsets": torch.int64,
+    "slot_mapping": torch.int64,
     "table": torch.int32,
     "starts": torch.int32,
 }  # argument of a kernel |-> how the kernel reads it, contiguous

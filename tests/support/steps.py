@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bench.batches import SAMPLINGS
-from engine.attention.qkv import Heads
+from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.batch import RowRequest
+from engine.batch import ForwardRow
+from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
-from engine.rows import Rows
 from engine.runner import Runner
 from tests.support.checkpoints import write_checkpoint
 from wire.kv_layout import pool_sizes
@@ -41,18 +41,18 @@ def build_pages(decoder: Decoder) -> torch.Tensor:
     return torch.zeros(sizes)
 
 
-def open_row(rows: Rows, row: int, which: int) -> None:
+def open_row(rows: InputBatch, row: int, which: int) -> None:
     """The `which`-th prompt, with its sampling."""
     rows.open(row, PROMPTS[which], SAMPLINGS[which], len(PROMPTS[which]))
     rows.write_pages(row, 0, range(row * ROW_PAGES, (row + 1) * ROW_PAGES))
 
 
-def plan(step: int, rows: Sequence[int], which: Sequence[int]) -> list[RowRequest]:
+def plan(step: int, rows: Sequence[int], which: Sequence[int]) -> list[ForwardRow]:
     """The prompt, then one token at a time."""
     lengths = [len(PROMPTS[one]) for one in which]
     if step == 0:
-        return [RowRequest(row, 0, length, 1) for row, length in zip(rows, lengths, strict=True)]
-    return [RowRequest(row, length + step - 1, 1, 1) for row, length in zip(rows, lengths, strict=True)]
+        return [ForwardRow(row, 0, length, 1) for row, length in zip(rows, lengths, strict=True)]
+    return [ForwardRow(row, length + step - 1, 1, 1) for row, length in zip(rows, lengths, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def expected(decoder: Decoder) -> list[list[int]]:
     """Each answer, step by step, computed alone."""
     answers = []
     for which in range(len(SAMPLINGS)):
-        rows = Rows(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU)
+        rows = InputBatch(len(SAMPLINGS), CONTEXT, PAGE_TOKENS, VOCAB, CPU)
         runner = Runner(decoder, TorchSdpaAttention(decoder.config.attention_shapes[0]), build_pages(decoder), rows)
         open_row(rows, 0, which)
         steps = range(NUM_TOKENS)
@@ -78,7 +78,7 @@ class Unwatched(TorchSdpaAttention):
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "Unwatched":
         return self
 
-    def attend(self, layer: int, heads: Heads, window: int | None, sinks: Tensor | None = None) -> Tensor:
+    def attend(self, layer: int, heads: QKV, window: int | None, sinks: Tensor | None = None) -> Tensor:
         with _disable_current_modes():
             attended = super().attend(layer, heads, window, sinks)
             return self._outs.setdefault((layer, len(attended)), attended).copy_(attended)

@@ -28,10 +28,10 @@ from tests.support.real_workers import (
 )
 from wire.page_keys import page_keys
 from worker.loop import WorkerLoop
-from worker.plan import Budget
+from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
-from worker.sequences import Job, Phase, Update
-from worker.table import SequenceTable
+from worker.scheduler import Scheduler
+from worker.sequences import Phase, SequenceParams, Update
 
 CACHED, END = 20, 22  # of PROMPT: five whole pages; two more positions, without the last
 Take = Callable[[kv_pb2.OfferRequest], Awaitable[kv_pb2.OfferResponse]]
@@ -105,7 +105,7 @@ async def test_cached_pages_are_offered_with_the_generation_that_they_have() -> 
     async with prefill_worker(signal) as prefill:
         for _ in range(2):
             async with decode_worker(signal) as decode, gateway(decode, signal) as opened:
-                decode.intake.take = noting(decode.intake.take, offers)  # type: ignore[method-assign, assignment]
+                decode.receiver.take = noting(decode.receiver.take, offers)  # type: ignore[method-assign, assignment]
                 assert await answer(opened, prefill, 1) == expected_answer(PROMPT, 4)
         assert count(prefill, "prompt_tokens") == END + END - CACHED
         first, second = [
@@ -183,20 +183,21 @@ async def test_a_long_prompt_holds_the_event_loop_little_longer_than_its_pages_k
 
 def test_prompt_log_probabilities_are_all_told_when_cached_pages_overtake_them() -> None:
     engine, _runner = build_kv_engine()
-    table = SequenceTable(PrefixCache(NUM_PAGES, engine.pool.generations), PAGE_TOKENS, 8, PATIENCE_S)
+    scheduler = Scheduler(PrefixCache(NUM_PAGES, engine.pool.generations), PAGE_TOKENS, 8, PATIENCE_S)
     told: list[Update] = []
     loop = WorkerLoop(
-        DraftsAndMasks(Speculator({}, CostMeter(), "off", 0), table), table, engine.runner, engine.rows, engine.pool,
-        Budget(1, "--local-prefill-chunk-tokens"), lambda _step, updates: told.extend(updates), DecodeMetrics(table),
+        DraftsAndMasks(Speculator({}, CostMeter(), "off", 0), scheduler), scheduler, engine.runner, engine.rows,
+        engine.pool, TokenBudget(1, "--local-prefill-chunk-tokens"), lambda _step, updates: told.extend(updates),
+        DecodeMetrics(scheduler),
     )  # fmt: skip
     prompt = [*PROMPT, *OTHER[:17]]
-    table.admit(Job("older", packed(prompt), 39, 40), 0.0)
-    newer = table.admit(Job("newer", packed(prompt), 39, 4, num_prompt_logprobs=0), 0.0)
+    scheduler.admit(SequenceParams("older", packed(prompt), 39, 40), 0.0)
+    newer = scheduler.admit(SequenceParams("newer", packed(prompt), 39, 4, num_prompt_logprobs=0), 0.0)
     scored_when_preempted = 0
     while loop.step():
         if newer.phase is Phase.PREEMPTED:
             scored_when_preempted = newer.scored
-        table.check()
+        scheduler.check()
     assert 1 < scored_when_preempted < 36, "scoring stopped before the other sequence's pages end"
     mine = [update for update in told if update.sequence is newer]
     assert mine[-1].finish_reason == "length", mine[-1].error

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.chunks import CHUNK_S, FEWEST, STRETCH, ChunkSizer
-from worker.plan import Budget
+from worker.plan import TokenBudget
 
 
 @given(quiet_s=st.floats(0.001, 1), token_s=st.floats(1e-6, 0.1), most=st.integers(1, 2048), waste=st.floats(0, 1))
@@ -112,7 +112,7 @@ def test_answers_and_prompts_share_what_was_learnt() -> None:
 
 
 def test_prompts_get_more_where_many_of_them_wait() -> None:
-    budget = Budget(256, "--flag", beside_answers=40)
+    budget = TokenBudget(256, "--flag", beside_answers=40)
     cases = ((1, 0), (2, 4), (4, 4), (5, 4), (30, 1), (2, 16), (5, 30))
     assert [budget.beside(prompts, answers) for prompts, answers in cases] == [256, 40, 80, 100, 256, 40, 100]
-    assert Budget(256, "--flag").beside(1, 9) == 256
+    assert TokenBudget(256, "--flag").beside(1, 9) == 256

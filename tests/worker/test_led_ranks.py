@@ -18,12 +18,12 @@ from engine.engine import Engine, Place
 from engine.kv.pool import create_file
 from engine.ranks import join_group
 from tests.support.checkpoints import write_checkpoint
-from tests.support.decode_bench import NUM_PAGES, Bench, build, build_jobs, speculators
+from tests.support.decode_bench import NUM_PAGES, Bench, build, build_requests, speculators
 from tests.support.grammars import DEMO_SIZE
 from tests.support.rank_follower import CPU, MEET_S
 from tests.support.threads import one_thread
 from worker.rank_ring import RingError, RingFollower, RingLeader, open_ring
-from worker.ranks import Leader, LedRows, LedRunner
+from worker.ranks import Leader, LedInputBatch, LedRunner
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -55,7 +55,7 @@ def led(folders: tuple[Path, Path], alone: Engine, tmp_path_factory: pytest.Temp
     follower = subprocess.Popen([*command, *map(str, passed)], pass_fds=passed)
     leader = Leader(RingLeader(fds))
     ranks = join_group(rendezvous, 0, 2, CPU, MEET_S)
-    place = Place(ranks, pool_fd, partial(LedRows, leader), partial(LedRunner, leader))
+    place = Place(ranks, pool_fd, partial(LedInputBatch, leader), partial(LedRunner, leader))
     engine = build(*folders, place)
     assert engine.pool.page_bytes * 2 == alone.pool.page_bytes  # each rank has one of two heads
     leader.is_leading = True
@@ -70,13 +70,13 @@ def led(folders: tuple[Path, Path], alone: Engine, tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="module")
 def expected(alone: Engine) -> Answers:
-    return Bench(alone, NO_SPECULATION, 0, NUM_PAGES, {}).run(build_jobs("off"))
+    return Bench(alone, NO_SPECULATION, 0, NUM_PAGES, {}).run(build_requests("off"))
 
 
 @pytest.mark.parametrize("drafter", ["off", "ngram", "draft"])
 @pytest.mark.parametrize("num_pages", [NUM_PAGES - 1, 26], ids=["room", "preemption"])
 def test_answers_are_those_of_one_process(led: Engine, expected: Answers, drafter: str, num_pages: int) -> None:
-    answers = Bench(led, speculators(led)[drafter], 0, num_pages, {}).run(build_jobs(drafter))
+    answers = Bench(led, speculators(led)[drafter], 0, num_pages, {}).run(build_requests(drafter))
     assert answers.tokens == expected.tokens
     assert {handle: end.finish_reason for handle, end in answers.ends.items()} == {
         handle: end.finish_reason for handle, end in expected.ends.items()

@@ -5,7 +5,7 @@ import pytest
 from bench.decoding import NO_SPECULATION, Answers
 from engine.engine import Engine
 from tests.support.checkpoints import write_checkpoint
-from tests.support.decode_bench import NUM_PAGES, Bench, build, build_jobs, make_late, speculators
+from tests.support.decode_bench import NUM_PAGES, Bench, build, build_requests, make_late, speculators
 from tests.support.grammars import DEMO_SIZE
 
 
@@ -23,8 +23,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
 
 @pytest.fixture(scope="module")
 def expected(engines: tuple[Engine, Engine]) -> Answers:
-    """Step by step, without guesses, with enough pages."""
-    return Bench(engines[0], NO_SPECULATION, 0, NUM_PAGES, {}).run(build_jobs("off"))
+    """Step by step, without drafts, with enough pages."""
+    return Bench(engines[0], NO_SPECULATION, 0, NUM_PAGES, {}).run(build_requests("off"))
 
 
 @pytest.mark.parametrize("drafter", ["off", "ngram", "draft"])
@@ -34,15 +34,15 @@ def test_answers_are_those_of_step_by_step(
     engines: tuple[Engine, Engine], expected: Answers, drafter: str, num_pages: int, aborted: dict[int, int]
 ) -> None:
     late = Bench(engines[1], speculators(engines[1])[drafter], 1, num_pages, aborted)
-    jobs = build_jobs(drafter)
-    answers = late.run(jobs)
+    requests = build_requests(drafter)
+    answers = late.run(requests)
     if num_pages == NUM_PAGES:
-        assert late.table.num_hit and not late.table.num_preemptions
+        assert late.scheduler.num_hit and not late.scheduler.num_preemptions
     else:
-        assert late.table.num_preemptions
+        assert late.scheduler.num_preemptions
     timings = [end.timing for end in answers.ends.values() if end.timing is not None]
     assert any(one.accepted_tokens for one in timings) == (drafter != "off")
-    assert {job.handle for job in jobs} - aborted.keys() <= answers.ends.keys()
+    assert {params.handle for params in requests} - aborted.keys() <= answers.ends.keys()
     for handle, tokens in answers.tokens.items():
         is_aborted = handle in aborted and handle not in answers.ends
         size = len(tokens) if is_aborted else None

@@ -5,26 +5,26 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.sequence_jobs import answer, finish, prompt
+from tests.support.sequence_params import answer, finish, prompt
 from wire.logprobs import TokenLogprobs
-from worker.plan import MAX_SCORED, Budget, plan_step, share_prompt_tokens
+from worker.plan import MAX_SCORED, TokenBudget, schedule, share_prompt_tokens
 from worker.prefix_cache import PrefixCache
-from worker.sequences import Planned
-from worker.table import SequenceTable
+from worker.scheduler import Scheduler
+from worker.sequences import ScheduledSequence
 
 MISSING = st.lists(st.integers(1, 50), max_size=8)
 
 
-def build_table(num_pages: int = 400, max_running: int = 8) -> SequenceTable:
-    return SequenceTable(PrefixCache(num_pages, [0] * num_pages), page_tokens=4, max_running=max_running, lease_s=10.0)
+def build_scheduler(num_pages: int = 400, max_running: int = 8) -> Scheduler:
+    return Scheduler(PrefixCache(num_pages, [0] * num_pages), page_tokens=4, max_running=max_running, lease_s=10.0)
 
 
-def budget(prompt_tokens: int) -> Budget:
-    return Budget(prompt_tokens, "--chunk")
+def budget(prompt_tokens: int) -> TokenBudget:
+    return TokenBudget(prompt_tokens, "--chunk")
 
 
-def counts(step: list[Planned]) -> list[tuple[str, int]]:
-    return [(planned.sequence.job.request_id, planned.count) for planned in step]
+def counts(step: list[ScheduledSequence]) -> list[tuple[str, int]]:
+    return [(planned.sequence.params.request_id, planned.count) for planned in step]
 
 
 @given(MISSING, st.integers(1, 100))
@@ -57,72 +57,72 @@ def test_every_prompt_is_computed_in_as_few_steps_as_there_can_be(missing: list[
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1, max_size=8), st.integers(1, 20))
 def test_answers_are_oldest_first_and_prompts_within_the_budget(lives: list[tuple[int, bool]], tokens: int) -> None:
-    table = build_table()
+    scheduler = build_scheduler()
     for handle, (length, has_answer) in enumerate(lives, start=1):
-        table.admit(answer(handle, length, 3) if has_answer else prompt(handle, length + 1), 0.0)
-    while any(sequence.num_missing for sequence in table):
-        answers = [one for one in table if one.job.max_tokens and one.num_missing == 1]
-        prompts = [one for one in table if one.num_missing and one not in answers]
+        scheduler.admit(answer(handle, length, 3) if has_answer else prompt(handle, length + 1), 0.0)
+    while any(sequence.num_missing for sequence in scheduler):
+        answers = [one for one in scheduler if one.params.max_tokens and one.num_missing == 1]
+        prompts = [one for one in scheduler if one.num_missing and one not in answers]
         missing = {one.id: one.num_missing for one in prompts}
-        step = plan_step(table, budget(tokens))
+        step = schedule(scheduler, budget(tokens))
         assert [planned.sequence for planned in step[: len(answers)]] == answers
         assert all(planned.count == 1 and planned.wants_token for planned in step[: len(answers)])
         behind = step[len(answers) :]
         assert sum(planned.count for planned in behind) == min(tokens, sum(missing.values()))
         for planned in behind:
             is_whole = planned.count == missing[planned.sequence.id]
-            assert planned.wants_token == (is_whole and bool(planned.sequence.job.max_tokens))
-        finish(table, step)
-        table.check()
+            assert planned.wants_token == (is_whole and bool(planned.sequence.params.max_tokens))
+        finish(scheduler, step)
+        scheduler.check()
 
 
 def test_a_prompt_that_is_being_handed_over_leaves_its_share_to_the_oldest_that_lacks_kv() -> None:
-    table = build_table()
-    table.admit(prompt(1, 5), 0.0, is_kept=True)
-    finish(table, plan_step(table, budget(64)))
+    scheduler = build_scheduler()
+    scheduler.admit(prompt(1, 5), 0.0, is_kept=True)
+    finish(scheduler, schedule(scheduler, budget(64)))
     for handle, length in ((2, 201), (3, 41), (4, 41)):
-        table.admit(prompt(handle, length), 0.0, is_kept=True)
-    assert counts(plan_step(table, budget(64))) == [("r2", 32), ("r3", 32)]
+        scheduler.admit(prompt(handle, length), 0.0, is_kept=True)
+    assert counts(schedule(scheduler, budget(64))) == [("r2", 32), ("r3", 32)]
 
 
-def scores(planned: Planned) -> list[TokenLogprobs]:
+def scores(planned: ScheduledSequence) -> list[TokenLogprobs]:
     """Each value identifies its token."""
     return [TokenLogprobs(float(planned.begin + 1 + at)) for at in range(planned.num_scored)]
 
 
 @given(st.lists(st.integers(2, 400), min_size=1, max_size=4), st.integers(1, 300), st.integers(0, 1))
 def test_scores_are_told_once_and_in_order_with_steps_ahead(lengths: list[int], tokens: int, ahead: int) -> None:
-    table = build_table(num_pages=1000)
+    scheduler = build_scheduler(num_pages=1000)
     told: dict[int, list[float]] = {}
     for handle, length in enumerate(lengths, start=1):
-        table.admit(answer(handle, length, 2, num_prompt_logprobs=0), 0.0)
+        scheduler.admit(answer(handle, length, 2, num_prompt_logprobs=0), 0.0)
         told[handle] = []
-    flights: list[list[Planned]] = []
-    while list(table):
-        step = plan_step(table, budget(tokens))
+    flights: list[list[ScheduledSequence]] = []
+    while list(scheduler):
+        step = schedule(scheduler, budget(tokens))
         assert sum(planned.num_scored for planned in step) <= MAX_SCORED
         assert all(0 <= planned.num_scored <= planned.count for planned in step)
         if step:
             flights.append(step)
         while len(flights) > (ahead if step else 0):
-            for update in finish(table, flights.pop(0), scores=scores):
-                told[update.sequence.job.handle] += [one.logprob for one in update.prompt_logprobs]
-        table.check()
+            for update in finish(scheduler, flights.pop(0), scores=scores):
+                told[update.sequence.params.handle] += [one.logprob for one in update.prompt_logprobs]
+        scheduler.check()
     assert told == {handle: list(range(1, length)) for handle, length in enumerate(lengths, start=1)}
 
 
 def test_a_preempted_prompt_is_scored_on_where_it_was() -> None:
-    table = build_table()
+    scheduler = build_scheduler()
     length = MAX_SCORED + 90
-    table.admit(answer(1, length, 2, first=7), 0.0)
-    scored = table.admit(answer(2, length, 2, first=7, num_prompt_logprobs=0), 0.0)
+    scheduler.admit(answer(1, length, 2, first=7), 0.0)
+    scored = scheduler.admit(answer(2, length, 2, first=7, num_prompt_logprobs=0), 0.0)
     told: list[float] = []
-    while list(table):
-        step = plan_step(table, budget(1000))
-        for update in finish(table, step, scores=scores):
+    while list(scheduler):
+        step = schedule(scheduler, budget(1000))
+        for update in finish(scheduler, step, scores=scores):
             told += [one.logprob for one in update.prompt_logprobs]
-        table.check()
+        scheduler.check()
         if scored.computed == MAX_SCORED:
-            table._preempt(scored)
+            scheduler._preempt(scored)
     assert scored.num_preemptions == 1
     assert told == list(range(1, length))

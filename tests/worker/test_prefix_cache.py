@@ -1,4 +1,4 @@
-"""The prefix cache by example; for its use under load see the simulator and the table's tests."""
+"""The prefix cache by example; for its use under load see the simulator and the scheduler's tests."""
 
 from itertools import pairwise
 

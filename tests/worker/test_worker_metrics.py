@@ -8,7 +8,7 @@ import pytest
 from bench.decoding import build_eager_speculator
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
-from decode_worker.speculation.drafters import Guess, Wanted
+from decode_worker.speculation.drafters import Draft, Wanted
 from decode_worker.speculation.lengths import CostCurve
 from tests.support.handover import PROMPT, used, workers
 from tests.support.real_workers import (
@@ -22,10 +22,10 @@ from tests.support.real_workers import (
     packed,
 )
 from worker.loop import WorkerLoop
-from worker.plan import Budget
+from worker.plan import TokenBudget
 from worker.prefix_cache import PrefixCache
-from worker.sequences import Job, Update
-from worker.table import SequenceTable
+from worker.scheduler import Scheduler
+from worker.sequences import SequenceParams, Update
 
 
 def value(worker: PrefillWorker | DecodeWorker, name: str) -> float:
@@ -46,7 +46,7 @@ async def test_a_hand_over_is_counted_on_both_sides() -> None:
         held = -(-len(PROMPT) // PAGE_TOKENS)
         assert gauges(decode) == (2, 2 * held / NUM_PAGES)
         calls = [asyncio.ensure_future(prefill.run(ticket, PROMPT)) for ticket in tickets]
-        while len(prefill.table) < 2:  # noqa: ASYNC110, no event for it
+        while len(prefill.scheduler) < 2:  # noqa: ASYNC110, no event for it
             await asyncio.sleep(0.005)
         assert gauges(prefill) == (2, used(prefill) / NUM_PAGES) and used(prefill) > 0
         prefill.runner.may_run.set()
@@ -68,20 +68,20 @@ async def test_a_hand_over_is_counted_on_both_sides() -> None:
 
 
 class Liar:
-    """Guesses right, except for the last token of each guess."""
+    """Drafts right, except for the last token of each draft."""
 
     def __init__(self, truth: Sequence[int]) -> None:
         self._truth = truth
-        self.guesses: list[tuple[int, ...]] = []
+        self.drafts: list[tuple[int, ...]] = []
 
-    def propose(self, wanted: Sequence[Wanted]) -> list[Guess]:
+    def propose(self, wanted: Sequence[Wanted]) -> list[Draft]:
         (one,) = wanted
-        begin = len(one.sequence.tokens) - one.sequence.job.num_prompt
-        guess = list(self._truth[begin : begin + one.count])
-        if guess:
-            guess[-1] += 1
-            self.guesses.append(tuple(guess))
-        return [Guess(tuple(guess))]
+        begin = len(one.sequence.tokens) - one.sequence.params.num_prompt
+        draft = list(self._truth[begin : begin + one.count])
+        if draft:
+            draft[-1] += 1
+            self.drafts.append(tuple(draft))
+        return [Draft(tuple(draft))]
 
     def cost(self) -> CostCurve | None:
         return None
@@ -90,21 +90,24 @@ class Liar:
         pass
 
 
-def test_guesses_are_counted_and_those_that_were_right() -> None:
+def test_drafts_are_counted_and_those_that_were_right() -> None:
     prompt, num_tokens = PROMPT[:5], 30
     liar = Liar(expected_answer(prompt, num_tokens))
     engine, _runner = build_kv_engine(max_running=1)
-    table = SequenceTable(PrefixCache(NUM_PAGES, engine.pool.generations), PAGE_TOKENS, max_running=1, lease_s=60)
-    metrics, news = DecodeMetrics(table), list[Update]()
+    scheduler = Scheduler(PrefixCache(NUM_PAGES, engine.pool.generations), PAGE_TOKENS, max_running=1, lease_s=60)
+    metrics, news = DecodeMetrics(scheduler), list[Update]()
     loop = WorkerLoop(
-        DraftsAndMasks(build_eager_speculator({"liar": liar}), table), table, engine.runner, engine.rows, engine.pool,
-        Budget(CHUNK_TOKENS, "--local-prefill-chunk-tokens"), lambda _step, updates: news.extend(updates), metrics,
+        DraftsAndMasks(build_eager_speculator({"liar": liar}), scheduler), scheduler, engine.runner, engine.rows,
+        engine.pool, TokenBudget(CHUNK_TOKENS, "--local-prefill-chunk-tokens"),
+        lambda _step, updates: news.extend(updates), metrics,
     )  # fmt: skip
-    table.admit(Job("r", packed(prompt), len(prompt) - 1, num_tokens, drafter="liar", max_draft_tokens=4), 0.0)
+    scheduler.admit(
+        SequenceParams("r", packed(prompt), len(prompt) - 1, num_tokens, drafter="liar", max_draft_tokens=4), 0.0
+    )
     while loop.step():
         pass
     assert [token for update in news for token in update.token_ids] == expected_answer(prompt, num_tokens)
-    drafted, right = sum(map(len, liar.guesses)), sum(len(guess) - 1 for guess in liar.guesses)
+    drafted, right = sum(map(len, liar.drafts)), sum(len(draft) - 1 for draft in liar.drafts)
     assert drafted > right > 0
     assert metrics.registry.get_sample_value("baton:spec_draft_tokens_total") == drafted
     assert metrics.registry.get_sample_value("baton:spec_accepted_tokens_total") == right

@@ -146,7 +146,7 @@ CASES = [
     Case("top_k of more than there are", {"top_k": 10**9}, sent={"top_k": 0}),
     Case("a seed below zero", {"seed": -1}, sent={"seed": 2**64 - 1}),
     Case("biases", {"logit_bias": {"7": -100, "5": 1.5}}, sent={"logit_bias": ((5, 1.5), (7, -100.0))}),
-    Case("guesses and lengths", THREE, sent={
+    Case("drafts and lengths", THREE, sent={
         "speculation": {"drafter": "ngram", "max_draft_tokens": 4}, "min_tokens": 3, "max_tokens": 20}),
     *(Case(f"cache salt of {len(salt)}", {"cache_salt": salt}, sent={"cache_salt": salt}) for salt in ("", "ä" * 1024)),
 

@@ -435,12 +435,12 @@ def test_real_workers_say_what_they_have_not_got(monkeypatch: pytest.MonkeyPatch
             decode_worker(signal) as decode,
             gateway(decode, signal) as opened,
         ):
-            prefill.table.max_running = decode.table.max_running = 0
+            prefill.scheduler.max_running = decode.scheduler.max_running = 0
             assert await refused_for(prefill.run(kv_pb2.Ticket(end=1), [1, 2])) == rpc.NO_ROOM
             assert await refused_for(opened.reserve(1, [1, 2])) == rpc.NO_ROOM
             grammar = decode_pb2.Grammar(kind="regex", text="a")
             assert await refused_for(opened.reserve(1, [1, 2], grammar=grammar)) == rpc.GRAMMAR_BUSY
-            prefill.table.max_running = decode.table.max_running = MAX_RUNNING
+            prefill.scheduler.max_running = decode.scheduler.max_running = MAX_RUNNING
 
     scenario()
 

@@ -1,6 +1,6 @@
 """The longest prompt that fits is the same over REST and gRPC; other hosts named in requests are never contacted.
 
-Rows 16, 18 and 20 of the fault list, through real processes.
+InputBatch 16, 18 and 20 of the fault list, through real processes.
 """
 
 import json

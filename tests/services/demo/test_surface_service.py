@@ -31,7 +31,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """Its model is a slower copy of its draft model, so guesses pay off and, unless KV is wrong, are all right."""
+    """Its model is a slower copy of its draft model, so drafts pay off and, unless KV is wrong, are all right."""
     folder = write_slow_twin(DRAFT_DIR, tmp_path_factory.mktemp("twin"), num_layers=16)
     flags = (
         "--dtype=float32", f"--draft-model={DRAFT_DIR}", f"--served-name={MODEL}", f"--chunk-tokens={CHUNK}",
@@ -55,10 +55,10 @@ def question() -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def require_guesses(num_drafted: int) -> None:
-    """Guesses are made only if measured to pay off, which depends on how busy the machine is."""
+def require_drafts(num_drafted: int) -> None:
+    """Drafts are made only if measured to pay off, which depends on how busy the machine is."""
     if not num_drafted:
-        pytest.skip("nothing was guessed: on this machine, now, guesses seem to cost more than they bring")
+        pytest.skip("nothing was drafted: on this machine, now, drafts seem to cost more than they bring")
 
 
 def read_bytes(live: Live) -> float:
@@ -250,10 +250,10 @@ def mixed_requests() -> list[dict[str, Any]]:
     return wanted
 
 
-@pytest.mark.parametrize("guessing", ["demo", "twin"])
-def test_speculation_changes_no_token_of_a_mixed_batch(guessing: str, request: pytest.FixtureRequest) -> None:
-    """The twin's guesses always pay off; those of the demo's draft model may not on a slow machine."""
-    live: Live = request.getfixturevalue(guessing)
+@pytest.mark.parametrize("drafting", ["demo", "twin"])
+def test_speculation_changes_no_token_of_a_mixed_batch(drafting: str, request: pytest.FixtureRequest) -> None:
+    """The twin's drafts always pay off; those of the demo's draft model may not on a slow machine."""
+    live: Live = request.getfixturevalue(drafting)
     with grpc.insecure_channel(live.grpc_address) as channel, ThreadPoolExecutor(24) as threads:
         surface = Surface(channel)
 
@@ -269,7 +269,7 @@ def test_speculation_changes_no_token_of_a_mixed_batch(guessing: str, request: p
         num_drafted[speculation] = sum(one.timing.draft_tokens for choices in given for one in choices)
     live.wait_until_unused()
     assert num_drafted["off"] == 0, num_drafted
-    require_guesses(num_drafted["ngram"] if guessing == "demo" else min(num_drafted["draft"], num_drafted["auto"]))
+    require_drafts(num_drafted["ngram"] if drafting == "demo" else min(num_drafted["draft"], num_drafted["auto"]))
 
 
 # -- short prompts prefilled by decode, and a draft model that is always right ---------------------------------------
@@ -285,7 +285,7 @@ def test_a_draft_model_that_knows_the_answer_lacks_no_kv(twin: Live, twin_oracle
         assert choice.tokens == twin_oracle.answer(prompt, 40, guess=choice.tokens)
         assert choice.timing.accepted_tokens == choice.timing.draft_tokens
     assert (read_bytes(twin) > before) == (length > LOCAL + 1)
-    require_guesses(min(choice.timing.draft_tokens for choice in choices))
+    require_drafts(min(choice.timing.draft_tokens for choice in choices))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 12])

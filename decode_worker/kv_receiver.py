@@ -18,7 +18,7 @@ from runtime.config import DecodeConfig
 from worker.process import Worker, build_opener
 from worker.rank_checksums import PageBytes, compute_over_ranks
 from worker.rank_reads import RanksReader
-from worker.table import OfferRefusedError
+from worker.scheduler import OfferRefusedError
 from worker.thread import EngineThread
 
 log = structlog.get_logger()
@@ -41,7 +41,7 @@ class KnownPeer:
     runs: list[tuple[int, Run]]  # (our rank, run): what checksums are of; empty if transfers are not verified
 
 
-class Intake:
+class KVReceiver:
     """Owns the readers, one per prefill worker address; a new incarnation replaces the old one.
 
     A reader keeps its peer's pool in memory: a dead peer's reader is closed within LOOK_S, or after its running read.
@@ -50,7 +50,7 @@ class Intake:
     def __init__(self, worker: Worker, config: DecodeConfig, thread: EngineThread, metrics: DecodeMetrics) -> None:
         self._me = worker.me
         self._pool = worker.engine.pool
-        self._table = worker.table
+        self._scheduler = worker.scheduler
         self._thread = thread
         self._metrics = metrics
         self._transport = config.transport
@@ -178,7 +178,7 @@ class Intake:
         """Extend the lease of the ticket's session. Raises OfferRefusedError."""
         self._check_ticket(ticket)
         with self._thread.lock:
-            self._table.renew(ticket.session, ticket.attempt, time.monotonic())
+            self._scheduler.renew(ticket.session, ticket.attempt, time.monotonic())
 
     def _check_ticket(self, ticket: kv_pb2.Ticket) -> None:
         if ticket.incarnation != self._me.incarnation:
@@ -199,7 +199,9 @@ class Intake:
                 "handshake", f"{len(offer.checksums)} checksums offered by {known.peer.address}, not {num_checksums}"
             )
         with self._thread.lock:
-            targets = self._table.begin_read(ticket.session, ticket.attempt, offer.begin, offer.end, len(offer.pages))
+            targets = self._scheduler.begin_read(
+                ticket.session, ticket.attempt, offer.begin, offer.end, len(offer.pages)
+            )
         return known, targets
 
     async def _read(self, offer: kv_pb2.OfferRequest, known: KnownPeer, targets: list[int]) -> kv_pb2.OfferResponse:
@@ -211,7 +213,7 @@ class Intake:
                 await self._verify(offer, known, targets)
         except Exception as error:
             with self._thread.lock:
-                self._table.fail_read(session)
+                self._scheduler.fail_read(session)
                 self._thread.wake()
             if isinstance(error, ReadError):
                 return self._refuse(offer, error.reason, error.detail)
@@ -219,7 +221,7 @@ class Intake:
             return self._refuse(offer, "transport", str(error))
         seconds = time.perf_counter() - started
         with self._thread.lock:
-            self._table.finish_read(session, offer.end, time.monotonic())
+            self._scheduler.finish_read(session, offer.end, time.monotonic())
             self._thread.wake()
         num_bytes = len(targets) * self._pool.all_page_bytes
         self._metrics.offers_accepted.inc()

@@ -1,4 +1,4 @@
-"""Rows: open rows are separate from closed ones, and counts equal a fresh count."""
+"""Rows of a batch: open ones are separate from closed ones, and counts equal a fresh count."""
 
 from collections import Counter
 
@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.input_batch import InputBatch
 from engine.kernels.sampling_fields import SEEN_BIT
-from engine.rows import Rows
 from wire.sampling import SamplingParams
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def count_slowly(tokens: list[int], answer_begin: int) -> list[int]:
 @settings(max_examples=60)
 @given(data=st.data())
 def test_counts_are_those_of_counting_anew(data: st.DataObject) -> None:
-    rows = Rows(8, 30, 4, VOCAB, CPU)
+    rows = InputBatch(8, 30, 4, VOCAB, CPU)
     open_rows: dict[int, tuple[list[int], int, bool]] = {}
     for _ in range(data.draw(st.integers(1, 12))):
         row = data.draw(st.integers(0, 7))
@@ -51,14 +51,14 @@ def test_counts_are_those_of_counting_anew(data: st.DataObject) -> None:
 
 
 def test_numbers_beyond_float32_are_its_largest() -> None:
-    rows = Rows(1, 30, 4, VOCAB, CPU)
+    rows = InputBatch(1, 30, 4, VOCAB, CPU)
     rows.open(0, np.zeros(1, np.int32), SamplingParams(temperature=1e300, presence_penalty=-1e300), 1)
     most = np.finfo(np.float32).max
     assert (rows.temperature[0], rows.presence[0]) == (most, -most)
 
 
 def test_counts_do_not_shrink_and_tokens_stay_within_the_row() -> None:
-    rows = Rows(2, 30, 4, VOCAB, CPU)
+    rows = InputBatch(2, 30, 4, VOCAB, CPU)
     rows.open(1, np.arange(9, dtype=np.int32), PENALTIES, 5)
     rows.count_tokens(np.array([1]), np.array([7]))
     with pytest.raises(ValueError, match=r"\[7\] tokens were counted in rows \[1\], now \[6\]"):
@@ -68,7 +68,7 @@ def test_counts_do_not_shrink_and_tokens_stay_within_the_row() -> None:
 
 
 def test_close_leaves_nothing_of_a_sequence() -> None:
-    rows = Rows(2, 30, 4, VOCAB, CPU)
+    rows = InputBatch(2, 30, 4, VOCAB, CPU)
     rows.open(0, np.arange(9, dtype=np.int32), SamplingParams(logit_bias=((3, 1.0),), presence_penalty=1.0), 5)
     rows.write_pages(0, 1, [7, 8])
     assert rows.page_table[0, :4].tolist() == [0, 7, 8, 0]

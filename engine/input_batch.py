@@ -24,7 +24,7 @@ def to_float32(values: Sequence[float]) -> NDArray[np.float32]:
     return np.clip(np.array(values, np.float64), -most, most).astype(np.float32)
 
 
-class Rows:
+class InputBatch:
     """Owns the rows. One caller at a time."""
 
     def __init__(
@@ -33,8 +33,8 @@ class Rows:
         """context_tokens: the longest sequence."""
         self.num_rows, self.page_tokens, self.vocab_size, self.device = num_rows, page_tokens, vocab_size, device
         self.context_tokens = context_tokens
-        self.width = context_tokens + MAX_DRAFT_TOKENS  # guesses may follow a sequence at its limit
-        # Prompt, answer and guesses. Steps read inputs and write sampled tokens here, in launch order.
+        self.width = context_tokens + MAX_DRAFT_TOKENS  # drafts may follow a sequence at its limit
+        # Prompt, answer and drafts. Steps read inputs and write sampled tokens here, in launch order.
         # The last row has no sequence: captured steps use it for surplus rows.
         self.tokens = torch.zeros(num_rows + 1, self.width, dtype=torch.int32, device=device)
         self.flat_tokens = self.tokens.view(-1)
@@ -90,7 +90,7 @@ class Rows:
             self.counts_line[row] = -1
 
     def write_tokens(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
-        """Tokens from position `begin` on: a prompt or guesses. The array must not change afterwards."""
+        """Tokens from position `begin` on: a prompt or drafts. The array must not change afterwards."""
         if begin + len(token_ids) > self.width:
             raise ValueError(f"{begin + len(token_ids)} tokens in a row of {self.width}")
         self._put(row, begin, token_ids)
@@ -99,6 +99,11 @@ class Rows:
         """Write ids of the sequence's pages, from its `first`-th page on."""
         self.pages_version += 1
         self.page_table[row, first : first + len(pages)] = pages
+
+    def slots(self, rows: Ints, positions: Ints) -> Ints:
+        """[T], [T]: where the KV of these positions is, page * page_tokens + offset in the page."""
+        pages, offsets = np.divmod(positions, self.page_tokens)
+        return self.page_table[rows, pages].astype(np.int64) * self.page_tokens + offsets
 
     def count_tokens(self, rows: Ints, ends: Ints) -> None:
         """[N], [N]: count tokens[row, :end] of rows that have penalties. `ends` never shrink."""

@@ -1,6 +1,6 @@
 """What a step does with its rows of logits, laid out on the host before the step runs.
 
-Each row of logits is an output: a token to sample, or a given token to score. Outputs are processed in pieces, so that
+Each row of logits is an output: a token to sample, or a given token to score. Outputs are processed in chunks, so that
 the logits of a long prompt do not fill the memory.
 """
 
@@ -12,42 +12,42 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch import Layout, RowRequest
+from engine.batch import ForwardRow, Layout
+from engine.input_batch import InputBatch
 from engine.ranges import Ints, find_starts, join_ranges
-from engine.rows import Rows
 from engine.sampling.batch import SamplingBatch
 
 
-class Outputs(NamedTuple):
+class SampleSpec(NamedTuple):
     """S outputs of a step, in the order of its rows of logits."""
 
     rows: Ints  # [S] rows of the sequences
     positions: Ints  # [S] of the tokens to sample or score
-    places: Ints  # [S] of the same tokens in the flat Rows.tokens
-    counted: Ints  # [S] tokens of the sequence that its counts include; from there to `positions` are guesses
+    places: Ints  # [S] of the same tokens in the flat InputBatch.tokens
+    counted: Ints  # [S] tokens of the sequence that its counts include; from there to `positions` are drafts
     is_given: NDArray[np.bool_]  # [S]
     mask_lines: NDArray[np.int32] | None  # [S] line of `masks`; -1: none
     masks: NDArray[np.int32] | None  # [m, ceil(V / 32)]; None, like the lines, if no output has one
     num_top: list[int | None] | None  # [S] top logprobs to return; None: none, for that output or for all
 
 
-class Piece(NamedTuple):
+class LogitsChunk(NamedTuple):
     """How to process n consecutive outputs of a step."""
 
     span: slice  # of the S outputs
     chosen: Ints | None  # [c] which of the n to sample, the others are given; None: all are sampled
     sampling: SamplingBatch  # of the c, without `counts` and `extra_ids`, which are on the device
     has_penalties: bool  # any of the c
-    guesses: Ints | None  # [g] places of the extra ids in the flat Rows.tokens
+    drafts: Ints | None  # [g] places of the extra ids in the flat InputBatch.tokens
     scored: list[int]  # which of the n need log-probabilities
     num_top: list[int]  # for each of `scored`
 
 
-def plan_outputs(rows: Rows, requests: Sequence[RowRequest], layout: Layout) -> Outputs:
-    """Also counts all tokens that are not guesses, for penalties. ValueError if a mask does not fit."""
+def plan_samples(rows: InputBatch, requests: Sequence[ForwardRow], layout: Layout) -> SampleSpec:
+    """Also counts all tokens that are not drafts, for penalties. ValueError if a mask does not fit."""
     columns = list(zip(*requests, strict=True))
-    row, num_logits, num_given, num_guessed = (np.array(columns[at], np.int64) for at in (0, 3, 4, 8))
-    counted = layout.context_lens - num_logits + num_given + 1 - num_guessed
+    row, num_logits, num_given, num_drafted = (np.array(columns[at], np.int64) for at in (0, 3, 4, 8))
+    counted = layout.seq_lens - num_logits + num_given + 1 - num_drafted
     is_choosing = num_logits > num_given
     rows.count_tokens(row[is_choosing], counted[is_choosing])
     owners, ranks = join_ranges(np.zeros(len(row), np.int64), num_logits)
@@ -55,7 +55,7 @@ def plan_outputs(rows: Rows, requests: Sequence[RowRequest], layout: Layout) -> 
     mask_lines = masks = None
     if any(map(is_not, columns[7], repeat(None))):
         mask_lines, masks = _join_masks(requests, rows.vocab_size)
-    return Outputs(
+    return SampleSpec(
         row[owners],
         layout.positions[layout.logits_rows] + 1,
         layout.places[layout.logits_rows] + 1,
@@ -67,7 +67,7 @@ def plan_outputs(rows: Rows, requests: Sequence[RowRequest], layout: Layout) -> 
     )
 
 
-def _join_masks(requests: Sequence[RowRequest], vocab_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _join_masks(requests: Sequence[ForwardRow], vocab_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """[S] the line of each output, -1 for no mask, and the lines: [m, ceil(V / 32)]."""
     lines: list[int] = []
     masks: list[NDArray[np.int32]] = []
@@ -87,7 +87,7 @@ def _join_masks(requests: Sequence[RowRequest], vocab_size: int) -> tuple[NDArra
     return np.array(lines, np.int32), np.concatenate(masks)
 
 
-def _list_num_top(requests: Sequence[RowRequest]) -> list[int | None]:
+def _list_num_top(requests: Sequence[ForwardRow]) -> list[int | None]:
     return [
         part.given_logprobs if rank < part.num_given else part.chosen_logprobs
         for part in requests
@@ -95,7 +95,7 @@ def _list_num_top(requests: Sequence[RowRequest]) -> list[int | None]:
     ]
 
 
-def plan_piece(rows: Rows, outputs: Outputs, span: slice) -> Piece:
+def plan_chunk(rows: InputBatch, outputs: SampleSpec, span: slice) -> LogitsChunk:
     """Gathers the parameters of the outputs to sample."""
     is_given = outputs.is_given[span]
     chosen = (~is_given).nonzero()[0] if np.count_nonzero(is_given) else None
@@ -106,13 +106,13 @@ def plan_piece(rows: Rows, outputs: Outputs, span: slice) -> Piece:
     row, positions = take(outputs.rows), take(outputs.positions)
     counts_line = rows.counts_line[row]
     has_penalties = bool(np.count_nonzero(counts_line >= 0))
-    extra_starts = guesses = None
+    extra_starts = drafts = None
     if has_penalties:
         num_extra = np.where(counts_line >= 0, positions - take(outputs.counted), 0)
         if num_extra.any():
             extra_starts = find_starts(num_extra)
             owners, seen = join_ranges(positions - num_extra, num_extra)
-            guesses = row[owners] * rows.width + seen
+            drafts = row[owners] * rows.width + seen
     has_bias = bool(np.count_nonzero(rows.has_bias[row]))
     bias = [rows.bias.get(one, NO_BIAS) for one in row.tolist()] if has_bias else []
     sampling = SamplingBatch(
@@ -137,7 +137,7 @@ def plan_piece(rows: Rows, outputs: Outputs, span: slice) -> Piece:
     )
     num_top = [] if outputs.num_top is None else outputs.num_top[span]
     wanted = {output: count for output, count in enumerate(num_top) if count is not None}
-    return Piece(span, chosen, sampling, has_penalties, guesses, list(wanted), list(wanted.values()))
+    return LogitsChunk(span, chosen, sampling, has_penalties, drafts, list(wanted), list(wanted.values()))
 
 
 NO_BIAS = np.zeros(0, np.int32), np.zeros(0, np.float32)

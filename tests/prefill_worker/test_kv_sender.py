@@ -38,7 +38,7 @@ async def test_kv_is_handed_over_page_by_page(transport: Transport) -> None:
         )
         assert transferred == expected_bytes, "each page once"
         assert decode.metrics.registry.get_sample_value("baton:prompt_tokens_total") == 0
-        assert decode.intake.transports() == {prefill.peer.address: transport}
+        assert decode.receiver.transports() == {prefill.peer.address: transport}
 
 
 async def test_many_requests_at_once_share_steps_and_pages() -> None:
@@ -93,7 +93,7 @@ async def test_decode_workers_that_are_gone_are_forgotten_and_those_there_are_no
         for port in (1, 2, 3):
             ticket = kv_pb2.Ticket(address=f"127.0.0.1:{port}", incarnation="gone", session=1, attempt=1, end=1)
             await refusal(prefill.run(ticket, PROMPT[:2]))
-        assert set(prefill.offers._targets) == {decode.peer.address, "127.0.0.1:3"}
+        assert set(prefill.sender._targets) == {decode.peer.address, "127.0.0.1:3"}
         assert await answer(opened, prefill, 2, OTHER) == expected_answer(OTHER, 4)
 
 
@@ -123,7 +123,7 @@ async def test_a_restarted_prefill_worker_takes_the_place_of_the_old_one(transpo
             ticket = await opened.reserve(3, [*OTHER, 1][1:])
             response = await opened.stub.Offer(offer_of(before, ticket))
             assert (response.accepted, response.reason) == (False, "handshake")
-            assert len(decode.intake.transports()) == 1
+            assert len(decode.receiver.transports()) == 1
 
 
 async def test_a_new_incarnation_in_the_middle_of_a_read_fails_the_read_and_leaks_nothing() -> None:
@@ -142,7 +142,7 @@ async def test_a_new_incarnation_in_the_middle_of_a_read_fails_the_read_and_leak
         offering = asyncio.ensure_future(opened.stub.Offer(offer_of(prefill, ticket)))
         assert await asyncio.to_thread(has_begun.wait, PATIENCE_S)
         prefill.pool.load = load  # type: ignore[method-assign]
-        decode.intake._peers[prefill.peer.address].peer.incarnation = "older"  # so the worker seems to have restarted
+        decode.receiver._peers[prefill.peer.address].peer.incarnation = "older"  # so the worker seems to have restarted
         await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))
         is_stuck.set()
         response = await offering
@@ -193,12 +193,12 @@ async def test_a_run_cancelled_in_the_middle_of_an_offer_frees_pages_on_both_sid
     async with workers("shm") as (opened, prefill, decode):
         await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))
         is_stuck = threading.Event()
-        decode.intake._opener._executor.submit(is_stuck.wait, PATIENCE_S)  # the copy has to wait
+        decode.receiver._opener._executor.submit(is_stuck.wait, PATIENCE_S)  # the copy has to wait
         ticket = await opened.reserve(1, PROMPT)
         call = prefill.run(ticket, PROMPT)
         running = asyncio.ensure_future(call)
         signal = opened.signal
-        while not any(session.is_read for session in decode.table):  # noqa: ASYNC110, no event for it
+        while not any(session.is_read for session in decode.scheduler):  # noqa: ASYNC110, no event for it
             await asyncio.sleep(0)
         running.cancel()
         await signal.until(lambda: used(prefill) == 0)
@@ -239,7 +239,7 @@ async def test_a_sequence_that_cannot_be_computed_fails_alone() -> None:
         decode.runner.poison.add(OTHER[0])
         tickets = {handle: await opened.reserve(handle, prompt) for handle, prompt in prompts.items()}
         calls = {handle: asyncio.ensure_future(prefill.run(tickets[handle], prompts[handle])) for handle in prompts}
-        while len(prefill.table) < len(prompts):  # noqa: ASYNC110, no event for it
+        while len(prefill.scheduler) < len(prompts):  # noqa: ASYNC110, no event for it
             await asyncio.sleep(0.005)
         prefill.runner.may_run.set()
         code, detail = await refusal(calls.pop(2))
@@ -278,18 +278,18 @@ async def test_a_lease_is_renewed_while_the_prompt_waits_and_the_prompt_ends_wit
         prefill.runner.may_run.clear()  # as behind a long prompt
         tickets = [await opened.reserve(handle, PROMPT) for handle in (1, 2)]
         running = [asyncio.ensure_future(prefill.run(ticket, PROMPT)) for ticket in tickets]
-        first = decode.table.next_deadline()
+        first = decode.scheduler.next_deadline()
         assert first is not None
-        renewed, renew = list[int](), decode.intake.renew
+        renewed, renew = list[int](), decode.receiver.renew
 
         def note(ticket: kv_pb2.Ticket) -> None:
             renew(ticket)
             renewed.append(ticket.session)
             opened.signal.fire()
 
-        decode.intake.renew = note  # type: ignore[method-assign]
+        decode.receiver.renew = note  # type: ignore[method-assign]
         await opened.signal.until(lambda: min(renewed.count(ticket.session) for ticket in tickets) >= 3)
-        assert (decode.table.next_deadline() or 0.0) > first
+        assert (decode.scheduler.next_deadline() or 0.0) > first
         await opened.abort(2)
         code, detail = await refusal(running[1])
         assert code is grpc.StatusCode.ABORTED and "NOT_FOUND: session 2 is not open here" in detail
@@ -304,11 +304,11 @@ async def test_a_lease_is_renewed_while_steps_compute_less_than_a_page() -> None
         prefill.runner.may_run.clear()
         ticket = await opened.reserve(1, PROMPT)
         running = asyncio.ensure_future(prefill.run(ticket, PROMPT))
-        first = decode.table.next_deadline() or 0.0
-        while decode.table.next_deadline() == first:
-            prefill.service.on_updates([Update(sequence) for sequence in prefill.table])
+        first = decode.scheduler.next_deadline() or 0.0
+        while decode.scheduler.next_deadline() == first:
+            prefill.service.on_updates([Update(sequence) for sequence in prefill.scheduler])
             await asyncio.sleep(0.002)
-        assert (decode.table.next_deadline() or 0.0) > first
+        assert (decode.scheduler.next_deadline() or 0.0) > first
         prefill.runner.may_run.set()
         await running
         assert await opened.end_of(1) == ("length", "")
@@ -316,14 +316,14 @@ async def test_a_lease_is_renewed_while_steps_compute_less_than_a_page() -> None
 
 async def test_a_connection_that_is_forgotten_after_the_last_offer_does_not_fail_the_call() -> None:
     async with workers("shm") as (opened, prefill, _decode):
-        ask = prefill.offers._ask
+        ask = prefill.sender._ask
 
         async def ask_and_forget(ticket: kv_pb2.Ticket, call: Awaitable[Any]) -> Any:
             answer = await ask(ticket, call)
-            prefill.offers._targets.clear()  # as after a lost connection, by another Run call
+            prefill.sender._targets.clear()  # as after a lost connection, by another Run call
             return answer
 
-        prefill.offers._ask = ask_and_forget  # type: ignore[method-assign]
+        prefill.sender._ask = ask_and_forget  # type: ignore[method-assign]
         result = await prefill.run(await opened.reserve(1, PROMPT), PROMPT)
         assert (result.transport, result.transfer_bytes) == ("shm", 6 * prefill.pool.page_bytes)
         assert await opened.end_of(1) == ("length", "")

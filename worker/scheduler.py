@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from wire.logprobs import TokenLogprobs
 from wire.page_keys import TOKEN_BYTES, PageKey, next_key, page_keys, root_key
 from worker.prefix_cache import NeverFitsError, NoRoomError, PrefixCache, num_pages_for
-from worker.sequences import ANY_NUMBER, AnswerFailedError, Job, Phase, Planned, Sequence, Update
+from worker.sequences import ANY_NUMBER, AnswerFailedError, Phase, ScheduledSequence, Sequence, SequenceParams, Update
 
 
 class OfferRefusedError(Exception):
@@ -24,7 +24,7 @@ class OfferRefusedError(Exception):
 
 
 @dataclass(slots=True)
-class SequenceTable:
+class Scheduler:
     """All sequences of a worker, and the pages of its pool."""
 
     cache: PrefixCache
@@ -66,7 +66,7 @@ class SequenceTable:
     def num_tokens_waiting(self) -> int:
         """Tokens whose KV is still to be computed here, besides each answer's last one."""
         computing = [sequence for sequence in self if sequence.phase in (Phase.ACTIVE, Phase.PREEMPTED)]
-        return sum(max(sequence.num_missing - (sequence.job.max_tokens > 0), 0) for sequence in computing)
+        return sum(max(sequence.num_missing - (sequence.params.max_tokens > 0), 0) for sequence in computing)
 
     def in_phase(self, phase: Phase) -> list[Sequence]:
         """Oldest first."""
@@ -74,55 +74,59 @@ class SequenceTable:
 
     # -- admission -----------------------------------------------------------------------------------------------
 
-    def admit(self, job: Job, now: float, is_kept: bool = False, keys: list[PageKey] | None = None) -> Sequence:
+    def admit(
+        self, params: SequenceParams, now: float, is_kept: bool = False, keys: list[PageKey] | None = None
+    ) -> Sequence:
         """Hold the cached pages of the prompt's start, and allocate the rest.
 
-        `is_kept`: the pages stay until `end`. `keys`: `keys_of(job)`. A repeated (gateway, handle) returns the same
+        `is_kept`: the pages stay until `end`. `keys`: `keys_of(params)`. A repeated (gateway, handle) returns the same
         sequence. Raises NeverFitsError or NoRoomError.
         """
-        if job.handle and (job.gateway, job.handle) in self._by_handle:
-            return self._sequences[self._by_handle[job.gateway, job.handle]]
-        keys = self.keys_of(job) if keys is None else keys
-        found = self.cache.find(keys) if job.num_prompt_logprobs is None else []  # scores need the computation
-        num_missing = num_pages_for(job.num_prompt if job.max_tokens else job.end, self.page_tokens) - len(found)
-        self._check_room(job, found, num_missing)
+        if params.handle and (params.gateway, params.handle) in self._by_handle:
+            return self._sequences[self._by_handle[params.gateway, params.handle]]
+        keys = self.keys_of(params) if keys is None else keys
+        found = self.cache.find(keys) if params.num_prompt_logprobs is None else []  # scores need the computation
+        num_missing = num_pages_for(params.num_prompt if params.max_tokens else params.end, self.page_tokens) - len(
+            found
+        )
+        self._check_room(params, found, num_missing)
         self.cache.hold(found)
         num_cached = len(found) * self.page_tokens
-        self.num_queried += job.end if job.num_prompt_logprobs is None else 0
+        self.num_queried += params.end if params.num_prompt_logprobs is None else 0
         self.num_hit += num_cached
-        is_here = self._computes_here(job, num_cached)
+        is_here = self._computes_here(params, num_cached)
         sequence = Sequence(
             id=self._next_id,
-            job=job,
+            params=params,
             phase=Phase.ACTIVE if is_here else Phase.RECEIVING,
-            tokens=array("i", job.prompt),
+            tokens=array("i", params.prompt),
             keys=keys,
             pages=found + self.cache.allocate(num_missing),
             admitted_at=now,
             deadline=now + self.lease_s,
-            scored=1 if is_here and job.num_prompt_logprobs is not None else job.num_prompt,
+            scored=1 if is_here and params.num_prompt_logprobs is not None else params.num_prompt,
             num_cached=num_cached,
             is_kept=is_kept,
-            kv_at=now if num_cached == job.end else None,
+            kv_at=now if num_cached == params.end else None,
         )
         self._take_cached(sequence, num_cached)
         self._next_id += 1
         self._sequences[sequence.id] = sequence
-        if job.handle:
-            self._by_handle[job.gateway, job.handle] = sequence.id
+        if params.handle:
+            self._by_handle[params.gateway, params.handle] = sequence.id
         return sequence
 
-    def keys_of(self, job: Job) -> list[PageKey]:
-        """Keys of the whole pages before `job.end`. 6 ms for 128k tokens, so compute them before locking the table."""
-        return list(page_keys(self._root_of(job), job.prompt[: job.end * TOKEN_BYTES], self.page_tokens))
+    def keys_of(self, params: SequenceParams) -> list[PageKey]:
+        """Keys of the whole pages before `params.end`. 6 ms for 128k tokens: computed before locking."""
+        return list(page_keys(self._root_of(params), params.prompt[: params.end * TOKEN_BYTES], self.page_tokens))
 
-    def _root_of(self, job: Job) -> PageKey:
+    def _root_of(self, params: SequenceParams) -> PageKey:
         """The parent key of the first page."""
-        return root_key(self.model, job.cache_salt)
+        return root_key(self.model, params.cache_salt)
 
-    def _check_room(self, job: Job, found: Seq[int], needed: int) -> None:
-        """Raises NeverFitsError or NoRoomError if a job that needs this many new pages cannot be taken now."""
-        most_tokens = max(job.end, job.num_prompt + job.max_tokens if job.max_tokens else 0)
+    def _check_room(self, params: SequenceParams, found: Seq[int], needed: int) -> None:
+        """Raises NeverFitsError or NoRoomError if a params that needs this many new pages cannot be taken now."""
+        most_tokens = max(params.end, params.num_prompt + params.max_tokens if params.max_tokens else 0)
         most = num_pages_for(most_tokens, self.page_tokens)
         if most > self.cache.num_pages:
             raise NeverFitsError(
@@ -132,15 +136,15 @@ class SequenceTable:
         running = self.num_running
         if running >= self.max_running:
             raise NoRoomError(f"{running} sequences are running, the most allowed by --max-running")
-        growing = sum(other.job.max_tokens > 0 for other in self if other.phase is not Phase.ENDED)
+        growing = sum(other.params.max_tokens > 0 for other in self if other.phase is not Phase.ENDED)
         is_tight = bool(self.in_phase(Phase.PREEMPTED)) or not self.cache.can_take(found, needed + growing)
         if (growing and is_tight) or not self.cache.can_take(found, needed):  # a growing sequence may soon need a page
             raise NoRoomError(f"{needed} pages are needed, {max(self.cache.num_spare - growing, 0)} are spare")
 
-    def _computes_here(self, job: Job, num_cached: int) -> bool:
+    def _computes_here(self, params: SequenceParams, num_cached: int) -> bool:
         """Whether nothing comes from another worker. A partial page does not justify a transfer."""
-        num_missing = job.end - num_cached
-        return num_missing <= job.local_prefill_max_tokens or (num_cached > 0 and num_missing < self.page_tokens)
+        num_missing = params.end - num_cached
+        return num_missing <= params.local_prefill_max_tokens or (num_cached > 0 and num_missing < self.page_tokens)
 
     def _take_cached(self, sequence: Sequence, num_cached: int) -> None:
         """The first `num_cached` positions of the sequence are in cached pages."""
@@ -156,7 +160,7 @@ class SequenceTable:
 
     def next_offer(self, sequence: Sequence, begin: int) -> range | None:
         """Positions from `begin` on that can be offered now: whole pages, plus the last part once all are computed."""
-        computed, end = sequence.computed, sequence.job.end
+        computed, end = sequence.computed, sequence.params.end
         whole = computed if computed == end else computed // self.page_tokens * self.page_tokens
         stop = min(whole, begin + self.max_offer_pages * self.page_tokens)
         return range(begin, stop) if stop > begin else None
@@ -177,7 +181,7 @@ class SequenceTable:
         sequence = self._find_receiving(sequence_id, attempt)
         if sequence.is_read:
             raise OfferRefusedError("session", f"session {sequence_id} is reading another offer")
-        limit = sequence.job.end
+        limit = sequence.params.end
         is_aligned = begin % self.page_tokens == 0 and (end % self.page_tokens == 0 or end == limit)
         if begin != sequence.computed or not begin < end <= limit or not is_aligned:
             raise OfferRefusedError(
@@ -193,9 +197,9 @@ class SequenceTable:
         sequence = self._sequences.get(sequence_id)
         if sequence is None or sequence.phase is Phase.ENDED:
             raise OfferRefusedError("session", f"session {sequence_id} is not open here")
-        if sequence.job.attempt != attempt:
+        if sequence.params.attempt != attempt:
             raise OfferRefusedError(
-                "attempt", f"offer of attempt {attempt}; session {sequence_id} is {sequence.job.attempt}"
+                "attempt", f"offer of attempt {attempt}; session {sequence_id} is {sequence.params.attempt}"
             )
         if sequence.phase is not Phase.RECEIVING:
             raise OfferRefusedError("session", f"session {sequence_id} takes no offer now ({sequence.phase.value})")
@@ -211,7 +215,7 @@ class SequenceTable:
                 self.advance_draft(sequence, end)
             sequence.launched = end
             self._advance(sequence, end, now)
-            if end == sequence.job.end:
+            if end == sequence.params.end:
                 sequence.phase = Phase.ACTIVE
         self._remove_if_over(sequence)
 
@@ -226,7 +230,7 @@ class SequenceTable:
     def resume_preempted(self) -> None:
         """Resume preempted sequences, oldest first, while there are pages for all that each needs."""
         for sequence in self.in_phase(Phase.PREEMPTED):
-            is_scored = sequence.scored > sequence.job.end  # unscored prompt positions must be computed again
+            is_scored = sequence.scored > sequence.params.end  # unscored prompt positions must be computed again
             keys = sequence.keys if is_scored else sequence.keys[: (sequence.scored - 1) // self.page_tokens]
             found = self.cache.find(keys)
             needed = num_pages_for(len(sequence.tokens), self.page_tokens) - len(found)
@@ -266,10 +270,10 @@ class SequenceTable:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
 
-    def make_room_for_guesses(self, sequence: Sequence, count: int) -> int:
+    def make_room_for_drafts(self, sequence: Sequence, count: int) -> int:
         """Extend an active sequence's pages by up to `count` positions beyond its tokens, using spare pages only.
 
-        Guesses take no page that another sequence may need in this step. Returns the number of guesses that fit.
+        Drafts take no page that another sequence may need in this step. Returns the number of drafts that fit.
         """
         room = len(sequence.pages) * self.page_tokens - len(sequence.tokens)
         while room < count and self.cache.num_spare > len(self._sequences):
@@ -279,7 +283,7 @@ class SequenceTable:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def begin_step(self, step: Planned) -> None:
+    def begin_step(self, step: ScheduledSequence) -> None:
         """The step will be launched: the sequence's pages stay held until `finish_step` or `drop_step`."""
         sequence = step.sequence
         if sequence.row < 0:
@@ -290,19 +294,19 @@ class SequenceTable:
         sequence.num_steps_launched += 1
         self.num_launched += 1
 
-    def drop_step(self, step: Planned) -> None:
+    def drop_step(self, step: ScheduledSequence) -> None:
         """The step was not computed, at least not for this sequence."""
         step.sequence.launched -= step.count
         step.sequence.scored -= step.num_scored
         self._end_step(step)
         self._remove_if_over(step.sequence)
 
-    def _end_step(self, step: Planned) -> None:
+    def _end_step(self, step: ScheduledSequence) -> None:
         step.sequence.num_coming -= step.wants_token
         step.sequence.num_steps_launched -= 1
         self.num_launched -= 1
 
-    def fail_step(self, step: Planned, error: Exception | None, now: float) -> Update | None:
+    def fail_step(self, step: ScheduledSequence, error: Exception | None, now: float) -> Update | None:
         """Drop the step and end its sequence: with `error`, or as complete if None. None if it has already ended."""
         self.drop_step(step)
         if step.sequence.phase is Phase.ENDED:
@@ -313,7 +317,7 @@ class SequenceTable:
         return self.fail(step.sequence, str(error), now, reason)
 
     def finish_step(
-        self, step: Planned, tokens: Seq[int], now: float, logprobs: Seq[TokenLogprobs] = (),
+        self, step: ScheduledSequence, tokens: Seq[int], now: float, logprobs: Seq[TokenLogprobs] = (),
         prompt_logprobs: Seq[TokenLogprobs] = (), is_whole: bool = False,
     ) -> Update | None:  # fmt: skip
         """The step was computed and chose `tokens`, if any, as the next ones. None: nothing to report.
@@ -354,12 +358,12 @@ class SequenceTable:
     def _advance(self, sequence: Sequence, computed: int, now: float) -> None:
         """KV of positions [0, computed) is in the sequence's pages; whole pages get their keys."""
         sequence.computed = computed
-        if sequence.kv_at is None and computed >= sequence.job.end:
+        if sequence.kv_at is None and computed >= sequence.params.end:
             sequence.kv_at = now
         size = self.page_tokens
         while (at := sequence.num_named) < computed // size:
             if at == len(sequence.keys):
-                parent = sequence.keys[-1] if sequence.keys else self._root_of(sequence.job)
+                parent = sequence.keys[-1] if sequence.keys else self._root_of(sequence.params)
                 sequence.keys.append(next_key(parent, sequence.tokens[at * size : (at + 1) * size].tobytes()))
             self.cache.name(sequence.pages[at], sequence.keys[at])
             sequence.num_named += 1
@@ -388,8 +392,8 @@ class SequenceTable:
         """End sequences of `gateway`: all, or those with these handles. Ignores unknown handles. Returns the ended."""
         ended = [
             sequence for sequence in self
-            if sequence.phase is not Phase.ENDED and sequence.job.gateway == gateway
-            and (handles is None or sequence.job.handle in handles)
+            if sequence.phase is not Phase.ENDED and sequence.params.gateway == gateway
+            and (handles is None or sequence.params.handle in handles)
         ]  # fmt: skip
         for sequence in ended:
             self._end(sequence)
@@ -424,7 +428,7 @@ class SequenceTable:
             return
         self._release(sequence)
         del self._sequences[sequence.id]
-        self._by_handle.pop((sequence.job.gateway, sequence.job.handle), None)
+        self._by_handle.pop((sequence.params.gateway, sequence.params.handle), None)
         if not self._sequences:
             self.on_empty()
 
@@ -441,7 +445,11 @@ class SequenceTable:
             end = max(sequence.computed, sequence.launched, sequence.draft_computed)
             if end > len(sequence.pages) * self.page_tokens:
                 raise AssertionError(f"sequence {sequence.id} has KV, or will have, beyond its pages")
-            if sequence.phase is Phase.ACTIVE and sequence.job.max_tokens and len(sequence.tokens) <= sequence.computed:
+            if (
+                sequence.phase is Phase.ACTIVE
+                and sequence.params.max_tokens
+                and len(sequence.tokens) <= sequence.computed
+            ):
                 raise AssertionError(f"active sequence {sequence.id} has no token left to step on")
             if sequence.phase is Phase.PREEMPTED and sequence.pages:
                 raise AssertionError(f"sequence {sequence.id} is preempted and holds pages")

@@ -44,7 +44,7 @@ class _Target:
     greeting: asyncio.Lock = field(default_factory=asyncio.Lock)  # one handshake at a time
 
 
-class Offers:
+class KVSender:
     """Owns the channels to decode workers, one per address."""
 
     def __init__(self, worker: Worker, timeout_s: float, metrics: PrefillMetrics) -> None:

@@ -1,0 +1,103 @@
+"""Schedulers for tests, requests for them, and a tiny model that computes their steps."""
+
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+from wire.logprobs import TokenLogprobs
+from worker.plan import TokenBudget, schedule
+from worker.prefix_cache import PrefixCache, num_pages_for
+from worker.scheduler import Scheduler
+from worker.sequences import ANY_NUMBER, Phase, ScheduledSequence, Sequence, SequenceParams, Update
+
+LEASE_S = 10.0
+
+
+def pack(tokens: Seq[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def answer(handle: int, num_prompt: int, max_tokens: int, *, first: int | None = None, **others: Any) -> SequenceParams:
+    """A decode worker's params, computed locally unless `others` say otherwise. Its prompt begins with `first`."""
+    values: dict[str, Any] = {
+        "request_id": f"r{handle}",
+        "prompt": pack([10_000 + handle if first is None else first, *range(1, num_prompt)]),
+        "end": num_prompt - 1,
+        "max_tokens": max_tokens,
+        "gateway": "g",
+        "handle": handle,
+        "attempt": handle % 3 + 1,
+    }
+    return SequenceParams(**{**values, **others})
+
+
+def prompt(number: int, num_prompt: int, **others: Any) -> SequenceParams:
+    """A prefill worker's params: all KV but the last token's."""
+    return replace(answer(number, num_prompt, 0, **others), gateway="", handle=0)
+
+
+def token_at(position: int) -> int:
+    """Replaces the model: the token names its own position."""
+    return 1000 + position
+
+
+def finish(
+    scheduler: Scheduler, step: Seq[ScheduledSequence], now: float = 0.0,
+    scores: Callable[[ScheduledSequence], Seq[TokenLogprobs]] = lambda planned: (),
+) -> list[Update]:  # fmt: skip
+    """Collect a launched step: every sequence gets its next token."""
+    updates = [
+        scheduler.finish_step(planned, next_tokens(planned), now, prompt_logprobs=scores(planned)) for planned in step
+    ]
+    return [update for update in updates if update is not None]
+
+
+def next_tokens(planned: ScheduledSequence, num_right: int = 0) -> list[int]:
+    """What the step chooses if this many of its drafts are right."""
+    if not planned.wants_token:
+        return []
+    first = planned.begin + planned.count
+    return [token_at(position) for position in range(first, first + num_right + 1)]
+
+
+def build_scheduler(
+    num_pages: int, page_tokens: int, max_running: int = 8, max_offer_pages: int = ANY_NUMBER
+) -> tuple[Scheduler, list[int]]:
+    generations = [0] * num_pages
+    cache = PrefixCache(num_pages, generations)
+    return Scheduler(cache, page_tokens, max_running, LEASE_S, "model", max_offer_pages), generations
+
+
+def plan(scheduler: Scheduler, prompt_tokens: int) -> list[ScheduledSequence]:
+    return schedule(scheduler, TokenBudget(prompt_tokens, "--chunk"))
+
+
+def step(scheduler: Scheduler, prompt_tokens: int = 99, now: float = 0.0) -> list[Update]:
+    return finish(scheduler, plan(scheduler, prompt_tokens), now)
+
+
+def run(scheduler: Scheduler) -> None:
+    """Run until all answers are whole."""
+    while any(
+        sequence.num_missing for phase in (Phase.ACTIVE, Phase.PREEMPTED) for sequence in scheduler.in_phase(phase)
+    ):
+        planned = plan(scheduler, 99)
+        assert planned, "no step is planned although tokens are missing"
+        finish(scheduler, planned)
+        scheduler.check()
+
+
+def awaited(handle: int, num_prompt: int, max_tokens: int, **others: Any) -> SequenceParams:
+    """An answer whose KV another worker computes."""
+    return answer(handle, num_prompt, max_tokens, **{"local_prefill_max_tokens": 0, **others})
+
+
+def receive(scheduler: Scheduler, sequence: Sequence, now: float = 0.0) -> None:
+    """Receive all the KV it waits for, in one offer."""
+    begin, end = sequence.computed, sequence.params.end
+    scheduler.begin_read(
+        sequence.id, sequence.params.attempt, begin, end, num_pages_for(end - begin, scheduler.page_tokens)
+    )
+    scheduler.finish_read(sequence.id, end, now)
