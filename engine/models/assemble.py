@@ -28,14 +28,9 @@ from engine.weights.table import Product, Shard, Vector
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # in old Llama checkpoints; the config implies it
 OTHER_PARTS = (
-    "vision_tower.",
-    "vision_model.",
-    "multi_modal_projector.",
-    "embed_vision.",
-    "audio_tower.",
-    "embed_audio.",
-)
-UNUSED_PARTS = ("k_proj", "v_proj", "k_norm")  # of layers that read the keys and values of others
+    "vision_tower.", "vision_model.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio.",
+)  # fmt: skip
+UNUSED_PARTS = ("self_attn.k_", "self_attn.v_")  # of layers that read the keys and values of others
 MAX_FAULTS_SHOWN = 8
 
 
@@ -167,13 +162,14 @@ class _Builder:
 
 def _is_ignored(config: ModelConfig, name: str) -> bool:
     """Tensors of other parts of the model, of layers after the last, which predict several tokens ahead, and unused."""
-    layer, _, rest = name.removeprefix(f"{config.prefix}layers.").partition(".")
-    is_extra = False
-    if name.startswith(f"{config.prefix}layers.") and layer.isdecimal():
-        is_unused = rest.startswith(tuple(f"self_attn.{part}." for part in UNUSED_PARTS))
-        is_extra = int(layer) >= config.num_layers or (is_unused and config.layers[int(layer)].kv_layer is not None)
+    prefix = f"{config.prefix}layers."
+    number, _, rest = name.removeprefix(prefix).partition(".")
+    if name.startswith(prefix) and number.isdecimal():
+        layer = config.layers[int(number)] if int(number) < config.num_layers else None
+        if layer is None or (layer.kv_layer is not None and rest.startswith(UNUSED_PARTS)):
+            return True
     is_other = config.prefix != "model." and name.removeprefix("model.").startswith(OTHER_PARTS)
-    return is_extra or is_other or name.endswith(IGNORED_SUFFIX)
+    return is_other or name.endswith(IGNORED_SUFFIX)
 
 
 def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:

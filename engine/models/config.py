@@ -9,9 +9,7 @@ from engine.layers.rope_config import RopeConfig
 from wire.kv_layout import KvPart
 
 QkNorm = Literal["none", "head", "width"]  # over each head of query and key, or over all heads together
-ExpertLayout = Literal[
-    "per_expert", "w1w2w3", "alternating", "stacked"
-]  # of experts in a checkpoint, see models/table.py
+ExpertLayout = Literal["per_expert", "w1w2w3", "alternating", "stacked"]  # in a checkpoint, see models/table.py
 
 
 @dataclass(frozen=True, slots=True)

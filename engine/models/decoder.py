@@ -109,7 +109,7 @@ class Decoder:
         nexts = [*(layer.before_attention for layer in self._layers[1:]), self._final_norm]  # the norm after each layer
         for index, (layer, next_norm) in enumerate(zip(self._layers, nexts, strict=True)):
             attended = self._attend(index, layer, normed, rotations, attention)  # [T, Hq D]
-            # after the last KV is written, only rows with logits matter
+            # once all KV is written, only rows with logits matter
             if index == self._last_writer and not batch.logits_rows.numel():
                 self.ranks.barrier(self.device)  # no sum follows: this makes all ranks finish the step together
                 return hidden[:0]

@@ -11,8 +11,11 @@ WIDE_HEAD_DIM = 512  # of full layers, where no file says it
 
 
 def vary_layers(config: Json, layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
-    """Gemma 4's layers. The last num_kv_shared_layers read the keys and values of the last layer of their kind before
-    them, and may have MLPs of twice the size. ValueError like `load_config`."""
+    """Gemma 4's layers. ValueError like `load_config`.
+
+    The last num_kv_shared_layers read the keys and values of the last layer of their kind before them, and may have
+    MLPs of twice the size.
+    """
     num_own = len(layers) - integer(config, "num_kv_shared_layers", 0, least=0)
     inner_size = integer(config, "intermediate_size") * (2 if flag(config, "use_double_wide_mlp") else 1)
     has_values = not flag(config, "attention_k_eq_v")

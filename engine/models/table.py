@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from engine.layers.rope_config import rope_order
-from engine.models.config import ModelConfig, Moe, MoeNorms
+from engine.models.config import LayerConfig, ModelConfig, Moe, MoeNorms
 from engine.weights.table import Axis, Part, Product, Shard, Stored, Vector, Weight, module, packed
 from wire.kv_layout import can_divide, heads_of
 
@@ -167,7 +167,9 @@ def _build_layer(config: ModelConfig, index: int) -> LayerTable:
         o_proj=Product((module(f"{attention}o_proj", hidden, config.has_output_bias),), attended),
         after_attention=norm(names.after_attention),
         before_mlp=None if moe and moe.norms else norm(names.before_mlp),
-        mlp=_build_moe(config, moe, prefix) if moe else _build_mlp(config, prefix, inner_size=layer.intermediate_size),
+        mlp=_build_moe(config, moe, prefix, layer)
+        if moe
+        else _build_mlp(config, prefix, inner_size=layer.intermediate_size),
         after_mlp=norm(names.after_mlp),
         input_block=_build_input_block(config, prefix) if config.token_input_size else None,
         scale=Vector(f"{prefix}layer_scalar", _whole(1)) if config.has_layer_scale else None,
@@ -184,16 +186,16 @@ def _build_mlp(config: ModelConfig, prefix: str, name: str = "mlp", inner_size: 
     return MlpTable(Product(gate_up, hidden), Product((module(f"{prefix}{name}.down_proj", hidden, has_bias),), inner))
 
 
-def _build_moe(config: ModelConfig, moe: Moe, prefix: str) -> MoeTable:
-    hidden = _whole(config.hidden_size)
-    of_all = _whole(moe.routing.num_experts)
+def _build_moe(config: ModelConfig, moe: Moe, prefix: str, layer: LayerConfig) -> MoeTable:
+    hidden, of_all = _whole(config.hidden_size), _whole(moe.routing.num_experts)
+    shared_size = moe.shared_size or layer.intermediate_size
     router = module(prefix + moe.router, of_all, moe.has_biases)
     return MoeTable(
         router=Product((router,), hidden),
         choice_bias=Vector(prefix + moe.choice_bias, of_all) if moe.choice_bias else None,
         expert_scale=Vector(prefix + moe.expert_scale, of_all) if moe.expert_scale else None,
         experts=tuple(_build_expert(config, moe, prefix, index) for index in range(moe.routing.num_experts)),
-        shared=_build_mlp(config, prefix, moe.shared, moe.shared_size) if moe.shared else None,
+        shared=_build_mlp(config, prefix, moe.shared, shared_size) if moe.shared else None,
         norms=_build_moe_norms(config, moe.norms, prefix) if moe.norms else None,
     )
 
