@@ -22,18 +22,18 @@ class ModelShape:
     """A dense decoder in numbers."""
 
     num_weights: int  # all
-    num_active: int  # used in a step: all but the embedding table
+    num_active: int  # used in a step: all but tables of embeddings
     num_layers: int
     hidden_size: int
-    num_heads: int
     num_kv_heads: int
-    head_dim: int
+    query_width: int  # dimensions of all heads of all layers
+    kv_width: int  # dimensions of all KV heads of all layers that have their own
     context_tokens: int
     divisible: tuple[int, ...]  # sizes that the ranks of a worker must divide
 
     @property
     def kv_token_bytes(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * ITEM_BYTES
+        return 2 * self.kv_width * ITEM_BYTES
 
     def can_have(self, tp: int) -> bool:
         """Whether a worker of `tp` ranks can compute it."""
@@ -52,7 +52,7 @@ def build_costs(model: ModelShape, gpu: Gpu, tp: int) -> Costs:
         row=0.0,
         kv_token=model.kv_token_bytes * num_copies(model, tp) / bandwidth,
         token=2 * model.num_active / flops + summed_bytes / gpu.link_bytes_per_s,
-        pair=4 * model.num_layers * model.num_heads * model.head_dim / flops,
+        pair=4 * model.query_width / flops,
         weights=model.num_active * ITEM_BYTES / bandwidth,
     )
 

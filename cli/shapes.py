@@ -22,6 +22,9 @@ def shape_of(config: ModelConfig) -> ModelShape:
     table = build_table(config)
     sizes = {stored.name: math.prod(stored.shape) for stored in table.stored()}
     embedding, head = (sizes[next(product.stored()).name] for product in (table.embedding, table.lm_head))
+    looked_up = 0 if config.is_tied else embedding
+    if table.token_inputs is not None:
+        looked_up += sizes[next(table.token_inputs.embedding.stored()).name]
     num_weights = sum(sizes.values()) - (head if config.is_tied else 0)
     num_idle = 0
     if config.moe is not None:
@@ -30,12 +33,12 @@ def shape_of(config: ModelConfig) -> ModelShape:
         num_idle = num_moe * expert * (config.moe.routing.num_experts - config.moe.routing.top_k)
     return ModelShape(
         num_weights=num_weights,
-        num_active=num_weights - num_idle - (0 if config.is_tied else embedding),
+        num_active=num_weights - num_idle - looked_up,
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        query_width=sum(config.num_heads * config.shape_of(layer).head_dim for layer in config.layers),
+        kv_width=sum(shape.num_kv_heads * shape.head_dim for shape in config.attention_shapes),
         context_tokens=config.context_tokens,
         divisible=tuple(config.divisible.values()),
     )

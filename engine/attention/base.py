@@ -33,6 +33,7 @@ class AttentionBackend(Protocol):
 
     def attend(self, layer: int, heads: QKV, window: int | None, sinks: Tensor | None = None) -> Tensor:
         """Write the new keys and values into the pool, then attend to everything up to each query's own position.
+        Heads without any: another call of this step has written them to this layer.
 
         Modifies only the new tokens' rows at this layer of the pool; may overwrite `heads`. window: a query at position
         p sees positions (p - window, p]; None sees all. sinks: [Hq] float32, one logit for each query head; it joins

@@ -132,10 +132,11 @@ class CpuPagedAttention:
             raise ValueError("attend without a plan")
         query, key, value = apply_rope_in_place(heads)
         num_tokens, dtype = plan.arguments.num_tokens, plan.pool.dtype
-        shape = self._shape
+        shape, has_new = self._shape, value.shape[1] > 0
         _check_heads("query", query, (num_tokens, shape.num_heads, shape.head_dim), dtype)
-        _check_heads("key", key, (num_tokens, shape.num_kv_heads, shape.head_dim), dtype)
-        _check_heads("value", value, (num_tokens, shape.num_kv_heads, shape.head_dim), dtype)
+        if has_new:
+            _check_heads("key", key, (num_tokens, shape.num_kv_heads, shape.head_dim), dtype)
+            _check_heads("value", value, (num_tokens, shape.num_kv_heads, shape.head_dim), dtype)
         if not 0 <= layer < plan.num_layers:
             raise ValueError(f"layer {layer} is outside the pool's {plan.num_layers} layers")
         if window is not None and window < 1:
@@ -145,8 +146,8 @@ class CpuPagedAttention:
         out = torch.empty((num_tokens, shape.num_heads, shape.head_dim), dtype=dtype)
         arguments = _BatonLayer(
             query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
+            key.data_ptr() if has_new else None,
+            value.data_ptr() if has_new else None,
             out.data_ptr(),
             *query.stride()[:2],
             *key.stride()[:2],

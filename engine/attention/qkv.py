@@ -27,7 +27,7 @@ class QKV(NamedTuple):
     """T tokens: strided views of one product; the last two dimensions are contiguous. Backends may overwrite them."""
 
     query_key: Tensor  # [T, Hq + Hkv, D], all query heads, then all key heads
-    value: Tensor  # [T, Hkv, D]
+    value: Tensor  # [T, Hkv, D]; Hkv is 0 if the layer's keys and values are already in the pool
     rope: RopeArgs | None = None  # None: queries and keys are ready
 
     @property

@@ -36,9 +36,10 @@ class TorchSdpaAttention:
         query, key, value = heads.ready()
         all_keys, all_values = self._layers[layer]  # each [num_pages, Hkv, page_tokens, D]
         page_tokens = all_keys.shape[2]
-        pages, offsets = batch.slot_mapping // page_tokens, batch.slot_mapping % page_tokens
-        all_keys[pages, :, offsets] = narrow(key, all_keys.dtype)
-        all_values[pages, :, offsets] = narrow(value, all_values.dtype)
+        if value.shape[1]:
+            pages, offsets = batch.slot_mapping // page_tokens, batch.slot_mapping % page_tokens
+            all_keys[pages, :, offsets] = narrow(key, all_keys.dtype)
+            all_values[pages, :, offsets] = narrow(value, all_values.dtype)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         begin = 0
         for index, (query_len, context_len) in enumerate(zip(batch.query_lens_host, batch.seq_lens_host, strict=True)):

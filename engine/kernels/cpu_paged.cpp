@@ -30,7 +30,7 @@ struct BatonBatch {
 
 // One layer's tensors, [T, heads, head_dim]; strides in elements.
 struct BatonLayer {
-    const void *query, *key, *value;
+    const void *query, *key, *value;  // key and value: null if they are in the pool
     void* out;  // contiguous
     int64_t query_token, query_head, key_token, key_head, value_token, value_head;
     int64_t layer, window;  // window: keys a query sees, itself included
@@ -428,10 +428,11 @@ template <class Math> void attend(const BatonBatch& batch, const BatonLayer& lay
     using Page = typename Math::Page;
     if (count_bytes(batch, sizeof(Page)) < kBytesAThread) num_threads = 1;
     const bool is_short = batch.num_tokens <= kFewTokens;
-    if (is_short) write_tokens<Page>(batch, layer);
+    const bool is_new = layer.key != nullptr;
+    if (is_new && is_short) write_tokens<Page>(batch, layer);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
-        if (!is_short) write_tokens<Page>(batch, layer);  // every new key is in the pool before any thread attends
+        if (is_new && !is_short) write_tokens<Page>(batch, layer);  // every new key is in the pool before any thread attends
 #pragma omp for schedule(dynamic, 1) nowait
         for (int64_t item = 0; item < batch.num_blocks * batch.num_kv_heads; ++item) {
             const int32_t* block = batch.blocks + item / batch.num_kv_heads * 2;

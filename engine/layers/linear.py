@@ -1,5 +1,6 @@
 """Linear layers that own the memory layout of their weights. Models call them and never see the layout."""
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
@@ -22,16 +23,37 @@ class Linear(Protocol):
 
 
 class SummedLinear:
-    """A product divided over ranks by inputs: the ranks' results are added."""
+    """A product, or experts, divided over ranks by inputs: the ranks' results are added."""
 
     __slots__ = ("_own", "_ranks")
 
-    def __init__(self, own: Linear, ranks: Ranks) -> None:
+    def __init__(self, own: Callable[..., Tensor], ranks: Ranks) -> None:
         self._own = own
         self._ranks = ranks
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self._ranks.all_reduce_(self._own(rows))
+    def __call__(self, rows: Tensor, *routes: Tensor) -> Tensor:
+        return self._ranks.all_reduce_(self._own(rows, *routes))
+
+
+class Normed:
+    """A product, an MLP or experts, with norms of its own around it."""
+
+    __slots__ = ("_after", "_before", "_eps", "_ops", "_own")
+
+    def __init__(
+        self, own: Callable[..., Tensor], ops: Ops, eps: float, before: Tensor, after: Tensor | None = None
+    ) -> None:
+        """before: [K], after: [N]"""
+        self._own = own
+        self._ops = ops
+        self._eps = eps
+        self._before = before
+        self._after = after
+
+    def __call__(self, rows: Tensor, *routes: Tensor) -> Tensor:
+        """rows: [T, K] |-> [T, N]. Does not modify them."""
+        out = self._own(self._ops.norm(rows, self._before, self._eps), *routes)
+        return out if self._after is None else self._ops.norm(out, self._after, self._eps)
 
 
 class Mlp:

@@ -18,7 +18,7 @@ Product = Callable[[Tensor], Tensor]  # [n, K] |-> [n, N]
 class Experts(Protocol):
     """All experts of a layer. A row's result does not depend on which experts other rows have chosen, or how many."""
 
-    def __call__(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, ids: Tensor, weights: Tensor, /) -> Tensor:
         """The weighted sum of each row's experts, added in float32 in a fixed order, rounded once.
 
         rows: [T, H], ids: [T, k] int64, different in each row, weights: [T, k] float32 |-> [T, H] in the rows' dtype.

@@ -1,6 +1,6 @@
 """Rotary position embedding: frequencies per dimension pair, and the decoder's rotation table.
 
-Has the four scalings below as free functions; knows neither config files nor models. Formulas and the order of float32
+Has the scalings below as free functions; knows neither config files nor models. Formulas and the order of float32
 operations are those of transformers' `modeling_rope_utils.py`, so that tables agree to the last bits.
 """
 
@@ -64,12 +64,21 @@ def longrope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32) * wavelengths)
 
 
+def proportional_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """The first pairs turn as they would if all did, the others not at all. [head_dim / 2]"""
+    num_turned = int(rope.turned_share * head_dim // 2)
+    frequencies = linear_frequencies(rope, head_dim)
+    frequencies[num_turned:] = 0
+    return frequencies
+
+
 FREQUENCIES: dict[str, Callable[[RopeConfig, int], Tensor]] = {
     "default": default_frequencies,
     "linear": linear_frequencies,
     "llama3": llama3_frequencies,
     "yarn": yarn_frequencies,
     "longrope": longrope_frequencies,
+    "proportional": proportional_frequencies,
 }
 
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")  # the keys of rope.FREQUENCIES
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")  # the keys of rope.FREQUENCIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +12,7 @@ class RopeConfig:
 
     kind: str  # one of ROPE_KINDS
     theta: float  # base wavelength
-    factor: float = 1.0  # context extension; linear, llama3, yarn
+    factor: float = 1.0  # context extension; linear, llama3, yarn, proportional
     original_context: int = 0  # positions seen in pre-training; llama3, yarn
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -22,6 +22,7 @@ class RopeConfig:
     attention_factor: float = 1.0  # multiplies cos and sin; yarn, longrope
     rotated_dims: int = 0  # of each head, the first ones; 0: all
     factors: tuple[float, ...] = ()  # of each wavelength; longrope
+    turned_share: float = 1.0  # of the pairs, the first ones; the others stay as they are; proportional
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:

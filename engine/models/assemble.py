@@ -3,20 +3,34 @@
 import torch
 from torch import Tensor
 
-from engine.layers.embedding import SummedEmbedding
+from engine.layers.embedding import Embedding, SummedEmbedding
 from engine.layers.head import WidenedLinear
-from engine.layers.linear import Linear, Mlp, PlainLinear, SummedLinear
-from engine.layers.moe import MixtureOfExperts
-from engine.models.config import ModelConfig
+from engine.layers.linear import Linear, Mlp, Normed, PlainLinear, SummedLinear
+from engine.layers.moe import Experts, MixtureOfExperts
+from engine.layers.token_inputs import InputBlock, TokenInputs
+from engine.models.config import LayerConfig, ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer
-from engine.models.table import LayerTable, MlpTable, ModelTable, MoeTable, build_table, shard_config
+from engine.models.table import (
+    InputBlockTable,
+    LayerTable,
+    MlpTable,
+    ModelTable,
+    MoeNormTable,
+    MoeTable,
+    TokenInputTable,
+    build_table,
+    shard_config,
+)
 from engine.ranks import ONE_RANK, Ranks
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.formats import PlainFormat
 from engine.weights.table import Product, Shard, Vector
 
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # in old Llama checkpoints; the config implies it
-OTHER_PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.", "embed_vision.", "audio_tower.")
+OTHER_PARTS = (
+    "vision_tower.", "vision_model.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio.",
+)  # fmt: skip
+UNUSED_PARTS = ("self_attn.k_", "self_attn.v_")  # of layers that read the keys and values of others
 MAX_FAULTS_SHOWN = 8
 
 
@@ -26,12 +40,11 @@ def build_decoder(config: ModelConfig, format: PlainFormat, ranks: Ranks = ONE_R
     config = shard_config(config, Shard(ranks.rank, ranks.size))
     embedding, head = format.embed(table.embedding, _find_head(config, table, reader.checkpoint))
     builder = _Builder(config, format, ranks)
-    layers = [builder.build_layer(layer) for layer in table.layers]
+    inputs = builder.build_token_inputs(table.token_inputs) if table.token_inputs else None
+    layers = [builder.build_layer(own, layer) for own, layer in zip(config.layers, table.layers, strict=True)]
     final_norm = builder.norm(table.final_norm)
     reader.finish()
-    if ranks.size > 1:
-        embedding = SummedEmbedding(embedding, ranks.rank * len(embedding), ranks)
-    return Decoder(config, embedding, layers, final_norm, head, format.ops, ranks)
+    return Decoder(config, builder.sum_rows(embedding), layers, final_norm, head, format.ops, ranks, inputs)
 
 
 def _find_head(config: ModelConfig, table: ModelTable, checkpoint: Checkpoint) -> Product:
@@ -52,25 +65,38 @@ class _Builder:
         self._format = format
         self._ranks = ranks
 
-    def build_layer(self, table: LayerTable) -> DecoderLayer:
+    def build_token_inputs(self, table: TokenInputTable) -> TokenInputs:
+        format = self._format
+        embedding = self.sum_rows(Embedding(format.reader.fuse(table.embedding)))
+        return TokenInputs(
+            embedding, format.linear(table.projection), self.norm(table.norm), format.ops, self._config.rms_eps
+        )
+
+    def build_layer(self, own: LayerConfig, table: LayerTable) -> DecoderLayer:
         format, config = self._format, self._config
-        q_norm, k_norm = (self._optional_norm(vector) for vector in (table.q_norm, table.k_norm))
-        qk_norm = None
-        if q_norm is not None and k_norm is not None:
-            counts = (1, 1) if config.qk_norm == "width" else (config.num_heads, config.num_kv_heads)
-            expanded = [one.expand(count, -1) for one, count in zip((q_norm, k_norm), counts, strict=True)]
-            qk_norm = torch.cat(expanded, 1 if config.qk_norm == "width" else 0)
-        mlp = self._build_moe(table.mlp) if isinstance(table.mlp, MoeTable) else self._build_mlp(table.mlp)
+        shape, is_wide = config.shape_of(own), config.qk_norm == "width"
+        counts = (1, 1) if is_wide else (shape.num_heads, shape.num_kv_heads)
+        norms = [
+            self.norm(vector).expand(count, -1)
+            for vector, count in zip((table.q_norm, table.k_norm), counts, strict=True)
+            if vector is not None
+        ]
+        mlp = (
+            self._build_moe(table.mlp) if isinstance(table.mlp, MoeTable) else self._summed(self._build_mlp(table.mlp))
+        )
         return DecoderLayer(
             before_attention=self._optional_norm(table.before_attention),
             qkv_proj=format.linear(table.qkv_proj),
-            qk_norm=qk_norm,
+            qk_norm=torch.cat(norms, 1 if is_wide else 0) if norms else None,
             sinks=None if table.sinks is None else format.reader.vector(table.sinks, torch.float32),
             o_proj=self._summed(format.linear(table.o_proj)),
             after_attention=self._optional_norm(table.after_attention),
             before_mlp=self._optional_norm(table.before_mlp),
-            mlp=self._summed(mlp),
+            mlp=mlp,
             after_mlp=self._optional_norm(table.after_mlp),
+            input_block=self._build_input_block(table.input_block) if table.input_block else None,
+            after_input=self.norm(table.input_block.after) if table.input_block else None,
+            scale=None if table.scale is None else format.reader.vector(table.scale),
         )
 
     def norm(self, vector: Vector) -> Tensor:
@@ -86,30 +112,64 @@ class _Builder:
         gated = self._format.gated(table.gate_up_proj, self._config.activation)
         return Mlp(gated, self._format.linear(table.down_proj))
 
+    def _build_input_block(self, table: InputBlockTable) -> InputBlock:
+        return InputBlock(
+            self._format.linear(table.gate), self._format.linear(table.projection), self._config.activation
+        )
+
     def _build_moe(self, table: MoeTable) -> Linear:
-        """This rank's part of the sum. All ranks choose the same experts."""
+        """All ranks choose the same experts."""
         format, reader, moe = self._format, self._format.reader, self._config.moe
         assert moe is not None
         weight, bias = reader.fuse(table.router), reader.bias(table.router)
-        router = WidenedLinear(weight) if moe.has_wide_router else PlainLinear(weight, bias)
-        return MixtureOfExperts(
+        router: Linear = WidenedLinear(weight) if moe.has_wide_router else PlainLinear(weight, bias)
+        experts = format.experts([(one.gate_up_proj, one.down_proj) for one in table.experts], self._config.activation)
+        shared = None if table.shared is None else self._build_mlp(table.shared)
+        if table.norms is not None and shared is not None:
+            router, experts, shared = self._add_norms(table.norms, router, experts, shared)
+        mixture = MixtureOfExperts(
             router,
             moe.routing,
-            format.experts([(one.gate_up_proj, one.down_proj) for one in table.experts], self._config.activation),
+            experts,
             bias=None if table.choice_bias is None else reader.vector(table.choice_bias, torch.float32),
-            shared=None if table.shared is None else self._build_mlp(table.shared),
+            expert_scale=None if table.expert_scale is None else reader.vector(table.expert_scale, torch.float32),
+            shared=shared,
         )
+        return mixture if table.norms else self._summed(mixture)
+
+    def _add_norms(
+        self, table: MoeNormTable, router: Linear, experts: Experts, mlp: Linear
+    ) -> tuple[Linear, Experts, Linear]:
+        """The three with norms around them. Norms after them are of the ranks' sums."""
+        ops, eps, config = self._format.ops, self._config.rms_eps, self._config
+        if self._ranks.size > 1:
+            experts, mlp = SummedLinear(experts, self._ranks), SummedLinear(mlp, self._ranks)
+        scale = self._format.reader.vector(table.router, torch.float32) * config.hidden_size**-0.5
+        return (
+            Normed(router, ops, eps, scale),
+            Normed(experts, ops, eps, self.norm(table.before_experts), self.norm(table.after_experts)),
+            Normed(mlp, ops, eps, self.norm(table.before_mlp), self.norm(table.after_mlp)),
+        )
+
+    def sum_rows(self, own: Embedding) -> Embedding:
+        """A table of which each rank has some rows."""
+        ranks = self._ranks
+        return own if ranks.size == 1 else SummedEmbedding(own, ranks.rank * len(own), ranks)
 
     def _summed(self, own: Linear) -> Linear:
         return own if self._ranks.size == 1 else SummedLinear(own, self._ranks)
 
 
 def _is_ignored(config: ModelConfig, name: str) -> bool:
-    """Tensors of other parts of the model, and of layers after the last, which predict several tokens ahead."""
-    layer, _, _ = name.removeprefix(f"{config.prefix}layers.").partition(".")
-    is_extra = name.startswith(f"{config.prefix}layers.") and layer.isdecimal() and int(layer) >= config.num_layers
+    """Tensors of other parts of the model, of layers after the last, which predict several tokens ahead, and unused."""
+    prefix = f"{config.prefix}layers."
+    number, _, rest = name.removeprefix(prefix).partition(".")
+    if name.startswith(prefix) and number.isdecimal():
+        layer = config.layers[int(number)] if int(number) < config.num_layers else None
+        if layer is None or (layer.kv_layer is not None and rest.startswith(UNUSED_PARTS)):
+            return True
     is_other = config.prefix != "model." and name.removeprefix("model.").startswith(OTHER_PARTS)
-    return is_extra or is_other or name.endswith(IGNORED_SUFFIX)
+    return is_other or name.endswith(IGNORED_SUFFIX)
 
 
 def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:

@@ -9,7 +9,7 @@ from engine.layers.rope_config import RopeConfig
 from wire.kv_layout import KvPart
 
 QkNorm = Literal["none", "head", "width"]  # over each head of query and key, or over all heads together
-ExpertLayout = Literal["per_expert", "w1w2w3", "alternating"]  # of experts in a checkpoint, see models/table.py
+ExpertLayout = Literal["per_expert", "w1w2w3", "alternating", "stacked"]  # in a checkpoint, see models/table.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,18 @@ class Norms:
 
 
 @dataclass(frozen=True, slots=True)
+class MoeNorms:
+    """Names of the norms where experts and a dense MLP take the same rows, each with norms of its own (Gemma 4)."""
+
+    router: str  # tensor; times H ** -0.5, it is the weight of a norm
+    after_mlp: str
+    before_experts: str
+    after_experts: str
+
+
+@dataclass(frozen=True, slots=True)
 class Moe:
-    """A mixture of experts in the place of MLPs. Modules: names below the layer's."""
+    """A mixture of experts in the place of MLPs, or beside them. Modules: names below the layer's."""
 
     routing: Routing
     inner_size: int  # of each expert
@@ -36,6 +46,8 @@ class Moe:
     has_wide_router: bool = False  # logits are computed in float32
     shared: str | None = None  # module of an MLP for all rows
     shared_size: int = 0  # its inner size
+    expert_scale: str | None = None  # tensor; multiplies the weights of the chosen experts
+    norms: MoeNorms | None = None  # given: the shared MLP is the layer's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +57,11 @@ class LayerConfig:
     window: int | None = None  # tokens a query sees, itself included; None: all of them
     rope: int | None = 0  # index in ModelConfig.ropes; None: no rotation
     is_moe: bool = False
+    num_kv_heads: int | None = None  # None: the model's, also below
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    has_values: bool = True  # False: keys, before their norm and rotation, are the values too
+    kv_layer: int | None = None  # the earlier layer whose keys and values this one reads; None: it has its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +89,15 @@ class ModelConfig:
     attention_softcap: float = 0.0  # 0: none
     logits_softcap: float = 0.0  # 0: none
     qk_norm: QkNorm = "none"
+    has_v_norm: bool = False  # over each head of values, without weights
     norms: Norms = Norms()
     norm_offset: float = 0.0  # added to all norms' weights
     activation: Activation = "silu"
     embedding_multiplier: float = 1.0
     rounds_multiplier: bool = False  # to the dtype of the weights
     residual_multiplier: float = 1.0  # of what a layer adds
+    has_layer_scale: bool = False  # a number per layer that multiplies what leaves it
+    token_input_size: int = 0  # P, of what each layer is given of each token beside the hidden row; 0: nothing
     logits_divisor: float = 1.0
     packs_qkv: bool = False  # one tensor in the checkpoint
     packs_gate_up: bool = False
@@ -87,17 +107,23 @@ class ModelConfig:
     head: str = "lm_head"  # module
 
     @property
+    def kv_layers(self) -> tuple[LayerConfig, ...]:
+        """Those with keys and values of their own. They come first."""
+        return tuple(layer for layer in self.layers if layer.kv_layer is None)
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
-        """L values."""
-        return tuple(layer.window for layer in self.layers)
+        """Of kv_layers."""
+        return tuple(layer.window for layer in self.kv_layers)
 
     @property
     def attention_shapes(self) -> tuple[AttentionShape, ...]:
-        """L values."""
-        shape = AttentionShape(
-            self.num_heads, self.num_kv_heads, self.head_dim, self.attention_scale, self.attention_softcap
-        )
-        return (shape,) * self.num_layers
+        """Of kv_layers."""
+        return tuple(map(self.shape_of, self.kv_layers))
+
+    def shape_of(self, layer: LayerConfig) -> AttentionShape:
+        num_kv_heads, head_dim = layer.num_kv_heads or self.num_kv_heads, layer.head_dim or self.head_dim
+        return AttentionShape(self.num_heads, num_kv_heads, head_dim, self.attention_scale, self.attention_softcap)
 
     @property
     def kv_parts(self) -> tuple[KvPart, ...]:
@@ -107,10 +133,10 @@ class ModelConfig:
     def divisible(self) -> dict[str, int]:
         """What ranks divide: its name |-> size."""
         sizes = {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
-        if not all(layer.is_moe for layer in self.layers):
+        if not all(layer.is_moe for layer in self.layers) or (self.moe and self.moe.norms):
             sizes["intermediate_size"] = self.intermediate_size
         if self.moe is not None:
             sizes["moe_intermediate_size"] = self.moe.inner_size
-        if self.moe is not None and self.moe.shared:
+        if self.moe is not None and self.moe.shared_size:
             sizes["shared experts' intermediate_size"] = self.moe.shared_size
         return sizes

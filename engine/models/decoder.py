@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV, RopeArgs
@@ -16,6 +17,7 @@ from engine.batch import Batch
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.layers.rope import build_rope_table, gather_rotation
+from engine.layers.token_inputs import InputBlock, TokenInputs
 from engine.models.config import ModelConfig
 from engine.ops.base import Ops
 from engine.ranks import ONE_RANK, Ranks
@@ -23,10 +25,13 @@ from engine.ranks import ONE_RANK, Ranks
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer's weights; query, key and value are one product, gate and up another. A norm is [H], or not there."""
+    """One layer's weights; query, key and value are one product, gate and up another. A norm is [H], or not there.
+
+    Hkv is 0 in a layer that reads the keys and values of another.
+    """
 
     before_attention: Tensor | None
-    qkv_proj: Linear  # H -> (Hq + 2 Hkv) D: all query heads, then key heads, then value heads
+    qkv_proj: Linear  # H -> (Hq + 2 Hkv) D: all query heads, then key heads, then value heads, if they are others
     qk_norm: Tensor | None  # [Hq + Hkv, D], the query norm's row Hq times, then the key norm's; or [1, (Hq + Hkv) D]
     sinks: Tensor | None  # [Hq] float32
     o_proj: Linear  # Hq D -> H
@@ -34,6 +39,9 @@ class DecoderLayer:
     before_mlp: Tensor | None
     mlp: Linear  # H -> H: dense, or a mixture of experts
     after_mlp: Tensor | None
+    input_block: InputBlock | None = None  # after the MLP
+    after_input: Tensor | None = None
+    scale: Tensor | None = None  # [1], of what leaves the layer
 
 
 class Decoder:
@@ -50,6 +58,7 @@ class Decoder:
         lm_head: Linear,
         ops: Ops,
         ranks: Ranks = ONE_RANK,
+        token_inputs: TokenInputs | None = None,
     ) -> None:
         """config: of this rank's part. The embedding's dtype and device are the model's; final_norm: [H].
 
@@ -62,10 +71,17 @@ class Decoder:
         self._layers = tuple(layers)
         self._final_norm = final_norm
         self._lm_head = lm_head
+        self._token_inputs = token_inputs
+        self._last_writer = len(config.kv_layers) - 1  # layer
+        self._shapes = [config.shape_of(layer) for layer in config.layers]
         self.ranks = ranks
         self.mapped_bytes = 0  # bytes of packed weights mapped from a file
         self.why_unshared: str | None = None  # why each worker of this host has its own packed weights
-        tables = [build_rope_table(rope, config.head_dim, config.context_tokens) for rope in config.ropes]
+        dims = {layer.rope: shape.head_dim for layer, shape in zip(config.layers, self._shapes, strict=True)}
+        tables = [
+            build_rope_table(rope, dims.get(index, config.head_dim), config.context_tokens)
+            for index, rope in enumerate(config.ropes)
+        ]
         self._rope_tables = [table.to(self.device, self.dtype) for table in tables]  # [context_tokens, 2, D / 2] each
         self._embedding_multiplier = config.embedding_multiplier
         if config.rounds_multiplier:
@@ -88,28 +104,39 @@ class Decoder:
         hidden = self._embedding(batch.token_ids)  # [T, H]
         if self._embedding_multiplier != 1:
             hidden = hidden * self._embedding_multiplier
+        inputs = None if self._token_inputs is None else self._token_inputs(batch.token_ids, hidden)  # [T, L, P]
         normed = self._norm(hidden, self._layers[0].before_attention)
         nexts = [*(layer.before_attention for layer in self._layers[1:]), self._final_norm]  # the norm after each layer
         for index, (layer, next_norm) in enumerate(zip(self._layers, nexts, strict=True)):
             attended = self._attend(index, layer, normed, rotations, attention)  # [T, Hq D]
+            # once all KV is written, only rows with logits matter
+            if index == self._last_writer and not batch.logits_rows.numel():
+                self.ranks.barrier(self.device)  # no sum follows: this makes all ranks finish the step together
+                return hidden[:0]
             if index == len(self._layers) - 1:
-                # after the last layer's KV is written, only rows with logits matter
-                if not batch.logits_rows.numel():
-                    self.ranks.barrier(self.device)  # no sum follows: this makes all ranks finish the step together
-                    return hidden[:0]
                 attended, hidden = _keep_rows(attended, batch), _keep_rows(hidden, batch)  # [S, ...]
+                inputs = None if inputs is None else _keep_rows(inputs, batch)
             normed = self._add(hidden, layer.o_proj(attended), layer.after_attention, layer.before_mlp)
-            normed = self._add(hidden, layer.mlp(normed), layer.after_mlp, next_norm)
+            delta, after = layer.mlp(normed), layer.after_mlp
+            if layer.input_block is not None and inputs is not None:
+                normed = self._add(hidden, delta, after, None)
+                delta, after = layer.input_block(normed, inputs[:, index]), layer.after_input
+            normed = self._add(hidden, delta, after, next_norm, layer.scale)
         return normed
 
     def _norm(self, rows: Tensor, weight: Tensor | None) -> Tensor:
         return rows if weight is None else self.ops.norm(rows, weight, self.config.rms_eps)
 
-    def _add(self, hidden: Tensor, delta: Tensor, after: Tensor | None, before: Tensor | None) -> Tensor:
-        """Add a block's normed output to `hidden` in place, [T, H]; returns the next block's normed input."""
+    def _add(
+        self, hidden: Tensor, delta: Tensor, after: Tensor | None, before: Tensor | None, scale: Tensor | None = None
+    ) -> Tensor:
+        """Add a block's normed output to `hidden` in place, [T, H], and scale the sum; returns the next block's normed
+        input."""
         delta = self._norm(delta, after)
         if self.config.residual_multiplier != 1:
             delta = delta * self.config.residual_multiplier
+        if scale is not None:
+            return self._norm(hidden.add_(delta).mul_(scale), before)
         return hidden.add_(delta) if before is None else self.ops.add_norm_(hidden, delta, before, self.config.rms_eps)
 
     @torch.inference_mode()
@@ -135,18 +162,22 @@ class Decoder:
         attention: AttentionBackend,
     ) -> Tensor:  # fmt: skip
         """normed: [T, H] |-> [T, Hq D], before the output projection."""
-        config, own = self.config, self.config.layers[index]
+        config, own, shape = self.config, self.config.layers[index], self._shapes[index]
+        num_new = shape.num_kv_heads if own.kv_layer is None else 0
         qkv = layer.qkv_proj(normed)  # [T, (Hq + 2 Hkv) D]
         qk_norm = layer.qk_norm
         if config.qk_norm == "width" and qk_norm is not None:
             self._norm_width_(qkv, qk_norm)
             qk_norm = None
-        heads = qkv.view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        num_rotated = config.num_heads + config.num_kv_heads
+        heads = qkv.view(len(qkv), qkv.shape[1] // shape.head_dim, shape.head_dim)
+        value = heads[:, heads.shape[1] - num_new :]
+        if config.has_v_norm and num_new:
+            value = functional.rms_norm(value, value.shape[-1:], None, config.rms_eps)
         rope = None if own.rope is None else RopeArgs(*rotations[own.rope], qk_norm, config.rms_eps)
-        new = QKV(heads[:, :num_rotated], heads[:, num_rotated:], rope)
-        attended = attention.attend(index, new, own.window, layer.sinks)  # [T, Hq, D]
-        return attended.view(-1, config.num_heads * config.head_dim)
+        new = QKV(heads[:, : shape.num_heads + num_new], value, rope)
+        kv_layer = index if own.kv_layer is None else own.kv_layer
+        attended = attention.attend(kv_layer, new, own.window, layer.sinks)  # [T, Hq, D]
+        return attended.view(-1, shape.num_heads * shape.head_dim)
 
     def _norm_width_(self, qkv: Tensor, weight: Tensor) -> None:
         """RMSNorm of all queries together and of all keys together, over all ranks. weight: [1, (Hq + Hkv) D]"""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.layers.moe_config import Activation
-from engine.models.config import ExpertLayout, Norms, QkNorm
+from engine.models.config import ExpertLayout, MoeNorms, Norms, QkNorm
 
 # all: every layer, from sliding_window. by_layer: use_sliding_window, max_window_layers, layer_types. switched:
 # use_sliding_window turns all layers on. by_type: layer_types, else every n-th layer is full.
@@ -31,6 +31,8 @@ class Experts:
     layout: ExpertLayout
     count: str  # key
     inner: str = "moe_intermediate_size"  # key
+    top_k: str = "num_experts_per_tok"  # key
+    enabled: str | None = None  # key; false: the model has none
     layers: Literal["all", "sparse_step", "after_first"] = "all"
     routing: Mapping[str, Any] = field(default_factory=dict)  # fields of Routing
     renormalise: bool | str = True
@@ -39,6 +41,8 @@ class Experts:
     choice_bias: str | None = None
     has_wide_router: bool = False
     shared: str | None = None
+    expert_scale: str | None = None
+    norms: MoeNorms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class Family:
     norm_offset: float = 0.0
     qk_norm: QkNorm = "none"
     qk_norm_key: str | None = None  # must be true for `qk_norm`
+    has_v_norm: bool = False
     windows: Windows = "none"
     full_every: int = 0  # with windows by type: each n-th layer is full
     activation: Activation = "silu"
@@ -63,13 +68,17 @@ class Family:
     ropes_by_type: bool = False
     longrope_names: tuple[str, ...] = ()  # older ones
     rope_layers: bool = False  # no_rope_layers, no_rope_layer_interval
-    attention_scale: str | None = None  # key; query_pre_attn_scalar: its ** -0.5
+    attention_scale: str | float | None = None  # or its key; query_pre_attn_scalar: its ** -0.5
     attention_softcap: str | None = None  # keys, also below
     logits_softcap: str | None = None
+    caps_whole: bool = False  # the model with other parts caps its logits, too
     embedding_multiplier: str | None = None  # "sqrt": of the hidden size
     residual_multiplier: str | None = None
     logits_divisor: str | None = None
     has_sinks: bool = False
+    has_layer_scale: bool = False
+    has_token_inputs: bool = False  # hidden_size_per_layer_input
+    has_varied_layers: bool = False  # see read_layers.py; the last layer is full
     packs_qkv: bool = False
     packs_gate_up: bool = False
     experts: Experts | None = None
@@ -95,6 +104,21 @@ GEMMA3_DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "hidden_size": 2304,
     "intermediate_size": 9216, "num_hidden_layers": 26,
 }  # fmt: skip
+GEMMA4_DEFAULTS = {
+    "vocab_size": 262_144, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512,
+    "max_position_embeddings": 131_072, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "hidden_size_per_layer_input": 256,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    },
+}  # fmt: skip
+GEMMA4_EXPERTS = Experts(
+    "router.proj", "experts", "stacked", "num_experts", top_k="top_k_experts", enabled="enable_moe_block",
+    shared="mlp", expert_scale="router.per_expert_scale", norms=MoeNorms(
+        "router.scale", "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"
+    ),
+)  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", **ALL_BIASES, mlp_bias="mlp_bias"),
@@ -135,6 +159,12 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         "Gemma3ForCausalLM", GEMMA3_DEFAULTS, **GEMMA, full_every=6, qk_norm="head", ropes_by_type=True,
         logits_softcap="final_logit_softcapping", whole=("gemma3", "Gemma3ForConditionalGeneration"),
+    ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM", GEMMA4_DEFAULTS, **GEMMA | {"norm_offset": 0.0, "attention_scale": 1.0},
+        full_every=6, qk_norm="head", has_v_norm=True, ropes_by_type=True, logits_softcap="final_logit_softcapping",
+        caps_whole=True, has_layer_scale=True, has_token_inputs=True, has_varied_layers=True, experts=GEMMA4_EXPERTS,
+        whole=("gemma4", "Gemma4ForConditionalGeneration"),
     ),
     "phi3": Family(
         "Phi3ForCausalLM", {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},

@@ -7,6 +7,7 @@ from engine.layers.moe_config import Routing
 from engine.models.config import LayerConfig, ModelConfig, Moe
 from engine.models.families import FAMILIES, Experts, Family
 from engine.models.json_values import Json, collection, flag, integer, number, number_unless_zero, read_json, rule
+from engine.models.read_layers import vary_layers
 from engine.models.read_rope import FULL, SLIDING, read_ropes
 
 DEFAULT_MAX_WINDOW_LAYERS = 28  # the default of Qwen's `max_window_layers`
@@ -44,7 +45,12 @@ def build_config(config: Json) -> ModelConfig:
     trained_context = integer(config, "max_position_embeddings")
     windows = _build_windows(config, family, num_layers)
     ropes, rope_of = read_ropes(config, family, windows, trained_context, head_dim)
-    moe = None if family.experts is None else _build_moe(config, family.experts)
+    experts = family.experts
+    moe = _build_moe(config, experts) if experts and rule(config, experts.enabled or True) else None
+    layers = tuple(
+        LayerConfig(window, rope, experts is not None and moe is not None and _is_moe(config, experts, layer))
+        for layer, (window, rope) in enumerate(zip(windows, rope_of, strict=True))
+    )
     yarn = [int(rope.original_context * rope.factor) for rope in ropes if rope.kind == "yarn"]
     has_qk_norm = family.qk_norm_key is None or flag(config, family.qk_norm_key)
     return ModelConfig(
@@ -58,10 +64,7 @@ def build_config(config: Json) -> ModelConfig:
         head_dim=head_dim,
         rms_eps=number(config, "rms_norm_eps", 1e-6),
         is_tied=flag(config, "tie_word_embeddings"),
-        layers=tuple(
-            LayerConfig(window, rope, family.experts is not None and _is_moe(config, family.experts, layer))
-            for layer, (window, rope) in enumerate(zip(windows, rope_of, strict=True))
-        ),
+        layers=vary_layers(config, layers) if family.has_varied_layers else layers,
         ropes=ropes,
         # Qwen's recipe for long contexts adds yarn and leaves max_position_embeddings at the original.
         context_tokens=max(trained_context, *yarn, 0),
@@ -71,14 +74,17 @@ def build_config(config: Json) -> ModelConfig:
         has_mlp_bias=rule(config, family.mlp_bias),
         has_sinks=family.has_sinks,
         attention_softcap=_optional(config, family.attention_softcap, 0.0),
-        logits_softcap=0.0 if is_whole else _optional(config, family.logits_softcap, 0.0),
+        logits_softcap=_optional(config, None if is_whole and not family.caps_whole else family.logits_softcap, 0.0),
         qk_norm=family.qk_norm if has_qk_norm else "none",
+        has_v_norm=family.has_v_norm,
         norms=family.norms,
         norm_offset=family.norm_offset,
         activation=family.activation,
         embedding_multiplier=_embedding_multiplier(config, family, hidden_size),
         rounds_multiplier=family.embedding_multiplier == "sqrt",
         residual_multiplier=_optional(config, family.residual_multiplier, 1.0),
+        has_layer_scale=family.has_layer_scale,
+        token_input_size=_token_input_size(config) if family.has_token_inputs else 0,
         logits_divisor=_optional(config, family.logits_divisor, 1.0),
         packs_qkv=family.packs_qkv,
         packs_gate_up=family.packs_gate_up,
@@ -118,7 +124,7 @@ def _refuse_unsupported(config: Json, family: Family) -> None:
     if quantization := collection(config, "quantization_config", dict):
         method = quantization.get("quant_method")
         raise ValueError(f"quantization_config ({method!r}) is not supported; supported: plain float weights")
-    if config.get("use_bidirectional_attention") not in (None, False):
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # between parts of an image
         raise ValueError("use_bidirectional_attention is not supported; supported: false")
     if family.activation == "clamped":
         for key, value in CLAMP.items():
@@ -143,6 +149,8 @@ def _build_windows(config: Json, family: Family, num_layers: int) -> tuple[int |
         raise ValueError(f"layer_types {unknown} not supported; supported: {FULL}, {SLIDING}")
     if len(kinds) != num_layers:
         raise ValueError(f"layer_types has {len(kinds)} entries for num_hidden_layers {num_layers}")
+    if family.has_varied_layers:
+        kinds = [*kinds[:-1], FULL]
     if SLIDING in kinds and window is None:
         raise ValueError(f"layer_types asks for {SLIDING}, but use_sliding_window and sliding_window do not")
     return tuple(window if kind == SLIDING else None for kind in kinds)
@@ -151,6 +159,8 @@ def _build_windows(config: Json, family: Family, num_layers: int) -> tuple[int |
 def _attention_scale(config: Json, family: Family, head_dim: int) -> float:
     if family.attention_scale is None:
         return float(head_dim**-0.5)
+    if isinstance(family.attention_scale, float):
+        return family.attention_scale
     scale = number(config, family.attention_scale)
     return 1 / math.sqrt(scale) if family.attention_scale == "query_pre_attn_scalar" else scale
 
@@ -159,6 +169,13 @@ def _embedding_multiplier(config: Json, family: Family, hidden_size: int) -> flo
     if family.embedding_multiplier == "sqrt":
         return math.sqrt(hidden_size)
     return _optional(config, family.embedding_multiplier, 1.0)
+
+
+def _token_input_size(config: Json) -> int:
+    size, words = integer(config, "hidden_size_per_layer_input", least=0), integer(config, "vocab_size")
+    if size and (own := integer(config, "vocab_size_per_layer_input", 262_144)) != words:
+        raise ValueError(f"vocab_size_per_layer_input {own} is not supported; supported: vocab_size, {words}")
+    return size
 
 
 def _optional(config: Json, key: str | None, default: float) -> float:
@@ -181,7 +198,7 @@ def _build_moe(config: Json, experts: Experts) -> Moe:
     return Moe(
         routing=Routing(
             num_experts=integer(config, count),
-            top_k=integer(config, "num_experts_per_tok"),
+            top_k=integer(config, experts.top_k),
             num_groups=num_groups,
             top_groups=integer(config, "topk_group", num_groups),
             renormalise=rule(config, experts.renormalise),
@@ -196,5 +213,7 @@ def _build_moe(config: Json, experts: Experts) -> Moe:
         choice_bias=experts.choice_bias,
         has_wide_router=experts.has_wide_router,
         shared=experts.shared,
-        shared_size=inner * integer(config, "n_shared_experts") if experts.shared else 0,
+        shared_size=inner * integer(config, "n_shared_experts") if experts.shared and not experts.norms else 0,
+        expert_scale=experts.expert_scale,
+        norms=experts.norms,
     )

@@ -48,6 +48,12 @@ def _read(config: Json, given: Mapping[str, Any], family: Family, trained_contex
     if any(isinstance(value, Mapping) for value in given.values()):
         raise ValueError(f"rope_parameters per layer type ({', '.join(given)}) are not supported; supported: one rope")
     part = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    theta = number(given if "rope_theta" in given else config, "rope_theta", DEFAULT_THETA, above=1)
+    if kind == "proportional":
+        share = number({"partial_rotary_factor": 1.0 if part is None else part}, "partial_rotary_factor")
+        if share > 1:
+            raise ValueError(f"partial_rotary_factor {share} is not supported; supported: up to 1")
+        return RopeConfig(kind, theta, number(given, "factor", 1.0), turned_share=share)
     rotated = 0
     if family.has_partial_rope and part is not None:
         rotated = int(head_dim * number({"partial_rotary_factor": part}, "partial_rotary_factor"))
@@ -55,7 +61,6 @@ def _read(config: Json, given: Mapping[str, Any], family: Family, trained_contex
             raise ValueError(f"partial_rotary_factor {part} of head_dim {head_dim} is not an even number of dimensions")
     elif part not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor {part} is not supported; supported: 1.0")
-    theta = number(given if "rope_theta" in given else config, "rope_theta", DEFAULT_THETA, above=1)
     rotated = 0 if rotated == head_dim else rotated
     if kind == "default":
         return RopeConfig(kind, theta, rotated_dims=rotated)

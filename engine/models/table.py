@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from engine.layers.rope_config import rope_order
-from engine.models.config import ModelConfig, Moe
+from engine.models.config import LayerConfig, ModelConfig, Moe, MoeNorms
 from engine.weights.table import Axis, Part, Product, Shard, Stored, Vector, Weight, module, packed
 from wire.kv_layout import can_divide, heads_of
 
@@ -23,8 +23,39 @@ class MoeTable:
 
     router: Product
     choice_bias: Vector | None
+    expert_scale: Vector | None
     experts: tuple[MlpTable, ...]
     shared: MlpTable | None
+    norms: "MoeNormTable | None"
+
+
+@dataclass(frozen=True, slots=True)
+class MoeNormTable:
+    """See config.MoeNorms."""
+
+    router: Vector
+    before_mlp: Vector
+    after_mlp: Vector
+    before_experts: Vector
+    after_experts: Vector
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputTable:
+    """See layers.token_inputs.TokenInputs."""
+
+    embedding: Product
+    projection: Product
+    norm: Vector
+
+
+@dataclass(frozen=True, slots=True)
+class InputBlockTable:
+    """See layers.token_inputs.InputBlock."""
+
+    gate: Product
+    projection: Product
+    after: Vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +72,8 @@ class LayerTable:
     before_mlp: Vector | None
     mlp: MlpTable | MoeTable
     after_mlp: Vector | None
+    input_block: InputBlockTable | None
+    scale: Vector | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +81,7 @@ class ModelTable:
     """All weights of a model."""
 
     embedding: Product
+    token_inputs: TokenInputTable | None
     layers: tuple[LayerTable, ...]
     final_norm: Vector
     lm_head: Product  # also of a tied model, whose checkpoint may lack it
@@ -75,21 +109,41 @@ def build_table(config: ModelConfig) -> ModelTable:
     hidden, words = _whole(config.hidden_size), Axis(config.vocab_size)
     return ModelTable(
         embedding=Product((module(f"{config.prefix}embed_tokens", words),), hidden),
+        token_inputs=_build_token_inputs(config) if config.token_input_size else None,
         layers=tuple(_build_layer(config, index) for index in range(config.num_layers)),
         final_norm=Vector(f"{config.prefix}norm.weight", hidden),
         lm_head=Product((module(config.head, words),), hidden),
     )
 
 
+def _build_token_inputs(config: ModelConfig) -> TokenInputTable:
+    name, size = f"{config.prefix}per_layer", config.token_input_size
+    of_all = _whole(config.num_layers * size)
+    return TokenInputTable(
+        embedding=Product((module(f"{config.prefix}embed_tokens_per_layer", Axis(config.vocab_size)),), of_all),
+        projection=Product((module(f"{name}_model_projection", of_all),), _whole(config.hidden_size)),
+        norm=Vector(f"{name}_projection_norm.weight", _whole(size)),
+    )
+
+
+def _build_input_block(config: ModelConfig, prefix: str) -> InputBlockTable:
+    hidden, own = _whole(config.hidden_size), _whole(config.token_input_size)
+    return InputBlockTable(
+        gate=Product((module(f"{prefix}per_layer_input_gate", own),), hidden),
+        projection=Product((module(f"{prefix}per_layer_projection", hidden),), own),
+        after=Vector(f"{prefix}post_per_layer_input_norm.weight", hidden),
+    )
+
+
 def _build_layer(config: ModelConfig, index: int) -> LayerTable:
     prefix, layer, hidden = f"{config.prefix}layers.{index}.", config.layers[index], _whole(config.hidden_size)
-    rope = config.ropes[layer.rope or 0]
-    order = rope_order(rope.rotated_dims, config.head_dim, is_interleaved=config.rope_is_interleaved)
-    queries = Axis(config.num_heads, config.head_dim, order=order)
-    keys = Axis(config.num_kv_heads, config.head_dim, order=order)
+    rope, shape = config.ropes[layer.rope or 0], config.shape_of(layer)
+    order = rope_order(rope.rotated_dims, shape.head_dim, is_interleaved=config.rope_is_interleaved)
+    queries = Axis(shape.num_heads, shape.head_dim, order=order)
+    keys = Axis(shape.num_kv_heads, shape.head_dim, order=order)
     values, attended = replace(keys, order=()), replace(queries, order=())
-    norm_axes = [queries, keys] if config.qk_norm == "width" else [_whole(config.head_dim, order)] * 2
-    names = config.norms
+    norm_axes = [queries, keys] if config.qk_norm == "width" else [_whole(shape.head_dim, order)] * 2
+    names, moe = config.norms, config.moe if layer.is_moe else None
 
     def norm(name: str | None, axis: Axis = hidden) -> Vector | None:
         return None if name is None else Vector(f"{prefix}{name}.weight", axis)
@@ -99,8 +153,11 @@ def _build_layer(config: ModelConfig, index: int) -> LayerTable:
         qkv = packed(f"{attention}qkv_proj", [queries, keys, values], has_bias)
     else:
         axes = {"q_proj": queries, "k_proj": keys, "v_proj": values}
-        qkv = tuple(module(attention + name, rows, has_bias) for name, rows in axes.items())
+        num_parts = 1 if layer.kv_layer is not None else 3 if layer.has_values else 2
+        qkv = tuple(module(attention + name, rows, has_bias) for name, rows in [*axes.items()][:num_parts])
     q_norm, k_norm = ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm != "none" else (None, None)
+    if layer.kv_layer is not None:
+        k_norm = None
     return LayerTable(
         before_attention=norm(names.before_attention),
         qkv_proj=Product(qkv, hidden),
@@ -109,13 +166,17 @@ def _build_layer(config: ModelConfig, index: int) -> LayerTable:
         sinks=Vector(f"{attention}sinks", Axis(config.num_heads)) if config.has_sinks else None,
         o_proj=Product((module(f"{attention}o_proj", hidden, config.has_output_bias),), attended),
         after_attention=norm(names.after_attention),
-        before_mlp=norm(names.before_mlp),
-        mlp=_build_moe(config, config.moe, prefix) if config.moe and layer.is_moe else _build_mlp(config, prefix),
+        before_mlp=None if moe and moe.norms else norm(names.before_mlp),
+        mlp=_build_moe(config, moe, prefix, layer)
+        if moe
+        else _build_mlp(config, prefix, inner_size=layer.intermediate_size),
         after_mlp=norm(names.after_mlp),
+        input_block=_build_input_block(config, prefix) if config.token_input_size else None,
+        scale=Vector(f"{prefix}layer_scalar", _whole(1)) if config.has_layer_scale else None,
     )
 
 
-def _build_mlp(config: ModelConfig, prefix: str, name: str = "mlp", inner_size: int = 0) -> MlpTable:
+def _build_mlp(config: ModelConfig, prefix: str, name: str = "mlp", inner_size: int | None = None) -> MlpTable:
     hidden, inner = _whole(config.hidden_size), Axis(inner_size or config.intermediate_size)
     has_bias = config.has_mlp_bias
     if config.packs_gate_up:
@@ -125,28 +186,43 @@ def _build_mlp(config: ModelConfig, prefix: str, name: str = "mlp", inner_size: 
     return MlpTable(Product(gate_up, hidden), Product((module(f"{prefix}{name}.down_proj", hidden, has_bias),), inner))
 
 
-def _build_moe(config: ModelConfig, moe: Moe, prefix: str) -> MoeTable:
-    hidden = _whole(config.hidden_size)
-    router = module(prefix + moe.router, _whole(moe.routing.num_experts), moe.has_biases)
+def _build_moe(config: ModelConfig, moe: Moe, prefix: str, layer: LayerConfig) -> MoeTable:
+    hidden, of_all = _whole(config.hidden_size), _whole(moe.routing.num_experts)
+    shared_size = moe.shared_size or layer.intermediate_size
+    router = module(prefix + moe.router, of_all, moe.has_biases)
     return MoeTable(
         router=Product((router,), hidden),
-        choice_bias=Vector(prefix + moe.choice_bias, _whole(moe.routing.num_experts)) if moe.choice_bias else None,
+        choice_bias=Vector(prefix + moe.choice_bias, of_all) if moe.choice_bias else None,
+        expert_scale=Vector(prefix + moe.expert_scale, of_all) if moe.expert_scale else None,
         experts=tuple(_build_expert(config, moe, prefix, index) for index in range(moe.routing.num_experts)),
-        shared=_build_mlp(config, prefix, moe.shared, moe.shared_size) if moe.shared else None,
+        shared=_build_mlp(config, prefix, moe.shared, shared_size) if moe.shared else None,
+        norms=_build_moe_norms(config, moe.norms, prefix) if moe.norms else None,
+    )
+
+
+def _build_moe_norms(config: ModelConfig, names: MoeNorms, prefix: str) -> MoeNormTable:
+    hidden = _whole(config.hidden_size)
+    others = (config.norms.before_mlp, names.after_mlp, names.before_experts, names.after_experts)
+    return MoeNormTable(
+        Vector(prefix + names.router, hidden), *(Vector(f"{prefix}{name}.weight", hidden) for name in others)
     )
 
 
 def _build_expert(config: ModelConfig, moe: Moe, prefix: str, index: int) -> MlpTable:
     hidden, inner, name = _whole(config.hidden_size), Axis(moe.inner_size), prefix + moe.experts
-    if moe.layout == "alternating":  # of all experts one tensor, transposed; gate and up rows take turns
+    if moe.layout in ("alternating", "stacked"):  # of all experts one tensor; alternating: transposed, with biases
+        takes_turns = moe.layout == "alternating"  # gate and up rows; else all gate rows come first
 
         def stacked(product: str, rows: Axis, **where: int) -> Part:
             return Part(
-                f"{name}.{product}", rows, f"{name}.{product}_bias", index=index,
-                num_stacked=moe.routing.num_experts, is_transposed=True, **where,
+                f"{name}.{product}", rows, f"{name}.{product}_bias" if takes_turns else None, index=index,
+                num_stacked=moe.routing.num_experts, is_transposed=takes_turns, **where,
             )  # fmt: skip
 
-        halves = [stacked("gate_up_proj", inner, num_stored=2 * inner.size, first=half, step=2) for half in (0, 1)]
+        step, second = (2, 1) if takes_turns else (1, inner.size)
+        halves = [
+            stacked("gate_up_proj", inner, num_stored=2 * inner.size, first=first, step=step) for first in (0, second)
+        ]
         return MlpTable(Product(tuple(halves), hidden), Product((stacked("down_proj", hidden),), inner))
     gate, up, down = ("w1", "w3", "w2") if moe.layout == "w1w2w3" else ("gate_proj", "up_proj", "down_proj")
     gate_up = tuple(module(f"{name}.{index}.{one}", inner) for one in (gate, up))
@@ -164,13 +240,24 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     for name, count in config.divisible.items():
         if count % size:
             raise ValueError(f"{size} ranks do not divide {name} {count}: set --tp to a divisor of it")
-    if not can_divide(config.num_kv_heads, size):
-        raise ValueError(
-            f"{size} ranks and {config.num_kv_heads} KV heads: set --tp to a divisor or a multiple of them"
-        )
+    for count in (config.num_kv_heads, *(shape.num_kv_heads for shape in config.attention_shapes)):
+        if not can_divide(count, size):
+            raise ValueError(f"{size} ranks and {count} KV heads: set --tp to a divisor or a multiple of them")
+
+    def own(num_kv_heads: int) -> int:
+        return len(heads_of(num_kv_heads, shard.rank, size))
+
     return replace(
         config,
         num_heads=config.num_heads // size,
-        num_kv_heads=len(heads_of(config.num_kv_heads, shard.rank, size)),
+        num_kv_heads=own(config.num_kv_heads),
+        layers=tuple(
+            replace(
+                layer,
+                num_kv_heads=layer.num_kv_heads and own(layer.num_kv_heads),
+                intermediate_size=layer.intermediate_size and layer.intermediate_size // size,
+            )
+            for layer in config.layers
+        ),
         intermediate_size=config.intermediate_size // size,
     )

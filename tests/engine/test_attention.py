@@ -66,6 +66,18 @@ def test_mixed_batch(head_dim: int, heads: tuple[int, int], page_tokens: int, dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lens", [[(1, 40), (1, 16)], [(40, 40), (5, 33)]], ids=str)
+def test_keys_and_values_that_are_in_the_pool_are_only_read(lens: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    problem = Problem(lens, dtype=dtype)
+    for backend in backends(problem.shape, dtype):
+        expected, pool = problem.run(backend)
+        before = pool.clone()
+        backend.plan(pool, problem.batch)
+        assert torch.equal(backend.attend(1, QKV(problem.query, problem.value[:, :0]), None), expected)
+        assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [1, 2, 16, 127, 128, 129, 5000])
 def test_windows(window: int, dtype: torch.dtype) -> None:
     check_against_truth(Problem([(1, 1), (1, 17), (1, 400), (300, 300), (70, 333)], dtype=dtype), window)

@@ -125,7 +125,7 @@ def test_greedy_answers_equal_generate(model_type: str) -> None:
     assert serve(fallback) == expected
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "granite_swa", "deepseek_v3", "gemma4_text"])
+@pytest.mark.parametrize("model_type", ["gpt2", "granite_swa", "deepseek_v3", "gemma3n_text"])
 def test_saved_checkpoints(model_type: str, tmp_path: Path) -> None:
     model = tiny_model(tiny_config(model_type))
     model.save_pretrained(tmp_path)

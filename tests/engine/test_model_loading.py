@@ -34,6 +34,10 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 MISTRAL: dict[str, Any] = BASE | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 QWEN: dict[str, Any] = BASE | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+GEMMA4: dict[str, Any] = BASE | {
+    "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "head_dim": 16, "global_head_dim": 32,
+    "num_key_value_heads": 2, "vocab_size_per_layer_input": 300, "moe_intermediate_size": 32,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -144,13 +148,17 @@ ROPE_KEYS = (
 
 
 @pytest.mark.parametrize(
-    "model", [BASE, MISTRAL, QWEN | {"use_sliding_window": True}], ids=["llama", "mistral", "qwen2"]
+    "model",
+    [BASE, MISTRAL, QWEN | {"use_sliding_window": True}, GEMMA4],
+    ids=["llama", "mistral", "qwen2", "gemma4"],
 )
 def test_any_value_loads_or_is_refused(model: dict[str, Any]) -> None:
     keys = {
         *model, "architectures", "hidden_act", "head_dim", "num_key_value_heads", "rms_norm_eps", "rope_theta",
         "tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "layer_types",
         "max_window_layers", "rope_scaling", "rope_parameters", "partial_rotary_factor", "quantization_config",
+        "per_layer_config", "num_kv_shared_layers", "attention_k_eq_v", "num_global_key_value_heads", "global_head_dim",
+        "enable_moe_block", "num_experts", "top_k_experts", "hidden_size_per_layer_input", "use_double_wide_mlp",
     }  # fmt: skip
     changes: list[dict[str, Any]] = [{key: value} for key in keys for value in VALUES]
     assert tuple(FREQUENCIES) == ROPE_KINDS

@@ -31,6 +31,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": SMALL | {"num_heads": 4, "num_kv_heads": 2, "tied": True},
     "qwen3": SMALL | {"num_heads": 4, "num_kv_heads": 1},
     "gemma3_text": {},  # norms after blocks
+    "gemma4_26b_a4b": {},  # experts beside MLPs, one KV head for both ranks in full layers
+    "gemma4_e2b": {},  # shared keys and values, inputs per layer
     "glm4_moe": {},  # dense layers, mixtures with a shared expert
     "gpt_oss": {},  # sinks, biases of experts
     "olmo3": {},  # norms over all heads of all ranks

@@ -17,7 +17,7 @@ import pytest
 from bench.live import Live
 from tests.support.calm import serve_calmly
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
-from tests.support.families import FAMILIES, LONGROPE_ORIGINAL, NATIVE
+from tests.support.families import FAMILIES, LONGROPE_ORIGINAL
 from tests.support.oracle import Oracle, random_prompt
 from tests.support.surface import Surface
 from tests.support.tiny_models import tiny_config, tiny_model
@@ -60,14 +60,14 @@ WAYS = {
     "qwen3-experts-shards": Way(dict(family="qwen3_moe", shards=2), "shm"),
 }  # fmt: skip
 FALLBACK = (
-    "cohere2", "deepseek_v2", "deepseek_v3", "exaone4", "gemma3n_text", "gemma4_text", "gpt2", "gpt_neox",
+    "cohere2", "deepseek_v2", "deepseek_v3", "exaone4", "gemma3n_text", "gpt2", "gpt_neox",
     "granite_swa", "nanochat", "opt", "qwen2_moe",
 )  # fmt: skip
 if os.environ.get("TEST_FAMILIES") == "fallback":
     WAYS = {name: Way(dict(family=name), "shm") for name in FALLBACK}
 elif os.environ.get("TEST_FAMILIES"):
     ranks = ("--prefill-tp=2", "--decode-tp=2") if os.environ["TEST_FAMILIES"] == "tp" else ()
-    WAYS = {name: Way(dict(family=name), "shm", ranks) for name in NATIVE}
+    WAYS = {name: Way(dict(family=name), "shm", ranks) for name in FAMILIES}
 
 
 @pytest.fixture(scope="module", params=WAYS)

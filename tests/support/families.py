@@ -139,5 +139,3 @@ FAMILIES: dict[str, Family] = {
         whole_config="Mistral3Config", whole_extra=dict(vision_config=dict(VISION, model_type="pixtral")),
     ),
 }  # fmt: skip
-# those that Baton computes itself
-NATIVE = [name for name in FAMILIES if not name.startswith("gemma4")]

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from bench.batches import SAMPLINGS
+from engine.attention.base import AttentionBackend
+from engine.attention.layered import LayeredAttention
 from engine.batch import ForwardRow
 from engine.graphs import Compute, choose_shapes
 from engine.input_batch import InputBatch
@@ -30,7 +32,9 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
     config, count = decoder.config, len(SAMPLINGS)
     rows = InputBatch(count, ROW_PAGES * PAGE_TOKENS - 16, PAGE_TOKENS, config.vocab_size, CPU)
     shape = PoolShape(count * ROW_PAGES + 1, config.kv_parts, PAGE_TOKENS, torch.float32)
-    runner = Runner(decoder, Unwatched(config.attention_shapes[0]), torch.zeros(shape.sizes), rows)
+    backends: list[AttentionBackend] = [Unwatched(kind) for kind in dict.fromkeys(config.attention_shapes)]
+    attention = LayeredAttention(config.attention_shapes, backends, PAGE_TOKENS) if len(backends) > 1 else backends[0]
+    runner = Runner(decoder, attention, torch.zeros(shape.sizes), rows)
     replays: list[Compute] = []
 
     def capture(compute: Compute) -> Compute:
