@@ -16,7 +16,6 @@ import torch
 from bench.products import check_products
 from cli.doctor_facts import Gpu, Machine, Model
 from cli.models import check_models
-from engine.models.sources import open_any_model
 from engine.attention.choose import choose_for_layers
 from engine.engine import choose_device, resolve_kv_dtype
 from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
@@ -24,6 +23,7 @@ from engine.kv.pool import PoolShape
 from engine.models.choose import load_any_config
 from engine.models.config import ModelConfig
 from engine.models.load import choose_dtype
+from engine.models.sources import open_any_model
 from engine.models.table import shard_config
 from engine.weights.files import list_shards
 from engine.weights.table import Shard
