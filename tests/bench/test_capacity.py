@@ -21,7 +21,9 @@ from bench.simulate.worker import Limits
 from cli import main
 from cli.service import CommandError
 from cli.shapes import load_shape
+from cli.sources import use_sources
 from runtime.settings import ConfigError
+from tests.support.command_line import parse
 
 EIGHT = load_shape("8B")
 SEVENTY = load_shape("70B")
@@ -121,6 +123,7 @@ def test_a_queue_that_is_full_never_empties_and_an_idle_one_has_no_wait() -> Non
 
 
 def run(*words: str) -> int:
+    use_sources(main.app, words[0], None)  # an earlier test may have set a file
     found = main.app(words, exit_on_error=False)
     assert isinstance(found, int)
     return found
@@ -134,8 +137,7 @@ def test_the_command_says_how_to_start_it(capsys: pytest.CaptureFixture[str]) ->
     text = capsys.readouterr().out
     assert "80% of the bandwidth" in text
     flags = text.partition("baton serve ")[2].splitlines()[0].split()
-    _function, bound, _ignored = main.app.parse_args(["serve", *flags], exit_on_error=False, print_error=False)
-    config = bound.arguments["config"]
+    config = parse("serve", *flags)
     assert (config.prefill_workers, config.decode_workers, config.chunk_tokens) == (2, 1, 512)
 
 
