@@ -124,15 +124,12 @@ def test_a_file_is_a_model(kind: str, tmp_path: Path) -> None:
     rounded.mkdir()
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         (rounded / name).write_bytes((plain / name).read_bytes())
-    reader = load_model(folder, "float32", CPU)
-    assert reader.config.rope_is_interleaved and config.num_layers == 2
-
-    tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.entries}
-    for name in tensors:
+    tensors = {}
+    for name in checkpoint.entries:
+        values = checkpoint.tensor(name)
         if "q_proj" in name or "k_proj" in name:
-            tensors[name] = (
-                tensors[name].unflatten(0, (-1, config.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2).contiguous()
-            )
+            values = values.view(-1, config.head_dim // 2, 2, *values.shape[1:]).transpose(1, 2).flatten(0, 2)
+        tensors[name] = values.contiguous().clone()
     save_file(tensors, rounded / "model.safetensors")
     assert LLM(str(rounded), dtype="float32").generate(prompts, max_tokens=8) == found
 
@@ -221,9 +218,10 @@ def test_factors_of_the_rope_are_part_of_the_config(tmp_path: Path) -> None:
     """Llama 3's scaling is a tensor of factors in a GGUF."""
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     plain = write_checkpoint(tmp_path, "llama", rope_scaling={**scaling, "original_max_position_embeddings": 512})
-    (rope,) = load_config(plain).ropes
-    factors = (default_frequencies(rope, 32) / llama3_frequencies(rope, 32)).tolist()
+    config = load_config(plain)
+    (rope,), size = config.ropes, config.head_dim
+    factors = (default_frequencies(rope, size) / llama3_frequencies(rope, size)).tolist()
     header = read_gguf(write_gguf(plain, tmp_path / "x.gguf", "llama", is_paired=True))
     made = build_config(build_config_json(header.metadata, header.entries, {"rope_freqs.weight": factors}))
-    torch.testing.assert_close(longrope_frequencies(made.ropes[0], 32), llama3_frequencies(rope, 32))
+    torch.testing.assert_close(longrope_frequencies(made.ropes[0], size), llama3_frequencies(rope, size))
     assert made.ropes[0].attention_factor == 1 and made.context_tokens == 2048
