@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "cpu_blocks.h"
+#include "cpu_multiply.h"
 namespace layers {
 #include "cpu_layers.cpp"
 }
@@ -62,11 +62,11 @@ static void run_products(int math) {
                     if (epilogue == 2 && num_columns % 32) continue;
                     const std::vector<bfloat16> x = halves(num_rows * depth);
                     std::vector<float> out(num_rows * num_columns);
-                    linear::BatonProduct product{};
+                    BatonProduct product{};
                     product.x = x.data(), product.w = w, product.scale = scale.data(), product.shift = shift.data();
                     product.bias = bias.data(), product.out = out.data();
                     product.num_rows = num_rows, product.num_columns = num_columns, product.depth = depth;
-                    product.is_8bit = is_8bit, product.epilogue = epilogue, product.math = math, product.num_threads = 2;
+                    product.form = is_8bit, product.epilogue = epilogue, product.math = math, product.num_threads = 2;
                     linear::baton_multiply(&product);
                     const bfloat16* const rounded = (const bfloat16*)out.data();
                     const int64_t count = num_rows * num_columns / (epilogue == 2 ? 2 : 1);
