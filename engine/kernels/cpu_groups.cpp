@@ -30,6 +30,24 @@ Floats load_floats(const uint16_t* from) {  // float16, finite
 #endif
 }
 
+// a * b + c, rounded once
+#if defined(__FMA__) || defined(__ARM_NEON)
+constexpr bool kFuses = true;
+#else
+constexpr bool kFuses = false;
+#endif
+Floats fuse(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
 // Each math of a group: `unpack` gives a vector of columns as kParts vectors; a row has as many words; `dot` adds their
 // products. Codes of weights that are too small by kTooSmall are unpacked.
 
@@ -122,12 +140,15 @@ template <int form> struct Grouped {
     static constexpr bool kHasMinimums = form & kMinimums;
     using Table = std::conditional_t<form & kFloat32, float, uint16_t>;
     using Group = typename GroupMath<kBits>::Type;
-    // Added to each code, so that its product needs no more than a scale: the sum of a group begins with kShift times
-    // the sum of the row's codes.
+    // Added to each code, so that its product needs no more than a scale: a group's sum begins with kShift times the sum
+    // of the row's codes.
     static constexpr int kShift = Group::kTooSmall - (kHasMinimums ? 0 : 1 << (kBits - 1));
+    // A group's sum begins with the bits of kRound, where sums up to 2^21 make it a float, kRound + sum. kRound times a
+    // float16 is exact, so fuse(kRound + sum, scale, -kRound * scale) is sum * scale rounded once.
+    static constexpr bool kIsFloat = kFuses && !(form & kFloat32);
     static constexpr int kCodeWords = 32 * kBits;  // of both panels
     static constexpr int kTileDepth = kGroup, kBlockWords = kCodeWords + 8 * sizeof(Table) * (kHasMinimums ? 2 : 1);
-    static constexpr int kRowWords = Group::kParts + 3;  // then the value of code 1, its sum of codes, kShift of them
+    static constexpr int kRowWords = Group::kParts + 3;  // then the value of code 1, the group's sum, what sums begin with
     static constexpr int64_t kMaxRows = 64;  // per pass: weights are read rarely enough, and sums stay in L1
     static constexpr bool kFillsBlocks = false;
     static constexpr int kAtOnce = kRegisters == 32 ? 2 : 1;  // vectors of columns
@@ -143,7 +164,7 @@ template <int form> struct Grouped {
                 Group::encode(codes, to);
                 to[Group::kParts] = bits<uint32_t>(unit);
                 to[Group::kParts + 1] = bits<uint32_t>(unit * sum);
-                to[Group::kParts + 2] = kShift * sum;
+                to[Group::kParts + 2] = kShift * sum + (kIsFloat ? bits<uint32_t>(kRound) : 0);
             }
             return 1.0f;
         }
@@ -165,22 +186,25 @@ template <int form> struct Grouped {
     }
     static void add_columns(int64_t num_rows, const uint32_t* x, const uint32_t* w, int first, Floats* sums) {
         Words parts[kAtOnce][Group::kParts];
-        Floats scale[kAtOnce], minimum[kAtOnce];
+        Floats scale[kAtOnce], offset[kAtOnce], minimum[kAtOnce];
 #pragma GCC unroll 2
         for (int i = 0; i < kAtOnce; ++i) {
             const int v = first + i;
             const Table* const tables = (const Table*)(w + kCodeWords) + v * kLanes;
             Group::unpack(w + v / kVectors * (kCodeWords / 2) + v % kVectors * kLanes, parts[i]);
             scale[i] = load_floats(tables);
+            offset[i] = scale[i] * -kRound;
             if constexpr (kHasMinimums) minimum[i] = load_floats(tables + 32);
         }
         for (int64_t row = 0; row < num_rows; ++row, x += kRowWords, sums += 2 * kVectors) {
             const float unit = bits<float>(x[Group::kParts]), sum = bits<float>(x[Group::kParts + 1]);
-            const Ints start = Ints{} + (kShift ? (int32_t)x[Group::kParts + 2] : 0);
+            const Ints start = Ints{} + (kShift || kIsFloat ? (int32_t)x[Group::kParts + 2] : 0);
 #pragma GCC unroll 2
             for (int i = 0; i < kAtOnce; ++i) {
                 const Ints dot = Group::dot(start, parts[i], x);
-                sums[i] = add_products(sums[i], __builtin_convertvector(dot, Floats) * scale[i], unit);
+                const Floats value = kIsFloat ? fuse((Floats)dot, scale[i], offset[i])
+                                              : __builtin_convertvector(dot, Floats) * scale[i];
+                sums[i] = add_products(sums[i], value, unit);
                 if constexpr (kHasMinimums) sums[i] = add_products(sums[i], minimum[i], sum);
             }
         }
