@@ -239,8 +239,8 @@ double round_group(const float* group, float scale, float* found) {
     double sums[8] = {};
     for (int first = 0; first < kGroup; first += 8)
         for (int i = 0; i < 8; ++i) {
-            const float value = group[first + i], code = std::min(std::max(__builtin_rintf(value * factor), -8.0f), 7.0f);
-            const float error = code * scale - value;
+            const float value = group[first + i], nearest = __builtin_rintf(value * factor);
+            const float above = nearest > -8 ? nearest : -8, code = above < 7 ? above : 7, error = code * scale - value;
             found[first + i] = code;
             sums[i] += (double)error * error;
         }
@@ -310,13 +310,15 @@ extern "C" void baton_round_groups(const void* rows, int is_float, int64_t num_g
         for (int k = 0; k < kGroup; ++k)
             group[k] = is_float ? ((const float*)rows)[at * kGroup + k]
                                 : bits<float>((uint32_t)((const bfloat16*)rows)[at * kGroup + k] << 16);
-        float peak = group[0];
-        for (int k = 1; k < kGroup; ++k) peak = __builtin_fabsf(group[k]) > __builtin_fabsf(peak) ? group[k] : peak;
+        uint32_t most = 0;  // positive floats are ordered like their bits
+        for (int k = 0; k < kGroup; ++k) most = std::max(most, bits<uint32_t>(group[k]) & 0x7FFFFFFF);
+        int peak = 0;
+        while ((bits<uint32_t>(group[peak]) & 0x7FFFFFFF) != most) ++peak;
         double least = __builtin_inf();
         int best = 0;  // of `found`
         scale[at] = 0;
         for (int i = 0; i < num_shrinks; ++i) {
-            const float tried = round_to_float16(peak * shrinks[i]);
+            const float tried = round_to_float16(group[peak] * shrinks[i]);
             const double error = round_group(group, tried, found[1 - best]);
             if (error < least) least = error, scale[at] = tried, best = 1 - best;
         }
