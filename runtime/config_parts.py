@@ -13,7 +13,7 @@ from runtime.settings import MAX_PORT, ConfigError, Port, Positive, Seconds, Sec
 from wire.sampling import MAX_DRAFT_TOKENS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "fp8", "int8"]
+Quantization = Literal["none", "fp8", "int8", "int4"]
 KvDType = Literal["auto", "fp8"]
 Device = Literal["auto", "cpu", "cuda"]
 Transport = Literal["auto", "cuda_ipc", "shm", "nixl", "grpc"]
@@ -82,7 +82,7 @@ class EngineConfig(Settings):
     dtype: DType = "auto"
     """Number type of weights and KV; auto is the checkpoint's."""
     quantization: Quantization = "none"
-    """Round weights at start: fp8 those of layers, on GPUs; int8 all products, on CPUs; the same on all workers."""
+    """Round weights at start: fp8 those of layers, on GPUs; int8, int4 all, on CPUs; the same on all workers."""
     kv_dtype: KvDType = "auto"
     """Number type of KV pages: auto is that of the weights, fp8 halves them at some loss; the same on all workers."""
     draft_model: str = "auto"

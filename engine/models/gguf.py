@@ -19,7 +19,7 @@ from engine.weights.checkpoint import Checkpoint
 from engine.weights.entry import TensorEntry
 from engine.weights.gguf_blocks import FLOATS, read_dense, read_groups
 from engine.weights.gguf_file import Metadata
-from engine.weights.groups import Groups
+from engine.weights.groups import GROUP, Groups, round_to_8_bits
 
 FAMILIES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma2": "gemma2",
@@ -172,11 +172,12 @@ class GgufCheckpoint(Checkpoint):
         return self.tensor(name)
 
     def groups(self, name: str) -> Groups | None:
-        """See `Checkpoint`."""
-        place = self._places[name]
-        if place.entry.dtype in FLOATS or len(self.entries[name].shape) != 2:
+        """See `Checkpoint`. Those of more complicated formats, mostly of 6 bits, are rounded to 8."""
+        place, shape = self._places[name], self.entries[name].shape
+        if place.entry.dtype in FLOATS or len(shape) != 2 or shape[1] % GROUP:
             return None
-        return read_groups(place.entry.dtype, _rows(place))
+        found = read_groups(place.entry.dtype, _rows(place))
+        return round_to_8_bits(self.tensor(name)) if found is None else found
 
 
 def _logical(place: _Place) -> TensorEntry:

@@ -40,7 +40,7 @@ DOWNLOADED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.
 NOT_DOWNLOADED = ["*.bin", "*.py", "*.pt", "*.pth", "*/*", "consolidated*"]
 UNHASHED_CONFIG_KEYS = {"_name_or_path", "transformers_version"}  # differ between copies of one model
 SAMPLE_WINDOWS, SAMPLE_WINDOW_BYTES = 16, 64
-PACKED_VERSION = 1  # of the layout of packed weights
+PACKED_VERSION = 2  # of the layout of packed weights
 
 
 def load_model(
@@ -64,7 +64,7 @@ def load_model(
     config, checkpoint = open_model(folder)
     check_tensors(config, checkpoint)
     shard_config(config, Shard(ranks.rank, ranks.size))
-    chosen = torch.bfloat16 if quantization == "int8" else choose_dtype(config, checkpoint, dtype)
+    chosen = torch.bfloat16 if quantization in ("int8", "int4") else choose_dtype(config, checkpoint, dtype)
     ops, num_reported = ops_for(device), 0
 
     def report(done_bytes: int, total_bytes: int) -> None:  # tensors packed into a file are then loaded again from it
@@ -124,10 +124,12 @@ def check_quantization(quantization: Quantization, dtype: str, device: torch.dev
     """Raises ValueError if the device or dtype does not support it."""
     if quantization == "fp8":
         check_fp8(device)
-    if quantization == "int8" and device.type != "cpu":
-        raise ValueError("--quantization int8 is for CPUs: use --quantization fp8 on a GPU, or --device cpu")
-    if quantization == "int8" and dtype not in ("auto", "bfloat16"):
-        raise ValueError(f"--quantization int8 computes in bfloat16, not {dtype}: set --dtype bfloat16 or auto")
+    if quantization in ("int8", "int4") and device.type != "cpu":
+        raise ValueError(f"--quantization {quantization} is for CPUs: use --quantization fp8 on a GPU, or --device cpu")
+    if quantization in ("int8", "int4") and dtype not in ("auto", "bfloat16"):
+        raise ValueError(
+            f"--quantization {quantization} computes in bfloat16, not {dtype}: set --dtype bfloat16 or auto"
+        )
 
 
 def choose_dtype(config: ModelConfig | FallbackConfig, checkpoint: Checkpoint, dtype: str) -> torch.dtype:

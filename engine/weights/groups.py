@@ -55,6 +55,15 @@ def with_zeros(codes: Tensor, scale: Tensor, zeros: Tensor | int, bits: int) -> 
     return Groups(codes, scale, -(scale * zeros), bits)
 
 
+def round_to_8_bits(rows: Tensor) -> Groups:
+    """[N, K] of any float dtype |-> the nearest codes, if the largest value of a group is 127: 8.5 bits a weight."""
+    grouped = rows.float().unflatten(1, (-1, GROUP))  # type: ignore[no-untyped-call]  # [N, K / 32, 32]
+    scale = (grouped.abs().amax(2) / 127).half().float()
+    factor = torch.where(scale != 0, 1 / scale, 0.0)
+    codes = (grouped * factor[..., None]).round_().add_(128).clamp_(0, 255).to(torch.uint8)
+    return with_zeros(codes.flatten(1), scale, 128, 8)
+
+
 def round_to_4_bits(rows: Tensor) -> Groups:
     """[N, K] of any float dtype |-> the nearest codes under the scale, of 16 tried, with the least squared error.
 
