@@ -1,14 +1,22 @@
 // Products of rows with weights in groups of 32 along K, of 4 or 8 bits: w[n, k] = scale * code + minimum.
 //
 // All instruction sets use the same order, read sequentially for any rows; N is padded by zeros:
-//   [N / 32][K / 32] x ([2 panels][words][16 columns], [2 panels][16 scales], [2 panels][16 minimums])
+//   [N / 32][K / 32] x ([2 panels][words][16 columns], then tables of [2 panels][16 columns])
 // With 8 bits word i of 8 holds codes 4 i to 4 i + 3; with 4 bits word i of 4 has those of word i in its low nibbles and
-// those of word i + 4 in its high ones. Scales and minimums are float16 or float32. Minimums are left out where each is
-// -scale times the middle code.
+// those of word i + 4 in its high ones.
 // x is rounded to 8 bits, each group of a row by its largest value; sums of a group's codes are exact.
 #include "cpu_multiply.h"
 
-enum Form { k8Bits = 1, kFloat32 = 2, kMinimums = 4 };  // flags; Form of engine/weights/packed_groups.py
+// What a group's tables hold besides its scales; Tables of engine/weights/packed_groups.py. BatonProduct's form is
+// 2 * tables + (bits == 8).
+enum Tables {
+    kScales,      // nothing: the middle code, 8 or 128, stands for 0; float16
+    kZeros,       // the code that stands for 0; float16
+    kMinimums,    // minimums; float16
+    kScales32,    // like kScales, in float32
+    kMinimums32,  // like kMinimums, in float32
+};
+constexpr int kNumForms = 10;
 
 namespace {
 
@@ -136,16 +144,16 @@ template <int bits> struct GroupMath {
 
 // A path of cpu_blocks.h: all rows of a pass are one block, x is [groups][rows][kRowWords].
 template <int form> struct Grouped {
-    static constexpr int kBits = form & k8Bits ? 8 : 4;
-    static constexpr bool kHasMinimums = form & kMinimums;
-    using Table = std::conditional_t<form & kFloat32, float, uint16_t>;
+    static constexpr int kBits = form % 2 ? 8 : 4, kTables = form / 2;
+    static constexpr bool kIsWide = kTables >= kScales32, kHasMinimums = kTables != kScales && kTables != kScales32;
+    using Table = std::conditional_t<kIsWide, float, uint16_t>;
     using Group = typename GroupMath<kBits>::Type;
     // Added to each code, so that its product needs no more than a scale: a group's sum begins with kShift times the sum
     // of the row's codes.
     static constexpr int kShift = Group::kTooSmall - (kHasMinimums ? 0 : 1 << (kBits - 1));
     // A group's sum begins with the bits of kRound, where sums up to 2^21 make it a float, kRound + sum. kRound times a
     // float16 is exact, so fuse(kRound + sum, scale, -kRound * scale) is sum * scale rounded once.
-    static constexpr bool kIsFloat = kFuses && !(form & kFloat32);
+    static constexpr bool kIsFloat = kFuses && !kIsWide;
     static constexpr int kCodeWords = 32 * kBits;  // of both panels
     static constexpr int kTileDepth = kGroup, kBlockWords = kCodeWords + 8 * sizeof(Table) * (kHasMinimums ? 2 : 1);
     static constexpr int kRowWords = Group::kParts + 3;  // then the value of code 1, the group's sum, what sums begin with
@@ -184,6 +192,10 @@ template <int form> struct Grouped {
             for (int v = 0; v < 2 * kVectors; v += kAtOnce) add_columns(num_rows, x, w, v, sums + v);
         }
     }
+    static Floats load_minimums(const Table* tables, Floats scale) {
+        if constexpr (!kHasMinimums) return -(scale * (float)(1 << (kBits - 1)));
+        else return kTables == kZeros ? -(scale * load_floats(tables + 32)) : load_floats(tables + 32);
+    }
     static void add_columns(int64_t num_rows, const uint32_t* x, const uint32_t* w, int first, Floats* sums) {
         Words parts[kAtOnce][Group::kParts];
         Floats scale[kAtOnce], offset[kAtOnce], minimum[kAtOnce];
@@ -194,7 +206,7 @@ template <int form> struct Grouped {
             Group::unpack(w + v / kVectors * (kCodeWords / 2) + v % kVectors * kLanes, parts[i]);
             scale[i] = load_floats(tables);
             offset[i] = scale[i] * -kRound;
-            if constexpr (kHasMinimums) minimum[i] = load_floats(tables + 32);
+            if constexpr (kHasMinimums) minimum[i] = load_minimums(tables, scale[i]);
         }
         for (int64_t row = 0; row < num_rows; ++row, x += kRowWords, sums += 2 * kVectors) {
             const float unit = bits<float>(x[Group::kParts]), sum = bits<float>(x[Group::kParts + 1]);
@@ -213,8 +225,8 @@ template <int form> struct Grouped {
     static void take(const uint32_t* w, int64_t column, bfloat16* to) {
         const int lane = column % kLanes;
         const Table* const tables = (const Table*)(w + kCodeWords) + column - lane;
-        const float scale = load_floats(tables)[lane];
-        const float minimum = kHasMinimums ? load_floats(tables + 32)[lane] : -(scale * (1 << (kBits - 1)));
+        const Floats scales = load_floats(tables);
+        const float scale = scales[lane], minimum = load_minimums(tables, scales)[lane];
         for (int k = 0; k < kGroup; ++k) {
             const int word = k / 4 % kBits;
             const uint32_t codes = w[column / 16 * (kCodeWords / 2) + word * 16 + column % 16];
@@ -250,14 +262,14 @@ double round_group(const float* group, float scale, float* found) {
 // Calls what(Grouped<form>{}).
 template <int form = 0, class What> void with_form(int wanted, What what) {
     if (wanted == form) return what(Grouped<form>{});
-    if constexpr (form < (k8Bits | kFloat32 | kMinimums)) with_form<form + 1>(wanted, what);
+    if constexpr (form + 1 < kNumForms) with_form<form + 1>(wanted, what);
 }
 
 }  // namespace
 
-// Packs codes [num_rows, depth] and their scales and minimums [num_rows, depth / 32], float16 or float32 by the form,
-// into every `step`-th panel from `first` on. minimum: null if the form has none.
-extern "C" void baton_pack_groups(const uint8_t* codes, const void* scale, const void* minimum, int64_t num_rows,
+// Packs codes [num_rows, depth] and the form's tables, [num_rows, depth / 32] each, into every `step`-th panel from
+// `first` on.
+extern "C" void baton_pack_groups(const uint8_t* codes, const void* scale, const void* second, int64_t num_rows,
                                   int64_t depth, int form, uint32_t* w, int64_t first, int64_t step, int num_threads) {
     const auto pack = [=](auto path) {
         using Path = decltype(path);
@@ -275,7 +287,7 @@ extern "C" void baton_pack_groups(const uint8_t* codes, const void* scale, const
                         Path::kBits == 8 ? words[word] : words[word] | words[word + 4] << 4;
                 Table* const tables = (Table*)(to + Path::kCodeWords) + column;
                 tables[0] = ((const Table*)scale)[row * num_tiles + tile];
-                if (Path::kHasMinimums) tables[32] = ((const Table*)minimum)[row * num_tiles + tile];
+                if (Path::kHasMinimums) tables[32] = ((const Table*)second)[row * num_tiles + tile];
             }
         }
     };

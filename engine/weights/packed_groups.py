@@ -6,7 +6,7 @@ Rows are rounded to 8 bits per group while they are multiplied. Knows the layout
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntFlag
+from enum import IntEnum
 from functools import cache
 
 import torch
@@ -17,76 +17,86 @@ from engine.weights.groups import GROUP, SHRINKS, Groups, round_to_4_bits, with_
 from engine.weights.packed import BLOCK_COLUMNS, BatonProduct, Matrix, MatrixShape
 
 
-class Form(IntFlag):
-    """enum Form of cpu_groups.cpp."""
+class Tables(IntEnum):
+    """What is stored for each group besides its codes; enum Tables of cpu_groups.cpp."""
 
-    EIGHT_BITS = 1  # else 4
-    FLOAT32 = 2  # scales and minimums; else float16
-    MINIMUMS = 4  # else the middle code is 0
+    SCALES = 0  # float16; the middle code, 8 or 128, stands for 0
+    ZEROS = 1  # float16: scales, and the codes that stand for 0
+    MINIMUMS = 2  # float16: scales and minimums
+    SCALES_32 = 3  # the same in float32
+    MINIMUMS_32 = 4
 
-    @classmethod
-    def of(cls, groups: Groups) -> "Form":
-        """The smallest that holds them exactly. A matrix of several parts needs all parts' forms, joined by `|`."""
-        form = cls.EIGHT_BITS if groups.bits == 8 else cls(0)
-        tables = [groups.scale]
-        if not torch.equal(groups.minimum, -(groups.scale * (1 << groups.bits - 1))):
-            form |= cls.MINIMUMS
-            tables.append(groups.minimum)
-        halves = (table.half() for table in tables)
-        is_exact = all(
-            torch.equal(half.float(), table) and bool(half.isfinite().all())
-            for half, table in zip(halves, tables, strict=True)
-        )
-        return form if is_exact else form | cls.FLOAT32
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self >= Tables.SCALES_32 else torch.float16
+
+    @property
+    def column_bytes(self) -> int:
+        """Of a group."""
+        return self.dtype.itemsize * (1 if self in (Tables.SCALES, Tables.SCALES_32) else 2)
+
+    def fit(self, groups: Groups) -> tuple[Tensor, Tensor] | None:
+        """Scales and the second table, [N, K / 32] `dtype` each, if they give exactly what `groups` holds."""
+        scale = groups.scale.to(self.dtype)
+        if self in (Tables.MINIMUMS, Tables.MINIMUMS_32):
+            second = groups.minimum.to(self.dtype)
+            minimum = second.float()
+        else:
+            middle = torch.tensor(1 << groups.bits - 1).half()
+            second = (-groups.minimum / groups.scale).nan_to_num().round().half() if self is Tables.ZEROS else middle
+            minimum = -(groups.scale * second.float())
+        is_exact = torch.equal(scale.float(), groups.scale) and torch.equal(minimum, groups.minimum)
+        return (scale, second) if is_exact and bool((scale + second).isfinite().all()) else None
 
 
 @dataclass(frozen=True, slots=True)
 class GroupsShape(MatrixShape):
-    """[N / 32][K / 32] times: codes [2 panels][words][16 columns], scales [2][16], perhaps minimums [2][16]."""
+    """[N / 32][K / 32] times: codes [2 panels][words][16 columns], then tables of [2 panels][16 columns]."""
 
-    form: Form
+    bits: int  # 4 or 8
+    tables: Tables
 
-    def __post_init__(self) -> None:
-        if self.depth % GROUP:
-            raise ValueError(f"groups of {GROUP} do not divide {self.depth} values")
-
-    @property
-    def bits(self) -> int:
-        return 8 if Form.EIGHT_BITS in self.form else 4
-
-    @property
-    def table_dtype(self) -> torch.dtype:
-        return torch.float32 if Form.FLOAT32 in self.form else torch.float16
+    @classmethod
+    def of(cls, *parts: Groups) -> "GroupsShape":
+        """The smallest that holds rows of all parts, of one K and as many bits, exactly. Raises ValueError."""
+        num_rows, depth = sum(len(part.codes) for part in parts), parts[0].codes.shape[1]
+        for tables in sorted(Tables, key=lambda tables: tables.column_bytes):
+            if all(tables.fit(part) is not None for part in parts):
+                return cls(num_rows, depth, parts[0].bits, tables)
+        raise ValueError("scales or minimums of groups are not finite")
 
     @property
     def num_bytes(self) -> int:
-        num_tables = 2 if Form.MINIMUMS in self.form else 1
-        column_bytes = GROUP * self.bits // 8 + num_tables * self.table_dtype.itemsize  # of a group
-        return self.num_blocks * BLOCK_COLUMNS * (self.depth // GROUP) * column_bytes
+        num_groups = self.num_blocks * BLOCK_COLUMNS * (self.depth // GROUP)
+        return num_groups * (GROUP * self.bits // 8 + self.tables.column_bytes)
+
+    @property
+    def form(self) -> int:
+        """BatonProduct's."""
+        return 2 * self.tables + (self.bits == 8)
 
 
 class PackedGroups(Matrix):
-    """Weights in groups. Products and rows are those of `Groups`, but for their sums' order."""
+    """Weights in groups. Rows are those of `Groups`; in products each row is rounded to 8 bits per group."""
 
     __slots__ = ()
     shape: GroupsShape
 
     def __init__(self, memory: Tensor, shape: GroupsShape) -> None:
+        """See `Matrix`."""
         super().__init__(memory, shape)
 
     def fill(self, groups: Groups, first_panel: int = 0, step: int = 1) -> None:
         """Pack rows into every `step`-th panel. The memory must be zeros before the first call."""
         shape = self.shape
-        is_held = Form.of(groups) | shape.form == shape.form and groups.bits == shape.bits
-        if not is_held or not self._fits(groups.codes, first_panel, step):
+        tables = shape.tables.fit(groups)
+        if tables is None or groups.bits != shape.bits or not self._fits(groups.codes, first_panel, step):
             raise ValueError(
-                f"{groups.bits} bits {tuple(groups.codes.shape)} of {Form.of(groups)!r} from panel {first_panel} on do "
-                f"not fit {shape}"
+                f"{groups.bits} bits {tuple(groups.codes.shape)} from panel {first_panel} on do not fit {shape}"
             )
-        codes = groups.codes.contiguous()
-        scale, minimum = (table.to(shape.table_dtype).contiguous() for table in (groups.scale, groups.minimum))
+        codes, scale, second = (table.contiguous() for table in (groups.codes, *tables))
         _load().baton_pack_groups(
-            codes.data_ptr(), scale.data_ptr(), minimum.data_ptr(), *codes.shape, shape.form, self.memory.data_ptr(),
+            codes.data_ptr(), scale.data_ptr(), second.data_ptr(), *codes.shape, shape.form, self.memory.data_ptr(),
             first_panel, step, torch.get_num_threads(),
         )  # fmt: skip
 

@@ -89,11 +89,11 @@ static void run_products(int math) {
 // Rows of 3 groups, in all forms. Scales and minimums are float16 numbers.
 static void run_groups() {
     const int64_t num_columns = 67, depth = 96, num_tables = num_columns * 3, ids[] = {0, 66, 17};
-    for (int form = 0; form < 8; ++form) {
+    for (int form = 0; form < groups::kNumForms; ++form) {
         std::vector<uint32_t> memory(3 * 3 * (256 + 64) + 4096);
         uint32_t* const w = (uint32_t*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
         std::vector<uint8_t> codes(num_columns * depth);
-        for (uint8_t& code : codes) code = (uint8_t)(draw() * 127 + 128) >> (form & groups::k8Bits ? 0 : 4);
+        for (uint8_t& code : codes) code = (uint8_t)(draw() * 127 + 128) >> (form % 2 ? 0 : 4);
         std::vector<float> scale = floats(num_tables, 0.05f), minimum = floats(num_tables, 0.5f);
         std::vector<uint16_t> halves_of[2];
         for (std::vector<float>* table : {&scale, &minimum})
@@ -103,7 +103,7 @@ static void run_groups() {
                 const uint32_t half = size < 0x38800000 ? (uint32_t)(bits<float>(size) * 0x1p24f) : (size >> 13) - (112 << 10);
                 halves_of[table == &minimum].push_back(word >> 16 & 0x8000 | half);
             }
-        const bool is_wide = form & groups::kFloat32;
+        const bool is_wide = form / 2 >= groups::kScales32;
         groups::baton_pack_groups(codes.data(), is_wide ? (void*)scale.data() : halves_of[0].data(),
                                   is_wide ? (void*)minimum.data() : halves_of[1].data(), num_columns, depth, form, w, 0, 1, 1);
         for (int64_t num_rows : {1, 2, 5, 7, 13, 70}) {
