@@ -65,6 +65,17 @@ class GroupsShape(MatrixShape):
                 return cls(num_rows, depth, parts[0].bits, tables)
         raise ValueError("scales or minimums of groups are not finite")
 
+    @classmethod
+    def named(cls, name: str, num_columns: int, depth: int) -> "GroupsShape":
+        """The one with this `name`."""
+        bits, tables = name.split(".")
+        return cls(num_columns, depth, int(bits), Tables[tables])
+
+    @property
+    def name(self) -> str:
+        """All but the size."""
+        return f"{self.bits}.{self.tables.name}"
+
     @property
     def num_bytes(self) -> int:
         num_groups = self.num_blocks * BLOCK_COLUMNS * (self.depth // GROUP)

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from engine.weights import packed_groups
 from engine.weights.cache import OwnWeights
-from engine.weights.groups import GROUP, Groups, join_groups, round_to_4_bits
+from engine.weights.groups import GROUP, Groups, round_to_4_bits
 from engine.weights.packed import Epilogue, PackedEmbedding, PackedLinear, panel_order
 from engine.weights.packed_groups import GroupsShape, PackedGroups, Tables, round_groups
 from tests.support.attention import needs_compiler
