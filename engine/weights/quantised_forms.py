@@ -23,6 +23,7 @@ WORD_BITS = 32
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column of eight |-> its place among the nibbles of a word, from the lowest
 MXFP4_ZERO = 12
 MXFP4_CODES = torch.tensor([12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0], dtype=torch.uint8)
+MXFP4_PAIRS = torch.stack((MXFP4_CODES.repeat(16), MXFP4_CODES.repeat_interleave(16)), 1).view(torch.int16)[:, 0]
 
 Parts = Mapping[str, Tensor]  # suffix |-> tensor
 
@@ -211,7 +212,7 @@ def _decode_awq(parts: Parts, layout: Layout, scheme: Scheme) -> tuple[Tensor, T
         _unpack(parts[suffix], 4).unflatten(1, (-1, len(AWQ_ORDER)))[..., AWQ_ORDER].flatten(1).T  # type: ignore[no-untyped-call]
         for suffix in (".qweight", ".qzeros")
     )
-    return codes, parts[".scales"].T, zeros
+    return codes.contiguous(), parts[".scales"].T, zeros
 
 
 def _describe_mxfp4(headers: Headers, scheme: Scheme) -> Layout:
@@ -224,7 +225,8 @@ def _describe_mxfp4(headers: Headers, scheme: Scheme) -> Layout:
 
 def _decode_mxfp4(parts: Parts, layout: Layout, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | int]:
     """The values are multiples of half a scale, which is a power of two."""
-    codes = MXFP4_CODES[_unpack(parts["_blocks"].flatten(1), 4).int()]
+    blocks = parts["_blocks"]
+    codes = MXFP4_PAIRS.index_select(0, blocks.flatten().int()).view(torch.uint8).view(layout.num_rows, layout.depth)
     return codes, parts["_scales"].view(torch.float8_e8m0fnu).float().div_(2).bfloat16(), MXFP4_ZERO
 
 
