@@ -36,7 +36,7 @@ def read_scheme(config: Json) -> Scheme | None:
     if method == "compressed-tensors":
         return _read_compressed(given)
     if method == GPTQ:
-        offset = 0 if V2 in (given.get("format"), given.get("checkpoint_format")) else 1
+        offset = 0 if (given.get("checkpoint_format") or given.get("format")) == V2 else 1  # the first stores zero - 1
         needed = (".g_idx",) if flag(given, "desc_act") else ()
         return Scheme(method, (int(given.get("bits") or 4),), offset, needed=needed)
     block = _read_block(given, "weight_block_size")

@@ -51,7 +51,7 @@ class QuantisedCheckpoint(Checkpoint):
         for name in self._matrices:
             bias = f"{name.removesuffix('.weight')}.bias"
             entry = self.entries.get(bias, self.entries[name])
-            if entry.dtype in FLOATS and bias not in wanted and not stored.tensor(bias).any():
+            if entry.dtype in list(FLOATS) and bias not in wanted and not stored.tensor(bias).any():
                 del self.entries[bias]
 
     def _add(self, base: str, form: Form) -> None:
