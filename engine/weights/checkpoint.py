@@ -39,12 +39,12 @@ class Checkpoint(ABC):
         """A matrix with equal values, if the file has it in a form that fits. KeyError if absent."""
         return None
 
-    def stacked(self, name: str, index: int) -> Tensor:
-        """One matrix of a tensor of several, otherwise like `borrow`: only that one is computed. KeyError if absent."""
-        return self.borrow(name)[index]
+    def stacked(self, name: str, index: int) -> Tensor | None:
+        """One matrix of a tensor of several, if they are computed one by one; None: it is a view of the tensor."""
+        return None
 
     def stacked_groups(self, name: str, index: int) -> Groups | None:
-        """The transpose of `stacked`, if the file has it in a form that fits. KeyError if absent."""
+        """The transpose of that matrix, if the file has it in a form that fits."""
         return None
 
 

@@ -80,12 +80,12 @@ class QuantisedCheckpoint(Checkpoint):
         if name not in self._matrices:
             return self._stored.borrow(name)
         if count := self._matrices[name].layout.num_stacked:
-            return torch.stack([self.stacked(name, index) for index in range(count)])
+            return torch.stack([self._read(name, index).dense().T for index in range(count)])
         return self._read(name).dense()
 
-    def stacked(self, name: str, index: int) -> Tensor:
+    def stacked(self, name: str, index: int) -> Tensor | None:
         """See `Checkpoint`."""
-        return self._read(name, index).dense().T if name in self._matrices else super().stacked(name, index)
+        return self._read(name, index).dense().T if name in self._matrices else None
 
     def groups(self, name: str) -> Groups | None:
         """See `Checkpoint`."""

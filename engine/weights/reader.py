@@ -67,8 +67,7 @@ class Reader:
         for part in product.parts:
             if part.bias is not None and not (product.inputs.is_divided and self.shard.rank):
                 self._count(part.bias)
-                tensor = self.checkpoint.borrow(part.bias)
-                own = _select(tensor if part.index is None else tensor[part.index], part)
+                own = _select(_matrix(self.checkpoint.borrow(part.bias), part), part)
                 found.append(self._rows_of(own, part.rows).to(self.device, self.dtype))
         return found
 
@@ -79,7 +78,9 @@ class Reader:
 
     def _weight(self, product: Product, part: Part, read: Callable[[str], Tensor]) -> Tensor:
         self._count(part.weight)
-        tensor = read(part.weight) if part.index is None else self.checkpoint.stacked(part.weight, part.index)
+        tensor = None if part.index is None else self.checkpoint.stacked(part.weight, part.index)
+        if tensor is None:
+            tensor = _matrix(read(part.weight), part)
         columns = product.inputs.of(self.shard)
         rows = self._rows_of(_select(tensor.T if part.is_transposed else tensor, part), part.rows)
         return rows.narrow(1, columns.start, len(columns)).contiguous()
@@ -116,6 +117,11 @@ class Reader:
     def finish(self) -> None:
         """Reports all tensors as read, also those that the model ignores."""
         self._on_progress(self._total_bytes, self._total_bytes)
+
+
+def _matrix(tensor: Tensor, part: Part) -> Tensor:
+    """The part's own, if there are several."""
+    return tensor if part.index is None else tensor[part.index]
 
 
 def _select(rows: Tensor, part: Part) -> Tensor:
