@@ -30,7 +30,7 @@ from engine.weights.entry import TensorEntry, read_samples
 from engine.weights.files import is_path, list_shards, read_header
 from engine.weights.formats import choose_format
 from engine.weights.fp8 import check_fp8
-from engine.weights.gguf_blocks import FLOATS, QUANTISED
+from engine.weights.gguf_blocks import FLOATS
 from engine.weights.packed import can_pack
 from engine.weights.reader import OnProgress, Reader
 from engine.weights.table import Shard
@@ -138,8 +138,8 @@ def choose_dtype(config: ModelConfig | FallbackConfig, checkpoint: Checkpoint, d
     Raises ValueError naming what is supported.
     """
     for name, entry in checkpoint.entries.items():
-        if entry.dtype not in FLOATS and entry.dtype not in QUANTISED:
-            raise ValueError(f"{name} is stored as {entry.dtype}; supported: {', '.join((*FLOATS, *QUANTISED))}")
+        if entry.dtype not in checkpoint.dtypes:
+            raise ValueError(f"{name} is stored as {entry.dtype}; supported: {', '.join(checkpoint.dtypes)}")
     if dtype == "auto":
         entries = checkpoint.entries
         name = f"{config.prefix}embed_tokens.weight" if isinstance(config, ModelConfig) else ""

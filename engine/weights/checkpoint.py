@@ -5,14 +5,16 @@ host that load the same checkpoint share its pages.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.weights.entry import TensorEntry
 from engine.weights.files import list_shards, read_header
+from engine.weights.gguf_blocks import FLOATS, QUANTISED
 from engine.weights.groups import Groups
 
 
@@ -20,6 +22,7 @@ class Checkpoint(ABC):
     """All tensors of one checkpoint, under the names that a model's table has for them."""
 
     entries: dict[str, TensorEntry]  # tensor name |-> entry
+    dtypes: Collection[str] = (*FLOATS, *QUANTISED)  # of entries that can be read
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:
@@ -36,9 +39,19 @@ class Checkpoint(ABC):
         """A matrix with equal values, if the file has it in a form that fits. KeyError if absent."""
         return None
 
+    def stacked(self, name: str, index: int) -> Tensor | None:
+        """One matrix of a tensor of several, if they are computed one by one; None: it is a view of the tensor."""
+        return None
+
+    def stacked_groups(self, name: str, index: int) -> Groups | None:
+        """The transpose of that matrix, if the file has it in a form that fits."""
+        return None
+
 
 class SafetensorsCheckpoint(Checkpoint):
-    """A folder of safetensors files."""
+    """A folder of safetensors files. A damaged one is a ValueError."""
+
+    dtypes = tuple(FLOATS)
 
     def __init__(self, folder: Path) -> None:
         """Reads headers only. Raises FileNotFoundError for a missing file, ValueError for a damaged one."""
@@ -51,12 +64,19 @@ class SafetensorsCheckpoint(Checkpoint):
         """See `Checkpoint`."""
         path = self.entries[name].path
         if path not in self._files:
-            self._files[path] = safe_open(path, framework="pt", device="cpu")
+            self._files[path] = _open(path)
         tensor: Tensor = self._files[path].get_tensor(name)
         return tensor
 
     def borrow(self, name: str) -> Tensor:
         """See `Checkpoint`."""
-        with safe_open(self.entries[name].path, framework="pt", device="cpu") as file:
+        with _open(self.entries[name].path) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error

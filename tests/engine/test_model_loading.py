@@ -80,7 +80,10 @@ def test_windows_per_layer() -> None:
         ({"model_type": "gpt2"}, "model_type 'gpt2'.*supported: llama, mistral, qwen2, qwen3"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification.*LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            "quant_method 'hqq'.*supported: fp8, compressed",
+        ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'.*default, linear, llama3, yarn, longrope"),
         ({"rope_scaling": {"type": "linear"}}, "needs a `factor`"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "'llama3' needs a `low_freq_factor`"),
