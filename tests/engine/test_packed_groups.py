@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from engine.weights import packed_groups
 from engine.weights.cache import OwnWeights
-from engine.weights.groups import GROUP, Groups, join_groups, round_to_4_bits
+from engine.weights.groups import GROUP, Groups, round_to_4_bits
 from engine.weights.packed import Epilogue, PackedEmbedding, PackedLinear, panel_order
 from engine.weights.packed_groups import GroupsShape, PackedGroups, Tables, round_groups
 from tests.support.attention import needs_compiler
@@ -171,6 +171,8 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match="do not fit"):
             pack(groups).fill(wrong, panel)
     assert GroupsShape.of(groups, odd) == GroupsShape(80, 64, 4, Tables.MINIMUMS_32)
+    with pytest.raises(ValueError, match="do not make groups of 32"):
+        GroupsShape(80, 48, 4, Tables.SCALES)
     with pytest.raises(ValueError, match="not finite"):
         GroupsShape.of(groups._replace(scale=groups.scale / 0))
     with pytest.raises(ValueError, match=r"expected bfloat16 \[T, 64\]"):
