@@ -156,7 +156,7 @@ template <int form> struct Grouped {
     static constexpr bool kIsFloat = kFuses && !kIsWide;
     static constexpr int kCodeWords = 32 * kBits;  // of both panels
     static constexpr int kTileDepth = kGroup, kBlockWords = kCodeWords + 8 * sizeof(Table) * (kHasMinimums ? 2 : 1);
-    static constexpr int kRowWords = Group::kParts + 3;  // then the value of code 1, the group's sum, what sums begin with
+    static constexpr int kRowWords = Group::kParts + 3;  // last: the value of code 1, the group's sum, what sums begin with
     static constexpr int64_t kMaxRows = 64;  // per pass: weights are read rarely enough, and sums stay in L1
     static constexpr bool kFillsBlocks = false;
     static constexpr int kAtOnce = kRegisters == 32 ? 2 : 1;  // vectors of columns

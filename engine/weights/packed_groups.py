@@ -56,6 +56,10 @@ class GroupsShape(MatrixShape):
     bits: int  # 4 or 8
     tables: Tables
 
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8) or self.depth % GROUP:
+            raise ValueError(f"{self.bits} bits of {self.depth} values do not make groups of {GROUP}")
+
     @classmethod
     def of(cls, *parts: Groups) -> "GroupsShape":
         """The smallest that holds rows of all parts, of one K and as many bits, exactly. Raises ValueError."""

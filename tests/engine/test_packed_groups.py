@@ -171,6 +171,8 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match="do not fit"):
             pack(groups).fill(wrong, panel)
     assert GroupsShape.of(groups, odd) == GroupsShape(80, 64, 4, Tables.MINIMUMS_32)
+    with pytest.raises(ValueError, match="do not make groups of 32"):
+        GroupsShape(80, 48, 4, Tables.SCALES)
     with pytest.raises(ValueError, match="not finite"):
         GroupsShape.of(groups._replace(scale=groups.scale / 0))
     with pytest.raises(ValueError, match=r"expected bfloat16 \[T, 64\]"):
