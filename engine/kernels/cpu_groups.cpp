@@ -4,7 +4,8 @@
 //   [N / 32][K / 32] x ([2 panels][words][16 columns], then tables of [2 panels][16 columns])
 // With 8 bits word i of 8 holds codes 4 i to 4 i + 3; with 4 bits word i of 4 has those of word i in its low nibbles and
 // those of word i + 4 in its high ones.
-// x is rounded to 8 bits, each group of a row by its largest value; sums of a group's codes are exact.
+// x is rounded to 13 bits, each group of a row by its largest value; sums of a group's codes are exact. With 8 bits the
+// outliers of real models cost much more than the rounding of weights.
 #include "cpu_multiply.h"
 
 // What a group's tables hold besides its scales; Tables of engine/weights/packed_groups.py. BatonProduct's form is
@@ -21,6 +22,7 @@ constexpr int kNumForms = 10;
 namespace {
 
 constexpr int kGroup = 32;
+constexpr int kLowBits = 5, kMostCode = 127 << kLowBits;  // of a value of x: code = high * 32 + low, -16 <= low < 16
 
 Floats load_floats(const float* from) { return load<Floats>(from); }
 Floats load_floats(const uint16_t* from) {  // float16, finite
@@ -56,12 +58,22 @@ Floats fuse(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// Each math of a group: `unpack` gives a vector of columns as kParts vectors; a row has as many words; `dot` adds their
-// products. Codes of weights that are too small by kTooSmall are unpacked.
+// Rounds a group of x to codes up to kMostCode; returns the value of code 1.
+float round_values(const bfloat16* values, int16_t* codes) {
+    uint16_t peak = 0;  // positive floats are ordered like their bits
+    for (int k = 0; k < kGroup; ++k) peak = std::max<uint16_t>(peak, values[k] & 0x7FFF);
+    const float unit = bits<float>((uint32_t)peak << 16) / kMostCode, factor = unit > 0 ? 1.0f / unit : 0.0f;
+    for (int k = 0; k < kGroup; ++k)
+        codes[k] = (int16_t)bits<uint32_t>(bits<float>((uint32_t)values[k] << 16) * factor + kRound);
+    return unit;
+}
 
-// Four codes at once
+// Each math of a group: `unpack` gives a vector of columns as kParts vectors; `encode` a row's codes as kRowParts words;
+// `dot` adds their products. Codes of weights that are too small by kTooSmall are unpacked.
+
+// Four codes at once, a row's high parts and low parts one after the other
 template <int bits> struct GroupDots {
-    static constexpr int kParts = 8;
+    static constexpr int kParts = 8, kRowParts = 16;
 #if defined(__ARM_FEATURE_DOTPROD)  // both codes are signed
     static constexpr int kTooSmall = bits == 8 ? 128 : 0;
 #else
@@ -75,9 +87,20 @@ template <int bits> struct GroupDots {
             else parts[i] = kTooSmall ? words ^ 0x80808080u : words;
         }
     }
-    static void encode(const int8_t* codes, uint32_t* to) { std::memcpy(to, codes, kGroup); }
-#if defined(BATON_DOTS)
+    static void encode(const int16_t* codes, uint32_t* to) {
+        int8_t* const parts = (int8_t*)to;
+        for (int k = 0; k < kGroup; ++k) {
+            const int high = (codes[k] + (1 << (kLowBits - 1))) >> kLowBits;
+            parts[k] = (int8_t)high, parts[kGroup + k] = (int8_t)(codes[k] - high * (1 << kLowBits));
+        }
+    }
+#if defined(BATON_DOTS) || defined(__AVX2__)
     static Ints dot(Ints sum, const Words* parts, const uint32_t* x) {
+        return add(sum, parts, x + kParts) + (add(Ints{}, parts, x) << kLowBits);
+    }
+#endif
+#if defined(BATON_DOTS)
+    static Ints add(Ints sum, const Words* parts, const uint32_t* x) {
 #pragma GCC unroll 8
         for (int i = 0; i < kParts; ++i) {
 #if defined(__AVX512VNNI__)
@@ -91,7 +114,7 @@ template <int bits> struct GroupDots {
         return sum;
     }
 #elif defined(__AVX2__)  // with codes up to 15, 16 bits hold the sums of a group: 8 x 2 x 15 x 127 = 30,480
-    static Ints dot(Ints sum, const Words* parts, const uint32_t* x) {
+    static Ints add(Ints sum, const Words* parts, const uint32_t* x) {
 #if defined(__AVX512BW__)
         __m512i pairs = _mm512_maddubs_epi16((__m512i)parts[0], _mm512_set1_epi32(x[0]));
 #pragma GCC unroll 8
@@ -111,7 +134,7 @@ template <int bits> struct GroupDots {
 
 // Codes of 16 bits in pairs: codes 0 and 2, then 1 and 3 of each word
 template <int bits> struct GroupShorts {
-    static constexpr int kParts = 16, kTooSmall = 0;
+    static constexpr int kParts = 16, kRowParts = 16, kTooSmall = 0;
     static void unpack(const uint32_t* w, Words* parts) {
         Words words[8];
         GroupDots<bits>::unpack(w, words);
@@ -120,7 +143,7 @@ template <int bits> struct GroupShorts {
             parts[2 * i] = words[i] & 0x00FF00FFu, parts[2 * i + 1] = words[i] >> 8 & 0x00FF00FFu;
         }
     }
-    static void encode(const int8_t* codes, uint32_t* to) {
+    static void encode(const int16_t* codes, uint32_t* to) {
         for (int k = 0; k < kGroup; k += 4)
             for (int part = 0; part < 2; ++part, ++to)
                 *to = (uint16_t)codes[k + part] | (uint32_t)(uint16_t)codes[k + part + 2] << 16;
@@ -151,12 +174,12 @@ template <int form> struct Grouped {
     // Added to each code, so that its product needs no more than a scale: a group's sum begins with kShift times the sum
     // of the row's codes.
     static constexpr int kShift = Group::kTooSmall - (kHasMinimums ? 0 : 1 << (kBits - 1));
-    // A group's sum begins with the bits of kRound, where sums up to 2^21 make it a float, kRound + sum. kRound times a
+    // A group's sum begins with the bits of kRound, where sums up to 2^22 make it a float, kRound + sum. kRound times a
     // float16 is exact, so fuse(kRound + sum, scale, -kRound * scale) is sum * scale rounded once.
-    static constexpr bool kIsFloat = kFuses && !kIsWide;
+    static constexpr bool kIsFloat = kFuses && !kIsWide && kBits == 4;  // sums up to 15 x 4064 x 32
     static constexpr int kCodeWords = 32 * kBits;  // of both panels
     static constexpr int kTileDepth = kGroup, kBlockWords = kCodeWords + 8 * sizeof(Table) * (kHasMinimums ? 2 : 1);
-    static constexpr int kRowWords = Group::kParts + 3;  // last: the value of code 1, the group's sum, what sums begin with
+    static constexpr int kRowWords = Group::kRowParts + 3;  // last: the value of code 1, the group's sum, what sums begin with
     static constexpr int64_t kMaxRows = 64;  // per pass: weights are read rarely enough, and sums stay in L1
     static constexpr bool kFillsBlocks = false;
     static constexpr int kAtOnce = kRegisters == 32 ? 2 : 1;  // vectors of columns
@@ -165,14 +188,14 @@ template <int form> struct Grouped {
         using Sums = Floats;
         static float encode(const bfloat16* row, int64_t depth, uint32_t* to) {
             for (int64_t k = 0; k < depth; k += kGroup, to += kRowWords) {
-                int8_t codes[kGroup];
-                const float unit = round_row(row + k, kGroup, codes);
+                int16_t codes[kGroup];
+                const float unit = round_values(row + k, codes);
                 int32_t sum = 0;
                 for (int i = 0; i < kGroup; ++i) sum += codes[i];
                 Group::encode(codes, to);
-                to[Group::kParts] = bits<uint32_t>(unit);
-                to[Group::kParts + 1] = bits<uint32_t>(unit * sum);
-                to[Group::kParts + 2] = kShift * sum + (kIsFloat ? bits<uint32_t>(kRound) : 0);
+                to[Group::kRowParts] = bits<uint32_t>(unit);
+                to[Group::kRowParts + 1] = bits<uint32_t>(unit * sum);
+                to[Group::kRowParts + 2] = kShift * sum + (kIsFloat ? bits<uint32_t>(kRound) : 0);
             }
             return 1.0f;
         }
@@ -209,8 +232,8 @@ template <int form> struct Grouped {
             if constexpr (kHasMinimums) minimum[i] = load_minimums(tables, scale[i]);
         }
         for (int64_t row = 0; row < num_rows; ++row, x += kRowWords, sums += 2 * kVectors) {
-            const float unit = bits<float>(x[Group::kParts]), sum = bits<float>(x[Group::kParts + 1]);
-            const Ints start = Ints{} + (kShift || kIsFloat ? (int32_t)x[Group::kParts + 2] : 0);
+            const float unit = bits<float>(x[Group::kRowParts]), sum = bits<float>(x[Group::kRowParts + 1]);
+            const Ints start = Ints{} + (kShift || kIsFloat ? (int32_t)x[Group::kRowParts + 2] : 0);
 #pragma GCC unroll 2
             for (int i = 0; i < kAtOnce; ++i) {
                 const Ints dot = Group::dot(start, parts[i], x);

@@ -1,6 +1,6 @@
 """Packed weights in groups of 32 along K, of 4 or 8 bits, for `PackedLinear`, by cpu_groups.cpp; rounding to them.
 
-Rows are rounded to 8 bits per group while they are multiplied. Knows the layout, not where memory comes from.
+Rows are rounded to 13 bits per group while they are multiplied. Knows the layout, not where memory comes from.
 """
 
 import ctypes
@@ -92,7 +92,7 @@ class GroupsShape(MatrixShape):
 
 
 class PackedGroups(Matrix):
-    """Weights in groups. Rows are those of `Groups`; in products each row is rounded to 8 bits per group."""
+    """Weights in groups. Rows are those of `Groups`; in products each row is rounded to 13 bits per group."""
 
     __slots__ = ()
     shape: GroupsShape

@@ -68,10 +68,10 @@ def pack(*parts: Groups, step: int = 1) -> PackedGroups:
 
 
 def multiply_exactly(rows: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """[T, N] float64: the product of rows rounded to 8 bits per group, and how much a sum in float32 may differ."""
+    """[T, N] float64: the product of rows rounded to 13 bits per group, and how much a sum in float32 may differ."""
     num_groups = rows.shape[1] // GROUP
     grouped = rows.float().view(-1, num_groups, GROUP)
-    unit = grouped.abs().amax(2) / 127
+    unit = grouped.abs().amax(2) / 4064
     factor = torch.where(unit > 0, 1 / unit, 0.0)
     codes = (grouped.double() * factor.double()[..., None]).round()
     middle = 1 << groups.bits - 1
