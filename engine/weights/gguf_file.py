@@ -19,7 +19,7 @@ from engine.weights.entry import TensorEntry
 
 VERSIONS = (2, 3)
 MAX_DIMS = 4
-MAX_NAME_BYTES = 256
+MAX_NAME_CHARS = 256
 LEAST_KEY_BYTES, LEAST_TENSOR_BYTES = 13, 24  # of an entry: bounds the counts
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -74,6 +74,13 @@ class _Cursor:
     def text(self, what: str) -> str:
         return self.take(self.count(f"bytes of {what}", 1), what).decode("utf-8", errors="replace")
 
+    def name(self, what: str) -> str:
+        """A text that errors may show."""
+        found = self.text(what)
+        if len(found) > MAX_NAME_CHARS:
+            raise ValueError(f"{what} has {len(found)} characters")
+        return found
+
 
 def _read(path: Path, cursor: _Cursor) -> GgufHeader:
     version = cursor.scalar("I", "the version")
@@ -82,7 +89,7 @@ def _read(path: Path, cursor: _Cursor) -> GgufHeader:
     num_tensors, num_keys = cursor.count("tensors", LEAST_TENSOR_BYTES), cursor.count("keys", LEAST_KEY_BYTES)
     metadata: Metadata = {}
     for _ in range(num_keys):
-        key = cursor.text("a key")
+        key = cursor.name("a key")
         metadata[key] = _read_value(cursor, cursor.scalar("I", f"the type of {key!r}"), key)
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
@@ -123,9 +130,7 @@ def _read_value(cursor: _Cursor, kind: int, key: str) -> Any:
 
 def _read_tensor(cursor: _Cursor) -> tuple[str, str, tuple[int, ...], int, int]:
     """Name, dtype, shape, offset in the data, bytes."""
-    name = cursor.text("a tensor's name")
-    if len(name) > MAX_NAME_BYTES:
-        raise ValueError(f"a tensor's name has {len(name)} characters")
+    name = cursor.name("a tensor's name")
     num_dims = cursor.scalar("I", f"the shape of {name!r}")
     if not 1 <= num_dims <= MAX_DIMS:
         raise ValueError(f"{name!r} has {num_dims} dimensions, expected 1 to {MAX_DIMS}")

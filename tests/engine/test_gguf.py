@@ -12,7 +12,6 @@ import torch
 from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from engine.layers.rope import default_frequencies, llama3_frequencies, longrope_frequencies
@@ -25,8 +24,7 @@ from engine.models.sources import open_model
 from engine.weights.gguf_blocks import QUANTISED, read_dense, read_groups
 from engine.weights.gguf_file import list_gguf_shards, read_gguf
 from tests.support.checkpoints import write_checkpoint
-from tests.support.gguf_files import HALVES, random_blocks, write_gguf
-from tests.support.tiny_tokenizer import write_byte_level
+from tests.support.gguf_files import HALVES, random_blocks, write_gguf, write_gguf_models
 
 CPU = torch.device("cpu")
 SLIDING = ["sliding_attention"] * 3
@@ -51,13 +49,6 @@ def test_blocks_are_read_bit_for_bit(kind: str) -> None:
     groups = read_groups(kind, torch.from_numpy(stored))
     assert (groups is None) == (kind in ("Q6_K", "Q3_K", "IQ4_XS")) and kind in QUANTISED
     assert groups is None or int(groups.codes.max()) < 1 << groups.bits
-
-
-def add_tokenizer(folder: Path) -> None:
-    """Of 361 tokens, with merges."""
-    write_byte_level(folder / "text")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((folder / "text" / name).read_bytes())
 
 
 def as_folder(path: Path) -> Path:
@@ -105,9 +96,7 @@ def test_an_architecture_is_its_family(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
 def test_a_file_is_a_model(kind: str, tmp_path: Path) -> None:
     """Greedy tokens are those of its values in a plain checkpoint; text, ends and template are the checkpoint's."""
-    plain = write_checkpoint(tmp_path / "plain", "llama", rope_theta=5e4, vocab=361)
-    add_tokenizer(plain)
-    path = write_gguf(plain, tmp_path / "tiny.gguf", "llama", kind, is_paired=True)
+    path, plain = write_gguf_models(tmp_path, kind)
     folder = make_gguf_folder(path, tmp_path / "cache")
     assert make_gguf_folder(path, tmp_path / "cache") == folder
     theirs, ours = AutoTokenizer.from_pretrained(plain), AutoTokenizer.from_pretrained(folder)
@@ -117,21 +106,11 @@ def test_a_file_is_a_model(kind: str, tmp_path: Path) -> None:
     )  # fmt: skip
     prompts = [list(range(2, 40)), [7, 9]]
     found = LLM(str(path), dtype="float32").generate(prompts, max_tokens=8)
-    config, checkpoint = open_model(folder)
+    _config, checkpoint = open_model(folder)
     assert checkpoint.groups("model.layers.0.mlp.down_proj.weight") is not None
     assert weight_fingerprint(folder) != weight_fingerprint(plain)
-    rounded = tmp_path / "rounded"
-    rounded.mkdir()
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        (rounded / name).write_bytes((plain / name).read_bytes())
-    tensors = {}
-    for name in checkpoint.entries:
-        values = checkpoint.tensor(name)
-        if "q_proj" in name or "k_proj" in name:
-            values = values.view(-1, config.head_dim // 2, 2, *values.shape[1:]).transpose(1, 2).flatten(0, 2)
-        tensors[name] = values.contiguous().clone()
-    save_file(tensors, rounded / "model.safetensors")
-    assert LLM(str(rounded), dtype="float32").generate(prompts, max_tokens=8) == found
+    assert LLM(str(plain), dtype="float32").generate(prompts, max_tokens=8) == found
+    assert LLM(str(path), dtype="bfloat16").generate(prompts[1:], max_tokens=2)  # by kernels for its own codes
 
 
 # -- files that lie ---------------------------------------------------------------------------------------------------
@@ -140,9 +119,7 @@ def test_a_file_is_a_model(kind: str, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("whole")
-    plain = write_checkpoint(folder / "plain", "llama", layers=1, vocab=361)
-    add_tokenizer(plain)
-    return write_gguf(plain, folder / "x.gguf", "llama", "Q8_0", is_paired=True).read_bytes()
+    return write_gguf_models(folder, "Q8_0")[0].read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +135,7 @@ def refuse(data: bytes, path: Path) -> str:
     return str(told.value)
 
 
-@pytest.mark.parametrize("number", [2**64 - 1, 2**63, 2**40, 10**6])
+@pytest.mark.parametrize("number", [2**64 - 1, 2**63, 2**40, 10**8])
 def test_counts_beyond_the_file_are_refused(whole: bytes, number: int, tmp_path: Path) -> None:
     for at in (8, 16, 24):  # tensors, keys, bytes of the first key
         told = refuse(whole[:at] + struct.pack("<Q", number) + whole[at + 8 :], tmp_path / "x.gguf")

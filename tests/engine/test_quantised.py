@@ -22,7 +22,7 @@ from engine.models.table import build_table, list_weights
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.reader import Reader
 from engine.weights.table import WHOLE, Product, Shard
-from tests.engine.test_fp8 import logits_of
+from tests.support.forward import logits_of
 from tests.support.quantised import FORMATS, compressed, gptq, write_models
 
 CPU = torch.device("cpu")

@@ -8,11 +8,13 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf.quants import quantize
+import torch
+from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from tests.support.tiny_tokenizer import CHAT_TEMPLATE
+from tests.support.checkpoints import write_checkpoint
+from tests.support.tiny_tokenizer import CHAT_TEMPLATE, write_byte_level
 
 KEYS = {
     "max_position_embeddings": "context_length", "hidden_size": "embedding_length", "num_hidden_layers": "block_count",
@@ -26,6 +28,24 @@ KEYS = {
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),
           "Q6_K": (208,), "Q3_K": (108,), "IQ4_XS": (0,)}  # fmt: skip  # places of float16 numbers in a block
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def write_gguf_models(folder: Path, kind: str) -> tuple[Path, Path]:
+    """A GGUF file with a tokenizer, and the plain checkpoint of the same values in float32."""
+    plain = write_checkpoint(folder / "plain", "llama", rope_theta=5e4, vocab=361, hidden=256, intermediate=512)
+    write_byte_level(folder / "text")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (plain / name).write_bytes((folder / "text" / name).read_bytes())
+    path, dtype = (
+        write_gguf(plain, folder / "tiny.gguf", "llama", kind, is_paired=True),
+        gguf.GGMLQuantizationType[kind],
+    )
+    tensors = load_file(plain / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2:
+            tensors[name] = torch.from_numpy(dequantize(quantize(tensor.numpy(), dtype), dtype))
+    save_file(tensors, plain / "model.safetensors")
+    return path, plain
 
 
 def write_gguf(folder: Path, out: Path, architecture: str, kind: str = "F32", is_paired: bool = False) -> Path:
