@@ -62,10 +62,11 @@ bench-spec: $(DEV_STAMP) ## Measure TPOT with and without speculation; ARGS= goe
 bench-peers: $(DEV_STAMP) ## Measure Baton beside vLLM, llama.cpp, OpenVINO and transformers; ARGS= goes to bench.peers run
 	$(BIN)/python -m bench.peers run --document docs/BENCHMARKS.md $(ARGS)
 
-families: $(DEV_STAMP) ## Compare families with transformers through the whole service, native ones with 1 rank and with 2
+families: $(DEV_STAMP) ## Compare families and formats with transformers through the whole service, native ones with 1 rank and with 2
 	TEST_FAMILIES=1 $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
 	TEST_FAMILIES=tp $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
 	TEST_FAMILIES=fallback $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
+	TEST_FAMILIES=formats $(BIN)/python -m pytest -n 2 tests/services/test_ring_tokens.py $(ARGS)
 
 faults: $(DEV_STAMP) ## Test faults between real processes; docs/RELIABILITY.md lists which; takes DECODE_TP
 	DECODE_TP="$(DECODE_TP)" $(BIN)/python -m pytest -m faults tests/faults $(ARGS)

@@ -44,7 +44,7 @@ def run_kernels(threads: int, rounds: int) -> None:
             progress.update(task, advance=1, description=what)
 
         ceilings = measure_ceilings(torch.get_num_threads()) if can_pack() else None
-        tables = [build_products(ceilings, rounds, report)] if ceilings else []
+        tables = build_products(ceilings, rounds, report) if ceilings else []
         for name, build in (("attention", build_attention), ("sampling", build_sampling), ("hand-off", build_hand_off)):
             report(name)
             tables.append(build(rounds))
@@ -59,9 +59,10 @@ def relate(seconds: Mapping[str, list[float]], name: str, base: str) -> str:
     return f"{median(a / b for a, b in zip(seconds[name], seconds[base], strict=True)):.2f}"
 
 
-def build_products(ceilings: Ceilings, rounds: int, report: Callable[[str], None]) -> Table:
+def build_products(ceilings: Ceilings, rounds: int, report: Callable[[str], None]) -> list[Table]:
     heads = ("rows", "bf16 ms", "GB/s", "GFLOP/s", "x torch", "int8 ms", "GB/s", "GOP/s", "x bf16", "")
     table = Table(*heads, box=None, title="products; % of what the machine reads, of what registers multiply")
+    groups = Table("rows", "int4 ms", "rows/s, x bf16", "int8 ms", "rows/s, x bf16", title="weights in groups of 32")
     products = Products()
     for num_rows in ROWS:
         report(f"products of {num_rows} rows")
@@ -73,7 +74,9 @@ def build_products(ceilings: Ceilings, rounds: int, report: Callable[[str], None
             f"{taken['int8'] * 1e3:.2f}", *describe_rate(int8), relate(seconds, "int8", "bf16"),
             "slow" if bf16.is_slow or int8.is_slow else "",
         )  # fmt: skip
-    return table
+        cells = [(f"{taken[name] * 1e3:.2f}", relate(seconds, "bf16", name)) for name in ("int4", "int8 groups")]
+        groups.add_row(str(num_rows), *cells[0], *cells[1])
+    return [table, groups]
 
 
 def describe_rate(one: Rate) -> tuple[str, str]:

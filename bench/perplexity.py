@@ -1,64 +1,129 @@
-"""The quality cost of quantisation: perplexity of held-out demo dialogues, and how often the likeliest token changes.
+"""The quality cost of rounding: perplexity, and how often the likeliest token is still float32's.
 
-python -m bench.perplexity --count 200
+    python -m bench.perplexity --model smollm2 --count 50
+
+Of the demo model on held-out dialogues; of other models on float32's own greedy answers. With a quantised checkpoint
+float32 is its exact dequantisation, and "none" its own codes.
 """
 
-import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import torch
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer
 
 from bench.batches import Part, pack
+from cli.models import locate_model
 from demo.evaluate import held_out_cases
-from demo.paths import TARGET_DIR
 from demo.tokens import render
-from engine.attention.torch_sdpa import TorchSdpaAttention
+from engine.attention.choose import choose_for_layers
 from engine.kv.pool import PoolShape
 from engine.layers.linear import Quantization
+from engine.llm import LLM
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
+from runtime.config_parts import DEMO_MODEL
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 16
-WAYS: tuple[tuple[str, str, Quantization], ...] = (
-    ("float32", "float32", "none"), ("bfloat16", "bfloat16", "none"), ("int8", "bfloat16", "int8"),
-    ("fp8", "bfloat16", "fp8"),
+WAYS: tuple[tuple[str, Quantization], ...] = (
+    ("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4"), ("bfloat16", "fp8"),
+)  # fmt: skip
+SUBJECTS = [
+    "the sea",
+    "winter",
+    "bread",
+    "the moon",
+    "a library",
+    "honey bees",
+    "old maps",
+    "glass",
+    "a violin",
+    "coffee",
+]
+FORMS = (
+    "What is {}?", "Write one sentence about {}.", "Tell me a short story about {}.",
+    "Name three things that go with {}.", "Why do people like {}?",
 )  # fmt: skip
 
+app = App(help=__doc__)
 
-def score(decoder: Decoder, ids: list[int]) -> tuple[float, Tensor]:
-    """Sum of negative log-likelihoods of ids[1:], and the likeliest token after each."""
-    config, num_pages = decoder.config, -(-len(ids) // PAGE_TOKENS)
+
+class Document(NamedTuple):
+    token_ids: list[int]
+    begin: int  # of what is scored
+
+
+def read_dialogues(folder: Path, count: int) -> list[Document]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [render(case.dialogue) for case in held_out_cases(1, count)]
+    return [Document(tokenizer(text, add_special_tokens=False)["input_ids"], 1) for text in texts]
+
+
+def ask_questions(folder: Path, count: int, num_tokens: int) -> list[Document]:
+    """Float32's answers."""
+    model = LLM(str(folder), dtype="float32")
+    prompts = []
+    for question in [form.format(subject) for subject in SUBJECTS for form in FORMS][:count]:
+        told = [{"role": "user", "content": question}]
+        text = model.tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False)
+        prompts.append(model.tokenizer.encode(text, add_special_tokens=False))
+    answers = (
+        model.tokenizer.encode(one, add_special_tokens=False) for one in model.generate(prompts, max_tokens=num_tokens)
+    )
+    return [
+        Document([*prompt, *answer], len(prompt)) for prompt, answer in zip(prompts, answers, strict=True) if answer
+    ]
+
+
+def score(decoder: Decoder, document: Document) -> tuple[float, Tensor]:
+    """Sum of the negative log-likelihoods of what is scored, and the likeliest token at each place of it."""
+    ids, config = document.token_ids, decoder.config
+    num_pages, num_scored = -(-len(ids) // PAGE_TOKENS), len(ids) - document.begin
     shape = PoolShape(num_pages, config.kv_parts, PAGE_TOKENS, decoder.dtype)
-    batch = pack([Part(ids, 0, list(range(num_pages)), len(ids))], PAGE_TOKENS, CPU)
+    batch = pack([Part(ids[:-1], 0, list(range(num_pages)), num_scored)], PAGE_TOKENS, CPU)
+    attention = choose_for_layers(
+        config.attention_shapes, config.windows, PAGE_TOKENS, CPU, decoder.dtype, has_sinks=config.has_sinks
+    ).backend
     pool = torch.zeros(shape.sizes, dtype=decoder.dtype)
-    logits = decoder.logits(decoder.forward(batch, pool, TorchSdpaAttention(config.attention_shapes[0])))
-    return functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="sum").item(), logits.argmax(-1)
+    logits = decoder.logits(decoder.forward(batch, pool, attention)).float()
+    loss = functional.cross_entropy(logits, torch.tensor(ids[document.begin :]), reduction="sum")
+    return loss.item(), logits.argmax(-1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
-    texts = [render(case.dialogue) for case in held_out_cases(options.seed, options.count)]
-    documents = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    num_tokens = sum(len(ids) - 1 for ids in documents)
-    found = {}
-    for name, dtype, quantization in WAYS:
-        decoder = load_model(TARGET_DIR, dtype, CPU, quantization=quantization)
-        scores = [score(decoder, ids) for ids in documents]
-        found[name] = sum(loss for loss, _ in scores) / num_tokens, torch.cat([likeliest for _, likeliest in scores])
-    print(f"{len(documents)} dialogues, {num_tokens} tokens")
-    truth = found["float32"][1]
-    for name, (loss, likeliest) in found.items():
-        changed = (likeliest != truth).double().mean().item()
-        perplexity = torch.tensor(loss).exp().item()
-        print(f"{name}: perplexity {perplexity:.4f}, another likeliest token at {100 * changed:.2f} % of places")
+def compare(folder: Path, documents: Sequence[Document]) -> Table:
+    num_tokens = sum(len(ids) - begin for ids, begin in documents)
+    table = Table("", "perplexity", "float32's token, %", title=f"{len(documents)} documents, {num_tokens} tokens")
+    truth = torch.empty(0)
+    for dtype, quantization in WAYS:
+        decoder = load_model(folder, dtype, CPU, quantization=quantization)
+        losses, likeliest = zip(*(score(decoder, one) for one in documents), strict=True)
+        chosen = torch.cat(likeliest)
+        truth = chosen if dtype == "float32" else truth
+        same = f"{100 * (chosen == truth).double().mean().item():.2f}"
+        name = dtype if quantization == "none" else quantization
+        table.add_row(name, f"{torch.tensor(sum(losses) / num_tokens).exp().item():.4f}", same)
+    return table
+
+
+@app.default
+def run(
+    *,
+    model: Annotated[str, Parameter(help="as of `baton serve`")] = DEMO_MODEL,
+    count: Annotated[int, Parameter(help="of documents")] = 200,
+    tokens: Annotated[int, Parameter(help="of each answer")] = 40,
+) -> None:
+    """Print the table."""
+    folder = Path(locate_model(model))
+    documents = read_dialogues(folder, count) if model == DEMO_MODEL else ask_questions(folder, count, tokens)
+    Console().print(compare(folder, documents))
 
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -7,20 +7,26 @@ from functools import partial
 from statistics import median
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from bench.load.machine import measure_reading
 from engine.kernels.build import find_instruction_set
 from engine.kernels.cpu_math import choose_math, measure_rate
+from engine.weights.cache import OwnWeights
+from engine.weights.groups import GROUP, Groups, with_zeros
 from engine.weights.packed import PackedLinear
+from engine.weights.packed_groups import GroupsShape, PackedGroups, round_groups
 from engine.weights.product_speed import pack
 
 BF16 = torch.bfloat16
 PRODUCT = (16_384, 2048)  # outputs, depth: gate and up of Llama-3.2-1B
 NUM_WEIGHTS = 6  # used in turn, more than caches hold
+FORMATS = ("torch", "bf16", "int8", "int4", "int8 groups")  # torch's is bfloat16
 SLOW = 0.5  # of the nearer ceiling
 ROUNDS = 100_000  # of multiplying registers: milliseconds, so that waking threads does not count
 
+Linear = Callable[[Tensor], object]
 Calls = Mapping[str, Callable[[int], object]]  # name |-> call with the round's number
 
 
@@ -70,23 +76,36 @@ def rate(num_rows: int, seconds: float, ceilings: Ceilings, is_8bit: bool = Fals
 
 
 class Products:
-    """Weights of one shape in all formats."""
+    """Weights of one shape, in the formats that are asked for."""
 
     def __init__(self) -> None:
-        weight = torch.randn(PRODUCT).mul_(0.02).to(BF16)
-        self._plain = [weight.clone() for _ in range(NUM_WEIGHTS)]
-        self._packed = {
-            is_8bit: [PackedLinear(pack(weight, is_8bit=is_8bit)) for _ in self._plain] for is_8bit in (False, True)
-        }
+        self._weight = torch.randn(PRODUCT).mul_(0.02).to(BF16)
+        self._linears: dict[str, list[Linear]] = {}
 
-    def calls(self, num_rows: int) -> Calls:
-        """ "torch", "bf16" and "int8"."""
+    def calls(self, num_rows: int, names: Sequence[str] = FORMATS) -> Calls:
+        """By `names`."""
         x = torch.randn(num_rows, PRODUCT[1]).to(BF16)
-        return {
-            "torch": cycle([partial(functional.linear, x, weight) for weight in self._plain]),
-            "bf16": cycle([partial(linear, x) for linear in self._packed[False]]),
-            "int8": cycle([partial(linear, x) for linear in self._packed[True]]),
-        }
+        for name in names:
+            if name not in self._linears:
+                self._linears[name] = [self._build(name) for _ in range(NUM_WEIGHTS)]
+        return {name: cycle([partial(linear, x) for linear in self._linears[name]]) for name in names}
+
+    def _build(self, name: str) -> Linear:
+        if name == "torch":
+            return partial(functional.linear, weight=self._weight.clone())
+        if name == "int4":
+            return PackedLinear(pack_groups(round_groups(self._weight)))
+        if name == "int8 groups":
+            codes = torch.randint(0, 256, PRODUCT, dtype=torch.uint8)
+            return PackedLinear(pack_groups(with_zeros(codes, torch.ones(PRODUCT[0], PRODUCT[1] // GROUP), 128, 8)))
+        return PackedLinear(pack(self._weight, is_8bit=name == "int8"))
+
+
+def pack_groups(groups: Groups) -> PackedGroups:
+    """In memory of its own."""
+    shape = GroupsShape.of(groups)
+    memory = OwnWeights().take("", shape.num_bytes, lambda memory: PackedGroups(memory, shape).fill(groups))
+    return PackedGroups(memory, shape)
 
 
 def take_turns(calls: Calls, rounds: int) -> dict[str, list[float]]:
@@ -110,6 +129,6 @@ def check_products(rounds: int = 5) -> tuple[Ceilings, list[Rate]]:
     ceilings, products = measure_ceilings(torch.get_num_threads()), Products()
     rates = []
     for num_rows in (1, 128):
-        seconds = take_turns({"bf16": products.calls(num_rows)["bf16"]}, rounds)["bf16"]
+        seconds = take_turns(products.calls(num_rows, ["bf16"]), rounds)["bf16"]
         rates.append(rate(num_rows, median(seconds), ceilings))
     return ceilings, rates

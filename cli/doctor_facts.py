@@ -28,6 +28,7 @@ class Machine:
     kernel_error: str  # why the CPU kernels cannot be built or loaded
     products: str  # what products reach of the machine's ceilings; empty: not measured
     are_products_slow: bool  # below half of both
+    reading_rate: float  # bytes a second of memory; 0: not measured
     c_compiler: str  # what Triton builds its launchers with
     has_own_pid_namespace: bool  # not the host's
     has_own_ipc_namespace: bool

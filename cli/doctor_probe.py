@@ -23,8 +23,8 @@ from engine.kv.pool import PoolShape
 from engine.models.choose import load_any_config
 from engine.models.config import ModelConfig
 from engine.models.load import choose_dtype
+from engine.models.sources import open_any_model
 from engine.models.table import shard_config
-from engine.weights.checkpoint import Checkpoint
 from engine.weights.files import list_shards
 from engine.weights.table import Shard
 from runtime.config import ServeConfig
@@ -40,7 +40,7 @@ def examine_machine() -> Machine:
     driver = ask_driver()
     gpus = tuple(map(examine_gpu, range(torch.cuda.device_count() if torch.cuda.is_available() else 0)))
     cpp_compiler, kernel_error = try_kernel()
-    products, are_products_slow = try_products() if not kernel_error and not gpus else ("", False)
+    products, are_products_slow, reading_rate = try_products() if not kernel_error and not gpus else ("", False, 0.0)
     flashinfer, flashinfer_error, flashinfer_modules = examine_flashinfer()
     cuda_home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     pairs = permutations(range(len(gpus)), 2)
@@ -53,6 +53,7 @@ def examine_machine() -> Machine:
         kernel_error=kernel_error,
         products=products,
         are_products_slow=are_products_slow,
+        reading_rate=reading_rate,
         c_compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "",
         has_own_pid_namespace=has_own_namespace("pid"),
         has_own_ipc_namespace=has_own_namespace("ipc"),
@@ -87,8 +88,8 @@ def examine_model(config: ServeConfig) -> Model:
     if len(folders) < len(found):
         raise FileNotFoundError("its files are still to be fetched")
     folder = folders[0]
-    model = load_any_config(folder)
-    dtype = choose_dtype(model, Checkpoint(folder), config.dtype)
+    model, checkpoint = open_any_model(folder)
+    dtype = choose_dtype(model, checkpoint, config.dtype)
     kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype)
     shapes = []
     for one in map(load_any_config, folders):
@@ -135,8 +136,8 @@ def try_kernel() -> tuple[str, str]:
     return compiler, ""
 
 
-def try_products() -> tuple[str, bool]:
-    """What products reach, in words, and whether that is slow."""
+def try_products() -> tuple[str, bool, float]:
+    """What products reach, in words, whether that is slow, and how many bytes a second the machine reads."""
     torch.set_num_threads(num_cores())
     ceilings, rates = check_products()
     few, many = rates
@@ -144,7 +145,7 @@ def try_products() -> tuple[str, bool]:
         f"{ceilings.describe()}; {few.num_rows} row reads at {few.reading:.2f} of that, "
         f"{many.num_rows} rows multiply at {many.multiplying:.2f}"
     )
-    return reached, any(one.is_slow for one in rates)
+    return reached, any(one.is_slow for one in rates), ceilings.num_bytes
 
 
 def try_memory_file() -> str:

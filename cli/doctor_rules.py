@@ -20,6 +20,10 @@ from runtime.settings import ConfigError
 from wire.kv_layout import page_bytes_of
 
 GIB = 1 << 30
+OTHER_MEMORY_BYTES = 4 * GIB  # KV and processes
+SIZES = (0.135, 0.35, 0.6, 1, 1.7, 3, 4, 8, 14, 24, 32, 70, 120)  # of models that people use, in billions of weights
+WEIGHT_BYTES = {"bf16": 2, "int8": 1, "int4": 0.57}
+PLEASANT_RATE = 10  # tokens a second: faster than most people read
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}  # dtypes in the names of FlashInfer's modules
 
 
@@ -43,6 +47,7 @@ def judge(config: ServeConfig, machine: Machine, model: Model | Exception) -> li
         Row("memory", "ok", memory),
         Row("cpu instructions", "ok", instructions),
         judge_kernels(machine, is_on_gpu),
+        *([suggest_models(machine)] if machine.reading_rate else []),
         Row("torch", "ok", f"{machine.torch}, {f'CUDA {machine.torch_cuda}' if machine.torch_cuda else 'no CUDA'}"),
         *(judge_gpus(config, machine) if machine.gpus else [explain_no_gpu(config, machine)]),
         *([judge_triton(machine), judge_flashinfer(machine, model)] if is_on_gpu else []),
@@ -72,6 +77,26 @@ def judge_products(machine: Machine) -> Row:
     return Row(
         "cpu kernels", "warning", f"slow: {found}", "end other programs and look again, or set CXX to a newer g++"
     )
+
+
+def suggest_models(machine: Machine) -> Row:
+    """The largest models whose weights fit, and the largest that are pleasant to read from, by format."""
+    room = machine.memory_bytes - OTHER_MEMORY_BYTES
+
+    def largest(most_bytes: float, weight_bytes: float) -> str:
+        fitting = [size for size in SIZES if size * 1e9 * weight_bytes <= most_bytes]
+        if not fitting:
+            return "none"
+        return f"{fitting[-1]:g}B ({machine.reading_rate / (fitting[-1] * 1e9 * weight_bytes):.2g} tokens/s)"
+
+    fits = ", ".join(f"{name} {largest(room, num_bytes)}" for name, num_bytes in WEIGHT_BYTES.items())
+    pleasant = min(room, machine.reading_rate / PLEASANT_RATE)
+    quick = ", ".join(f"{name} {largest(pleasant, num_bytes)}" for name, num_bytes in WEIGHT_BYTES.items())
+    return Row(
+        "what fits", "ok", f"models up to {fits}; at {PLEASANT_RATE} tokens/s and more up to {quick}",
+        "of one stream, if a token reads all weights once; more streams share the reading, and of a mixture of experts "
+        "only the active weights count",
+    )  # fmt: skip
 
 
 def judge_gpus(config: ServeConfig, machine: Machine) -> Iterator[Row]:

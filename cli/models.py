@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from cli.gguf_models import locate_gguf
 from engine.models.choose import has_native_code
 from engine.models.read_config import load_config
 from engine.weights.files import is_path, list_shards, read_header
@@ -25,19 +26,19 @@ TOKENIZER: FilePatterns = (
     "tokenizer",
     ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"),
 )
-WEIGHTS: FilePatterns = ("weights", ("*.safetensors",))
+WEIGHTS: FilePatterns = ("weights", ("*.safetensors", "*.gguf"))
 
 
 def locate_model(model: str) -> str:
-    """The folder of the demo model for "demo"; anything else as it is, a folder or a hub id."""
-    return _demo_folder("target") if model == DEMO_MODEL else model
+    """The folder of the demo model for "demo", or of a GGUF file; anything else as it is, a folder or a hub id."""
+    return _demo_folder("target") if model == DEMO_MODEL else locate_gguf(model) or model
 
 
 def locate_draft(model: str, draft_model: str) -> str:
     """The folder or hub id of the draft model that goes with `model`; empty for none."""
     if draft_model == "auto":
         return _demo_folder("draft") if model == DEMO_MODEL else ""
-    return "" if draft_model == NO_DRAFT else draft_model
+    return "" if draft_model == NO_DRAFT else locate_gguf(draft_model) or draft_model
 
 
 def locate(config: WorkerConfigT) -> WorkerConfigT:
@@ -148,6 +149,8 @@ def choose_served_name(model: str) -> str:
     if model == DEMO_MODEL:
         return "baton-demo"
     folder = Path(model).expanduser()
+    if folder.suffix == ".gguf":
+        return folder.stem
     return folder.resolve().name if folder.is_dir() or folder.is_absolute() else model
 
 

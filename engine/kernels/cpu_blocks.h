@@ -1,7 +1,9 @@
 // Blocks of rows times 32 columns of packed weights, by vectors, AMX tiles or Arm's squares.
 //
-// A path has: kMaxRows rows a pass; block_rows, the height of a block of x; chunk_tiles, how many tiles of weights all
-// blocks use before the next; place, which lays out a row's words; prepare, the weights for several blocks; add.
+// A path has: kTileDepth, how far a tile reaches along K; kBlockWords and kRowWords, what a tile takes of the weights of
+// a block of columns and of a row of x; kMaxRows rows a pass; block_rows, the height of a block of x; chunk_tiles, how
+// many tiles of weights all blocks use before the next; place, which lays out a row's words; prepare, the weights for
+// several blocks; add.
 #pragma once
 #include <vector>
 
@@ -67,9 +69,15 @@ void add_tiles(const uint32_t* x, const uint32_t* w, int64_t num_tiles, typename
         for (int v = 0; v < kAll; ++v) sums[i * 2 * kVectors + v] = sum[i][v];
 }
 
-// With vectors. A block has up to kRows rows; blocks have about equal sizes.
-template <class MathOf> struct Vectors {
+// Tiles of 16 words along K.
+template <class MathOf> struct WordTiles {
     using Math = MathOf;
+    using Sums = typename Math::Sums;
+    static constexpr int kTileDepth = 16 * Math::kPerWord, kBlockWords = 2 * kTileWords, kRowWords = 16 * Math::kParts;
+};
+
+// With vectors. A block has up to kRows rows; blocks have about equal sizes.
+template <class Math> struct Vectors : WordTiles<Math> {
     using Sums = typename Math::Sums;
     static constexpr bool kFillsBlocks = false;
     static constexpr int64_t kMaxRows = 128;  // per pass: at 2,048 values per row they fit into L2
@@ -126,8 +134,7 @@ template <class MathOf> struct Vectors {
 
 #ifdef BATON_AMX
 // With AMX: a block of rows is one or two tiles of 16; x: [tiles of rows][tiles of depth][16 rows][16 words].
-template <class MathOf> struct Tiles {
-    using Math = MathOf;
+template <class Math> struct Tiles : WordTiles<Math> {
     static constexpr bool kFillsBlocks = true;  // with rows of zeros
     static constexpr int64_t kMaxRows = 256;  // per pass: fewer would read the weights too often for tiles
     static int64_t chunk_tiles(int64_t) { return 32; }
@@ -189,8 +196,7 @@ template <class MathOf> struct Tiles {
 #ifdef BATON_SQUARES
 // With Arm's products of 2 rows and 2 columns: a block has up to 4 pairs of rows, the last one perhaps with a row of
 // zeros; x: [tiles][8 pairs of words][rows][2 words].
-template <class MathOf> struct Squares {
-    using Math = MathOf;
+template <class Math> struct Squares : WordTiles<Math> {
     using Sums = typename Math::Sums;
     typedef uint64_t Longs __attribute__((vector_size(16)));
     static constexpr bool kFillsBlocks = true;

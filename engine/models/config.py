@@ -6,6 +6,7 @@ from typing import Literal
 from engine.attention.shape import AttentionShape, group_layers
 from engine.layers.moe_config import Activation, Routing
 from engine.layers.rope_config import RopeConfig
+from engine.weights.scheme import Scheme
 from wire.kv_layout import KvPart
 
 QkNorm = Literal["none", "head", "width"]  # over each head of query and key, or over all heads together
@@ -103,6 +104,7 @@ class ModelConfig:
     packs_gate_up: bool = False
     rope_is_interleaved: bool = False  # pairs are (2i, 2i + 1) in the checkpoint
     moe: Moe | None = None
+    scheme: Scheme | None = None  # of quantised weights; None: plain ones, or a format of its own
     prefix: str = "model."  # of the decoder's tensors
     head: str = "lm_head"  # module
 

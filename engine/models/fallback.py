@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from engine.models.fallback_check import LIMITS, check
 from engine.models.fallback_model import FallbackModel
 from engine.models.fallback_probe import probe_config, read_config, refuse
-from engine.weights.checkpoint import Checkpoint
+from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.reader import OnProgress
 
 MAX_NAMES_SHOWN = 8
@@ -31,7 +31,7 @@ def load_fallback(
     """
     config = read_config(folder)
     shape = probe_config(config)
-    total_bytes = sum(entry.num_bytes for entry in Checkpoint(folder).entries.values())
+    total_bytes = sum(entry.num_bytes for entry in SafetensorsCheckpoint(folder).entries.values())
     if on_progress:
         on_progress(0, total_bytes)
     library: Any = AutoModelForCausalLM

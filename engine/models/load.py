@@ -5,7 +5,6 @@ The entry to `engine.models`. Runs no code from a checkpoint and unpickles nothi
 
 import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -19,28 +18,29 @@ from engine.models.choose import has_native_code
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.fallback_config import FallbackConfig
+from engine.models.gguf_folder import GGUF, make_gguf_folder
 from engine.models.json_values import read_json
-from engine.models.read_config import load_config
+from engine.models.sources import open_model
 from engine.models.table import shard_config
 from engine.ops.choose import ops_for
 from engine.ranks import ONE_RANK, Ranks
 from engine.weights.cache import SMALLEST_FILE_BYTES, CannotShareError, OwnWeights, Weights, share_weights
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.files import TensorEntry, is_path, list_shards, read_header, read_samples
+from engine.weights.entry import TensorEntry, read_samples
+from engine.weights.files import is_path, list_shards, read_header
 from engine.weights.formats import choose_format
 from engine.weights.fp8 import check_fp8
+from engine.weights.gguf_blocks import FLOATS
 from engine.weights.packed import can_pack
 from engine.weights.reader import OnProgress, Reader
 from engine.weights.table import Shard
 
-STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DOWNLOADED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
 NOT_DOWNLOADED = ["*.bin", "*.py", "*.pt", "*.pth", "*/*", "consolidated*"]
 UNHASHED_CONFIG_KEYS = {"_name_or_path", "transformers_version"}  # differ between copies of one model
-LANGUAGE_MODEL = "model.language_model."
 SAMPLE_WINDOWS, SAMPLE_WINDOW_BYTES = 16, 64
-PACKED_VERSION = 1  # of the layout of packed weights
+PACKED_VERSION = 2  # of the layout of packed weights
 
 
 def load_model(
@@ -61,11 +61,10 @@ def load_model(
     check_quantization(quantization, dtype, device)
     if not has_native_code(folder):
         return _load_without_native_code(folder, dtype, device, on_progress, quantization, ranks)
-    checkpoint = Checkpoint(folder)
-    config = fit_prefix(load_config(folder), checkpoint)
+    config, checkpoint = open_model(folder)
     check_tensors(config, checkpoint)
     shard_config(config, Shard(ranks.rank, ranks.size))
-    chosen = torch.bfloat16 if quantization == "int8" else choose_dtype(config, checkpoint, dtype)
+    chosen = torch.bfloat16 if quantization in ("int8", "int4") else choose_dtype(config, checkpoint, dtype)
     ops, num_reported = ops_for(device), 0
 
     def report(done_bytes: int, total_bytes: int) -> None:  # tensors packed into a file are then loaded again from it
@@ -93,13 +92,6 @@ def load_model(
     decoder = build(shared)
     decoder.mapped_bytes = shared.num_bytes
     return decoder
-
-
-def fit_prefix(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-    """Some copies of models with several parts have other names for the language model."""
-    if f"{LANGUAGE_MODEL}embed_tokens.weight" in checkpoint.entries:
-        return replace(config, prefix=LANGUAGE_MODEL, head="lm_head")
-    return config
 
 
 def _load_without_native_code(
@@ -132,25 +124,27 @@ def check_quantization(quantization: Quantization, dtype: str, device: torch.dev
     """Raises ValueError if the device or dtype does not support it."""
     if quantization == "fp8":
         check_fp8(device)
-    if quantization == "int8" and device.type != "cpu":
-        raise ValueError("--quantization int8 is for CPUs: use --quantization fp8 on a GPU, or --device cpu")
-    if quantization == "int8" and dtype not in ("auto", "bfloat16"):
-        raise ValueError(f"--quantization int8 computes in bfloat16, not {dtype}: set --dtype bfloat16 or auto")
+    if quantization in ("int8", "int4") and device.type != "cpu":
+        raise ValueError(f"--quantization {quantization} is for CPUs: use --quantization fp8 on a GPU, or --device cpu")
+    if quantization in ("int8", "int4") and dtype not in ("auto", "bfloat16"):
+        raise ValueError(
+            f"--quantization {quantization} computes in bfloat16, not {dtype}: set --dtype bfloat16 or auto"
+        )
 
 
 def choose_dtype(config: ModelConfig | FallbackConfig, checkpoint: Checkpoint, dtype: str) -> torch.dtype:
-    """The dtype of a model; "auto" is that of its embedding, or of its largest tensor.
+    """The dtype of a model; "auto" is that of its embedding, or of its largest tensor; bfloat16 if quantised.
 
     Raises ValueError naming what is supported.
     """
     for name, entry in checkpoint.entries.items():
-        if entry.dtype not in STORED_DTYPES:
-            raise ValueError(f"{name} is stored as {entry.dtype}; supported: {', '.join(STORED_DTYPES)}")
+        if entry.dtype not in checkpoint.dtypes:
+            raise ValueError(f"{name} is stored as {entry.dtype}; supported: {', '.join(checkpoint.dtypes)}")
     if dtype == "auto":
         entries = checkpoint.entries
         name = f"{config.prefix}embed_tokens.weight" if isinstance(config, ModelConfig) else ""
         entry = entries.get(name) or max(entries.values(), key=lambda entry: entry.num_bytes)
-        return STORED_DTYPES[entry.dtype]
+        return FLOATS.get(entry.dtype, torch.bfloat16)
     check_dtype(dtype)
     return DTYPES[dtype]
 
@@ -193,7 +187,7 @@ def _digest_tensors(path: Path, entries: dict[str, TensorEntry]) -> dict[str, by
 
 
 def resolve_model_folder(name_or_path: str) -> Path:
-    """A folder stays as it is; anything else is a Hugging Face hub id, found in the local cache or downloaded.
+    """A folder stays as it is, and a GGUF file gets one; else it is a hub id, in the local cache or to be downloaded.
 
     Fetches only configs, safetensors and tokenizer files. Raises FileNotFoundError that says what to do if the name is
     neither, the hub does not know it, or the hub cannot be reached.
@@ -201,6 +195,8 @@ def resolve_model_folder(name_or_path: str) -> Path:
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
         return folder
+    if folder.suffix == GGUF and folder.is_file():
+        return make_gguf_folder(folder, cache_folder() / "models")
     if is_path(name_or_path):
         raise FileNotFoundError(f"model folder {name_or_path!r} does not exist")
     try:

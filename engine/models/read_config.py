@@ -8,6 +8,7 @@ from engine.models.config import LayerConfig, ModelConfig, Moe
 from engine.models.families import FAMILIES, Experts, Family
 from engine.models.json_values import Json, collection, flag, integer, number, number_unless_zero, read_json, rule
 from engine.models.read_layers import vary_layers
+from engine.models.read_quantization import read_scheme
 from engine.models.read_rope import FULL, SLIDING, read_ropes
 
 DEFAULT_MAX_WINDOW_LAYERS = 28  # the default of Qwen's `max_window_layers`
@@ -90,6 +91,7 @@ def build_config(config: Json) -> ModelConfig:
         packs_gate_up=family.packs_gate_up,
         rope_is_interleaved=family.rope_is_interleaved,
         moe=moe,
+        scheme=read_scheme(config),
         prefix=f"{prefix}model.",
         head=f"{prefix}lm_head",
     )
@@ -121,9 +123,6 @@ def _refuse_unsupported(config: Json, family: Family) -> None:
     key, supported = family.activation_key, ACTIVATIONS[family.activation]
     if config.get(key, supported[0]) not in supported:
         raise ValueError(f"{key} {config[key]!r} is not supported; supported: {', '.join(map(repr, supported))}")
-    if quantization := collection(config, "quantization_config", dict):
-        method = quantization.get("quant_method")
-        raise ValueError(f"quantization_config ({method!r}) is not supported; supported: plain float weights")
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):  # between parts of an image
         raise ValueError("use_bidirectional_attention is not supported; supported: false")
     if family.activation == "clamped":

@@ -37,6 +37,10 @@ class Weights(Protocol):
         """The tensor `name`, [num_bytes or more] uint8, filled by `fill` unless it already is."""
         ...
 
+    def find(self, begin: str) -> str | None:
+        """The name that begins so, of a tensor that is filled."""
+        ...
+
 
 class OwnWeights:
     """`Weights` in this process's memory."""
@@ -46,6 +50,9 @@ class OwnWeights:
         tensor = memory[-memory.data_ptr() % 64 :][: num_bytes + PADDING_BYTES]
         fill(tensor[:num_bytes])
         return tensor
+
+    def find(self, begin: str) -> str | None:
+        return None
 
 
 class WrittenWeights:
@@ -67,6 +74,9 @@ class WrittenWeights:
         self._file.write(tensor.numpy().data)
         self._end += length
         return tensor
+
+    def find(self, begin: str) -> str | None:
+        return None
 
     def finish(self) -> None:
         """Write the index and its length at the end."""
@@ -104,6 +114,10 @@ class MappedWeights:
         except OSError:
             self._all[begin : begin + length : mmap.PAGESIZE].sum()
         return self._all[begin : begin + length]
+
+    def find(self, begin: str) -> str | None:
+        """See `Weights`."""
+        return next((name for name in self._index if name.startswith(begin)), None)
 
 
 def _read_index(file: BinaryIO) -> dict[str, tuple[int, int]]:

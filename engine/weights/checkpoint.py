@@ -1,38 +1,82 @@
-"""The tensors in a folder of safetensors files: their places, and their data, mapped into memory on demand.
+"""The tensors of a checkpoint: their places, and their data, mapped into memory on demand.
 
 Knows nothing of models. A tensor that needs no conversion stays a view of the file's mapping, so all processes of a
 host that load the same checkpoint share its pages.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.weights.files import TensorEntry, list_shards, read_header
+from engine.weights.entry import TensorEntry
+from engine.weights.files import list_shards, read_header
+from engine.weights.gguf_blocks import FLOATS, QUANTISED
+from engine.weights.groups import Groups
 
 
-class Checkpoint:
-    """All tensors of one checkpoint. A file's mapping lives as long as this object or any of its tensors."""
+class Checkpoint(ABC):
+    """All tensors of one checkpoint, under the names that a model's table has for them."""
+
+    entries: dict[str, TensorEntry]  # tensor name |-> entry
+    dtypes: Collection[str] = (*FLOATS, *QUANTISED)  # of entries that can be read
+
+    @abstractmethod
+    def tensor(self, name: str) -> Tensor:
+        """The tensor on the CPU: in its own dtype a read-only view of a mapping, else in float32. KeyError if absent.
+
+        The mapping lives as long as this object or any of its tensors.
+        """
+
+    @abstractmethod
+    def borrow(self, name: str) -> Tensor:
+        """Like `tensor`, but through a mapping that is freed with the tensor: for one read. KeyError if absent."""
+
+    def groups(self, name: str) -> Groups | None:
+        """A matrix with equal values, if the file has it in a form that fits. KeyError if absent."""
+        return None
+
+    def stacked(self, name: str, index: int) -> Tensor | None:
+        """One matrix of a tensor of several, if they are computed one by one; None: it is a view of the tensor."""
+        return None
+
+    def stacked_groups(self, name: str, index: int) -> Groups | None:
+        """The transpose of that matrix, if the file has it in a form that fits."""
+        return None
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """A folder of safetensors files. A damaged one is a ValueError."""
+
+    dtypes = tuple(FLOATS)
 
     def __init__(self, folder: Path) -> None:
         """Reads headers only. Raises FileNotFoundError for a missing file, ValueError for a damaged one."""
-        self.entries: dict[str, TensorEntry] = {}  # tensor name |-> entry
+        self.entries = {}
         self._files: dict[Path, Any] = {}  # shard |-> open safetensors file
         for path in list_shards(folder):
             self.entries.update(read_header(path))
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor on the CPU in its own dtype: a read-only view of the mapping. KeyError if absent."""
+        """See `Checkpoint`."""
         path = self.entries[name].path
         if path not in self._files:
-            self._files[path] = safe_open(path, framework="pt", device="cpu")
+            self._files[path] = _open(path)
         tensor: Tensor = self._files[path].get_tensor(name)
         return tensor
 
     def borrow(self, name: str) -> Tensor:
-        """Like `tensor`, but through a mapping that is freed with the tensor: for one read. KeyError if absent."""
-        with safe_open(self.entries[name].path, framework="pt", device="cpu") as file:
+        """See `Checkpoint`."""
+        with _open(self.entries[name].path) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error

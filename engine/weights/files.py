@@ -1,29 +1,17 @@
 """A checkpoint's files: the folder's name, the shards, and the tensors that their headers describe.
 
-Knows the safetensors format, nothing of models. Imports no torch, so that commands can look at a checkpoint at once.
+Imports no torch, so that commands can look at a checkpoint at once.
 """
 
 import json
-import math
-import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from engine.weights.entry import TensorEntry
+from engine.weights.gguf_file import read_gguf
+from engine.weights.safetensors_file import read_safetensors
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-HEADER_LIMIT_BYTES = 100 * 2**20  # the format's own limit
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor as a file's header describes it."""
-
-    path: Path
-    dtype: str  # the format's name: "BF16", "F32", ...
-    shape: tuple[int, ...]
-    begin_bytes: int  # offset in the file
-    num_bytes: int
 
 
 def is_path(name: str) -> bool:
@@ -32,14 +20,16 @@ def is_path(name: str) -> bool:
 
 
 def list_shards(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted: those named by the index, else the single one."""
+    """The files of a checkpoint's weights, sorted: those named by the index, else the single one, else GGUF files."""
     index = folder / INDEX_NAME
     if not index.exists():
-        if not (folder / SINGLE_NAME).exists():
-            raise FileNotFoundError(
-                f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; only safetensors checkpoints are supported"
-            )
-        return [folder / SINGLE_NAME]
+        if (folder / SINGLE_NAME).exists():
+            return [folder / SINGLE_NAME]
+        if found := sorted(folder.glob("*.gguf")):
+            return found
+        raise FileNotFoundError(
+            f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME} nor a .gguf; other files of weights are not supported"
+        )
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -53,38 +43,5 @@ def list_shards(folder: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Tensor name |-> entry of one file.
-
-    Format: 8 bytes little-endian header length N, N bytes of JSON, then the tensors at `data_offsets` from there.
-    Raises ValueError if the header is damaged or the file's size differs from what the header says.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if size < 8 or header_bytes > min(size - 8, HEADER_LIMIT_BYTES):
-            raise ValueError(f"{path} is truncated or not a safetensors file: {size} bytes, header {header_bytes}")
-        try:
-            header = json.loads(file.read(header_bytes))
-            header.pop("__metadata__", None)
-            entries = {name: _build_entry(path, 8 + header_bytes, fields) for name, fields in header.items()}
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{path} has a damaged safetensors header: {error!r}") from error
-    expected = max((entry.begin_bytes + entry.num_bytes for entry in entries.values()), default=8 + header_bytes)
-    if size != expected:
-        kind = "truncated" if size < expected else "longer than its header says"
-        raise ValueError(f"{path} is {kind}: its header describes {expected} bytes, the file has {size}")
-    return entries
-
-
-def _build_entry(path: Path, data_begin: int, fields: dict[str, Any]) -> TensorEntry:
-    begin, end = fields["data_offsets"]
-    return TensorEntry(path, fields["dtype"], tuple(fields["shape"]), data_begin + begin, end - begin)
-
-
-def read_samples(file_descriptor: int, entry: TensorEntry, num_windows: int, window_bytes: int) -> bytes:
-    """Evenly spaced windows of a tensor's bytes, including its first and last; all of it if it is that small."""
-    if entry.num_bytes <= num_windows * window_bytes:
-        return os.pread(file_descriptor, entry.num_bytes, entry.begin_bytes)
-    stride = (entry.num_bytes - window_bytes) / (num_windows - 1)
-    begins = [entry.begin_bytes + math.floor(index * stride) for index in range(num_windows)]
-    return b"".join(os.pread(file_descriptor, window_bytes, begin) for begin in begins)
+    """Tensor name |-> entry of one file. ValueError if it is damaged, OSError if it cannot be read."""
+    return read_gguf(path).entries if path.suffix == ".gguf" else read_safetensors(path)

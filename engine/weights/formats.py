@@ -17,17 +17,20 @@ from engine.layers.moe_config import Activation
 from engine.ops.base import Ops
 from engine.weights.cache import Weights
 from engine.weights.fp8 import E4M3, Fp8Linear, quantise_rows
+from engine.weights.groups import GROUP, Groups, join_groups, round_to_8_bits
 from engine.weights.int8 import Int8Linear, round_rows
 from engine.weights.packed import (
     NEVER,
     PANEL_COLUMNS,
     Epilogue,
+    Matrix,
     PackedEmbedding,
     PackedLinear,
     PackedMatrix,
     PackedShape,
     panel_order,
 )
+from engine.weights.packed_groups import GroupsShape, PackedGroups, round_groups
 from engine.weights.product_speed import choose_torch_rows
 from engine.weights.reader import Reader
 from engine.weights.table import Product
@@ -96,13 +99,16 @@ class Fp8Format(PlainFormat):
 
 
 class PackedFormat(PlainFormat):
-    """Weights in tiles for the CPU's kernel, in bfloat16 or 8 bits, in memory that workers may share."""
+    """Weights in tiles for the CPU's kernels, in memory that workers may share: bfloat16, 8 bits, or groups of 32.
 
-    def __init__(self, reader: Reader, ops: Ops, weights: Weights, *, is_8bit: bool) -> None:
+    Without `quantization`, weights that the file has in groups keep their bits.
+    """
+
+    def __init__(self, reader: Reader, ops: Ops, weights: Weights, quantization: Quantization) -> None:
         super().__init__(reader, ops)
         self._weights = weights
-        self._is_8bit = is_8bit
-        self._torch_rows = NEVER if is_8bit else choose_torch_rows()
+        self._quantization = quantization
+        self._torch_rows = NEVER if quantization == "int8" else choose_torch_rows()
 
     def linear(self, product: Product) -> Linear:
         return PackedLinear(self._pack(product), self._bias(product), torch_rows=self._torch_rows)
@@ -115,14 +121,50 @@ class PackedFormat(PlainFormat):
         return PackedLinear(self._pack(product, is_gated=True), bias, Epilogue.GATED, self._torch_rows)
 
     def embed(self, table: Product, head: Product) -> tuple[Embedding, Linear]:
-        matrix = self._pack(head)
+        matrix = self._pack(head, bits=8)
         embedding = PackedEmbedding(matrix) if head == table else Embedding(self.reader.fuse(table))
         return embedding, PackedLinear(matrix, epilogue=Epilogue.FLOATS)
 
-    def _pack(self, product: Product, *, is_gated: bool = False) -> PackedMatrix:
-        """`is_gated`: the panels of both parts alternate."""
+    def _pack(self, product: Product, *, is_gated: bool = False, bits: int = 4) -> Matrix:
+        """`is_gated`: the panels of both parts alternate. `bits`: if weights are rounded to groups."""
+        matrix = self._pack_groups(product, is_gated, bits) or self._pack_tiles(product, is_gated)
+        self.reader.count(product)  # a cache file may have it already
+        return matrix
+
+    def _pack_groups(self, product: Product, is_gated: bool, bits: int) -> PackedGroups | None:
+        """None if the file does not have the weights in groups and they are not rounded to any."""
+        num_rows, depth = product.num_rows(self.reader.shard), product.depth(self.reader.shard)
+        begin, parts = f"{_name(product)}#", list[Groups]()
+        name = self._weights.find(begin)
+        if name is not None:
+            shape = GroupsShape.named(name.removeprefix(begin), sum(num_rows), depth)
+        else:
+            parts = self._find_groups(product, bits)
+            if not parts:
+                return None
+            shape = GroupsShape.of(*parts)
+            name = begin + shape.name
+
+        def fill(memory: Tensor) -> None:
+            matrix = PackedGroups(memory, shape)
+            if is_gated:
+                for half, part in enumerate(parts):
+                    matrix.fill(part, half, 2)
+            else:
+                matrix.fill(join_groups(parts))
+
+        return PackedGroups(self._weights.take(name, shape.num_bytes, fill), shape)
+
+    def _find_groups(self, product: Product, bits: int) -> list[Groups]:
+        stored = self.reader.groups(product) if self._quantization == "none" else None
+        if stored is not None or self._quantization != "int4" or product.depth(self.reader.shard) % GROUP:
+            return stored or []
+        rounded = round_groups if bits == 4 else round_to_8_bits
+        return [rounded(weight.to(torch.bfloat16)) for weight in self.reader.weights(product)]
+
+    def _pack_tiles(self, product: Product, is_gated: bool) -> PackedMatrix:
         num_rows = product.num_rows(self.reader.shard)
-        shape = PackedShape(sum(num_rows), product.depth(self.reader.shard), self._is_8bit)
+        shape = PackedShape(sum(num_rows), product.depth(self.reader.shard), self._quantization == "int8")
 
         def fill(memory: Tensor) -> None:
             matrix, weights = PackedMatrix(memory, shape), self.reader.weights(product)
@@ -135,9 +177,7 @@ class PackedFormat(PlainFormat):
                 for index, weight in enumerate(weights):
                     matrix.fill(weight.to(torch.bfloat16), sum(num_rows[:index]) // PANEL_COLUMNS)
 
-        matrix = PackedMatrix(self._weights.take(_name(product), shape.num_bytes, fill), shape)
-        self.reader.count(product)  # a cache file may have it already
-        return matrix
+        return PackedMatrix(self._weights.take(_name(product), shape.num_bytes, fill), shape)
 
     def _bias(self, product: Product, *, is_gated: bool = False) -> Tensor | None:
         biases = [bias.float() for bias in self.reader.biases(product)]
@@ -153,5 +193,5 @@ def _name(product: Product) -> str:
 def choose_format(reader: Reader, ops: Ops, quantization: Quantization, weights: Weights | None) -> PlainFormat:
     """weights: memory for packed ones; None: they are not packed."""
     if weights is not None:
-        return PackedFormat(reader, ops, weights, is_8bit=quantization == "int8")
-    return {"none": PlainFormat, "int8": Int8Format, "fp8": Fp8Format}[quantization](reader, ops)
+        return PackedFormat(reader, ops, weights, quantization)
+    return {"none": PlainFormat, "int8": Int8Format, "int4": PlainFormat, "fp8": Fp8Format}[quantization](reader, ops)

@@ -1,11 +1,12 @@
-"""Linear layers over weights packed in tiles, by the C++ kernel in cpu_linear.cpp: bfloat16 or 8 bits, on CPUs.
+"""Linear layers over packed weights, by C++ kernels, on CPUs; matrices in tiles of bfloat16 or 8 bits.
 
-The kernel checks nothing; this file checks all arguments. Knows the layout of packed matrices, not where their memory
+Kernels check nothing; this file checks all arguments. Knows the layout of packed matrices, not where their memory
 comes from.
 """
 
 import ctypes
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -25,34 +26,79 @@ NEVER = 1 << 62  # rows
 
 
 class Epilogue(IntEnum):
-    """What the kernel does with the sums; enum Epilogue of cpu_linear.cpp."""
+    """What the kernel does with the sums; enum Epilogue of cpu_multiply.h."""
 
     ROUNDED = 0  # [T, N] bfloat16
     FLOATS = 1  # [T, N] float32
     GATED = 2  # [T, N / 2] bfloat16: silu(gate) * up
 
 
-class _BatonProduct(ctypes.Structure):
-    """struct BatonProduct of cpu_linear.cpp."""
+class BatonProduct(ctypes.Structure):
+    """struct BatonProduct of cpu_multiply.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "w", "scale", "shift", "bias", "out")),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_columns", "depth")),
-        *((name, ctypes.c_int32) for name in ("is_8bit", "epilogue", "math", "num_threads")),
+        *((name, ctypes.c_int32) for name in ("form", "epilogue", "math", "num_threads")),
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class PackedShape:
-    """A matrix [N, K] in tiles: [N / 32][K / depth of a tile][2 panels][16 words][16 columns], padded by zeros."""
+class MatrixShape(ABC):
+    """A matrix [N, K] in blocks of 32 columns, two panels of 16 each, padded by zeros."""
 
     num_columns: int  # N
     depth: int  # K
-    is_8bit: bool
 
     @property
     def num_blocks(self) -> int:
         return -(-self.num_columns // BLOCK_COLUMNS)
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int: ...
+
+
+class Matrix(ABC):
+    """Weights [N, K] in memory that others may share. Read-only after it is filled."""
+
+    __slots__ = ("memory", "shape")
+    shape: MatrixShape
+
+    def __init__(self, memory: Tensor, shape: MatrixShape) -> None:
+        """memory: [shape.num_bytes] uint8 or more, aligned to 64 bytes."""
+        if memory.dtype is not torch.uint8 or memory.numel() < shape.num_bytes or memory.data_ptr() % 64:
+            raise ValueError(f"{memory.numel()} values of {memory.dtype} do not hold {shape}")
+        self.memory = memory
+        self.shape = shape
+
+    def take_rows(self, ids: Tensor) -> Tensor:
+        """[n] int64 |-> [n, K] bfloat16."""
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.shape.num_columns:
+            raise ValueError(f"ids reach {int(ids.max())}, expected 0 to {self.shape.num_columns - 1}")
+        rows = torch.empty(len(ids), self.shape.depth, dtype=torch.bfloat16)
+        self._take(ids.contiguous(), rows)
+        return rows
+
+    @abstractmethod
+    def product(self) -> tuple[Callable[[int], object], BatonProduct]:
+        """The kernel's function, and its argument with what is known of the weights."""
+
+    @abstractmethod
+    def _take(self, ids: Tensor, rows: Tensor) -> None:
+        """Writes `rows`."""
+
+    def _fits(self, rows: Tensor, first_panel: int, step: int) -> bool:
+        """Whether rows [n, K] fit into every `step`-th panel."""
+        last_panel = first_panel + step * (-(-len(rows) // PANEL_COLUMNS) - 1)
+        return rows.shape[1] == self.shape.depth and last_panel < 2 * self.shape.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class PackedShape(MatrixShape):
+    """Tiles of bfloat16 or 8 bits: [N / 32][K / depth of a tile][2 panels][16 words][16 columns]."""
+
+    is_8bit: bool
 
     @property
     def tile_bytes(self) -> int:
@@ -66,17 +112,14 @@ class PackedShape:
         return self.tile_bytes + (8 * BLOCK_COLUMNS * self.num_blocks if self.is_8bit else 0)
 
 
-class PackedMatrix:
-    """Weights [N, K] in memory that others may share. Read-only after it is filled."""
+class PackedMatrix(Matrix):
+    """In bfloat16, or 8 bits with a scale per column."""
 
-    __slots__ = ("memory", "scale", "shape", "shift")
+    __slots__ = ("scale", "shift")
+    shape: PackedShape
 
     def __init__(self, memory: Tensor, shape: PackedShape) -> None:
-        """memory: [shape.num_bytes] uint8 or more, aligned to 64 bytes."""
-        if memory.dtype is not torch.uint8 or memory.numel() < shape.num_bytes or memory.data_ptr() % 64:
-            raise ValueError(f"{memory.numel()} values of {memory.dtype} do not hold {shape}")
-        self.memory = memory
-        self.shape = shape
+        super().__init__(memory, shape)
         columns = BLOCK_COLUMNS * shape.num_blocks
         tables = memory[shape.tile_bytes : shape.num_bytes].view(torch.int32)
         self.scale = tables[:columns].view(torch.float32)  # [N padded], or empty
@@ -84,13 +127,11 @@ class PackedMatrix:
 
     def fill(self, rows: Tensor, first_panel: int = 0, step: int = 1) -> None:
         """Pack rows [n, K] bfloat16 into every `step`-th panel. The memory must be zeros before the first call."""
-        num_rows, depth = rows.shape
-        last_panel = first_panel + step * (-(-num_rows // PANEL_COLUMNS) - 1)
-        if rows.dtype is not torch.bfloat16 or depth != self.shape.depth or last_panel >= 2 * self.shape.num_blocks:
+        if rows.dtype is not torch.bfloat16 or not self._fits(rows, first_panel, step):
             raise ValueError(f"{rows.dtype} {tuple(rows.shape)} from panel {first_panel} on do not fit {self.shape}")
         rows = rows.contiguous()
         _load().baton_pack(
-            rows.data_ptr(), num_rows, depth, self.memory.data_ptr(), first_panel, step,
+            rows.data_ptr(), *rows.shape, self.memory.data_ptr(), first_panel, step,
             *self._tables(), torch.get_num_threads(),
         )  # fmt: skip
 
@@ -107,17 +148,16 @@ class PackedMatrix:
         )
         return columns
 
-    def take_rows(self, ids: Tensor) -> Tensor:
-        """[n] int64 |-> [n, K] bfloat16."""
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.shape.num_columns:
-            raise ValueError(f"ids reach {int(ids.max())}, expected 0 to {self.shape.num_columns - 1}")
-        rows = torch.empty(len(ids), self.shape.depth, dtype=torch.bfloat16)
-        ids = ids.contiguous()
+    def _take(self, ids: Tensor, rows: Tensor) -> None:
         _load().baton_take_rows(
             self.memory.data_ptr(), self._tables()[0], self.shape.depth, ids.data_ptr(), len(ids), rows.data_ptr(),
             torch.get_num_threads(),
         )  # fmt: skip
-        return rows
+
+    def product(self) -> tuple[Callable[[int], object], BatonProduct]:
+        scale, shift = self._tables()
+        is_8bit = self.shape.is_8bit
+        return _load().baton_multiply, BatonProduct(scale=scale, shift=shift, form=is_8bit, math=choose_math(is_8bit))
 
 
 def panel_order(parts: Sequence[Tensor], is_gated: bool) -> Tensor:
@@ -136,31 +176,24 @@ class PackedLinear:
     __slots__ = ("_arguments", "_bias", "_epilogue", "_matrix", "_multiply", "_torch_rows", "num_outputs")
 
     def __init__(
-        self, matrix: PackedMatrix, bias: Tensor | None = None, epilogue: Epilogue = Epilogue.ROUNDED,
+        self, matrix: Matrix, bias: Tensor | None = None, epilogue: Epilogue = Epilogue.ROUNDED,
         torch_rows: int = NEVER,
     ) -> None:  # fmt: skip
-        """bias: [N padded] float32, in `panel_order`. torch_rows: from how many rows on torch multiplies."""
-        kernel, shape = _load(), matrix.shape
+        """bias: [N padded] float32, in `panel_order`. torch_rows: from how many rows on torch multiplies bfloat16."""
+        shape = matrix.shape
         if bias is not None and (bias.dtype is not torch.float32 or len(bias) != BLOCK_COLUMNS * shape.num_blocks):
             raise ValueError(f"bias is {bias.dtype} {tuple(bias.shape)}, expected float32 of {shape} padded")
         self._matrix = matrix
         self._bias = bias
         self._epilogue = epilogue
-        self._multiply = kernel.baton_multiply
-        self._torch_rows = NEVER if shape.is_8bit or epilogue is Epilogue.FLOATS else torch_rows
+        is_bfloat16 = isinstance(matrix, PackedMatrix) and not matrix.shape.is_8bit
+        self._torch_rows = torch_rows if is_bfloat16 and epilogue is not Epilogue.FLOATS else NEVER
         self.num_outputs = shape.num_columns // (2 if epilogue is Epilogue.GATED else 1)
-        scale, shift = matrix._tables()
-        self._arguments = _BatonProduct(
-            w=matrix.memory.data_ptr(),
-            scale=scale,
-            shift=shift,
-            bias=None if bias is None else bias.data_ptr(),
-            num_columns=shape.num_columns,
-            depth=shape.depth,
-            is_8bit=shape.is_8bit,
-            epilogue=epilogue,
-            math=choose_math(shape.is_8bit),
-        )
+        self._multiply, self._arguments = matrix.product()
+        self._arguments.w = matrix.memory.data_ptr()
+        self._arguments.bias = None if bias is None else bias.data_ptr()
+        self._arguments.num_columns, self._arguments.depth = shape.num_columns, shape.depth
+        self._arguments.epilogue = epilogue
 
     def __call__(self, rows: Tensor) -> Tensor:
         """rows: [T, K] bfloat16 |-> [T, num_outputs]"""
@@ -170,8 +203,8 @@ class PackedLinear:
                 f"rows are {rows.dtype} {tuple(rows.shape)} on {rows.device}, expected bfloat16 [T, {depth}] on cpu"
             )
         rows = rows.contiguous()
-        if len(rows) >= self._torch_rows:
-            return self._by_torch(rows)
+        if len(rows) >= self._torch_rows and isinstance(self._matrix, PackedMatrix):
+            return self._by_torch(self._matrix, rows)
         dtype = torch.float32 if self._epilogue is Epilogue.FLOATS else torch.bfloat16
         out = torch.empty(len(rows), self.num_outputs, dtype=dtype)
         arguments = self._arguments
@@ -180,13 +213,13 @@ class PackedLinear:
         self._multiply(ctypes.addressof(arguments))
         return out
 
-    def _by_torch(self, rows: Tensor) -> Tensor:
+    def _by_torch(self, matrix: PackedMatrix, rows: Tensor) -> Tensor:
         """The same with torch's product, of a part of the columns at a time."""
-        num_panels = 2 * self._matrix.shape.num_blocks
-        at_once = max(UNPACKED_VALUES // (self._matrix.shape.depth * PANEL_COLUMNS), 1)
+        num_panels = 2 * matrix.shape.num_blocks
+        at_once = max(UNPACKED_VALUES // (matrix.shape.depth * PANEL_COLUMNS), 1)
         out = torch.empty(len(rows), num_panels * PANEL_COLUMNS, dtype=torch.bfloat16)
         for first in range(0, num_panels, at_once):
-            weight = self._matrix.take_panels(first, min(at_once, num_panels - first))
+            weight = matrix.take_panels(first, min(at_once, num_panels - first))
             columns = slice(first * PANEL_COLUMNS, first * PANEL_COLUMNS + len(weight))
             bias = None if self._bias is None else self._bias[columns].bfloat16()
             out[:, columns] = functional.linear(rows, weight, bias)
@@ -201,7 +234,7 @@ class PackedEmbedding(Embedding):
 
     __slots__ = ("_matrix",)
 
-    def __init__(self, matrix: PackedMatrix) -> None:
+    def __init__(self, matrix: Matrix) -> None:
         super().__init__(torch.empty(0, dtype=torch.bfloat16))
         self._matrix = matrix
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.weights.checkpoint import Checkpoint
+from engine.weights.groups import Groups
 from engine.weights.table import WHOLE, Axis, Part, Product, Shard, Vector
 
 OnProgress = Callable[[int, int], None]  # (done_bytes, total_bytes) of the checkpoint
@@ -39,6 +40,12 @@ class Reader:
         """Each part of a product, [n, K], in the stored dtype on the CPU, to be read once."""
         return [self._weight(product, part, self.checkpoint.borrow) for part in product.parts]
 
+    def groups(self, product: Product) -> list[Groups] | None:
+        """Each part of a product, [n, K], if the file has them all in groups of equally many bits. Counts nothing."""
+        found = [groups for part in product.parts if (groups := self._groups(product, part)) is not None]
+        is_whole = len(found) == len(product.parts) and len({groups.bits for groups in found}) == 1
+        return found if is_whole else None
+
     def fuse(self, product: Product) -> Tensor:
         """[N, K]: a view of the file's mapping if it is one part that needs no conversion."""
         if len(product.parts) > 1:
@@ -60,8 +67,8 @@ class Reader:
         for part in product.parts:
             if part.bias is not None and not (product.inputs.is_divided and self.shard.rank):
                 self._count(part.bias)
-                tensor = self._select(self.checkpoint.borrow(part.bias), part)
-                found.append(self._rows_of(tensor, part.rows).to(self.device, self.dtype))
+                own = _select(_matrix(self.checkpoint.borrow(part.bias), part), part)
+                found.append(self._rows_of(own, part.rows).to(self.device, self.dtype))
         return found
 
     def bias(self, product: Product) -> Tensor | None:
@@ -71,17 +78,23 @@ class Reader:
 
     def _weight(self, product: Product, part: Part, read: Callable[[str], Tensor]) -> Tensor:
         self._count(part.weight)
-        tensor = read(part.weight)
-        if part.is_transposed:
-            tensor = tensor.transpose(-1, -2)
+        tensor = None if part.index is None else self.checkpoint.stacked(part.weight, part.index)
+        if tensor is None:
+            tensor = _matrix(read(part.weight), part)
         columns = product.inputs.of(self.shard)
-        rows = self._rows_of(self._select(tensor, part), part.rows)
+        rows = self._rows_of(_select(tensor.T if part.is_transposed else tensor, part), part.rows)
         return rows.narrow(1, columns.start, len(columns)).contiguous()
 
-    def _select(self, tensor: Tensor, part: Part) -> Tensor:
-        """The part's rows, of all ranks."""
-        tensor = tensor if part.index is None else tensor[part.index]
-        return tensor[part.first : part.first + part.step * part.rows.size : part.step]
+    def _groups(self, product: Product, part: Part) -> Groups | None:
+        checkpoint, index, columns = self.checkpoint, part.index, product.inputs.of(self.shard)
+        groups = checkpoint.groups(part.weight) if index is None else checkpoint.stacked_groups(part.weight, index)
+        if groups is None or part.is_transposed == (index is None):  # only stacked ones are the transpose's
+            return None
+
+        def cut(rows: Tensor) -> Tensor:
+            return self._rows_of(_select(rows, part), part.rows)
+
+        return groups.each(cut).columns(columns.start, len(columns))
 
     def _rows_of(self, tensor: Tensor, rows: Axis) -> Tensor:
         own = rows.of(self.shard)
@@ -104,3 +117,13 @@ class Reader:
     def finish(self) -> None:
         """Reports all tensors as read, also those that the model ignores."""
         self._on_progress(self._total_bytes, self._total_bytes)
+
+
+def _matrix(tensor: Tensor, part: Part) -> Tensor:
+    """The part's own, if there are several."""
+    return tensor if part.index is None else tensor[part.index]
+
+
+def _select(rows: Tensor, part: Part) -> Tensor:
+    """The part's rows, of all ranks."""
+    return rows[part.first : part.first + part.step * part.rows.size : part.step]

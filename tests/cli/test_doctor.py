@@ -27,7 +27,8 @@ MODULES = tuple(
 )
 CPU = Machine(
     num_cores=8, num_host_cores=16, memory_bytes=64 * GIB, instruction_sets=("avx2", "avx512", "amx"),
-    cpp_compiler="g++", kernel_error="", products="", are_products_slow=False, c_compiler="/usr/bin/gcc",
+    cpp_compiler="g++", kernel_error="", products="", are_products_slow=False, reading_rate=0.0,
+    c_compiler="/usr/bin/gcc",
     has_own_pid_namespace=False, has_own_ipc_namespace=False, memory_file_error="",
     locked_bytes=8 << 20,
     torch="2.11.0+cpu", torch_cuda="", driver="", num_driver_gpus=0, visible_gpus=(), visible_setting="", gpus=(),
@@ -84,6 +85,17 @@ UNSEEN = replace(NODE, gpus=())  # by torch
 FAR_APART = replace(NODE, strangers=((1, 0),))  # decode cannot read prefill
 FAR_FROM_1 = replace(NODE, strangers=((0, 1),))  # only a rank of prefill is on 1; decode is on 0
 OLD = replace(NODE, gpus=(replace(H200, capability=(7, 5)),) * 2)
+
+
+def test_what_fits_follows_from_memory_and_its_speed() -> None:
+    machine = replace(CPU, memory_bytes=20 * GIB, reading_rate=40e9)
+    (row,) = [row for row in judge(ServeConfig(), machine, ValueError()) if row.part == "what fits"]
+    assert row.found == (
+        "models up to bf16 8B (2.5 tokens/s), int8 14B (2.9 tokens/s), int4 24B (2.9 tokens/s); at 10 tokens/s and "
+        "more up to bf16 1.7B (12 tokens/s), int8 4B (10 tokens/s), int4 4B (18 tokens/s)"
+    )
+    tiny = replace(machine, memory_bytes=4 * GIB)
+    assert "up to bf16 none" in str([row.found for row in judge(ServeConfig(), tiny, ValueError())])
 
 
 @pytest.mark.parametrize(

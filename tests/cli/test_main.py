@@ -267,9 +267,13 @@ def test_a_hub_id_passes_until_its_files_are_here(tmp_path: Path, monkeypatch: p
         check_model("org/name", (CONFIGURATION,))
 
 
-@pytest.mark.parametrize("command", ["serve", "decode", "doctor"])
 @pytest.mark.parametrize(
-    ("model", "said"), [("/nope", "there is no folder /nope"), ("a b", "'a b' is neither a folder nor a hub id")]
+    ("command", "model", "said"),
+    [
+        ("serve", "/nope", "there is no folder /nope"),
+        ("decode", "a b", "'a b' is neither a folder nor a hub id"),
+        ("doctor", "/nope", "there is no folder /nope"),
+    ],
 )
 def test_a_model_that_is_not_there_is_said_in_the_same_words(command: str, model: str, said: str) -> None:
     done = run(command, f"--model={model}", "--device=cpu", *(["--port=0"] if command != "doctor" else []))

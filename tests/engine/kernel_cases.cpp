@@ -10,7 +10,10 @@
 #include <type_traits>
 #include <vector>
 
-#include "cpu_blocks.h"
+#include "cpu_multiply.h"
+namespace groups {
+#include "cpu_groups.cpp"
+}
 namespace layers {
 #include "cpu_layers.cpp"
 }
@@ -62,11 +65,11 @@ static void run_products(int math) {
                     if (epilogue == 2 && num_columns % 32) continue;
                     const std::vector<bfloat16> x = halves(num_rows * depth);
                     std::vector<float> out(num_rows * num_columns);
-                    linear::BatonProduct product{};
+                    BatonProduct product{};
                     product.x = x.data(), product.w = w, product.scale = scale.data(), product.shift = shift.data();
                     product.bias = bias.data(), product.out = out.data();
                     product.num_rows = num_rows, product.num_columns = num_columns, product.depth = depth;
-                    product.is_8bit = is_8bit, product.epilogue = epilogue, product.math = math, product.num_threads = 2;
+                    product.form = is_8bit, product.epilogue = epilogue, product.math = math, product.num_threads = 2;
                     linear::baton_multiply(&product);
                     const bfloat16* const rounded = (const bfloat16*)out.data();
                     const int64_t count = num_rows * num_columns / (epilogue == 2 ? 2 : 1);
@@ -81,6 +84,48 @@ static void run_products(int math) {
             linear::baton_unpack(w, 0, num_blocks * 2, depth, plain.data(), 1);
             write(plain);
         }
+}
+
+// Rows of 3 groups, in all forms. Scales and minimums are float16 numbers.
+static void run_groups() {
+    const int64_t num_columns = 67, depth = 96, num_tables = num_columns * 3, ids[] = {0, 66, 17};
+    for (int form = 0; form < groups::kNumForms; ++form) {
+        std::vector<uint32_t> memory(3 * 3 * (256 + 64) + 4096);
+        uint32_t* const w = (uint32_t*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
+        std::vector<uint8_t> codes(num_columns * depth);
+        for (uint8_t& code : codes) code = (uint8_t)(draw() * 127 + 128) >> (form % 2 ? 0 : 4);
+        std::vector<float> scale = floats(num_tables, 0.05f), minimum = floats(num_tables, 0.5f);
+        std::vector<uint16_t> halves_of[2];
+        for (std::vector<float>* table : {&scale, &minimum})
+            for (float& value : *table) {
+                value = groups::round_to_float16(value);
+                const uint32_t word = bits<uint32_t>(value), size = word & 0x7FFFFFFF;
+                const uint32_t half = size < 0x38800000 ? (uint32_t)(bits<float>(size) * 0x1p24f) : (size >> 13) - (112 << 10);
+                halves_of[table == &minimum].push_back(word >> 16 & 0x8000 | half);
+            }
+        const bool is_wide = form / 2 >= groups::kScales32;
+        groups::baton_pack_groups(codes.data(), is_wide ? (void*)scale.data() : halves_of[0].data(),
+                                  is_wide ? (void*)minimum.data() : halves_of[1].data(), num_columns, depth, form, w, 0, 1, 1);
+        for (int64_t num_rows : {1, 2, 5, 7, 13, 70}) {
+            const std::vector<bfloat16> x = halves(num_rows * depth);
+            std::vector<float> out(num_rows * num_columns);
+            BatonProduct product{};
+            product.x = x.data(), product.w = w, product.out = out.data();
+            product.num_rows = num_rows, product.num_columns = num_columns, product.depth = depth;
+            product.form = form, product.epilogue = kFloats, product.num_threads = 2;
+            groups::baton_multiply_groups(&product);
+            write(out);
+        }
+        std::vector<bfloat16> taken(3 * depth);
+        groups::baton_take_group_rows(w, form, depth, ids, 3, taken.data(), 1);
+        write(taken);
+    }
+    std::vector<float> rows = floats(20 * 96), shrinks(16), scale(60);
+    std::vector<uint8_t> codes(rows.size());
+    for (int i = 0; i < 16; ++i) shrinks[i] = (1 - 0.02f * i) / -8;
+    groups::baton_round_groups(rows.data(), 1, 60, shrinks.data(), 16, codes.data(), scale.data(), 2);
+    write(scale);
+    write(std::vector<float>(codes.begin(), codes.end()));
 }
 
 // Two sequences, with 1 and 20 new tokens, of 70 and 45 in all, in pages of 16 tokens; 4 heads over 2 KV heads.
@@ -143,6 +188,7 @@ static void run_sampling() {
 int main(int, char** arguments) {
     const int math = std::atoi(arguments[1]);
     run_products(math);
+    run_groups();
     for (int64_t dim : {64, 24}) {
         run_attention<bfloat16>(math, halves, dim);
         run_attention<float>(math, floats, dim);

@@ -12,14 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.batches import Part, pack
 from demo.paths import TARGET_DIR
-from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.engine import Engine, build_engine
 from engine.kernels import gpu_linear
-from engine.kv.pool import PoolShape
 from engine.layers.linear import PlainLinear, Quantization
-from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.ops.base import Ops
 from engine.ops.cuda import CudaOps
@@ -28,6 +24,7 @@ from kvtransfer.layout import find_mismatch
 from runtime.config import PrefillConfig
 from runtime.trust import load_trust
 from tests.support.checkpoints import write_checkpoint
+from tests.support.forward import logits_of
 from worker.process import Worker, build_worker
 
 CPU = torch.device("cpu")
@@ -125,14 +122,6 @@ def test_the_slow_twin_is_the_dequantised_product(monkeypatch: pytest.MonkeyPatc
         truth = exact(rows, codes.double() * scale[:, None], bias)
         product = Fp8Linear(codes, scale, bias, Ops())(rows)
         torch.testing.assert_close(product.double(), truth, rtol=torch.finfo(dtype).eps, atol=1e-5)
-
-
-def logits_of(decoder: Decoder, ids: list[int]) -> Tensor:
-    config = decoder.config
-    shape = PoolShape(8, config.kv_parts, 16, decoder.dtype)
-    batch = pack([Part(ids, 0, list(range(8)), len(ids))], 16, CPU)
-    pool = torch.zeros(shape.sizes, dtype=decoder.dtype)
-    return decoder.logits(decoder.forward(batch, pool, TorchSdpaAttention(config.attention_shapes[0])))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

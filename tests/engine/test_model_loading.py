@@ -21,7 +21,7 @@ from engine.layers.rope import FREQUENCIES
 from engine.layers.rope_config import ROPE_KINDS
 from engine.models.load import load_model, resolve_model_folder, weight_fingerprint
 from engine.models.read_config import build_config, load_config
-from engine.weights.checkpoint import Checkpoint
+from engine.weights.checkpoint import SafetensorsCheckpoint
 from tests.support.checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
@@ -80,7 +80,10 @@ def test_windows_per_layer() -> None:
         ({"model_type": "gpt2"}, "model_type 'gpt2'.*supported: llama, mistral, qwen2, qwen3"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification.*LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'.*'silu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            "quant_method 'hqq'.*supported: fp8, compressed",
+        ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'.*default, linear, llama3, yarn, longrope"),
         ({"rope_scaling": {"type": "linear"}}, "needs a `factor`"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "'llama3' needs a `low_freq_factor`"),
@@ -250,7 +253,7 @@ def test_loading_maps_counts_and_ignores(folder: Path) -> None:
     assert decoder.dtype == torch.float32
     assert progress[-1] == (total, total)
     assert progress == sorted(progress)
-    checkpoint = Checkpoint(folder)
+    checkpoint = SafetensorsCheckpoint(folder)
     first, again = (checkpoint.tensor("model.norm.weight") for _ in range(2))
     assert first.data_ptr() == again.data_ptr()  # one mapping, no copies
 

@@ -16,7 +16,7 @@ from engine.models.config import ModelConfig
 from engine.models.read_config import load_config
 from engine.models.table import build_table, list_weights, shard_config
 from engine.ranks import Ranks
-from engine.weights.checkpoint import Checkpoint
+from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.reader import Reader
 from engine.weights.table import Axis, Product, Shard
 from tests.support import rank_process
@@ -69,7 +69,7 @@ def test_every_rank_chooses_the_tokens_of_one_process(models: Sequence[Path], tm
 
 @pytest.mark.parametrize("which", range(len(FAMILIES)), ids=list(FAMILIES))
 def test_the_shards_together_are_the_model(models: Sequence[Path], which: int) -> None:
-    config, checkpoint = load_config(models[which]), Checkpoint(models[which])
+    config, checkpoint = load_config(models[which]), SafetensorsCheckpoint(models[which])
     products = [one for one in list_weights(build_table(config)) if isinstance(one, Product)]
     products = [one for one in products if next(one.stored()).name in checkpoint.entries]  # a tied head may be missing
 

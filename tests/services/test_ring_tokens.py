@@ -18,12 +18,15 @@ from bench.live import Live
 from tests.support.calm import serve_calmly
 from tests.support.checkpoints import write_checkpoint, write_tokenizer
 from tests.support.families import FAMILIES, LONGROPE_ORIGINAL
+from tests.support.gguf_files import write_gguf_models
 from tests.support.oracle import Oracle, random_prompt
+from tests.support.quantised import FORMATS, write_models
 from tests.support.surface import Surface
 from tests.support.tiny_models import tiny_config, tiny_model
 from tests.support.under_load import wait_until
 
 VOCAB = 320
+GGUF_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16")  # that can be written in Python
 LENGTHS = (1, 15, 16, 17, 100, 1000)
 NIXL_OVER_TCP = ("--nixl-allow-tcp", "--kv-memory-mib=64")
 NO_COMPILER = {"CXX": "/nonexistent/c++", "PATH": "/nonexistent"}
@@ -37,10 +40,11 @@ class Way:
     transport: str  # its name in metrics
     flags: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
+    format: str = ""  # of the weights
 
 
 # Transports, GQA ratios 1, 2 and 8, windows, experts. TEST_FAMILIES=1: each native family (`make families`);
-# tp: the same on two ranks; fallback: models without native code.
+# tp: the same on two ranks; fallback: models without native code; formats: quantised weights.
 WAYS = {
     "llama-gqa8-hd128-llama3": Way(
         dict(
@@ -65,6 +69,9 @@ FALLBACK = (
 )  # fmt: skip
 if os.environ.get("TEST_FAMILIES") == "fallback":
     WAYS = {name: Way(dict(family=name), "shm") for name in FALLBACK}
+elif os.environ.get("TEST_FAMILIES") == "formats":
+    names = [*FORMATS, "mxfp4", *(f"gguf-{kind}" for kind in GGUF_KINDS)]
+    WAYS = {name: Way(dict(family="llama"), "shm", format=name) for name in names}
 elif os.environ.get("TEST_FAMILIES"):
     ranks = ("--prefill-tp=2", "--decode-tp=2") if os.environ["TEST_FAMILIES"] == "tp" else ()
     WAYS = {name: Way(dict(family=name), "shm", ranks) for name in FAMILIES}
@@ -76,27 +83,33 @@ def way(request: pytest.FixtureRequest) -> Way:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(way: Way, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(way: Way, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What is served, and a plain checkpoint with the same values."""
     folder = tmp_path_factory.mktemp("model")
+    if way.format.startswith("gguf-"):
+        return write_gguf_models(folder, way.format.removeprefix("gguf-"))
+    if way.format:
+        quantised, plain = write_models(folder, way.format)
+        return write_tokenizer(quantised, VOCAB), write_tokenizer(plain, VOCAB)
     if (name := way.shape["family"]) in FAMILIES:
         write_checkpoint(folder, vocab=VOCAB, seed=len(way.transport), **way.shape)
     else:
         values = {"vocab_size_per_layer_input": VOCAB, "max_position_embeddings": 2048, "n_positions": 2048}
         tiny_model(tiny_config(name, vocab_size=VOCAB, **values)).save_pretrained(folder)
-    return write_tokenizer(folder, VOCAB)
+    return write_tokenizer(folder, VOCAB), folder
 
 
 @pytest.fixture(scope="module")
-def oracle(checkpoint: Path) -> Oracle:
-    return Oracle(checkpoint)
+def oracle(models: tuple[Path, Path]) -> Oracle:
+    return Oracle(models[1])
 
 
 @pytest.fixture(scope="module")
-def live(way: Way, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def live(way: Way, models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """All KV travels by the way's transport; workers warn if there is no compiler; no process outlives the service."""
     flags = ("--dtype=float32", f"--transport={way.transport.split(':')[0]}", "--require-transport", *way.flags)
     env = way.env | ({"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))} if way.env is NO_COMPILER else {})
-    with serve_calmly(checkpoint, *flags, "--chunk-tokens=256", env=env) as service:
+    with serve_calmly(models[0], *flags, "--chunk-tokens=256", env=env) as service:
         yield service
         service.wait_until_unused()
         read = service.metric("decode-0", "kv_transfer_bytes_total")

@@ -10,7 +10,7 @@ from engine.kernels import build, cpu_layers, cpu_math
 from engine.kernels.build import NATIVE, runnable_instruction_sets
 from engine.kernels.cpu_math import Math
 from engine.sampling.cpu import load_cpu_sampling
-from engine.weights import packed
+from engine.weights import packed, packed_groups
 
 
 @dataclass(frozen=True)
@@ -46,5 +46,5 @@ def built_for(build_: Build) -> Iterator[None]:
 
 
 def forget_kernels() -> None:
-    for cached in (packed._load, cpu_layers.load, cpu_math._load, load_cpu_sampling):
+    for cached in (packed._load, packed_groups._load, cpu_layers.load, cpu_math._load, load_cpu_sampling):
         cached.cache_clear()

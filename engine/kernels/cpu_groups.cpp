@@ -1,0 +1,362 @@
+// Products of rows with weights in groups of 32 along K, of 4 or 8 bits: w[n, k] = scale * code + minimum.
+//
+// All instruction sets use the same order, read sequentially for any rows; N is padded by zeros:
+//   [N / 32][K / 32] x ([2 panels][words][16 columns], then tables of [2 panels][16 columns])
+// With 8 bits word i of 8 holds codes 4 i to 4 i + 3; with 4 bits word i of 4 has those of word i in its low nibbles and
+// those of word i + 4 in its high ones.
+// x is rounded to 13 bits, each group of a row by its largest value; sums of a group's codes are exact. With 8 bits the
+// outliers of real models cost much more than the rounding of weights.
+#include "cpu_multiply.h"
+
+// What a group's tables hold besides its scales; Tables of engine/weights/packed_groups.py. BatonProduct's form is
+// 2 * tables + (bits == 8).
+enum Tables {
+    kScales,      // nothing: the middle code, 8 or 128, stands for 0; float16
+    kZeros,       // the code that stands for 0; float16
+    kMinimums,    // minimums; float16
+    kScales32,    // like kScales, in float32
+    kMinimums32,  // like kMinimums, in float32
+};
+constexpr int kNumForms = 10;
+
+namespace {
+
+constexpr int kGroup = 32;
+constexpr int kLowBits = 5, kMostCode = 127 << kLowBits;  // of a value of x: code = high * 32 + low, -16 <= low < 16
+
+Floats load_floats(const float* from) { return load<Floats>(from); }
+Floats load_floats(const uint16_t* from) {  // float16, finite
+    const Halves halves = load<Halves>(from);
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps((__m256i)halves);
+#elif defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps((__m128i)halves);
+#elif defined(__ARM_NEON)
+    return (Floats)vcvt_f32_f16((float16x4_t)halves);
+#else
+    const Words words = __builtin_convertvector(halves, Words);
+    const Floats size = (Floats)((words & 0x7FFF) << 13) * 0x1p112f;  // the exponent's bias grows from 15 to 127
+    return (Floats)((Words)size | (words & 0x8000) << 16);
+#endif
+}
+
+// a * b + c, rounded once
+#if defined(__FMA__) || defined(__ARM_NEON)
+constexpr bool kFuses = true;
+#else
+constexpr bool kFuses = false;
+#endif
+Floats fuse(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+// Rounds a group of x to codes up to kMostCode; returns the value of code 1.
+float round_values(const bfloat16* values, int16_t* codes) {
+    uint16_t peak = 0;  // positive floats are ordered like their bits
+    for (int k = 0; k < kGroup; ++k) peak = std::max<uint16_t>(peak, values[k] & 0x7FFF);
+    const float unit = bits<float>((uint32_t)peak << 16) / kMostCode, factor = unit > 0 ? 1.0f / unit : 0.0f;
+    for (int k = 0; k < kGroup; ++k)
+        codes[k] = (int16_t)bits<uint32_t>(bits<float>((uint32_t)values[k] << 16) * factor + kRound);
+    return unit;
+}
+
+// Each math of a group: `unpack` gives a vector of columns as kParts vectors; `encode` a row's codes as kRowParts words;
+// `dot` adds their products. Codes of weights that are too small by kTooSmall are unpacked.
+
+// Four codes at once, a row's high parts and low parts one after the other
+template <int bits> struct GroupDots {
+    static constexpr int kParts = 8, kRowParts = 16;
+#if defined(__ARM_FEATURE_DOTPROD)  // both codes are signed
+    static constexpr int kTooSmall = bits == 8 ? 128 : 0;
+#else
+    static constexpr int kTooSmall = 0;
+#endif
+    static void unpack(const uint32_t* w, Words* parts) {
+#pragma GCC unroll 8
+        for (int i = 0; i < bits; ++i) {
+            const Words words = load<Words>(w + i * 16);
+            if constexpr (bits == 4) parts[i] = words & 0x0F0F0F0Fu, parts[i + 4] = words >> 4 & 0x0F0F0F0Fu;
+            else parts[i] = kTooSmall ? words ^ 0x80808080u : words;
+        }
+    }
+    static void encode(const int16_t* codes, uint32_t* to) {
+        int8_t* const parts = (int8_t*)to;
+        for (int k = 0; k < kGroup; ++k) {
+            const int high = (codes[k] + (1 << (kLowBits - 1))) >> kLowBits;
+            parts[k] = (int8_t)high, parts[kGroup + k] = (int8_t)(codes[k] - high * (1 << kLowBits));
+        }
+    }
+#if defined(BATON_DOTS) || defined(__AVX2__)
+    static Ints dot(Ints sum, const Words* parts, const uint32_t* x) {
+        return add(sum, parts, x + kParts) + (add(Ints{}, parts, x) << kLowBits);
+    }
+#endif
+#if defined(BATON_DOTS)
+    static Ints add(Ints sum, const Words* parts, const uint32_t* x) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kParts; ++i) {
+#if defined(__AVX512VNNI__)
+            sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)parts[i], _mm512_set1_epi32(x[i]));
+#elif defined(__AVXVNNI__)
+            sum = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)parts[i], _mm256_set1_epi32(x[i]));
+#else
+            sum = (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)parts[i], (int8x16_t)vdupq_n_u32(x[i]));
+#endif
+        }
+        return sum;
+    }
+#elif defined(__AVX2__)  // with codes up to 15, 16 bits hold the sums of a group: 8 x 2 x 15 x 127 = 30,480
+    static Ints add(Ints sum, const Words* parts, const uint32_t* x) {
+#if defined(__AVX512BW__)
+        __m512i pairs = _mm512_maddubs_epi16((__m512i)parts[0], _mm512_set1_epi32(x[0]));
+#pragma GCC unroll 8
+        for (int i = 1; i < kParts; ++i)
+            pairs = _mm512_add_epi16(pairs, _mm512_maddubs_epi16((__m512i)parts[i], _mm512_set1_epi32(x[i])));
+        return sum + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#else
+        __m256i pairs = _mm256_maddubs_epi16((__m256i)parts[0], _mm256_set1_epi32(x[0]));
+#pragma GCC unroll 8
+        for (int i = 1; i < kParts; ++i)
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16((__m256i)parts[i], _mm256_set1_epi32(x[i])));
+        return sum + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+    }
+#endif
+};
+
+// Codes of 16 bits in pairs: codes 0 and 2, then 1 and 3 of each word
+template <int bits> struct GroupShorts {
+    static constexpr int kParts = 16, kRowParts = 16, kTooSmall = 0;
+    static void unpack(const uint32_t* w, Words* parts) {
+        Words words[8];
+        GroupDots<bits>::unpack(w, words);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            parts[2 * i] = words[i] & 0x00FF00FFu, parts[2 * i + 1] = words[i] >> 8 & 0x00FF00FFu;
+        }
+    }
+    static void encode(const int16_t* codes, uint32_t* to) {
+        for (int k = 0; k < kGroup; k += 4)
+            for (int part = 0; part < 2; ++part, ++to)
+                *to = (uint16_t)codes[k + part] | (uint32_t)(uint16_t)codes[k + part + 2] << 16;
+    }
+    static Ints dot(Ints sum, const Words* parts, const uint32_t* x) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kParts; ++i) sum = Shorts::add(sum, parts[i], x[i]);
+        return sum;
+    }
+};
+
+template <int bits> struct GroupMath {
+#if defined(BATON_DOTS)
+    using Type = GroupDots<bits>;
+#elif defined(__AVX2__)
+    using Type = std::conditional_t<bits == 4, GroupDots<bits>, GroupShorts<bits>>;
+#else
+    using Type = GroupShorts<bits>;
+#endif
+};
+
+// A path of cpu_blocks.h: all rows of a pass are one block, x is [groups][rows][kRowWords].
+template <int form> struct Grouped {
+    static constexpr int kBits = form % 2 ? 8 : 4, kTables = form / 2;
+    static constexpr bool kIsWide = kTables >= kScales32, kHasMinimums = kTables != kScales && kTables != kScales32;
+    using Table = std::conditional_t<kIsWide, float, uint16_t>;
+    using Group = typename GroupMath<kBits>::Type;
+    // Added to each code, so that its product needs no more than a scale: a group's sum begins with kShift times the sum
+    // of the row's codes.
+    static constexpr int kShift = Group::kTooSmall - (kHasMinimums ? 0 : 1 << (kBits - 1));
+    // A group's sum begins with the bits of kRound, where sums up to 2^22 make it a float, kRound + sum. kRound times a
+    // float16 is exact, so fuse(kRound + sum, scale, -kRound * scale) is sum * scale rounded once.
+    static constexpr bool kIsFloat = kFuses && !kIsWide && kBits == 4;  // sums up to 15 x 4064 x 32
+    static constexpr int kCodeWords = 32 * kBits;  // of both panels
+    static constexpr int kTileDepth = kGroup, kBlockWords = kCodeWords + 8 * sizeof(Table) * (kHasMinimums ? 2 : 1);
+    static constexpr int kRowWords = Group::kRowParts + 3;  // last: the value of code 1, the group's sum, what sums begin with
+    static constexpr int64_t kMaxRows = 64;  // per pass: weights are read rarely enough, and sums stay in L1
+    static constexpr bool kFillsBlocks = false;
+    static constexpr int kAtOnce = kRegisters == 32 ? 2 : 1;  // vectors of columns
+
+    struct Math {
+        using Sums = Floats;
+        static float encode(const bfloat16* row, int64_t depth, uint32_t* to) {
+            for (int64_t k = 0; k < depth; k += kGroup, to += kRowWords) {
+                int16_t codes[kGroup];
+                const float unit = round_values(row + k, codes);
+                int32_t sum = 0;
+                for (int i = 0; i < kGroup; ++i) sum += codes[i];
+                Group::encode(codes, to);
+                to[Group::kRowParts] = bits<uint32_t>(unit);
+                to[Group::kRowParts + 1] = bits<uint32_t>(unit * sum);
+                to[Group::kRowParts + 2] = kShift * sum + (kIsFloat ? bits<uint32_t>(kRound) : 0);
+            }
+            return 1.0f;
+        }
+    };
+    static int64_t block_rows(int64_t num_rows) { return num_rows; }
+    static int64_t chunk_tiles(int64_t) { return INT64_MAX; }
+    static const uint32_t* prepare(const uint32_t* w, int64_t, std::vector<uint32_t>&) { return w; }
+    static void begin() {}
+    static void end() {}
+    static void place(const uint32_t* from, uint32_t* block, int64_t tile, int64_t row, int64_t rows, int64_t) {
+        std::copy_n(from, kRowWords, block + (tile * rows + row) * kRowWords);
+    }
+    static void add(int64_t num_rows, bool, const uint32_t* x, const uint32_t* w, int64_t, int64_t num_tiles, int64_t,
+                    Floats* sums, const char* next, int64_t lines) {
+        for (int64_t tile = 0; tile < num_tiles; ++tile, w += kBlockWords, x += num_rows * kRowWords) {
+            for (int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+            for (int v = 0; v < 2 * kVectors; v += kAtOnce) add_columns(num_rows, x, w, v, sums + v);
+        }
+    }
+    static Floats load_minimums(const Table* tables, Floats scale) {
+        if constexpr (!kHasMinimums) return -(scale * (float)(1 << (kBits - 1)));
+        else return kTables == kZeros ? -(scale * load_floats(tables + 32)) : load_floats(tables + 32);
+    }
+    static void add_columns(int64_t num_rows, const uint32_t* x, const uint32_t* w, int first, Floats* sums) {
+        Words parts[kAtOnce][Group::kParts];
+        Floats scale[kAtOnce], offset[kAtOnce], minimum[kAtOnce];
+#pragma GCC unroll 2
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int v = first + i;
+            const Table* const tables = (const Table*)(w + kCodeWords) + v * kLanes;
+            Group::unpack(w + v / kVectors * (kCodeWords / 2) + v % kVectors * kLanes, parts[i]);
+            scale[i] = load_floats(tables);
+            offset[i] = scale[i] * -kRound;
+            if constexpr (kHasMinimums) minimum[i] = load_minimums(tables, scale[i]);
+        }
+        for (int64_t row = 0; row < num_rows; ++row, x += kRowWords, sums += 2 * kVectors) {
+            const float unit = bits<float>(x[Group::kRowParts]), sum = bits<float>(x[Group::kRowParts + 1]);
+            const Ints start = Ints{} + (kShift || kIsFloat ? (int32_t)x[Group::kRowParts + 2] : 0);
+#pragma GCC unroll 2
+            for (int i = 0; i < kAtOnce; ++i) {
+                const Ints dot = Group::dot(start, parts[i], x);
+                const Floats value = kIsFloat ? fuse((Floats)dot, scale[i], offset[i])
+                                              : __builtin_convertvector(dot, Floats) * scale[i];
+                sums[i] = add_products(sums[i], value, unit);
+                if constexpr (kHasMinimums) sums[i] = add_products(sums[i], minimum[i], sum);
+            }
+        }
+    }
+    // The value of a column's codes of one group, in float32 like Groups.dense.
+    static void take(const uint32_t* w, int64_t column, bfloat16* to) {
+        const int lane = column % kLanes;
+        const Table* const tables = (const Table*)(w + kCodeWords) + column - lane;
+        const Floats scales = load_floats(tables);
+        const float scale = scales[lane], minimum = load_minimums(tables, scales)[lane];
+        for (int k = 0; k < kGroup; ++k) {
+            const int word = k / 4 % kBits;
+            const uint32_t codes = w[column / 16 * (kCodeWords / 2) + word * 16 + column % 16];
+            const int code = codes >> (8 * (k % 4) + (k / 4 - word)) & ((1 << kBits) - 1);
+            const float product = (double)scale * code;  // rounded before the sum
+            to[k] = narrow(Floats{} + (product + minimum))[0];
+        }
+    }
+};
+
+float round_to_float16(float value) {
+    const uint32_t size = bits<uint32_t>(value) & 0x7FFFFFFF, sign = bits<uint32_t>(value) & 0x80000000;
+    uint32_t rounded = (size + 0xFFF + (size >> 13 & 1)) & ~0x1FFFu;
+    if (size < 0x38800000) rounded = bits<uint32_t>(bits<float>(size) + 0.75f - 0.75f);  // multiples of 2^-24
+    if (rounded > 0x477FE000) rounded = size > 0x7F800000 ? 0x7FC00000 : 0x7F800000;  // 65,504
+    return bits<float>(sign | rounded);
+}
+
+// found: the nearest codes -8 to 7 of a group under a scale; returns the sum of squared errors.
+double round_group(const float* group, float scale, float* found) {
+    const float factor = scale != 0 ? 1 / scale : 0;
+    double sums[8] = {};
+    for (int first = 0; first < kGroup; first += 8)
+        for (int i = 0; i < 8; ++i) {
+            const float value = group[first + i], nearest = __builtin_rintf(value * factor);
+            const float above = nearest > -8 ? nearest : -8, code = above < 7 ? above : 7, error = code * scale - value;
+            found[first + i] = code;
+            sums[i] += (double)error * error;
+        }
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
+// Calls what(Grouped<form>{}).
+template <int form = 0, class What> void with_form(int wanted, What what) {
+    if (wanted == form) return what(Grouped<form>{});
+    if constexpr (form + 1 < kNumForms) with_form<form + 1>(wanted, what);
+}
+
+}  // namespace
+
+// Packs codes [num_rows, depth] and the form's tables, [num_rows, depth / 32] each, into every `step`-th panel from
+// `first` on.
+extern "C" void baton_pack_groups(const uint8_t* codes, const void* scale, const void* second, int64_t num_rows,
+                                  int64_t depth, int form, uint32_t* w, int64_t first, int64_t step, int num_threads) {
+    const auto pack = [=](auto path) {
+        using Path = decltype(path);
+        using Table = typename Path::Table;
+        const int64_t num_tiles = depth / kGroup;
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+        for (int64_t row = 0; row < num_rows; ++row) {
+            const int64_t panel = first + row / 16 * step, column = panel % 2 * 16 + row % 16;
+            for (int64_t tile = 0; tile < num_tiles; ++tile) {
+                uint32_t* const to = w + (panel / 2 * num_tiles + tile) * Path::kBlockWords;
+                uint32_t words[8];
+                std::memcpy(words, codes + row * depth + tile * kGroup, kGroup);
+                for (int word = 0; word < Path::kBits; ++word)
+                    to[panel % 2 * (Path::kCodeWords / 2) + word * 16 + row % 16] =
+                        Path::kBits == 8 ? words[word] : words[word] | words[word + 4] << 4;
+                Table* const tables = (Table*)(to + Path::kCodeWords) + column;
+                tables[0] = ((const Table*)scale)[row * num_tiles + tile];
+                if (Path::kHasMinimums) tables[32] = ((const Table*)second)[row * num_tiles + tile];
+            }
+        }
+    };
+    with_form(form, pack);
+}
+
+// Unpacks rows to [num_ids, depth] for an embedding.
+extern "C" void baton_take_group_rows(const uint32_t* w, int form, int64_t depth, const int64_t* ids, int64_t num_ids,
+                                      bfloat16* out, int num_threads) {
+    const auto take = [=](auto path) {
+        const int64_t num_tiles = depth / kGroup;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_ids > 8)
+        for (int64_t i = 0; i < num_ids; ++i)
+            for (int64_t tile = 0; tile < num_tiles; ++tile)
+                path.take(w + (ids[i] / 32 * num_tiles + tile) * path.kBlockWords, ids[i] % 32,
+                          out + i * depth + tile * kGroup);
+    };
+    with_form(form, take);
+}
+
+extern "C" void baton_multiply_groups(const BatonProduct* product) {
+    with_form(product->form, [=](auto path) { multiply<decltype(path)>(*product); });
+}
+
+// Rounds rows [num_rows, depth] to codes of 4 bits around 8, and scales [num_rows, depth / 32]: per group the scale with
+// the least squared error, of those that are `shrinks` of the largest value. Equals groups.round_to_4_bits.
+extern "C" void baton_round_groups(const void* rows, int is_float, int64_t num_groups, const float* shrinks,
+                                   int num_shrinks, uint8_t* codes, float* scale, int num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t at = 0; at < num_groups; ++at) {
+        float group[kGroup], found[2][kGroup] = {};
+        for (int k = 0; k < kGroup; ++k)
+            group[k] = is_float ? ((const float*)rows)[at * kGroup + k]
+                                : bits<float>((uint32_t)((const bfloat16*)rows)[at * kGroup + k] << 16);
+        uint32_t most = 0;  // positive floats are ordered like their bits
+        for (int k = 0; k < kGroup; ++k) most = std::max(most, bits<uint32_t>(group[k]) & 0x7FFFFFFF);
+        int peak = 0;
+        while ((bits<uint32_t>(group[peak]) & 0x7FFFFFFF) != most) ++peak;
+        double least = __builtin_inf();
+        int best = 0;  // of `found`
+        scale[at] = 0;
+        for (int i = 0; i < num_shrinks; ++i) {
+            const float tried = round_to_float16(group[peak] * shrinks[i]);
+            const double error = round_group(group, tried, found[1 - best]);
+            if (error < least) least = error, scale[at] = tried, best = 1 - best;
+        }
+        for (int k = 0; k < kGroup; ++k) codes[at * kGroup + k] = (uint8_t)(found[best][k] + 8);
+    }
+}

@@ -1,0 +1,156 @@
+"""Packed weights in groups of 32 along K, of 4 or 8 bits, for `PackedLinear`, by cpu_groups.cpp; rounding to them.
+
+Rows are rounded to 13 bits per group while they are multiplied. Knows the layout, not where memory comes from.
+"""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from engine.kernels.build import BuildError, load_kernel
+from engine.weights.groups import GROUP, SHRINKS, Groups, round_to_4_bits, with_zeros
+from engine.weights.packed import BLOCK_COLUMNS, BatonProduct, Matrix, MatrixShape
+
+
+class Tables(IntEnum):
+    """What is stored for each group besides its codes; enum Tables of cpu_groups.cpp."""
+
+    SCALES = 0  # float16; the middle code, 8 or 128, stands for 0
+    ZEROS = 1  # float16: scales, and the codes that stand for 0
+    MINIMUMS = 2  # float16: scales and minimums
+    SCALES_32 = 3  # the same in float32
+    MINIMUMS_32 = 4
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self >= Tables.SCALES_32 else torch.float16
+
+    @property
+    def column_bytes(self) -> int:
+        """Of a group."""
+        return self.dtype.itemsize * (1 if self in (Tables.SCALES, Tables.SCALES_32) else 2)
+
+    def fit(self, groups: Groups) -> tuple[Tensor, Tensor] | None:
+        """Scales and the second table, [N, K / 32] `dtype` each, if they give exactly what `groups` holds."""
+        scale = groups.scale.to(self.dtype)
+        if self in (Tables.MINIMUMS, Tables.MINIMUMS_32):
+            second = groups.minimum.to(self.dtype)
+            minimum = second.float()
+        else:
+            middle = torch.tensor(1 << groups.bits - 1).half()
+            second = (-groups.minimum / groups.scale).nan_to_num().round().half() if self is Tables.ZEROS else middle
+            minimum = -(groups.scale * second.float())
+        is_exact = torch.equal(scale.float(), groups.scale) and torch.equal(minimum, groups.minimum)
+        return (scale, second) if is_exact and bool((scale + second).isfinite().all()) else None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsShape(MatrixShape):
+    """[N / 32][K / 32] times: codes [2 panels][words][16 columns], then tables of [2 panels][16 columns]."""
+
+    bits: int  # 4 or 8
+    tables: Tables
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8) or self.depth % GROUP:
+            raise ValueError(f"{self.bits} bits of {self.depth} values do not make groups of {GROUP}")
+
+    @classmethod
+    def of(cls, *parts: Groups) -> "GroupsShape":
+        """The smallest that holds rows of all parts, of one K and as many bits, exactly. Raises ValueError."""
+        num_rows, depth = sum(len(part.codes) for part in parts), parts[0].codes.shape[1]
+        for tables in sorted(Tables, key=lambda tables: tables.column_bytes):
+            if all(tables.fit(part) is not None for part in parts):
+                return cls(num_rows, depth, parts[0].bits, tables)
+        raise ValueError("scales or minimums of groups are not finite")
+
+    @classmethod
+    def named(cls, name: str, num_columns: int, depth: int) -> "GroupsShape":
+        """The one with this `name`."""
+        bits, tables = name.split(".")
+        return cls(num_columns, depth, int(bits), Tables[tables])
+
+    @property
+    def name(self) -> str:
+        """All but the size."""
+        return f"{self.bits}.{self.tables.name}"
+
+    @property
+    def num_bytes(self) -> int:
+        num_groups = self.num_blocks * BLOCK_COLUMNS * (self.depth // GROUP)
+        return num_groups * (GROUP * self.bits // 8 + self.tables.column_bytes)
+
+    @property
+    def form(self) -> int:
+        """BatonProduct's."""
+        return 2 * self.tables + (self.bits == 8)
+
+
+class PackedGroups(Matrix):
+    """Weights in groups. Rows are those of `Groups`; in products each row is rounded to 13 bits per group."""
+
+    __slots__ = ()
+    shape: GroupsShape
+
+    def __init__(self, memory: Tensor, shape: GroupsShape) -> None:
+        """See `Matrix`."""
+        super().__init__(memory, shape)
+
+    def fill(self, groups: Groups, first_panel: int = 0, step: int = 1) -> None:
+        """Pack rows into every `step`-th panel. The memory must be zeros before the first call."""
+        shape = self.shape
+        tables = shape.tables.fit(groups)
+        if tables is None or groups.bits != shape.bits or not self._fits(groups.codes, first_panel, step):
+            raise ValueError(
+                f"{groups.bits} bits {tuple(groups.codes.shape)} from panel {first_panel} on do not fit {shape}"
+            )
+        codes, scale, second = (table.contiguous() for table in (groups.codes, *tables))
+        _load().baton_pack_groups(
+            codes.data_ptr(), scale.data_ptr(), second.data_ptr(), *codes.shape, shape.form, self.memory.data_ptr(),
+            first_panel, step, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def _take(self, ids: Tensor, rows: Tensor) -> None:
+        _load().baton_take_group_rows(
+            self.memory.data_ptr(), self.shape.form, self.shape.depth, ids.data_ptr(), len(ids), rows.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    def product(self) -> tuple[Callable[[int], object], BatonProduct]:
+        return _load().baton_multiply_groups, BatonProduct(form=self.shape.form)
+
+
+def round_groups(rows: Tensor) -> Groups:
+    """[N, K] bfloat16 or float32 |-> what `round_to_4_bits` gives, which computes it where there is no compiler."""
+    try:
+        kernel = _load()
+    except BuildError:
+        return round_to_4_bits(rows)
+    if rows.dtype not in (torch.bfloat16, torch.float32) or rows.shape[1] % GROUP:
+        raise ValueError(f"{rows.dtype} {tuple(rows.shape)} cannot be rounded in groups of {GROUP}")
+    rows, shrinks = rows.contiguous(), SHRINKS / -8
+    codes = torch.empty(rows.shape, dtype=torch.uint8)
+    scale = torch.empty(len(rows), rows.shape[1] // GROUP)
+    kernel.baton_round_groups(
+        rows.data_ptr(), rows.dtype is torch.float32, scale.numel(), shrinks.data_ptr(), len(shrinks),
+        codes.data_ptr(), scale.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return with_zeros(codes, scale, 8, 4)
+
+
+@cache
+def _load() -> ctypes.CDLL:
+    kernel = load_kernel("cpu_groups")
+    pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    kernel.baton_pack_groups.argtypes = [pointer] * 3 + [count, count, number, pointer, count, count, number]
+    kernel.baton_take_group_rows.argtypes = [pointer, number, count, pointer, count, pointer, number]
+    kernel.baton_multiply_groups.argtypes = [pointer]
+    kernel.baton_round_groups.argtypes = [pointer, number, count, pointer, number, pointer, pointer, number]
+    for name in ("pack_groups", "take_group_rows", "multiply_groups", "round_groups"):
+        kernel[f"baton_{name}"].restype = None
+    return kernel

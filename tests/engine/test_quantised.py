@@ -1,0 +1,250 @@
+"""Quantised safetensors checkpoints: exact values, groups, loading, shards, refusals and damaged files."""
+
+import json
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.models.assemble import check_tensors
+from engine.models.load import choose_dtype, load_model
+from engine.models.read_quantization import read_scheme
+from engine.models.sources import open_model
+from engine.models.table import build_table, list_weights
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.reader import Reader
+from engine.weights.table import WHOLE, Product, Shard
+from tests.support.forward import logits_of
+from tests.support.quantised import FORMATS, compressed, gptq, write_models
+
+CPU = torch.device("cpu")
+NAMES = [*FORMATS, "mxfp4"]
+FILE = "model.safetensors"
+LAYER = "model.layers.0."
+MATRIX = f"{LAYER}mlp.down_proj"  # [128, 192]: blocks of 128 are cut
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Each quantised checkpoint and its plain twin."""
+    return {name: write_models(tmp_path_factory.mktemp(name), name) for name in NAMES}
+
+
+def read(checkpoint: Checkpoint, shard: Shard = WHOLE) -> Reader:
+    return Reader(checkpoint, torch.float32, CPU, lambda *_: None, shard)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_are_those_of_the_format(models: dict[str, tuple[Path, Path]], name: str) -> None:
+    quantised, plain = models[name]
+    config, checkpoint = open_model(quantised)
+    check_tensors(config, checkpoint)
+    stored, expected = load_file(quantised / FILE), load_file(plain / FILE)
+    assert checkpoint.entries.keys() == expected.keys()
+    for tensor, values in expected.items():
+        assert checkpoint.entries[tensor].shape == values.shape
+        assert torch.equal(checkpoint.tensor(tensor), values) and torch.equal(checkpoint.borrow(tensor), values)
+        groups = checkpoint.groups(tensor)
+        if (tensor in stored and stored[tensor].dtype is values.dtype) or name == "mxfp4":
+            assert groups is None
+            continue
+        format, base = FORMATS[name], tensor.removesuffix("weight")
+        left_out = (f"{base}bias", f"{base}input_scale", f"{base}k_scale")
+        own = [part for part in stored if part.startswith(base) and part not in left_out]
+        assert checkpoint.entries[tensor].dtype == format.dtype
+        assert checkpoint.entries[tensor].num_bytes == sum(stored[part].nbytes for part in own)
+        assert (groups is not None) == format.has_groups
+        if groups is not None:
+            assert torch.equal(groups.dense(), values) and groups.bits == format.bits
+    assert choose_dtype(config, checkpoint, "auto") is torch.float32  # of the embedding
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in NAMES), ("fp8-block", "bfloat16"), ("gptq4-order", "bfloat16")],
+)  # in bfloat16 those without groups: kernels may round others
+def test_a_model_has_the_logits_of_its_plain_twin(models: dict[str, tuple[Path, Path]], name: str, dtype: str) -> None:
+    progress: list[tuple[int, int]] = []
+    decoder = load_model(models[name][0], dtype, CPU, lambda *bytes_: progress.append(bytes_))
+    ids = list(range(2, 40))
+    logits = logits_of(decoder, ids)
+    assert torch.equal(logits, logits_of(load_model(models[name][1], dtype, CPU), ids))
+    assert 0.5 < logits.std() < 20
+    assert progress == sorted(progress) and progress[-1][0] == progress[-1][1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shards_are_parts_of_the_whole(models: dict[str, tuple[Path, Path]], name: str) -> None:
+    config, checkpoint = open_model(models[name][0])
+    whole, halves = read(checkpoint), [read(checkpoint, Shard(rank, 2)) for rank in range(2)]
+    num_grouped = 0
+    for product in (one for one in list_weights(build_table(config)) if isinstance(one, Product)):
+        axis, groups = int(product.inputs.is_divided), whole.groups(product)
+        num_grouped += groups is not None
+        for index, weight in enumerate(whole.weights(product)):
+            is_cut = axis or product.parts[index].rows.is_divided
+            own = [half.weights(product)[index] for half in halves]
+            assert torch.equal(torch.cat(own, axis) if is_cut else own[0], weight)
+            if groups is not None:
+                assert torch.equal(groups[index].dense(), weight)
+                cut = [parts[index].dense() for half in halves if (parts := half.groups(product))]
+                assert torch.equal(torch.cat(cut, axis) if is_cut else cut[0], weight)
+    assert num_grouped == (16 if name == "mxfp4" else 4 if FORMATS[name].has_groups else 0)
+
+
+FP8: dict[str, Any] = {"quant_method": "fp8"}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4}
+NO_WEIGHTS = {"config_groups": {"group_0": {"weights": None, "input_activations": {"num_bits": 8}}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        *(({"quant_method": name}, f"quant_method '{name}' .* supported: fp8, compressed-tensors, awq, gptq, mxfp4")
+          for name in ("bitsandbytes", "aqlm", "quip", "hqq", "eetq", "modelopt", "auto-round", "torchao")),
+        ({"bits": 4}, "quant_method 'None'"),
+        ({"quant_method": []}, r"quant_method '\[\]'"),
+        (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2' .* supported: e4m3"),
+        (FP8 | {"expert_dtype": "fp4"}, "expert_dtype 'fp4' .* supported: fp8"),
+        (FP8 | {"weight_block_size": [128]}, r"weight_block_size .* must be two positive integers, not \[128\]"),
+        (FP8 | {"weight_block_size": [0, 128]}, r"weight_block_size .* two positive integers, not \[0, 128\]"),
+        (AWQ | {"version": "gemv"}, "version 'gemv' .* supported: gemm"),
+        (AWQ | {"version": "marlin"}, "version 'marlin' .* supported: gemm"),
+        (AWQ | {"bits": 8}, "bits 8 .* supported: 4"),
+        (gptq(2), "bits 2 .* supported: 4, 8"),
+        (gptq(3), "bits 3 .* supported: 4, 8"),
+        (gptq(4, checkpoint_format="marlin"), "checkpoint_format 'marlin' .* supported: gptq, gptq_v2"),
+        (gptq(4, is_marlin_format=True), "is_marlin_format True"),
+        (gptq(4, desc_act="yes"), "desc_act must be true or false"),
+        (compressed("nvfp4-pack-quantized", type="float", num_bits=4), "'nvfp4-pack-quantized' .* pack-quantized"),
+        (compressed("marlin-24", num_bits=4), "format 'marlin-24'"),
+        (compressed("pack-quantized", num_bits=3), "weights 'int 3' in group_0 .* int 4, int 8, float 8"),
+        (compressed("float-quantized", type="float", num_bits=4), "weights 'float 4'"),
+        (compressed("pack-quantized", num_bits=4, strategy="tensor_group"), "strategy 'tensor_group' in group_0"),
+        (compressed("int-quantized") | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparse-24-bitmask'"),
+        (compressed("int-quantized") | {"transform_config": {"config_groups": {}}}, "transform_config"),
+        (compressed("int-quantized") | NO_WEIGHTS, "group_0 .* has no weights"),
+        (compressed("int-quantized", group_size="x"), "group_size must be an integer from -1"),
+        (compressed("int-quantized", strategy="block", block_structure=7), "block_structure .* not 7"),
+        (compressed("int-quantized") | {"config_groups": [1]}, "config_groups must be an object"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_named(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_scheme({"quantization_config": config})
+
+
+def test_what_says_nothing_of_weights_is_ignored() -> None:
+    rest = {"kv_cache_scheme": {"num_bits": 8}, "ignore": ["lm_head"], "sparsity_config": {}, "transform_config": {}}
+    scheme = read_scheme({"quantization_config": compressed("int-quantized", num_bits=8) | rest})
+    assert scheme is not None and scheme.method == "compressed-tensors"
+    assert read_scheme({"quantization_config": None}) is read_scheme({}) is None
+
+
+def open_with(folder: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / FILE)
+    config, checkpoint = open_model(folder)
+    check_tensors(config, checkpoint)
+    choose_dtype(config, checkpoint, "auto")
+    for name in checkpoint.entries:
+        checkpoint.borrow(name)
+
+
+DAMAGE: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "missing": lambda tensor: None,
+    "another dtype": lambda tensor: torch.zeros(tensor.shape, dtype=torch.int16),
+    "one row more": lambda tensor: torch.cat((tensor, tensor[-1:])) if tensor.ndim else None,
+    "half the columns": lambda tensor: tensor[..., : tensor.shape[-1] // 2] if tensor.ndim else None,
+    "two dimensions more": lambda tensor: tensor.reshape(1, 1, *tensor.shape) if tensor.ndim else None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_that_do_not_fit_are_named(
+    models: dict[str, tuple[Path, Path]], name: str, damage: str, tmp_path: Path
+) -> None:
+    tensors = load_file(models[name][0] / FILE)
+    (tmp_path / "config.json").write_text((models[name][0] / "config.json").read_text())
+    base = f"{LAYER}mlp.experts.down_proj_" if name == "mxfp4" else f"{MATRIX}."
+    left_out = ("bias", "input_scale", "k_scale")
+    for part in [one for one in tensors if one.startswith(base) and not one.endswith(left_out)]:
+        changed = DAMAGE[damage](tensors[part])
+        if changed is None and part.endswith("g_idx"):
+            continue
+        rest = {one: tensor for one, tensor in tensors.items() if one != part}
+        with pytest.raises(ValueError, match=base):
+            open_with(tmp_path, rest if changed is None else rest | {part: changed})
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "value", "said"),
+    [
+        ("gptq4", "g_idx", torch.full((192,), 3, dtype=torch.int32), r"g_idx has values beyond 0 to 2"),
+        ("gptq4", "g_idx", torch.full((192,), -1, dtype=torch.int32), r"g_idx has values beyond 0 to 2"),
+        ("gptq4-order", "g_idx", None, r"g_idx is missing"),
+        ("gptq4", "scales", torch.zeros(5, 128), r"scales has 5 groups, which do not divide 192 columns"),
+        ("ct-pack4-zeros", "weight_zero_point", None, r"weight_zero_point is missing"),
+        (
+            "ct-pack4",
+            "weight_shape",
+            torch.tensor([128, 2**62]),
+            r"weight_packed has shape \[128, 24\], which does not hold",
+        ),
+        ("ct-pack4", "weight_shape", torch.tensor([-128, 192]), r"weight_packed has shape"),
+        ("ct-pack4", "weight_scale", torch.zeros(128, 5), r"weight_scale has shape \[128, 5\], which fits no blocks"),
+        ("fp8-block", "weight_scale_inv", torch.zeros(2, 2), r"weight_scale_inv has shape \[2, 2\], which fits no"),
+        ("awq", "weight", torch.zeros(128, 192), r"weight is there twice: once as .*qweight"),
+        ("gptq4", "bias", torch.ones(128), r"unexpected: .*down_proj.bias"),
+    ],
+)
+def test_values_that_do_not_fit_are_named(
+    models: dict[str, tuple[Path, Path]], name: str, part: str, value: Tensor | None, said: str, tmp_path: Path
+) -> None:
+    tensors = load_file(models[name][0] / FILE)
+    (tmp_path / "config.json").write_text((models[name][0] / "config.json").read_text())
+    tensors.pop(f"{MATRIX}.{part}", None)
+    with pytest.raises(ValueError, match=said):
+        open_with(tmp_path, tensors | ({} if value is None else {f"{MATRIX}.{part}": value}))
+
+
+DAMAGED = ["fp8-block", "ct-int8-zeros", "ct-pack4-zeros", "awq", "gptq4", "mxfp4"]
+SIZES = st.one_of(st.integers(-2, 300), st.sampled_from([2**31, 2**40, 2**63, 10**30, True, 1.5, "2", None]))
+FIELDS: st.SearchStrategy[tuple[str, Any]] = st.one_of(
+    st.tuples(st.just("shape"), st.one_of(SIZES, st.lists(SIZES, max_size=4))),
+    st.tuples(st.just("dtype"), st.sampled_from(["I8", "I32", "U8", "F8_E4M3", "F16", "F32", "Q4_K", "", 3, [], None])),
+    st.tuples(st.just("data_offsets"), st.lists(SIZES, max_size=3)),
+)
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(data=st.data())
+def test_damaged_headers_are_value_errors(models: dict[str, tuple[Path, Path]], data: st.DataObject) -> None:
+    source = models[
+        data.draw(st.sampled_from(["fp8-block", "ct-int8-zeros", "ct-pack4-zeros", "awq", "gptq4", "mxfp4"]))
+    ][0]
+    folder = source.parent / "damaged"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    raw = (source / FILE).read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    names = sorted(name for name in header if "proj" in name)
+    key, value = data.draw(FIELDS)
+    header[data.draw(st.sampled_from(names))][key] = value
+    text = json.dumps(header).encode()
+    (folder / FILE).write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+    with suppress(ValueError):
+        config, checkpoint = open_model(folder)
+        check_tensors(config, checkpoint)
+        choose_dtype(config, checkpoint, "auto")
+        for name in checkpoint.entries:
+            checkpoint.borrow(name)
