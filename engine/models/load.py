@@ -5,6 +5,7 @@ The entry to `engine.models`. Runs no code from a checkpoint and unpickles nothi
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import cast
 
@@ -79,7 +80,7 @@ def load_model(
         return build_decoder(config, choose_format(reader, ops, quantization, weights), ranks)
 
     is_packed = device.type == "cpu" and chosen is torch.bfloat16 and quantization != "fp8" and can_pack()
-    num_bytes = sum(entry.num_bytes for entry in checkpoint.entries.values()) // ranks.size
+    num_bytes = 2 * sum(math.prod(entry.shape) for entry in checkpoint.entries.values()) // ranks.size  # at most
     if not is_packed or num_bytes < SMALLEST_FILE_BYTES:
         return build(OwnWeights() if is_packed else None)
     name = _name_weights(folder, quantization, ranks)

@@ -71,13 +71,14 @@ def round_to_4_bits(rows: Tensor) -> Groups:
     """
     grouped = rows.float().unflatten(1, (-1, GROUP))  # type: ignore[no-untyped-call]  # [N, K / 32, 32]
     peak = grouped.gather(2, grouped.abs().argmax(2, keepdim=True))  # [N, K / 32, 1], with its sign
-    best = torch.full_like(peak[..., 0], torch.inf)
-    scale, codes = torch.zeros_like(best), torch.full(grouped.shape, 8, dtype=torch.uint8)
+    scale = torch.zeros_like(peak[..., 0])
+    best = torch.full_like(scale, torch.inf, dtype=torch.float64)
+    codes = torch.full(grouped.shape, 8, dtype=torch.uint8)
     for shrink in SHRINKS.tolist():
         tried = (peak * (shrink / -8)).half().float()
         factor = torch.where(tried != 0, 1 / tried, 0.0)
         found = (grouped * factor).round_().add_(8).clamp_(0, 15)
-        error = ((found - 8) * tried - grouped).square_().sum(2)
+        error = ((found - 8) * tried - grouped).double().square_().sum(2)
         is_better = error < best
         best = torch.where(is_better, error, best)
         scale = torch.where(is_better, tried[..., 0], scale)

@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from engine.layers.linear import Quantization
 from engine.layers.rope import default_frequencies, llama3_frequencies, longrope_frequencies
 from engine.llm import LLM
+from engine.models import load
 from engine.models.gguf import build_config_json
 from engine.models.gguf_folder import make_gguf_folder
 from engine.models.load import load_model, weight_fingerprint
@@ -23,7 +25,9 @@ from engine.models.read_config import build_config, load_config
 from engine.models.sources import open_model
 from engine.weights.gguf_blocks import QUANTISED, read_dense, read_groups
 from engine.weights.gguf_file import list_gguf_shards, read_gguf
+from tests.support.attention import needs_compiler
 from tests.support.checkpoints import write_checkpoint
+from tests.support.forward import logits_of
 from tests.support.gguf_files import HALVES, random_blocks, write_gguf, write_gguf_models
 
 CPU = torch.device("cpu")
@@ -111,6 +115,25 @@ def test_a_file_is_a_model(kind: str, tmp_path: Path) -> None:
     assert weight_fingerprint(folder) != weight_fingerprint(plain)
     assert LLM(str(plain), dtype="float32").generate(prompts, max_tokens=8) == found
     assert LLM(str(path), dtype="bfloat16").generate(prompts[1:], max_tokens=2)  # by kernels for its own codes
+
+
+@needs_compiler
+@pytest.mark.parametrize(("kind", "quantization"), [("Q4_1", "none"), ("Q5_0", "none"), ("Q8_0", "int4")])
+def test_workers_share_packed_codes(
+    kind: str, quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache file is written, then mapped; products are those of weights in memory, and near the exact ones."""
+    path, plain = write_gguf_models(tmp_path, kind)
+    folder, ids = make_gguf_folder(path, tmp_path / "models"), list(range(3, 60))
+    own = logits_of(load_model(folder, "bfloat16", CPU, quantization=quantization), ids)
+    monkeypatch.setattr(load, "SMALLEST_FILE_BYTES", 0)
+    monkeypatch.setattr(load, "cache_folder", lambda: tmp_path)
+    for _ in range(2):
+        decoder = load_model(folder, "bfloat16", CPU, quantization=quantization)
+        assert decoder.mapped_bytes and torch.equal(logits_of(decoder, ids), own)
+    exact = logits_of(load_model(plain, "float32", CPU), ids)
+    assert float((own - exact).norm() / exact.norm()) < (0.6 if quantization == "int4" else 0.03)
+    assert len(list(tmp_path.glob("*.weights"))) == 1
 
 
 # -- files that lie ---------------------------------------------------------------------------------------------------
