@@ -9,7 +9,7 @@ import struct
 import tempfile
 from pathlib import Path
 
-from engine.models.gguf import OTHERS, build_config_json, build_generation_json
+from engine.models.gguf_config import OTHERS, build_config_json, build_generation_json
 from engine.models.read_config import build_config
 from engine.weights.entry import TensorEntry
 from engine.weights.gguf_file import GgufHeader, list_gguf_shards, read_gguf

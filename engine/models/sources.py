@@ -6,7 +6,8 @@ from pathlib import Path
 from engine.models.choose import has_native_code, load_any_config
 from engine.models.config import ModelConfig
 from engine.models.fallback_config import FallbackConfig
-from engine.models.gguf import PAIRED, GgufCheckpoint, architecture_of
+from engine.models.gguf import GgufCheckpoint
+from engine.models.gguf_config import PAIRED, architecture_of
 from engine.models.read_config import load_config
 from engine.models.table import build_table
 from engine.weights.checkpoint import Checkpoint, SafetensorsCheckpoint

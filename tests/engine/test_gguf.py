@@ -18,7 +18,7 @@ from engine.layers.linear import Quantization
 from engine.layers.rope import default_frequencies, llama3_frequencies, longrope_frequencies
 from engine.llm import LLM
 from engine.models import load
-from engine.models.gguf import build_config_json
+from engine.models.gguf_config import build_config_json
 from engine.models.gguf_folder import make_gguf_folder
 from engine.models.load import load_model, weight_fingerprint
 from engine.models.read_config import build_config, load_config
