@@ -11,6 +11,7 @@ import msgspec
 
 from cli.gguf_models import locate_gguf
 from engine.models.choose import has_native_code
+from engine.models.gguf_folder import GGUF
 from engine.models.read_config import load_config
 from engine.weights.files import is_path, list_shards, read_header
 from runtime.config import DecodeConfig, PrefillConfig, ServeConfig
@@ -110,7 +111,8 @@ def find_folder(model: str, option: str = "model") -> Path | None:
         return folder
     advice = f'set {flag(option)} to a folder, a hub id such as "Qwen/Qwen3-0.6B", or "{DEMO_MODEL}"'
     if is_path(model):
-        raise ConfigError(f"there is no folder {model}: {advice}")
+        kind = "file" if folder.suffix == GGUF else "folder"
+        raise ConfigError(f"there is no {kind} {model}: {advice}")
     from huggingface_hub import snapshot_download  # not for models that are folders
     from huggingface_hub.errors import HFValidationError
 
@@ -149,7 +151,7 @@ def choose_served_name(model: str) -> str:
     if model == DEMO_MODEL:
         return "baton-demo"
     folder = Path(model).expanduser()
-    if folder.suffix == ".gguf":
+    if folder.suffix == GGUF:
         return folder.stem
     return folder.resolve().name if folder.is_dir() or folder.is_absolute() else model
 
