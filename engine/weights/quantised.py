@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.weights.checkpoint import Checkpoint
-from engine.weights.gguf_blocks import FLOATS
+from engine.weights.checkpoint import FLOATS, Checkpoint
 from engine.weights.groups import Groups
 from engine.weights.quantised_forms import DTYPES, FORMS, Coded, Form, Headers, Layout
 from engine.weights.scheme import Scheme

@@ -17,7 +17,7 @@ from tests.support.gguf_files import write_gguf_models
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(gguf_models, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(gguf_models, "gguf_cache", lambda: tmp_path / "cache" / "models")
     return tmp_path / "cache" / "models"
 
 
