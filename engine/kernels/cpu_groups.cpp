@@ -58,6 +58,14 @@ Floats fuse(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// The same value, in a register from here on: without it GCC reorders sums until their terms need memory.
+template <class V> V keep(V value) {
+#if defined(__x86_64__)
+    asm("" : "+v"(value));
+#endif
+    return value;
+}
+
 // Rounds a group of x to codes up to kMostCode; returns the value of code 1.
 float round_values(const bfloat16* values, int16_t* codes) {
     uint16_t peak = 0;  // positive floats are ordered like their bits
@@ -68,121 +76,94 @@ float round_values(const bfloat16* values, int16_t* codes) {
     return unit;
 }
 
-// Each math of a group: `unpack` gives a vector of columns as kParts vectors; `encode` a row's codes as kRowParts words;
-// `dot` adds their products. Codes of weights that are too small by kTooSmall are unpacked.
+// Each math: `split` makes the parts of four codes of weights, `encode` two words of four codes of a row, `add` adds
+// their products. If it is signed, so are all codes.
 
-// Four codes at once, a row's high parts and low parts one after the other
-template <int bits> struct GroupDots {
-    static constexpr int kParts = 8, kRowParts = 16;
-#if defined(__ARM_FEATURE_DOTPROD)  // both codes are signed
-    static constexpr int kTooSmall = bits == 8 ? 128 : 0;
+// Four codes at once, times the high and the low part of a row's
+struct GroupDots {
+    struct Part { Words codes; };
+    struct Sums { Ints high, low; };
+#if defined(__ARM_FEATURE_DOTPROD)
+    static constexpr bool kIsSigned = true;
 #else
-    static constexpr int kTooSmall = 0;
+    static constexpr bool kIsSigned = false;
 #endif
-    static void unpack(const uint32_t* w, Words* parts) {
-#pragma GCC unroll 8
-        for (int i = 0; i < bits; ++i) {
-            const Words words = load<Words>(w + i * 16);
-            if constexpr (bits == 4) parts[i] = words & 0x0F0F0F0Fu, parts[i + 4] = words >> 4 & 0x0F0F0F0Fu;
-            else parts[i] = kTooSmall ? words ^ 0x80808080u : words;
-        }
+    template <int bits> static Part split(Words words) {
+        if constexpr (bits == 4) return {words & 0x0F0F0F0Fu};
+        return {kIsSigned ? words ^ 0x80808080u : words};
     }
     static void encode(const int16_t* codes, uint32_t* to) {
         int8_t* const parts = (int8_t*)to;
-        for (int k = 0; k < kGroup; ++k) {
+        for (int k = 0; k < 4; ++k) {
             const int high = (codes[k] + (1 << (kLowBits - 1))) >> kLowBits;
-            parts[k] = (int8_t)high, parts[kGroup + k] = (int8_t)(codes[k] - high * (1 << kLowBits));
+            parts[k] = (int8_t)high, parts[4 + k] = (int8_t)(codes[k] - high * (1 << kLowBits));
         }
     }
-#if defined(BATON_DOTS) || defined(__AVX2__)
-    static Ints dot(Ints sum, const Words* parts, const uint32_t* x) {
-        return add(sum, parts, x + kParts) + (add(Ints{}, parts, x) << kLowBits);
-    }
-#endif
 #if defined(BATON_DOTS)
-    static Ints add(Ints sum, const Words* parts, const uint32_t* x) {
-#pragma GCC unroll 8
-        for (int i = 0; i < kParts; ++i) {
+    static void add(Sums& sums, Part part, const uint32_t* x) {
+        sums.high = dot(sums.high, part.codes, x[0]), sums.low = dot(sums.low, part.codes, x[1]);
+    }
+    static Ints dot(Ints sum, Words codes, uint32_t x) {
 #if defined(__AVX512VNNI__)
-            sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)parts[i], _mm512_set1_epi32(x[i]));
+        return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
 #elif defined(__AVXVNNI__)
-            sum = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)parts[i], _mm256_set1_epi32(x[i]));
+        return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(x));
 #else
-            sum = (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)parts[i], (int8x16_t)vdupq_n_u32(x[i]));
-#endif
-        }
-        return sum;
-    }
-#elif defined(__AVX2__)  // with codes up to 15, 16 bits hold the sums of a group: 8 x 2 x 15 x 127 = 30,480
-    static Ints add(Ints sum, const Words* parts, const uint32_t* x) {
-#if defined(__AVX512BW__)
-        __m512i pairs = _mm512_maddubs_epi16((__m512i)parts[0], _mm512_set1_epi32(x[0]));
-#pragma GCC unroll 8
-        for (int i = 1; i < kParts; ++i)
-            pairs = _mm512_add_epi16(pairs, _mm512_maddubs_epi16((__m512i)parts[i], _mm512_set1_epi32(x[i])));
-        return sum + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-#else
-        __m256i pairs = _mm256_maddubs_epi16((__m256i)parts[0], _mm256_set1_epi32(x[0]));
-#pragma GCC unroll 8
-        for (int i = 1; i < kParts; ++i)
-            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16((__m256i)parts[i], _mm256_set1_epi32(x[i])));
-        return sum + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+        return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)vdupq_n_u32(x));
 #endif
     }
 #endif
+    static Sums begin(Ints start) { return {Ints{}, start}; }
+    static Ints finish(Sums sums) { return sums.low + (sums.high << kLowBits); }
 };
 
-// Codes of 16 bits in pairs: codes 0 and 2, then 1 and 3 of each word
-template <int bits> struct GroupShorts {
-    static constexpr int kParts = 16, kRowParts = 16, kTooSmall = 0;
-    static void unpack(const uint32_t* w, Words* parts) {
-        Words words[8];
-        GroupDots<bits>::unpack(w, words);
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-            parts[2 * i] = words[i] & 0x00FF00FFu, parts[2 * i + 1] = words[i] >> 8 & 0x00FF00FFu;
-        }
+// Codes of 16 bits in pairs: codes 0 and 2, then 1 and 3
+struct GroupShorts {
+    struct Part { Words even, odd; };
+    using Sums = Ints;
+    static constexpr bool kIsSigned = false;
+    template <int bits> static Part split(Words words) {
+        constexpr uint32_t kMask = bits == 4 ? 0x000F000Fu : 0x00FF00FFu;
+        return {keep(words & kMask), keep(words >> 8 & kMask)};
     }
     static void encode(const int16_t* codes, uint32_t* to) {
-        for (int k = 0; k < kGroup; k += 4)
-            for (int part = 0; part < 2; ++part, ++to)
-                *to = (uint16_t)codes[k + part] | (uint32_t)(uint16_t)codes[k + part + 2] << 16;
+        for (int part = 0; part < 2; ++part)
+            to[part] = (uint16_t)codes[part] | (uint32_t)(uint16_t)codes[part + 2] << 16;
     }
-    static Ints dot(Ints sum, const Words* parts, const uint32_t* x) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kParts; ++i) sum = Shorts::add(sum, parts[i], x[i]);
-        return sum;
+    static void add(Sums& sums, Part part, const uint32_t* x) {
+        sums = keep(Shorts::add(sums, part.even, x[0]));
+        sums = keep(Shorts::add(sums, part.odd, x[1]));
     }
+    static Sums begin(Ints start) { return start; }
+    static Ints finish(Sums sums) { return sums; }
 };
 
-template <int bits> struct GroupMath {
 #if defined(BATON_DOTS)
-    using Type = GroupDots<bits>;
-#elif defined(__AVX2__)
-    using Type = std::conditional_t<bits == 4, GroupDots<bits>, GroupShorts<bits>>;
+using GroupMath = GroupDots;
 #else
-    using Type = GroupShorts<bits>;
+using GroupMath = GroupShorts;
 #endif
-};
 
 // A path of cpu_blocks.h: all rows of a pass are one block, x is [groups][rows][kRowWords].
 template <int form> struct Grouped {
     static constexpr int kBits = form % 2 ? 8 : 4, kTables = form / 2;
     static constexpr bool kIsWide = kTables >= kScales32, kHasMinimums = kTables != kScales && kTables != kScales32;
     using Table = std::conditional_t<kIsWide, float, uint16_t>;
-    using Group = typename GroupMath<kBits>::Type;
     // Added to each code, so that its product needs no more than a scale: a group's sum begins with kShift times the sum
     // of the row's codes.
-    static constexpr int kShift = Group::kTooSmall - (kHasMinimums ? 0 : 1 << (kBits - 1));
+    static constexpr int kTooSmall = GroupMath::kIsSigned && kBits == 8 ? 128 : 0;
+    static constexpr int kShift = kTooSmall - (kHasMinimums ? 0 : 1 << (kBits - 1));
     // A group's sum begins with the bits of kRound, where sums up to 2^22 make it a float, kRound + sum. kRound times a
     // float16 is exact, so fuse(kRound + sum, scale, -kRound * scale) is sum * scale rounded once.
     static constexpr bool kIsFloat = kFuses && !kIsWide && kBits == 4;  // sums up to 15 x 4064 x 32
     static constexpr int kCodeWords = 32 * kBits;  // of both panels
     static constexpr int kTileDepth = kGroup, kBlockWords = kCodeWords + 8 * sizeof(Table) * (kHasMinimums ? 2 : 1);
-    static constexpr int kRowWords = Group::kRowParts + 3;  // last: the value of code 1, the group's sum, what sums begin with
+    // After a row's codes: the value of code 1, the group's sum, what sums begin with.
+    static constexpr int kRowParts = 16, kRowWords = kRowParts + 3;
     static constexpr int64_t kMaxRows = 64;  // per pass: weights are read rarely enough, and sums stay in L1
     static constexpr bool kFillsBlocks = false;
-    static constexpr int kAtOnce = kRegisters == 32 ? 2 : 1;  // vectors of columns
+    static constexpr int kRowsAtOnce = 4;  // and vectors of columns: their sums stay in registers
+    static constexpr int kAtOnce = kRegisters == 32 || sizeof(GroupMath::Sums) == sizeof(Ints) ? 2 : 1;
 
     struct Math {
         using Sums = Floats;
@@ -192,10 +173,10 @@ template <int form> struct Grouped {
                 const float unit = round_values(row + k, codes);
                 int32_t sum = 0;
                 for (int i = 0; i < kGroup; ++i) sum += codes[i];
-                Group::encode(codes, to);
-                to[Group::kRowParts] = bits<uint32_t>(unit);
-                to[Group::kRowParts + 1] = bits<uint32_t>(unit * sum);
-                to[Group::kRowParts + 2] = kShift * sum + (kIsFloat ? bits<uint32_t>(kRound) : 0);
+                for (int word = 0; word < 8; ++word) GroupMath::encode(codes + 4 * word, to + 2 * word);
+                to[kRowParts] = bits<uint32_t>(unit);
+                to[kRowParts + 1] = bits<uint32_t>(unit * sum);
+                to[kRowParts + 2] = kShift * sum + (kIsFloat ? bits<uint32_t>(kRound) : 0);
             }
             return 1.0f;
         }
@@ -212,35 +193,56 @@ template <int form> struct Grouped {
                     Floats* sums, const char* next, int64_t lines) {
         for (int64_t tile = 0; tile < num_tiles; ++tile, w += kBlockWords, x += num_rows * kRowWords) {
             for (int64_t line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next, 0, 2);
-            for (int v = 0; v < 2 * kVectors; v += kAtOnce) add_columns(num_rows, x, w, v, sums + v);
+            for (int v = 0; v < 2 * kVectors; v += kAtOnce) add_rows(num_rows, x, w, v, sums + v);
         }
     }
     static Floats load_minimums(const Table* tables, Floats scale) {
         if constexpr (!kHasMinimums) return -(scale * (float)(1 << (kBits - 1)));
         else return kTables == kZeros ? -(scale * load_floats(tables + 32)) : load_floats(tables + 32);
     }
-    static void add_columns(int64_t num_rows, const uint32_t* x, const uint32_t* w, int first, Floats* sums) {
-        Words parts[kAtOnce][Group::kParts];
-        Floats scale[kAtOnce], offset[kAtOnce], minimum[kAtOnce];
+    // One group's products of rows and kAtOnce vectors of columns from `first` on.
+    template <int rows = kRowsAtOnce>
+    static void add_rows(int64_t num_rows, const uint32_t* x, const uint32_t* w, int first, Floats* sums) {
+        for (; num_rows >= rows; num_rows -= rows, x += rows * kRowWords, sums += rows * 2 * kVectors)
+            add_block<rows>(x, w, first, sums);
+        if constexpr (rows > 1) add_rows<rows - 1>(num_rows, x, w, first, sums);
+    }
+    template <int rows> static void add_block(const uint32_t* x, const uint32_t* w, int first, Floats* sums) {
+        GroupMath::Sums dots[rows][kAtOnce];
+#pragma GCC unroll 4
+        for (int row = 0; row < rows; ++row)
 #pragma GCC unroll 2
-        for (int i = 0; i < kAtOnce; ++i) {
-            const int v = first + i;
-            const Table* const tables = (const Table*)(w + kCodeWords) + v * kLanes;
-            Group::unpack(w + v / kVectors * (kCodeWords / 2) + v % kVectors * kLanes, parts[i]);
-            scale[i] = load_floats(tables);
-            offset[i] = scale[i] * -kRound;
-            if constexpr (kHasMinimums) minimum[i] = load_minimums(tables, scale[i]);
-        }
-        for (int64_t row = 0; row < num_rows; ++row, x += kRowWords, sums += 2 * kVectors) {
-            const float unit = bits<float>(x[Group::kRowParts]), sum = bits<float>(x[Group::kRowParts + 1]);
-            const Ints start = Ints{} + (kShift || kIsFloat ? (int32_t)x[Group::kRowParts + 2] : 0);
+            for (int i = 0; i < kAtOnce; ++i)
+                dots[row][i] = GroupMath::begin(Ints{} + (int32_t)x[row * kRowWords + kRowParts + 2]);
+        const uint32_t* const of_vector = w + first / kVectors * (kCodeWords / 2) + first % kVectors * kLanes;
+#pragma GCC unroll 8
+        for (int word = 0; word < 8; ++word) {
+            GroupMath::Part parts[kAtOnce];
 #pragma GCC unroll 2
             for (int i = 0; i < kAtOnce; ++i) {
-                const Ints dot = Group::dot(start, parts[i], x);
-                const Floats value = kIsFloat ? fuse((Floats)dot, scale[i], offset[i])
-                                              : __builtin_convertvector(dot, Floats) * scale[i];
-                sums[i] = add_products(sums[i], value, unit);
-                if constexpr (kHasMinimums) sums[i] = add_products(sums[i], minimum[i], sum);
+                const uint32_t* const at = of_vector + i / kVectors * (kCodeWords / 2) + i % kVectors * kLanes;
+                parts[i] = GroupMath::split<kBits>(load<Words>(at + word % kBits * 16) >> word / kBits * 4);
+            }
+#pragma GCC unroll 4
+            for (int row = 0; row < rows; ++row)
+#pragma GCC unroll 2
+                for (int i = 0; i < kAtOnce; ++i) GroupMath::add(dots[row][i], parts[i], x + row * kRowWords + 2 * word);
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < kAtOnce; ++i) {
+            const Table* const tables = (const Table*)(w + kCodeWords) + (first + i) * kLanes;
+            const Floats scale = load_floats(tables), offset = scale * -kRound;
+            Floats minimum{};
+            if constexpr (kHasMinimums) minimum = load_minimums(tables, scale);
+#pragma GCC unroll 4
+            for (int row = 0; row < rows; ++row) {
+                const uint32_t* const of_group = x + row * kRowWords + kRowParts;
+                const Ints dot = GroupMath::finish(dots[row][i]);
+                const Floats value = kIsFloat ? fuse((Floats)dot, scale, offset)
+                                              : __builtin_convertvector(dot, Floats) * scale;
+                Floats& sum = sums[row * 2 * kVectors + i];
+                sum = add_products(sum, value, bits<float>(of_group[0]));
+                if constexpr (kHasMinimums) sum = add_products(sum, minimum, bits<float>(of_group[1]));
             }
         }
     }
