@@ -36,7 +36,7 @@ def check_layers(device: torch.device) -> str:
     ours, theirs = CudaOps(), Ops()
     rows, delta, weight = normal(NUM_TOKENS, 4096), normal(NUM_TOKENS, 4096), normal(4096)
     compare("norm", ours.norm(rows, weight, EPS), theirs.norm(rows, weight, EPS))
-    sums = rows.clone(), rows.clone()
+    sums = rows.float().clone(), rows.float().clone()
     added = ours.add_norm_(sums[0], delta, weight, EPS), theirs.add_norm_(sums[1], delta, weight, EPS)
     compare("sum", *sums)
     compare("norm of a sum", *added)

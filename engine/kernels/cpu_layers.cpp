@@ -16,26 +16,27 @@ float inverse_rms(Floats squares, int64_t width, float eps) { return 1.0f / std:
 
 }  // namespace
 
-// hidden, delta, out: [num_rows, width]; delta may be null. hidden += delta; out = norm(hidden) * weight [width].
-extern "C" void baton_add_norm(bfloat16* hidden, const bfloat16* delta, const bfloat16* weight, bfloat16* out,
-                               int64_t num_rows, int64_t width, float eps, int num_threads) {
+// hidden, rows, out: [num_rows, width]. hidden, unless null, += rows; out = norm(hidden, or rows) * weight [width].
+extern "C" void baton_norm(float* hidden, const bfloat16* rows, const bfloat16* weight, bfloat16* out, int64_t num_rows,
+                           int64_t width, float eps, int num_threads) {
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows >= 2 * kRowsAThread)
     for (int64_t row = 0; row < num_rows; ++row) {
-        bfloat16* const at = hidden + row * width;
+        float* const sum = hidden ? hidden + row * width : nullptr;
         Floats squares{};
         for (int64_t i = 0; i < width; i += kLanes) {
-            Floats values = load_some(at + i, width - i);
-            if (delta) {
-                const Halves sum = narrow(values + load_some(delta + row * width + i, width - i));
-                store_part(at + i, sum, width - i);
-                values = widen(sum);
+            Floats values = load_some(rows + row * width + i, width - i);
+            if (sum) {
+                values += load_part<Floats>(sum + i, (width - i) * 4);
+                store_part(sum + i, values, width - i);
             }
             squares += values * values;
         }
         const float factor = inverse_rms(squares, width, eps);
-        for (int64_t i = 0; i < width; i += kLanes)
-            store_part(out + row * width + i,
-                       narrow(load_some(at + i, width - i) * factor * load_some(weight + i, width - i)), width - i);
+        for (int64_t i = 0; i < width; i += kLanes) {
+            const Floats values = sum ? load_part<Floats>(sum + i, (width - i) * 4)
+                                      : load_some(rows + row * width + i, width - i);
+            store_part(out + row * width + i, narrow(values * factor * load_some(weight + i, width - i)), width - i);
+        }
     }
 }
 

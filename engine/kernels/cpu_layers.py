@@ -11,12 +11,21 @@ from engine.kernels.build import BuildError, load_kernel
 BF16 = torch.bfloat16
 
 
-def add_norm(rows: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Add `delta`, if there is one, to `rows` in place; returns the RMSNorm of the sum, [T, H]. See `fits`."""
+def norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm, [T, H]. See `fits`."""
+    return _norm(None, rows, weight, eps)
+
+
+def add_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add `delta` to `hidden` in place, contiguous float32; returns the RMSNorm of the sum, [T, H]. See `fits`."""
+    return _norm(hidden, delta, weight, eps)
+
+
+def _norm(hidden: Tensor | None, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     kernel, out = load(), torch.empty_like(rows)
     assert kernel is not None
-    kernel.baton_add_norm(
-        rows.data_ptr(), None if delta is None else delta.data_ptr(), weight.data_ptr(), out.data_ptr(),
+    kernel.baton_norm(
+        None if hidden is None else hidden.data_ptr(), rows.data_ptr(), weight.data_ptr(), out.data_ptr(),
         *rows.shape, eps, torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -35,7 +44,7 @@ def apply_rope(query_key: Tensor, cos: Tensor, signed_sin: Tensor, norm: Tensor 
 
 
 def fits(rows: Tensor, weight: Tensor) -> bool:
-    """Whether `add_norm` takes them."""
+    """Whether norms take them."""
     return (
         rows.dtype is BF16
         and weight.dtype is BF16
@@ -66,7 +75,7 @@ def load() -> ctypes.CDLL | None:
     except BuildError:
         return None
     pointer, count, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-    kernel.baton_add_norm.argtypes = [*[pointer] * 4, count, count, real, number]
+    kernel.baton_norm.argtypes = [*[pointer] * 4, count, count, real, number]
     kernel.baton_turn.argtypes = [pointer, count, *[pointer] * 3, *[count] * 3, real, number]
-    kernel.baton_add_norm.restype = kernel.baton_turn.restype = None
+    kernel.baton_norm.restype = kernel.baton_turn.restype = None
     return kernel

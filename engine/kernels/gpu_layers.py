@@ -119,11 +119,11 @@ def gate(gate_up: Tensor) -> Tensor:
 
 
 def add_norm(rows: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Add `delta`, if there is one, to `rows` in place; returns the RMSNorm of the sum. [T, H]"""
+    """Add `delta`, if there is one, to `rows` in place, then float32; returns the RMSNorm of the sum, [T, H]."""
     num_rows, width = rows.shape
     if not rows.is_contiguous() or (delta is not None and not delta.is_contiguous()):
         raise ValueError(f"rows have strides {rows.stride()}, expected contiguous rows")
-    out = torch.empty_like(rows)
+    out = torch.empty_like(rows if delta is None else delta)
     block = triton.next_power_of_2(width)
     norm_kernel[(num_rows,)](
         rows, rows if delta is None else delta, weight, out, width, eps,

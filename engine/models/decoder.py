@@ -106,13 +106,14 @@ class Decoder:
             hidden = hidden * self._embedding_multiplier
         inputs = None if self._token_inputs is None else self._token_inputs(batch.token_ids, hidden)  # [T, L, P]
         normed = self._norm(hidden, self._layers[0].before_attention)
+        hidden = hidden.float()  # sums of layers, which 8 bits of mantissa would lose beside their outliers
         nexts = [*(layer.before_attention for layer in self._layers[1:]), self._final_norm]  # the norm after each layer
         for index, (layer, next_norm) in enumerate(zip(self._layers, nexts, strict=True)):
             attended = self._attend(index, layer, normed, rotations, attention)  # [T, Hq D]
             # once all KV is written, only rows with logits matter
             if index == self._last_writer and not batch.logits_rows.numel():
                 self.ranks.barrier(self.device)  # no sum follows: this makes all ranks finish the step together
-                return hidden[:0]
+                return normed[:0]
             if index == len(self._layers) - 1:
                 attended, hidden = _keep_rows(attended, batch), _keep_rows(hidden, batch)  # [S, ...]
                 inputs = None if inputs is None else _keep_rows(inputs, batch)
@@ -130,14 +131,16 @@ class Decoder:
     def _add(
         self, hidden: Tensor, delta: Tensor, after: Tensor | None, before: Tensor | None, scale: Tensor | None = None
     ) -> Tensor:
-        """Add a block's normed output to `hidden` in place, [T, H], and scale the sum; returns the next block's normed
-        input."""
+        """Add a block's normed output to `hidden` in place, [T, H] float32, and scale the sum; returns the next block's
+        normed input in the model's dtype."""
         delta = self._norm(delta, after)
         if self.config.residual_multiplier != 1:
             delta = delta * self.config.residual_multiplier
         if scale is not None:
-            return self._norm(hidden.add_(delta).mul_(scale), before)
-        return hidden.add_(delta) if before is None else self.ops.add_norm_(hidden, delta, before, self.config.rms_eps)
+            return self._norm(hidden.add_(delta).mul_(scale).to(self.dtype), before)
+        if before is None:
+            return hidden.add_(delta).to(self.dtype)
+        return self.ops.add_norm_(hidden, delta, before, self.config.rms_eps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ class Ops:
         return functional.rms_norm(rows, weight.shape, weight, eps)
 
     def add_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add `delta` to `hidden` in place, both [T, H]; returns the norm of the sum, [T, H]."""
-        return self.norm(hidden.add_(delta), weight, eps)
+        """Add `delta` to `hidden` in place, [T, H] float32; returns the norm of the sum in delta's dtype, [T, H]."""
+        return functional.rms_norm(hidden.add_(delta), weight.shape, weight.float(), eps).to(delta.dtype)
 
     def gate(self, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
         """The first half of each row, activated, times the second. [T, 2 I] |-> [T, I]. May overwrite `gate_up`."""

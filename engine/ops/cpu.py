@@ -1,5 +1,6 @@
 """Operations on a CPU: cpu_layers.cpp for bfloat16, torch for other dtypes."""
 
+import torch
 from torch import Tensor
 
 from engine.kernels import cpu_layers
@@ -11,10 +12,10 @@ class CpuOps(Ops):
 
     def norm(self, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         if cpu_layers.fits(rows, weight):
-            return cpu_layers.add_norm(rows, None, weight, eps)
+            return cpu_layers.norm(rows, weight, eps)
         return super().norm(rows, weight, eps)
 
     def add_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if cpu_layers.fits(hidden, weight) and cpu_layers.fits(delta, weight) and len(delta) == len(hidden):
+        if cpu_layers.fits(delta, weight) and hidden.dtype is torch.float32 and hidden.shape == delta.shape:
             return cpu_layers.add_norm(hidden, delta, weight, eps)
         return super().add_norm_(hidden, delta, weight, eps)

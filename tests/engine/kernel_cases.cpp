@@ -152,10 +152,13 @@ template <class Page> static void run_attention(int math, std::vector<Page> (*ma
 
 static void run_layers() {
     for (int64_t width : {64, 200}) {
-        std::vector<bfloat16> hidden = halves(9 * width), delta = halves(9 * width), weight = halves(width), out(9 * width);
-        layers::baton_add_norm(hidden.data(), delta.data(), weight.data(), out.data(), 9, width, 1e-5f, 2);
+        std::vector<bfloat16> rows = halves(9 * width), weight = halves(width), out(9 * width);
+        std::vector<float> hidden = floats(9 * width, 1);
+        for (float* sum : {(float*)nullptr, hidden.data()}) {
+            layers::baton_norm(sum, rows.data(), weight.data(), out.data(), 9, width, 1e-5f, 2);
+            write(out);
+        }
         write(hidden);
-        write(out);
     }
     for (int64_t dim : {64, 24}) {
         std::vector<bfloat16> heads = halves(9 * 3 * dim), cos = halves(9 * dim), sin = halves(9 * dim), norm = halves(3 * dim);

@@ -55,7 +55,7 @@ def check_norms(operations: Ops, dtype: torch.dtype, width: int, counts: Sequenc
     for num_rows in counts:
         rows, delta, weight = (normal(*sizes, width, dtype=dtype) for sizes in ((num_rows,), (num_rows,), ()))
         assert_near(operations.norm(rows, weight, EPS), TORCH.norm(rows, weight, EPS))
-        sums = [rows.clone(), rows.clone()]
+        sums = [rows.float().clone(), rows.float().clone()]
         outs = operations.add_norm_(sums[0], delta, weight, EPS), TORCH.add_norm_(sums[1], delta, weight, EPS)
         assert_near(*sums)
         assert_near(*outs)

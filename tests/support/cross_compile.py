@@ -85,7 +85,7 @@ def empty(*sizes: int, dtype: torch.dtype = BF16) -> Tensor:
 def launch_layers() -> None:
     operations, rows = CudaOps(), empty(4, 4096)
     operations.norm(rows, empty(4096), 1e-5)
-    operations.add_norm_(rows, rows, empty(4096), 1e-5)
+    operations.add_norm_(empty(4, 4096, dtype=torch.float32), rows, empty(4096), 1e-5)
     operations.gate(empty(4, 28672))
     join_pages(empty(4, 64, dtype=torch.int32), empty(5, dtype=torch.int32), empty(256, dtype=torch.int32))
 
