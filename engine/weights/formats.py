@@ -101,7 +101,7 @@ class Fp8Format(PlainFormat):
 class PackedFormat(PlainFormat):
     """Weights in tiles for the CPU's kernels, in memory that workers may share: bfloat16, 8 bits, or groups of 32.
 
-    Without `quantization`, weights that the file has in groups keep their bits.
+    Weights that the file has in groups of no more bits than `quantization` wants stay as they are.
     """
 
     def __init__(self, reader: Reader, ops: Ops, weights: Weights, quantization: Quantization) -> None:
@@ -156,10 +156,16 @@ class PackedFormat(PlainFormat):
         return PackedGroups(self._weights.take(name, shape.num_bytes, fill), shape)
 
     def _find_groups(self, product: Product, bits: int) -> list[Groups]:
-        stored = self.reader.groups(product) if self._quantization == "none" else None
-        if stored is not None or self._quantization != "int4" or product.depth(self.reader.shard) % GROUP:
-            return stored or []
+        stored, is_rounded = self.reader.groups(product), self._quantization == "int4"
         rounded = round_groups if bits == 4 else round_to_8_bits
+        if stored is not None:
+            found = [
+                rounded(part.dense().to(torch.bfloat16)) if is_rounded and part.bits > bits else part for part in stored
+            ]
+            most = max(part.bits for part in found)
+            return [part._replace(bits=most) for part in found]  # fewer bits are more, with zeros above
+        if not is_rounded or product.depth(self.reader.shard) % GROUP:
+            return []
         return [rounded(weight.to(torch.bfloat16)) for weight in self.reader.weights(product)]
 
     def _pack_tiles(self, product: Product, is_gated: bool) -> PackedMatrix:

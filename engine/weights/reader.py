@@ -41,10 +41,9 @@ class Reader:
         return [self._weight(product, part, self.checkpoint.borrow) for part in product.parts]
 
     def groups(self, product: Product) -> list[Groups] | None:
-        """Each part of a product, [n, K], if the file has them all in groups of equally many bits. Counts nothing."""
+        """Each part of a product, [n, K], if the file has them all in groups. Counts nothing."""
         found = [groups for part in product.parts if (groups := self._groups(product, part)) is not None]
-        is_whole = len(found) == len(product.parts) and len({groups.bits for groups in found}) == 1
-        return found if is_whole else None
+        return found if len(found) == len(product.parts) else None
 
     def fuse(self, product: Product) -> Tensor:
         """[N, K]: a view of the file's mapping if it is one part that needs no conversion."""

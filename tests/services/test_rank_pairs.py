@@ -1,8 +1,8 @@
 """Workers of 1, 2 and 4 ranks hand over to each other in real processes; tokens equal transformers'.
 
-The draft model is a faster copy of the model, so a draft is wrong only where the draft model's KV is. The first offer
-of each prompt has a byte changed on its way, the last of a page, which is the draft model's and belongs to the last
-rank: it is refused, and the prompt offered again.
+The draft model is a faster copy of the model in 4 bits, so a draft is wrong only where the draft model's KV is. The
+first offer of each prompt has a byte changed on its way, the last of a page, which is the draft model's and belongs to
+the last rank: it is refused, and the prompt offered again.
 """
 
 import asyncio
@@ -17,9 +17,10 @@ import pytest
 from bench.fleet import Process, ProcessFleet, run_fleet
 from protos import prefill_pb2, prefill_pb2_grpc
 from runtime.rpc import open_channel
-from tests.support.checkpoints import write_checkpoint, write_slow_twin, write_tokenizer
+from tests.support.checkpoints import write_slow_twin, write_tokenizer
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.oracle import Oracle, random_prompt
+from tests.support.quantised import write_models
 from tests.support.real_workers import Gateway, gateway, packed
 
 VOCAB, PAGE_TOKENS, NUM_TOKENS = 320, 16, 16
@@ -35,15 +36,16 @@ READERS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # decode worker |-> it
 
 
 @pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """In 4 bits, and the same values in float32."""
     folder = tmp_path_factory.mktemp("draft")
-    write_checkpoint(folder, "llama", num_heads=8, num_kv_heads=4, head_dim=16, vocab=VOCAB)
-    return write_tokenizer(folder, VOCAB)
+    quantised, plain = write_models(folder, "awq", num_heads=8, num_kv_heads=4, head_dim=16, vocab=VOCAB)
+    return write_tokenizer(quantised, VOCAB), write_tokenizer(plain, VOCAB)
 
 
 @pytest.fixture(scope="module")
-def oracle(draft: Path) -> Oracle:
-    return Oracle(draft)
+def oracle(drafts: tuple[Path, Path]) -> Oracle:
+    return Oracle(drafts[1])
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +55,9 @@ def changes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleet(draft: Path, changes: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessFleet]:
-    model = [f"--model={write_slow_twin(draft, tmp_path_factory.mktemp('model'), num_layers=32)}"]
+def fleet(drafts: tuple[Path, Path], changes: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessFleet]:
+    draft, plain = drafts
+    model = [f"--model={write_slow_twin(plain, tmp_path_factory.mktemp('model'), num_layers=32)}"]
     both = [*model, f"--draft-model={draft}", "--threads=1", "--max-context-tokens=512"]
     flags: dict[str, list[str]] = {
         "gateway": model, "prefill": [*both, "--chunk-tokens=64", "--transport=nixl"],

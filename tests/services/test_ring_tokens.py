@@ -26,7 +26,7 @@ from tests.support.tiny_models import tiny_config, tiny_model
 from tests.support.under_load import wait_until
 
 VOCAB = 320
-GGUF_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16")  # that can be written in Python
+GGUF_KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "Q4_K", "Q5_K", "Q6_K", "Q4_K_M")
 LENGTHS = (1, 15, 16, 17, 100, 1000)
 NIXL_OVER_TCP = ("--nixl-allow-tcp", "--kv-memory-mib=64")
 NO_COMPILER = {"CXX": "/nonexistent/c++", "PATH": "/nonexistent"}
@@ -63,6 +63,8 @@ WAYS = {
     ),
     "qwen3-experts-shards": Way(dict(family="qwen3_moe", shards=2), "shm"),
 }  # fmt: skip
+TWO_RANKS = ("--prefill-tp=2", "--decode-tp=2")
+DIVIDED = ("awq", "gptq4-zeros", "fp8-block", "ct-pack4-zeros", "mxfp4", "gguf-Q4_K_M")  # formats
 FALLBACK = (
     "cohere2", "deepseek_v2", "deepseek_v3", "exaone4", "gemma3n_text", "gpt2", "gpt_neox",
     "granite_swa", "nanochat", "opt", "qwen2_moe", "vaultgemma",
@@ -72,8 +74,9 @@ if os.environ.get("TEST_FAMILIES") == "fallback":
 elif os.environ.get("TEST_FAMILIES") == "formats":
     names = [*FORMATS, "mxfp4", *(f"gguf-{kind}" for kind in GGUF_KINDS)]
     WAYS = {name: Way(dict(family="llama"), "shm", format=name) for name in names}
+    WAYS |= {f"{name}-tp": Way(dict(family="llama"), "shm", TWO_RANKS, format=name) for name in DIVIDED}
 elif os.environ.get("TEST_FAMILIES"):
-    ranks = ("--prefill-tp=2", "--decode-tp=2") if os.environ["TEST_FAMILIES"] == "tp" else ()
+    ranks = TWO_RANKS if os.environ["TEST_FAMILIES"] == "tp" else ()
     WAYS = {name: Way(dict(family=name), "shm", ranks) for name in FAMILIES}
 
 

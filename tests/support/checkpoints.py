@@ -138,5 +138,6 @@ def write_slow_twin(original: Path, folder: Path, num_layers: int) -> Path:
             copied = torch.zeros_like(tensor) if is_last else tensor.clone()
             tensors[name.replace(".0.", f".{layer}.", 1)] = copied
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config.pop("layer_types", None)  # all are alike
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers}))
     return folder

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +28,38 @@ KEYS = {
 }  # fmt: skip  # of config.json |-> a method of gguf's writer
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),
           "Q6_K": (208,), "Q3_K": (108,), "IQ4_XS": (0,)}  # fmt: skip  # places of float16 numbers in a block
+MIXED = {"Q4_K_M": {"v_proj": "Q6_K", "down_proj": "Q6_K", "embed_tokens": "Q6_K"}}  # kind of a file |-> of modules
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
+Blocks = tuple[str, NDArray[np.uint8]]  # kind, [rows, bytes]
 
 
 def write_gguf_models(folder: Path, kind: str) -> tuple[Path, Path]:
-    """A GGUF file with a tokenizer, and the plain checkpoint of the same values in float32."""
-    plain = write_checkpoint(folder / "plain", "llama", rope_theta=5e4, vocab=361, hidden=256, intermediate=512)
+    """A GGUF file with a tokenizer, and the plain checkpoint of the same values in float32.
+
+    Kinds that `gguf` does not write have random blocks.
+    """
+    plain = write_checkpoint(folder / "plain", "llama", rope_theta=5e4, vocab=362, hidden=256, intermediate=512)
     write_byte_level(folder / "text")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (plain / name).write_bytes((folder / "text" / name).read_bytes())
-    path, dtype = (
-        write_gguf(plain, folder / "tiny.gguf", "llama", kind, is_paired=True),
-        gguf.GGMLQuantizationType[kind],
-    )
-    tensors = load_file(plain / "model.safetensors")
-    for name, tensor in tensors.items():
+    tensors, blocks = load_file(plain / "model.safetensors"), dict[str, Blocks]()
+    for seed, (name, tensor) in enumerate(tensors.items()):
         if tensor.dim() == 2:
-            tensors[name] = torch.from_numpy(dequantize(quantize(tensor.numpy(), dtype), dtype))
+            own = MIXED.get(kind, {}).get(name.split(".")[-2], kind.removesuffix("_M"))
+            dtype = gguf.GGMLQuantizationType[own]
+            rows = (
+                random_blocks(own, *tensor.shape, seed, 2e-4) if own.endswith("_K") else quantize(tensor.numpy(), dtype)
+            )
+            blocks[name], tensors[name] = (own, rows), torch.from_numpy(dequantize(rows, dtype))
+    path = write_gguf(plain, folder / "tiny.gguf", "llama", blocks, is_paired=True)
     save_file(tensors, plain / "model.safetensors")
     return path, plain
 
 
-def write_gguf(folder: Path, out: Path, architecture: str, kind: str = "F32", is_paired: bool = False) -> Path:
-    """The checkpoint of `folder` with matrices of type `kind`. Returns `out`."""
+def write_gguf(
+    folder: Path, out: Path, architecture: str, blocks: Mapping[str, Blocks] | None = None, is_paired: bool = False
+) -> Path:
+    """The checkpoint of `folder` in float32, or with `blocks` in place of matrices. Returns `out`."""
     config = json.loads((folder / "config.json").read_text())
     config |= {"num_experts": config.get("num_experts") or config.get("num_local_experts")}
     writer: Any = gguf.GGUFWriter(str(out), architecture)
@@ -71,18 +81,22 @@ def write_gguf(folder: Path, out: Path, architecture: str, kind: str = "F32", is
         next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config["num_hidden_layers"]
     )
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    stacks: dict[str, list[NDArray[np.float32]]] = defaultdict(list)
+    stacks: dict[str, list[NDArray[Any]]] = defaultdict(list)
+    kinds: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
         for name, tensor in sorted(load_file(path).items(), key=lambda item: _by_expert(item[0])):
             base, _, suffix = name.rpartition(".")
-            values = tensor.float().numpy()
+            kind, values = (blocks or {}).get(name, ("F32", tensor.float().numpy()))
             if architecture.startswith("gemma") and base.endswith("norm"):
                 values = values + 1
             if is_paired and (module := base.rpartition(".")[2]) in heads:
                 values = values.reshape(heads[module], 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-            stacks[f"{names.get_name(EXPERT.sub('.experts.', base))}.{suffix}"].append(values)
+            stored = f"{names.get_name(EXPERT.sub('.experts.', base))}.{suffix}"
+            stacks[stored].append(values)
+            kinds[stored] = kind
     for name, parts in stacks.items():
-        _add_tensor(writer, name, np.stack(parts) if "_exps" in name else parts[0], kind)
+        values = np.ascontiguousarray(np.stack(parts) if "_exps" in name else parts[0])
+        writer.add_tensor(name, values, raw_dtype=gguf.GGMLQuantizationType[kinds[name]])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -93,14 +107,6 @@ def write_gguf(folder: Path, out: Path, architecture: str, kind: str = "F32", is
 def _by_expert(name: str) -> tuple[str, int]:
     found = EXPERT.search(name)
     return EXPERT.sub(".experts.", name), int(found[1]) if found else 0
-
-
-def _add_tensor(writer: Any, name: str, values: NDArray[np.float32], kind: str) -> None:
-    if values.ndim == 1 or kind == "F32":
-        writer.add_tensor(name, np.ascontiguousarray(values))
-    else:
-        dtype = gguf.GGMLQuantizationType[kind]
-        writer.add_tensor(name, quantize(np.ascontiguousarray(values), dtype), raw_dtype=dtype)
 
 
 def _add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:
@@ -121,12 +127,12 @@ def _add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def random_blocks(kind: str, num_rows: int, depth: int, seed: int) -> NDArray[np.uint8]:
-    """[num_rows, bytes]: random codes, finite scales."""
-    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+def random_blocks(kind: str, num_rows: int, depth: int, seed: int, size: float = 0.01) -> NDArray[np.uint8]:
+    """[num_rows, bytes]: random codes, scales around `size`."""
+    num_values, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     draw = np.random.default_rng(seed)
-    blocks = draw.integers(0, 256, (num_rows, depth // size, num_bytes), np.uint8)
+    blocks = draw.integers(0, 256, (num_rows, depth // num_values, num_bytes), np.uint8)
     for at in HALVES[kind]:
-        halves = draw.standard_normal(blocks.shape[:2]).astype(np.float16) * np.float16(0.01)
+        halves = draw.standard_normal(blocks.shape[:2]).astype(np.float16) * np.float16(size)
         blocks[..., at : at + 2] = halves[..., None].view(np.uint8)
     return blocks.reshape(num_rows, -1)

@@ -51,7 +51,7 @@ def write_byte_level(folder: Path, config: dict[str, Any] | None = None) -> Path
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=360, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+        vocab_size=361, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS * 3, trainer)
     tokenizer.add_tokens(["<think now>"])
