@@ -1,9 +1,8 @@
 """y = x W^T on a GPU where W is in groups of 32 along K: codes of 4 or 8 bits, and tables with a value for each group.
 
-Codes are rows of bytes, 16 or 32 a group. Of 4 bits, byte j of a group has code j in its low and code j + 16 in its high
-bits. Sums are float32; their order depends on W's shape and not on the other rows, except that one row and several rows
-use different kernels. Needs Triton: import it where a CUDA device is chosen. Tile sizes are reasoned, not measured:
-nothing here has run on a card yet. Twin: Ops.multiply_groups.
+The layout is that of weights/stored_groups.py. Sums are float32; their order depends on W's shape and not on the other
+rows, except that one row and several rows use different kernels. Needs Triton: import it where a CUDA device is chosen.
+Tile sizes are reasoned, not measured: nothing here has run on a card yet. Twin: Ops.multiply_groups.
 """
 
 import torch
@@ -14,31 +13,31 @@ from torch import Tensor
 from engine.kernels.gpu_linear import MAX_ROWS, STAGES, SUM_TILE, VECTOR_ROWS, add_splits, choose_num_splits, finish
 
 GROUP = tl.constexpr(32)
-ALIGNED = 16  # the width of tables is padded to a multiple of it, so that loads of float16 can be wide and asynchronous
 # Outputs of a program's tile, and groups of each.
 VECTOR_TILE = (8, 32)  # two groups of 4 bits a thread, each in one load of 16 bytes
 TILE = (64, 4)  # as deep as gpu_linear's
 WIDE_TILE = (16, 32)
+WIDE_BYTES = 64 << 20  # 4,096 outputs of 8,192 columns, which fill a GPU from 512 rows on
+WIDE_OUTPUTS = 256  # a multiple of what any tile of a product has
 
 
 def multiply(
-    rows: Tensor, codes: Tensor, scale: Tensor, second: Tensor | None, has_minimums: bool, bias: Tensor | None = None
-) -> Tensor:
+    rows: Tensor, codes: Tensor, scale: Tensor, second: Tensor | None, bits: int, has_minimums: bool,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """rows @ W^T + bias, [M, N] in the rows' dtype.
 
-    rows: [M, K] with a column stride of 1, M <= MAX_ROWS; codes: [N, bytes] uint8; scale: [N, G] of a float dtype,
-    zeros from K / 32 on; second: the same: minimums, or the codes that stand for 0, by default the middle one; bias:
-    [N]. ValueError for shapes that do not fit. Several rows are multiplied by values rounded to their dtype, one row by
+    rows: [M, K] with a column stride of 1, M <= MAX_ROWS; codes to has_minimums: those of StoredGroups; bias: [N].
+    ValueError for shapes that do not fit. Several rows are multiplied by values rounded to their dtype, one row by
     float32 values.
     """
-    (num_rows, depth), num_outputs = rows.shape, len(codes)
-    bits, num_groups, width = count_bits(codes, scale, second, depth), depth // GROUP.value, scale.shape[1]
-    if num_rows > MAX_ROWS or rows.stride(1) != 1:
+    (num_rows, depth), (num_outputs, width) = rows.shape, scale.shape
+    if num_rows > MAX_ROWS or rows.stride(1) != 1 or depth != find_depth(codes, scale, second, bits):
         raise ValueError(
-            f"rows are {tuple(rows.shape)} with strides {rows.stride()}; expected at most {MAX_ROWS} and a last "
-            "stride of 1"
+            f"rows are {tuple(rows.shape)} with strides {rows.stride()}; expected at most {MAX_ROWS} rows of "
+            f"{find_depth(codes, scale, second, bits)} and a last stride of 1"
         )
-    product = rows.new_empty(num_rows, num_outputs)
+    product, num_groups = rows.new_empty(num_rows, num_outputs), depth // GROUP.value
     if num_rows <= VECTOR_ROWS:
         outputs, groups = VECTOR_TILE
         multiply_row_of_groups[triton.cdiv(num_outputs, outputs), num_rows](
@@ -60,29 +59,47 @@ def multiply(
     return product
 
 
+def multiply_many(
+    rows: Tensor, codes: Tensor, scale: Tensor, second: Tensor | None, bits: int, has_minimums: bool,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The same for any number of rows, by torch: it widens WIDE_BYTES of W at a time to the rows' dtype."""
+    step = max(1, WIDE_BYTES // (rows.element_size() * rows.shape[1] * WIDE_OUTPUTS)) * WIDE_OUTPUTS
+    product = rows.new_empty(len(rows), len(codes))
+    for begin in range(0, len(codes), step):
+        own = slice(begin, begin + step)
+        weight = widen(codes[own], scale[own], None if second is None else second[own], bits, has_minimums, rows.dtype)
+        if bias is None:
+            torch.mm(rows, weight.T, out=product[:, own])
+        else:
+            torch.addmm(bias[own], rows, weight.T, out=product[:, own])
+    return product
+
+
 def widen(
-    codes: Tensor, scale: Tensor, second: Tensor | None, has_minimums: bool, depth: int, dtype: torch.dtype
+    codes: Tensor, scale: Tensor, second: Tensor | None, bits: int, has_minimums: bool, dtype: torch.dtype
 ) -> Tensor:
-    """W, [N, K] in `dtype`. See `multiply`. depth: K"""
-    bits, num_outputs, num_groups = count_bits(codes, scale, second, depth), len(codes), depth // GROUP.value
-    wide = codes.new_empty(num_outputs, depth, dtype=dtype)
+    """W, [N, K] in `dtype`. See `multiply`."""
+    (num_outputs, width), depth = scale.shape, find_depth(codes, scale, second, bits)
+    wide, num_groups = codes.new_empty(num_outputs, depth, dtype=dtype), depth // GROUP.value
     outputs, groups = WIDE_TILE
     widen_groups[triton.cdiv(num_outputs, outputs), triton.cdiv(num_groups, groups)](
-        codes, scale, second, wide, num_outputs, num_groups, scale.shape[1], bits, has_minimums, outputs, groups
+        codes, scale, second, wide, num_outputs, num_groups, width, bits, has_minimums, outputs, groups
     )
     return wide
 
 
-def count_bits(codes: Tensor, scale: Tensor, second: Tensor | None, depth: int) -> int:
-    """Of a code. ValueError for shapes that do not fit together."""
+def find_depth(codes: Tensor, scale: Tensor, second: Tensor | None, bits: int) -> int:
+    """K. ValueError for shapes that do not fit together."""
     tables = [scale] if second is None else [scale, second]
-    shape, bits = (len(codes), scale.shape[1]), 8 * codes.shape[1] // depth
-    fits = depth % GROUP.value == 0 and bits in (4, 8) and codes.shape[1] * 8 == depth * bits
-    fits = fits and shape[1] * GROUP.value >= depth and all(table.shape == shape for table in tables)
+    shape, num_groups = (len(codes), scale.shape[1]), codes.shape[1] // (4 * bits)
+    fits = bits in (4, 8) and codes.shape[1] % (4 * bits) == 0 and num_groups <= shape[1]
+    fits = fits and all(table.shape == shape for table in tables)
     if not (fits and all(one.is_contiguous() for one in (codes, *tables))):
         shapes = [(tuple(one.shape), one.stride()) for one in (codes, *tables)]
-        raise ValueError(f"codes and tables with shapes and strides {shapes} do not hold groups of {depth} columns")
-    return bits
+        raise ValueError(f"codes and tables with shapes and strides {shapes} hold no groups of {bits} bits")
+    depth: int = num_groups * GROUP.value
+    return depth
 
 
 @triton.jit
