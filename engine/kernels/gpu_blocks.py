@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.gpu_linear import MAX_ROWS, STAGES, SUM_TILE, TILE, add_splits, choose_num_splits, finish
+from engine.kernels.gpu_linear import MAX_ROWS, STAGES, TILE, add_sums, choose_num_splits, finish
 
 BLOCK = TILE[1]  # columns that share a scale: a tile's depth
 MANY_TILE = (128, 128)  # outputs and rows: 64 sums a thread
@@ -35,8 +35,7 @@ def multiply(rows: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
     tile = (TILE[0], max(16, triton.next_power_of_2(len(rows))))
     _launch(rows, None, weight, scale, bias, sums, num_splits, tile, STAGES, 4)
     if num_splits > 1:
-        grid = (triton.cdiv(len(weight), SUM_TILE), len(rows))
-        add_splits[grid](sums, None, bias, product, *product.shape, num_splits, SUM_TILE)
+        add_sums(sums, None, bias, product)
     return product
 
 

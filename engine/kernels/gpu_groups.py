@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.gpu_linear import MAX_ROWS, STAGES, SUM_TILE, VECTOR_ROWS, add_splits, choose_num_splits, finish
+from engine.kernels.gpu_linear import MAX_ROWS, STAGES, VECTOR_ROWS, add_sums, choose_num_splits, finish
 
 GROUP = tl.constexpr(32)
 # Outputs of a program's tile, and groups of each.
@@ -54,8 +54,7 @@ def multiply(
         is_split, bits, has_minimums, max(16, triton.next_power_of_2(num_rows)), outputs, groups, STAGES,
     )  # fmt: skip
     if is_split:
-        grid = (triton.cdiv(num_outputs, SUM_TILE), num_rows)
-        add_splits[grid](sums, None, bias, product, num_rows, num_outputs, num_splits, SUM_TILE)
+        add_sums(sums, None, bias, product)
     return product
 
 

@@ -37,7 +37,7 @@ class GpuFormat(PlainFormat):
     """Weights in the bits that the file has, as groups or e4m3, or rounded to groups of 4 bits.
 
     Plain are those of other forms, products whose parts differ in form, those of a rank whose columns cut a group or
-    block, and e4m3 on a GPU that cannot multiply it.
+    block, and e4m3 on a GPU that cannot multiply it or in a float16 model, whose rows are not rounded to e4m3.
     """
 
     def __init__(self, reader: Reader, ops: Ops, quantization: Quantization) -> None:
@@ -66,8 +66,9 @@ class GpuFormat(PlainFormat):
 
     def _find_fp8(self, product: Product) -> Linear | None:
         reader = self.reader
-        parts = reader.fp8(product) if self._quantization == "none" and has_fp8(reader.device) else None
-        if parts is None:
+        is_kept = self._quantization == "none" and reader.dtype is not torch.float16
+        parts = reader.fp8(product) if is_kept else None
+        if parts is None or not has_fp8(reader.device):
             return None
         codes, scale = (torch.cat(tensors).to(reader.device) for tensors in zip(*parts, strict=True))
         return Fp8Linear(codes, scale, reader.bias(product), self.ops)

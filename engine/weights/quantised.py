@@ -94,8 +94,8 @@ class QuantisedCheckpoint(Checkpoint):
 
     def fp8(self, name: str) -> Fp8Matrix | None:
         """See `Checkpoint`."""
-        is_one = name in self._matrices and not self._matrices[name].layout.num_stacked
-        return self._read(name).fp8() if is_one else None
+        is_fp8 = name in self._matrices and self._matrices[name].layout.dtype == "FP8"
+        return self._read(name).fp8() if is_fp8 else None
 
     def stacked_groups(self, name: str, index: int) -> Groups | None:
         """See `Checkpoint`."""

@@ -186,6 +186,8 @@ def test_the_format_depends_on_device_dtype_and_quantization(tmp_path: Path, mon
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 6))
     assert not has_fp8(CUDA) and has_fp8(CPU)
     config, checkpoint = open_model(write_models(tmp_path / "fp8", "fp8-block")[0])
-    monkeypatch.setattr("engine.weights.gpu_formats.has_fp8", lambda device: False)
-    decoder = build_decoder(config, GpuFormat(Reader(checkpoint, torch.float32, CPU, lambda *_: None), Ops(), "none"))
-    assert [type(one) for one in products_of(decoder)] == [PlainLinear] * 4
+    for dtype, has in ((torch.float16, True), (torch.bfloat16, False), (torch.bfloat16, True)):
+        monkeypatch.setattr("engine.weights.gpu_formats.has_fp8", lambda device, has=has: has)
+        decoder = build_decoder(config, GpuFormat(Reader(checkpoint, dtype, CPU, lambda *_: None), Ops(), "none"))
+        is_kept = has and dtype is torch.bfloat16
+        assert [type(one) for one in products_of(decoder)] == [Fp8Linear if is_kept else PlainLinear] * 4
