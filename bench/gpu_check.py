@@ -44,6 +44,7 @@ PARTS = (
     Part("machine", 60, ("machine:check_doctor",)),
     Part("attention", 90, ("attention:check_attention", "attention:time_plan")),
     Part("kernels", 90, ("layers:check_layers", "sampling:check_sampling", "fp8:check_fp8")),
+    Part("coded weights", 90, ("coded:check_groups", "coded:check_blocks")),
     Part(
         "engine", 90, ("engine:check_greedy", "engine:check_logits", "engine:check_graphs", "engine:check_eager_ahead")
     ),
@@ -59,6 +60,7 @@ PARTS = (
     Part("fp8", 60, ("speed:time_fp8",)),
     Part("start", 60, ("speed:time_start",)),
     Part("kernel times", 90, ("attention:time_layouts", "sampling:time_sampling", "fp8:time_linear")),
+    Part("coded weights' times", 90, ("coded:time_coded",)),
 )
 
 

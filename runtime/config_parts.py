@@ -82,7 +82,7 @@ class EngineConfig(Settings):
     dtype: DType = "auto"
     """Number type of weights and KV; auto is the checkpoint's."""
     quantization: Quantization = "none"
-    """Round weights at start: fp8 those of layers, on GPUs; int8, int4 all, on CPUs; the same on all workers."""
+    """Round weights at start: fp8 those of layers, on GPUs; int8 all, on CPUs; int4; the same on all workers."""
     kv_dtype: KvDType = "auto"
     """Number type of KV pages: auto is that of the weights, fp8 halves them at some loss; the same on all workers."""
     draft_model: str = "auto"

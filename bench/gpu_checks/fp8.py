@@ -4,9 +4,11 @@ Knows shapes and clocks. On a CPU the same code runs on small shapes, to test th
 TRITON_INTERPRET=1 before importing this, since kernels then run in Triton's interpreter.
 """
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ SMALL_SHAPES = ((256, 192),)
 NUM_ROWS = (1, 4, 16, 32, 64)
 READ_BYTES = 256 << 20  # distinct weights between two reads of the same one: several times an H200's L2 of 50 MB
 NUM_REPEATS = 5
+Weight = TypeVar("Weight", bound=Tensor | tuple[object, ...])  # with tensors
 ROUNDED_ERROR = 0.05  # of the product's norm: e4m3's error is 2.6 % of a value on average, at most 1/16
 
 
@@ -72,7 +75,7 @@ def time_linear(device: torch.device) -> str:
     return "\n".join(lines)
 
 
-def timed(multiply: Callable[[Tensor], Tensor], weights: Sequence[Tensor]) -> tuple[float, float]:
+def timed(multiply: Callable[[Weight], Tensor], weights: Sequence[Weight]) -> tuple[float, float]:
     """(microseconds of one product, best of several rounds over all weights; GB/s of weights)"""
 
     def read_all() -> None:
@@ -80,8 +83,9 @@ def timed(multiply: Callable[[Tensor], Tensor], weights: Sequence[Tensor]) -> tu
             multiply(weight)
 
     read_all()  # compiles
-    seconds = (time_graph if weights[0].is_cuda else time_calls)(read_all) / len(weights)
-    return seconds * 1e6, weights[0].nbytes / seconds / 1e9
+    tensors = tensors_of(weights[0])
+    seconds = (time_graph if tensors[0].is_cuda else time_calls)(read_all) / len(weights)
+    return seconds * 1e6, sum(tensor.nbytes for tensor in tensors) / seconds / 1e9
 
 
 def time_graph(work: Callable[[], None]) -> float:
@@ -107,9 +111,15 @@ def time_calls(work: Callable[[], None]) -> float:
     return time.perf_counter() - begin
 
 
-def copies(weight: Tensor) -> list[Tensor]:
+def copies(weight: Weight) -> list[Weight]:
     """Equal weights at different addresses, enough that a GPU's cache holds none when it is read again."""
-    return [weight.clone() for _ in range(-(-READ_BYTES // weight.nbytes) if weight.is_cuda else 2)]
+    tensors = tensors_of(weight)
+    count = -(-READ_BYTES // sum(tensor.nbytes for tensor in tensors)) if tensors[0].is_cuda else 2
+    return [copy.deepcopy(weight) for _ in range(count)]
+
+
+def tensors_of(weight: Tensor | tuple[object, ...]) -> list[Tensor]:
+    return [weight] if isinstance(weight, Tensor) else [part for part in weight if isinstance(part, Tensor)]
 
 
 def weight_of(num_outputs: int, depth: int, device: torch.device) -> Tensor:

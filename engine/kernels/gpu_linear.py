@@ -59,8 +59,15 @@ def _multiply_together(
         num_splits > 1, max(16, triton.next_power_of_2(num_rows)), outputs, columns, STAGES,
     )  # fmt: skip
     if num_splits > 1:
-        grid = (triton.cdiv(num_outputs, SUM_TILE), num_rows)
-        add_splits[grid](sums, scale, bias, product, num_rows, num_outputs, num_splits, SUM_TILE)
+        add_sums(sums, scale, bias, product)
+
+
+def add_sums(sums: Tensor, scale: Tensor | None, bias: Tensor | None, product: Tensor) -> None:
+    """The sum of the splits' sums, [num_splits, M, N] float32, into product: [M, N]."""
+    num_splits, num_rows, num_outputs = sums.shape
+    add_splits[triton.cdiv(num_outputs, SUM_TILE), num_rows](
+        sums, scale, bias, product, num_rows, num_outputs, num_splits, SUM_TILE
+    )
 
 
 def choose_num_splits(num_outputs: int, depth: int) -> int:

@@ -11,7 +11,7 @@ from engine.layers.moe_config import Activation
 from engine.ops.base import Ops
 from engine.ranks import Ranks
 
-Quantization = Literal["none", "fp8", "int8", "int4"]  # fp8: of layers; others: of all products
+Quantization = Literal["none", "fp8", "int8", "int4"]  # of layers; on CPUs int8 and int4 of embedding and head too
 
 
 class Linear(Protocol):

@@ -27,9 +27,9 @@ from engine.ops.choose import ops_for
 from engine.ranks import ONE_RANK, Ranks
 from engine.weights.cache import SMALLEST_FILE_BYTES, CannotShareError, OwnWeights, Weights, share_weights
 from engine.weights.checkpoint import FLOATS, Checkpoint
+from engine.weights.choose import choose_format
 from engine.weights.entry import TensorEntry, read_samples
 from engine.weights.files import is_path, list_shards, read_header
-from engine.weights.formats import choose_format
 from engine.weights.fp8 import check_fp8
 from engine.weights.packed import can_pack
 from engine.weights.reader import OnProgress, Reader
@@ -124,8 +124,8 @@ def check_quantization(quantization: Quantization, dtype: str, device: torch.dev
     """Raises ValueError if the device or dtype does not support it."""
     if quantization == "fp8":
         check_fp8(device)
-    if quantization in ("int8", "int4") and device.type != "cpu":
-        raise ValueError(f"--quantization {quantization} is for CPUs: use --quantization fp8 on a GPU, or --device cpu")
+    if quantization == "int8" and device.type != "cpu":
+        raise ValueError("--quantization int8 is for CPUs: use --quantization fp8 or int4 on a GPU, or --device cpu")
     if quantization in ("int8", "int4") and dtype not in ("auto", "bfloat16"):
         raise ValueError(
             f"--quantization {quantization} computes in bfloat16, not {dtype}: set --dtype bfloat16 or auto"

@@ -11,6 +11,8 @@ from engine.layers.head import multiply_widened
 from engine.layers.moe_config import Activation
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.sample import read_fields, sample
+from engine.weights.fp8_matrix import Fp8Matrix
+from engine.weights.stored_groups import StoredGroups
 
 
 class Ops:
@@ -34,8 +36,16 @@ class Ops:
         return functional.silu(gate).mul_(up) if activation == "silu" else activate(gate, up, activation)
 
     def multiply_fp8(self, rows: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """rows: [T, K], codes: [N, K] e4m3, scale: [N] float32, bias: [N] |-> [T, N] in the dtype of the rows."""
-        product = multiply_widened(rows, codes).mul_(scale)  # [T, N]
+        """rows: [T, K]; codes, scale: a `Fp8Matrix`, [N, K]; bias: [N] |-> [T, N] in the dtype of the rows."""
+        if scale.ndim == 1:
+            product = multiply_widened(rows, codes).mul_(scale)  # [T, N]
+        else:
+            product = multiply_widened(rows, Fp8Matrix(codes, scale).dense())
+        return (product if bias is None else product.add_(bias)).to(rows.dtype)
+
+    def multiply_groups(self, rows: Tensor, weight: StoredGroups, bias: Tensor | None) -> Tensor:
+        """rows: [T, K], weight: [N, K], bias: [N] |-> [T, N] in the dtype of the rows, to which weights are rounded."""
+        product = multiply_widened(rows, weight.dense().to(rows.dtype))
         return (product if bias is None else product.add_(bias)).to(rows.dtype)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
-from engine.kernels import gpu_experts, gpu_layers, gpu_linear, gpu_sampling
+from engine.kernels import gpu_blocks, gpu_experts, gpu_groups, gpu_layers, gpu_linear, gpu_sampling
 from engine.kernels.sampling_fields import SamplingTensors
 from engine.layers.moe_config import Activation
 from engine.ops.base import Ops
 from engine.sampling import gpu
 from engine.sampling.batch import SamplingBatch
-from engine.weights.fp8 import can_round, multiply_rounded
+from engine.weights.fp8 import can_round, multiply_rounded, quantise_blocks
+from engine.weights.stored_groups import StoredGroups
 
 
 class CudaOps(Ops):
@@ -28,11 +29,20 @@ class CudaOps(Ops):
 
     def multiply_fp8(self, rows: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         """Few rows are multiplied as they are; many are rounded to e4m3 like the weights, if their sizes allow."""
+        has_blocks = scale.ndim == 2
         if len(rows) <= gpu_linear.MAX_ROWS:
-            return gpu_linear.multiply(rows, codes, scale, bias)
-        if can_round(codes) and rows.dtype is torch.bfloat16:
-            return multiply_rounded(rows, codes, scale, bias)
-        return super().multiply_fp8(rows, codes, scale, bias)
+            multiply = gpu_blocks.multiply if has_blocks else gpu_linear.multiply
+            return multiply(rows, codes, scale, bias)
+        if not can_round(codes, scale) or rows.dtype is not torch.bfloat16:
+            return super().multiply_fp8(rows, codes, scale, bias)
+        if has_blocks:
+            return gpu_blocks.multiply_rounded(*quantise_blocks(rows), codes, scale, bias, rows.dtype)
+        return multiply_rounded(rows, codes, scale, bias)
+
+    def multiply_groups(self, rows: Tensor, weight: StoredGroups, bias: Tensor | None) -> Tensor:
+        """Few rows are multiplied by the codes; for many, a part of the weights at a time is widened to their dtype."""
+        multiply = gpu_groups.multiply if len(rows) <= gpu_linear.MAX_ROWS else gpu_groups.multiply_many
+        return multiply(rows, *weight, bias)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         batch.check(logits)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.weights.entry import TensorEntry
 from engine.weights.files import list_shards, read_header
+from engine.weights.fp8_matrix import Fp8Matrix
 from engine.weights.groups import Groups
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of plain entries, in any format
@@ -39,6 +40,10 @@ class Checkpoint(ABC):
 
     def groups(self, name: str) -> Groups | None:
         """A matrix with equal values, if the file has it in a form that fits. KeyError if absent."""
+        return None
+
+    def fp8(self, name: str) -> Fp8Matrix | None:
+        """A matrix with equal values, if the file has it in e4m3 with scales that fit. KeyError if absent."""
         return None
 
     def stacked(self, name: str, index: int) -> Tensor | None:

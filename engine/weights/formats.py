@@ -16,7 +16,6 @@ from engine.layers.moe import BucketedExperts, Expert, Experts
 from engine.layers.moe_config import Activation
 from engine.ops.base import Ops
 from engine.weights.cache import Weights
-from engine.weights.fp8 import E4M3, Fp8Linear, quantise_rows
 from engine.weights.groups import GROUP, Groups, join_groups, round_to_8_bits
 from engine.weights.int8 import Int8Linear, round_rows
 from engine.weights.packed import (
@@ -51,7 +50,7 @@ class PlainFormat:
         return GatedLinear(self.linear(product), self.ops, activation)
 
     def experts(self, products: Sequence[tuple[Product, Product]], activation: Activation) -> Experts:
-        """products: of each expert, gate and up, then down."""
+        """products: of each expert, gate and up, then down. On a GPU in the model's dtype, whatever the file has."""
         if self.reader.device.type == "cuda":
             ups, downs = zip(*products, strict=True)
             gate_up, down = (torch.stack([self.reader.fuse(one) for one in ones]) for ones in (ups, downs))
@@ -81,21 +80,6 @@ class Int8Format(PlainFormat):
 
     def _head(self, weight: Tensor) -> Linear:
         return Int8Linear(*round_rows(weight), dtype=torch.float32)
-
-
-class Fp8Format(PlainFormat):
-    """Weights of layers in 8 bits, each part rounded on its device. Embedding and head are plain."""
-
-    def linear(self, product: Product) -> Linear:
-        num_rows, device = product.num_rows(self.reader.shard), self.reader.device
-        codes = torch.empty((sum(num_rows), product.depth(self.reader.shard)), dtype=E4M3, device=device)
-        scale = torch.empty(sum(num_rows), dtype=torch.float32, device=device)
-        rows = zip(torch.split(codes, num_rows), torch.split(scale, num_rows), strict=True)
-        for (own_codes, own_scale), weight in zip(rows, self.reader.weights(product), strict=True):
-            found_codes, found_scale = quantise_rows(weight.to(device))
-            own_codes.copy_(found_codes)
-            own_scale.copy_(found_scale)
-        return Fp8Linear(codes, scale, self.reader.bias(product), self.ops)
 
 
 class PackedFormat(PlainFormat):
@@ -194,10 +178,3 @@ def _name(product: Product) -> str:
     """Of its packed weights: unlike any other product's."""
     part = product.parts[0]
     return part.weight if part.index is None else f"{part.weight}.{part.index}"
-
-
-def choose_format(reader: Reader, ops: Ops, quantization: Quantization, weights: Weights | None) -> PlainFormat:
-    """weights: memory for packed ones; None: they are not packed."""
-    if weights is not None:
-        return PackedFormat(reader, ops, weights, quantization)
-    return {"none": PlainFormat, "int8": Int8Format, "int4": PlainFormat, "fp8": Fp8Format}[quantization](reader, ops)

@@ -1,4 +1,4 @@
-"""A linear layer with 8-bit weights: e4m3 with a float32 scale per output. Knows their rounding and the product.
+"""A linear layer with e4m3 weights, and a float32 scale per output or block. Knows their rounding and the product.
 
 On a GPU the path depends on the number of rows: few rows are multiplied as they are; many are rounded to e4m3 too,
 because the matrix units take both operands in one type. Other devices use the slow twin. The GPU paths have not run
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.ops.base import Ops
+from engine.weights.fp8_matrix import BLOCK, E4M3
 
-E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SMALLEST_PEAK = 1e-12  # gives a row of zeros a scale
 NEEDED_CAPABILITY = (8, 9)  # the first GPUs that convert and multiply e4m3
@@ -18,12 +18,12 @@ ALIGNED = 16  # elements: torch._scaled_mm needs both sizes of W to be multiples
 
 
 class Fp8Linear:
-    """y[t, n] = scale[n] * sum_k x[t, k] w[n, k] + b[n], summed in float32."""
+    """y[t, n] = sum_k x[t, k] w[n, k] + b[n], summed in float32, where w are the values of a `Fp8Matrix`."""
 
     __slots__ = ("_bias", "_codes", "_ops", "_scale")
 
     def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None, ops: Ops) -> None:
-        """codes: [N, K] e4m3 and scale: [N] float32, from `quantise_rows`; bias: [N] in the model's dtype."""
+        """codes, scale: a `Fp8Matrix`, contiguous, or from `quantise_rows`; bias: [N] in the model's dtype."""
         self._codes = codes
         self._scale = scale
         self._bias = bias
@@ -33,15 +33,18 @@ class Fp8Linear:
         return self._ops.multiply_fp8(rows, self._codes, self._scale, self._bias)
 
 
-def can_round(codes: Tensor) -> bool:
-    """Whether `multiply_rounded` takes them."""
+def can_round(codes: Tensor, scale: Tensor) -> bool:
+    """Whether rows can be rounded like these weights."""
+    if scale.ndim == 2:
+        return codes.shape[1] % BLOCK == 0
     return not any(size % ALIGNED for size in codes.shape)
 
 
 def multiply_rounded(rows: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """The same with x rounded to e4m3 like the weights: matrix units run at twice their bfloat16 speed.
 
-    rows: [T, K] bfloat16. The error of an output is about 2.6 % of the root of the sum of its terms' squares.
+    rows: [T, K] bfloat16; scale: [N]. The error of an output is about 2.6 % of the root of the sum of its terms'
+    squares.
     """
     rounded, row_scale = quantise_rows(rows)
     return torch._scaled_mm(
@@ -61,12 +64,21 @@ def quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (rows / scale[:, None]).to(E4M3), scale
 
 
+def quantise_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """rows: [T, K], finite, K a multiple of BLOCK |-> codes [T, K] e4m3, scale [T, K / BLOCK]: see `quantise_rows`."""
+    codes, scale = quantise_rows(rows.reshape(-1, BLOCK))
+    return codes.view(rows.shape), scale.view(len(rows), -1)
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether it can multiply e4m3."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= NEEDED_CAPABILITY
+
+
 def check_fp8(device: torch.device) -> None:
     """Raises ValueError if a GPU cannot multiply e4m3."""
-    if device.type != "cuda":
-        return
-    capability = torch.cuda.get_device_capability(device)
-    if capability < NEEDED_CAPABILITY:
+    if not has_fp8(device):
+        capability = torch.cuda.get_device_capability(device)
         raise ValueError(
             f"--quantization fp8 needs a GPU of compute capability {NEEDED_CAPABILITY[0]}.{NEEDED_CAPABILITY[1]} "
             f"or higher; {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: "

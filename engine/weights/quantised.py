@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.weights.checkpoint import FLOATS, Checkpoint
+from engine.weights.fp8_matrix import Fp8Matrix
 from engine.weights.groups import Groups
 from engine.weights.quantised_forms import DTYPES, FORMS, Coded, Form, Headers, Layout
 from engine.weights.scheme import Scheme
@@ -90,6 +91,11 @@ class QuantisedCheckpoint(Checkpoint):
         """See `Checkpoint`."""
         is_one = name in self._matrices and not self._matrices[name].layout.num_stacked
         return self._read(name).groups() if is_one else None
+
+    def fp8(self, name: str) -> Fp8Matrix | None:
+        """See `Checkpoint`."""
+        is_fp8 = name in self._matrices and self._matrices[name].layout.dtype == "FP8"
+        return self._read(name).fp8() if is_fp8 else None
 
     def stacked_groups(self, name: str, index: int) -> Groups | None:
         """See `Checkpoint`."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.weights.entry import TensorEntry
+from engine.weights.fp8_matrix import BLOCK, E4M3, Fp8Matrix
 from engine.weights.groups import GROUP, Groups, with_zeros
 from engine.weights.scheme import Block, Scheme
 
@@ -77,6 +78,14 @@ class Coded(NamedTuple):
             return None
         scale, zeros = (table.repeat_interleave(width // GROUP, 1) for table in self._tables())
         return with_zeros(self.codes.contiguous(), scale, zeros, self.layout.bits)
+
+    def fp8(self) -> Fp8Matrix | None:
+        """None if codes are not e4m3, or if blocks are narrow and not of BLOCK columns."""
+        is_narrow = self.scale.shape[1] > 1
+        if self.codes.dtype is not E4M3 or (is_narrow and self.layout.block[1] != BLOCK):
+            return None
+        scale, _zeros = self._tables()
+        return Fp8Matrix(self.codes, scale if is_narrow else scale[:, 0])
 
     def _tables(self) -> tuple[Tensor, Tensor]:
         """Scales and zeros, [N, G] float32."""

@@ -1,16 +1,19 @@
 """Reads this rank's part of a checkpoint's tensors and reports progress. Knows neither models nor layouts."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from engine.weights.checkpoint import Checkpoint
+from engine.weights.fp8_matrix import Fp8Matrix
 from engine.weights.groups import Groups
 from engine.weights.table import WHOLE, Axis, Part, Product, Shard, Vector
 
 OnProgress = Callable[[int, int], None]  # (done_bytes, total_bytes) of the checkpoint
 PAGE_BYTES = 4096
+Matrix = TypeVar("Matrix", Groups, Fp8Matrix)
 
 
 class Reader:
@@ -44,6 +47,12 @@ class Reader:
         """Each part of a product, [n, K], if the file has them all in groups. Counts nothing."""
         found = [groups for part in product.parts if (groups := self._groups(product, part)) is not None]
         return found if len(found) == len(product.parts) else None
+
+    def fp8(self, product: Product) -> list[Fp8Matrix] | None:
+        """Each part of a product, [n, K], if the file has them all in e4m3 with scales alike. Counts nothing."""
+        found = [matrix for part in product.parts if (matrix := self._fp8(product, part)) is not None]
+        is_whole = len(found) == len(product.parts) and len({matrix.scale.ndim for matrix in found}) == 1
+        return found if is_whole else None
 
     def fuse(self, product: Product) -> Tensor:
         """[N, K]: a view of the file's mapping if it is one part that needs no conversion."""
@@ -85,15 +94,26 @@ class Reader:
         return rows.narrow(1, columns.start, len(columns)).contiguous()
 
     def _groups(self, product: Product, part: Part) -> Groups | None:
-        checkpoint, index, columns = self.checkpoint, part.index, product.inputs.of(self.shard)
+        checkpoint, index = self.checkpoint, part.index
         groups = checkpoint.groups(part.weight) if index is None else checkpoint.stacked_groups(part.weight, index)
         if groups is None or part.is_transposed == (index is None):  # only stacked ones are the transpose's
             return None
+        return self._cut(groups, product, part)
+
+    def _fp8(self, product: Product, part: Part) -> Fp8Matrix | None:
+        if part.index is not None or part.is_transposed:
+            return None
+        matrix = self.checkpoint.fp8(part.weight)
+        return None if matrix is None else self._cut(matrix, product, part)
+
+    def _cut(self, matrix: Matrix, product: Product, part: Part) -> Matrix | None:
+        """The part's own; None if its columns cut what shares a scale."""
 
         def cut(rows: Tensor) -> Tensor:
             return self._rows_of(_select(rows, part), part.rows)
 
-        return groups.each(cut).columns(columns.start, len(columns))
+        columns = product.inputs.of(self.shard)
+        return matrix.each(cut).columns(columns.start, len(columns))
 
     def _rows_of(self, tensor: Tensor, rows: Axis) -> Tensor:
         own = rows.of(self.shard)

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from demo.paths import TARGET_DIR
 from engine.engine import Engine, build_engine
-from engine.kernels import gpu_linear
+from engine.kernels import gpu_blocks, gpu_linear
 from engine.layers.linear import PlainLinear, Quantization
 from engine.models.load import load_model
 from engine.ops.base import Ops
 from engine.ops.cuda import CudaOps
-from engine.weights.fp8 import E4M3, Fp8Linear, multiply_rounded, quantise_rows
+from engine.weights.fp8 import Fp8Linear, multiply_rounded, quantise_blocks, quantise_rows
+from engine.weights.fp8_matrix import E4M3, Fp8Matrix
 from kvtransfer.layout import find_mismatch
 from runtime.config import PrefillConfig
 from runtime.trust import load_trust
@@ -113,6 +114,50 @@ def test_the_gpus_path_depends_on_rows_and_shape(
         "slow": lambda: slow,
     }
     assert torch.equal(linear(rows), expected[path]())
+
+
+def block_matrix(num_outputs: int, depth: int) -> Fp8Matrix:
+    """Unlike scales; outputs of standard deviation 1."""
+    scale = (1 + torch.arange(num_outputs * -(-depth // 128)) % 7) / (60 * 4 * depth**0.5)
+    return Fp8Matrix((randn(num_outputs, depth, seed=1) * 60).to(E4M3), scale.view(num_outputs, -1))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_are_multiplied_like_torch(shape: tuple[int, int, int], dtype: torch.dtype, has_bias: bool) -> None:
+    num_rows, num_outputs, depth = shape
+    rows, _codes, _scale, bias = operands(*shape, dtype, has_bias)
+    matrix = block_matrix(num_outputs, depth)
+    truth = exact(rows, matrix.codes.double() * matrix.scale.double().repeat_interleave(128, 1)[:, :depth], bias)
+    for ops in (CudaOps(), Ops()):
+        product = Fp8Linear(*matrix, bias, ops)(rows)
+        assert product.dtype is dtype
+        torch.testing.assert_close(product.double(), truth, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    if num_rows > 1:
+        first = gpu_blocks.multiply(rows[:1], *matrix, bias)
+        assert torch.equal(gpu_blocks.multiply(rows, *matrix, bias)[:1], first), "a row depends on others"
+
+
+def test_many_rows_are_rounded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, matrix = randn(130, 384), block_matrix(131, 384)  # two tiles of each
+    rows[3, :128], rows[3, 128:] = rows[3, :128] / 1000, rows[3, 128:] * 1000
+    rounded, row_scale = quantise_blocks(rows)
+    unrounded = Fp8Matrix(rounded, row_scale).dense()
+    assert ((unrounded - rows).abs() <= rows.abs() / 16 + row_scale.repeat_interleave(128, 1) / 1024 * 1.01).all()
+    bias = randn(131)
+    product = gpu_blocks.multiply_rounded(rounded, row_scale, *matrix, bias, torch.float32)
+    torch.testing.assert_close(product.double(), exact(unrounded, matrix.dense(), bias), rtol=1e-6, atol=1e-3)
+    with pytest.raises(ValueError, match="do not fit together"):
+        gpu_blocks.multiply(rows[:2], matrix.codes, matrix.scale[:, :2].contiguous())
+    # the interpreter's bfloat16 is not torch's: only the path is checked
+    taken = dict[str, Any]()
+    monkeypatch.setattr(gpu_blocks, "multiply_rounded", lambda *args: taken.update(args=args))
+    CudaOps().multiply_fp8(rows.bfloat16(), *matrix, bias)
+    assert torch.equal(taken["args"][1], quantise_blocks(rows.bfloat16())[1]) and taken["args"][5] is torch.bfloat16
+    for other, narrow in ((rows, matrix), (rows[:, :300].bfloat16(), block_matrix(131, 300))):
+        slow = Ops().multiply_fp8(other, *narrow, None)
+        assert torch.equal(CudaOps().multiply_fp8(other, *narrow, None), slow)
 
 
 def test_the_slow_twin_is_the_dequantised_product(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,19 @@ def test_weights_are_read_by_16_bytes_and_multiplied_by_tensor_cores(compiled: d
                 assert 2 * (kernel.shared + 1024) <= 228 << 10, "no two programs on a multiprocessor"
 
 
+def test_coded_weights_are_read_ahead_by_16_bytes_and_their_tables_too(compiled: dict[str, list[Compiled]]) -> None:
+    cases = [case for case in CASES if case.startswith(("4 bits", "8 bits", "blocks"))]
+    kernels = [(case, kernel) for case in cases for kernel in compiled[case] if kernel.name != "add_splits"]
+    assert len(kernels) == len(cases) == 8
+    for case, kernel in kernels:
+        assert "cp.async.cg.shared.global" in kernel.ptx and 2 * (kernel.shared + 1024) <= 228 << 10, case
+        waits = [line for line in kernel.ptx.splitlines() if "ld.global" in line]
+        assert len(waits) <= 2, f"{case}: only biases are read when they are needed: {waits}"
+        assert ("wgmma.mma_async" in kernel.ptx) == (kernel.name != "multiply_row_of_groups"), case
+    (many,) = compiled["blocks many"]
+    assert "e4m3.e4m3" in many.ptx, "rounded rows are multiplied in 8 bits"
+
+
 def test_rows_are_normed_and_gated_by_16_bytes_and_kv_becomes_fp8_in_hardware(
     compiled: dict[str, list[Compiled]],
 ) -> None:

@@ -62,6 +62,11 @@ def test_values_are_those_of_the_format(models: dict[str, tuple[Path, Path]], na
         assert checkpoint.entries[tensor].dtype == format.dtype
         assert checkpoint.entries[tensor].num_bytes == sum(stored[part].nbytes for part in own)
         assert (groups is not None) == format.has_groups
+        matrix = checkpoint.fp8(tensor)
+        assert (matrix is not None) == (format.kind == "fp8" and name != "ct-fp8-block")  # whose blocks are others
+        if matrix is not None:
+            assert torch.equal(matrix.dense(), values) and matrix.codes.dtype is torch.float8_e4m3fn
+            assert matrix.scale.ndim == (2 if format.block == (128, 128) and values.shape[1] > 128 else 1)
         if groups is not None:
             assert torch.equal(groups.dense(), values) and groups.bits == format.bits
     assert choose_dtype(config, checkpoint, "auto") is torch.float32  # of the embedding
@@ -85,9 +90,9 @@ def test_a_model_has_the_logits_of_its_plain_twin(models: dict[str, tuple[Path, 
 def test_shards_are_parts_of_the_whole(models: dict[str, tuple[Path, Path]], name: str) -> None:
     config, checkpoint = open_model(models[name][0])
     whole, halves = read(checkpoint), [read(checkpoint, Shard(rank, 2)) for rank in range(2)]
-    num_grouped = 0
+    num_grouped = num_fp8 = 0
     for product in (one for one in list_weights(build_table(config)) if isinstance(one, Product)):
-        axis, groups = int(product.inputs.is_divided), whole.groups(product)
+        axis, groups, fp8 = int(product.inputs.is_divided), whole.groups(product), whole.fp8(product)
         num_grouped += groups is not None
         for index, weight in enumerate(whole.weights(product)):
             is_cut = axis or product.parts[index].rows.is_divided
@@ -97,6 +102,13 @@ def test_shards_are_parts_of_the_whole(models: dict[str, tuple[Path, Path]], nam
                 assert torch.equal(groups[index].dense(), weight)
                 cut = [parts[index].dense() for half in halves if (parts := half.groups(product))]
                 assert torch.equal(torch.cat(cut, axis) if is_cut else cut[0], weight)
+            if fp8 is not None:
+                assert torch.equal(fp8[index].dense(), weight)
+                kept = [one[index].dense() for half in halves if (one := half.fp8(product))]
+                num_fp8 += len(kept)  # of down_proj, 2 * 96 columns, the cut is within a block
+                assert not kept or torch.equal(torch.cat(kept, axis) if is_cut else kept[0], weight)
+    is_fp8 = name != "mxfp4" and FORMATS[name].kind == "fp8" and name != "ct-fp8-block"
+    assert num_fp8 == (0 if not is_fp8 else 12 if FORMATS[name].block == (128, 128) else 14)
     assert num_grouped == (16 if name == "mxfp4" else 4 if FORMATS[name].has_groups else 0)
 
 

@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 import engine
 from bench.batches import build_sampling_batch
 from engine.attention.qkv import RopeArgs
-from engine.kernels import gpu_sampling
+from engine.kernels import gpu_blocks, gpu_groups, gpu_sampling
 from engine.kernels.build import cache_folder
 from engine.kernels.gpu_experts import MAX_ROWS as MAX_EXPERT_ROWS
 from engine.kernels.gpu_experts import add_slots, mix
@@ -105,6 +105,28 @@ def launch_product(num_rows: int, dtype: torch.dtype, num_outputs: int) -> None:
     multiply(empty(num_rows, 4096), empty(num_outputs, 4096, dtype=dtype), scale, bias)
 
 
+def launch_groups(
+    num_rows: int, num_outputs: int, bits: int, has_minimums: bool, dtype: torch.dtype = torch.float16
+) -> None:
+    """64 rows or fewer, or widening. Without minimums the middle code stands for 0."""
+    codes, scale = empty(num_outputs, 512 * bits, dtype=torch.uint8), empty(num_outputs, 128, dtype=dtype)
+    second = scale if has_minimums else None
+    if num_rows:
+        gpu_groups.multiply(empty(num_rows, 4096), codes, scale, second, bits, has_minimums, empty(num_outputs))
+    else:
+        gpu_groups.widen(codes, scale, second, bits, has_minimums, BF16)
+
+
+def launch_blocks(num_rows: int, num_outputs: int) -> None:
+    """More rows than 64 are e4m3."""
+    weight, scale = empty(num_outputs, 4096, dtype=FP8), empty(num_outputs, 32, dtype=torch.float32)
+    if num_rows <= MAX_ROWS:
+        gpu_blocks.multiply(empty(num_rows, 4096), weight, scale, empty(num_outputs))
+    else:
+        rows, row_scale = empty(num_rows, 4096, dtype=FP8), empty(num_rows, 32, dtype=torch.float32)
+        gpu_blocks.multiply_rounded(rows, row_scale, weight, scale, None, BF16)
+
+
 def launch_experts(activation: str, hidden: int, width: int, has_bias: bool, top_k: int = 4) -> None:
     """Some of 32 experts for each row, then sums in the order of `places`."""
     ids, weights = (empty(MAX_EXPERT_ROWS, top_k, dtype=dtype) for dtype in (torch.int64, torch.float32))
@@ -145,6 +167,15 @@ CASES: dict[str, Callable[[], None]] = {
     "fp8 rows in splits": partial(launch_product, MAX_ROWS, FP8, 4096),
     "bf16 row": partial(launch_product, 1, BF16, 4096),
     "bf16 rows in splits": partial(launch_product, 2, BF16, 4096),
+    "4 bits row": partial(launch_groups, 1, 4096, 4, False),
+    "4 bits rows": partial(launch_groups, MAX_ROWS, 28_672, 4, False),
+    "4 bits rows in splits": partial(launch_groups, MAX_ROWS, 4096, 4, True, torch.float32),
+    "8 bits row": partial(launch_groups, 1, 4096, 8, True, torch.float32),
+    "8 bits rows in splits": partial(launch_groups, 2, 4096, 8, False),
+    "widen 4 bits": partial(launch_groups, 0, 4096, 4, False),
+    "blocks rows in splits": partial(launch_blocks, 2, 4096),
+    "blocks rows": partial(launch_blocks, MAX_ROWS, 28_672),
+    "blocks many": partial(launch_blocks, 512, 4096),
     "experts silu": partial(launch_experts, "silu", 2048, 768, False),
     "one expert silu": partial(launch_experts, "silu", 5120, 8192, False, top_k=1),
     "experts gelu": partial(launch_experts, "gelu_tanh", 2816, 704, False),

@@ -1,0 +1,193 @@
+"""Weights in groups of 32 on a GPU: how they are stored, their products, and what a checkpoint's weights become.
+
+Kernels run in Triton's interpreter, whose tl.dot cannot multiply bfloat16: float16 and float32 replace it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import gpu_groups
+from engine.layers.linear import Linear, PlainLinear, Quantization
+from engine.models.assemble import build_decoder
+from engine.models.load import check_quantization, load_model
+from engine.models.sources import open_model
+from engine.ops.base import Ops
+from engine.ops.cuda import CudaOps
+from engine.ranks import ONE_RANK
+from engine.weights.choose import choose_format
+from engine.weights.fp8 import Fp8Linear, has_fp8
+from engine.weights.gpu_formats import GpuFormat, GroupsLinear
+from engine.weights.groups import Groups, round_to_4_bits, with_zeros
+from engine.weights.reader import Reader
+from engine.weights.stored_groups import StoredGroups, store_groups
+from engine.weights.table import Shard
+from tests.support.checkpoints import write_checkpoint
+from tests.support.forward import logits_of
+from tests.support.quantised import write_models
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+# Rows, outputs, depth: one row; no whole tile; a split depth; whole tiles; a tile's maximum of rows.
+SHAPES = [(1, 131, 704), (2, 130, 704), (5, 65, 1120), (16, 128, 512), (64, 70, 352)]
+
+
+def randn(*sizes: int, seed: int = 0) -> Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def draw(num_outputs: int, depth: int, bits: int, kind: str) -> Groups:
+    """kind: what stands for 0: the middle code, others (zeros), or a minimum is added; and the dtype of tables."""
+    seeded = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 1 << bits, (num_outputs, depth), dtype=torch.uint8, generator=seeded)
+    scale = ((1 + torch.rand(num_outputs, depth // 32, generator=seeded)) / (depth**0.5 * (1 << bits))).half().float()
+    if "float32" in kind:
+        scale *= 1 + 2**-20
+    if "minimums" in kind:
+        minimum = (randn(*scale.shape) / depth**0.5).half().float()
+        return Groups(codes, scale, minimum, bits)
+    zeros = torch.randint(0, 1 << bits, scale.shape, generator=seeded) if "zeros" in kind else 1 << bits - 1
+    return with_zeros(codes, scale, zeros, bits)
+
+
+KINDS = ["middle", "zeros", "minimums", "middle float32", "minimums float32"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_values_stay_and_take_few_bytes(bits: int, kind: str) -> None:
+    groups = draw(9, 1120, bits, kind)
+    stored = store_groups(groups, CPU)
+    assert torch.equal(stored.dense(), groups.dense())
+    for dtype in (torch.float32, torch.float16):
+        assert torch.equal(gpu_groups.widen(*stored, dtype), groups.dense().to(dtype))
+    is_wide, has_second = "float32" in kind, "middle" not in kind
+    assert stored.scale.dtype is (torch.float32 if is_wide else torch.float16)
+    assert (stored.second is not None, stored.has_minimums) == (has_second, "minimums" in kind)
+    assert stored.codes.shape == (9, 1120 * bits // 8) and stored.scale.shape == (9, 48)  # 35 groups
+
+
+@pytest.mark.parametrize("kind", ["middle", "zeros", "minimums"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernel_multiplies_like_torch(
+    shape: tuple[int, int, int], dtype: torch.dtype, bits: int, kind: str
+) -> None:
+    num_rows, num_outputs, depth = shape
+    rows = randn(num_rows, depth + 24).to(dtype)[:, :depth]
+    bias = randn(num_outputs, seed=2).to(dtype) if bits == 4 else None
+    stored = store_groups(draw(num_outputs, depth, bits, kind), CPU)
+    weight = stored.dense() if num_rows == 1 else stored.dense().to(dtype)
+    truth = rows.double() @ weight.double().T + (0 if bias is None else bias.double())
+    product = gpu_groups.multiply(rows, *stored, bias)
+    assert product.dtype is dtype
+    torch.testing.assert_close(product.double(), truth, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    if num_rows > 1:
+        twin = Ops().multiply_groups(rows, stored, bias)
+        torch.testing.assert_close(product, twin, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+        assert torch.equal(gpu_groups.multiply(rows[:2], *stored, bias), product[:2]), "a row depends on others"
+
+
+def test_many_rows_widen_a_part_of_the_weights_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_groups, "WIDE_BYTES", 4 * 256 * 64)
+    widened = list[int]()
+    widen: Callable[..., Tensor] = gpu_groups.widen
+
+    def count(codes: Tensor, *rest: Any) -> Tensor:
+        widened.append(len(codes))
+        return widen(codes, *rest)
+
+    monkeypatch.setattr(gpu_groups, "widen", count)
+    rows, stored = randn(65, 64), store_groups(draw(600, 64, 4, "zeros"), CPU)
+    for bias in (None, randn(600, seed=2)):
+        layers = [GroupsLinear(stored, bias, ops) for ops in (CudaOps(), Ops())]
+        torch.testing.assert_close(layers[0](rows), layers[1](rows), rtol=1e-5, atol=1e-5)
+    assert widened == [256, 256, 88] * 2
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    rows, stored = randn(2, 64), store_groups(draw(8, 64, 4, "zeros"), CPU)
+    assert stored.second is not None
+    faults: list[tuple[Tensor, StoredGroups]] = [
+        (randn(65, 64), stored), (randn(2, 96), stored), (randn(64, 2).T, stored), (rows, stored._replace(bits=8)),
+        (rows, stored._replace(scale=stored.scale[:, :1].contiguous())),
+        (rows, stored._replace(second=stored.second.T.contiguous().T)),
+    ]  # fmt: skip
+    for other, weight in faults:
+        with pytest.raises(ValueError, match=r"expected at most 64 rows of \d+ and|hold no groups of"):
+            gpu_groups.multiply(other, *weight)
+
+
+def products_of(decoder: Any) -> list[Linear]:
+    (layer,) = decoder._layers
+    return [layer.qkv_proj, layer.o_proj, layer.mlp._gated._gate_up, layer.mlp._down]
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("awq", [GroupsLinear] * 4), ("ct-int8-zeros", [GroupsLinear] * 4), ("fp8-block", [Fp8Linear] * 4),
+        ("fp8-tensor", [Fp8Linear] * 4), ("fp8-channel", [Fp8Linear] * 4),
+        ("gptq4-order", [PlainLinear] * 4), ("ct-fp8-block", [PlainLinear] * 4),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_keeps_its_bits(name: str, kinds: list[type], tmp_path: Path) -> None:
+    quantised, plain = write_models(tmp_path, name)
+    config, checkpoint = open_model(quantised)
+    progress: list[tuple[int, int]] = []
+    reader = Reader(checkpoint, torch.float32, CPU, lambda *done: progress.append(done))
+    decoder = build_decoder(config, GpuFormat(reader, Ops(), "none"))
+    assert [type(one) for one in products_of(decoder)] == kinds
+    assert progress == sorted(progress) and len({done for done, _total in progress}) > 9
+    ids = list(range(2, 40))
+    truth = logits_of(load_model(plain, "float32", CPU), ids)
+    torch.testing.assert_close(logits_of(decoder, ids), truth, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_keep_bits_where_they_cut_none(tmp_path: Path) -> None:
+    """down_proj has 192 columns: half of them are three groups, and end within a block of 128."""
+    for name, last in (("gptq8", GroupsLinear), ("gptq4", GroupsLinear), ("fp8-block", PlainLinear)):
+        config, checkpoint = open_model(write_models(tmp_path / name, name)[0])
+        reader = Reader(checkpoint, torch.float32, CPU, lambda *_: None, Shard(1, 2))
+        decoder = build_decoder(config, GpuFormat(reader, Ops(), "none"), ONE_RANK)
+        kinds = [type(one) for one in products_of(decoder)]
+        assert kinds == [Fp8Linear if name == "fp8-block" else GroupsLinear] * 3 + [last], name
+
+
+def test_int4_rounds_layers_and_leaves_embedding_and_head(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "llama", layers=1, intermediate=200)
+    config, checkpoint = open_model(folder)
+    reader = Reader(checkpoint, torch.bfloat16, CPU, lambda *_: None)
+    decoder, plain = build_decoder(config, GpuFormat(reader, Ops(), "int4")), load_model(folder, "float32", CPU)
+    *rounded, last = products_of(decoder)
+    assert isinstance(last, PlainLinear), "200 columns are no groups"
+    for layer, exact in zip(rounded, products_of(plain), strict=False):
+        assert isinstance(layer, GroupsLinear) and isinstance(exact, PlainLinear)
+        assert torch.equal(layer._weight.dense(), round_to_4_bits(exact._weight.bfloat16()).dense())
+        assert layer._weight.second is None and layer._weight.scale.dtype is torch.float16
+    assert torch.equal(decoder._embedding.weight, plain._embedding.weight.bfloat16())
+
+
+def test_the_format_depends_on_device_dtype_and_quantization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _config, checkpoint = open_model(write_checkpoint(tmp_path, "llama", layers=1))
+    cases: list[tuple[torch.device, torch.dtype, Quantization, str]] = [
+        (CUDA, torch.bfloat16, "none", "GpuFormat"), (CUDA, torch.float16, "int4", "GpuFormat"),
+        (CUDA, torch.bfloat16, "fp8", "Fp8Format"), (CUDA, torch.float32, "none", "PlainFormat"),
+        (CPU, torch.bfloat16, "none", "PlainFormat"), (CPU, torch.bfloat16, "int8", "Int8Format"),
+    ]  # fmt: skip
+    for device, dtype, quantization, expected in cases:
+        reader = Reader(checkpoint, dtype, device, lambda *_: None)
+        assert type(choose_format(reader, Ops(), quantization, None)).__name__ == expected
+    check_quantization("int4", "auto", CUDA)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 6))
+    assert not has_fp8(CUDA) and has_fp8(CPU)
+    config, checkpoint = open_model(write_models(tmp_path / "fp8", "fp8-block")[0])
+    for dtype, has in ((torch.float16, True), (torch.bfloat16, False), (torch.bfloat16, True)):
+        monkeypatch.setattr("engine.weights.gpu_formats.has_fp8", lambda device, has=has: has)
+        decoder = build_decoder(config, GpuFormat(Reader(checkpoint, dtype, CPU, lambda *_: None), Ops(), "none"))
+        is_kept = has and dtype is torch.bfloat16
+        assert [type(one) for one in products_of(decoder)] == [Fp8Linear if is_kept else PlainLinear] * 4
