@@ -123,7 +123,7 @@ class PackedFormat(PlainFormat):
         if name is not None:
             shape = GroupsShape.named(name.removeprefix(begin), sum(num_rows), depth)
         else:
-            parts = self._find_groups(product, bits)
+            parts = find_groups(self.reader, product, self._quantization, bits)
             if not parts:
                 return None
             shape = GroupsShape.of(*parts)
@@ -138,19 +138,6 @@ class PackedFormat(PlainFormat):
                 matrix.fill(join_groups(parts))
 
         return PackedGroups(self._weights.take(name, shape.num_bytes, fill), shape)
-
-    def _find_groups(self, product: Product, bits: int) -> list[Groups]:
-        stored, is_rounded = self.reader.groups(product), self._quantization == "int4"
-        rounded = round_groups if bits == 4 else round_to_8_bits
-        if stored is not None:
-            found = [
-                rounded(part.dense().to(torch.bfloat16)) if is_rounded and part.bits > bits else part for part in stored
-            ]
-            most = max(part.bits for part in found)
-            return [part._replace(bits=most) for part in found]  # fewer bits are more, with zeros above
-        if not is_rounded or product.depth(self.reader.shard) % GROUP:
-            return []
-        return [rounded(weight.to(torch.bfloat16)) for weight in self.reader.weights(product)]
 
     def _pack_tiles(self, product: Product, is_gated: bool) -> PackedMatrix:
         num_rows = product.num_rows(self.reader.shard)
@@ -172,6 +159,21 @@ class PackedFormat(PlainFormat):
     def _bias(self, product: Product, *, is_gated: bool = False) -> Tensor | None:
         biases = [bias.float() for bias in self.reader.biases(product)]
         return panel_order(biases, is_gated) if biases else None
+
+
+def find_groups(reader: Reader, product: Product, quantization: Quantization, bits: int = 4) -> list[Groups]:
+    """Each part of a product, in equally many bits: the file's own, or with int4 at most `bits`; else none."""
+    stored, is_rounded = reader.groups(product), quantization == "int4"
+    rounded = round_groups if bits == 4 else round_to_8_bits
+    if stored is not None:
+        found = [
+            rounded(part.dense().to(torch.bfloat16)) if is_rounded and part.bits > bits else part for part in stored
+        ]
+        most = max(part.bits for part in found)
+        return [part._replace(bits=most) for part in found]  # codes of 4 bits are codes of 8
+    if not is_rounded or product.depth(reader.shard) % GROUP:
+        return []
+    return [rounded(weight.to("cpu", torch.bfloat16)) for weight in reader.weights(product)]
 
 
 def _name(product: Product) -> str:

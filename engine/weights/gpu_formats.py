@@ -8,11 +8,10 @@ from torch import Tensor
 
 from engine.layers.linear import Linear, Quantization
 from engine.ops.base import Ops
-from engine.weights.formats import PlainFormat
+from engine.weights.formats import PlainFormat, find_groups
 from engine.weights.fp8 import Fp8Linear, has_fp8, quantise_rows
 from engine.weights.fp8_matrix import E4M3
-from engine.weights.groups import GROUP, join_groups
-from engine.weights.packed_groups import round_groups
+from engine.weights.groups import join_groups
 from engine.weights.reader import Reader
 from engine.weights.stored_groups import StoredGroups, store_groups
 from engine.weights.table import Product
@@ -34,10 +33,10 @@ class GroupsLinear:
 
 
 class GpuFormat(PlainFormat):
-    """Weights in the bits that the file has, as groups or e4m3, or rounded to groups of 4 bits.
+    """Weights in the bits that the file has, as groups or e4m3, or rounded to groups of 4 bits if it has more.
 
-    Plain are those of other forms, products whose parts differ in form, those of a rank whose columns cut a group or
-    block, and e4m3 on a GPU that cannot multiply it or in a float16 model, whose rows are not rounded to e4m3.
+    Plain are those of other forms, products of which only some parts are in groups, those of a rank whose columns cut a
+    group or block, and e4m3 on a GPU that cannot multiply it or in a float16 model, whose rows are not rounded to e4m3.
     """
 
     def __init__(self, reader: Reader, ops: Ops, quantization: Quantization) -> None:
@@ -53,14 +52,8 @@ class GpuFormat(PlainFormat):
         return found
 
     def _find_groups(self, product: Product) -> Linear | None:
-        reader = self.reader
-        if self._quantization == "none":
-            parts = reader.groups(product)
-        elif product.depth(reader.shard) % GROUP:
-            parts = None
-        else:
-            parts = [round_groups(weight.to("cpu", torch.bfloat16)) for weight in reader.weights(product)]
-        if parts is None:
+        reader, parts = self.reader, find_groups(self.reader, product, self._quantization)
+        if not parts:
             return None
         return GroupsLinear(store_groups(join_groups(parts), reader.device), reader.bias(product), self.ops)
 

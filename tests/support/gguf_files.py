@@ -46,10 +46,9 @@ def write_gguf_models(folder: Path, kind: str) -> tuple[Path, Path]:
     for seed, (name, tensor) in enumerate(tensors.items()):
         if tensor.dim() == 2:
             own = MIXED.get(kind, {}).get(name.split(".")[-2], kind.removesuffix("_M"))
-            dtype = gguf.GGMLQuantizationType[own]
-            rows = (
-                random_blocks(own, *tensor.shape, seed, 2e-4) if own.endswith("_K") else quantize(tensor.numpy(), dtype)
-            )
+            dtype, (num_rows, depth) = gguf.GGMLQuantizationType[own], tensor.shape
+            is_random = own.endswith("_K")
+            rows = random_blocks(own, num_rows, depth, seed, 2e-4) if is_random else quantize(tensor.numpy(), dtype)
             blocks[name], tensors[name] = (own, rows), torch.from_numpy(dequantize(rows, dtype))
     path = write_gguf(plain, folder / "tiny.gguf", "llama", blocks, is_paired=True)
     save_file(tensors, plain / "model.safetensors")
