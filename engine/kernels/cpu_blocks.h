@@ -3,7 +3,7 @@
 // A path has: kTileDepth, how far a tile reaches along K; kBlockWords and kRowWords, what a tile takes of the weights of
 // a block of columns and of a row of x; kMaxRows rows a pass; block_rows, the height of a block of x; chunk_tiles, how
 // many tiles of weights all blocks use before the next; place, which lays out a row's words; prepare, the weights for
-// several blocks; add.
+// several blocks, or, if it kAlwaysPrepares, for one; add.
 #pragma once
 #include <vector>
 
@@ -79,7 +79,7 @@ template <class MathOf> struct WordTiles {
 // With vectors. A block has up to kRows rows; blocks have about equal sizes.
 template <class Math> struct Vectors : WordTiles<Math> {
     using Sums = typename Math::Sums;
-    static constexpr bool kFillsBlocks = false;
+    static constexpr bool kFillsBlocks = false, kAlwaysPrepares = false;
     static constexpr int64_t kMaxRows = 128;  // per pass: at 2,048 values per row they fit into L2
     // Weight tiles that stay in L1 while all blocks of rows use them; few blocks leave less time to prefetch the next.
     static int64_t chunk_tiles(int64_t num_heights) { return Math::kParts > 1 ? 4 : num_heights > 4 ? 16 : 8; }
@@ -136,6 +136,7 @@ template <class Math> struct Vectors : WordTiles<Math> {
 // With AMX: a block of rows is one or two tiles of 16; x: [tiles of rows][tiles of depth][16 rows][16 words].
 template <class Math> struct Tiles : WordTiles<Math> {
     static constexpr bool kFillsBlocks = true;  // with rows of zeros
+    static constexpr bool kAlwaysPrepares = false;
     static constexpr int64_t kMaxRows = 256;  // per pass: fewer would read the weights too often for tiles
     static int64_t chunk_tiles(int64_t) { return 32; }
     static int64_t block_rows(int64_t num_rows) { return num_rows <= 16 ? 16 : 32; }
@@ -199,7 +200,7 @@ template <class Math> struct Tiles : WordTiles<Math> {
 template <class Math> struct Squares : WordTiles<Math> {
     using Sums = typename Math::Sums;
     typedef uint64_t Longs __attribute__((vector_size(16)));
-    static constexpr bool kFillsBlocks = true;
+    static constexpr bool kFillsBlocks = true, kAlwaysPrepares = false;
     static constexpr int64_t kMaxRows = 128;
     static int64_t chunk_tiles(int64_t) { return 8; }
     static int64_t block_rows(int64_t num_rows) { return std::min<int64_t>((num_rows + 1) / 2 * 2, 8); }

@@ -5,7 +5,7 @@
 // With 8 bits word i of 8 holds codes 4 i to 4 i + 3; with 4 bits word i of 4 has those of word i in its low nibbles and
 // those of word i + 4 in its high ones.
 // x is rounded to 13 bits, each group of a row by its largest value; sums of a group's codes are exact. With 8 bits the
-// outliers of real models cost much more than the rounding of weights.
+// outliers of real models cost much more than the rounding of weights. With AMX, many rows stay bfloat16.
 #include "cpu_multiply.h"
 
 // What a group's tables hold besides its scales; Tables of engine/weights/packed_groups.py. BatonProduct's form is
@@ -62,6 +62,8 @@ Floats fuse(Floats a, Floats b, Floats c) {
 template <class V> V keep(V value) {
 #if defined(__x86_64__)
     asm("" : "+v"(value));
+#elif defined(__aarch64__)
+    asm("" : "+w"(value));
 #endif
     return value;
 }
@@ -146,7 +148,7 @@ using GroupMath = GroupShorts;
 
 // A path of cpu_blocks.h: all rows of a pass are one block, x is [groups][rows][kRowWords].
 template <int form> struct Grouped {
-    static constexpr int kBits = form % 2 ? 8 : 4, kTables = form / 2;
+    static constexpr int kForm = form, kBits = form % 2 ? 8 : 4, kTables = form / 2;
     static constexpr bool kIsWide = kTables >= kScales32, kHasMinimums = kTables != kScales && kTables != kScales32;
     using Table = std::conditional_t<kIsWide, float, uint16_t>;
     // Added to each code, so that its product needs no more than a scale: a group's sum begins with kShift times the sum
@@ -161,7 +163,7 @@ template <int form> struct Grouped {
     // After a row's codes: the value of code 1, the group's sum, what sums begin with.
     static constexpr int kRowParts = 16, kRowWords = kRowParts + 3;
     static constexpr int64_t kMaxRows = 64;  // per pass: weights are read rarely enough, and sums stay in L1
-    static constexpr bool kFillsBlocks = false;
+    static constexpr bool kFillsBlocks = false, kAlwaysPrepares = false;
     static constexpr int kRowsAtOnce = 4;  // and vectors of columns: their sums stay in registers
     static constexpr int kAtOnce = kRegisters == 32 || sizeof(GroupMath::Sums) == sizeof(Ints) ? 2 : 1;
 
@@ -246,6 +248,24 @@ template <int form> struct Grouped {
             }
         }
     }
+    // Words k / 2 of 32 columns of one group in bfloat16: a tile of PackedShape. to: [2 panels][16 words][16 columns]
+    static void widen(const uint32_t* w, uint32_t* to) {
+        for (int v = 0; v < 2 * kVectors; ++v) {
+            const Table* const tables = (const Table*)(w + kCodeWords) + v * kLanes;
+            const Floats scale = load_floats(tables), minimum = load_minimums(tables, scale);
+            const auto value = [=](Words words, int shift) {
+                const Floats codes = __builtin_convertvector((Ints)(words >> shift & ((1 << kBits) - 1)), Floats);
+                return __builtin_convertvector(narrow(keep(codes * scale) + minimum), Words);  // rounded before the sum
+            };
+            const int panel = v / kVectors, column = v % kVectors * kLanes;
+            for (int word = 0; word < 8; ++word) {
+                const Words words = load<Words>(w + panel * (kCodeWords / 2) + word % kBits * 16 + column);
+                uint32_t* const pairs = to + panel * kTileWords + 2 * word * 16 + column;
+                for (int pair = 0, shift = word / kBits * 4; pair < 2; ++pair, shift += 16)
+                    store(pairs + pair * 16, value(words, shift) | value(words, shift + 8) << 16);
+            }
+        }
+    }
     // The value of a column's codes of one group, in float32 like Groups.dense.
     static void take(const uint32_t* w, int64_t column, bfloat16* to) {
         const int lane = column % kLanes;
@@ -261,6 +281,23 @@ template <int form> struct Grouped {
         }
     }
 };
+
+#ifdef BATON_AMX
+constexpr int64_t kManyRows = 32;  // for fewer, widening would take longer than vectors of codes do
+
+// Many rows: each tile of weights is widened to bfloat16 once for all rows of a pass.
+template <int form> struct WidenedTiles : Tiles<Pairs> {
+    static constexpr int kBlockWords = Grouped<form>::kBlockWords;
+    static constexpr bool kAlwaysPrepares = true;
+    static constexpr int64_t kMaxRows = 512;
+    static const uint32_t* prepare(const uint32_t* w, int64_t num_tiles, std::vector<uint32_t>& memory) {
+        uint32_t* const widened = align(memory, num_tiles * 2 * kTileWords);
+        for (int64_t tile = 0; tile < num_tiles; ++tile)
+            Grouped<form>::widen(w + tile * kBlockWords, widened + tile * 2 * kTileWords);
+        return widened;
+    }
+};
+#endif
 
 float round_to_float16(float value) {
     const uint32_t size = bits<uint32_t>(value) & 0x7FFFFFFF, sign = bits<uint32_t>(value) & 0x80000000;
@@ -334,7 +371,12 @@ extern "C" void baton_take_group_rows(const uint32_t* w, int form, int64_t depth
 }
 
 extern "C" void baton_multiply_groups(const BatonProduct* product) {
-    with_form(product->form, [=](auto path) { multiply<decltype(path)>(*product); });
+    with_form(product->form, [=](auto path) {
+#ifdef BATON_AMX
+        if (product->math == kTiles && product->num_rows >= kManyRows) return multiply<WidenedTiles<path.kForm>>(*product);
+#endif
+        multiply<decltype(path)>(*product);
+    });
 }
 
 // Rounds rows [num_rows, depth] to codes of 4 bits around 8, and scales [num_rows, depth / 32]: per group the scale with

@@ -105,7 +105,7 @@ template <class Path> void multiply(const BatonProduct& of) {
                 for (int64_t tile = 0; tile < num_tiles; tile += chunk) {
                     const int64_t count = std::min(chunk, num_tiles - tile);
                     const uint32_t* const w = of.w + (block * num_tiles + tile) * Path::kBlockWords;
-                    const bool is_alone = num_heights == 1;
+                    const bool is_alone = num_heights == 1 && !Path::kAlwaysPrepares;
                     const uint32_t* const prepared = is_alone ? w : Path::prepare(w, count, weight_memory);
                     for (int64_t i = 0; i < num_heights; ++i) {
                         const char* next = (const char*)w;

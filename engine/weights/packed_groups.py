@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.build import BuildError, load_kernel
+from engine.kernels.cpu_math import choose_math
 from engine.weights.groups import GROUP, SHRINKS, Groups, round_to_4_bits, with_zeros
 from engine.weights.packed import BLOCK_COLUMNS, BatonProduct, Matrix, MatrixShape
 
@@ -92,7 +93,10 @@ class GroupsShape(MatrixShape):
 
 
 class PackedGroups(Matrix):
-    """Weights in groups. Rows are those of `Groups`; in products each row is rounded to 13 bits per group."""
+    """Weights in groups. Rows are those of `Groups`; in products each row is rounded to 13 bits per group.
+
+    With AMX, weights are rounded to bfloat16 instead for as many rows as prompts have.
+    """
 
     __slots__ = ()
     shape: GroupsShape
@@ -122,7 +126,7 @@ class PackedGroups(Matrix):
         )  # fmt: skip
 
     def product(self) -> tuple[Callable[[int], object], BatonProduct]:
-        return _load().baton_multiply_groups, BatonProduct(form=self.shape.form)
+        return _load().baton_multiply_groups, BatonProduct(form=self.shape.form, math=choose_math())
 
 
 def round_groups(rows: Tensor) -> Groups:

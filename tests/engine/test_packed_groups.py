@@ -12,11 +12,13 @@ from engine.weights.cache import OwnWeights
 from engine.weights.groups import GROUP, Groups, round_to_4_bits
 from engine.weights.packed import Epilogue, PackedEmbedding, PackedLinear, panel_order
 from engine.weights.packed_groups import GroupsShape, PackedGroups, Tables, round_groups
+from engine.weights.product_speed import pack as pack_plain
 from tests.support.attention import needs_compiler
 from tests.support.instruction_sets import BUILDS, Build, built_for
 
 FORMS = [(bits, tables) for bits in (4, 8) for tables in Tables]
 SHAPES = [(300, 64), (67, 2048), (5, 32)]  # N, K
+TILES = [build for build in BUILDS if build.flags]
 BUILT = [build for build in BUILDS if not build.isa.endswith(("bf16", "native"))]  # the others compile to the same
 
 
@@ -101,6 +103,19 @@ def test_the_kernel_gives_what_its_twins_give(bits: int, tables: Tables) -> None
             assert found.dtype is torch.float32 and bool(((found.double() - exact).abs() <= bound).all())
         ids = torch.tensor([0, num_outputs - 1, 3] * 4)
         assert torch.equal(PackedEmbedding(matrix)(ids), groups.dense()[ids].bfloat16())
+
+
+@needs_compiler
+@pytest.mark.skipif(not TILES, reason="x86 only")
+@pytest.mark.parametrize(("bits", "tables"), FORMS)
+def test_many_rows_in_tiles_are_those_of_bfloat16(bits: int, tables: Tables) -> None:
+    groups, rows = draw_groups(bits, tables, 300, 640), draw_rows(530, 640)
+    with built_for(TILES[0]):
+        plain = PackedLinear(pack_plain(groups.dense().bfloat16()), epilogue=Epilogue.FLOATS)
+        linear = PackedLinear(pack(groups), epilogue=Epilogue.FLOATS)
+        for num_rows in (32, 45, 530):
+            assert torch.equal(linear(rows[:num_rows]), plain(rows[:num_rows]))
+        assert not torch.equal(linear(rows[:31]), plain(rows[:31]))  # codes of 13 bits
 
 
 @needs_compiler

@@ -37,7 +37,11 @@ WIDTHS = [build_ for build_ in BUILDS if build_.isa in ("avx2", "avx512", "neon"
 def built_for(build_: Build) -> Iterator[None]:
     """Kernels loaded meanwhile are built so."""
     variables = {build.ISA: build_.isa, "CXX": f"g++ {build_.flags}"}
-    with mock.patch.dict("os.environ", variables), mock.patch.object(packed, "choose_math", lambda *_: build_.math):
+    math = {"choose_math": lambda *_: build_.math}
+    with (
+        mock.patch.dict("os.environ", variables), mock.patch.multiple(packed, **math),
+        mock.patch.multiple(packed_groups, **math),
+    ):  # fmt: skip
         forget_kernels()
         try:
             yield
