@@ -283,7 +283,7 @@ template <int form> struct Grouped {
 };
 
 #ifdef BATON_AMX
-constexpr int64_t kManyRows = 32;  // for fewer, widening would take longer than vectors of codes do
+constexpr int64_t kManyRows = 64;  // a prompt's: steps of decode, which drafts must not change, have fewer
 
 // Many rows: each tile of weights is widened to bfloat16 once for all rows of a pass.
 template <int form> struct WidenedTiles : Tiles<Pairs> {
