@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
@@ -37,11 +37,9 @@ WIDTHS = [build_ for build_ in BUILDS if build_.isa in ("avx2", "avx512", "neon"
 def built_for(build_: Build) -> Iterator[None]:
     """Kernels loaded meanwhile are built so."""
     variables = {build.ISA: build_.isa, "CXX": f"g++ {build_.flags}"}
-    math = {"choose_math": lambda *_: build_.math}
-    with (
-        mock.patch.dict("os.environ", variables), mock.patch.multiple(packed, **math),
-        mock.patch.multiple(packed_groups, **math),
-    ):  # fmt: skip
+    with mock.patch.dict("os.environ", variables), ExitStack() as stack:
+        for user in (packed, packed_groups):
+            stack.enter_context(mock.patch.object(user, "choose_math", lambda *_: build_.math))
         forget_kernels()
         try:
             yield
