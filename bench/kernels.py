@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from statistics import median
 
 import torch
@@ -28,6 +29,7 @@ from kvtransfer.shm import ShmReader
 from wire.kv_layout import LAYERS
 
 BF16 = torch.bfloat16
+GROUPS = ("int4", "int4, rows int8", "int8 groups")
 ROWS = (1, 4, 8, 16, 32, 64, 128, 512)
 ATTENTION = (attention.Case("decode", 16, 1, 1024), attention.Case("prefill", 1, 512, 512))
 HANDED_PAGES = 128  # of 512 KiB
@@ -62,7 +64,10 @@ def relate(seconds: Mapping[str, list[float]], name: str, base: str) -> str:
 def build_products(ceilings: Ceilings, rounds: int, report: Callable[[str], None]) -> list[Table]:
     heads = ("rows", "bf16 ms", "GB/s", "GFLOP/s", "x torch", "int8 ms", "GB/s", "GOP/s", "x bf16", "")
     table = Table(*heads, box=None, title="products; % of what the machine reads, of what registers multiply")
-    groups = Table("rows", "int4 ms", "rows/s, x bf16", "int8 ms", "rows/s, x bf16", title="weights in groups of 32")
+    groups = Table("rows", box=None, title="weights in groups of 32; rows/s, x bf16")
+    for name in GROUPS:
+        groups.add_column(f"{name} ms")
+        groups.add_column("x bf16")
     products = Products()
     for num_rows in ROWS:
         report(f"products of {num_rows} rows")
@@ -74,8 +79,8 @@ def build_products(ceilings: Ceilings, rounds: int, report: Callable[[str], None
             f"{taken['int8'] * 1e3:.2f}", *describe_rate(int8), relate(seconds, "int8", "bf16"),
             "slow" if bf16.is_slow or int8.is_slow else "",
         )  # fmt: skip
-        cells = [(f"{taken[name] * 1e3:.2f}", relate(seconds, "bf16", name)) for name in ("int4", "int8 groups")]
-        groups.add_row(str(num_rows), *cells[0], *cells[1])
+        cells = [(f"{taken[name] * 1e3:.2f}", relate(seconds, "bf16", name)) for name in GROUPS]
+        groups.add_row(str(num_rows), *chain.from_iterable(cells))
     return [table, groups]
 
 

@@ -16,13 +16,13 @@ from engine.kernels.cpu_math import choose_math, measure_rate
 from engine.weights.cache import OwnWeights
 from engine.weights.groups import GROUP, Groups, with_zeros
 from engine.weights.packed import PackedLinear
-from engine.weights.packed_groups import GroupsShape, PackedGroups, round_groups
+from engine.weights.packed_groups import ROW_BITS, GroupsShape, PackedGroups, round_groups
 from engine.weights.product_speed import pack
 
 BF16 = torch.bfloat16
 PRODUCT = (16_384, 2048)  # outputs, depth: gate and up of Llama-3.2-1B
 NUM_WEIGHTS = 6  # used in turn, more than caches hold
-FORMATS = ("torch", "bf16", "int8", "int4", "int8 groups")  # torch's is bfloat16
+FORMATS = ("torch", "bf16", "int8", "int4", "int4, rows int8", "int8 groups")  # torch's is bfloat16
 SLOW = 0.5  # of the nearer ceiling
 ROUNDS = 100_000  # of multiplying registers: milliseconds, so that waking threads does not count
 
@@ -95,15 +95,17 @@ class Products:
             return partial(functional.linear, weight=self._weight.clone())
         if name == "int4":
             return PackedLinear(pack_groups(round_groups(self._weight)))
+        if name == "int4, rows int8":
+            return PackedLinear(pack_groups(round_groups(self._weight), 8))
         if name == "int8 groups":
             codes = torch.randint(0, 256, PRODUCT, dtype=torch.uint8)
             return PackedLinear(pack_groups(with_zeros(codes, torch.ones(PRODUCT[0], PRODUCT[1] // GROUP), 128, 8)))
         return PackedLinear(pack(self._weight, is_8bit=name == "int8"))
 
 
-def pack_groups(groups: Groups) -> PackedGroups:
+def pack_groups(groups: Groups, row_bits: int = ROW_BITS) -> PackedGroups:
     """In memory of its own."""
-    shape = GroupsShape.of(groups)
+    shape = GroupsShape.of(groups, row_bits=row_bits)
     memory = OwnWeights().take("", shape.num_bytes, lambda memory: PackedGroups(memory, shape).fill(groups))
     return PackedGroups(memory, shape)
 

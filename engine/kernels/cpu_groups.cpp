@@ -4,12 +4,12 @@
 //   [N / 32][K / 32] x ([2 panels][words][16 columns], then tables of [2 panels][16 columns])
 // With 8 bits word i of 8 holds codes 4 i to 4 i + 3; with 4 bits word i of 4 has those of word i in its low nibbles and
 // those of word i + 4 in its high ones.
-// x is rounded to 13 bits, each group of a row by its largest value; sums of a group's codes are exact. With 8 bits the
-// outliers of real models cost much more than the rounding of weights. With AMX, many rows stay bfloat16.
+// x is rounded to 13 bits, each group of a row by its largest value, or to 8 where weights have been rounded to 4 too,
+// which costs more; sums of a group's codes are exact. With AMX, many rows stay bfloat16.
 #include "cpu_multiply.h"
 
 // What a group's tables hold besides its scales; Tables of engine/weights/packed_groups.py. BatonProduct's form is
-// 2 * tables + (bits == 8).
+// 2 * tables + (bits == 8), or kNarrow for 4 bits with scales times rows of 8 bits.
 enum Tables {
     kScales,      // nothing: the middle code, 8 or 128, stands for 0; float16
     kZeros,       // the code that stands for 0; float16
@@ -17,12 +17,12 @@ enum Tables {
     kScales32,    // like kScales, in float32
     kMinimums32,  // like kMinimums, in float32
 };
-constexpr int kNumForms = 10;
+constexpr int kNarrow = 10, kNumForms = 11;
 
 namespace {
 
 constexpr int kGroup = 32;
-constexpr int kLowBits = 5, kMostCode = 127 << kLowBits;  // of a value of x: code = high * 32 + low, -16 <= low < 16
+constexpr int kLowBits = 5;  // of a value of x: code = high * 32 + low, -16 <= low < 16
 
 Floats load_floats(const float* from) { return load<Floats>(from); }
 Floats load_floats(const uint16_t* from) {  // float16, finite
@@ -68,23 +68,22 @@ template <class V> V keep(V value) {
     return value;
 }
 
-// Rounds a group of x to codes up to kMostCode; returns the value of code 1.
-float round_values(const bfloat16* values, int16_t* codes) {
+// Rounds a group of x to codes up to `most`; returns the value of code 1.
+float round_values(const bfloat16* values, int most, int16_t* codes) {
     uint16_t peak = 0;  // positive floats are ordered like their bits
     for (int k = 0; k < kGroup; ++k) peak = std::max<uint16_t>(peak, values[k] & 0x7FFF);
-    const float unit = bits<float>((uint32_t)peak << 16) / kMostCode, factor = unit > 0 ? 1.0f / unit : 0.0f;
+    const float unit = bits<float>((uint32_t)peak << 16) / most, factor = unit > 0 ? 1.0f / unit : 0.0f;
     for (int k = 0; k < kGroup; ++k)
         codes[k] = (int16_t)bits<uint32_t>(bits<float>((uint32_t)values[k] << 16) * factor + kRound);
     return unit;
 }
 
-// Each math: `split` makes the parts of four codes of weights, `encode` two words of four codes of a row, `add` adds
-// their products. If it is signed, so are all codes.
+// Each math: `split` makes the parts of four codes of weights, `encode` kWords words of four codes of a row, `add` adds
+// their products; with `start`, `finish` has their sum. If it is signed, so are all codes.
 
-// Four codes at once, times the high and the low part of a row's
-struct GroupDots {
+// Four codes at once
+struct GroupBytes {
     struct Part { Words codes; };
-    struct Sums { Ints high, low; };
 #if defined(__ARM_FEATURE_DOTPROD)
     static constexpr bool kIsSigned = true;
 #else
@@ -94,17 +93,7 @@ struct GroupDots {
         if constexpr (bits == 4) return {words & 0x0F0F0F0Fu};
         return {kIsSigned ? words ^ 0x80808080u : words};
     }
-    static void encode(const int16_t* codes, uint32_t* to) {
-        int8_t* const parts = (int8_t*)to;
-        for (int k = 0; k < 4; ++k) {
-            const int high = (codes[k] + (1 << (kLowBits - 1))) >> kLowBits;
-            parts[k] = (int8_t)high, parts[4 + k] = (int8_t)(codes[k] - high * (1 << kLowBits));
-        }
-    }
 #if defined(BATON_DOTS)
-    static void add(Sums& sums, Part part, const uint32_t* x) {
-        sums.high = dot(sums.high, part.codes, x[0]), sums.low = dot(sums.low, part.codes, x[1]);
-    }
     static Ints dot(Ints sum, Words codes, uint32_t x) {
 #if defined(__AVX512VNNI__)
         return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
@@ -115,15 +104,69 @@ struct GroupDots {
 #endif
     }
 #endif
-    static Sums begin(Ints start) { return {Ints{}, start}; }
-    static Ints finish(Sums sums) { return sums.low + (sums.high << kLowBits); }
 };
+
+#if defined(BATON_DOTS)
+// times the high and the low part of a row's
+struct GroupDots : GroupBytes {
+    struct Sums { Ints high, low; };
+    static constexpr int kWords = 2;
+    static void encode(const int16_t* codes, uint32_t* to) {
+        int8_t* const parts = (int8_t*)to;
+        for (int k = 0; k < 4; ++k) {
+            const int high = (codes[k] + (1 << (kLowBits - 1))) >> kLowBits;
+            parts[k] = (int8_t)high, parts[4 + k] = (int8_t)(codes[k] - high * (1 << kLowBits));
+        }
+    }
+    static Sums begin(Ints start) { return {Ints{}, start}; }
+    static void add(Sums& sums, Part part, const uint32_t* x) {
+        sums.high = dot(sums.high, part.codes, x[0]), sums.low = dot(sums.low, part.codes, x[1]);
+    }
+    static Ints finish(Sums sums, Ints) { return sums.low + (sums.high << kLowBits); }
+};
+#endif
+
+#if defined(BATON_DOTS) || defined(__AVX2__)
+// 4 bits times a row's 8
+struct GroupNarrow : GroupBytes {
+    using Sums = Ints;
+    static constexpr int kWords = 1;
+    static void encode(const int16_t* codes, uint32_t* to) {
+        for (int k = 0; k < 4; ++k) ((int8_t*)to)[k] = (int8_t)codes[k];
+    }
+#if defined(BATON_DOTS)
+    static Sums begin(Ints start) { return start; }
+    static void add(Sums& sums, Part part, const uint32_t* x) { sums = dot(sums, part.codes, x[0]); }
+    static Ints finish(Sums sums, Ints) { return sums; }
+#else  // 16 bits hold the sums of a group's pairs: 8 x 2 x 15 x 127 = 30,480
+    static Sums begin(Ints) { return Ints{}; }
+#if defined(__AVX512BW__)
+    static void add(Sums& sums, Part part, const uint32_t* x) {
+        const __m512i pairs = _mm512_maddubs_epi16((__m512i)part.codes, _mm512_set1_epi32(x[0]));
+        sums = keep((Ints)_mm512_add_epi16((__m512i)sums, pairs));
+    }
+    static Ints finish(Sums sums, Ints start) {
+        return start + (Ints)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
+    }
+#else
+    static void add(Sums& sums, Part part, const uint32_t* x) {
+        const __m256i pairs = _mm256_maddubs_epi16((__m256i)part.codes, _mm256_set1_epi32(x[0]));
+        sums = keep((Ints)_mm256_add_epi16((__m256i)sums, pairs));
+    }
+    static Ints finish(Sums sums, Ints start) {
+        return start + (Ints)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
+    }
+#endif
+#endif
+};
+#endif
 
 // Codes of 16 bits in pairs: codes 0 and 2, then 1 and 3
 struct GroupShorts {
     struct Part { Words even, odd; };
     using Sums = Ints;
     static constexpr bool kIsSigned = false;
+    static constexpr int kWords = 2;
     template <int bits> static Part split(Words words) {
         constexpr uint32_t kMask = bits == 4 ? 0x000F000Fu : 0x00FF00FFu;
         return {keep(words & kMask), keep(words >> 8 & kMask)};
@@ -137,23 +180,28 @@ struct GroupShorts {
         sums = keep(Shorts::add(sums, part.odd, x[1]));
     }
     static Sums begin(Ints start) { return start; }
-    static Ints finish(Sums sums) { return sums; }
+    static Ints finish(Sums sums, Ints) { return sums; }
 };
 
 #if defined(BATON_DOTS)
-using GroupMath = GroupDots;
+template <bool is_narrow> using GroupMath = std::conditional_t<is_narrow, GroupNarrow, GroupDots>;
+#elif defined(__AVX2__)
+template <bool is_narrow> using GroupMath = std::conditional_t<is_narrow, GroupNarrow, GroupShorts>;
 #else
-using GroupMath = GroupShorts;
+template <bool> using GroupMath = GroupShorts;
 #endif
 
 // A path of cpu_blocks.h: all rows of a pass are one block, x is [groups][rows][kRowWords].
 template <int form> struct Grouped {
-    static constexpr int kForm = form, kBits = form % 2 ? 8 : 4, kTables = form / 2;
+    static constexpr bool kIsNarrow = form == kNarrow;
+    static constexpr int kForm = form, kBits = form % 2 ? 8 : 4, kTables = kIsNarrow ? kScales : form / 2;
+    static constexpr int kMostCode = kIsNarrow ? 127 : 127 << kLowBits;
     static constexpr bool kIsWide = kTables >= kScales32, kHasMinimums = kTables != kScales && kTables != kScales32;
     using Table = std::conditional_t<kIsWide, float, uint16_t>;
+    using Group = GroupMath<kIsNarrow>;
     // Added to each code, so that its product needs no more than a scale: a group's sum begins with kShift times the sum
     // of the row's codes.
-    static constexpr int kTooSmall = GroupMath::kIsSigned && kBits == 8 ? 128 : 0;
+    static constexpr int kTooSmall = Group::kIsSigned && kBits == 8 ? 128 : 0;
     static constexpr int kShift = kTooSmall - (kHasMinimums ? 0 : 1 << (kBits - 1));
     // A group's sum begins with the bits of kRound, where sums up to 2^22 make it a float, kRound + sum. kRound times a
     // float16 is exact, so fuse(kRound + sum, scale, -kRound * scale) is sum * scale rounded once.
@@ -161,21 +209,21 @@ template <int form> struct Grouped {
     static constexpr int kCodeWords = 32 * kBits;  // of both panels
     static constexpr int kTileDepth = kGroup, kBlockWords = kCodeWords + 8 * sizeof(Table) * (kHasMinimums ? 2 : 1);
     // After a row's codes: the value of code 1, the group's sum, what sums begin with.
-    static constexpr int kRowParts = 16, kRowWords = kRowParts + 3;
+    static constexpr int kRowParts = 8 * Group::kWords, kRowWords = kRowParts + 3;
     static constexpr int64_t kMaxRows = 64;  // per pass: weights are read rarely enough, and sums stay in L1
     static constexpr bool kFillsBlocks = false, kAlwaysPrepares = false;
     static constexpr int kRowsAtOnce = 4;  // and vectors of columns: their sums stay in registers
-    static constexpr int kAtOnce = kRegisters == 32 || sizeof(GroupMath::Sums) == sizeof(Ints) ? 2 : 1;
+    static constexpr int kAtOnce = kRegisters == 32 || sizeof(typename Group::Sums) == sizeof(Ints) ? 2 : 1;
 
     struct Math {
         using Sums = Floats;
         static float encode(const bfloat16* row, int64_t depth, uint32_t* to) {
             for (int64_t k = 0; k < depth; k += kGroup, to += kRowWords) {
                 int16_t codes[kGroup];
-                const float unit = round_values(row + k, codes);
+                const float unit = round_values(row + k, kMostCode, codes);
                 int32_t sum = 0;
                 for (int i = 0; i < kGroup; ++i) sum += codes[i];
-                for (int word = 0; word < 8; ++word) GroupMath::encode(codes + 4 * word, to + 2 * word);
+                for (int word = 0; word < 8; ++word) Group::encode(codes + 4 * word, to + Group::kWords * word);
                 to[kRowParts] = bits<uint32_t>(unit);
                 to[kRowParts + 1] = bits<uint32_t>(unit * sum);
                 to[kRowParts + 2] = kShift * sum + (kIsFloat ? bits<uint32_t>(kRound) : 0);
@@ -210,25 +258,26 @@ template <int form> struct Grouped {
         if constexpr (rows > 1) add_rows<rows - 1>(num_rows, x, w, first, sums);
     }
     template <int rows> static void add_block(const uint32_t* x, const uint32_t* w, int first, Floats* sums) {
-        GroupMath::Sums dots[rows][kAtOnce];
+        typename Group::Sums dots[rows][kAtOnce];
+        const auto start = [=](int row) { return Ints{} + (int32_t)x[row * kRowWords + kRowParts + 2]; };
 #pragma GCC unroll 4
         for (int row = 0; row < rows; ++row)
 #pragma GCC unroll 2
-            for (int i = 0; i < kAtOnce; ++i)
-                dots[row][i] = GroupMath::begin(Ints{} + (int32_t)x[row * kRowWords + kRowParts + 2]);
+            for (int i = 0; i < kAtOnce; ++i) dots[row][i] = Group::begin(start(row));
         const uint32_t* const of_vector = w + first / kVectors * (kCodeWords / 2) + first % kVectors * kLanes;
 #pragma GCC unroll 8
         for (int word = 0; word < 8; ++word) {
-            GroupMath::Part parts[kAtOnce];
+            typename Group::Part parts[kAtOnce];
 #pragma GCC unroll 2
             for (int i = 0; i < kAtOnce; ++i) {
                 const uint32_t* const at = of_vector + i / kVectors * (kCodeWords / 2) + i % kVectors * kLanes;
-                parts[i] = GroupMath::split<kBits>(load<Words>(at + word % kBits * 16) >> word / kBits * 4);
+                parts[i] = Group::template split<kBits>(load<Words>(at + word % kBits * 16) >> word / kBits * 4);
             }
 #pragma GCC unroll 4
             for (int row = 0; row < rows; ++row)
 #pragma GCC unroll 2
-                for (int i = 0; i < kAtOnce; ++i) GroupMath::add(dots[row][i], parts[i], x + row * kRowWords + 2 * word);
+                for (int i = 0; i < kAtOnce; ++i)
+                    Group::add(dots[row][i], parts[i], x + row * kRowWords + Group::kWords * word);
         }
 #pragma GCC unroll 2
         for (int i = 0; i < kAtOnce; ++i) {
@@ -239,7 +288,7 @@ template <int form> struct Grouped {
 #pragma GCC unroll 4
             for (int row = 0; row < rows; ++row) {
                 const uint32_t* const of_group = x + row * kRowWords + kRowParts;
-                const Ints dot = GroupMath::finish(dots[row][i]);
+                const Ints dot = Group::finish(dots[row][i], start(row));
                 const Floats value = kIsFloat ? fuse((Floats)dot, scale, offset)
                                               : __builtin_convertvector(dot, Floats) * scale;
                 Floats& sum = sums[row * 2 * kVectors + i];

@@ -40,7 +40,7 @@ DOWNLOADED = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.
 NOT_DOWNLOADED = ["*.bin", "*.py", "*.pt", "*.pth", "*/*", "consolidated*"]
 UNHASHED_CONFIG_KEYS = {"_name_or_path", "transformers_version"}  # differ between copies of one model
 SAMPLE_WINDOWS, SAMPLE_WINDOW_BYTES = 16, 64
-PACKED_VERSION = 3  # of the layout of packed weights, and of how they are chosen
+PACKED_VERSION = 4  # of the layout of packed weights, and of how they are chosen
 
 
 def load_model(

@@ -29,7 +29,7 @@ from engine.weights.packed import (
     PackedShape,
     panel_order,
 )
-from engine.weights.packed_groups import GroupsShape, PackedGroups, round_groups
+from engine.weights.packed_groups import ROW_BITS, GroupsShape, PackedGroups, round_groups
 from engine.weights.product_speed import choose_torch_rows
 from engine.weights.reader import Reader
 from engine.weights.table import Product
@@ -126,7 +126,7 @@ class PackedFormat(PlainFormat):
             parts = find_groups(self.reader, product, self._quantization, bits)
             if not parts:
                 return None
-            shape = GroupsShape.of(*parts)
+            shape = GroupsShape.of(*parts, row_bits=8 if self._quantization == "int4" and bits == 4 else ROW_BITS)
             name = begin + shape.name
 
         def fill(memory: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Packed weights in groups of 32 along K, of 4 or 8 bits, for `PackedLinear`, by cpu_groups.cpp; rounding to them.
 
-Rows are rounded to 13 bits per group while they are multiplied. Knows the layout, not where memory comes from.
+Rows are rounded per group while they are multiplied. Knows the layout, not where memory comes from.
 """
 
 import ctypes
@@ -16,6 +16,9 @@ from engine.kernels.build import BuildError, load_kernel
 from engine.kernels.cpu_math import choose_math
 from engine.weights.groups import GROUP, SHRINKS, Groups, round_to_4_bits, with_zeros
 from engine.weights.packed import BLOCK_COLUMNS, BatonProduct, Matrix, MatrixShape
+
+ROW_BITS = 13  # of a row's codes, which keep what a real model's outliers and near ties need
+NARROW = 10  # BatonProduct's form: 4 bits with SCALES times rows of 8 bits
 
 
 class Tables(IntEnum):
@@ -56,30 +59,37 @@ class GroupsShape(MatrixShape):
 
     bits: int  # 4 or 8
     tables: Tables
+    row_bits: int = ROW_BITS  # to which a row's groups are rounded in products; 8 only for 4 bits and SCALES
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8) or self.depth % GROUP:
             raise ValueError(f"{self.bits} bits of {self.depth} values do not make groups of {GROUP}")
+        if self.row_bits != ROW_BITS and (self.row_bits, self.bits, self.tables) != (8, 4, Tables.SCALES):
+            raise ValueError(f"rows of {self.row_bits} bits are not multiplied with {self.bits} {self.tables.name}")
 
     @classmethod
-    def of(cls, *parts: Groups) -> "GroupsShape":
-        """The smallest that holds rows of all parts, of one K and as many bits, exactly. Raises ValueError."""
+    def of(cls, *parts: Groups, row_bits: int = ROW_BITS) -> "GroupsShape":
+        """The smallest that holds rows of all parts, of one K and as many bits, exactly. Raises ValueError.
+
+        With as few `row_bits` as this form can have, 8 or 13.
+        """
         num_rows, depth = sum(len(part.codes) for part in parts), parts[0].codes.shape[1]
         for tables in sorted(Tables, key=lambda tables: tables.column_bytes):
             if all(tables.fit(part) is not None for part in parts):
-                return cls(num_rows, depth, parts[0].bits, tables)
+                is_narrow = row_bits == 8 and parts[0].bits == 4 and tables is Tables.SCALES
+                return cls(num_rows, depth, parts[0].bits, tables, 8 if is_narrow else ROW_BITS)
         raise ValueError("scales or minimums of groups are not finite")
 
     @classmethod
     def named(cls, name: str, num_columns: int, depth: int) -> "GroupsShape":
         """The one with this `name`."""
-        bits, tables = name.split(".")
-        return cls(num_columns, depth, int(bits), Tables[tables])
+        bits, tables, row_bits = name.split(".")
+        return cls(num_columns, depth, int(bits), Tables[tables], int(row_bits))
 
     @property
     def name(self) -> str:
         """All but the size."""
-        return f"{self.bits}.{self.tables.name}"
+        return f"{self.bits}.{self.tables.name}.{self.row_bits}"
 
     @property
     def num_bytes(self) -> int:
@@ -89,11 +99,11 @@ class GroupsShape(MatrixShape):
     @property
     def form(self) -> int:
         """BatonProduct's."""
-        return 2 * self.tables + (self.bits == 8)
+        return NARROW if self.row_bits == 8 else 2 * self.tables + (self.bits == 8)
 
 
 class PackedGroups(Matrix):
-    """Weights in groups. Rows are those of `Groups`; in products each row is rounded to 13 bits per group.
+    """Weights in groups. Rows are those of `Groups`; in products each row is rounded per group.
 
     With AMX, weights are rounded to bfloat16 instead for as many rows as prompts have.
     """

@@ -103,7 +103,7 @@ static void run_groups() {
                 const uint32_t half = size < 0x38800000 ? (uint32_t)(bits<float>(size) * 0x1p24f) : (size >> 13) - (112 << 10);
                 halves_of[table == &minimum].push_back(word >> 16 & 0x8000 | half);
             }
-        const bool is_wide = form / 2 >= groups::kScales32;
+        const bool is_wide = form != groups::kNarrow && form / 2 >= groups::kScales32;
         groups::baton_pack_groups(codes.data(), is_wide ? (void*)scale.data() : halves_of[0].data(),
                                   is_wide ? (void*)minimum.data() : halves_of[1].data(), num_columns, depth, form, w, 0, 1, 1);
         for (int64_t num_rows : {1, 2, 5, 7, 13, 70}) {

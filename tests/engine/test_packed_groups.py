@@ -11,12 +11,12 @@ from engine.weights import packed_groups
 from engine.weights.cache import OwnWeights
 from engine.weights.groups import GROUP, Groups, round_to_4_bits
 from engine.weights.packed import Epilogue, PackedEmbedding, PackedLinear, panel_order
-from engine.weights.packed_groups import GroupsShape, PackedGroups, Tables, round_groups
+from engine.weights.packed_groups import ROW_BITS, GroupsShape, PackedGroups, Tables, round_groups
 from engine.weights.product_speed import pack as pack_plain
 from tests.support.attention import needs_compiler
 from tests.support.instruction_sets import BUILDS, Build, built_for
 
-FORMS = [(bits, tables) for bits in (4, 8) for tables in Tables]
+FORMS = [(bits, tables, ROW_BITS) for bits in (4, 8) for tables in Tables] + [(4, Tables.SCALES, 8)]
 SHAPES = [(300, 64), (67, 2048), (5, 32)]  # N, K
 TILES = [build for build in BUILDS if build.flags]
 BUILT = [build for build in BUILDS if not build.isa.endswith(("bf16", "native"))]  # the others compile to the same
@@ -60,20 +60,20 @@ def draw_groups(bits: int, tables: Tables, num_outputs: int, depth: int) -> Grou
     return Groups(codes, scale, minimum, bits)
 
 
-def pack(*parts: Groups, step: int = 1) -> PackedGroups:
+def pack(*parts: Groups, step: int = 1, row_bits: int = ROW_BITS) -> PackedGroups:
     """With step 2 the panels of two parts alternate; else there is one part."""
-    shape = GroupsShape.of(*parts)
+    shape = GroupsShape.of(*parts, row_bits=row_bits)
     matrix = PackedGroups(OwnWeights().take("", shape.num_bytes, lambda memory: None), shape)
     for panel, part in enumerate(parts):
         matrix.fill(part, panel, step)
     return matrix
 
 
-def multiply_exactly(rows: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """[T, N] float64: the product of rows rounded to 13 bits per group, and how much a sum in float32 may differ."""
+def multiply_exactly(rows: Tensor, groups: Groups, row_bits: int) -> tuple[Tensor, Tensor]:
+    """[T, N] float64: the product of rows rounded per group, and how much a sum in float32 may differ."""
     num_groups = rows.shape[1] // GROUP
     grouped = rows.float().view(-1, num_groups, GROUP)
-    unit = grouped.abs().amax(2) / 4064
+    unit = grouped.abs().amax(2) / {13: 4064, 8: 127}[row_bits]
     factor = torch.where(unit > 0, 1 / unit, 0.0)
     codes = (grouped.double() * factor.double()[..., None]).round()
     middle = 1 << groups.bits - 1
@@ -88,17 +88,17 @@ def multiply_exactly(rows: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("bits", "tables"), FORMS)
+@pytest.mark.parametrize(("bits", "tables", "row_bits"), FORMS)
 @pytest.mark.usefixtures("instructions")
-def test_the_kernel_gives_what_its_twins_give(bits: int, tables: Tables) -> None:
+def test_the_kernel_gives_what_its_twins_give(bits: int, tables: Tables, row_bits: int) -> None:
     for num_outputs, depth in SHAPES:
         groups = draw_groups(bits, tables, num_outputs, depth)
-        matrix = pack(groups)
-        assert matrix.shape.tables is tables
+        matrix = pack(groups, row_bits=row_bits)
+        assert (matrix.shape.tables, matrix.shape.row_bits) == (tables, row_bits)
         linear = PackedLinear(matrix, epilogue=Epilogue.FLOATS)
         for num_rows in (0, 1, 13, 100):
             rows = draw_rows(num_rows, depth)
-            exact, bound = multiply_exactly(rows, groups)
+            exact, bound = multiply_exactly(rows, groups, row_bits)
             found = linear(rows)
             assert found.dtype is torch.float32 and bool(((found.double() - exact).abs() <= bound).all())
         ids = torch.tensor([0, num_outputs - 1, 3] * 4)
@@ -107,15 +107,15 @@ def test_the_kernel_gives_what_its_twins_give(bits: int, tables: Tables) -> None
 
 @needs_compiler
 @pytest.mark.skipif(not TILES, reason="x86 only")
-@pytest.mark.parametrize(("bits", "tables"), FORMS)
-def test_many_rows_in_tiles_are_those_of_bfloat16(bits: int, tables: Tables) -> None:
+@pytest.mark.parametrize(("bits", "tables", "row_bits"), FORMS)
+def test_many_rows_in_tiles_are_those_of_bfloat16(bits: int, tables: Tables, row_bits: int) -> None:
     groups, rows = draw_groups(bits, tables, 300, 640), draw_rows(530, 640)
     with built_for(TILES[0]):
         plain = PackedLinear(pack_plain(groups.dense().bfloat16()), epilogue=Epilogue.FLOATS)
-        linear = PackedLinear(pack(groups), epilogue=Epilogue.FLOATS)
+        linear = PackedLinear(pack(groups, row_bits=row_bits), epilogue=Epilogue.FLOATS)
         for num_rows in (64, 75, 530):
             assert torch.equal(linear(rows[:num_rows]), plain(rows[:num_rows]))
-        assert not torch.equal(linear(rows[:63]), plain(rows[:63]))  # codes of 13 bits
+        assert not torch.equal(linear(rows[:63]), plain(rows[:63]))  # codes
 
 
 @needs_compiler
@@ -123,7 +123,10 @@ def test_all_instruction_sets_give_the_same() -> None:
     rows, found = draw_rows(21, 1024), []
     for build in BUILT:
         with built_for(build):
-            linears = [PackedLinear(pack(draw_groups(*form, 40, 1024)), epilogue=Epilogue.FLOATS) for form in FORMS]
+            linears = [
+                PackedLinear(pack(draw_groups(bits, tables, 40, 1024), row_bits=row_bits), epilogue=Epilogue.FLOATS)
+                for bits, tables, row_bits in FORMS
+            ]
             found.append(torch.cat([linear(rows) for linear in linears]))
     assert all(torch.equal(one, found[0]) for one in found)
 
@@ -145,11 +148,12 @@ def test_bias_and_gate(bits: int, tables: Tables) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "tables", "row_bits"), [(4, Tables.ZEROS, 13), (8, Tables.ZEROS, 13), FORMS[-1]])
 @pytest.mark.usefixtures("instructions")
-def test_a_row_does_not_depend_on_the_others_or_on_threads(bits: int) -> None:
+def test_a_row_does_not_depend_on_the_others_or_on_threads(bits: int, tables: Tables, row_bits: int) -> None:
     rows = draw_rows(150, 640)
-    linear = PackedLinear(pack(draw_groups(bits, Tables.ZEROS, 301, 640)), epilogue=Epilogue.FLOATS)
+    matrix = pack(draw_groups(bits, tables, 301, 640), row_bits=row_bits)
+    linear = PackedLinear(matrix, epilogue=Epilogue.FLOATS)
     together = linear(rows)
     before = torch.get_num_threads()
     try:
