@@ -17,7 +17,7 @@ from bench.products import check_products
 from cli.doctor_facts import Gpu, Machine, Model
 from cli.models import check_models
 from engine.attention.choose import choose_for_layers
-from engine.engine import choose_device, resolve_kv_dtype
+from engine.engine import check_kv_dtype, choose_device, resolve_kv_dtype
 from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
 from engine.kv.pool import PoolShape
 from engine.models.choose import load_any_config
@@ -83,6 +83,7 @@ def examine_model(config: ServeConfig) -> Model:
     Raises OSError when the model is not on this machine, ValueError when a worker could not use it.
     """
     device = choose_device(config.device)
+    check_kv_dtype(config.kv_dtype, device)
     found = check_models(config)
     folders = [folder for folder in found if folder is not None]
     if len(folders) < len(found):

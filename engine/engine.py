@@ -22,6 +22,7 @@ from engine.models.read_config import load_config
 from engine.out_of_memory import explain_failed_warm_up, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
 from engine.runner import Runner
+from engine.weights.fp8 import check_fp8
 from engine.weights.reader import OnProgress
 from wire.kv_layout import KvPart
 
@@ -168,6 +169,7 @@ def build_engine(
     torch.set_num_threads(threads)
     ranks = place.ranks
     device = choose_device(device_name, ranks.rank, ranks.size)
+    check_kv_dtype(kv_dtype, device)
     folder = resolve_model_folder(model)
     with explain_full_gpu(device, folder):
         loaded = _load(folder, dtype, device, quantization, ranks, on_progress)
@@ -223,6 +225,12 @@ def assemble_engine(
         quantization=quantization,
         why_unshared=decoder.why_unshared,
     )
+
+
+def check_kv_dtype(kv_dtype: KvDType, device: torch.device) -> None:
+    """Raises ValueError if the device has no such numbers."""
+    if kv_dtype == "fp8":
+        check_fp8(device, "--kv-dtype fp8", "--kv-dtype auto")
 
 
 def resolve_kv_dtype(kv_dtype: KvDType, model_dtype: torch.dtype) -> torch.dtype:

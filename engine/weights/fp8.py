@@ -71,16 +71,16 @@ def quantise_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether it can multiply e4m3."""
+    """Whether it can convert and multiply e4m3."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= NEEDED_CAPABILITY
 
 
-def check_fp8(device: torch.device) -> None:
-    """Raises ValueError if a GPU cannot multiply e4m3."""
+def check_fp8(device: torch.device, option: str = "--quantization fp8", instead: str = "--quantization none") -> None:
+    """Raises ValueError if a GPU cannot convert and multiply e4m3, which `option` needs."""
     if not has_fp8(device):
         capability = torch.cuda.get_device_capability(device)
         raise ValueError(
-            f"--quantization fp8 needs a GPU of compute capability {NEEDED_CAPABILITY[0]}.{NEEDED_CAPABILITY[1]} "
+            f"{option} needs a GPU of compute capability {NEEDED_CAPABILITY[0]}.{NEEDED_CAPABILITY[1]} "
             f"or higher; {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: "
-            "use --quantization none"
+            f"use {instead}"
         )

@@ -231,6 +231,10 @@ def test_gpus_without_fp8_are_refused(
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA A100")
-    said = rf"--quantization fp8 needs .* 8\.9 or higher; NVIDIA A100 has {capability[0]}\.{capability[1]}: use --quan"
-    with pytest.raises(ValueError, match=said):
-        load_model(write_checkpoint(tmp_path, "llama", layers=1), "auto", torch.device("cuda"), quantization="fp8")
+    said = rf"fp8 needs .* 8\.9 or higher; NVIDIA A100 has {capability[0]}\.{capability[1]}: use "
+    folder = write_checkpoint(tmp_path, "llama", layers=1)
+    with pytest.raises(ValueError, match=f"--quantization {said}--quantization none"):
+        load_model(folder, "auto", torch.device("cuda"), quantization="fp8")
+    monkeypatch.setattr("engine.engine.choose_device", lambda *_: torch.device("cuda"))
+    with pytest.raises(ValueError, match=f"--kv-dtype {said}--kv-dtype auto"):  # before weights are read
+        build_engine(str(folder), "", "auto", "auto", 1, 16, 4, lambda *_: 8, lambda *_: None, kv_dtype="fp8")
