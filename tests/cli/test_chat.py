@@ -309,8 +309,10 @@ def test_the_last_decode_worker_is_not_drained_by_mistake(
 
 
 def test_a_drawn_secret_is_read_from_the_worker_of_this_machine() -> None:
-    command = [sys.executable, "-c", "input()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, env={"A": "B", "BATON_FLEET_SECRET": "drawn"}) as worker:
+    command, pipe = [sys.executable, "-c", "print(flush=True); input()"], subprocess.PIPE
+    env = {"A": "B", "BATON_FLEET_SECRET": "drawn"}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=env) as worker:
+        assert worker.stdout is not None and worker.stdout.readline()  # before it runs, the system shows no variables
         assert read_secret("127.0.0.1:9001", worker.pid) == "drawn"
         assert read_secret("elsewhere:9001", worker.pid) == "", "a pid is meaningless on another host"
         worker.communicate(b"\n")
