@@ -30,6 +30,7 @@ class Machine:
     are_products_slow: bool  # below half of both
     reading_rate: float  # bytes a second of memory; 0: not measured
     c_compiler: str  # what Triton builds its launchers with
+    has_python_header: bool  # Python.h, which these include
     has_own_pid_namespace: bool  # not the host's
     has_own_ipc_namespace: bool
     memory_file_error: str  # why there is no memory file (memfd)

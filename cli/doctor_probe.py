@@ -7,6 +7,7 @@ import importlib
 import os
 import resource
 import shutil
+import sysconfig
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
@@ -55,6 +56,7 @@ def examine_machine() -> Machine:
         are_products_slow=are_products_slow,
         reading_rate=reading_rate,
         c_compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "",
+        has_python_header=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
         has_own_pid_namespace=has_own_namespace("pid"),
         has_own_ipc_namespace=has_own_namespace("ipc"),
         memory_file_error=try_memory_file(),

@@ -28,7 +28,7 @@ MODULES = tuple(
 CPU = Machine(
     num_cores=8, num_host_cores=16, memory_bytes=64 * GIB, instruction_sets=("avx2", "avx512", "amx"),
     cpp_compiler="g++", kernel_error="", products="", are_products_slow=False, reading_rate=0.0,
-    c_compiler="/usr/bin/gcc",
+    c_compiler="/usr/bin/gcc", has_python_header=True,
     has_own_pid_namespace=False, has_own_ipc_namespace=False, memory_file_error="",
     locked_bytes=8 << 20,
     torch="2.11.0+cpu", torch_cuda="", driver="", num_driver_gpus=0, visible_gpus=(), visible_setting="", gpus=(),
@@ -136,6 +136,7 @@ def test_what_fits_follows_from_memory_and_its_speed() -> None:
         (ServeConfig(kv_dtype="fp8"), NODE, "flashinfer", "warning", "set CUDA_HOME"),
         (ServeConfig(), replace(NODE, triton=""), "triton", "warning", "pip install triton"),
         (ServeConfig(), replace(NODE, c_compiler=""), "triton", "warning", "install gcc"),
+        (ServeConfig(), replace(NODE, has_python_header=False), "triton", "warning", "python3-dev"),
         (ServeConfig(), replace(NODE, gpus=(replace(H200, free_bytes=GIB),)), "gpu 0", "warning", "--gpu-memory-share"),
         (ServeConfig(), OLD, "gpu 1", "warning", "--dtype float16"),
         # notes
