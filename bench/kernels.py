@@ -29,7 +29,7 @@ from kvtransfer.shm import ShmReader
 from wire.kv_layout import LAYERS
 
 BF16 = torch.bfloat16
-GROUPS = ("int4", "int4, rows int8", "int8 groups")
+GROUPS = ("int4", "4-bit groups", "8-bit groups")
 ROWS = (1, 4, 8, 16, 32, 64, 128, 512)
 ATTENTION = (attention.Case("decode", 16, 1, 1024), attention.Case("prefill", 1, 512, 512))
 HANDED_PAGES = 128  # of 512 KiB

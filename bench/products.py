@@ -22,7 +22,7 @@ from engine.weights.product_speed import pack
 BF16 = torch.bfloat16
 PRODUCT = (16_384, 2048)  # outputs, depth: gate and up of Llama-3.2-1B
 NUM_WEIGHTS = 6  # used in turn, more than caches hold
-FORMATS = ("torch", "bf16", "int8", "int4", "int4, rows int8", "int8 groups")  # torch's is bfloat16
+FORMATS = ("torch", "bf16", "int8", "int4", "4-bit groups", "8-bit groups")  # torch's is bfloat16
 SLOW = 0.5  # of the nearer ceiling
 ROUNDS = 100_000  # of multiplying registers: milliseconds, so that waking threads does not count
 
@@ -93,11 +93,9 @@ class Products:
     def _build(self, name: str) -> Linear:
         if name == "torch":
             return partial(functional.linear, weight=self._weight.clone())
-        if name == "int4":
-            return PackedLinear(pack_groups(round_groups(self._weight)))
-        if name == "int4, rows int8":
-            return PackedLinear(pack_groups(round_groups(self._weight), 8))
-        if name == "int8 groups":
+        if name in ("int4", "4-bit groups"):  # a file's own have rows of more bits
+            return PackedLinear(pack_groups(round_groups(self._weight), 8 if name == "int4" else ROW_BITS))
+        if name == "8-bit groups":
             codes = torch.randint(0, 256, PRODUCT, dtype=torch.uint8)
             return PackedLinear(pack_groups(with_zeros(codes, torch.ones(PRODUCT[0], PRODUCT[1] // GROUP), 128, 8)))
         return PackedLinear(pack(self._weight, is_8bit=name == "int8"))

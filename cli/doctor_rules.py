@@ -22,7 +22,6 @@ from wire.kv_layout import page_bytes_of
 GIB = 1 << 30
 OTHER_MEMORY_BYTES = 4 * GIB  # KV and processes
 SIZES = (0.135, 0.35, 0.6, 1, 1.7, 3, 4, 8, 14, 24, 32, 70, 120)  # of models that people use, in billions of weights
-PYTHON_HEADERS = "Python's headers (python3-dev on Debian, python3-devel on Fedora)"
 WEIGHT_BYTES = {"bf16": 2, "int8": 1, "int4": 0.57}
 PLEASANT_RATE = 10  # tokens a second: faster than most people read
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}  # dtypes in the names of FlashInfer's modules
@@ -142,7 +141,7 @@ def judge_triton(machine: Machine) -> Row:
     if not machine.c_compiler:
         return Row("triton", "warning", f"{machine.triton}, no C compiler", "install gcc, which its launchers need")
     if not machine.has_python_header:
-        advice = f"install {PYTHON_HEADERS}, which its launchers need"
+        advice = "install Python's headers (python3-dev on Debian, python3-devel on Fedora), which its launchers need"
         return Row("triton", "warning", f"{machine.triton}, no Python.h", advice)
     return Row("triton", "ok", f"{machine.triton}, {machine.c_compiler}")
 

@@ -16,6 +16,7 @@ class CpuOps(Ops):
         return super().norm(rows, weight, eps)
 
     def add_norm_(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if cpu_layers.fits(delta, weight) and hidden.dtype is torch.float32 and hidden.shape == delta.shape:
+        is_sum = hidden.dtype is torch.float32 and hidden.is_contiguous() and hidden.shape == delta.shape
+        if is_sum and cpu_layers.fits(delta, weight):
             return cpu_layers.add_norm(hidden, delta, weight, eps)
         return super().add_norm_(hidden, delta, weight, eps)

@@ -118,7 +118,9 @@ def test_a_file_is_a_model(kind: str, tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("kind", "quantization"), [("Q4_K_M", "none"), ("Q5_0", "none"), ("Q8_0", "int4")])
+@pytest.mark.parametrize(
+    ("kind", "quantization"), [("Q4_1", "none"), ("Q5_0", "none"), ("Q8_0", "int4"), ("Q4_K_M", "none")]
+)
 def test_workers_share_packed_codes(
     kind: str, quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +136,7 @@ def test_workers_share_packed_codes(
     if quantization == "none":  # as few bits as 8 are asked for: they stay
         assert torch.equal(logits_of(load_model(folder, "auto", CPU, quantization="int8"), ids), own)
     exact = logits_of(load_model(plain, "float32", CPU), ids)
-    assert float((own - exact).norm() / exact.norm()) < (0.6 if quantization == "int4" else 0.05)
+    assert float((own - exact).norm() / exact.norm()) < (0.6 if quantization == "int4" else 0.03)
     assert len(list(tmp_path.glob("*.weights"))) == (2 if quantization == "none" else 1)
 
 

@@ -205,12 +205,12 @@ FORMATS: dict[str, Format] = {
 }  # fmt: skip
 
 
-def write_models(folder: Path, name: str, **shape: int) -> tuple[Path, Path]:
+def write_models(folder: Path, name: str, **shape: Any) -> tuple[Path, Path]:
     """A quantised checkpoint of one layer, and the plain one of the same values in float32. shape: of its heads."""
     quantised, plain = folder / "quantised", folder / "plain"
     family = "gpt_oss" if name == "mxfp4" else "qwen2"  # with biases of some matrices
     shape = {"num_heads": 4, "num_kv_heads": 2, **shape}
-    write_checkpoint(plain, family, layers=1, hidden=128, intermediate=192, **shape)  # type: ignore[arg-type]
+    write_checkpoint(plain, family, layers=1, hidden=128, intermediate=192, **shape)
     shutil.copytree(plain, quantised)
     tensors = load_file(plain / "model.safetensors")
     values, stored, generator = dict(tensors), dict(tensors), torch.Generator().manual_seed(1)
