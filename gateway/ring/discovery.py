@@ -25,7 +25,8 @@ from runtime.settings import ConfigError
 
 log = structlog.get_logger()
 
-LOOKUP_S = 2.0  # between two lookups of a name, and for an answer
+LOOKUP_S = 2.0  # between two lookups of a name
+ANSWER_S = 2.0  # for an answer
 ANSWER_BYTES = 4096  # of an answer by UDP; without that, some servers name only the workers that fit into 512
 
 
@@ -124,7 +125,7 @@ class Discovery:
     async def _ask(self, name: DnsName, kind: RdataType) -> set[str]:
         """Raises DNSException or OSError."""
         try:
-            records = await self._resolver.resolve(name.name, kind, lifetime=LOOKUP_S, search=True)
+            records = await self._resolver.resolve(name.name, kind, lifetime=ANSWER_S, search=True)
         except (dns.resolver.NoAnswer, dns.resolver.NXDOMAIN):
             return set()
         if kind is RdataType.SRV:
@@ -155,6 +156,6 @@ def _build_resolver(server: str) -> dns.asyncresolver.Resolver:
         except (dns.exception.DNSException, OSError) as error:
             reason = f"this system has no DNS server ({error})"
             raise ConfigError(f"dns: names cannot be looked up, {reason}: set --dns-server to one") from error
-    resolver.timeout = LOOKUP_S / (2 * max(len(resolver.nameservers), 1))  # each server is asked twice
+    resolver.timeout = ANSWER_S / (2 * max(len(resolver.nameservers), 1))  # each server is asked twice
     resolver.use_edns(0, payload=ANSWER_BYTES)
     return resolver

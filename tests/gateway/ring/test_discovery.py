@@ -86,7 +86,9 @@ def alive(ring: Ring) -> list[str]:
 
 
 @bounded
-async def test_workers_come_go_and_move_while_dns_answers_and_while_it_does_not() -> None:
+async def test_workers_come_go_and_move_while_dns_answers_and_while_it_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     signal = Signal()
     first, second = FakeDecode("D1", signal, is_manual=True), FakeDecode("D2", signal, is_manual=True)
     with dns_server() as server:
@@ -111,6 +113,7 @@ async def test_workers_come_go_and_move_while_dns_answers_and_while_it_does_not(
             await second.has_sessions(1)
 
             failed = built.failed_lookups()
+            monkeypatch.setattr(discovery, "ANSWER_S", 0.1)
             server.is_silent = True  # an outage changes nothing
             await until(lambda: built.failed_lookups() >= failed + 3)
             assert alive(built) == ["D2"]
@@ -145,7 +148,7 @@ async def test_srv_records_name_ports_and_one_worker_is_used_at_one_of_its_addre
             names = "dns:_grpc._tcp.decode.test", f"dns:decode.test:{port}"
             built = await stack.enter_async_context(named_ring(signal, server, *names))
             by_service, by_host = f"localhost:{port}", f"127.0.0.1:{port}"
-            assert set(built.fleet.decode) == {by_service, by_host}
+            await until(lambda: set(built.fleet.decode) == {by_service, by_host})
             trouble = {one: link.find_trouble for one, link in built.fleet.decode.items()}
             await until(lambda: trouble[by_service]() is None and "is the worker at" in (trouble[by_host]() or ""))
             assert await built.collect(generation()) == (answer(4), "length")
@@ -167,7 +170,7 @@ async def test_half_an_answer_takes_no_living_worker_away() -> None:
             server.name_hosts("decode.test", "127.0.0.1", "127.0.0.9", "::2")
             built = await stack.enter_async_context(named_ring(signal, server, f"dns:decode.test:{port}"))
             await until(lambda: alive(built) == ["D1"])
-            assert set(built.fleet.decode) == {address, dead, f"[::2]:{port}"}
+            await until(lambda: set(built.fleet.decode) == {address, dead, f"[::2]:{port}"})
             server.failing.add("A")
             await until(lambda: dead not in built.fleet.decode)
             asked = server.num_asked
@@ -183,13 +186,14 @@ def test_srv_records_that_are_not_offered_or_for_later_are_left_out() -> None:
 
 
 @bounded
-async def test_names_that_nothing_knows_are_logged_once_and_counted() -> None:
+async def test_names_that_nothing_knows_are_logged_once_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     signal = Signal()
     with dns_server() as server, capture_logs() as logs:
         async with named_ring(signal, server, "dns:nothing.test:9000") as built:
             await until(lambda: built.failed_lookups() >= 3)
             reason = built.dispatcher.check_ready()
             assert reason is not None and "no decode worker is known" in reason
+            monkeypatch.setattr(discovery, "ANSWER_S", 0.1)
             server.is_silent = True
             failed = built.failed_lookups()
             await until(lambda: built.failed_lookups() >= failed + 3)
