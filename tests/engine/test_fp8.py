@@ -26,6 +26,7 @@ from runtime.config import PrefillConfig
 from runtime.trust import load_trust
 from tests.support.checkpoints import write_checkpoint
 from tests.support.forward import logits_of
+from tests.support.interpreter import check_alone
 from worker.process import Worker, build_worker
 
 CPU = torch.device("cpu")
@@ -136,7 +137,7 @@ def test_blocks_are_multiplied_like_torch(shape: tuple[int, int, int], dtype: to
         torch.testing.assert_close(product.double(), truth, rtol=torch.finfo(dtype).eps, atol=1e-5)
     if num_rows > 1:
         first = gpu_blocks.multiply(rows[:1], *matrix, bias)
-        assert torch.equal(gpu_blocks.multiply(rows, *matrix, bias)[:1], first), "a row depends on others"
+        check_alone(first, gpu_blocks.multiply(rows, *matrix, bias)[:1])
 
 
 def test_many_rows_are_rounded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
