@@ -57,7 +57,7 @@ def choose_attention(
     Builds the CPU kernel on first use (seconds). A missing compiler or FlashInfer leads to a fallback, not an error.
     """
     if device.type == "cuda":
-        return _choose_for_gpu(shape, windows, device, dtype, has_sinks)
+        return _choose_for_gpu(shape, windows, device, dtype, kv_dtype or dtype, has_sinks)
     if device.type != "cpu":
         return AttentionChoice(TorchSdpaAttention(shape), f"device is {device.type}", is_fallback=False)
     if unknown := {dtype, kv_dtype or dtype} - {torch.float32, torch.bfloat16}:
@@ -70,8 +70,9 @@ def choose_attention(
 
 
 def _choose_for_gpu(
-    shape: AttentionShape, windows: Collection[int | None], device: torch.device, dtype: torch.dtype, has_sinks: bool
-) -> AttentionChoice:
+    shape: AttentionShape, windows: Collection[int | None], device: torch.device, dtype: torch.dtype,
+    kv_dtype: torch.dtype, has_sinks: bool,
+) -> AttentionChoice:  # fmt: skip
     try:
         from engine.attention import flashinfer
     except ImportError as error:
@@ -79,7 +80,10 @@ def _choose_for_gpu(
     else:
         obstacle = flashinfer.find_obstacle(shape, dtype, has_sinks)
         if obstacle is None:
-            backend = flashinfer.FlashInferAttention(shape, frozenset(windows), dtype, device)
-            return AttentionChoice(backend, "FlashInfer, fa2", is_fallback=False)
+            capability = torch.cuda.get_device_capability(device)
+            has_fa3 = flashinfer.can_use_fa3(shape, windows, dtype, kv_dtype, capability)
+            backend = flashinfer.FlashInferAttention(shape, frozenset(windows), dtype, device, has_fa3)
+            kernels = "FlashInfer, fa2" + (" and for prompts fa3" if has_fa3 else "")
+            return AttentionChoice(backend, kernels, is_fallback=False)
         reason = obstacle
     return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)

@@ -5,12 +5,14 @@ and page ids on the device, so nothing waits for the GPU. `attend` launches a la
 them and replays them with the last plan.
 """
 
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from flashinfer.jit.attention.modules import get_batch_decode_uri, get_batch_prefill_uri
+from flashinfer.jit.env import get_aot_artifacts
 from torch import Tensor
 
 from engine.attention.base import FP8_LIMIT
@@ -25,11 +27,16 @@ from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; zero at first use
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
-BACKEND = "fa2"  # takes any strides; one family of modules for prefill, decode and verification
+FA3_CAPABILITY = (9, 0)  # H100, H200: fa3's kernels use instructions that no later GPU has
+# New tokens per sequence from which fa3 attends. A tile of fa3 has 128 tokens of one query head (192 at D = 64); a tile
+# of fa2 has the tokens of all heads that share a KV head, and fa2 divides long contexts too.
+FA3_TOKENS = 128
+NO_POSITIONS = 0  # FlashInfer's PosEncodingMode.NONE
 CUDA_CORE_GROUPS = (1, 2, 3)  # query heads per KV head for which decode without tensor cores is as fast
 NO_SINKS = "FlashInfer's fa2 kernels for decode and prefill have no attention sinks"
 
 Window = int | None
+PrefillBackend = Literal["fa2", "fa3"]
 
 
 class GraphSize(NamedTuple):
@@ -52,12 +59,13 @@ class FlashInferAttention:
         windows: Collection[Window],
         dtype: torch.dtype,
         device: torch.device,
+        has_fa3: bool = False,
         workspace: Tensor | None = None,
         graph: GraphSize | None = None,
     ) -> None:
         """windows: those of all layers; dtype: of queries. Backends that run in turn may share one `workspace`.
 
-        graph: the size of captured steps; None: steps of any size.
+        has_fa3: see `can_use_fa3`. graph: the size of captured steps; None: steps of any size.
         """
         self._shape, self._windows, self._dtype, self._device = shape, tuple(windows), dtype, device
         self._workspace = (
@@ -65,13 +73,17 @@ class FlashInferAttention:
         )
         self._num_tokens = 1 if graph is None else graph.num_tokens
         self._decode = {window: self._build_decode(graph) for window in windows}
-        self._prefill = {} if graph else {window: self._build_prefill() for window in windows}
+        kinds: tuple[PrefillBackend, ...] = () if graph else ("fa2", "fa3") if has_fa3 else ("fa2",)
+        self._prefill = {kind: {window: self._build_prefill(kind) for window in windows} for kind in kinds}
+        self._has_loaded = False  # every prefill module
         self._planned: Mapping[Window, BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper] = {}
         self._is_staged: torch.cuda.Event | None = None  # after the last copy out of FlashInfer's pinned buffers
 
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "FlashInferAttention":
         graph = GraphSize(num_sequences, num_tokens, num_pages)
-        return FlashInferAttention(self._shape, self._windows, self._dtype, self._device, self._workspace, graph)
+        return FlashInferAttention(
+            self._shape, self._windows, self._dtype, self._device, workspace=self._workspace, graph=graph
+        )
 
     def _build_decode(self, graph: GraphSize | None) -> BatchDecodeWithPagedKVCacheWrapper:
         group = self._shape.num_heads // self._shape.num_kv_heads
@@ -87,11 +99,11 @@ class FlashInferAttention:
             }
         return BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "HND", use_cuda_graph=graph is not None, use_tensor_cores=has_tensor_cores,
-            backend=BACKEND, **buffers,
+            backend="fa2", **buffers,
         )  # fmt: skip
 
-    def _build_prefill(self) -> BatchPrefillWithPagedKVCacheWrapper:
-        return BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend=BACKEND)
+    def _build_prefill(self, kind: PrefillBackend) -> BatchPrefillWithPagedKVCacheWrapper:
+        return BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend=kind)
 
     def plan(self, pool: Tensor, batch: Batch) -> None:
         self._batch = batch
@@ -110,17 +122,22 @@ class FlashInferAttention:
         is_decode = cu_seqlens_q[-1] == self._num_tokens * len(seq_lens)
         if self._is_staged is not None:
             self._is_staged.synchronize()
-        self._planned = self._decode if is_decode else self._prefill
+        kind = choose_prefill(int(cu_seqlens_q[-1]), len(seq_lens), "fa3" in self._prefill)
+        planned = [self._decode if is_decode else self._prefill[kind]]
+        if not is_decode and not self._has_loaded:  # a plan loads its module, which may compile it
+            planned = [*(others for other, others in self._prefill.items() if other != kind), *planned]
+            self._has_loaded = True
         starts_of_queries = () if is_decode else (host_query_starts,)
-        kind = {"q_len_per_req": self._num_tokens} if is_decode else {"causal": True}
-        for window, wrapper in self._planned.items():
+        mask = {"q_len_per_req": self._num_tokens} if is_decode else {"causal": True}
+        for window, wrapper in (pair for wrappers in planned for pair in wrappers.items()):
             wrapper.plan(
                 *starts_of_queries, host_starts, indices, host_last_lens,
                 self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim, page_tokens,
-                **kind, window_left=-1 if window is None else window - 1, sm_scale=self._shape.scale,
+                **mask, window_left=-1 if window is None else window - 1, sm_scale=self._shape.scale,
                 logits_soft_cap=self._shape.softcap, q_data_type=self._dtype, kv_data_type=pool.dtype,
                 seq_lens=host_lens,
             )  # fmt: skip
+        self._planned = planned[-1]
         if self._device.type == "cuda":
             self._is_staged = mark()
 
@@ -133,8 +150,42 @@ class FlashInferAttention:
         query = rope_and_write(
             heads.query_key, heads.value, *rope, keys, values, batch.slot_mapping, limit,
         )  # fmt: skip
-        attended: Tensor = self._planned[window].run(query, (keys, values))
+        out = query.new_empty(query.shape)  # without it, FlashInfer's prefill fills its own with zeros first
+        attended: Tensor = self._planned[window].run(query, (keys, values), out=out)
         return attended
+
+
+def choose_prefill(num_tokens: int, num_sequences: int, has_fa3: bool) -> PrefillBackend:
+    """The faster kernels for a step with so many new tokens. Prompts want fa3, and answers beside a chunk fa2."""
+    return "fa3" if has_fa3 and num_tokens >= FA3_TOKENS * num_sequences else "fa2"
+
+
+def is_prebuilt(name: str) -> bool:
+    """Whether this FlashInfer module need not be compiled."""
+    return bool(get_aot_artifacts(name))
+
+
+def can_use_fa3(
+    shape: AttentionShape,
+    windows: Collection[Window],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    capability: tuple[int, int],
+    is_prebuilt: Callable[[str], bool] = is_prebuilt,
+) -> bool:
+    """Whether prompts can be attended to by fa3, which takes our pages: their keys and values have equal strides.
+
+    Where the other modules are prebuilt, a compiler may be missing: fa3's must be prebuilt too.
+    """
+    if capability != FA3_CAPABILITY or kv_dtype is not dtype or shape.head_dim not in HEAD_DIMS:
+        return False  # fa3 multiplies e4m3 keys only by e4m3 queries
+
+    def is_ready(has_window: bool) -> bool:
+        kinds = (dtype, kv_dtype, dtype, torch.int32, shape.head_dim, shape.head_dim, NO_POSITIONS, has_window)
+        decode = get_batch_decode_uri(*kinds, shape.softcap > 0)
+        return is_prebuilt(get_batch_prefill_uri("fa3", *kinds, shape.softcap > 0, False)) or not is_prebuilt(decode)
+
+    return all(is_ready(window is not None) for window in windows)
 
 
 def find_obstacle(shape: AttentionShape, dtype: torch.dtype, has_sinks: bool = False) -> str | None:

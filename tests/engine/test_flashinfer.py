@@ -11,7 +11,7 @@ import torch
 
 from engine.attention import flashinfer as backend_module
 from engine.attention.choose import choose_attention
-from engine.attention.flashinfer import FlashInferAttention, find_obstacle
+from engine.attention.flashinfer import FlashInferAttention, can_use_fa3, find_obstacle
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
@@ -110,3 +110,69 @@ def test_without_flashinfer_torch_attends_and_says_what_to_install(monkeypatch: 
     choice = choose_attention(AttentionShape(4, 2, 64, 0.125), [None], torch.device("cuda"), torch.bfloat16)
     assert choice.backend.name == "torch_sdpa" and choice.is_fallback
     assert "cannot be imported" in choice.reason and "baton[cuda]" in choice.reason
+
+
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_prompts_are_attended_to_by_fa3_and_answers_beside_a_chunk_by_fa2(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module, "FA3_TOKENS", 8)
+
+    def planned(lens: list[tuple[int, int]], has_fa3: bool) -> list[str]:
+        problem = Problem(lens, head_dim=16)
+        backend = FlashInferAttention(problem.shape, [None, 20], problem.query.dtype, CPU, has_fa3)
+        check(problem, backend, window)  # plans once, which loads all modules
+        Wrapper.plans.clear()
+        check(problem, backend, window)
+        return [plan["backend"] for plan in Wrapper.plans]
+
+    prompts, mixed, answers = [(9, 9), (7, 23)], [(14, 30), (1, 9)], [(1, 8), (1, 9)]
+    assert planned(prompts, True) == ["fa3"] * 2
+    assert planned(prompts, False) == planned(mixed, True) == planned(answers, True) == ["fa2"] * 2
+
+
+def test_the_first_prompt_loads_all_modules() -> None:
+    problem = Problem([(5, 5)], head_dim=16)
+    check(problem, FlashInferAttention(problem.shape, [None], problem.query.dtype, CPU, has_fa3=True), None)
+    assert {plan["backend"] for plan in Wrapper.plans} == {"fa2", "fa3"}  # no later one compiles or reads a module
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtypes", "capability", "expected"),
+    [
+        (128, (BF16, BF16), (9, 0), True),
+        (256, (FP16, FP16), (9, 0), True),
+        (80, (BF16, BF16), (9, 0), False),
+        (128, (BF16, FP8), (9, 0), False),
+        (128, (BF16, BF16), (8, 9), False),
+        (128, (BF16, BF16), (10, 0), False),
+        (128, (BF16, BF16), (12, 0), False),
+    ],
+)
+def test_gpus_and_models_that_fa3_is_for(
+    head_dim: int, dtypes: tuple[torch.dtype, torch.dtype], capability: tuple[int, int], expected: bool
+) -> None:
+    shape = AttentionShape(32, 8, head_dim, 0.1)
+    for is_prebuilt in (lambda _: True, lambda _: False):  # otherwise everything is compiled
+        assert can_use_fa3(shape, [None, 20], *dtypes, capability, is_prebuilt) is expected
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_fa3_is_not_compiled_where_other_modules_are_prebuilt(softcap: float) -> None:
+    shape = AttentionShape(32, 8, 128, 0.1, softcap)
+    names: list[str] = []
+
+    def is_prebuilt(name: str) -> bool:
+        names.append(name)
+        return not name.endswith("_sm90")
+
+    assert not can_use_fa3(shape, [None], BF16, BF16, (9, 0), is_prebuilt)
+    kinds = f"use_swa_False_use_logits_cap_{softcap > 0}"
+    assert [kinds in name for name in names] == [True, True]
+    assert can_use_fa3(shape, [None], BF16, BF16, (9, 0), lambda name: "use_swa_False" in name)
+    assert not can_use_fa3(
+        shape, [None, 20], BF16, BF16, (9, 0), lambda name: "sm90" not in name or "swa_False" in name
+    )

@@ -22,18 +22,20 @@ class Wrapper:
 
     real: Any
     planner = "plan"  # the method with the real signature of `plan`
+    backends: tuple[str, ...] = ("fa2",)
     plans: list[dict[str, Any]] = []  # noqa: RUF012  of all wrappers of a test
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.made = bind(self.real.__init__, *args, **kwargs)
         workspace = self.made["float_workspace_buffer"]
         assert workspace.dtype is torch.uint8 and (workspace.is_cuda or not workspace.any())
-        assert self.made["kv_layout"] == "HND" and self.made["backend"] == "fa2"
+        assert self.made["kv_layout"] == "HND" and self.made["backend"] in self.backends
         self.planned: dict[str, Any] = {}
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         given = bind(getattr(self.real, self.planner), *args, **kwargs)
         self.planned = {name.removeprefix("paged_kv_"): value for name, value in given.items()}
+        self.planned["backend"] = self.made["backend"]
         for name in ("indptr", "last_page_len", "indices", "seq_lens"):
             assert self.planned[name].dtype is torch.int32, name
         lens = (self.planned["indptr"].diff() - 1) * self.planned["page_size"] + self.planned["last_page_len"]
@@ -50,7 +52,9 @@ class Wrapper:
         assert keys.stride(0) < 1 << 32  # FlashInfer's strides are 32-bit
         assert query.dtype is planned["q_data_type"] and keys.dtype is planned["kv_data_type"]
         assert query.shape[1:] == (planned["num_qo_heads"], self.head_dim)
-        return self.attend(query, keys, values)
+        out: Tensor = given["out"]  # without one, the real prefill fills one with zeros
+        assert out.shape == query.shape and out.dtype is query.dtype and out.is_contiguous()
+        return out.copy_(self.attend(query, keys, values))
 
     @property
     def head_dim(self) -> int:
@@ -105,6 +109,12 @@ class Decode(Wrapper):
 
 class Prefill(Wrapper):
     real = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+    backends = ("fa2", "fa3")
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        super().plan(*args, **kwargs)
+        if self.made["backend"] == "fa3":
+            assert self.planned["kv_data_type"] is self.planned["q_data_type"]
 
     @property
     def head_dim(self) -> int:
