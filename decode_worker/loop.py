@@ -10,7 +10,7 @@ from decode_worker.speculation.speculator import Speculator, plan_drafts
 from engine.out_of_memory import StepFailedError
 from worker.loop import InFlightStep, StepExtras
 from worker.scheduler import Scheduler
-from worker.sequences import ScheduledSequence, Update
+from worker.sequences import Phase, ScheduledSequence, Update
 
 
 class DraftsAndMasks(StepExtras):
@@ -29,14 +29,19 @@ class DraftsAndMasks(StepExtras):
                     plan_drafts(self._scheduler, planned, costs, self._speculator)
 
     def needs_tokens(self, planned: Seq[ScheduledSequence]) -> bool:
-        """Drafts and masks follow from the tokens before them."""
-        return any(step.num_drafts or self._constraints.concerns(step) for step in planned)
+        """Drafts of some sequences are checked against more than the model's choice."""
+        return any((step.num_drafts or step.num_unjudged) and step.sequence.needs_outcome for step in planned)
+
+    def needs_masks(self, planned: Seq[ScheduledSequence]) -> bool:
+        return any(map(self._constraints.concerns, planned))
+
+    def draft(self, planned: Seq[ScheduledSequence]) -> None:
+        if _may_draft(planned):
+            self._speculator.draft(planned)
 
     def prepare(self, planned: list[ScheduledSequence], updates: list[Update], lock: Lock) -> list[ScheduledSequence]:
         """Drop answers whose grammar is complete or failed. Sequences whose masks are late sit out this step."""
-        if _may_draft(planned):
-            self._speculator.draft(planned)
-        if not any(map(self._constraints.concerns, planned)):
+        if not self.needs_masks(planned):
             return planned
         kept = []
         standings = self._constraints.constrain(planned)
@@ -44,28 +49,51 @@ class DraftsAndMasks(StepExtras):
             for step, standing in zip(planned, standings, strict=True):
                 if standing is Standing.OPEN:
                     kept.append(step)
-                elif standing is Standing.LATE:
+                    continue
+                step.num_drafted = 0  # they are not launched
+                if standing is Standing.LATE:
                     self._scheduler.drop_step(step)
                 else:
-                    error = standing if isinstance(standing, Exception) else None
-                    update = self._scheduler.fail_step(step, error, time.monotonic())
+                    update = self._scheduler.fail_step(step, _error_of(standing), time.monotonic())
                     updates += [update] if update is not None else []
         return kept
+
+    def complete(self, planned: Seq[ScheduledSequence], updates: list[Update], lock: Lock) -> None:
+        going = [step for step in planned if step.sequence.phase is not Phase.ENDED]
+        standings = self._constraints.constrain(going)
+        with lock:
+            for step, standing in zip(going, standings, strict=True):
+                if standing is Standing.LATE:
+                    self._scheduler.take_back(step)
+                elif standing is not Standing.OPEN and step.sequence.phase is not Phase.ENDED:
+                    updates.append(self._scheduler.end_answer(step.sequence, _error_of(standing), time.monotonic()))
+
+    def note_drain(self, seconds: float) -> None:
+        self._speculator.note_drain(seconds)
 
     def judge(
         self, flight: InFlightStep, chosen: Seq[list[int]], failed: Mapping[int, StepFailedError]
     ) -> dict[int, Exception | bool]:
-        self._speculator.note_step(flight.num_rows, flight.seconds)
+        self._speculator.note_step(flight.planned, flight.num_rows, flight.seconds)
         planned = flight.planned
         for index, step in enumerate(planned):
-            if step.wants_token and step.sequence.params.max_draft_tokens:
+            if step.wants_token and step.sequence.params.max_draft_tokens and not step.is_dropped:
                 self._speculator.note_drafts(step, 0 if index in failed else len(chosen[index]) - 1)
-        bound = [i for i, step in enumerate(planned) if self._constraints.concerns(step) and i not in failed]
+        bound = [
+            i for i, step in enumerate(planned)
+            if self._constraints.concerns(step) and i not in failed and not step.is_dropped
+            and step.sequence.phase is not Phase.ENDED
+        ]  # fmt: skip
         standings = self._constraints.follow([(planned[i].sequence, chosen[i]) for i in bound])
         return {
             i: one if isinstance(one, Exception) else one is Standing.WHOLE
             for i, one in zip(bound, standings, strict=True)
         }
+
+
+def _error_of(standing: Standing | Exception) -> Exception | None:
+    """None where the answer is complete."""
+    return standing if isinstance(standing, Exception) else None
 
 
 def _may_draft(planned: Seq[ScheduledSequence]) -> bool:

@@ -5,10 +5,11 @@ of requests, sampling or time. The host lays it out without knowing the tokens; 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,10 +34,21 @@ class ForwardRow(NamedTuple):
     chosen_logprobs: int | None = None  # the same for sampled ones; None: no log-probabilities
     mask: NDArray[np.int32] | None = None  # [num_logits - num_given, ceil(V / 32)] tokens that may be chosen; None: all
     num_drafted: int = 0  # the last tokens up to the first sampled one that are drafts too: seen, never counted
+    num_unjudged: int = 0
+    """Drafts of the row's last step if the host does not know yet which were right: `begin` counts all, and the device
+    subtracts the wrong ones (InputBatch.lag)."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens after the first sampled one's row that this step checks."""
+        return max(self.num_logits - self.num_given - 1, 0)
 
 
 class Layout(NamedTuple):
-    """T new tokens of B sequences, on the host. All but the last are uploaded, in this order."""
+    """T new tokens of B sequences, on the host. All but the last two are uploaded, in this order.
+
+    Where drafts are unjudged, positions and lengths are the most that they can be.
+    """
 
     places: Ints  # [T] of the new tokens in the flat InputBatch.tokens
     positions: Ints  # [T]
@@ -46,6 +58,7 @@ class Layout(NamedTuple):
     slot_mapping: Ints  # [T]
     logits_rows: Ints  # [S]
     query_lens: NDArray[np.int32]  # [B]
+    lag_rows: Ints | None  # [B] rows whose lag counts, the row after all others where none does; None: nowhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +74,13 @@ class Batch:
     logits_rows: Tensor  # [S] int64, rows of T whose logits are wanted, ascending: each request's last num_logits
     query_lens_host: NDArray[np.int32]  # [B], the same on the host
     seq_lens_host: NDArray[np.int32]  # [B], the same on the host
+    is_lagging: bool = False  # some sequences may begin earlier: see `shift`
 
 
 def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
     """Where the requests' tokens and pages are. ValueError if a request ends beyond its row."""
-    row, begins, counts, num_logits = (np.array(values, np.int64) for values in list(zip(*requests, strict=True))[:4])
+    columns = list(zip(*requests, strict=True))
+    row, begins, counts, num_logits = (np.array(values, np.int64) for values in columns[:4])
     ends = begins + counts
     longest = max(ends.tolist())
     check_ends(rows, longest)
@@ -81,6 +96,7 @@ def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
         slot_mapping=rows.slots(token_rows, positions),
         logits_rows=join_ranges(starts[1:] - num_logits, num_logits)[1],
         query_lens=counts.astype(np.int32),
+        lag_rows=np.where(columns[-1], row, rows.num_rows) if any(columns[-1]) else None,
     )
 
 
@@ -93,11 +109,47 @@ def check_ends(rows: InputBatch, longest: int) -> None:
 def build_batch(layout: Layout, rows: InputBatch, stager: Stager) -> Batch:
     """The batch on the device of `rows`. The device reads the tokens from the rows when it gets here.
 
-    Arrays that are the same objects as in the stager's last layout keep their tensors.
+    Arrays that are the same objects as in the stager's last layout keep their tensors. See `shift` for a layout with
+    `lag_rows`.
     """
-    places, *fields = stager.upload(layout[:-1])
+    places, *fields = stager.upload(layout[:-2])
     positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows = fields
     return Batch(
         rows.tokens.take(places).long(), positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows,
-        query_lens_host=layout.query_lens, seq_lens_host=layout.seq_lens,
+        query_lens_host=layout.query_lens, seq_lens_host=layout.seq_lens, is_lagging=layout.lag_rows is not None,
     )  # fmt: skip
+
+
+def shift(batch: Batch, places: Tensor, lag: Tensor, owners: Tensor, rows: InputBatch, padding_slot: int) -> Batch:
+    """The batch with sequence b begun lag[b] positions earlier. Only launches.
+
+    places: [T] as laid out; lag: [B]; owners: [T] sequence of each token. Slots from `padding_slot` on stay.
+    """
+    of_tokens = lag.index_select(0, owners)  # [T]
+    positions = batch.positions - of_tokens
+    pages = batch.page_table.view(-1).index_select(
+        0, owners * batch.page_table.shape[1] + positions // rows.page_tokens
+    )
+    slots = pages.long() * rows.page_tokens + positions % rows.page_tokens
+    return replace(
+        batch,
+        token_ids=rows.flat_tokens.index_select(0, places - of_tokens).long(),
+        positions=positions,
+        seq_lens=batch.seq_lens - lag.to(torch.int32),
+        slot_mapping=torch.where(batch.slot_mapping < padding_slot, slots, batch.slot_mapping),
+    )
+
+
+def count_right(drafts: Tensor, chosen: Tensor, num_drafts: Tensor) -> Tensor:
+    """How many of each sequence's drafts are accepted: those before the first that was not chosen. Only launches.
+
+    drafts, chosen: [J, K], aligned right; chosen[j, i] is what the model chose in place of drafts[j, i].
+    num_drafts: [J].
+
+    A token is a function of its logits, parameters, seed and position (`engine.sampling`), so plain decoding gives one
+    answer. What the model chooses after right drafts is that answer's next token; after a wrong one it has seen a wrong
+    text. So the step gives the right drafts and one token more, whatever the drafter proposes.
+    """
+    width = drafts.shape[1]
+    is_none = torch.arange(width, device=drafts.device) < (width - num_drafts)[:, None]
+    return (is_none | (drafts == chosen)).long().cumprod(1).sum(1) - (width - num_drafts)

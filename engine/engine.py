@@ -284,7 +284,7 @@ def _load_draft(
 def _build_draft_runner(draft: Loaded, pool: Pool, rows: InputBatch, place: Place) -> Runner:
     assert pool.draft_tensor is not None
     attention = _choose_attention(draft.decoder, pool.shape.page_tokens, pool.draft_tensor.dtype)
-    return place.build_runner(1, draft.decoder, attention.backend, pool.draft_tensor, rows)
+    return place.build_runner(1, draft.decoder, attention.backend, pool.draft_tensor, rows, True)
 
 
 def _choose_attention(decoder: Decoder, page_tokens: int, kv_dtype: torch.dtype) -> AttentionChoice:

@@ -1,4 +1,4 @@
-"""Decode steps as captured graphs: one launch for the forward, the sampling and the write of tokens to the rows.
+"""Decode steps as captured graphs: one launch for the forward, one for sampling and the write of tokens to the rows.
 
 Graphs exist for a few numbers of sequences and of new tokens per sequence. A step uses the next larger one; surplus
 rows work on a page and a row of tokens that belong to no sequence. `CudaCapture` alone knows CUDA: any `Capture` works.
@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import Batch, Layout
+from engine.batch import Batch, Layout, count_right, shift
 from engine.input_batch import InputBatch
 from engine.kernels.sampling_fields import SamplingTensors
 from engine.models.decoder import Decoder
@@ -24,12 +24,12 @@ from engine.ranges import Ints
 from engine.sampling.batch import SamplingBatch
 from engine.staging import upload
 from engine.static_block import StaticBlock
+from wire.sampling import MAX_DRAFT_TOKENS
 
 DENSE_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seeds", "repetition", "frequency", "presence")
-LINE_FIELDS = ("counts_line", "mask_line")
 MAX_BIASES = 4096  # logit_bias entries of a step that a graph can take
 DRAFT_LENGTHS = (2, 4)  # new tokens per sequence, besides 1 and the maximum
-MAX_DRAFTING = 16  # sequences in a graph with drafts: with more, drafts seldom pay
+MAX_DRAFT_ROWS = 256  # of a graph with drafts: with more, a step is bound by arithmetic and drafts seldom pay
 NUM_WARM_UPS = 2  # before a capture: compiles and loads kernels, allocates library workspaces
 
 Compute = Callable[[], None]
@@ -46,11 +46,12 @@ class Shape(NamedTuple):
 
 
 def choose_shapes(max_sequences: int, max_drafts: int) -> list[Shape]:
-    """1, 2, 4, ... sequences with one token, and a few sequences with up to 1 + max_drafts tokens."""
+    """1, 2, 4, ... sequences with one token, and as many as have MAX_DRAFT_ROWS rows with up to 1 + max_drafts."""
     shapes = [Shape(size) for size in powers_to(max_sequences)]
-    lengths = sorted({min(length, 1 + max_drafts) for length in DRAFT_LENGTHS} | {1 + max_drafts})
-    sizes = powers_to(min(max_sequences, MAX_DRAFTING))
-    return shapes + [Shape(size, length) for length in lengths if length > 1 for size in sizes]
+    for length in sorted({min(length, 1 + max_drafts) for length in DRAFT_LENGTHS} | {1 + max_drafts}):
+        if length > 1:
+            shapes += [Shape(size, length) for size in powers_to(min(max_sequences, MAX_DRAFT_ROWS // length))]
+    return shapes
 
 
 def powers_to(most: int) -> list[int]:
@@ -96,8 +97,9 @@ class DecodeGraph:
         pages: Tensor,
         rows: InputBatch,
         padding_page: int,
+        judges: bool,
     ) -> None:
-        """padding_page: a page that no sequence has."""
+        """padding_page: a page that no sequence has. judges: whether it counts right drafts."""
         self.shape = shape
         self._model, self._pages, self._rows = model, pages, rows
         width = rows.page_table.shape[1]
@@ -107,23 +109,35 @@ class DecodeGraph:
         self._page_table = torch.full((shape.num_sequences, width), padding_page, dtype=torch.int32, device=device)
         self._last_table: NDArray[np.int32] | None = None  # last content of `_page_table`
         self._masks = torch.full((num_rows, -(-rows.vocab_size // 32)), -1, dtype=torch.int32, device=device)
+        self._mask_lines = StaticBlock({"mask_line": np.full(num_rows, -1, np.int32)}, device)
+        self._has_masks = False  # some line of `_mask_lines` names a mask
+        self._owners = torch.arange(shape.num_sequences, device=device).repeat_interleave(shape.num_tokens)  # [R]
+        self._padding_slot = padding_page * rows.page_tokens
+        self._accepted = torch.zeros(shape.num_sequences, dtype=torch.int64, device=device)
         self._biases = StaticBlock(
             {"ids": np.zeros(MAX_BIASES, np.int32), "values": np.zeros(MAX_BIASES, np.float32)}, device
         )
         self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._token_ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._hidden = torch.zeros(num_rows, model.config.hidden_size, dtype=model.dtype, device=device)
         self._logits = torch.zeros(0)
         self._places, self._answer_places = map(self._block.tensor, ("places", "answer_places"))
+        self._answer_positions, self._lag_rows = map(self._block.tensor, ("answer_positions", "lag_rows"))
+        self._judged_rows, self._num_drafts = map(self._block.tensor, ("judged_rows", "num_drafts"))
+        self._shifted_places = self._answer_places.clone()
+        self._judges = judges
         self._batch = self._build_batch(num_rows)
         self._sampling = self._build_sampling(num_rows)
         own = model.ranks.own_rows(num_rows)  # tokens that this rank samples
         self._own_sampling, self._own_tokens = self._sampling.take(own), self._tokens[own]
-        self._replay: Compute = self._compute
+        self._replay_forward: Compute = self._forward
+        self._replay_sampling: Compute = self._sample
 
     def _build_batch(self, num_rows: int) -> Batch:
         take, (num_sequences, num_tokens) = self._block.tensor, self.shape
         every = torch.arange(num_rows + 1, device=self._rows.device)
         return Batch(
-            token_ids=self._places,  # `_compute` replaces it by the tokens
+            token_ids=self._places,  # `_forward` replaces it by the tokens
             positions=take("positions"),
             cu_seqlens_q=every[::num_tokens].to(torch.int32),
             seq_lens=take("seq_lens"),
@@ -137,8 +151,9 @@ class DecodeGraph:
     def _build_sampling(self, num_rows: int) -> SamplingTensors:
         take, nothing = self._block.tensor, torch.zeros(1, dtype=torch.int32, device=self._rows.device)
         return SamplingTensors(
-            **{name: take(name) for name in (*DENSE_FIELDS, *LINE_FIELDS, "bias_starts")},
-            positions=take("answer_positions"),
+            **{name: take(name) for name in (*DENSE_FIELDS, "counts_line", "bias_starts")},
+            positions=take("answer_positions").clone(),  # less the lag
+            mask_line=self._mask_lines.tensor("mask_line"),
             counts=self._rows.counts,
             extra_starts=nothing.expand(num_rows + 1).contiguous(),
             extra_ids=nothing,
@@ -152,14 +167,11 @@ class DecodeGraph:
         with self._block.fill():
             pass
         self._attention.plan(self._pages, self._batch)
-        self._replay = capture(self._compute)
+        self._replay_forward = capture(self._forward)
+        self._replay_sampling = capture(self._sample)
 
-    def replay(self, step: Prepared) -> tuple[Tensor, Tensor, Ints]:
-        """Run a step that fits.
-
-        Returns the sampled tokens, [S] int64; the raw logits, [R, V], valid until the next replay (with several ranks,
-        only this rank's rows); and each output's row in them, [S].
-        """
+    def forward(self, step: Prepared) -> Ints:
+        """Launch the forward of a step that fits. Returns each output's row among the shape's, [S]."""
         layout, outputs, sampling = step.layout, step.outputs, step.chunks[0].sampling
         num_sequences, num_tokens = len(layout.query_lens), self.shape.num_tokens
         rows = np.arange(len(layout.places))  # rows of the new tokens
@@ -168,9 +180,6 @@ class DecodeGraph:
             rows += np.repeat(ends - layout.cu_seqlens_q[1:], layout.query_lens)
         outs = rows[layout.logits_rows]
         self._fill_page_table(layout.page_table)
-        if sampling.masks is not None:
-            (masks,) = upload([sampling.masks], self._masks.device)
-            self._masks[: len(masks)].copy_(masks)
         with self._block.fill() as arrays:
             if num_tokens > 1:
                 self._fill_before(arrays, layout)
@@ -180,16 +189,46 @@ class DecodeGraph:
             arrays["answer_places"][outs], arrays["answer_positions"][outs] = outputs.places, sampling.positions
             for name in DENSE_FIELDS:
                 arrays[name][outs] = getattr(sampling, name)
-            for name in LINE_FIELDS:
-                if (lines := getattr(sampling, name)) is not None:
-                    arrays[name][outs] = lines
+            if sampling.counts_line is not None:
+                arrays["counts_line"][outs] = sampling.counts_line
+            if layout.lag_rows is not None:
+                arrays["lag_rows"][:num_sequences] = layout.lag_rows
+            if step.drafts is not None:
+                arrays["judged_rows"][step.drafts.requests] = step.drafts.rows
+                arrays["num_drafts"][step.drafts.requests] = step.drafts.num_drafts
             self._fill_biases(arrays["bias_starts"], sampling, outs)
             seq_lens = arrays["seq_lens"].copy()
         self._attention.plan(self._pages, replace(self._batch, seq_lens_host=seq_lens))
-        self._replay()
-        if len(outs) == len(rows) and num_tokens == 1:
-            return self._tokens[:num_sequences].clone(), self._logits, outs
-        return self._tokens.index_select(0, upload([outs], self._tokens.device)[0]), self._logits, outs
+        self._replay_forward()
+        return outs
+
+    def choose(self, step: Prepared, outs: Ints) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Launch the rest of the last `forward`'s step, given the same step, perhaps with masks, and its rows.
+
+        Returns the sampled tokens, [S] int64; the raw logits, [R, V], valid until the next replay (with several ranks,
+        only this rank's rows); and how many drafts of each request that has some were right, [J].
+        """
+        self._fill_masks(step.chunks[0].sampling, outs)
+        self._replay_sampling()
+        device = self._tokens.device
+        accepted = None
+        if step.drafts is not None and self._judges:
+            accepted = self._accepted.index_select(0, upload([step.drafts.requests], device)[0])
+        num_sequences = len(step.layout.query_lens)
+        if len(outs) == num_sequences and self.shape.num_tokens == 1:
+            return self._tokens[:num_sequences].clone(), self._logits, accepted
+        return self._tokens.index_select(0, upload([outs], device)[0]), self._logits, accepted
+
+    def _fill_masks(self, sampling: SamplingBatch, outs: Ints) -> None:
+        if sampling.masks is None and not self._has_masks:
+            return
+        self._has_masks = sampling.masks is not None
+        with self._mask_lines.fill() as arrays:
+            if sampling.mask_line is not None:
+                arrays["mask_line"][outs] = sampling.mask_line
+        if sampling.masks is not None:
+            (masks,) = upload([sampling.masks], self._masks.device)
+            self._masks[: len(masks)].copy_(masks)
 
     def _fill_before(self, arrays: Mapping[str, NDArray[Any]], layout: Layout) -> None:
         """Fill all rows as if the new tokens filled the shape; `replay` then overwrites those of new tokens."""
@@ -219,17 +258,31 @@ class DecodeGraph:
             arrays["values"][: len(sampling.bias_values)] = sampling.bias_values
 
     @torch.inference_mode()
-    def _compute(self) -> None:
+    def _forward(self) -> None:
         """Only launches; reads and writes only tensors that outlive the step."""
-        rows = self._rows
-        token_ids = rows.flat_tokens.index_select(0, self._places).long()
-        hidden = self._model.run_planned(replace(self._batch, token_ids=token_ids), self._attention)
-        self._logits = self._model.own_logits(hidden)
+        lag = self._rows.lag.index_select(0, self._lag_rows)  # [B]
+        batch = shift(self._batch, self._places, lag, self._owners, self._rows, self._padding_slot)
+        self._attention.correct(batch, lag)
+        self._hidden.copy_(self._model.run_planned(batch, self._attention))
+        self._token_ids.copy_(batch.token_ids)
+        of_rows = lag.index_select(0, self._owners)
+        self._shifted_places.copy_(self._answer_places - of_rows)
+        self._sampling.positions.copy_(self._answer_positions - of_rows)
+
+    @torch.inference_mode()
+    def _sample(self) -> None:
+        """Like `_forward`, which it follows."""
+        rows, tokens = self._rows, self._tokens
+        self._logits = self._model.own_logits(self._hidden)
         if len(self._own_tokens):
             self._model.ops.sample_into(self._own_tokens, self._logits, self._own_sampling)
         if self._model.ranks.size > 1:
-            self._tokens.copy_(self._model.ranks.gather_rows(self._own_tokens, len(self._tokens)))
-        rows.flat_tokens.index_copy_(0, self._answer_places, self._tokens.clamp(min=0).to(torch.int32))
+            tokens.copy_(self._model.ranks.gather_rows(self._own_tokens, len(tokens)))
+        rows.flat_tokens.index_copy_(0, self._shifted_places, tokens.clamp(min=0).to(torch.int32))
+        if self._judges and self.shape.num_tokens > 1:
+            drafts, chosen = self._token_ids.view(self.shape)[:, 1:], tokens.view(self.shape)[:, :-1]
+            self._accepted.copy_(count_right(drafts, chosen, self._num_drafts))
+            rows.lag.index_copy_(0, self._judged_rows, self._num_drafts - self._accepted)
 
 
 def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArray[Any]]:
@@ -244,6 +297,9 @@ def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArr
         "positions": repeat(0, np.int64),
         "seq_lens": np.full(shape.num_sequences, shape.num_tokens, np.int32),
         "slot_mapping": repeat(page * rows.page_tokens, np.int64),
+        "lag_rows": np.full(shape.num_sequences, rows.num_rows, np.int64),
+        "judged_rows": np.full(shape.num_sequences, rows.num_rows, np.int64),
+        "num_drafts": np.zeros(shape.num_sequences, np.int64),
         "answer_places": repeat(place + 1, np.int64),
         "answer_positions": repeat(1, np.int64),
         "temperature": repeat(0, np.float32),
@@ -255,7 +311,6 @@ def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArr
         "frequency": repeat(0, np.float32),
         "presence": repeat(0, np.float32),
         "counts_line": repeat(-1, np.int32),
-        "mask_line": repeat(-1, np.int32),
         "bias_starts": np.zeros(size + 1, np.int32),
     }
 
@@ -271,6 +326,7 @@ class DecodeGraphs:
         pages: Tensor,
         rows: InputBatch,
         padding_page: int,
+        judges: bool,
         capture: Capture,
         on_progress: OnCaptured,
     ) -> None:
@@ -279,10 +335,10 @@ class DecodeGraphs:
         self._can_score = model.ranks.size == 1  # with several ranks, no rank has all logits
         self._graphs: dict[Shape, DecodeGraph] = {}
         for shape in sorted(shapes, key=prod, reverse=True):
-            self._graphs[shape] = graph = DecodeGraph(shape, model, attention, pages, rows, padding_page)
+            self._graphs[shape] = graph = DecodeGraph(shape, model, attention, pages, rows, padding_page, judges)
             graph.capture(capture)
             on_progress(len(self._graphs), len(shapes))
-        self._shapes = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_sequences))
+        self.shapes = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_sequences))
 
     def find(self, step: Prepared) -> DecodeGraph | None:
         """The smallest graph for the step. None if none is large enough or can do what the step asks for."""
@@ -296,8 +352,8 @@ class DecodeGraphs:
             return None
         if chunk.chosen is not None or chunk.drafts is not None or num_biases > MAX_BIASES:
             return None
-        for shape in self._shapes:
+        least = int(layout.seq_lens.min()) - (0 if layout.lag_rows is None else MAX_DRAFT_TOKENS)
+        for shape in self.shapes:
             if shape.num_tokens >= num_tokens and shape.num_sequences >= num_sequences:
-                has_before = shape.num_tokens == 1 or layout.seq_lens.min() >= shape.num_tokens
-                return self._graphs[shape] if has_before else None
+                return self._graphs[shape] if shape.num_tokens == 1 or least >= shape.num_tokens else None
         return None

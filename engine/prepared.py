@@ -15,10 +15,10 @@ import numpy as np
 from engine.batch import ForwardRow, Layout, check_ends, lay_out
 from engine.input_batch import InputBatch
 from engine.ranges import Ints
-from engine.sample_spec import LogitsChunk, SampleSpec, plan_chunk, plan_samples
+from engine.sample_spec import DraftSpec, LogitsChunk, SampleSpec, plan_chunk, plan_drafts, plan_samples
 
 PLAIN = ForwardRow(row=0, begin=0, count=1, num_logits=1)  # every request of a plain step, except `row` and `begin`
-SIZES, MASK = (2, 3, 4, 5, 6, 8), 7  # indices of the other fields
+SIZES, MASK = (2, 3, 4, 5, 6, 8, 9), 7  # indices of the other fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class Prepared:
     layout: Layout
     outputs: SampleSpec
     chunks: list[LogitsChunk]
+    drafts: DraftSpec | None = None
 
 
 def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -> Prepared:
@@ -38,7 +39,8 @@ def prepare(rows: InputBatch, requests: Sequence[ForwardRow], chunk_rows: int) -
     layout = lay_out(rows, requests)
     outputs = plan_samples(rows, requests, layout)
     spans = [slice(begin, begin + chunk_rows) for begin in range(0, len(outputs.rows), chunk_rows)]
-    return Prepared(layout, outputs, [plan_chunk(rows, outputs, span) for span in spans])
+    chunks = [plan_chunk(rows, outputs, span) for span in spans]
+    return Prepared(layout, outputs, chunks, plan_drafts(requests, layout))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,20 +4,22 @@ A step is launched, then collected later. On a GPU several may be launched befor
 out a step from lengths alone, and the device reads and writes `InputBatch` in launch order.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import ForwardRow, build_batch
+from engine.batch import Batch, ForwardRow, build_batch, count_right, shift
 from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured, Shape
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.prepared import Prepared, Preparer
-from engine.sample_spec import LogitsChunk
+from engine.ranges import Ints
+from engine.sample_spec import LogitsChunk, with_masks
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.logprobs import FoundLogprobs, find_logprobs
 from engine.staging import Stager, download, mark, upload
@@ -26,6 +28,8 @@ from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 
 WARM_UP_TOKENS = (1, 5, 20, 40, 100)  # prompt lengths: one for each kernel that depends on the number of rows
 CHUNK_VALUES = 1 << 25  # logits held at once: 128 MiB of float32, 262 rows of 128,000 tokens
+NO_PADDING = 1 << 62  # no slot is so high
+Masks = Mapping[int, NDArray[np.int32]]  # index of a request |-> its mask, see `ForwardRow`
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,7 @@ class ModelOutput:
 
     tokens: list[int]  # sampled or given; NOT_A_NUMBER where the logits are NaN
     logprobs: list[TokenLogprobs | None]  # one per token; empty if no request asks for any
+    num_accepted: dict[int, int] = field(default_factory=dict)  # index of a request with drafts |-> how many were right
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,30 +52,50 @@ class Scores:
 class Launched:
     """A step that the device is computing."""
 
-    def __init__(self, tokens: Tensor, scores: Sequence[Scores]) -> None:
-        """tokens: [S] on the device. Call this after all other launches of the step."""
-        self._tokens = download(tokens)
+    def __init__(
+        self, tokens: Tensor, scores: Sequence[Scores], drafted: Sequence[int] = (), accepted: Tensor | None = None
+    ) -> None:
+        """tokens: [S] on the device. Call this after all other launches of the step.
+
+        drafted: J requests with drafts; accepted: [J] on the device, how many of each one's drafts were right.
+        """
+        self._num_tokens = len(tokens)
+        self._numbers = download(tokens if accepted is None else torch.cat((tokens, accepted)))
         self._scores = scores
+        self._drafted = drafted
         self._done = mark() if tokens.is_cuda else None
 
     def collect(self) -> ModelOutput:
         """Wait until the step is done; its KV is then in the pages. Raises errors from the device."""
         if self._done is not None:
             self._done.synchronize()
-        tokens: list[int] = self._tokens.tolist()
+        numbers: list[int] = self._numbers.tolist()
+        tokens, accepted = numbers[: self._num_tokens], numbers[self._num_tokens :]
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens) if self._scores else []
         for scores in self._scores:
             for output, one in zip(scores.outputs, scores.found.read(), strict=True):
                 logprobs[output] = one
-        return ModelOutput(tokens, logprobs)
+        return ModelOutput(tokens, logprobs, dict(zip(self._drafted, accepted, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A step whose forward is launched and whose tokens are still to be chosen, before any other launch."""
+
+    requests: Sequence[ForwardRow]
+    step: Prepared
+    choose: Callable[[Prepared], Launched]
 
 
 class Runner:
     """Owns a model and the attention backend. Writes KV into the pages of `rows`, and sampled tokens into `rows`."""
 
-    def __init__(self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: InputBatch) -> None:
-        """pages: this model's part of a pool. Runners of two models may share rows."""
+    def __init__(
+        self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: InputBatch, drafts: bool = False
+    ) -> None:
+        """pages: this model's part of a pool. Runners of two models may share rows; one that drafts judges nothing."""
         self._model = model
+        self._drafts = drafts
         self._attention = attention
         self._pages = pages
         self._rows = rows
@@ -87,8 +112,9 @@ class Runner:
     ) -> None:
         """Capture graphs; from now on steps that fit run as graphs. See `DecodeGraphs`."""
         self._graphs = DecodeGraphs(
-            shapes, self._model, self._attention, self._pages, self._rows, padding_page, capture, on_progress
-        )
+            shapes, self._model, self._attention, self._pages, self._rows, padding_page, not self._drafts, capture,
+            on_progress,
+        )  # fmt: skip
 
     def warm_up(self, padding_page: int) -> None:
         """Run prompts of a few lengths in the free row 0, all on one page, to compile and load all kernels."""
@@ -99,6 +125,11 @@ class Runner:
             rows.write_pages(0, 0, [padding_page] * -(-count // rows.page_tokens))
             self.launch([ForwardRow(0, 0, count, num_logits=1)]).collect()
             rows.close(0)
+
+    @property
+    def graph_shapes(self) -> list[Shape]:
+        """Of captured steps."""
+        return [] if self._graphs is None else self._graphs.shapes
 
     @property
     def is_capturable(self) -> bool:
@@ -117,31 +148,67 @@ class Runner:
         """
         return self._run(self._prepare(requests))
 
+    def begin(self, requests: Sequence[ForwardRow]) -> Begun:
+        """The first half of `launch`, for requests whose masks follow from steps that are not collected yet."""
+        step = self._prepare(requests)
+        return Begun(requests, step, self._begin(step))
+
+    def choose(self, begun: Begun, masks: Masks) -> Launched:
+        """The second half."""
+        step = begun.step
+        chunks = with_masks(step.outputs, step.chunks, begun.requests, masks, self._rows.vocab_size)
+        return begun.choose(replace(step, chunks=chunks))
+
     def _prepare(self, requests: Sequence[ForwardRow]) -> Prepared:
         """Plan the step on the host. Counts tokens for penalties."""
         return self._preparer.prepare(requests, chunk_rows=max(1, CHUNK_VALUES // self._rows.vocab_size))
 
-    @torch.inference_mode()
     def _run(self, step: Prepared) -> Launched:
         """Launch the step on the device, without waiting for it."""
-        graph = None if self._graphs is None else self._graphs.find(step)
-        return self._compute(step) if graph is None else self._replay(graph, step)
+        return self._begin(step)(step)
 
-    def _replay(self, graph: DecodeGraph, step: Prepared) -> Launched:
+    @torch.inference_mode()
+    def _begin(self, step: Prepared) -> Callable[[Prepared], Launched]:
+        """Launch the forward. Returns what launches the rest, given the same step, perhaps with masks."""
+        graph = None if self._graphs is None else self._graphs.find(step)
+        if graph is not None:
+            rows = graph.forward(step)
+            return lambda completed: self._finish_graph(graph, completed, rows)
+        batch = build_batch(step.layout, self._rows, self._stager)
+        hidden, shifted = self._forward(step, batch)
+        return lambda completed: self._finish(completed, shifted, hidden)
+
+    @torch.inference_mode()
+    def _finish_graph(self, graph: DecodeGraph, step: Prepared, rows: Ints) -> Launched:
         chunk = step.chunks[0]
-        tokens, logits, rows = graph.replay(step)
+        tokens, logits, accepted = graph.choose(step, rows)
         scores = []
         if chunk.scored:
             scores.append(_score(chunk, _log_softmax(logits, rows[chunk.scored].tolist()), tokens))
-        return Launched(tokens, scores)
+        drafted = [] if step.drafts is None or accepted is None else step.drafts.requests.tolist()
+        return Launched(tokens, scores, drafted, accepted)
 
-    def _compute(self, step: Prepared) -> Launched:
+    def _forward(self, step: Prepared, batch: Batch) -> tuple[Tensor, Batch]:
+        """[S, H], and the batch at the positions that it really has."""
+        layout, rows = step.layout, self._rows
+        if layout.lag_rows is None:
+            return self._model.forward(batch, self._pages, self._attention), batch
+        owners = np.repeat(np.arange(len(layout.query_lens)), layout.query_lens)
+        lag_rows, of_tokens, places = upload([layout.lag_rows, owners, layout.places], rows.device)
+        lag = rows.lag.index_select(0, lag_rows)  # [B]
+        shifted = shift(batch, places, lag, of_tokens, rows, NO_PADDING)
+        self._attention.plan(self._pages, batch)
+        self._attention.correct(shifted, lag)
+        return self._model.run_planned(shifted, self._attention), shifted
+
+    @torch.inference_mode()
+    def _finish(self, step: Prepared, batch: Batch, hidden: Tensor) -> Launched:
         rows = self._rows
-        batch = build_batch(step.layout, rows, self._stager)
-        hidden = self._model.forward(batch, self._pages, self._attention)  # [S, H]
         if not step.chunks:
             return Launched(hidden.new_empty(0, dtype=torch.int64), [])
         (places,) = upload([step.outputs.places], rows.device)  # [S]
+        if step.layout.lag_rows is not None:
+            step, places = self._shift_outputs(step, batch, places)
         parts: list[Tensor] = []
         scores: list[Scores] = []
         for chunk in step.chunks:
@@ -155,7 +222,25 @@ class Runner:
                 scores.append(_score(chunk, logprobs, parts[-1]))
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         rows.flat_tokens.index_copy_(0, places, tokens.clamp(min=0).to(torch.int32))  # a step may be launched on them
-        return Launched(tokens, scores)
+        if step.drafts is None or self._drafts:
+            return Launched(tokens, scores)
+        _, of_rows, num_drafts, inputs, outputs = upload(list(step.drafts), rows.device)
+        accepted = count_right(batch.token_ids[inputs], tokens[outputs], num_drafts)
+        rows.lag.index_copy_(0, of_rows, num_drafts - accepted)
+        return Launched(tokens, scores, step.drafts.requests.tolist(), accepted)
+
+    def _shift_outputs(self, step: Prepared, batch: Batch, places: Tensor) -> tuple[Prepared, Tensor]:
+        """The outputs' positions and places as they really are."""
+        positions = batch.positions.index_select(0, batch.logits_rows) + 1  # [S]
+        (laid_out,) = upload([step.outputs.positions], places.device)
+        chunks = []
+        for chunk in step.chunks:
+            own = positions[chunk.span]
+            if chunk.chosen is not None:
+                own = own.index_select(0, upload([chunk.chosen], places.device)[0])
+            moved = chunk.sampling._replace(positions=own if own.is_cuda else own.numpy())
+            chunks.append(chunk._replace(sampling=moved))
+        return replace(step, chunks=chunks), places - laid_out + positions
 
     def _choose(self, chunk: LogitsChunk, logits: Tensor, places: Tensor) -> Tensor:
         """[n, V], [n] places of the tokens in the flat InputBatch.tokens -> [n] int64. Modifies `logits`."""

@@ -4,7 +4,7 @@ Each row of logits is an output: a token to sample, or a given token to score. O
 the logits of a long prompt do not fill the memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from operator import is_not
 from typing import Any, NamedTuple
@@ -41,6 +41,51 @@ class LogitsChunk(NamedTuple):
     drafts: Ints | None  # [g] places of the extra ids in the flat InputBatch.tokens
     scored: list[int]  # which of the n need log-probabilities
     num_top: list[int]  # for each of `scored`
+
+
+class DraftSpec(NamedTuple):
+    """The J sequences of a step that have drafts."""
+
+    requests: Ints  # [J] their indices
+    rows: Ints  # [J]
+    num_drafts: Ints  # [J]
+    inputs: Ints  # [J, K] the drafts among the step's T tokens, aligned right
+    outputs: Ints  # [J, K] what the model chose in their place, among the S outputs
+
+
+def plan_drafts(requests: Sequence[ForwardRow], layout: Layout) -> DraftSpec | None:
+    """None if no request has drafts."""
+    num_drafts = np.array([part.num_drafts for part in requests], np.int64)
+    if not np.count_nonzero(num_drafts):
+        return None
+    which = num_drafts.nonzero()[0]
+    back = np.arange(-int(num_drafts.max()), 0)
+    ends = np.add.accumulate([part.num_logits for part in requests])[which] - 1  # the output after the last draft
+    return DraftSpec(
+        which,
+        np.array([part.row for part in requests], np.int64)[which],
+        num_drafts[which],
+        np.maximum(layout.cu_seqlens_q[1:][which, None] + back, 0),
+        np.maximum(ends[:, None] + back, 0),
+    )
+
+
+def with_masks(
+    outputs: SampleSpec,
+    chunks: Sequence[LogitsChunk],
+    requests: Sequence[ForwardRow],
+    masks: Mapping[int, NDArray[np.int32]],
+    vocab_size: int,
+) -> list[LogitsChunk]:
+    """The chunks with masks for some requests, by index. ValueError if a mask does not fit."""
+    if not masks:
+        return list(chunks)
+    lines, joined = _join_masks([part._replace(mask=masks.get(at)) for at, part in enumerate(requests)], vocab_size)
+    found = []
+    for chunk in chunks:
+        own = lines[chunk.span] if chunk.chosen is None else lines[chunk.span][chunk.chosen]
+        found.append(chunk._replace(sampling=chunk.sampling._replace(masks=joined, mask_line=own)))
+    return found
 
 
 def plan_samples(rows: InputBatch, requests: Sequence[ForwardRow], layout: Layout) -> SampleSpec:

@@ -9,7 +9,7 @@ import structlog
 
 from engine.batch import ForwardRow
 from engine.out_of_memory import StepFailedError, end_process, explain_failure, is_device_lost, is_out_of_memory
-from engine.runner import Launched, ModelOutput
+from engine.runner import Begun, Launched, Masks, ModelOutput
 from engine.sampling.logits import NOT_A_NUMBER
 from wire.logprobs import TokenLogprobs
 
@@ -27,6 +27,7 @@ class StepOutput:
     logprobs: list[TokenLogprobs | None]  # one per token; empty if no request asks for any
     failed: dict[int, StepFailedError]  # index of a request |-> why it was not computed
     begins: list[int]  # index of a request |-> its first row of logits
+    num_accepted: dict[int, int]  # index of a request with drafts |-> how many were right
 
 
 class NotNumbersError(Exception):
@@ -43,23 +44,41 @@ class Launcher(Protocol):
         """See `Runner.launch`."""
         ...
 
+    def begin(self, requests: Sequence[ForwardRow]) -> Begun:
+        """See `Runner.begin`."""
+        ...
+
+    def choose(self, begun: Begun, masks: Masks) -> Launched:
+        """See `Runner.choose`."""
+        ...
+
 
 class LaunchedStep:
     """One forward, or several for parts of the step, and the requests that no forward could compute."""
 
-    def __init__(self, requests: Sequence[ForwardRow], explain: Explain) -> None:
+    def __init__(
+        self, runner: Launcher, requests: Sequence[ForwardRow], explain: Explain, needs_masks: bool = False
+    ) -> None:
+        """needs_masks: tokens are chosen by `choose`."""
+        self._runner = runner
         self._requests = requests
         self._explain = explain
+        self._needs_masks = needs_masks
+        self._begun: list[tuple[range, Begun]] = []
         self._parts: list[tuple[range, Launched]] = []  # ascending
         self._failed: dict[int, StepFailedError] = {}
 
-    def launch(self, runner: Launcher, part: range) -> None:
+    def launch(self, part: range) -> None:
         """Launch the requests of `part` together; if that fails, each half separately, so that only culprits fail.
 
         k culprits among n requests cost O(k log n) forwards.
         """
+        requests = self._requests[part.start : part.stop]
         try:
-            self._parts.append((part, runner.launch(self._requests[part.start : part.stop])))
+            if self._needs_masks:
+                self._begun.append((part, self._runner.begin(requests)))
+            else:
+                self._parts.append((part, self._runner.launch(requests)))
             return
         except Exception as error:
             _end_if_lost(error)
@@ -69,20 +88,33 @@ class LaunchedStep:
             if len(part) == len(self._requests):
                 self._explain(error, part)
         middle = (part.start + part.stop) // 2  # outside the except block, which keeps the failed forward's memory
-        self.launch(runner, range(part.start, middle))
-        self.launch(runner, range(middle, part.stop))
+        self.launch(range(part.start, middle))
+        self.launch(range(middle, part.stop))
+
+    def choose(self, masks: Masks) -> None:
+        """Launch the choice of tokens. masks: index of a request |-> the tokens that it may choose."""
+        begun, self._begun = self._begun, []
+        for part, one in begun:
+            own = {at - part.start: mask for at, mask in masks.items() if at in part}
+            try:
+                self._parts.append((part, self._runner.choose(one, own)))
+            except Exception as error:
+                self._fail(part, error)
+
+    def _fail(self, part: range, error: Exception) -> None:
+        _end_if_lost(error)
+        failure = self._explain(error, part)
+        self._failed.update((index, failure) for index in part)
 
     def collect(self) -> StepOutput:
         """Wait for the device. A part that fails here is not repeated: later steps may have read its tokens."""
         begins = [0, *accumulate([one.num_logits for one in self._requests])]
-        answers = StepOutput([-1] * begins.pop(), [], self._failed, begins)
+        answers = StepOutput([-1] * begins.pop(), [], self._failed, begins, {})
         for part, launched in self._parts:
             try:
-                _place(answers, launched.collect(), begins[part.start])
+                _place(answers, launched.collect(), begins[part.start], part.start)
             except Exception as error:
-                _end_if_lost(error)
-                failure = self._explain(error, part)
-                self._failed.update((index, failure) for index in part)
+                self._fail(part, error)
         if NOT_A_NUMBER in answers.tokens:
             self._fail_not_numbers(answers)
         return answers
@@ -98,14 +130,17 @@ class LaunchedStep:
             tokens[spans[index]] = [-1] * self._requests[index].num_logits
 
 
-def launch_step(runner: Launcher, requests: Sequence[ForwardRow], explain: Explain) -> LaunchedStep:
-    """Takes at least one request. Ends the process if the GPU is lost."""
-    step = LaunchedStep(requests, explain)
-    step.launch(runner, range(len(requests)))
+def launch_step(
+    runner: Launcher, requests: Sequence[ForwardRow], explain: Explain, needs_masks: bool = False
+) -> LaunchedStep:
+    """Takes at least one request. Ends the process if the GPU is lost. needs_masks: see LaunchedStep."""
+    step = LaunchedStep(runner, requests, explain, needs_masks)
+    step.launch(range(len(requests)))
     return step
 
 
-def _place(step: StepOutput, part: ModelOutput, begin: int) -> None:
+def _place(step: StepOutput, part: ModelOutput, begin: int, first: int) -> None:
+    step.num_accepted.update((first + at, count) for at, count in part.num_accepted.items())
     end = begin + len(part.tokens)
     step.tokens[begin:end] = part.tokens
     if part.logprobs:

@@ -2,12 +2,11 @@
 
 import asyncio
 from collections.abc import Sequence as Seq
-from threading import Lock
 
 import grpc
 
 from engine.batch import ForwardRow
-from engine.runner import Launched, Runner
+from engine.runner import Begun, Launched, Runner
 from kvtransfer.grpc_bytes import PageServer
 from prefill_worker.kv_sender import MAX_OFFER_BYTES, KVSender
 from prefill_worker.metrics import PrefillMetrics
@@ -58,10 +57,9 @@ class PrefillRole(Role):
 class DraftKv(StepExtras):
     """Prompts get both models' KV, which share pages and offers."""
 
-    def prepare(self, planned: list[ScheduledSequence], updates: list[Update], lock: Lock) -> list[ScheduledSequence]:
+    def draft(self, planned: Seq[ScheduledSequence]) -> None:
         for step in planned:
-            step.draft_computed = step.begin + step.count
-        return planned
+            step.draft_lead = 0
 
 
 class BothRunners:
@@ -70,7 +68,15 @@ class BothRunners:
     def __init__(self, runner: Runner, draft_runner: Runner) -> None:
         self._runner = runner
         self._draft_runner = draft_runner
+        self.choose = runner.choose
 
     def launch(self, requests: Seq[ForwardRow]) -> Launched:
-        self._draft_runner.launch([part._replace(num_logits=0, num_given=0) for part in requests])
+        self._launch_draft(requests)
         return self._runner.launch(requests)
+
+    def begin(self, requests: Seq[ForwardRow]) -> Begun:
+        self._launch_draft(requests)
+        return self._runner.begin(requests)
+
+    def _launch_draft(self, requests: Seq[ForwardRow]) -> None:
+        self._draft_runner.launch([part._replace(num_logits=0, num_given=0) for part in requests])

@@ -2,6 +2,10 @@
 
 With `steps_ahead` 1 the next step is planned on counts and launched before the last one is collected. Its inputs come
 from the engine's rows, ends take effect one step late, and pages stay held until no launched step can touch them.
+Drafts count as right until their step is collected: the device knows better, and begins the next step where they end.
+Masks are made while the forward runs, from the tokens of the step before:
+
+    forward n+1 ─► collect n ─► masks n+1 ─► choice of tokens n+1
 """
 
 import time
@@ -28,7 +32,6 @@ from worker.plan import TokenBudget, schedule
 from worker.scheduler import Scheduler
 from worker.sequences import ScheduledSequence, Sequence, Update
 from worker.thread import EngineThread
-from worker.verify import count_accepted
 
 Publish = Callable[[int, list[Update]], None]
 """(number of the step, its updates): called on the engine thread, must not block."""
@@ -41,6 +44,7 @@ class InFlightStep:
     planned: list[ScheduledSequence]
     step: LaunchedStep
     num_rows: int  # positions computed
+    needs_masks: bool  # its tokens are still to be chosen
     predicted_s: float
     started: float  # time.perf_counter()
     seconds: float = 0.0  # device time of the step, or its share
@@ -53,12 +57,25 @@ class StepExtras:
         """Reserve what the planned steps need beside their tokens."""
 
     def needs_tokens(self, planned: Seq[ScheduledSequence]) -> bool:
-        """Whether preparing the step needs the tokens of all steps before it."""
+        """Whether planning or preparing the step needs the tokens of all steps before it."""
         return False
 
+    def needs_masks(self, planned: Seq[ScheduledSequence]) -> bool:
+        """Whether the step's choice of tokens needs masks, which follow from the tokens of all steps before it."""
+        return False
+
+    def draft(self, planned: Seq[ScheduledSequence]) -> None:
+        """Add drafts to the step."""
+
     def prepare(self, planned: list[ScheduledSequence], updates: list[Update], lock: Lock) -> list[ScheduledSequence]:
-        """Add drafts and masks to the step; drop sequences that ended or cannot take part."""
+        """Add masks to the step; drop sequences that ended or cannot take part."""
         return planned
+
+    def complete(self, planned: Seq[ScheduledSequence], updates: list[Update], lock: Lock) -> None:
+        """`prepare` for a step whose forward is launched: take back or end sequences that it would drop."""
+
+    def note_drain(self, seconds: float) -> None:
+        """The device had no step for so long, as the one just launched needed the tokens of the last one."""
 
     def judge(
         self, flight: InFlightStep, chosen: Seq[list[int]], failed: Mapping[int, StepFailedError]
@@ -86,6 +103,7 @@ class WorkerLoop:
         self._metrics = metrics
         self._steps_ahead = steps_ahead
         self._in_flight: deque[InFlightStep] = deque()
+        self._was_drained = False  # the step being planned needed the tokens of the last one
         self._last_over = 0.0  # time.perf_counter() when the last step was collected
 
     def step(self) -> bool:
@@ -98,21 +116,21 @@ class WorkerLoop:
         is_busy = bool(planned or self._in_flight)  # collecting may free pages that other sequences need
         while len(self._in_flight) > (self._steps_ahead if planned else 0):
             updates += self._collect()
+        self._complete(updates)
         if updates:
             self._publish(self.thread.progress().steps, updates)
         return is_busy or bool(updates)
 
     def _plan(self, updates: list[Update]) -> list[ScheduledSequence]:
         """Plan the next step. If the plan depends on launched steps, collect these first."""
-        planned = self._plan_once()
-        if self._in_flight and (
-            self._scheduler.is_short or self._has_drafts_launched() or self._extras.needs_tokens(planned)
-        ):
+        planned, self._was_drained = self._plan_once(), False
+        if self._in_flight and (self._scheduler.is_short or self._extras.needs_tokens(planned)):
             with self.thread.lock:
                 for step in planned:
                     self._scheduler.drop_step(step)
             while self._in_flight:
                 updates += self._collect()
+            self._was_drained = True
             planned = self._plan_once()
         return planned
 
@@ -124,43 +142,60 @@ class WorkerLoop:
         self._extras.extend_plan(planned, self.thread.lock)
         return planned
 
-    def _has_drafts_launched(self) -> bool:
-        """Whether a launched step yields a yet unknown number of tokens."""
-        return any(step.drafts for flight in self._in_flight for step in flight.planned)
-
     def _launch(self, planned: list[ScheduledSequence], updates: list[Update]) -> None:
         predicted_s = self.chunks.predict(*_count(planned))
         self.thread.predicted_s = predicted_s + sum(flight.predicted_s for flight in self._in_flight)
         for step in planned:
             if step.sequence.num_pages_in_row != len(step.sequence.pages):
                 self._write_row(step.sequence)
-        planned = self._extras.prepare(planned, updates, self.thread.lock)
-        if not planned:
-            return
-        requests = [self._request(step) for step in planned]
+        is_drained = self._was_drained
+        self._extras.draft(planned)
+        needs_masks = bool(self._in_flight) and self._extras.needs_masks(planned)
+        if not needs_masks:
+            planned = self._extras.prepare(planned, updates, self.thread.lock)
+            if not planned:
+                return
         started = time.perf_counter()
-        launched = launch_step(self._runner, requests, partial(self._explain, planned))
+        requests = [self._request(step) for step in planned]
+        with self.thread.lock:
+            for step in planned:
+                self._scheduler.add_drafts(step)
+        launched = launch_step(self._runner, requests, partial(self._explain, planned), needs_masks)
+        if is_drained:
+            self._extras.note_drain(time.perf_counter() - self._last_over)
         num_rows = sum(part.count for part in requests)
-        self._in_flight.append(InFlightStep(planned, launched, num_rows, predicted_s, started))
+        self._in_flight.append(InFlightStep(planned, launched, num_rows, needs_masks, predicted_s, started))
+
+    def _complete(self, updates: list[Update]) -> None:
+        """Launch the choice of tokens of a step that waits for masks; all steps before it are collected."""
+        if self._in_flight and self._in_flight[-1].needs_masks:
+            flight = self._in_flight[-1]
+            self._extras.complete(flight.planned, updates, self.thread.lock)
+            masks = {index: self._mask(step) for index, step in enumerate(flight.planned)}
+            flight.step.choose({index: mask for index, mask in masks.items() if mask is not None})
+            flight.needs_masks = False
 
     def _request(self, step: ScheduledSequence) -> ForwardRow:
         """What the engine computes for one sequence."""
         row, params = step.sequence.row, step.sequence.params
-        num_drafts = len(step.drafts)
-        if num_drafts:
-            self._rows.write_tokens(row, step.begin + step.count, np.array(step.drafts, np.int32))
-        mask = self._forbid(step) if params.min_tokens and step.wants_token else step.mask
+        if step.drafts:
+            drafts = np.array(step.drafts, np.int32)
+            self._rows.write_tokens(row, step.begin + step.count, drafts, is_lagging=step.num_unjudged > 0)
         return ForwardRow(
-            row, step.begin, step.count + num_drafts, step.num_scored + step.num_chosen, step.num_scored,
-            params.num_prompt_logprobs or 0, params.num_logprobs, mask,
+            row, step.begin, step.count + step.num_drafted, step.num_scored + step.num_chosen, step.num_scored,
+            params.num_prompt_logprobs or 0, params.num_logprobs, self._mask(step), num_unjudged=step.num_unjudged,
         )  # fmt: skip
+
+    def _mask(self, step: ScheduledSequence) -> NDArray[np.int32] | None:
+        """[1 + drafts, ceil(V / 32)]: what the step may choose, as far as it is known."""
+        return self._forbid(step) if step.sequence.params.min_tokens and step.wants_token else step.mask
 
     def _forbid(self, step: ScheduledSequence) -> NDArray[np.int32] | None:
         """[1 + drafts, ceil(V / 32)]: the step's mask without tokens that would end the answer too early."""
         first, vocabulary = step.begin + step.count, self._rows.vocab_size
         rows = [
             allowed_words(own, step.sequence.forbidden_at(first + i), vocabulary)
-            for i, own in enumerate([None] * (len(step.drafts) + 1) if step.mask is None else step.mask)
+            for i, own in enumerate([None] * step.num_chosen if step.mask is None else step.mask)
         ]
         if all(row is None for row in rows):
             return None
@@ -192,6 +227,7 @@ class WorkerLoop:
     def _collect(self) -> list[Update]:
         """Wait for the oldest launched step; returns its updates."""
         flight = self._in_flight.popleft()
+        assert not flight.needs_masks, "masks follow from the steps before, which are collected"
         answers = flight.step.collect()
         now = time.perf_counter()
         # the device computes one step at a time: this one began after the last one ended
@@ -199,23 +235,24 @@ class WorkerLoop:
         self._last_over = now
         self.chunks.note_step(*_count(flight.planned), flight.seconds)
         chosen = []
-        for step, at in zip(flight.planned, answers.begins, strict=True):
+        for index, (step, at) in enumerate(zip(flight.planned, answers.begins, strict=True)):
             begin = at + step.num_scored
-            chosen.append(self._accept(step, answers.tokens[begin : begin + step.num_chosen]))
+            tokens = answers.tokens[begin : begin + step.num_chosen]
+            chosen.append([] if step.is_dropped else self._accept(step, tokens, answers.num_accepted.get(index, 0)))
         judged = self._extras.judge(flight, chosen, answers.failed)
         with self.thread.lock:
             updates = self._finish(flight.planned, chosen, answers, judged, time.monotonic())
         self._metrics.count_step(flight.planned, updates, answers.failed, flight.seconds)
         return updates
 
-    def _accept(self, step: ScheduledSequence, tokens: list[int]) -> list[int]:
+    def _accept(self, step: ScheduledSequence, tokens: list[int], num_accepted: int) -> list[int]:
         """Drop the tokens after a wrong draft."""
-        if not step.drafts or tokens[0] < 0:
+        if not step.num_drafted or tokens[0] < 0:
             return tokens
-        step.num_accepted = count_accepted(step.drafts, tokens)
-        step.sequence.num_drafted += len(step.drafts)
-        step.sequence.num_accepted += step.num_accepted
-        return tokens[: step.num_accepted + 1]
+        step.num_accepted = num_accepted
+        step.sequence.num_drafted += step.num_drafted
+        step.sequence.num_accepted += num_accepted
+        return tokens[: num_accepted + 1]
 
     def _finish(
         self, planned: Seq[ScheduledSequence], chosen: Seq[list[int]], answers: StepOutput,
@@ -225,6 +262,9 @@ class WorkerLoop:
         for index, (step, tokens, at) in enumerate(zip(planned, chosen, answers.begins, strict=True)):
             begin = at + step.num_scored
             verdict = answers.failed.get(index) or judged.get(index, False)
+            if step.is_dropped:
+                scheduler.end_dropped(step)
+                continue
             if isinstance(verdict, Exception):
                 update = scheduler.fail_step(step, verdict, now)
             else:

@@ -5,7 +5,8 @@ have the same rows and runners over their own shards, and get the same tokens, s
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from engine.batch import ForwardRow
 from engine.input_batch import InputBatch
 from engine.out_of_memory import end_process
-from engine.runner import Launched, Runner
+from engine.runner import Begun, Launched, Masks, Runner
 from wire.sampling import SamplingParams
 from worker.rank_ring import RingFollower, RingLeader
 
@@ -46,6 +47,7 @@ class Tokens(msgspec.Struct, tag=True, array_like=True):
     row: int
     begin: int
     token_ids: bytes  # int32
+    is_lagging: bool
 
 
 class Pages(msgspec.Struct, tag=True, array_like=True):
@@ -59,18 +61,25 @@ class Pages(msgspec.Struct, tag=True, array_like=True):
 Delta = Open | Close | Tokens | Pages
 
 
-class Step(msgspec.Struct, array_like=True):
+class Step(msgspec.Struct, tag=True, array_like=True):
     """The changes of rows since the last step, and the step."""
 
     deltas: list[Delta]
     runner: int  # 0: the model's, 1: the draft model's
     requests: list[tuple[Any, ...]]  # fields of `ForwardRow` except the mask
     masks: dict[int, bytes]  # index of a request |-> its mask, int32
+    is_begun: bool  # Choice follows, with further masks
+
+
+class Choice(msgspec.Struct, tag=True, array_like=True):
+    """Runner.choose for the last step."""
+
+    masks: dict[int, bytes]
 
 
 MASK = ForwardRow._fields.index("mask")
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Step)
+_decoder = msgspec.msgpack.Decoder(Step | Choice)
 
 
 class Leader:
@@ -88,14 +97,19 @@ class Leader:
         if self.is_leading:
             self._deltas.append(delta)
 
-    def send(self, runner: int, requests: Sequence[ForwardRow]) -> None:
-        """Send a step, before rank 0 computes it. Raises RingError."""
+    def send(self, runner: int, requests: Sequence[ForwardRow], is_begun: bool = False) -> None:
+        """Send a step, before rank 0 computes it. is_begun: `send_choice` follows. Raises RingError."""
         if not self.is_leading:
             return
-        masks = {index: part.mask.tobytes() for index, part in enumerate(requests) if part.mask is not None}
+        masks = _pack({index: part.mask for index, part in enumerate(requests) if part.mask is not None})
         plain = [part[:MASK] + part[MASK + 1 :] for part in requests]
         deltas, self._deltas = self._deltas, []
-        self._ring.write(_encoder.encode(Step(deltas, runner, plain, masks)), SEND_S)
+        self._ring.write(_encoder.encode(Step(deltas, runner, plain, masks, is_begun)), SEND_S)
+
+    def send_choice(self, masks: Masks) -> None:
+        """Send what the last step may choose. Raises RingError."""
+        if self.is_leading:
+            self._ring.write(_encoder.encode(Choice(_pack(masks))), SEND_S)
 
 
 class LedInputBatch(InputBatch):
@@ -114,9 +128,9 @@ class LedInputBatch(InputBatch):
         self._leader.note(Close(row))
         super().close(row)
 
-    def write_tokens(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
-        self._leader.note(Tokens(row, begin, token_ids.tobytes()))
-        super().write_tokens(row, begin, token_ids)
+    def write_tokens(self, row: int, begin: int, token_ids: NDArray[np.int32], is_lagging: bool = False) -> None:
+        self._leader.note(Tokens(row, begin, token_ids.tobytes(), is_lagging))
+        super().write_tokens(row, begin, token_ids, is_lagging)
 
     def write_pages(self, row: int, first: int, pages: Sequence[int]) -> None:
         self._leader.note(Pages(row, first, list(pages)))
@@ -134,9 +148,26 @@ class LedRunner(Runner):
 
     def launch(self, requests: Sequence[ForwardRow]) -> Launched:
         step = self._prepare(requests)  # finds errors in requests before anything is sent
-        try:
+        with self._ending():
             self._leader.send(self._number, requests)
             return self._run(step)
+
+    def begin(self, requests: Sequence[ForwardRow]) -> Begun:
+        step = self._prepare(requests)
+        with self._ending():
+            self._leader.send(self._number, requests, is_begun=True)
+            return Begun(requests, step, self._begin(step))
+
+    def choose(self, begun: Begun, masks: Masks) -> Launched:
+        with self._ending():
+            self._leader.send_choice(masks)
+            return super().choose(begun, masks)
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """End the process on an error."""
+        try:
+            yield
         except Exception:
             if not self._leader.is_closing():
                 log.exception("a step of several ranks failed; this process ends")
@@ -147,11 +178,21 @@ class LedRunner(Runner):
 def follow(ring: RingFollower, rows: InputBatch, runners: Sequence[Runner]) -> None:
     """Repeat the leader's steps until RingError or any failure; the process is useless then."""
     behind: deque[Launched] = deque()
+    begun: tuple[Runner, Begun] | None = None
     while True:
-        step = _decoder.decode(ring.read())
-        for delta in step.deltas:
-            apply(rows, delta)
-        behind.append(runners[step.runner].launch(_requests(step, rows.vocab_size)))
+        message = _decoder.decode(ring.read())
+        if isinstance(message, Choice):
+            assert begun is not None, "a choice without a step"
+            runner, step = begun
+            behind.append(runner.choose(step, _unpack(message.masks, rows.vocab_size)))
+        else:
+            for delta in message.deltas:
+                apply(rows, delta)
+            runner, requests = runners[message.runner], _requests(message, rows.vocab_size)
+            if message.is_begun:
+                begun = runner, runner.begin(requests)
+                continue
+            behind.append(runner.launch(requests))
         if len(behind) > MOST_BEHIND:
             behind.popleft().collect()
 
@@ -164,15 +205,24 @@ def apply(rows: InputBatch, delta: Delta) -> None:
         case Close():
             rows.close(delta.row)
         case Tokens():
-            rows.write_tokens(delta.row, delta.begin, np.frombuffer(delta.token_ids, np.int32).copy())
+            token_ids = np.frombuffer(delta.token_ids, np.int32).copy()
+            rows.write_tokens(delta.row, delta.begin, token_ids, delta.is_lagging)
         case Pages():
             rows.write_pages(delta.row, delta.first, delta.pages)
 
 
 def _requests(step: Step, vocab_size: int) -> list[ForwardRow]:
-    requests = []
-    for index, fields in enumerate(step.requests):
-        mask = step.masks.get(index)
-        words = None if mask is None else np.frombuffer(mask, np.int32).reshape(-1, -(-vocab_size // 32))
-        requests.append(ForwardRow._make((*fields[:MASK], words, *fields[MASK:])))
-    return requests
+    masks = _unpack(step.masks, vocab_size)
+    return [
+        ForwardRow._make((*fields[:MASK], masks.get(index), *fields[MASK:]))
+        for index, fields in enumerate(step.requests)
+    ]
+
+
+def _pack(masks: Masks) -> dict[int, bytes]:
+    return {index: mask.tobytes() for index, mask in masks.items()}
+
+
+def _unpack(masks: Mapping[int, bytes], vocab_size: int) -> dict[int, NDArray[np.int32]]:
+    width = -(-vocab_size // 32)
+    return {index: np.frombuffer(mask, np.int32).reshape(-1, width) for index, mask in masks.items()}

@@ -155,6 +155,7 @@ class Scheduler:
             if not self.cache.has_draft(page):
                 break
             sequence.draft_computed += self.page_tokens
+        sequence.draft_launched = sequence.draft_computed
 
     # -- offers --------------------------------------------------------------------------------------------------
 
@@ -265,17 +266,18 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
-        sequence.computed = sequence.launched = sequence.draft_computed = sequence.num_named = 0
+        sequence.computed = sequence.launched = sequence.num_named = 0
+        sequence.draft_computed = sequence.draft_launched = 0
         sequence.phase = Phase.PREEMPTED
         sequence.num_preemptions += 1
         self.num_preemptions += 1
 
     def make_room_for_drafts(self, sequence: Sequence, count: int) -> int:
-        """Extend an active sequence's pages by up to `count` positions beyond its tokens, using spare pages only.
+        """Extend an active sequence's pages by up to `count` positions beyond those launched, using spare pages only.
 
         Drafts take no page that another sequence may need in this step. Returns the number of drafts that fit.
         """
-        room = len(sequence.pages) * self.page_tokens - len(sequence.tokens)
+        room = len(sequence.pages) * self.page_tokens - sequence.launched
         while room < count and self.cache.num_spare > len(self._sequences):
             sequence.pages += self.cache.allocate(1)
             room += self.page_tokens
@@ -286,6 +288,7 @@ class Scheduler:
     def begin_step(self, step: ScheduledSequence) -> None:
         """The step will be launched: the sequence's pages stay held until `finish_step` or `drop_step`."""
         sequence = step.sequence
+        step.num_unjudged = sequence.num_unjudged
         if sequence.row < 0:
             sequence.row = self._free_rows.pop()
         sequence.launched += step.count
@@ -294,27 +297,49 @@ class Scheduler:
         sequence.num_steps_launched += 1
         self.num_launched += 1
 
+    def add_drafts(self, step: ScheduledSequence) -> None:
+        """The step, which is about to be launched, has `num_drafted` drafts, or the draft model catches up."""
+        sequence = step.sequence
+        if step.draft_lead is not None and not step.num_drafted:
+            sequence.draft_launched = max(sequence.draft_launched, step.begin + step.count + step.draft_lead)
+        sequence.launched += step.num_drafted
+        sequence.num_coming += step.num_drafted
+        sequence.num_unjudged += step.num_drafted
+
     def drop_step(self, step: ScheduledSequence) -> None:
         """The step was not computed, at least not for this sequence."""
+        self.take_back(step)
+        self._end_step(step)
+        self._remove_if_over(step.sequence)
+
+    def take_back(self, step: ScheduledSequence) -> None:
+        """The step's result will not be used: its positions are to be launched again. It has no drafts."""
+        step.is_dropped = True
         step.sequence.launched -= step.count
         step.sequence.scored -= step.num_scored
+        step.sequence.num_coming -= step.wants_token
+
+    def end_dropped(self, step: ScheduledSequence) -> None:
+        """A launched step that was taken back is over."""
         self._end_step(step)
         self._remove_if_over(step.sequence)
 
     def _end_step(self, step: ScheduledSequence) -> None:
-        step.sequence.num_coming -= step.wants_token
         step.sequence.num_steps_launched -= 1
         self.num_launched -= 1
 
     def fail_step(self, step: ScheduledSequence, error: Exception | None, now: float) -> Update | None:
         """Drop the step and end its sequence: with `error`, or as complete if None. None if it has already ended."""
+        self._judge(step, 0)
         self.drop_step(step)
-        if step.sequence.phase is Phase.ENDED:
-            return None
+        return None if step.sequence.phase is Phase.ENDED else self.end_answer(step.sequence, error, now)
+
+    def end_answer(self, sequence: Sequence, error: Exception | None, now: float) -> Update:
+        """End an answer with `error`, or as complete if None."""
         if error is None:
-            return self.fail(step.sequence, "", now, "stop")
+            return self.fail(sequence, "", now, "stop")
         reason = error.finish_reason if isinstance(error, AnswerFailedError) else "error"
-        return self.fail(step.sequence, str(error), now, reason)
+        return self.fail(sequence, str(error), now, reason)
 
     def finish_step(
         self, step: ScheduledSequence, tokens: Seq[int], now: float, logprobs: Seq[TokenLogprobs] = (),
@@ -322,11 +347,13 @@ class Scheduler:
     ) -> Update | None:  # fmt: skip
         """The step was computed and chose `tokens`, if any, as the next ones. None: nothing to report.
 
-        If there are several tokens, all but the last were computed in this step too. Tokens beyond the answer's end are
+        If there are several tokens, all but the last are drafts that were right. Tokens beyond the answer's end are
         dropped. `logprobs`: one per token, or none; `prompt_logprobs`: of the prompt tokens that the step scored;
         `is_whole`: the answer is complete with these tokens.
         """
-        sequence = step.sequence
+        sequence, num_right = step.sequence, max(len(tokens) - 1, 0)
+        self._judge(step, num_right)
+        sequence.num_coming -= num_right + step.wants_token
         self._end_step(step)
         if sequence.phase is Phase.ENDED:
             self._remove_if_over(sequence)
@@ -341,9 +368,9 @@ class Scheduler:
             if sequence.first_token_at is None:
                 sequence.first_token_at = now
         reason = "stop" if is_whole else reason
-        computed = sequence.computed + step.count + max(len(tokens) - 1, 0)
-        if step.draft_computed is not None:
-            self.advance_draft(sequence, min(step.draft_computed, computed))
+        computed = sequence.computed + step.count + num_right
+        if step.draft_lead is not None:
+            self.advance_draft(sequence, min(sequence.computed + step.count + step.draft_lead, computed))
         self._advance(sequence, min(computed, len(sequence.tokens) - 1), now)
         if not sequence.num_steps_launched:
             sequence.launched = sequence.computed
@@ -354,6 +381,13 @@ class Scheduler:
             update.timing = sequence.timing(now)
             self._end(sequence)
         return update
+
+    def _judge(self, step: ScheduledSequence, num_right: int) -> None:
+        """So many of the step's drafts were right; what was launched and chosen counted all."""
+        sequence, num_wrong = step.sequence, step.num_drafted - num_right
+        sequence.launched -= num_wrong
+        sequence.num_coming -= num_wrong
+        sequence.num_unjudged -= step.num_drafted
 
     def _advance(self, sequence: Sequence, computed: int, now: float) -> None:
         """KV of positions [0, computed) is in the sequence's pages; whole pages get their keys."""
@@ -371,6 +405,7 @@ class Scheduler:
     def advance_draft(self, sequence: Sequence, computed: int) -> None:
         """The draft model's KV of positions [0, computed) is in the pages; a lower number invalidates the rest."""
         before, sequence.draft_computed = sequence.draft_computed, computed
+        sequence.draft_launched = max(sequence.draft_launched, computed)
         for page in sequence.pages[before // self.page_tokens : computed // self.page_tokens]:
             self.cache.mark_draft(page)
 

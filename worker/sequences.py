@@ -92,11 +92,13 @@ class Sequence:
     num_named: int = 0  # the first num_named pages have their keys
     computed: int = 0  # KV of positions [0, computed) is in `pages`
     launched: int = 0  # the same, after all launched steps
-    num_coming: int = 0  # tokens that launched steps will choose
+    num_coming: int = 0  # tokens that launched steps will choose, if all their drafts are right
+    num_unjudged: int = 0  # drafts in launched steps: `launched` counts them all as right
     num_steps_launched: int = 0  # not yet collected: they use `pages`
     is_read: bool = False  # a copy into `pages` is running
     is_kept: bool = False  # a Run call offers `pages`
     draft_computed: int = 0  # the draft model's KV of positions [0, draft_computed) is in `pages`; may lag
+    draft_launched: int = 0  # the same, after launched catching up
     num_drafted: int = 0
     num_accepted: int = 0
     kv_at: float | None = None  # when all KV of the prompt was here
@@ -127,6 +129,13 @@ class Sequence:
             return self.params.end - self.launched
         num_tokens = len(self.tokens) + self.num_coming
         return num_tokens - self.launched if num_tokens < self.most_tokens else 0
+
+    @property
+    def needs_outcome(self) -> bool:
+        """Whether what its next step may choose, or counts, depends on which drafts in launched steps are right."""
+        params = self.params
+        is_short = len(self.tokens) - self.answer_begin < params.min_tokens
+        return params.grammar is not None or params.sampling.has_penalties or is_short
 
     def num_to_score(self, count: int) -> int:
         """How many prompt tokens, from tokens[scored] on, get log-probabilities in the next `count` positions."""
@@ -179,16 +188,19 @@ class ScheduledSequence:
     count: int
     num_scored: int = 0  # prompt tokens to score, from the sequence's `scored` on
     wants_token: bool = False  # the positions reach the last token, so the step samples the next one
+    num_unjudged: int = 0  # the sequence's drafts in steps before: `begin` counts them all as right
     num_drafts: int = 0  # drafts allowed
-    drafts: Seq[int] = ()  # what was drafted
-    draft_computed: int | None = None  # where the draft model's KV ends after the drafts; None: unchanged
+    num_drafted: int = 0  # drafts in the step
+    drafts: Seq[int] = ()  # their ids; empty also where only the device knows them
+    draft_lead: int | None = None  # how far the draft model's KV goes beyond `count` positions; None: unchanged
+    is_dropped: bool = False  # it was launched, and its result is not used
     mask: Any = None  # [1 + drafts, ceil(V / 32)] int32: allowed tokens; None: all
     num_accepted: int = 0  # of the drafts
 
     @property
     def num_chosen(self) -> int:
         """Tokens that the engine samples: one after the positions, and one after each draft."""
-        return len(self.drafts) + 1 if self.wants_token else 0
+        return self.num_drafted + 1 if self.wants_token else 0
 
 
 @dataclass(slots=True)

@@ -69,13 +69,16 @@ class Decoded:
     decode_s: float  # from the first such step to the last
 
 
-def run_jobs(engine: Engine, requests: Sequence[SequenceParams], speculator: Speculator = NO_SPECULATION) -> Decoded:
-    """Run a decode worker's loop until all requests have ended."""
+def run_jobs(
+    engine: Engine, requests: Sequence[SequenceParams], speculator: Speculator = NO_SPECULATION,
+    steps_ahead: int | None = None,
+) -> Decoded:  # fmt: skip
+    """Run a decode worker's loop until all requests have ended. steps_ahead: None for the device's default."""
     scheduler, updates, tokens = build_scheduler(engine), list[Update](), dict[int, list[int]]()
     loop = WorkerLoop(
         DraftsAndMasks(speculator, scheduler), scheduler, engine.runner, engine.rows, engine.pool,
         TokenBudget(CHUNK_TOKENS, "--chunk-tokens"), lambda _step, some: updates.extend(some), DecodeMetrics(scheduler),
-        engine.steps_ahead,
+        engine.steps_ahead if steps_ahead is None else steps_ahead,
     )  # fmt: skip
     for params in requests:
         scheduler.admit(params, time.monotonic())
@@ -224,7 +227,7 @@ def time_prefill(device: torch.device) -> str:
 
 
 def time_speculation(device: torch.device) -> str:
-    """8B with a 1B draft model, drafts right at 70 %, three a step, one stream."""
+    """8B with a 1B draft model, drafts right at 70 %, three a step, one stream, no step ahead."""
     scale = scale_for(device)
     engine = build_random_engine(scale.large, device, 1, 4 * scale.prompt_tokens, draft=scale.small)
     assert engine.draft_runner is not None
@@ -233,7 +236,7 @@ def time_speculation(device: torch.device) -> str:
     inner = ModelDrafter(engine.draft_runner, CostMeter(), CHUNK_TOKENS)
     drafter = SyntheticDrafter(inner, off.tokens, 0.7, vocab_size)
     speculator = Speculator({"draft": drafter}, measure(engine.runner, engine.rows), "draft", 3)
-    on = run_jobs(engine, build_requests(1, 64, scale.num_steps, vocab_size, "draft"), speculator)
+    on = run_jobs(engine, build_requests(1, 64, scale.num_steps, vocab_size, "draft"), speculator, steps_ahead=0)
     per_token = on.decode_s / (len(on.tokens[1]) - 1)
     ratio = per_token / off.tpot_s
     drafts = f"{on.num_drafted / on.num_steps:.1f} drafts a step, {on.num_accepted / max(on.num_drafted, 1):.0%} right"

@@ -77,6 +77,7 @@ class Constraints:
             if isinstance(one.result, np.ndarray):
                 bound[number].mask = one.result
                 bound[number].drafts = bound[number].drafts[: len(one.result) - 1]
+                bound[number].num_drafted = len(bound[number].drafts)
             else:
                 standings[number] = one.result
         return [standings.get(step.sequence.id, Standing.OPEN) for step in planned]

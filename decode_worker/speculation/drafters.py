@@ -22,11 +22,19 @@ NGRAM_WINDOW = 8192  # tokens searched for a repeat: 40 microseconds
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Draft up to `count` tokens that may follow those of `sequence`. Its pages have room for their KV."""
+    """Draft up to `count` tokens that may follow the first `end` of `sequence`. Its pages have room for their KV."""
 
     sequence: Sequence
-    end: int  # the step under way computes a prompt's KV up to here; 0: none
+    end: int  # the step under way computes KV up to here
     count: int  # 0: nothing to draft, only to keep up with the prompt
+    is_prompt: bool = False  # the step computes several positions
+    num_unjudged: int = 0  # drafts before `end`, which counts them all as right
+    needs_ids: bool = False  # a grammar has to see the drafts
+
+    @property
+    def num_unknown(self) -> int:
+        """Tokens before `end` that launched steps will choose."""
+        return self.end - len(self.sequence.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +42,8 @@ class Draft:
     """What a drafter gives."""
 
     token_ids: Seq[int] = ()
-    draft_computed: int | None = None  # how far its own KV goes now; None where it has none, or as before
+    num_unseen: int = 0  # drafts that only the device knows, instead
+    lead: int | None = None  # how far its own KV goes beyond `end` then; None where it has none, or as before
 
 
 class Drafter(Protocol):
@@ -46,6 +55,10 @@ class Drafter(Protocol):
 
     def cost(self) -> CostCurve | None:
         """Seconds of one more token, by the number of sequences; None if negligible or unknown."""
+        ...
+
+    def hidden_s(self, lengths: Seq[int]) -> float:
+        """Estimated seconds of such drafts that the measured time of their step contains."""
         ...
 
     def end_step(self) -> None:
@@ -62,12 +75,17 @@ class NgramDrafter:
     def cost(self) -> CostCurve | None:
         return None
 
+    def hidden_s(self, lengths: Seq[int]) -> float:
+        return 0.0
+
     def end_step(self) -> None:
         pass
 
 
 def _repeat(one: Wanted) -> tuple[int, ...]:
-    return tuple(propose_repeat(one.sequence.tokens[-NGRAM_WINDOW:], one.count))
+    """What the repeat goes on with after the tokens that launched steps choose, if these follow it too."""
+    tokens = one.sequence.tokens[-NGRAM_WINDOW:]
+    return tuple(propose_repeat(tokens, one.num_unknown + one.count)[one.num_unknown :])
 
 
 class ModelDrafter:
@@ -79,56 +97,86 @@ class ModelDrafter:
     `chunk_tokens` positions of all sequences a step, and no more than fit a step's time.
     """
 
-    def __init__(self, runner: Runner, meter: CostMeter, chunk_tokens: int) -> None:
+    def __init__(self, runner: Runner, meter: CostMeter, chunk_tokens: int, is_ahead: bool = False) -> None:
+        """is_ahead: forwards are launched, and neither waited for nor measured: `meter` keeps what it has."""
         self._runner = runner
         self._meter = meter
+        self._chunk_tokens = chunk_tokens
         self._chunks = ChunkSizer(chunk_tokens)
+        self._is_ahead = is_ahead
 
     def propose(self, wanted: Seq[Wanted]) -> list[Draft]:
         answers = [Draft()] * len(wanted)
-        late, ready, left = [], [], self._chunks.alone
+        late, ready, left = [], [], self._chunk_tokens if self._is_ahead else self._chunks.alone
         for i, one in enumerate(wanted):
-            begin, end = one.sequence.draft_computed, len(one.sequence.tokens) - 1 if one.count else one.end
+            begin, end = _find_begin(one), one.end - 1 if one.count else one.end if one.is_prompt else 0
             count = min(max(end - begin, 0), left)
             left -= count
             if one.count and begin + count >= end:
                 ready.append(i)  # its first forward also computes what it lacks
             elif count:
                 late.append(ForwardRow(one.sequence.row, begin, count))
-                answers[i] = Draft((), begin + count)
+                answers[i] = Draft(lead=begin + count - one.end)
         if late:
             started = time.perf_counter()
-            self._runner.launch(late).collect()
-            self._chunks.note_step(0, sum(part.count for part in late), time.perf_counter() - started)
+            launched = self._runner.launch(late)
+            if not self._is_ahead:
+                launched.collect()
+                self._chunks.note_step(0, sum(part.count for part in late), time.perf_counter() - started)
         drafts = self._run_ahead([wanted[i] for i in ready])
-        for i, tokens in zip(ready, drafts, strict=True):
-            answers[i] = Draft(tokens, len(wanted[i].sequence.tokens) + len(tokens) - 1)
+        for i, token_ids in zip(ready, drafts, strict=True):
+            count = wanted[i].count
+            answers[i] = Draft(token_ids, count - len(token_ids), count - 1)
         return answers
 
     def _run_ahead(self, wanted: Seq[Wanted]) -> list[list[int]]:
+        """The drafts of each sequence; the device keeps them to itself if nothing here needs them."""
         drafts: list[list[int]] = [[] for _ in wanted]
+        waits = not self._is_ahead or any(one.needs_ids for one in wanted)
         for depth in range(max((one.count for one in wanted), default=0)):
             deep = [i for i, one in enumerate(wanted) if one.count > depth]
             started = time.perf_counter()
-            answers = self._runner.launch([self._next_request(wanted[i].sequence, depth) for i in deep]).collect()
-            if NOT_A_NUMBER in answers.tokens:
+            launched = self._runner.launch([self._next_request(wanted[i], depth) for i in deep])
+            if not waits:
+                continue
+            tokens = launched.collect().tokens
+            if NOT_A_NUMBER in tokens:
                 raise ValueError("the draft model's logits are NaN")
-            if depth:  # the first forward also computes what is missing
+            if depth and not self._is_ahead:  # the first forward also computes what is missing
                 self._meter.note(len(deep), time.perf_counter() - started)
-            for i, token in zip(deep, answers.tokens, strict=True):
+            for i, token in zip(deep, tokens, strict=True):
                 drafts[i].append(token)
         return drafts
 
-    def _next_request(self, sequence: Sequence, depth: int) -> ForwardRow:
+    def _next_request(self, one: Wanted, depth: int) -> ForwardRow:
         """The forward that drafts after `depth` drafts, which the runner has written behind the sequence's tokens."""
-        end = len(sequence.tokens) + depth
-        begin = end - 1 if depth else sequence.draft_computed
-        words = allowed_words(None, sequence.forbidden_at(end), self._runner.vocab_size)
+        end = one.end + depth
+        begin = end - 1 if depth else _find_begin(one)
+        words = allowed_words(None, one.sequence.forbidden_at(end), self._runner.vocab_size)
         mask = None if words is None else words[None]
-        return ForwardRow(sequence.row, begin, end - begin, num_logits=1, mask=mask, num_drafted=depth)
+        return ForwardRow(
+            one.sequence.row, begin, end - begin, num_logits=1, mask=mask, num_drafted=depth,
+            num_unjudged=one.num_unjudged,
+        )  # fmt: skip
 
     def cost(self) -> CostCurve | None:
         return self._meter.curve()
 
+    def hidden_s(self, lengths: Seq[int]) -> float:
+        curve = self._meter.curve() if self._is_ahead else None
+        if curve is None:
+            return 0.0
+        depths = range(max(lengths, default=0))
+        return sum(curve.seconds(sum(length > depth for length in lengths)) for depth in depths)
+
     def end_step(self) -> None:
-        self._meter.end_step()
+        if not self._is_ahead:
+            self._meter.end_step()
+
+
+def _find_begin(one: Wanted) -> int:
+    """The first position that the draft model computes.
+
+    After unjudged drafts it lacks the last of these at most, and the token after them: KV of right drafts stays.
+    """
+    return one.end - 2 if one.num_unjudged else min(one.sequence.draft_launched, one.end - 1)

@@ -9,15 +9,17 @@ from weakref import WeakKeyDictionary
 
 import structlog
 
-from decode_worker.speculation.costs import CostMeter
+from decode_worker.speculation.costs import NEWEST_SHARE, CostMeter
 from decode_worker.speculation.drafters import Drafter, Wanted
 from decode_worker.speculation.lengths import Acceptance, Candidate, Costs, choose_lengths, probe_length
+from engine.graphs import Shape
 from engine.out_of_memory import is_out_of_memory
 from wire.sampling import MAX_DRAFT_TOKENS
 from worker.scheduler import Scheduler
 from worker.sequences import ScheduledSequence, Sequence
 
 log = structlog.get_logger()
+FIRST_DRAIN_S = 1e-3  # until one was measured
 UNKNOWN = Acceptance()
 
 
@@ -25,9 +27,17 @@ class Speculator:
     """Owns the drafters of a worker, by name."""
 
     def __init__(
-        self, drafters: Mapping[str, Drafter], meter: CostMeter, speculate: str, max_draft_tokens: int
-    ) -> None:
-        """`meter`: of the model's own forwards. The last two: for requests that do not set them."""
+        self, drafters: Mapping[str, Drafter], meter: CostMeter, speculate: str, max_draft_tokens: int,
+        is_ahead: bool = False, graphs: Seq[Shape] | None = None,
+    ) -> None:  # fmt: skip
+        """`meter`: of the model's own forwards. `speculate`, `max_draft_tokens`: for requests that do not set them.
+
+        is_ahead: steps are launched before the last one is collected. graphs: the only steps that may have drafts;
+        None: any.
+        """
+        self._is_ahead = is_ahead
+        self._graphs = graphs
+        self._drain_s = FIRST_DRAIN_S
         self._drafters = drafters
         self._meter = meter
         self._failing = set[str]()  # drafters whose last drafts failed
@@ -57,11 +67,29 @@ class Speculator:
         """What drafts cost; None if nothing is measured yet."""
         step = self._meter.curve()
         draft = next((curve for one in self._drafters.values() if (curve := one.cost()) is not None), None)
-        return None if step is None else Costs(step, draft)
+        return None if step is None else Costs(step, draft, self._drain_s)
 
-    def note_step(self, rows: int, seconds: float) -> None:
-        """A step is over: its forward of `rows` rows took `seconds`."""
-        self._meter.note(rows, seconds)
+    def drains(self, sequence: Sequence) -> bool:
+        """Whether its drafts need the tokens of launched steps."""
+        return self._is_ahead and sequence.needs_outcome
+
+    def most_drafts(self, num_sequences: int, has_prompts: bool) -> int:
+        """Drafts that each of so many sequences may have in a step."""
+        if self._graphs is None:
+            return MAX_DRAFT_TOKENS
+        fitting = (shape.num_tokens - 1 for shape in self._graphs if shape.num_sequences >= num_sequences)
+        return 0 if has_prompts else max(fitting, default=0)
+
+    def note_drain(self, seconds: float) -> None:
+        """For so long the device had no step, since the next one needed the last one's tokens."""
+        self._drain_s += NEWEST_SHARE * (seconds - self._drain_s)
+
+    def note_step(self, planned: Seq[ScheduledSequence], rows: int, seconds: float) -> None:
+        """A step is over: its forward of `rows` rows took `seconds`, with drafting where that was not waited for."""
+        for name, drafter in self._drafters.items():
+            seconds -= drafter.hidden_s([one.num_drafted for one in planned if one.sequence.params.drafter == name])
+        if seconds > 0:
+            self._meter.note(rows, seconds)
         self._meter.end_step()
         for drafter in self._drafters.values():
             drafter.end_step()
@@ -75,7 +103,14 @@ class Speculator:
             try:
                 answers = drafter.propose(
                     [
-                        Wanted(step.sequence, step.begin + step.count if step.count > 1 else 0, step.num_drafts)
+                        Wanted(
+                            step.sequence,
+                            step.begin + step.count,
+                            step.num_drafts,
+                            step.count > 1,
+                            step.num_unjudged,
+                            step.sequence.params.grammar is not None,
+                        )
                         for step in mine
                     ]
                 )
@@ -87,7 +122,8 @@ class Speculator:
                 continue
             self._failing.discard(name)
             for step, draft in zip(mine, answers, strict=True):
-                step.drafts, step.draft_computed = draft.token_ids, draft.draft_computed
+                step.num_drafted = len(draft.token_ids) + draft.num_unseen
+                step.drafts, step.draft_lead = draft.token_ids, draft.lead
 
     def acceptance(self, sequence: Sequence) -> Acceptance:
         """How often drafts for it were right."""
@@ -95,7 +131,7 @@ class Speculator:
 
     def note_drafts(self, step: ScheduledSequence, num_accepted: int) -> None:
         """The step is over. If drafts were planned and the drafter found none, that counts as one wrong draft."""
-        tried = len(step.drafts) or min(step.num_drafts, 1)
+        tried = step.num_drafted or min(step.num_drafts, 1)
         before = self.acceptance(step.sequence)
         self._acceptance[step.sequence] = before.after(tried, num_accepted)
 
@@ -105,13 +141,15 @@ def plan_drafts(scheduler: Scheduler, planned: Seq[ScheduledSequence], costs: Co
     plain = [step for step in planned if step.wants_token and step.count == 1]
     if not any(step.sequence.params.max_draft_tokens for step in plain):
         return
+    most = speculator.most_drafts(len(planned), len(plain) < len(planned))
     candidates = [
         Candidate(
             speculator.acceptance(step.sequence).rate,
-            most_drafts(step.sequence),
+            min(most_drafts(step.sequence), most),
             step.sequence.params.drafter == "ngram",
-            _spread(len(step.sequence.tokens) - 1 - step.sequence.draft_computed, step.sequence),
+            _spread(0 if step.num_unjudged else step.begin - step.sequence.draft_launched, step.sequence),
             probe_length(step.sequence.num_steps) if step.sequence.params.probes else 0,
+            speculator.drains(step.sequence),
         )
         for step in plain
     ]
@@ -122,8 +160,9 @@ def plan_drafts(scheduler: Scheduler, planned: Seq[ScheduledSequence], costs: Co
 
 
 def most_drafts(sequence: Sequence) -> int:
-    """Tokens that may be drafted in one step, which itself gives one more."""
-    return max(min(sequence.params.max_draft_tokens, sequence.most_tokens - len(sequence.tokens) - 1), 0)
+    """Tokens that may be drafted in a step that has begun, which itself gives one more."""
+    left = sequence.most_tokens - len(sequence.tokens) - sequence.num_coming
+    return max(min(sequence.params.max_draft_tokens, left), 0)
 
 
 def _spread(num_behind: int, sequence: Sequence) -> int:

@@ -22,13 +22,16 @@ BUDGET_S = 1.0  # for each model; later steps are measured while they run, so a 
 
 def build_speculator(engine: Engine, config: DecodeConfig) -> Speculator:
     """A drafter for repeats and, with a draft model, one for that. Nobody may hold page 0 yet: it is written to."""
+    is_ahead = bool(engine.steps_ahead if config.steps_ahead is None else config.steps_ahead)
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
     if engine.draft_runner is not None:
         meter = _measure_aside(engine.draft_runner, engine.rows)
-        drafters["draft"] = ModelDrafter(engine.draft_runner, meter, config.local_prefill_chunk_tokens)
+        drafters["draft"] = ModelDrafter(engine.draft_runner, meter, config.local_prefill_chunk_tokens, is_ahead)
     elif config.speculate == "draft":
         raise ConfigError("speculate='draft' cannot be used: --speculate draft needs a --draft-model")
-    return Speculator(drafters, _measure_aside(engine.runner, engine.rows), config.speculate, config.max_draft_tokens)
+    meter = _measure_aside(engine.runner, engine.rows)
+    graphs = engine.runner.graph_shapes if engine.device.type == "cuda" else None
+    return Speculator(drafters, meter, config.speculate, config.max_draft_tokens, is_ahead, graphs)
 
 
 def _measure_aside(runner: Runner, rows: InputBatch) -> CostMeter:

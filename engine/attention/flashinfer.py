@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
-from flashinfer.jit.attention.modules import get_batch_decode_uri, get_batch_prefill_uri
+from flashinfer.jit.attention.modules import get_batch_prefill_uri
 from flashinfer.jit.env import get_aot_artifacts
 from torch import Tensor
 
@@ -32,7 +32,6 @@ FA3_CAPABILITY = (9, 0)  # H100, H200: fa3's kernels use instructions that no la
 # of fa2 has the tokens of all heads that share a KV head, and fa2 divides long contexts too.
 FA3_TOKENS = 128
 NO_POSITIONS = 0  # FlashInfer's PosEncodingMode.NONE
-CUDA_CORE_GROUPS = (1, 2, 3)  # query heads per KV head for which decode without tensor cores is as fast
 NO_SINKS = "FlashInfer's fa2 kernels for decode and prefill have no attention sinks"
 
 Window = int | None
@@ -86,8 +85,7 @@ class FlashInferAttention:
         )
 
     def _build_decode(self, graph: GraphSize | None) -> BatchDecodeWithPagedKVCacheWrapper:
-        group = self._shape.num_heads // self._shape.num_kv_heads
-        has_tensor_cores = group not in CUDA_CORE_GROUPS or (graph is not None and graph.num_tokens > 1)
+        """By tensor cores, also where others are as fast: the others' kernels take no context shorter than planned."""
         buffers = {}
         if graph is not None:
             sizes = {
@@ -98,7 +96,7 @@ class FlashInferAttention:
                 for name, size in sizes.items()
             }
         return BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "HND", use_cuda_graph=graph is not None, use_tensor_cores=has_tensor_cores,
+            self._workspace, "HND", use_cuda_graph=graph is not None, use_tensor_cores=True,
             backend="fa2", **buffers,
         )  # fmt: skip
 
@@ -122,7 +120,8 @@ class FlashInferAttention:
         is_decode = cu_seqlens_q[-1] == self._num_tokens * len(seq_lens)
         if self._is_staged is not None:
             self._is_staged.synchronize()
-        kind = choose_prefill(int(cu_seqlens_q[-1]), len(seq_lens), "fa3" in self._prefill)
+        has_fa3 = "fa3" in self._prefill and not batch.is_lagging  # fa3 takes lengths from the plan
+        kind = choose_prefill(int(cu_seqlens_q[-1]), len(seq_lens), has_fa3)
         planned = [self._decode if is_decode else self._prefill[kind]]
         if not is_decode and not self._has_loaded:  # a plan loads its module, which may compile it
             planned = [*(others for other, others in self._prefill.items() if other != kind), *planned]
@@ -140,6 +139,17 @@ class FlashInferAttention:
         self._planned = planned[-1]
         if self._device.type == "cuda":
             self._is_staged = mark()
+
+    def correct(self, batch: Batch, lag: Tensor) -> None:
+        """A context's length in fa2 is (pages - 1) x page + tokens of the last page, which may become negative.
+
+        Keys that are planned and not there make a chunk shorter, or empty (prefill.cuh clamps where chunks begin).
+        """
+        self._batch = batch
+        for wrapper in self._planned.values():
+            last_lens = wrapper._paged_kv_last_page_len_buf  # on the device; FlashInfer has no call that changes it
+            assert last_lens is not None
+            last_lens[: len(lag)].sub_(lag)
 
     def attend(self, layer: int, heads: QKV, window: Window, sinks: Tensor | None = None) -> Tensor:
         if sinks is not None:
@@ -182,8 +192,8 @@ def can_use_fa3(
 
     def is_ready(has_window: bool) -> bool:
         kinds = (dtype, kv_dtype, dtype, torch.int32, shape.head_dim, shape.head_dim, NO_POSITIONS, has_window)
-        decode = get_batch_decode_uri(*kinds, shape.softcap > 0)
-        return is_prebuilt(get_batch_prefill_uri("fa3", *kinds, shape.softcap > 0, False)) or not is_prebuilt(decode)
+        fa2, fa3 = (get_batch_prefill_uri(kind, *kinds, shape.softcap > 0, False) for kind in ("fa2", "fa3"))
+        return is_prebuilt(fa3) or not is_prebuilt(fa2)
 
     return all(is_ready(window is not None) for window in windows)
 

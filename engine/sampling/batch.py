@@ -21,7 +21,7 @@ class SamplingBatch(NamedTuple):
     top_p: NDArray[np.float64]
     min_p: NDArray[np.float64]
     seeds: NDArray[np.uint64]
-    positions: NDArray[np.int64]  # of the token to sample, in its sequence
+    positions: NDArray[np.int64] | Tensor  # of the token to sample, in its sequence; a tensor if only a GPU knows them
     repetition: NDArray[np.float32]
     frequency: NDArray[np.float32]
     presence: NDArray[np.float32]
@@ -52,7 +52,8 @@ class SamplingBatch(NamedTuple):
             raise ValueError(f"logits are {logits.dtype} {tuple(logits.shape)}, expected contiguous float32 [S, V]")
         rows, vocabulary = logits.shape
         for name, dtype in PARAMETERS.items():
-            _check(name, getattr(self, name), dtype, rows)
+            if isinstance(getattr(self, name), np.ndarray):
+                _check(name, getattr(self, name), dtype, rows)
         if self.counts is not None:
             self._check_counts(self.counts, logits)
             _check_lines("counts_line", self.counts_line, rows, self.counts.shape[0])

@@ -65,7 +65,7 @@ def _draw(logits: Tensor, maxima: Tensor, batch: SamplingBatch, rows: Tensor) ->
         return torch.from_numpy(values[own]).to(logits.device)
 
     scaled = (logits[rows] - maxima[rows, None]) / column(batch.temperature).clamp(max=MOST)[:, None]
-    keys = build_keys(batch.seeds[own], batch.positions[own], logits.device)
+    keys = build_keys(batch.seeds[own], np.asarray(batch.positions)[own], logits.device)
     scores = scaled + gumbel_noise(torch.arange(logits.shape[1], device=logits.device), keys[:, None])
     if ((batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0))[own].any():
         kept = keep_tokens(scaled, column(batch.top_k), column(batch.top_p), column(batch.min_p))

@@ -233,10 +233,11 @@ def test_a_draft_model_catches_up_within_one_budget_for_all_sequences() -> None:
     for _ in range(4 + len(lagging)):  # one budget each time, after smaller ones
         runner.num_positions.clear()
         waiting = [sequence for sequence in lagging if sequence not in drafted]
-        drafts = drafter.propose([Wanted(sequence, 0, 4) for sequence in waiting])
+        drafts = drafter.propose([Wanted(sequence, len(sequence.tokens), 4) for sequence in waiting])
         assert max(runner.num_positions) <= 256 + len(lagging)  # and the token that each drafts from
         for sequence, draft in zip(waiting, drafts, strict=True):
-            sequence.draft_computed = draft.draft_computed or sequence.draft_computed
+            if draft.lead is not None:
+                sequence.draft_launched = len(sequence.tokens) + draft.lead
             if draft.token_ids:
                 drafted.append(sequence)
     assert drafted == lagging, "the oldest first, and all in the end"

@@ -1,5 +1,7 @@
 """Verification of drafts: accepted tokens are those of plain decoding and follow the softmax."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,13 +9,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bench.batches import build_sampling_batch
+from engine.batch import count_right
 from engine.sampling.sample import sample
 from tests.support.sampling_twins import chi_square_sigmas
 from wire.sampling import SamplingParams
-from worker.verify import count_accepted
 
 VOCABULARY = 8
 SEQUENCE_TOKENS = 4
+
+
+def count_accepted(*pairs: tuple[Sequence[int], Sequence[int]]) -> list[int]:
+    """`count_right` for the drafts of each sequence and the tokens chosen after them, one more than drafts."""
+    width = max(len(drafts) for drafts, _ in pairs)
+
+    def align(rows: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor([[-1] * (width - len(row)) + list(row) for row in rows], dtype=torch.int64)
+
+    drafts, chosen = align([drafts for drafts, _ in pairs]), align([chosen[:-1] for _, chosen in pairs])
+    return count_right(drafts, chosen, torch.tensor([len(one) for one, _ in pairs])).tolist()
 
 
 def target_logits(text: tuple[int, ...]) -> Tensor:
@@ -47,7 +60,7 @@ def decode_with_drafts(params: SamplingParams, num_drafts: int, is_shared_noise:
         for _ in range(num_drafts):
             drafts += (choose(draft_logits(text + drafts), drafting, len(text) + len(drafts)),)
         chosen = [choose(target_logits(text + drafts[:i]), params, len(text) + i) for i in range(num_drafts + 1)]
-        stands = count_accepted(drafts, chosen)
+        (stands,) = count_accepted((drafts, chosen))
         num_accepted += stands
         text += tuple(chosen[: stands + 1])
     return text[:SEQUENCE_TOKENS], num_accepted
@@ -56,23 +69,19 @@ def decode_with_drafts(params: SamplingParams, num_drafts: int, is_shared_noise:
 # --- counting
 
 
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.data())
-def test_accepted_drafts_are_the_common_prefix(chosen: list[int], data: st.DataObject) -> None:
-    size = len(chosen) - 1
-    drafts = data.draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
-    accepted = count_accepted(drafts, chosen)
-    assert drafts[:accepted] == chosen[:accepted]
-    assert accepted == len(drafts) or drafts[accepted] != chosen[accepted]
+tokens = st.integers(0, 2)
 
 
-def test_without_drafts_the_one_token_stands() -> None:
-    assert count_accepted([], [7]) == 0
-
-
-@pytest.mark.parametrize(("drafts", "chosen"), [([1], [1]), ([], []), ([1], [1, 2, 3])])
-def test_there_must_be_one_token_more_than_drafts(drafts: list[int], chosen: list[int]) -> None:
-    with pytest.raises(ValueError, match="drafts need"):
-        count_accepted(drafts, chosen)
+@given(
+    st.lists(
+        st.integers(0, 4).flatmap(lambda n: st.tuples(*[st.lists(tokens, min_size=n, max_size=n)] * 2)), min_size=1
+    )
+)
+def test_accepted_drafts_are_the_common_prefix(pairs: list[tuple[list[int], list[int]]]) -> None:
+    accepted = count_accepted(*((drafts, [*chosen, 0]) for drafts, chosen in pairs))
+    for count, (drafts, chosen) in zip(accepted, pairs, strict=True):
+        assert drafts[:count] == chosen[:count]
+        assert count == len(drafts) or drafts[count] != chosen[count]
 
 
 # --- the text
@@ -120,7 +129,7 @@ def test_tokens_follow_the_softmax_without_a_drafter() -> None:
 def test_tokens_follow_the_softmax_with_a_drafter_of_other_logits_and_the_same_noise() -> None:
     drafts = torch.stack([sample_seeds(DRAFT, position) for position in (3, 4)], 1).tolist()
     chosen = torch.stack([sample_seeds(TARGET, position) for position in (3, 4, 5)], 1).tolist()
-    accepted = [count_accepted(*pair) for pair in zip(drafts, chosen, strict=True)]
+    accepted = count_accepted(*zip(drafts, chosen, strict=True))
     assert_follows_softmax(torch.tensor([tokens[0] for tokens in chosen]), TARGET)
     for num_standing in (1, 2):  # the token after this many drafts, given that they are accepted
         tokens = [row[num_standing] for row, stands in zip(chosen, accepted, strict=True) if stands >= num_standing]

@@ -267,6 +267,9 @@ class NoAttention:
     def plan(self, pool: Tensor, batch: Batch) -> None:
         pass
 
+    def correct(self, batch: Batch, lag: Tensor) -> None:
+        pass
+
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "NoAttention":
         return self
 

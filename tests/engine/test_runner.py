@@ -22,7 +22,6 @@ from tests.support.threads import one_thread
 from wire.kv_layout import pool_sizes
 from wire.logprobs import TokenLogprobs
 from wire.sampling import SamplingParams
-from worker.verify import count_accepted
 
 __all__ = ["one_thread"]  # a fixture
 
@@ -152,8 +151,9 @@ def test_a_step_with_drafts_says_what_plain_steps_say(model: Model) -> None:
     open_row(rows, 0, model.ids[:20], sampling, prompt=20)
     runner.launch([ForwardRow(0, 0, 20, 0)]).collect()
     rows.write_tokens(0, 20, np.array([plain[0], *drafts], np.int32))
-    chosen = runner.launch([ForwardRow(0, 20, 6, 6)]).collect().tokens
-    assert count_accepted(drafts, chosen) == 3
+    answers = runner.launch([ForwardRow(0, 20, 6, 6)]).collect()
+    chosen = answers.tokens
+    assert answers.num_accepted == {0: 3}
     assert chosen[:4] == plain[1:5]
     rest = []
     for begin in range(24, 27):

@@ -10,7 +10,6 @@ from hashlib import blake2b
 from typing import Any
 from unittest.mock import patch
 
-from decode_worker.loop import DraftsAndMasks
 from gateway.ring.attempt_state import AttemptState
 from gateway.ring.request_machine import Request
 from gateway.ring.request_steps import Action, Event, SessionUpdate
@@ -141,6 +140,11 @@ def _name_early(self: Scheduler, step: ScheduledSequence) -> None:
         self.cache.name(page, key)
 
 
+def _forget_unjudged(self: Scheduler, step: ScheduledSequence) -> None:
+    begin_step(self, step)
+    step.num_unjudged = 0
+
+
 # -- the ends of sequences -----------------------------------------------------------------------------------------
 
 
@@ -243,9 +247,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a page has its draft mark when given out anew": _patched((PrefixCache, "allocate", _allocate_with_drafts)),
     "pages read behind some without draft KV hide these": _patched((Scheduler, "finish_read", _finish_read_with_draft)),
     "prefill launches the draft model's forward last": _patched((BothRunners, "launch", _launch_draft_last)),
-    "drafts are made ahead of the tokens before them": _patched(
-        (DraftsAndMasks, "needs_tokens", lambda self, planned: False)
-    ),
+    "drafts count as right until their step is collected": _patched((Scheduler, "begin_step", _forget_unjudged)),
     "prefill frees pages before they are acknowledged": _patched((Scheduler, "finish_step", _finish_and_end)),
     "prefill frees pages under a step": _patched(
         (Scheduler, "_end", _end_freeing(lambda it: it.num_steps_launched and not it.params.max_tokens))

@@ -91,6 +91,7 @@ class SteppedLoop(WorkerLoop):
         if len(self._in_flight) > (self._steps_ahead if self._step_planned else 0):
             self.worker.later(max(self._ends[0] - self.worker.world.now, 0.0), self._collect_and_go_on)
             return
+        self._complete(self._updates)
         if self._updates:
             self._publish(0, self._updates)
         self.thread.end_step(self._is_busy or bool(self._updates))

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from worker.loop import WorkerLoop
 from worker.plan import TokenBudget
 from worker.prefix_cache import NoRoomError, PrefixCache
 from worker.scheduler import Scheduler
-from worker.sequences import SequenceParams, Update
+from worker.sequences import ScheduledSequence, SequenceParams, Update
 
 PAGE_TOKENS, NUM_PAGES, NUM_ROWS, CHUNK_TOKENS, CONTEXT = 8, 300, 24, 24, 256
 MAX_AT_ONCE = 9  # sequences: later ones find their prompts cached
@@ -42,8 +43,8 @@ def make_late(engine: Engine, folder: Path, draft_folder: Path) -> Engine:
     rows = LateRows(NUM_ROWS, CONTEXT, PAGE_TOKENS, DEMO_SIZE, engine.device)
     assert engine.pool.draft_tensor is not None
     runner, draft_runner = (
-        LateRunner(load_model(path, "float32", engine.device), engine.attention.backend, pages, rows)
-        for path, pages in ((folder, engine.pool.tensor), (draft_folder, engine.pool.draft_tensor))
+        LateRunner(load_model(path, "float32", engine.device), engine.attention.backend, pages, rows, drafts)
+        for path, pages, drafts in ((folder, engine.pool.tensor, False), (draft_folder, engine.pool.draft_tensor, True))
     )
     for one in (runner, draft_runner):
         one.capture_graphs(choose_shapes(NUM_ROWS, 6), lambda compute: compute, padding_page=NUM_PAGES)
@@ -81,6 +82,19 @@ def build_requests(drafter: str) -> list[SequenceParams]:
     return requests
 
 
+class WatchedLoop(WorkerLoop):
+    """Counts launches, and those for which the device has nothing left to do."""
+
+    def __init__(self, bench: "Bench", *parts: Any) -> None:
+        super().__init__(*parts)
+        self._bench = bench
+
+    def _launch(self, planned: list[ScheduledSequence], updates: list[Update]) -> None:
+        self._bench.num_launches += 1
+        self._bench.num_drained += not self._in_flight
+        super()._launch(planned, updates)
+
+
 class Bench:
     """A loop without its thread, checked after every step."""
 
@@ -94,8 +108,9 @@ class Bench:
         self._aborted = aborted
         metrics = DecodeMetrics(self.scheduler)
         self._step_seconds = metrics.step_seconds
-        self._loop = WorkerLoop(
-            DraftsAndMasks(speculator, self.scheduler),
+        self.num_launches = self.num_drained = 0
+        self._loop = WatchedLoop(
+            self, DraftsAndMasks(speculator, self.scheduler),
             self.scheduler, engine.runner, engine.rows, engine.pool, TokenBudget(CHUNK_TOKENS, "--chunk-tokens"),
             self._publish, metrics, steps_ahead,
         )  # fmt: skip
@@ -125,9 +140,10 @@ class Bench:
         return self.answers
 
 
-def speculators(engine: Engine) -> dict[str, Speculator]:
+def speculators(engine: Engine, is_ahead: bool = False, step_s: float = 0.0) -> dict[str, Speculator]:
     assert engine.draft_runner is not None
     drafters: dict[str, Drafter] = {
-        "ngram": NgramDrafter(), "draft": ModelDrafter(engine.draft_runner, CostMeter(), CHUNK_TOKENS),
+        "ngram": NgramDrafter(), "draft": ModelDrafter(engine.draft_runner, CostMeter(), CHUNK_TOKENS, is_ahead),
     }  # fmt: skip
-    return {"off": NO_SPECULATION, **{name: build_eager_speculator({name: one}) for name, one in drafters.items()}}
+    built = {name: build_eager_speculator({name: one}, is_ahead, step_s) for name, one in drafters.items()}
+    return {"off": NO_SPECULATION, **built}

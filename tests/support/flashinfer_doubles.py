@@ -42,6 +42,9 @@ class Wrapper:
         assert (
             torch.equal(lens, self.planned["seq_lens"]) and len(self.planned["indices"]) == self.planned["indptr"][-1]
         )
+        lasts = self.planned["last_page_len"]
+        device = self.made["float_workspace_buffer"].device
+        self._paged_kv_last_page_len_buf = lasts.to(device, non_blocking=True, copy=True)
         self.plans.append(self.planned)
 
     def run(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -66,7 +69,8 @@ class Wrapper:
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         planned, starts, out = self.planned, self.cu_seqlens_q, []
-        for i, length in enumerate(planned["seq_lens"].tolist()):
+        lens = (planned["indptr"].diff() - 1) * planned["page_size"] + self._paged_kv_last_page_len_buf
+        for i, length in enumerate(lens.tolist()):
             pages = planned["indices"][planned["indptr"][i] : planned["indptr"][i + 1]]
             own = query[starts[i] : starts[i + 1]].transpose(0, 1)  # [Hq, L, D]
             group = own.shape[0] // keys.shape[1]

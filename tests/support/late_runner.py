@@ -18,7 +18,7 @@ from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.prepared import Prepared
 from engine.ranges import Ints
-from engine.runner import Launched, ModelOutput, Runner
+from engine.runner import Begun, Launched, Masks, ModelOutput, Runner
 from wire.sampling import SamplingParams
 
 POISON = -1
@@ -38,9 +38,9 @@ class LateRows(InputBatch):
         self.num_opened[row] += 1
         super().open(row, token_ids, sampling, answer_begin)
 
-    def _put(self, row: int, begin: int, token_ids: NDArray[np.int32]) -> None:
+    def _put(self, row: int, begin: int, token_ids: NDArray[np.int32], is_lagging: bool = False) -> None:
         put = super()._put
-        self.queue.append(lambda: put(row, begin, token_ids))
+        self.queue.append(lambda: put(row, begin, token_ids, is_lagging))
 
     def _clear(self, line: int) -> None:
         clear = super()._clear
@@ -77,23 +77,47 @@ class LateLaunched(Launched):
 class LateRunner(Runner):
     """Runs over `LateRows`, which several runners may share."""
 
-    def __init__(self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: LateRows) -> None:
-        super().__init__(model, attention, pages, rows)
+    def __init__(
+        self, model: Decoder, attention: AttentionBackend, pages: Tensor, rows: LateRows, drafts: bool = False
+    ) -> None:
+        super().__init__(model, attention, pages, rows, drafts)
         self._late_rows = rows
 
     def launch(self, requests: Sequence[ForwardRow]) -> Launched:
+        begun = self.begin(requests)
+        return LateLaunched(self._late_rows.queue, lambda: begun.choose(begun.step))
+
+    def begin(self, requests: Sequence[ForwardRow]) -> Begun:
         rows = self._late_rows
         step = self._prepare(requests)
         opened = rows.num_opened.copy()
         for part in requests:
             if part.num_logits > part.num_given:
                 rows.tokens[part.row, part.begin + part.count] = POISON
-        return LateLaunched(rows.queue, lambda: self._run_late(step, opened))
+        finish: list[Callable[[Prepared], Launched] | Exception] = []
 
-    def _run_late(self, step: Prepared, opened: NDArray[np.int64]) -> Launched:
+        def forward() -> None:
+            try:
+                finish.append(self._begin_late(step, opened))
+            except Exception as error:
+                finish.append(error)
+
+        def choose(completed: Prepared) -> Launched:
+            if isinstance(finish[0], Exception):
+                raise finish[0]
+            return finish[0](completed)
+
+        rows.queue.append(forward)
+        return Begun(requests, step, choose)
+
+    def choose(self, begun: Begun, masks: Masks) -> Launched:
+        choose = super().choose
+        return LateLaunched(self._late_rows.queue, lambda: choose(begun, masks))
+
+    def _begin_late(self, step: Prepared, opened: NDArray[np.int64]) -> Callable[[Prepared], Launched]:
         """If a row has gone to another sequence, poison is meant for that one: the step's own answer is dropped."""
         places = step.layout.places
         places = places[(self._late_rows.num_opened != opened)[places // self._late_rows.width]]
         flat = self._late_rows.tokens.view(-1)
         flat[torch.from_numpy(places)] = flat[torch.from_numpy(places)].clamp(min=0)
-        return self._run(step)
+        return self._begin(step)

@@ -1,12 +1,19 @@
 """A decode worker that launches a step before the last one is collected gives the same answers as step by step."""
 
+import random
+
+import numpy as np
 import pytest
 
+from bench.batches import SAMPLINGS
 from bench.decoding import NO_SPECULATION, Answers
 from engine.engine import Engine
 from tests.support.checkpoints import write_checkpoint
 from tests.support.decode_bench import NUM_PAGES, Bench, build, build_requests, make_late, speculators
-from tests.support.grammars import DEMO_SIZE
+from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
+from worker.sequences import SequenceParams
+
+H100_STEP_S = 5e-3  # of an 8B model
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +40,7 @@ def expected(engines: tuple[Engine, Engine]) -> Answers:
 def test_answers_are_those_of_step_by_step(
     engines: tuple[Engine, Engine], expected: Answers, drafter: str, num_pages: int, aborted: dict[int, int]
 ) -> None:
-    late = Bench(engines[1], speculators(engines[1])[drafter], 1, num_pages, aborted)
+    late = Bench(engines[1], speculators(engines[1], is_ahead=True)[drafter], 1, num_pages, aborted)
     requests = build_requests(drafter)
     answers = late.run(requests)
     if num_pages == NUM_PAGES:
@@ -57,3 +64,30 @@ def test_answers_are_those_of_step_by_step(
             assert [one.top_ids for one in told[handle]] == [one.top_ids for one in known[handle]]
             here, there = ([one.logprob for one in side[handle]] for side in (told, known))
             assert here == pytest.approx(there, abs=1e-4)
+
+
+def build_streams(drafter: str, has_json: bool) -> list[SequenceParams]:
+    """Eight long answers; one matches a grammar if `has_json`."""
+    grammar = compile_here("ebnf", 'root ::= "{" [a-z]* "}"', vocabulary())
+    draw = random.Random(1)
+    return [
+        SequenceParams(
+            str(handle), np.array([draw.randrange(2, DEMO_SIZE) for _ in range(12)], np.int32).tobytes(), 11, 120,
+            gateway="g", handle=handle, sampling=SAMPLINGS[handle % 4], drafter=drafter,
+            max_draft_tokens=0 if drafter == "off" else 4, grammar=grammar if has_json and handle == 3 else None,
+        )
+        for handle in range(1, 9)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("has_json", [False, True], ids=["", "json"])
+@pytest.mark.parametrize("drafter", ["ngram", "draft"])
+def test_the_device_seldom_waits_for_the_host(engines: tuple[Engine, Engine], drafter: str, has_json: bool) -> None:
+    """Neither for drafts nor for masks, whatever the tokens are."""
+    plain = Bench(engines[0], NO_SPECULATION, 0, NUM_PAGES, {}).run(build_streams("off", has_json))
+    late = Bench(engines[1], speculators(engines[1], is_ahead=True, step_s=H100_STEP_S)[drafter], 1, NUM_PAGES, {})
+    answers = late.run(build_streams(drafter, has_json))
+    assert answers.tokens == plain.tokens
+    assert sum(end.timing.draft_tokens for end in answers.ends.values() if end.timing is not None) > 50
+    drained = late.num_drained, late.num_launches
+    assert late.num_launches > 50 and late.num_drained <= 0.05 * late.num_launches, drained

@@ -86,6 +86,9 @@ class Liar:
     def cost(self) -> CostCurve | None:
         return None
 
+    def hidden_s(self, lengths: Sequence[int]) -> float:
+        return 0.0
+
     def end_step(self) -> None:
         pass
 
