@@ -148,6 +148,9 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
     def probed_bytes_per_s(self) -> dict[str, float]:
         return self._receiver.probed_bytes_per_s()
 
+    def transport_reasons(self) -> dict[str, str]:
+        return self._receiver.transport_reasons()
+
     async def Offer(self, request: kv_pb2.OfferRequest, context: Context) -> kv_pb2.OfferResponse:
         return await self._receiver.take(request)
 

@@ -86,12 +86,17 @@ class WorkerService:
             step_predicted_s=progress.step_predicted_s,
             draining=self._shutdown.is_draining,
             transports=self._transports(),
+            transport_reasons=self.transport_reasons(),
             probed_bytes_per_s=self.probed_bytes_per_s(),
             threads=self._threads,
             cores=num_cores(),
             prompt_tokens_waiting=scheduler.num_tokens_waiting,
             prompt_tokens_per_second=self._speed.tokens_per_s,
         )
+
+    def transport_reasons(self) -> Mapping[str, str]:
+        """See the message. Workers that read no pages have none."""
+        return {}
 
     def probed_bytes_per_s(self) -> Mapping[str, float]:
         """See the message. Workers that read no pages have none."""
