@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from weakref import WeakValueDictionary
 
 import structlog
@@ -72,6 +73,12 @@ class KVReceiver:
     def transport_reasons(self) -> dict[str, str]:
         """Every peer's address |-> why it is read by its transport."""
         return {address: known.why for address, known in self._peers.items()}
+
+    @property
+    def read_token_s(self) -> float:
+        """Seconds to read one token's KV from the slowest peer; 0 without peers."""
+        slowest = min((known.bytes_per_s for known in self._peers.values()), default=inf)
+        return self._pool.all_page_bytes / self._pool.shape.page_tokens / slowest
 
     def probed_bytes_per_s(self) -> dict[str, float]:
         """Every peer's address |-> bytes per second of a first large read."""

@@ -45,6 +45,11 @@ class ChunkSizer:
         return self._fit(self._wanted_s - self._fixed_s)
 
     @property
+    def quiet_s(self) -> float:
+        """Seconds of a step with answers alone; 0 before the first."""
+        return self._quiet_s
+
+    @property
     def fixed_s(self) -> float:
         """Seconds that a chunk of any size adds to a step with answers."""
         return self._fixed_s

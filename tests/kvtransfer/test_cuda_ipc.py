@@ -35,7 +35,15 @@ from runtime.lifecycle import spare_what_is_here
 from tests.support.fake_cuda import FakeGpu, count_opened
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.pool_process import build_pool
-from tests.support.real_workers import NUM_PAGES, build_kv_engine, decode_worker, gateway, prefill_worker
+from tests.support.real_workers import (
+    CHUNK_TOKENS,
+    NUM_PAGES,
+    PAGE_TOKENS,
+    build_kv_engine,
+    decode_worker,
+    gateway,
+    prefill_worker,
+)
 from wire.kv_layout import TEST_BYTES, PagePart
 
 GPU_PROCESS = (sys.executable, "-m", "tests.support.pool_process", "fake-gpu")
@@ -379,7 +387,10 @@ async def test_auto_reads_gpu_memory_if_its_test_bytes_are_right_and_tells_why_n
             assert await shake_hands(opened.stub, peer) == ("grpc" if is_wrong else "cuda_ipc")
         warnings = [entry["why"] for entry in logs if entry["log_level"] == "warning"]
         status: decode_pb2.WorkerStatus = await opened.stub.Status(decode_pb2.StatusRequest())
-        why = status.transport_reasons[peer.address]
+        why, costs = status.transport_reasons[peer.address], status.chunk_costs
+        assert costs.tokens == CHUNK_TOKENS and costs.read_token_seconds == pytest.approx(
+            decode.pool.page_bytes / PAGE_TOKENS / status.probed_bytes_per_s[peer.address]
+        )
         if is_wrong:
             assert warnings == [why] and why.startswith("cuda_ipc failed: the GPU memory of process ")
             assert f"reads wrong here: its {TEST_BYTES} test bytes have checksum" in why
