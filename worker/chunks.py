@@ -90,12 +90,13 @@ class ChunkSizer:
             self._quiet_s = KEPT * before + (1 - KEPT) * min(seconds, 2 * before)  # more may be chance
 
     def _learn_fixed(self, num_tokens: int, prompt_s: float) -> None:
-        """From two chunks in a row of very different sizes: where the line through them begins."""
+        """Where the line through two chunks in a row of very different sizes begins; at most what they took."""
         (few, few_s), (many, many_s) = sorted((self._last, (num_tokens, prompt_s)))
         self._last = num_tokens, prompt_s
+        found = min(self._fixed_s, prompt_s)
         if 0 < 2 * few <= many:
             found = min((few_s * many - many_s * few) / (many - few), few_s, many_s)
-            self._fixed_s = KEPT * self._fixed_s + (1 - KEPT) * max(found, 0.0)
+        self._fixed_s = KEPT * self._fixed_s + (1 - KEPT) * max(found, 0.0)
 
     def _learn_token(self, is_beside: bool, num_tokens: int, prompt_s: float) -> None:
         """Chunks beside answers are fine-tuned; without answers the last whole chunk counts."""

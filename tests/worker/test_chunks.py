@@ -149,6 +149,9 @@ def test_what_any_chunk_adds_is_told_apart_from_its_tokens() -> None:
         sizer.note_step(4, size, 0.1 + 0.05 + 0.001 * size)
     assert sizer.fixed_s == pytest.approx(0.05, rel=0.02) and sizer.token_s == pytest.approx(0.001, rel=0.02)
     assert sizer.predict(4, 200) == pytest.approx(0.35, rel=0.02) and sizer.predict(4, 0) == pytest.approx(0.1)
+    for _ in range(20):
+        sizer.note_step(4, 16, 0.1 + 0.016)
+    assert sizer.fixed_s <= 0.017, "a chunk cannot cost less than its fixed part"
 
 
 def test_prompts_get_more_where_many_of_them_wait() -> None:
