@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from weakref import WeakValueDictionary
 
 import structlog
@@ -37,6 +38,7 @@ class KnownPeer:
 
     peer: kv_pb2.Peer
     reader: Reader
+    why: str  # it is read by this transport
     bytes_per_s: float  # of a first large read
     runs: list[tuple[int, Run]]  # (our rank, run): what checksums are of; empty if transfers are not verified
 
@@ -68,6 +70,16 @@ class KVReceiver:
         """Every peer's address |-> transport."""
         return {address: known.reader.transport for address, known in self._peers.items()}
 
+    def transport_reasons(self) -> dict[str, str]:
+        """Every peer's address |-> why it is read by its transport."""
+        return {address: known.why for address, known in self._peers.items()}
+
+    @property
+    def read_token_s(self) -> float:
+        """Seconds to read one token's KV from the slowest peer; 0 without peers."""
+        slowest = min((known.bytes_per_s for known in self._peers.values()), default=inf)
+        return self._pool.all_page_bytes / self._pool.shape.page_tokens / slowest
+
     def probed_bytes_per_s(self) -> dict[str, float]:
         """Every peer's address |-> bytes per second of a first large read."""
         return {address: known.bytes_per_s for address, known in self._peers.items()}
@@ -91,7 +103,7 @@ class KVReceiver:
             raise HandshakeRefusedError(f"cannot read from {peer.address}: {error}") from error
         forgotten = self._forget(lambda other: other is known or self._is_dead(other))
         runs = plan_all_runs(self._pool.parts, self._pool.num_ranks, len(peer.ranks)) if self.wants_checksums else []
-        self._peers[peer.address] = KnownPeer(peer, reader, rate, runs)
+        self._peers[peer.address] = KnownPeer(peer, reader, why, rate, runs)
         self._metrics.probed_bytes_per_s.labels(reader.transport).set(rate)
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
@@ -125,17 +137,18 @@ class KVReceiver:
         transport, why = choose_transport(
             self._me, peer, self._transport, self._is_transport_required, find_obstacle()
         )  # fmt: skip
+        wanted = transport if self._transport == "auto" else self._transport
         try:
             reader = await self._open(transport, peer)
         except ReadError as error:
             if self._is_transport_required:
                 raise
-            transport, why = "grpc", f"{transport} failed: {error}"
+            wanted, transport, why = transport, "grpc", f"{transport} failed: {error}"
             reader = await self._open(transport, peer)
-        if self._transport not in ("auto", transport):
+        if transport != wanted:
             log.warning(
-                "transport differs from the requested one", peer=peer.address, asked=self._transport,
-                used=reader.transport, why=why,
+                "transport differs from the requested one", peer=peer.address, asked=wanted, used=reader.transport,
+                why=why,
             )  # fmt: skip
         return reader, why
 

@@ -50,7 +50,8 @@ class DecodeRole(Role):
         compiler = GrammarCompiler(engine.folder, engine.config.vocab_size, config.grammar_cpu_s)
         self._grammars = Grammars(compiler, config.grammar_cache_mib << 20, GrammarMetrics(self.metrics))
         self._service = DecodeService(
-            worker, self.loop.thread, self._receiver, streams, self.metrics, speculator, self._grammars
+            worker, self.loop.thread, self._receiver, streams, self.metrics, speculator, self._grammars,
+            self.loop.chunks,
         )  # fmt: skip
 
     async def start(self) -> None:

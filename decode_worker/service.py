@@ -22,6 +22,7 @@ from runtime import rpc
 from runtime.peer_input import find_too_many_logprobs
 from wire.messages import unpack_sampling
 from wire.page_keys import TOKEN_BYTES
+from worker.chunks import ChunkSizer
 from worker.process import Worker
 from worker.scheduler import OfferRefusedError
 from worker.sequences import Phase, SequenceParams
@@ -37,7 +38,7 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
 
     def __init__(
         self, worker: Worker, thread: EngineThread, receiver: KVReceiver, streams: GatewayStreams,
-        metrics: DecodeMetrics, speculator: Speculator, grammars: Grammars,
+        metrics: DecodeMetrics, speculator: Speculator, grammars: Grammars, chunks: ChunkSizer,
     ) -> None:  # fmt: skip
         super().__init__(worker, thread, receiver.transports, metrics.prompt_speed)
         self._receiver = receiver
@@ -45,6 +46,7 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
         self._metrics = metrics
         self._speculator = speculator
         self._grammars = grammars
+        self._chunks = chunks
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Context) -> decode_pb2.ReserveResponse:
         await self._check_open(request.gateway, context)
@@ -145,8 +147,16 @@ class DecodeService(WorkerService, decode_pb2_grpc.DecodeServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, error.detail)
         return decode_pb2.RenewResponse()
 
-    def probed_bytes_per_s(self) -> dict[str, float]:
-        return self._receiver.probed_bytes_per_s()
+    def add_to_status(self, status: decode_pb2.WorkerStatus) -> None:
+        chunks, receiver = self._chunks, self._receiver
+        status.probed_bytes_per_s.update(receiver.probed_bytes_per_s())
+        status.transport_reasons.update(receiver.transport_reasons())
+        status.chunk_costs.CopyFrom(
+            decode_pb2.ChunkCosts(
+                quiet_seconds=chunks.quiet_s, fixed_seconds=chunks.fixed_s, token_seconds=chunks.token_s,
+                tokens=chunks.beside, read_token_seconds=receiver.read_token_s,
+            )
+        )  # fmt: skip
 
     async def Offer(self, request: kv_pb2.OfferRequest, context: Context) -> kv_pb2.OfferResponse:
         return await self._receiver.take(request)

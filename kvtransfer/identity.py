@@ -12,6 +12,7 @@ class GpuFacts:
     uuid: str
     ipc_handle: bytes  # opens the pool's memory; empty if not possible
     readable: tuple[str, ...]  # UUIDs of the GPUs whose memory it can read
+    test_checksum: int = 0  # of the bytes behind the pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,11 @@ class PoolFacts:
 
 def build_rank(address: str, pid: int, gpu: GpuFacts | None = None, nixl: kv_pb2.Nixl | None = None) -> kv_pb2.Rank:
     """One process of a worker. `address`: of the server of its pages; `gpu`: None if they are in main memory."""
-    built = kv_pb2.Gpu(uuid=gpu.uuid, ipc_handle=gpu.ipc_handle, readable=gpu.readable) if gpu else None
+    built = None
+    if gpu:
+        built = kv_pb2.Gpu(
+            uuid=gpu.uuid, ipc_handle=gpu.ipc_handle, readable=gpu.readable, test_checksum=gpu.test_checksum
+        )  # fmt: skip
     return kv_pb2.Rank(address=address, pid=pid, gpu=built, nixl=nixl)
 
 

@@ -15,11 +15,6 @@ from wire.kv_layout import PagePart
 
 Transport = Literal["cuda_ipc", "shm", "nixl", "grpc"]
 
-AUTO_TAKES_CUDA_IPC = False
-"""Whether --transport auto reads GPU memory of other processes. Off until it is measured on a card whether a reader's
-CUDA context survives if the owner is killed in mid-copy (bench/gpu_checks/ipc.py). If not, the death of a prefill
-worker would end all answers of its decode workers. --transport cuda_ipc takes that risk."""
-
 
 class PeerPages(Protocol):
     """Another process's pool, opened on a GPU. Raises RuntimeError with the driver's message. One caller at a time."""
@@ -34,6 +29,10 @@ class PeerPages(Protocol):
 
     def probe(self, num_pages: int, source: int, num_bytes: int) -> None:
         """Copy `num_bytes` of each of its first pages, from byte `source` on, and drop them."""
+        ...
+
+    def load(self, begin: int, num_bytes: int) -> Sequence[NDArray[np.uint8]]:
+        """[num_bytes] bytes from byte `begin` on, once for each way in which `copy` may read them."""
         ...
 
     def close(self) -> None:
@@ -80,10 +79,14 @@ class PageStore(Protocol):
         ...
 
     def open_peer(self, handle: bytes, num_pages: int, page_bytes: int) -> PeerPages:
-        """Open the GPU memory of another process on this host. The first time may take seconds.
+        """Open the GPU memory of another process on this host, the test bytes too. The first time may take seconds.
 
         Raises RuntimeError with the driver's message, or if this pool is not on a GPU.
         """
+        ...
+
+    def end_if_lost(self) -> None:
+        """After a failed copy: end this process if its GPU is lost to it."""
         ...
 
     @property
@@ -177,14 +180,14 @@ def choose_transport(
 
 
 def _choose_fastest(theirs: kv_pb2.Peer, obstacles: Mapping[str, str | None]) -> tuple[Transport, str]:
-    if obstacles["cuda_ipc"] is None and AUTO_TAKES_CUDA_IPC:
+    if obstacles["cuda_ipc"] is None:
         return "cuda_ipc", "the peer's GPU memory can be opened on this host"
     if obstacles["shm"] is None:
         return "shm", "the peer's pool is shared memory on this host"
     if obstacles["nixl"] is None:
         return "nixl", "the peer's pool is open to NIXL"
     if _has_gpus(theirs):
-        return "grpc", obstacles["cuda_ipc"] or "the peer's pool is GPU memory, which only --transport cuda_ipc opens"
+        return "grpc", obstacles["cuda_ipc"] or ""
     return "grpc", obstacles["shm"]
 
 

@@ -77,14 +77,16 @@ class Nixl(_message.Message):
     def __init__(self, metadata: _Optional[bytes] = ..., pages_address: _Optional[int] = ..., generations_address: _Optional[int] = ..., device_index: _Optional[int] = ...) -> None: ...
 
 class Gpu(_message.Message):
-    __slots__ = ("uuid", "ipc_handle", "readable")
+    __slots__ = ("uuid", "ipc_handle", "readable", "test_checksum")
     UUID_FIELD_NUMBER: _ClassVar[int]
     IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
     READABLE_FIELD_NUMBER: _ClassVar[int]
+    TEST_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     uuid: str
     ipc_handle: bytes
     readable: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, uuid: _Optional[str] = ..., ipc_handle: _Optional[bytes] = ..., readable: _Optional[_Iterable[str]] = ...) -> None: ...
+    test_checksum: int
+    def __init__(self, uuid: _Optional[str] = ..., ipc_handle: _Optional[bytes] = ..., readable: _Optional[_Iterable[str]] = ..., test_checksum: _Optional[int] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("address", "incarnation", "session", "attempt", "begin", "end")

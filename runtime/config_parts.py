@@ -178,7 +178,7 @@ class PublicConfig(Settings):
     """Most requests that wait for a worker; more are refused with 429."""
     local_prefill_max_tokens: Annotated[int | None, count(0)] = None
     """Decode prefills by itself when at most this many tokens of a prompt are missing. Default: any number where decode
-    and prefill workers compute with the same CPU cores, else 0."""
+    and prefill workers compute with the same CPU cores; on GPUs what costs less time there; else 0."""
     no_prefill: NoPrefill = "fallback"
     """When no prefill worker is alive: fallback has decode workers prefill; wait, for --patience-s; fail refuses."""
     goal_prefill_wait_s: Seconds = 1.0

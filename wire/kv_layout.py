@@ -25,6 +25,14 @@ def pool_sizes(
     return tuple(sizes[axis] for axis in sorted(sizes))
 
 
+TEST_BYTES = 64 << 10  # random, behind the last page of a pool on a GPU: a peer that reads them right reads pages right
+
+
+def find_test_bytes(pages_bytes: int) -> int:
+    """Where they begin, behind pages of so many bytes: on 256, as an allocation does."""
+    return -(-pages_bytes // 256) * 256
+
+
 class KvPart(NamedTuple):
     """Layers of one model whose KV is alike, on one rank. A page has their parts one after the other."""
 

@@ -24,3 +24,4 @@ class Timing:
     steps: int = 0  # decode: engine steps that yielded tokens
     preemptions: int = 0  # decode: how often it lost its pages
     attempts: int = 1  # gateway
+    prefill_reason: str = ""  # gateway: why the decode worker computed the prompt or a prefill worker did

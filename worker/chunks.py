@@ -1,6 +1,7 @@
 """How many prompt tokens the next step computes, and how long it will take, learnt from measured steps. Pure.
 
-A step takes its answers' time plus some time per prompt token. No step is meant to take longer than `CHUNK_S`, on any
+A step with answers takes `quiet + fixed + token * n`: the time of its answers alone, what any chunk adds (on a GPU the
+step leaves its CUDA graph), and a time per prompt token. No step is meant to take longer than `CHUNK_S`, on any
 machine: the first chunk is the smallest, and each may be twice as large as any before it.
 """
 
@@ -9,6 +10,9 @@ from math import ceil, inf
 CHUNK_S = 2.0  # of a step without answers, and of a step's prompts beside them; shorter than any sensible --stall-s
 STRETCH = 1.7  # times the duration of a step with answers alone
 FEWEST = 16  # tokens, whatever they take: about a page
+# On a GPU. Its products are limited by memory below about 300 tokens (H100: 1e15 FLOP/s / 3.3e12 B/s, a weight of 2
+# bytes and 2 FLOP a token), so 256 cost little more than 16, and a first chunk takes milliseconds.
+FEWEST_ON_GPU = 256
 GROWTH = 2.0  # of the largest chunk so far, until one took far too long
 LATER_GROWTH = 1.05  # afterwards: larger chunks may take another way through the kernels
 FAR_TOO_LONG = 2.0  # times CHUNK_S
@@ -19,12 +23,16 @@ KEPT = 0.8  # weight of the old average when a step is added
 class ChunkSizer:
     """Learns from each step of a worker. Sizes are in prompt tokens."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, fewest: int = FEWEST) -> None:
+        """`fewest`: the smallest chunk that is worth a step; `FEWEST_ON_GPU` there."""
         self._most = most
-        self._ceiling = FEWEST  # of chunks: what may be tried next
+        self._fewest = fewest
+        self._ceiling = fewest  # of chunks: what may be tried next
         self._growth = GROWTH
         self._quiet_s = 0.0  # average of steps without prompt tokens; 0: none measured
         self._token_s = 0.0  # per prompt token; 0: none measured
+        self._fixed_s = 0.0  # average of what a chunk of any size adds to a step with answers
+        self._last = (0, 0.0)  # tokens of the last chunk beside answers, seconds that it added
 
     @property
     def alone(self) -> int:
@@ -34,16 +42,37 @@ class ChunkSizer:
     @property
     def beside(self) -> int:
         """Of the next step with answers."""
-        return self._fit(min((STRETCH - 1) * self._quiet_s, CHUNK_S))
+        return self._fit(self._wanted_s - self._fixed_s)
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds of a step with answers alone; 0 before the first."""
+        return self._quiet_s
+
+    @property
+    def fixed_s(self) -> float:
+        """Seconds that a chunk of any size adds to a step with answers."""
+        return self._fixed_s
+
+    @property
+    def token_s(self) -> float:
+        """Seconds that each prompt token adds to a step; 0 before the first."""
+        return self._token_s
+
+    @property
+    def _wanted_s(self) -> float:
+        """What a chunk may add to a step with answers: more than what it adds at any size, to make that worthwhile."""
+        return min(max((STRETCH - 1) * self._quiet_s, STRETCH * self._fixed_s), CHUNK_S)
 
     def _fit(self, seconds: float) -> int:
-        fitting = int(seconds / self._token_s) if self._token_s else FEWEST
-        return min(max(min(fitting, self._ceiling), FEWEST), self._most)
+        fitting = int(seconds / self._token_s) if self._token_s else self._fewest
+        return min(max(min(fitting, self._ceiling), self._fewest), self._most)
 
     def predict(self, num_answers: int, num_prompt_tokens: int) -> float:
         """Seconds of a step with these numbers of answer and prompt tokens; 0 before anything was measured."""
         token_s = self._token_s or self._quiet_s  # before the first prompt: at most a step each
-        return (self._quiet_s if num_answers else 0.0) + token_s * num_prompt_tokens
+        fixed_s = self._fixed_s if num_answers and num_prompt_tokens else 0.0
+        return (self._quiet_s if num_answers else 0.0) + fixed_s + token_s * num_prompt_tokens
 
     def note_step(self, num_answers: int, num_prompt_tokens: int, seconds: float) -> None:
         """A step with these numbers of answer and prompt tokens took `seconds`."""
@@ -52,26 +81,37 @@ class ChunkSizer:
         if num_prompt_tokens:
             is_beside = bool(num_answers and self._quiet_s)
             prompt_s = seconds - self._quiet_s if is_beside else seconds
+            if is_beside:
+                self._learn_fixed(num_prompt_tokens, prompt_s)
             self._learn_token(is_beside, num_prompt_tokens, prompt_s)
             self._move_ceiling(num_prompt_tokens, prompt_s)
         elif num_answers:
             before = self._quiet_s or seconds
             self._quiet_s = KEPT * before + (1 - KEPT) * min(seconds, 2 * before)  # more may be chance
 
+    def _learn_fixed(self, num_tokens: int, prompt_s: float) -> None:
+        """Where the line through two chunks in a row of very different sizes begins; at most what they took."""
+        (few, few_s), (many, many_s) = sorted((self._last, (num_tokens, prompt_s)))
+        self._last = num_tokens, prompt_s
+        found = min(self._fixed_s, prompt_s)
+        if 0 < 2 * few <= many:
+            found = min((few_s * many - many_s * few) / (many - few), few_s, many_s)
+        self._fixed_s = KEPT * self._fixed_s + (1 - KEPT) * max(found, 0.0)
+
     def _learn_token(self, is_beside: bool, num_tokens: int, prompt_s: float) -> None:
         """Chunks beside answers are fine-tuned; without answers the last whole chunk counts."""
-        size, wanted_s = (self.beside, (STRETCH - 1) * self._quiet_s) if is_beside else (self.alone, CHUNK_S)
+        size, wanted_s = (self.beside, self._wanted_s) if is_beside else (self.alone, CHUNK_S)
         if num_tokens < size and prompt_s <= wanted_s:
             return  # a short prompt's tokens cost more
-        found = prompt_s / num_tokens
+        found = (prompt_s - self._fixed_s if is_beside else prompt_s) / num_tokens
         if is_beside:
-            before = self._token_s or (STRETCH - 1) * self._quiet_s / FEWEST
+            before = self._token_s or (STRETCH - 1) * self._quiet_s / self._fewest
             most = before * MOST_SHRINKING if prompt_s <= CHUNK_S else inf
             found = min(max(found, before / MOST_GROWTH), most)
         self._token_s = found
 
     def _move_ceiling(self, num_tokens: int, prompt_s: float) -> None:
-        if prompt_s > FAR_TOO_LONG * CHUNK_S and num_tokens > FEWEST:
-            self._ceiling, self._growth = max(num_tokens // 2, FEWEST), LATER_GROWTH
+        if prompt_s > FAR_TOO_LONG * CHUNK_S and num_tokens > self._fewest:
+            self._ceiling, self._growth = max(num_tokens // 2, self._fewest), LATER_GROWTH
         else:
             self._ceiling = max(self._ceiling, ceil(num_tokens * self._growth))

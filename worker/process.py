@@ -231,7 +231,7 @@ def build_worker(
 
 def describe_gpu(pool: Pool) -> GpuFacts | None:
     """The GPU of the pool's pages; None if they are in main memory."""
-    return GpuFacts(pool.gpu.uuid, pool.ipc_handle, pool.gpu.readable) if pool.gpu else None
+    return GpuFacts(pool.gpu.uuid, pool.ipc_handle, pool.gpu.readable, pool.test_checksum) if pool.gpu else None
 
 
 def build_opener(name: str, config: DecodeConfig, pool: Pool, trust: Trust) -> Opener:

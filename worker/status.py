@@ -70,7 +70,7 @@ class WorkerService:
     async def Status(self, request: decode_pb2.StatusRequest, context: Context) -> decode_pb2.WorkerStatus:
         progress = self._thread.progress()
         scheduler = self._scheduler
-        return decode_pb2.WorkerStatus(
+        status = decode_pb2.WorkerStatus(
             peer=self._me,
             context_tokens=self._context_tokens,
             free_pages=scheduler.cache.num_spare,
@@ -86,13 +86,13 @@ class WorkerService:
             step_predicted_s=progress.step_predicted_s,
             draining=self._shutdown.is_draining,
             transports=self._transports(),
-            probed_bytes_per_s=self.probed_bytes_per_s(),
             threads=self._threads,
             cores=num_cores(),
             prompt_tokens_waiting=scheduler.num_tokens_waiting,
             prompt_tokens_per_second=self._speed.tokens_per_s,
         )
+        self.add_to_status(status)
+        return status
 
-    def probed_bytes_per_s(self) -> Mapping[str, float]:
-        """See the message. Workers that read no pages have none."""
-        return {}
+    def add_to_status(self, status: decode_pb2.WorkerStatus) -> None:
+        """Set the fields that only this role has."""

@@ -6,19 +6,29 @@ with the same functions over host memory (tests/fake_cudart.cpp), and the real o
 
 import ctypes
 import weakref
+from collections.abc import Iterable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 IPC_HANDLE_BYTES = 64
 LAZY_ENABLE_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 DEVICE_MEMORY = 2  # cudaMemoryTypeDevice
+COPY_DEFAULT = 4  # cudaMemcpyDefault: the driver knows from the addresses which device has them
 
 
 class CudaError(RuntimeError):
     """A call of libcudart failed; the message contains CUDA's error text."""
+
+
+class Span(NamedTuple):
+    """Bytes to copy, at addresses that the device can read and write."""
+
+    source: int
+    target: int
+    num_bytes: int
 
 
 class _Handle(ctypes.Structure):  # cudaIpcMemHandle_t, passed by value
@@ -39,6 +49,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cudaIpcGetMemHandle": (POINTER(_Handle), c_void_p),
     "cudaIpcOpenMemHandle": (POINTER(c_void_p), _Handle, c_uint),
     "cudaIpcCloseMemHandle": (c_void_p,),
+    "cudaMemcpyAsync": (c_void_p, c_void_p, c_size_t, c_int, c_void_p),
     "cudaPointerGetAttributes": (POINTER(_Attributes), c_void_p),
 }
 
@@ -91,6 +102,15 @@ class Cudart:
     def close(self, address: int) -> None:
         """Unmap what `open` returned. No copy from there may be in progress."""
         self._call("cudaIpcCloseMemHandle", address)
+
+    def copy(self, spans: Iterable[Span], stream: int) -> None:
+        """Copy the spans on a stream, one after the other, mostly by a copy engine. Does not wait.
+
+        stream: cudaStream_t of this device.
+        """
+        self._check("cudaSetDevice", self._device_index)
+        for source, target, num_bytes in spans:
+            self._check("cudaMemcpyAsync", target, source, num_bytes, COPY_DEFAULT, stream)
 
     def _is_device_memory(self, address: int) -> bool:
         attributes = _Attributes()

@@ -1,12 +1,12 @@
 """A pool's GPU: its name, its memory, and work that the host waits for. Has not run on a card yet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from engine.kv.cuda_memory import Cudart, DeviceBytes, find_cudart
+from engine.kv.cuda_memory import Cudart, DeviceBytes, Span, find_cudart
 from engine.staging import mark
 
 T = TypeVar("T")
@@ -23,6 +23,10 @@ class Gpu(Protocol):
     @property
     def copy_pages(self) -> CopyPages:
         """See kernels.gpu_pages.copy_pages."""
+        ...
+
+    def copy_spans(self, spans: Sequence[Span]) -> None:
+        """Copy them on the current stream without the device's multiprocessors. Does not wait."""
         ...
 
     def view(self, memory: DeviceBytes) -> Tensor:
@@ -52,12 +56,16 @@ class CudaGpu:
         peers = [other for other in visible if other != index and torch.cuda.can_device_access_peer(index, other)]
         self.readable = tuple(str(torch.cuda.get_device_properties(one).uuid) for one in (index, *peers))
         self.uuid = self.readable[0]
+        # of priority 0, which is CUDA's lowest: steps go first if their stream has a negative one
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def view(self, memory: DeviceBytes) -> Tensor:
         tensor = torch.as_tensor(memory, device=self._device)
         assert tensor.data_ptr() == memory.address, "a copy: peers would open other memory"
         return tensor
+
+    def copy_spans(self, spans: Sequence[Span]) -> None:
+        self.cudart.copy(spans, torch.cuda.current_stream(self._device).cuda_stream)
 
     def run(self, launch: Callable[[], T]) -> T:
         with torch.cuda.stream(self._stream):

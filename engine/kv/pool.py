@@ -6,12 +6,14 @@ Knows shapes and memory, not the owners of pages (worker/prefix_cache.py) nor ho
 import fcntl
 import mmap
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -19,10 +21,12 @@ from torch import Tensor
 from engine.kv.cuda_memory import CudaError, DeviceBytes
 from engine.kv.gpu import CudaGpu, Gpu
 from engine.kv.peer_pages import GpuPages, HostPages
+from engine.out_of_memory import end_process, is_device_lost
 from engine.staging import download, upload
-from wire.kv_layout import KvPart, PagePart, pool_sizes
+from wire.kv_layout import TEST_BYTES, KvPart, PagePart, find_test_bytes, pool_sizes
 
 OS_PAGE_BYTES = 4096
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +97,9 @@ class Pool:
 
     On the CPU: a memory file that peers on this host can map. It holds generations (uint64 per page, padded to 4096
     bytes), then pages: rank 0's, rank 1's and so on if ranks share it. On a GPU: the file holds only the generations,
-    and the pages are one allocation outside torch's allocator, which peers open by `ipc_handle`. If the system allows
-    neither: plain memory, which peers read over the network. Only rank 0 changes generations.
+    and the pages are one allocation outside torch's allocator, which peers open by `ipc_handle`; TEST_BYTES random
+    bytes behind them, of checksum `test_checksum`, show whether they read it right. If the system allows neither: plain
+    memory, which peers read over the network. Only rank 0 changes generations.
     """
 
     def __init__(
@@ -127,6 +132,7 @@ class Pool:
         self.generations: NDArray[np.uint64] = np.zeros(shape.num_pages, np.uint64)
         self.gpu = CudaGpu(device) if gpu is None and device.type == "cuda" else gpu
         self.ipc_handle = b""  # of the pages on a GPU, if they can be exported
+        self.test_checksum = 0  # CRC-32 of the bytes behind them
         elements = self._allocate_shared() if self.gpu is None else self._allocate_on(self.gpu)
         if elements is None:
             elements = self._allocate_private(page_elements)
@@ -172,11 +178,16 @@ class Pool:
     def _allocate_on(self, gpu: Gpu) -> Tensor:
         """The elements of all pages in the memory of `gpu`; exports their handle for peers."""
         try:
-            memory = DeviceBytes(gpu.cudart, self.num_pages * self.page_bytes)
+            begin = find_test_bytes(self.num_pages * self.page_bytes)
+            memory = DeviceBytes(gpu.cudart, begin + TEST_BYTES)
         except CudaError as error:
             raise self._no_memory(f" on the GPU ({error})") from error
-        pages = gpu.view(memory)
-        gpu.run(pages.zero_)
+        whole = gpu.view(memory)
+        random = os.urandom(TEST_BYTES)
+        self.test_checksum, test = zlib.crc32(random), np.frombuffer(random, np.uint8)
+        gpu.run(whole.zero_)
+        gpu.run(lambda: whole[begin:].copy_(upload([test], whole.device)[0]))
+        pages = whole[: self.num_pages * self.page_bytes]
         if self._map_file(self.pages_offset) is not None:
             try:
                 self.ipc_handle = gpu.cudart.export(memory.address)
@@ -210,12 +221,24 @@ class Pool:
         return self._pages.get_device()
 
     def open_peer(self, handle: bytes, num_pages: int, page_bytes: int) -> GpuPages:
-        """Open the pool of another process on this host. Raises RuntimeError with CUDA's message."""
+        """Open the pool of another process on this host, with its test bytes. Raises RuntimeError, see GpuPages."""
         if self.gpu is None:
             raise RuntimeError("this pool is not on a GPU")
         cudart = self.gpu.cudart
-        address = cudart.open(handle, num_pages * page_bytes)
+        address = cudart.open(handle, find_test_bytes(num_pages * page_bytes) + TEST_BYTES)
         return GpuPages(self.gpu, self._pages.view(torch.int32), address, page_bytes, cudart.close)
+
+    def end_if_lost(self) -> None:
+        """End this process if its GPU's context is lost, which even a copy of our own memory then says.
+
+        Like the engine's next step, which an idle worker would not come to.
+        """
+        try:
+            self.load([0], 0, 4)
+        except RuntimeError as error:
+            if is_device_lost(error):
+                log.error("the GPU is lost to this process, which ends", reason=str(error))
+                end_process()
 
     def open_landing(self, num_pages: int) -> GpuPages | HostPages:
         """New pages like ours, on the same device, for data that arrives from elsewhere. Raises RuntimeError."""

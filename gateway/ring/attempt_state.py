@@ -67,6 +67,7 @@ class AttemptState:
             places.decode.address,
             session.stream,
             session.handle,
+            places.placement.why,
         )
         if self.record is not None:
             prefill = WorkerName(places.prefill.address, places.prefill.incarnation) if places.prefill else None

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from gateway.ring.local_prefill import UNMEASURED, ChunkCosts, Rate, prefers_local
 from gateway.ring.request_steps import Role
 from runtime.config_parts import NoPrefill
 
@@ -54,6 +55,7 @@ class WorkerView:
     num_others: int = 0  # requests that other gateways had there when it last answered
     tokens_waiting: int = 0  # prompt tokens it had still to compute when it last answered
     tokens_per_s: float = 0.0  # prompt tokens it computes a second; 0: not known
+    costs: ChunkCosts = UNMEASURED  # of prompts on a decode worker
 
     @property
     def num_running(self) -> int:
@@ -70,6 +72,7 @@ class Placement:
     local_prefill_max_tokens: int  # decode prefills by itself when at most this many positions are missing
     num_cached: int = 0  # tokens whose KV decode probably has
     is_fallback: bool = False  # decode prefills a long prompt because no prefill worker is alive
+    why: str = ""  # the prompt is computed where it is; empty: there was no choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +103,8 @@ def choose_placement(
     request before: such a worker is asked again only when no other can serve, and such a prefill worker never while
     decode may prefill instead. The decode worker prefills by itself what lies within `local_prefill_max_tokens`, the
     rest of a page behind cached ones, and what no compatible prefill worker is alive for if `no_prefill` is fallback.
-    None: any number where all those prefill workers would take the cores away that it computes with (`share_cores`),
-    else 0.
+    None: any number where all those prefill workers would take the cores away that it computes with (`share_cores`);
+    on GPUs what is cheaper there by measured costs (local_prefill.py); else 0.
     """
     unready = find_unready(workers)
     if unready is not None:
@@ -117,18 +120,21 @@ def choose_placement(
         num_cached = cached.get(decode.incarnation, 0)
         known = [view for view in workers if view.role == "prefill" and view.layout == decode.layout]
         partners = [view for view in known if view.is_alive]
-        limit = local_prefill_max_tokens
-        if limit is None:
-            limit = NO_LIMIT if _all_share_cores(decode, partners or known) else 0
         num_lacking = num_missing - num_cached
-        is_short = num_lacking <= limit or (num_cached > 0 and num_lacking < decode.page_tokens)
+        limit, why = local_prefill_max_tokens, "within --local-prefill-max-tokens"
+        if limit is None:
+            limit, why = _find_limit(decode, partners or known, num_lacking)
+        is_rest = num_cached > 0 and num_lacking < decode.page_tokens
+        is_short = num_lacking <= limit or is_rest
         if not partners and no_prefill == "fallback":
-            return Placement(decode, None, NO_LIMIT, num_cached, not is_short)
+            return Placement(decode, None, NO_LIMIT, num_cached, not is_short, "no prefill worker is alive")
         if is_short:
-            return Placement(decode, None, limit, num_cached)
+            why = why if num_lacking <= limit else "the rest of a page behind cached ones"
+            return Placement(decode, None, limit, num_cached, why=why)
         partners = [view for view in partners if _has_room(view)]
         if partners:
-            return Placement(decode, min(partners, key=cost), limit, num_cached)
+            why = why if local_prefill_max_tokens is None else ""
+            return Placement(decode, min(partners, key=cost), limit, num_cached, why=why)
     return (find_unready(workers, no_prefill) if with_room else None) or Wait()
 
 
@@ -174,6 +180,17 @@ def explain_no_hand_off(workers: Sequence[WorkerView], local_prefill_max_tokens:
         if not _all_share_cores(decode, [view for view in prefills if view.layout == decode.layout]):
             return ""
     return NO_HAND_OFF if prefills and local_prefill_max_tokens is None else ""
+
+
+def _find_limit(decode: WorkerView, prefills: Sequence[WorkerView], num_lacking: int) -> tuple[int, str]:
+    """`local_prefill_max_tokens` for one request, chosen by what is known of the workers, and the reason."""
+    if _all_share_cores(decode, prefills):
+        return NO_LIMIT, "prefill workers compute with the decode worker's cores"
+    if any(view.num_threads for view in (decode, *prefills)):
+        return 0, ""
+    rates = [Rate(view.tokens_waiting, view.tokens_per_s) for view in prefills]
+    is_local, why = prefers_local(num_lacking, decode.num_running, decode.tokens_waiting, decode.costs, rates)
+    return num_lacking if is_local else 0, why
 
 
 def _all_share_cores(decode: WorkerView, prefills: Sequence[WorkerView]) -> bool:

@@ -301,6 +301,7 @@ class Request:
             transport=prompt.transport,
             cached_tokens=min(self.num_cached, len(self.generation.prompt_ids)),
             attempts=self.attempt,
+            prefill_reason=self.placed.why,
         )
 
     def _fail(self, reason: str, culprit: str, now: float, limit: int = MAX_ATTEMPTS) -> list[Action]:

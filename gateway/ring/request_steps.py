@@ -31,6 +31,7 @@ class Placed:
     address: str = ""  # of the decode worker
     stream: str = ""  # the Steps stream that reports the session
     handle: int = 0  # of the session on that stream
+    why: str = ""  # as in policy.Placement
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Which worker serves what is policy.py's.
 
 from collections.abc import Callable
 
+from gateway.ring.local_prefill import ChunkCosts
 from gateway.ring.policy import WorkerView
 from gateway.ring.request_steps import Role
 from protos import decode_pb2
@@ -129,6 +130,7 @@ class WorkerState:
             num_cores=status.cores,
             tokens_waiting=status.prompt_tokens_waiting,
             tokens_per_s=status.prompt_tokens_per_second,
+            costs=_read_costs(status.chunk_costs),
         )
 
     def release(self, refused_at: float | None = None) -> None:
@@ -150,3 +152,9 @@ class WorkerState:
     def _hurry(self, now: float) -> None:
         self.next_poll = min(self.next_poll, now + HURRY * self._pause_s)
         self.on_hurry()
+
+
+def _read_costs(costs: decode_pb2.ChunkCosts) -> ChunkCosts:
+    return ChunkCosts(
+        costs.quiet_seconds, costs.fixed_seconds, costs.token_seconds, costs.tokens, costs.read_token_seconds
+    )

@@ -2,16 +2,20 @@
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.kv import gpu as gpu_module
-from engine.kv.cuda_memory import IPC_HANDLE_BYTES, CudaError, DeviceBytes
+from engine.kv.cuda_memory import IPC_HANDLE_BYTES, CudaError, DeviceBytes, Span
 from engine.kv.gpu import CudaGpu
+from engine.kv.peer_pages import GpuPages, join_pages, plan_spans
 from engine.kv.pool import Pool, PoolShape
 from tests.support.fake_cuda import FakeGpu, count_opened, fake_cudart
 from tests.support.pool_process import build_pool
@@ -92,6 +96,62 @@ def test_a_pool_on_the_cpu_opens_no_gpu_memory() -> None:
         build_pool(NUM_PAGES).open_peer(bytes(64), 1, 512)
 
 
+@pytest.mark.parametrize(("page_tokens", "by_kernel"), [(16, True), (2048, False)])
+def test_large_pages_are_copied_by_a_copy_engine_and_small_ones_by_the_kernel(
+    page_tokens: int, by_kernel: bool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = PoolShape(6, (KvPart(1, 1, 16),), page_tokens, torch.float32)  # 2 KiB or 256 KiB a page
+    store = Pool(shape, torch.device("cpu"), gpu=gpu)
+    landing = store.open_landing(4)
+    assert isinstance(landing, GpuPages)
+    content = np.random.default_rng(1).integers(0, 256, 4 * store.page_bytes, np.uint8)
+    ctypes.memmove(landing.address, content.ctypes.data, content.nbytes)
+    launched: list[str] = []
+    copy_pages, copy_spans = gpu.copy_pages, gpu.copy_spans
+
+    def note(name: str, copy: Callable[..., None]) -> Callable[..., None]:
+        return lambda *arguments: (launched.append(name), copy(*arguments))[1]  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(gpu, "copy_pages", note("kernel", copy_pages))
+    monkeypatch.setattr(gpu, "copy_spans", note("engine", copy_spans))
+    landing.copy([3, 0, 1], [5, 1, 2])
+    landing.copy([2], [0], store.page_bytes // 2, store.page_bytes // 4, store.page_bytes // 2)
+    assert launched == ["kernel" if by_kernel else "engine"] * 2
+    rows, part = content.reshape(4, -1), store.page_bytes // 4
+    assert (store.load([5, 1, 2]) == rows[[3, 0, 1]]).all() and not store.load([3, 4]).any()
+    assert (store.load([0], part, 2 * part)[0] == rows[2, 2 * part :]).all()
+    landing.close()
+
+
+@given(st.permutations(range(12)), st.permutations(range(12)), st.integers(0, 12))
+def test_pages_in_a_row_are_one_copy_and_all_are_copied_once(pages: list[int], into: list[int], count: int) -> None:
+    joined = join_pages(pages[:count], into[:count])
+    apart = {(page + i, home + i) for page, home, length in joined for i in range(length)}
+    assert apart == set(zip(pages[:count], into[:count], strict=True))
+    assert sum(length for _, _, length in joined) == count
+    ends = {(page + length, home + length) for page, home, length in joined}
+    assert ends.isdisjoint({(page, home) for page, home, _ in joined}), "longer ones would do"
+
+
+KIB = 1 << 10
+PLANS: list[tuple[list[int], int, int, int, list[tuple[int, int, int]] | None]] = [
+    # pages into the same + 1; bytes of a page there, here, copied |-> spans behind addresses 0 and 0
+    ([0, 1, 3], 64 * KIB, 64 * KIB, 64 * KIB, [(0, 64, 128), (192, 256, 64)]),
+    ([0, 2], 64 * KIB, 64 * KIB, 63 * KIB, None),
+    ([0, 1, 2, 3], 16 * KIB, 16 * KIB, 16 * KIB, [(0, 16, 64)]),
+    ([0, 1, 2], 16 * KIB, 16 * KIB, 16 * KIB, None),
+    ([0, 1], 128 * KIB, 256 * KIB, 64 * KIB, [(0, 256, 64), (128, 512, 64)]),
+]
+
+
+@pytest.mark.parametrize(("pages", "there", "here", "num_bytes", "spans"), PLANS)
+def test_copy_engines_get_what_is_worth_a_copy(
+    pages: list[int], there: int, here: int, num_bytes: int, spans: list[tuple[int, int, int]] | None
+) -> None:
+    found = plan_spans(pages, [page + 1 for page in pages], (0, there), (0, here), num_bytes)
+    assert found == (None if spans is None else [tuple(KIB * value for value in span) for span in spans])
+
+
 def test_work_aside_from_the_engines_is_waited_for_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
@@ -113,6 +173,7 @@ def test_work_aside_from_the_engines_is_waited_for_on_a_stream_of_its_own(monkey
 
     doubles = {
         "current_device": lambda: 2, "device_count": lambda: 4, "Event": Event, "stream": stream,
+        "current_stream": lambda device: SimpleNamespace(cuda_stream=77),
         "Stream": lambda device: f"stream of {device}", "can_device_access_peer": lambda ours, theirs: theirs == 0,
         "get_device_properties": lambda index: SimpleNamespace(uuid=f"uuid-{index}"),
     }  # fmt: skip
@@ -123,5 +184,9 @@ def test_work_aside_from_the_engines_is_waited_for_on_a_stream_of_its_own(monkey
     assert (gpu.uuid, gpu.readable) == ("uuid-2", ("uuid-2", "uuid-0"))
     assert gpu.run(lambda: done.append("work")) is None
     assert done == ["stream of cuda:2", "work", "record", "leave", "wait"]
+    copied: list[object] = []
+    monkeypatch.setattr(gpu.cudart, "copy", lambda *arguments: copied.extend(arguments))
+    gpu.copy_spans([Span(1, 2, 3)])
+    assert copied == [[(1, 2, 3)], 77], "on the current stream"
     with pytest.raises(CudaError, match="cudaSetDevice: invalid device ordinal"):  # the library has only one device
         gpu.cudart.allocate(1)

@@ -9,20 +9,24 @@ import os
 import signal
 import sys
 import threading
+import zlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
 import grpc
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from structlog.testing import capture_logs
 
 from bench.gpu_checks import ipc
 from bench.gpu_checks.ipc import Exporter
 from bench.gpu_checks.ipc_exporter import page_content
 from decode_worker import kv_receiver
+from engine.kv import pool as pool_module
 from kvtransfer import cuda_ipc
 from kvtransfer.cuda_ipc import CudaIpcReader
 from kvtransfer.reader import PageRef, PageStore, PeerPages, ReadError
@@ -31,8 +35,16 @@ from runtime.lifecycle import spare_what_is_here
 from tests.support.fake_cuda import FakeGpu, count_opened
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.pool_process import build_pool
-from tests.support.real_workers import NUM_PAGES, build_kv_engine, decode_worker, gateway, prefill_worker
-from wire.kv_layout import PagePart
+from tests.support.real_workers import (
+    CHUNK_TOKENS,
+    NUM_PAGES,
+    PAGE_TOKENS,
+    build_kv_engine,
+    decode_worker,
+    gateway,
+    prefill_worker,
+)
+from wire.kv_layout import TEST_BYTES, PagePart
 
 GPU_PROCESS = (sys.executable, "-m", "tests.support.pool_process", "fake-gpu")
 PROMPT = [(number * 7) % 50 + 1 for number in range(23)]
@@ -75,6 +87,13 @@ class Peer:
 
     # the pages
 
+    def end_if_lost(self) -> None:
+        self.events.append("lost?")
+
+    def load(self, begin: int, num_bytes: int) -> list[NDArray[np.uint8]]:
+        assert (begin, num_bytes) == (9 * 512, TEST_BYTES)
+        return [np.frombuffer(b"test", np.uint8)] * 2
+
     def open_peer(self, handle: bytes, num_pages: int, page_bytes: int) -> "Peer":
         assert (handle, num_pages, page_bytes) == (b"a handle", 9, 512)
         return self
@@ -100,7 +119,8 @@ class Peer:
 def with_peer(scenario: Callable[[Peer, CudaIpcReader], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
     async def test() -> None:
         peer, message = Peer(), kv_pb2.Peer(num_pages=9)
-        message.ranks.add(pid=77).gpu.ipc_handle = b"a handle"
+        gpu = message.ranks.add(pid=77).gpu
+        gpu.ipc_handle, gpu.test_checksum = b"a handle", zlib.crc32(b"test")
         with ThreadPoolExecutor(1) as executor, pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda_ipc, "PeerFile", lambda _message, page_bytes, rank: peer)
             await scenario(peer, await CudaIpcReader.open(message, cast(PageStore, peer), executor))
@@ -145,6 +165,26 @@ async def test_memory_of_a_dead_peer_is_neither_copied_nor_believed(peer: Peer, 
 
 
 @with_peer
+async def test_many_pages_are_copied_in_pieces_each_from_a_living_peer(peer: Peer, opened: CudaIpcReader) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_ipc, "PIECE_BYTES", 2 * 512)
+        refs = [PageRef(page, 1) for page in (4, 5, 6)]
+        await opened.read(refs, [0, 1, 2])
+        copies = ["alive?", "copied [4, 5] to [0, 1]", "alive?", "copied [6] to [2]", "alive?"]
+        assert peer.events[:5] == copies
+        peer.events.clear()
+        peer.may_end.clear()
+        peer.has_begun.clear()
+        dying = asyncio.create_task(opened.read(refs, [0, 1, 2]))
+        await asyncio.to_thread(peer.has_begun.wait, PATIENCE_S)
+        peer.is_alive = False
+        peer.may_end.set()
+        with pytest.raises(ReadError, match="process 77 is gone"):
+            await dying
+        assert peer.events == copies[:3], "nothing more is copied"
+
+
+@with_peer
 async def test_a_cancelled_read_and_a_close_end_after_the_copy_under_way(peer: Peer, opened: CudaIpcReader) -> None:
     reading = await begin_read(peer, opened)
     reading.cancel()
@@ -162,9 +202,28 @@ async def test_what_cuda_says_is_the_refusal_and_does_not_hinder_the_close(peer:
     for call in (opened.read(REFS, INTO), opened.probe(1)):
         with pytest.raises(ReadError, match="illegal memory access") as error:
             await call
-        assert error.value.reason == "transport"
+        assert error.value.reason == "transport" and peer.events.pop() == "lost?"
     await opened.close()
     assert peer.events[-1] == "closed"
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [(None, 0), ("CUDA error: an illegal memory access was encountered", 1), ("CUDA out of memory", 0)],
+)
+def test_a_process_whose_gpu_is_lost_ends_though_it_has_no_steps(
+    error: str | None, ends: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, ended = build_pool(3, FakeGpu()), []
+
+    def fail(launch: Callable[[], object]) -> None:
+        raise RuntimeError(error)
+
+    if error:
+        monkeypatch.setattr(store.gpu, "run", fail)
+    monkeypatch.setattr(pool_module, "end_process", lambda: ended.append(1))
+    store.end_if_lost()
+    assert len(ended) == ends
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +238,7 @@ def changed(peer: kv_pb2.Peer, **values: object) -> kv_pb2.Peer:
     for field, value in values.items():
         if field in ("pid", "address"):  # of its only rank
             setattr(copied.ranks[0], field, value)
-        setattr(copied.ranks[0].gpu if field == "ipc_handle" else copied, field, value)
+        setattr(copied.ranks[0].gpu if field in ("ipc_handle", "test_checksum") else copied, field, value)
     return copied
 
 
@@ -189,7 +248,8 @@ def changed(peer: kv_pb2.Peer, **values: object) -> kv_pb2.Peer:
         ({"ipc_handle": bytes(63)}, "transport", "an IPC handle has 64 bytes, not 63"),
         ({"ipc_handle": bytes(65)}, "transport", "an IPC handle has 64 bytes, not 65"),
         ({"ipc_handle": bytes(64)}, "transport", "cudaIpcOpenMemHandle: invalid resource handle"),
-        ({"num_pages": NUM_PAGES + 1}, "transport", f"fewer than {(NUM_PAGES + 1) * 512} bytes"),
+        ({"num_pages": NUM_PAGES + 400}, "transport", f"fewer than {(NUM_PAGES + 400) * 512 + TEST_BYTES} bytes"),
+        ({"test_checksum": 0x1234}, "transport", "reads wrong here: its 65536 test bytes have checksum 00001234 there"),
         ({"num_pages": 0}, "layout", "without pages"),
         ({"num_pages": 2**32 - 1}, "layout", "leave no room"),
         ({"pages_offset": 0}, "layout", "leave no room"),
@@ -307,6 +367,35 @@ async def test_a_peer_that_cannot_be_opened_is_refused_or_read_otherwise_by_name
         (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
         assert (warning["asked"], warning["used"]) == ("cuda_ipc", "grpc")
         assert warning["why"].startswith("cuda_ipc failed: cudaIpcOpenMemHandle: invalid resource handle")
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+async def test_auto_reads_gpu_memory_if_its_test_bytes_are_right_and_tells_why_not(
+    is_wrong: bool, lasting: kv_pb2.Peer
+) -> None:
+    news = Signal()
+    async with (
+        prefill_worker(news) as prefill,
+        decode_worker(news, "auto", built=build_kv_engine(gpu=FakeGpu())) as decode,
+        gateway(decode, news) as opened,
+    ):
+        peer = changed(lasting, address=prefill.peer.address)  # which serves pages by gRPC
+        peer.incarnation = prefill.peer.incarnation
+        peer.ranks[0].gpu.test_checksum ^= is_wrong
+        decode.receiver._is_transport_required = False  # as auto has it
+        with capture_logs() as logs:
+            assert await shake_hands(opened.stub, peer) == ("grpc" if is_wrong else "cuda_ipc")
+        warnings = [entry["why"] for entry in logs if entry["log_level"] == "warning"]
+        status: decode_pb2.WorkerStatus = await opened.stub.Status(decode_pb2.StatusRequest())
+        why, costs = status.transport_reasons[peer.address], status.chunk_costs
+        assert costs.tokens == CHUNK_TOKENS and costs.read_token_seconds == pytest.approx(
+            decode.pool.page_bytes / PAGE_TOKENS / status.probed_bytes_per_s[peer.address]
+        )
+        if is_wrong:
+            assert warnings == [why] and why.startswith("cuda_ipc failed: the GPU memory of process ")
+            assert f"reads wrong here: its {TEST_BYTES} test bytes have checksum" in why
+        else:
+            assert not warnings and why == "the peer's GPU memory can be opened on this host"
 
 
 def test_the_checks_for_a_card_hold_on_the_fake_one() -> None:

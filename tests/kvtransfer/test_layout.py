@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer import reader
 from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank
 from kvtransfer.layout import Run, find_bad_ranks, find_mismatch, plan_runs
 from kvtransfer.reader import Transport, choose_transport
@@ -76,13 +75,13 @@ CHOICES: list[tuple[kv_pb2.Peer, kv_pb2.Peer, Transport, str, str | None]] = [  
     (build(1), build(2), "shm", "shm", None),
     (build(1), build(2, host="far"), "shm", "grpc", NO_HOST),
     (build(1), build(2, fd=None), "shm", "grpc", NO_FILE),
-    (build(1, "a"), GOOD, "shm", "grpc", NO_FILE),
+    (build(1, "a"), GOOD, "shm", "cuda_ipc", NO_FILE),
     (build(1), build(2, host="far", nixl=True), "nixl", "nixl", None),
     (build(1), build(2, nixl=True), "nixl", "shm", None),
     (build(1), build(2, nixl=True, fd=None), "nixl", "nixl", None),
     (build(1), build(2, host="far"), "nixl", "grpc", NO_NIXL),
-    (build(1, "a"), GOOD, "cuda_ipc", "grpc", None),
-    (build(1, "near"), GOOD, "cuda_ipc", "grpc", None),
+    (build(1, "a"), GOOD, "cuda_ipc", "cuda_ipc", None),
+    (build(1, "near"), GOOD, "cuda_ipc", "cuda_ipc", None),
     (build(1), GOOD, "cuda_ipc", "grpc", NO_GPU),
     (build(1, "a"), build(2), "cuda_ipc", "shm", "the peer's pool is not on a GPU"),
     (build(1, "a"), build(2, "near", host="far"), "cuda_ipc", "grpc", "share no host and PID namespace"),
@@ -90,7 +89,7 @@ CHOICES: list[tuple[kv_pb2.Peer, kv_pb2.Peer, Transport, str, str | None]] = [  
     (build(1, "a"), build(2, "near", handle=b""), "cuda_ipc", "grpc", NO_HANDLE),
     (build(1, "a"), build(2, "near", fd=None), "cuda_ipc", "grpc", NO_HANDLE),
     (build(1, "a"), build(2, "far"), "cuda_ipc", "grpc", f"GPU a {NO_ACCESS} far"),
-    (together(build(1, "a"), build(3, "b")), together(build(2, "near"), build(4, "near")), "cuda_ipc", "grpc", None),
+    (together(build(1, "a"), build(3, "b")), together(GOOD, build(4, "near")), "cuda_ipc", "cuda_ipc", None),
     (build(1, "a"), together(build(2, "near"), build(4, "far")), "cuda_ipc", "grpc", f"GPU a {NO_ACCESS} far"),
     (together(build(1, "far"), build(3, "b")), build(2, "far"), "cuda_ipc", "grpc", f"GPU b {NO_ACCESS}"),
     (build(1, "a"), together(build(2, "near"), build(4, "near", handle=b"")), "cuda_ipc", "grpc", NO_HANDLE),
@@ -99,12 +98,11 @@ CHOICES: list[tuple[kv_pb2.Peer, kv_pb2.Peer, Transport, str, str | None]] = [  
 
 @pytest.mark.parametrize(("ours", "theirs", "wanted", "by_itself", "obstacle"), CHOICES)
 def test_the_choice_of_transport_names_what_stands_in_the_way(
-    ours: kv_pb2.Peer, theirs: kv_pb2.Peer, wanted: Transport, by_itself: str, obstacle: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    ours: kv_pb2.Peer, theirs: kv_pb2.Peer, wanted: Transport, by_itself: str, obstacle: str | None
 ) -> None:  # fmt: skip
     used, why = choose_transport(ours, theirs, wanted, False)
     assert used == (by_itself if obstacle else wanted)
-    assert (obstacle or ("the peer's pool is" if wanted == by_itself else "requested")) in why
+    assert (obstacle or ("the peer's " if wanted == by_itself else "requested")) in why
     if obstacle is None:
         assert choose_transport(ours, theirs, wanted, True) == (used, why)
     else:
@@ -112,10 +110,6 @@ def test_the_choice_of_transport_names_what_stands_in_the_way(
             choose_transport(ours, theirs, wanted, True)
     chosen, why = choose_transport(ours, theirs, "auto", True)
     assert chosen == by_itself and choose_transport(ours, theirs, "grpc", True)[0] == "grpc"
-    if wanted == "cuda_ipc":
-        assert obstacle or "--transport cuda_ipc" in why
-        monkeypatch.setattr(reader, "AUTO_TAKES_CUDA_IPC", True)
-        assert choose_transport(ours, theirs, "auto", False)[0] == used
 
 
 def test_a_worker_without_nixl_says_so() -> None:

@@ -5,7 +5,7 @@ import gc
 import hashlib
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.kernels.build import cache_folder, find_compiler
 from engine.kernels.gpu_pages import copy_pages
-from engine.kv.cuda_memory import Cudart, DeviceBytes
+from engine.kv.cuda_memory import Cudart, DeviceBytes, Span
 
 SOURCE = Path(__file__).with_name("fake_cudart.cpp")
 T = TypeVar("T")
@@ -45,6 +45,9 @@ class FakeGpu:
         buffer = (ctypes.c_ubyte * memory.num_bytes).from_address(memory.address)
         buffer.owner = memory  # type: ignore[attr-defined]  # as long as the tensor
         return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def copy_spans(self, spans: Sequence[Span]) -> None:
+        self.cudart.copy(spans, 0)
 
     def run(self, launch: Callable[[], T]) -> T:
         return launch()

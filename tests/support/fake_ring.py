@@ -17,6 +17,7 @@ from wire.timing import Timing
 TIMING = Timing(
     queue_s=0.5, grammar_s=5.5, prefill_s=1.5, transfer_s=2.5, transfer_bytes=5120, transport="grpc", first_step_s=3.5,
     decode_s=4.5, cached_tokens=1, draft_tokens=9, accepted_tokens=7, attempts=2,
+    prefill_reason="no prefill worker is alive",
 )  # fmt: skip
 
 

@@ -53,6 +53,7 @@ class TimingBody(msgspec.Struct):
     draft_tokens: int
     accepted_tokens: int
     attempts: int
+    prefill_reason: str
 
 
 class FunctionBody(msgspec.Struct):

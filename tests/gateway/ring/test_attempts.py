@@ -349,6 +349,16 @@ def test_timing_comes_with_the_first_and_the_last_tokens() -> None:
     )
 
 
+@pytest.mark.parametrize("prefill", [0, 1])
+def test_timing_tells_why_the_prompt_was_computed_there(prefill: int) -> None:
+    attempt = Hall(prefill=prefill).begin("r")
+    attempt.reserved(needs_prefill=bool(prefill))
+    attempt.deliver([7], "length", timing=SESSION)
+    (only,) = attempt.read()
+    assert only.timing is not None
+    assert only.timing.prefill_reason == ("" if prefill else "no prefill worker is alive")
+
+
 def test_timing_is_the_last_attempts() -> None:
     first = Hall(prefill=1).begin("r")
     first.reserved(needs_prefill=True)

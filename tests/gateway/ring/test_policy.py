@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.ring.local_prefill import ChunkCosts
 from gateway.ring.policy import (
     BUSY_TOKENS,
     NO_LIMIT,
@@ -238,6 +239,36 @@ def test_decode_prefills_where_both_roles_want_the_same_cores(
     handed = choose_placement([*views, elsewhere], 1000, None)
     assert isinstance(handed, Placement) and handed.prefill is not None  # one of them uses no cores
     assert explain_no_hand_off([*views, elsewhere], None) == ""
+
+
+COSTS = ChunkCosts(0.0028, 0.0024, 2e-5, 256, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("setting", "missing", "decode_has", "prefill_has", "limit", "why"),
+    [
+        (None, 200, {}, {}, 200, "200 tokens cost 9 ms on the decode worker beside 0 answers, 10 ms by hand-off"),
+        (None, 1000, {}, {}, None, "1000 tokens cost 41 ms on the decode worker beside 0 answers, 31 ms by hand-off"),
+        (None, 200, {"num_mine": 3}, {}, None, "200 tokens cost 28 ms on the decode worker beside 3 answers"),
+        (None, 200, {}, {"num_threads": 4, "num_cores": 4}, None, ""),
+        (None, 200, {"costs": ChunkCosts()}, {}, None, ""),
+        (None, 200, {}, {"tokens_per_s": 0.0}, None, ""),
+        (None, 200, {"num_mine": 3}, {"tokens_waiting": 8000}, 200, "beside 3 answers, 210 ms by hand-off"),
+        (None, 200, {}, {"is_alive": False}, NO_LIMIT, "no prefill worker is alive"),
+        (0, 200, {}, {"tokens_waiting": 8000}, None, ""),
+        (512, 500, {"num_mine": 3}, {}, 512, "within --local-prefill-max-tokens"),
+    ],
+)
+def test_short_prompts_are_computed_where_that_costs_less_time(
+    setting: int | None, missing: int, decode_has: dict[str, Any], prefill_has: dict[str, Any], limit: int | None,
+    why: str,
+) -> None:  # fmt: skip
+    decode = replace(DECODE, **{"costs": COSTS, **decode_has})
+    prefill = replace(PREFILL, **{"tokens_per_s": 40_000.0, **prefill_has})
+    choice = choose_placement([prefill, decode], missing, setting)
+    assert isinstance(choice, Placement) and (choice.prefill is None) is (limit is not None)
+    assert choice.local_prefill_max_tokens == (setting or 0 if limit is None else limit)
+    assert why in choice.why and bool(why) is bool(choice.why)
 
 
 @st.composite
