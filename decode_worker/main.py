@@ -16,7 +16,7 @@ from protos import decode_pb2_grpc
 from runtime.config import DecodeConfig
 from worker import process
 from worker.loop import WorkerLoop
-from worker.plan import TokenBudget
+from worker.plan import build_budget
 from worker.process import Role, Worker
 from worker.sequences import Update
 
@@ -39,7 +39,7 @@ class DecodeRole(Role):
             asyncio_loop.call_soon_threadsafe(streams.publish, step, updates)
 
         speculator = build_speculator(engine, config)
-        budget = TokenBudget(config.local_prefill_chunk_tokens, "--local-prefill-chunk-tokens")
+        budget = build_budget(config.local_prefill_chunk_tokens, "--local-prefill-chunk-tokens", engine.device.type)
         self.loop = WorkerLoop(
             DraftsAndMasks(speculator, scheduler), scheduler, engine.runner, engine.rows, engine.pool, budget, publish,
             self.metrics, worker.steps_ahead,

@@ -63,7 +63,8 @@ class CudaCapture:
     """Captures CUDA graphs that share one memory pool: only one of them may run at a time."""
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # priority -1: their kernels go before those that copy pages beside them
+        self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         self._pool: Any = None  # torch's handle, from the first graph
 
     def __call__(self, compute: Compute) -> Compute:

@@ -15,7 +15,7 @@ from protos import prefill_pb2_grpc
 from runtime.config import PrefillConfig
 from worker import process
 from worker.loop import StepExtras, WorkerLoop
-from worker.plan import TokenBudget
+from worker.plan import build_budget
 from worker.process import Role, Worker
 from worker.sequences import ScheduledSequence, Update
 
@@ -40,7 +40,7 @@ class PrefillRole(Role):
             asyncio_loop.call_soon_threadsafe(self._service.on_updates, updates)
 
         runner = engine.runner if engine.draft_runner is None else BothRunners(engine.runner, engine.draft_runner)
-        budget = TokenBudget(config.chunk_tokens, "--chunk-tokens")
+        budget = build_budget(config.chunk_tokens, "--chunk-tokens", engine.device.type)
         self.loop = WorkerLoop(
             DraftKv(), scheduler, runner, engine.rows, engine.pool, budget, publish, self.metrics, worker.steps_ahead
         )

@@ -93,7 +93,7 @@ class WorkerLoop:
     ) -> None:  # fmt: skip
         self._extras = extras
         self.thread = EngineThread(self.step, scheduler.next_deadline)
-        self.chunks = ChunkSizer(budget.prompt_tokens)
+        self.chunks = ChunkSizer(budget.prompt_tokens, budget.fewest_prompt_tokens)
         self._scheduler = scheduler
         self._runner = runner
         self._rows = rows

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from worker.chunks import FEWEST, FEWEST_ON_GPU
 from worker.scheduler import Scheduler
 from worker.sequences import Phase, ScheduledSequence, Sequence
 
@@ -15,6 +16,7 @@ class TokenBudget:
 
     prompt_tokens: int
     setting: str  # the flag that sets it, for error messages
+    fewest_prompt_tokens: int = FEWEST  # of a chunk, unless a prompt has fewer left
     beside_answers: int | None = None  # prompt tokens beside two answers per prompt; None: prompt_tokens
 
     def beside(self, num_prompts: int, num_answers: int) -> int:
@@ -26,6 +28,11 @@ class TokenBudget:
             return self.prompt_tokens
         growth = max(1.0, 2 * num_prompts / num_answers, num_prompts / 2)
         return min(self.prompt_tokens, int(self.beside_answers * growth))
+
+
+def build_budget(prompt_tokens: int, setting: str, device: str) -> TokenBudget:
+    """`device`: torch's name of its type."""
+    return TokenBudget(prompt_tokens, setting, FEWEST_ON_GPU if device == "cuda" else FEWEST)
 
 
 def schedule(scheduler: Scheduler, budget: TokenBudget) -> list[ScheduledSequence]:
