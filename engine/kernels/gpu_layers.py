@@ -1,7 +1,8 @@
-"""The decoder's elementwise work on a GPU, one Triton kernel each: norms, gate, rotation with the write of new KV.
+"""The decoder's work between products on a GPU, one Triton kernel each: norms, gate, rotation with the write of new KV,
+rounding to e4m3.
 
-Loads are widened to float32; results are rounded once, when stored. Twins: engine/ops/base.py and
-engine/attention/qkv.py.
+Loads are widened to float32; results are rounded once, when stored. Twins: engine/ops/base.py, engine/attention/qkv.py
+and engine/weights/fp8.py.
 """
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 GATE_BLOCK = 1024
 HEADS_BLOCK = 8  # heads of a token per program: 1,024 elements at D = 128
 PAGES_BLOCK = 256
+ROUND_BLOCK = 4096  # values per program, if rows are shorter
 
 
 @triton.jit
@@ -99,6 +101,23 @@ def rope_and_write_kernel(
     tl.store(values + value_place + HALF, y.to(values.dtype.element_ty), mask=is_value)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def round_kernel(
+    rows, codes, scale, num_rows, width, row_stride, smallest, limit, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """ROWS rows per program. rows: [N, width], codes: [N, width] e4m3, contiguous, scale: [N] float32."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows)[:, None] & (column < width)
+    x = tl.load(rows + row[:, None] * row_stride + column, mask=mask, other=0.0).to(tl.float32)
+    peak = tl.maximum(tl.max(tl.abs(x), axis=1), smallest)
+    factor = tl.div_rn(peak, limit)  # [ROWS]
+    tl.store(scale + row, factor, mask=row < num_rows)
+    # factors as wide as x: div_rn does not broadcast. A quotient may slightly exceed 448, which still rounds to it
+    quotient = tl.div_rn(x, tl.broadcast_to(factor[:, None], (ROWS, BLOCK)))
+    tl.store(codes + row[:, None] * width + column, quotient.to(codes.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["table_stride"])  # grows with sequences; each specialisation would compile again
 def join_pages_kernel(table, starts, out, table_stride, BLOCK: tl.constexpr):
     """Concatenates the first pages of each row of a table. table: [B, P], starts: [B + 1], out: [starts[B]]."""
@@ -130,6 +149,22 @@ def add_norm(rows: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> 
         HAS_DELTA=delta is not None, BLOCK=block, num_warps=min(16, max(4, block // 512)),
     )  # fmt: skip
     return out
+
+
+def round_rows(rows: Tensor, smallest: float, limit: float) -> tuple[Tensor, Tensor]:
+    """rows: [N, K], columns contiguous |-> codes [N, K] e4m3, scale [N] float32, of max(peak, smallest) / limit."""
+    num_rows, width = rows.shape
+    if rows.stride(1) != 1:
+        raise ValueError(f"rows have strides {rows.stride()}, expected contiguous columns")
+    codes = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=rows.device)
+    scale = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
+    block = triton.next_power_of_2(width)
+    together = max(1, ROUND_BLOCK // block)
+    round_kernel[(triton.cdiv(num_rows, together),)](
+        rows, codes, scale, num_rows, width, rows.stride(0), smallest, limit,
+        ROWS=together, BLOCK=block, num_warps=min(16, max(4, block // 512)),
+    )  # fmt: skip
+    return codes, scale
 
 
 def rope_and_write(

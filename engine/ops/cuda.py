@@ -9,7 +9,8 @@ from engine.layers.moe_config import Activation
 from engine.ops.base import Ops
 from engine.sampling import gpu
 from engine.sampling.batch import SamplingBatch
-from engine.weights.fp8 import can_round, multiply_rounded, quantise_blocks
+from engine.weights.fp8 import E4M3_MAX, SMALLEST_PEAK, can_round, multiply_codes
+from engine.weights.fp8_matrix import BLOCK
 from engine.weights.stored_groups import StoredGroups
 
 
@@ -35,8 +36,6 @@ class CudaOps(Ops):
             return multiply(rows, codes, scale, bias)
         if not can_round(codes, scale) or rows.dtype is not torch.bfloat16:
             return super().multiply_fp8(rows, codes, scale, bias)
-        if has_blocks:
-            return gpu_blocks.multiply_rounded(*quantise_blocks(rows), codes, scale, bias, rows.dtype)
         return multiply_rounded(rows, codes, scale, bias)
 
     def multiply_groups(self, rows: Tensor, weight: StoredGroups, bias: Tensor | None) -> Tensor:
@@ -50,3 +49,12 @@ class CudaOps(Ops):
 
     def sample_into(self, out: Tensor, logits: Tensor, fields: SamplingTensors) -> None:
         gpu_sampling.choose_tokens(logits, fields, out)
+
+
+def multiply_rounded(rows: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """rows: [T, K] bfloat16, which `can_round` like the weights |-> [T, N] bfloat16. See `Ops.multiply_fp8`."""
+    if scale.ndim == 1:
+        return multiply_codes(*gpu_layers.round_rows(rows, SMALLEST_PEAK, E4M3_MAX), codes, scale, bias)
+    rounded, row_scale = gpu_layers.round_rows(rows.reshape(-1, BLOCK), SMALLEST_PEAK, E4M3_MAX)
+    row_scale = row_scale.view(len(rows), -1)
+    return gpu_blocks.multiply_rounded(rounded.view(rows.shape), row_scale, codes, scale, bias, rows.dtype)

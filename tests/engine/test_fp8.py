@@ -15,11 +15,12 @@ from torch import Tensor
 from demo.paths import TARGET_DIR
 from engine.engine import Engine, build_engine
 from engine.kernels import gpu_blocks, gpu_linear
+from engine.kernels.gpu_layers import round_rows
 from engine.layers.linear import PlainLinear, Quantization
 from engine.models.load import load_model
 from engine.ops.base import Ops
-from engine.ops.cuda import CudaOps
-from engine.weights.fp8 import Fp8Linear, multiply_rounded, quantise_blocks, quantise_rows
+from engine.ops.cuda import CudaOps, multiply_rounded
+from engine.weights.fp8 import E4M3_MAX, FAST_DEPTH, SMALLEST_PEAK, Fp8Linear, quantise_blocks, quantise_rows
 from engine.weights.fp8_matrix import E4M3, Fp8Matrix
 from kvtransfer.layout import find_mismatch
 from runtime.config import PrefillConfig
@@ -61,6 +62,34 @@ def test_rounding_is_within_half_a_step(dtype: torch.dtype) -> None:
     assert (error <= half_step * (1 + 1e-6)).all()
     assert (codes.float().abs().amax(dim=1)[:5] == 448).all()  # the whole range is used
     assert not codes[5].float().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(5, 700), (67, 128), (3, 4096)], ids=str)
+def test_the_kernel_rounds_like_torch_bit_for_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    rows = randn(shape[0], shape[1] + 24).to(dtype)[:, : shape[1]]
+    rows[1], rows[2] = 0, rows[2] * 1000
+    rows[0, :4] = torch.tensor([1e-7, -3.0, 5.0, 2.5])
+    (codes, scale), (expected, expected_scale) = round_rows(rows, SMALLEST_PEAK, E4M3_MAX), quantise_rows(rows)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    with pytest.raises(ValueError, match="contiguous columns"):
+        round_rows(rows.T, SMALLEST_PEAK, E4M3_MAX)
+
+
+def test_fast_sums_lose_little_beside_rounding() -> None:
+    """Sums as Hopper's matrix units keep them: 32 products exactly, then 13 bits of mantissa, the rest dropped."""
+    rows, weight = randn(32, FAST_DEPTH).bfloat16(), randn(32, FAST_DEPTH, seed=1)
+    truth = exact(rows, weight, None)
+    (codes, scale), (weights, weight_scale) = quantise_rows(rows), quantise_rows(weight)
+    sums = torch.zeros(32, 32)
+    for begin in range(0, FAST_DEPTH, 32):
+        part = slice(begin, begin + 32)
+        exact_sum = sums.double() + exact(codes[:, part], weights[:, part], None)
+        sums = (exact_sum.float().view(torch.int32) & ~1023).view(torch.float32)
+    scales = scale.double()[:, None] * weight_scale
+    fast, slow = sums * scales, exact(codes, weights, None) * scales
+    assert (fast - truth).norm() < 1.02 * (slow - truth).norm()
 
 
 def test_the_rounded_product_is_torchs() -> None:

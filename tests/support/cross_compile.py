@@ -31,12 +31,13 @@ from engine.kernels import gpu_blocks, gpu_groups, gpu_sampling
 from engine.kernels.build import cache_folder
 from engine.kernels.gpu_experts import MAX_ROWS as MAX_EXPERT_ROWS
 from engine.kernels.gpu_experts import add_slots, mix
-from engine.kernels.gpu_layers import join_pages, rope_and_write
+from engine.kernels.gpu_layers import join_pages, rope_and_write, round_rows
 from engine.kernels.gpu_linear import MAX_ROWS, multiply
 from engine.kernels.gpu_logits import BLOCK
 from engine.kernels.gpu_pages import copy_pages
 from engine.ops.cuda import CudaOps
 from engine.sampling.gpu import sample
+from engine.weights.fp8 import E4M3_MAX, SMALLEST_PEAK
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 from wire.sampling import SamplingParams
 
@@ -87,6 +88,8 @@ def launch_layers() -> None:
     operations.norm(rows, empty(4096), 1e-5)
     operations.add_norm_(empty(4, 4096, dtype=torch.float32), rows, empty(4096), 1e-5)
     operations.gate(empty(4, 28672))
+    for sizes in ((100, 14336), (3200, 128)):  # for each row, and for each 128 columns
+        round_rows(empty(*sizes), SMALLEST_PEAK, E4M3_MAX)
     join_pages(empty(4, 64, dtype=torch.int32), empty(5, dtype=torch.int32), empty(256, dtype=torch.int32))
 
 

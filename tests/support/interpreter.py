@@ -1,19 +1,36 @@
-"""Makes Triton's interpreter on the CPU a third to a half faster where kernels call functions; results stay the same.
+"""Makes Triton's interpreter on the CPU a third to a half faster where kernels call functions, and round to e4m3 right.
 
 A launch puts the interpreter's operations into triton.language. Without this, each function call within a kernel
-searches the whole language to do so again.
+searches the whole language to do so again. Its own rounding drops the carry of a mantissa: 125 becomes 64.
 """
 
 import os
 from typing import Any
+
+import numpy as np
+import torch
+
+
+def round_as_hardware(values: np.ndarray) -> np.ndarray:
+    """float32 |-> the bits of e4m3: to the nearest, ties to even, and to 448 beyond it, like cvt.rn.satfinite."""
+    return torch.from_numpy(values).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
 def interpret_kernels() -> None:
     """Call before anything imports triton, which reads the variable when it defines its own functions."""
     os.environ.setdefault("TRITON_INTERPRET", "1")
     from triton import language
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpretedFunction
 
+    convert = interpreter._convert_float
+
+    def convert_right(values: np.ndarray, given: Any, wanted: Any, mode: Any) -> Any:
+        if given == language.float32 and wanted == language.float8e4nv:
+            return round_as_hardware(values)
+        return convert(values, given, wanted, mode)
+
+    interpreter._convert_float = convert_right
     slowly = InterpretedFunction.__call__
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
