@@ -15,6 +15,7 @@ import torch
 IPC_HANDLE_BYTES = 64
 LAZY_ENABLE_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 DEVICE_MEMORY = 2  # cudaMemoryTypeDevice
+NATIVE_ATOMICS = 3  # cudaDevP2PAttrNativeAtomicSupported
 
 
 class CudaError(RuntimeError):
@@ -40,6 +41,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cudaIpcOpenMemHandle": (POINTER(c_void_p), _Handle, c_uint),
     "cudaIpcCloseMemHandle": (c_void_p,),
     "cudaPointerGetAttributes": (POINTER(_Attributes), c_void_p),
+    "cudaDeviceGetP2PAttribute": (POINTER(c_int), c_int, c_int, c_int),
 }
 
 
@@ -91,6 +93,12 @@ class Cudart:
     def close(self, address: int) -> None:
         """Unmap what `open` returned. No copy from there may be in progress."""
         self._call("cudaIpcCloseMemHandle", address)
+
+    def has_atomics(self, own: int, peer: int) -> bool:
+        """Whether the GPU of index `own` can execute atomic operations in the memory of `peer`: over NVLink."""
+        found = c_int()
+        self._call("cudaDeviceGetP2PAttribute", byref(found), NATIVE_ATOMICS, own, peer)
+        return bool(found.value)
 
     def _is_device_memory(self, address: int) -> bool:
         attributes = _Attributes()

@@ -34,6 +34,10 @@ class SummedLinear:
     def __call__(self, rows: Tensor, *routes: Tensor) -> Tensor:
         return self._ranks.all_reduce_(self._own(rows, *routes))
 
+    def add_norm_(self, hidden: Tensor, rows: Tensor, weight: Tensor, eps: float, ops: Ops) -> Tensor:
+        """`Ops.add_norm_` of the layer's result, in one kernel with the ranks' sum where there is one."""
+        return self._ranks.add_norm_(hidden, self._own(rows), weight, eps, ops.add_norm_)
+
 
 class Normed:
     """A product, an MLP or experts, with norms of its own around it."""

@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 import engine
 from bench.batches import build_sampling_batch
 from engine.attention.qkv import RopeArgs
-from engine.kernels import gpu_blocks, gpu_groups, gpu_sampling
+from engine.kernels import gpu_blocks, gpu_groups, gpu_ranks, gpu_sampling
 from engine.kernels.build import cache_folder
 from engine.kernels.gpu_experts import MAX_ROWS as MAX_EXPERT_ROWS
 from engine.kernels.gpu_experts import add_slots, mix
@@ -157,6 +157,17 @@ def launch_joins_of_one_block() -> None:
         launch_sampling(BLOCK.value)
 
 
+def launch_sums(size: int) -> None:
+    rows, offsets, epochs = (
+        empty(4, 4096),
+        empty(size, dtype=torch.int64),
+        empty(gpu_ranks.MAX_ROWS, dtype=torch.int32),
+    )
+    shared = gpu_ranks.SharedRows(empty(gpu_ranks.buffer_bytes(size), dtype=torch.uint8), offsets, epochs, 1, size)
+    gpu_ranks.all_reduce_(rows, shared)
+    gpu_ranks.add_norm_(empty(4, 4096, dtype=torch.float32), rows, empty(4096), 1e-5, shared)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "layers": launch_layers,
     **{
@@ -183,6 +194,7 @@ CASES: dict[str, Callable[[], None]] = {
     "one expert silu": partial(launch_experts, "silu", 5120, 8192, False, top_k=1),
     "experts gelu": partial(launch_experts, "gelu_tanh", 2816, 704, False),
     "experts clamped biased": partial(launch_experts, "clamped", 2880, 2880, True),
+    **{f"sums of {size} ranks": partial(launch_sums, size) for size in (2, 8)},
     "pages": launch_pages,
     "sampling": partial(launch_sampling, 128_256),
     "sampling from one block": launch_joins_of_one_block,
