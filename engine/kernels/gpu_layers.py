@@ -101,21 +101,26 @@ def rope_and_write_kernel(
     tl.store(values + value_place + HALF, y.to(values.dtype.element_ty), mask=is_value)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_groups"])
 def round_kernel(
-    rows, codes, scale, num_rows, width, row_stride, smallest, limit, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    rows, codes, scale, num_groups, width, per_row, row_stride, smallest, limit,
+    HAS_GATE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows per program. rows: [N, width], codes: [N, width] e4m3, contiguous, scale: [N] float32."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """GROUPS groups of `width` columns per program, each with a scale. rows: [T, per_row * width], with a gate twice as
+    many columns, as in `gate_kernel`; codes: [T, per_row * width] e4m3, contiguous, scale: [T, per_row] float32."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     column = tl.arange(0, BLOCK)[None, :]
-    mask = (row < num_rows)[:, None] & (column < width)
-    x = tl.load(rows + row[:, None] * row_stride + column, mask=mask, other=0.0).to(tl.float32)
+    mask = (group < num_groups)[:, None] & (column < width)
+    given = rows + (group // per_row * row_stride + group % per_row * width)[:, None] + column
+    x = tl.load(given, mask=mask, other=0.0).to(tl.float32)
+    if HAS_GATE:
+        x = x / (1.0 + tl.exp(-x)) * tl.load(given + per_row * width, mask=mask, other=0.0).to(tl.float32)
     peak = tl.maximum(tl.max(tl.abs(x), axis=1), smallest)
-    factor = tl.div_rn(peak, limit)  # [ROWS]
-    tl.store(scale + row, factor, mask=row < num_rows)
+    factor = tl.div_rn(peak, limit)  # [GROUPS]
+    tl.store(scale + group, factor, mask=group < num_groups)
     # factors as wide as x: div_rn does not broadcast. A quotient may slightly exceed 448, which still rounds to it
-    quotient = tl.div_rn(x, tl.broadcast_to(factor[:, None], (ROWS, BLOCK)))
-    tl.store(codes + row[:, None] * width + column, quotient.to(codes.dtype.element_ty), mask=mask)
+    quotient = tl.div_rn(x, tl.broadcast_to(factor[:, None], (GROUPS, BLOCK)))
+    tl.store(codes + group[:, None] * width + column, quotient.to(codes.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["table_stride"])  # grows with sequences; each specialisation would compile again
@@ -151,18 +156,27 @@ def add_norm(rows: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> 
     return out
 
 
-def round_rows(rows: Tensor, smallest: float, limit: float) -> tuple[Tensor, Tensor]:
-    """rows: [N, K], columns contiguous |-> codes [N, K] e4m3, scale [N] float32, of max(peak, smallest) / limit."""
-    num_rows, width = rows.shape
-    if rows.stride(1) != 1:
-        raise ValueError(f"rows have strides {rows.stride()}, expected contiguous columns")
-    codes = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=rows.device)
-    scale = torch.empty(num_rows, dtype=torch.float32, device=rows.device)
+def round_rows(
+    rows: Tensor, width: int, smallest: float, limit: float, has_gate: bool = False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """rows: [T, K], or [T, 2 K] to be gated first |-> codes [T, K] e4m3, scale [T, K / width] float32.
+
+    Columns of rows are contiguous. A scale is max(peak, smallest) / limit of `width` columns, which divides K.
+    """
+    num_rows, num_columns = len(rows), rows.shape[1] // (2 if has_gate else 1)
+    per_row, rest = divmod(num_columns, width)
+    if rows.stride(1) != 1 or rest:
+        raise ValueError(
+            f"rows have {num_columns} columns and strides {rows.stride()}, "
+            f"expected contiguous columns in groups of {width}"
+        )
+    codes = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn, device=rows.device)
+    scale = torch.empty(num_rows, per_row, dtype=torch.float32, device=rows.device)
     block = triton.next_power_of_2(width)
     together = max(1, ROUND_BLOCK // block)
-    round_kernel[(triton.cdiv(num_rows, together),)](
-        rows, codes, scale, num_rows, width, rows.stride(0), smallest, limit,
-        ROWS=together, BLOCK=block, num_warps=min(16, max(4, block // 512)),
+    round_kernel[(triton.cdiv(num_rows * per_row, together),)](
+        rows, codes, scale, num_rows * per_row, width, per_row, rows.stride(0), smallest, limit,
+        HAS_GATE=has_gate, GROUPS=together, BLOCK=block, num_warps=min(16, max(4, block // 512)),
     )  # fmt: skip
     return codes, scale
 

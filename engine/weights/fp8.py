@@ -8,6 +8,7 @@ on a card yet.
 import torch
 from torch import Tensor
 
+from engine.layers.moe_config import Activation
 from engine.ops.base import Ops
 from engine.weights.fp8_matrix import BLOCK, E4M3
 
@@ -36,6 +37,10 @@ class Fp8Linear:
     def __call__(self, rows: Tensor) -> Tensor:
         return self._ops.multiply_fp8(rows, self._codes, self._scale, self._bias)
 
+    def multiply_gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """See `layers.linear.TakesGate`."""
+        return self._ops.multiply_gated_fp8(gate_up, activation, self._codes, self._scale, self._bias)
+
 
 def can_round(codes: Tensor, scale: Tensor) -> bool:
     """Whether rows can be rounded like these weights."""
@@ -49,11 +54,11 @@ def multiply_codes(
 ) -> Tensor:  # fmt: skip
     """The same, where x is rows * row_scale: matrix units run at twice their bfloat16 speed.
 
-    rows: [T, K] e4m3; row_scale: [T]; scale: [N] |-> [T, N] bfloat16. Rounding x and w puts an output off by about
+    rows: [T, K] e4m3; row_scale: [T, 1]; scale: [N] |-> [T, N] bfloat16. Rounding x and w puts an output off by about
     2.6 % of the root of the sum of its terms' squares for each of the two.
     """
     return torch._scaled_mm(
-        rows, codes.T, row_scale[:, None], scale[None, :], bias=bias, out_dtype=torch.bfloat16,
+        rows, codes.T, row_scale, scale[None, :], bias=bias, out_dtype=torch.bfloat16,
         use_fast_accum=rows.shape[1] <= FAST_DEPTH,
     )  # fmt: skip
 

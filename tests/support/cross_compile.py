@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -88,8 +89,8 @@ def launch_layers() -> None:
     operations.norm(rows, empty(4096), 1e-5)
     operations.add_norm_(empty(4, 4096, dtype=torch.float32), rows, empty(4096), 1e-5)
     operations.gate(empty(4, 28672))
-    for sizes in ((100, 14336), (3200, 128)):  # for each row, and for each 128 columns
-        round_rows(empty(*sizes), SMALLEST_PEAK, E4M3_MAX)
+    for width, has_gate in product((14336, 128), (False, True)):  # for each row, and for each 128 columns
+        round_rows(empty(100, 28672 if has_gate else 14336), width, SMALLEST_PEAK, E4M3_MAX, has_gate)
     join_pages(empty(4, 64, dtype=torch.int32), empty(5, dtype=torch.int32), empty(256, dtype=torch.int32))
 
 
