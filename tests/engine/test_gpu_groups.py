@@ -124,7 +124,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 def products_of(decoder: Any) -> list[Linear]:
     (layer,) = decoder._layers
-    return [layer.qkv_proj, layer.o_proj, layer.mlp._gated._gate_up, layer.mlp._down]
+    return [layer.qkv_proj, layer.o_proj, layer.mlp._gated.gate_up, layer.mlp._down]
 
 
 @pytest.mark.parametrize(
