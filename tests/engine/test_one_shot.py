@@ -2,19 +2,25 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from engine import one_shot
 from engine.kernels import gpu_ranks
+from engine.kv.cuda_memory import CudaError
 from engine.models.load import load_model
 from engine.one_shot import choose_limit
-from engine.ranks import AddNorm, Ranks
+from engine.ranks import AddNorm, Ranks, join_group
 from tests.support.checkpoints import write_checkpoint
+from tests.support.fake_cuda import FakeGpu
 from tests.support.forward import logits_of
 
+CPU = torch.device("cpu")
 RUN_S = 120
 
 
@@ -71,6 +77,31 @@ class CountingRanks(Ranks):
 @pytest.mark.parametrize(("family", "expected"), [("llama", "sum, add and norm"), ("gemma3_text", "sum")])
 def test_each_block_asks_once_for_its_sum_and_the_norm_after_it(family: str, expected: str, tmp_path: Path) -> None:
     ranks = CountingRanks()
-    decoder = load_model(write_checkpoint(tmp_path, family), "float32", torch.device("cpu"), ranks=ranks)
+    decoder = load_model(write_checkpoint(tmp_path, family), "float32", CPU, ranks=ranks)
     logits_of(decoder, [1, 2, 3])
     assert ranks.calls == ["sum"] + [expected] * 2 * decoder.config.num_layers  # the embedding's, then the layers'
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    join_group(str(tmp_path / "meet"), 0, 1, CPU, timeout_s=10)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_ranks_that_cannot_or_err_keep_to_nccl(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu()
+
+    def fail(_address: int) -> bytes:
+        raise CudaError("cudaIpcGetMemHandle: operation not supported")
+
+    monkeypatch.setattr(one_shot, "PROBES", one_shot.PROBES[:1])
+    assert one_shot.open_sums(group, CPU, gpu) is None  # one rank: not a size that the kernel has
+    monkeypatch.setattr(one_shot, "SIZES", (1,))
+    assert one_shot.open_sums(group, CPU, gpu) is not None
+    with monkeypatch.context() as failing:
+        failing.setattr(gpu.cudart, "export", fail)
+        assert one_shot.open_sums(group, CPU, gpu) is None
+    monkeypatch.setattr(gpu_ranks, "all_reduce_", lambda part, _shared: part * 2)
+    assert one_shot.open_sums(group, CPU, gpu) is None
