@@ -185,8 +185,8 @@ def test_the_choice_for_a_gpu_says_which_kernels(
     kv_dtype: torch.dtype | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(backend_module, "FlashInferAttention", lambda *args: args)
+    built: list[object] = []
+    monkeypatch.setattr(backend_module, "FlashInferAttention", lambda *args: built.extend(args))
     shape, device = AttentionShape(32, 8, 128, 0.1), torch.device("cuda")
-    choice = choose_attention(shape, [None], device, BF16, kv_dtype)
-    assert choice.reason == reason
-    assert choice.backend == (shape, frozenset([None]), BF16, device, kv_dtype is None)
+    assert choose_attention(shape, [None], device, BF16, kv_dtype).reason == reason
+    assert built == [shape, frozenset([None]), BF16, device, kv_dtype is None]
