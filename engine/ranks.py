@@ -5,13 +5,34 @@ the group, nothing of models or of how ranks receive steps.
 """
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # ranks are on one host and trust each other
+
+
+AddNorm = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # Ops.add_norm_
+
+
+class Sums(Protocol):
+    """A faster way to add small tensors of all ranks (engine/one_shot.py)."""
+
+    def fits(self, part: Tensor) -> bool:
+        """The same on all ranks, as their parts have the same shape."""
+        ...
+
+    def all_reduce_(self, part: Tensor) -> Tensor:
+        """See `Ranks.all_reduce_`."""
+        ...
+
+    def add_norm_(self, hidden: Tensor, part: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Ranks.add_norm_`."""
+        ...
 
 
 class Ranks:
@@ -22,6 +43,13 @@ class Ranks:
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Replace `tensor` by the sum over all ranks and return it. All ranks get the same bits."""
         return tensor
+
+    def add_norm_(self, hidden: Tensor, part: Tensor, weight: Tensor, eps: float, add_norm: AddNorm) -> Tensor:
+        """Add all ranks' `part` to `hidden` in place, [T, H] float32; returns the norm of the sum, in part's dtype.
+
+        `add_norm`: the same for one rank. May overwrite `part`.
+        """
+        return add_norm(hidden, self.all_reduce_(part), weight, eps)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[S, n], the same shape on each rank |-> [S, size * n], columns of rank 0 first."""
@@ -53,11 +81,20 @@ ONE_RANK = Ranks()
 class GroupRanks(Ranks):
     """`Ranks` as a group of torch.distributed: NCCL between GPUs, gloo between CPUs."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, sums: Sums | None = None) -> None:
+        """sums: for the tensors that fit them."""
         self._group = group
+        self._sums = sums
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
+    def add_norm_(self, hidden: Tensor, part: Tensor, weight: Tensor, eps: float, add_norm: AddNorm) -> Tensor:
+        if self._sums is not None and self._sums.fits(part):
+            return self._sums.add_norm_(hidden, part, weight, eps)
+        return super().add_norm_(hidden, part, weight, eps, add_norm)
+
     def all_reduce_(self, tensor: Tensor) -> Tensor:
+        if self._sums is not None and self._sums.fits(tensor):
+            return self._sums.all_reduce_(tensor)
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
@@ -111,4 +148,10 @@ def join_group(rendezvous: str, rank: int, size: int, device: torch.device, time
         device_id=device if is_cuda else None,
     )  # fmt: skip
     assert dist.group.WORLD is not None
-    return GroupRanks(dist.group.WORLD)
+    sums = None
+    if is_cuda:
+        from engine.kv.gpu import CudaGpu
+        from engine.one_shot import open_sums
+
+        sums = open_sums(dist.group.WORLD, device, CudaGpu(device))
+    return GroupRanks(dist.group.WORLD, sums)

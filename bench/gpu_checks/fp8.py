@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from engine.kernels import gpu_linear
 from engine.ops.base import Ops
-from engine.weights.fp8 import multiply_rounded, quantise_rows
+from engine.ops.cuda import multiply_rounded
+from engine.weights.fp8 import quantise_rows
 
 LAYER_SHAPES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))  # K, N of Llama-3-8B's four products
 SMALL_SHAPES = ((256, 192),)

@@ -1,7 +1,8 @@
-"""The decoder's elementwise work on a GPU, one Triton kernel each: norms, gate, rotation with the write of new KV.
+"""The decoder's work between products on a GPU, one Triton kernel each: norms, gate, rotation with the write of new KV,
+rounding to e4m3.
 
-Loads are widened to float32; results are rounded once, when stored. Twins: engine/ops/base.py and
-engine/attention/qkv.py.
+Loads are widened to float32; results are rounded once, when stored. Twins: engine/ops/base.py, engine/attention/qkv.py
+and engine/weights/fp8.py.
 """
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 GATE_BLOCK = 1024
 HEADS_BLOCK = 8  # heads of a token per program: 1,024 elements at D = 128
 PAGES_BLOCK = 256
+ROUND_BLOCK = 4096  # values per program, if rows are shorter
 
 
 @triton.jit
@@ -99,6 +101,28 @@ def rope_and_write_kernel(
     tl.store(values + value_place + HALF, y.to(values.dtype.element_ty), mask=is_value)
 
 
+@triton.jit(do_not_specialize=["num_groups"])
+def round_kernel(
+    rows, codes, scale, num_groups, width, per_row, row_stride, smallest, limit,
+    HAS_GATE: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """GROUPS groups of `width` columns per program, each with a scale. rows: [T, per_row * width], with a gate twice as
+    many columns, as in `gate_kernel`; codes: [T, per_row * width] e4m3, contiguous, scale: [T, per_row] float32."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (group < num_groups)[:, None] & (column < width)
+    given = rows + (group // per_row * row_stride + group % per_row * width)[:, None] + column
+    x = tl.load(given, mask=mask, other=0.0).to(tl.float32)
+    if HAS_GATE:
+        x = x / (1.0 + tl.exp(-x)) * tl.load(given + per_row * width, mask=mask, other=0.0).to(tl.float32)
+    peak = tl.maximum(tl.max(tl.abs(x), axis=1), smallest)
+    factor = tl.div_rn(peak, limit)  # [GROUPS]
+    tl.store(scale + group, factor, mask=group < num_groups)
+    # factors as wide as x: div_rn does not broadcast. A quotient may slightly exceed 448, which still rounds to it
+    quotient = tl.div_rn(x, tl.broadcast_to(factor[:, None], (GROUPS, BLOCK)))
+    tl.store(codes + group[:, None] * width + column, quotient.to(codes.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["table_stride"])  # grows with sequences; each specialisation would compile again
 def join_pages_kernel(table, starts, out, table_stride, BLOCK: tl.constexpr):
     """Concatenates the first pages of each row of a table. table: [B, P], starts: [B + 1], out: [starts[B]]."""
@@ -130,6 +154,31 @@ def add_norm(rows: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> 
         HAS_DELTA=delta is not None, BLOCK=block, num_warps=min(16, max(4, block // 512)),
     )  # fmt: skip
     return out
+
+
+def round_rows(
+    rows: Tensor, width: int, smallest: float, limit: float, has_gate: bool = False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """rows: [T, K], or [T, 2 K] to be gated first |-> codes [T, K] e4m3, scale [T, K / width] float32.
+
+    Columns of rows are contiguous. A scale is max(peak, smallest) / limit of `width` columns, which divides K.
+    """
+    num_rows, num_columns = len(rows), rows.shape[1] // (2 if has_gate else 1)
+    per_row, rest = divmod(num_columns, width)
+    if rows.stride(1) != 1 or rest:
+        raise ValueError(
+            f"rows have {num_columns} columns and strides {rows.stride()}, "
+            f"expected contiguous columns in groups of {width}"
+        )
+    codes = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn, device=rows.device)
+    scale = torch.empty(num_rows, per_row, dtype=torch.float32, device=rows.device)
+    block = triton.next_power_of_2(width)
+    together = max(1, ROUND_BLOCK // block)
+    round_kernel[(triton.cdiv(num_rows * per_row, together),)](
+        rows, codes, scale, num_rows * per_row, width, per_row, rows.stride(0), smallest, limit,
+        HAS_GATE=has_gate, GROUPS=together, BLOCK=block, num_warps=min(16, max(4, block // 512)),
+    )  # fmt: skip
+    return codes, scale
 
 
 def rope_and_write(

@@ -17,6 +17,7 @@ IPC_HANDLE_BYTES = 64
 LAZY_ENABLE_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 DEVICE_MEMORY = 2  # cudaMemoryTypeDevice
 COPY_DEFAULT = 4  # cudaMemcpyDefault: the driver knows from the addresses which device has them
+NATIVE_ATOMICS = 3  # cudaDevP2PAttrNativeAtomicSupported
 
 
 class CudaError(RuntimeError):
@@ -51,6 +52,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cudaIpcCloseMemHandle": (c_void_p,),
     "cudaMemcpyAsync": (c_void_p, c_void_p, c_size_t, c_int, c_void_p),
     "cudaPointerGetAttributes": (POINTER(_Attributes), c_void_p),
+    "cudaDeviceGetP2PAttribute": (POINTER(c_int), c_int, c_int, c_int),
 }
 
 
@@ -111,6 +113,12 @@ class Cudart:
         self._check("cudaSetDevice", self._device_index)
         for source, target, num_bytes in spans:
             self._check("cudaMemcpyAsync", target, source, num_bytes, COPY_DEFAULT, stream)
+
+    def has_atomics(self, own: int, peer: int) -> bool:
+        """Whether the GPU of index `own` can execute atomic operations in the memory of `peer`: over NVLink."""
+        found = c_int()
+        self._call("cudaDeviceGetP2PAttribute", byref(found), NATIVE_ATOMICS, own, peer)
+        return bool(found.value)
 
     def _is_device_memory(self, address: int) -> bool:
         attributes = _Attributes()

@@ -1,7 +1,7 @@
 """Linear layers that own the memory layout of their weights. Models call them and never see the layout."""
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,15 @@ class Linear(Protocol):
         ...
 
 
+@runtime_checkable
+class TakesGate(Protocol):
+    """A `Linear` that may apply the gate while it reads its rows."""
+
+    def multiply_gated(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """gate_up: [T, 2 K], see `Ops.gate` |-> [T, N]. May overwrite it."""
+        ...
+
+
 class SummedLinear:
     """A product, or experts, divided over ranks by inputs: the ranks' results are added."""
 
@@ -33,6 +42,10 @@ class SummedLinear:
 
     def __call__(self, rows: Tensor, *routes: Tensor) -> Tensor:
         return self._ranks.all_reduce_(self._own(rows, *routes))
+
+    def add_norm_(self, hidden: Tensor, rows: Tensor, weight: Tensor, eps: float, ops: Ops) -> Tensor:
+        """`Ops.add_norm_` of the layer's result, in one kernel with the ranks' sum where there is one."""
+        return self._ranks.add_norm_(hidden, self._own(rows), weight, eps, ops.add_norm_)
 
 
 class Normed:
@@ -59,29 +72,33 @@ class Normed:
 class Mlp:
     """Gate and up, then down."""
 
-    __slots__ = ("_down", "_gated")
+    __slots__ = ("_down", "_fused", "_gated")
 
     def __init__(self, gated: Linear, down: Linear) -> None:
         self._gated = gated
         self._down = down
+        self._fused = (gated, down) if isinstance(gated, GatedLinear) and isinstance(down, TakesGate) else None
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[T, H] |-> [T, H]"""
+        if self._fused is not None:
+            gated, down = self._fused
+            return down.multiply_gated(gated.gate_up(rows), gated.activation)
         return self._down(self._gated(rows))
 
 
 class GatedLinear:
     """gate and up joined, where one product computes both, gate first."""
 
-    __slots__ = ("_activation", "_gate_up", "_ops")
+    __slots__ = ("_ops", "activation", "gate_up")
 
     def __init__(self, gate_up: Linear, ops: Ops, activation: Activation = "silu") -> None:
-        self._gate_up = gate_up
+        self.gate_up = gate_up
         self._ops = ops
-        self._activation = activation
+        self.activation = activation
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return self._ops.gate(self._gate_up(rows), self._activation)
+        return self._ops.gate(self.gate_up(rows), self.activation)
 
 
 class PlainLinear:

@@ -15,7 +15,7 @@ from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV, RopeArgs
 from engine.batch import Batch
 from engine.layers.embedding import Embedding
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, SummedLinear
 from engine.layers.rope import build_rope_table, gather_rotation
 from engine.layers.token_inputs import InputBlock, TokenInputs
 from engine.models.config import ModelConfig
@@ -117,16 +117,27 @@ class Decoder:
             if index == len(self._layers) - 1:
                 attended, hidden = _keep_rows(attended, batch), _keep_rows(hidden, batch)  # [S, ...]
                 inputs = None if inputs is None else _keep_rows(inputs, batch)
-            normed = self._add(hidden, layer.o_proj(attended), layer.after_attention, layer.before_mlp)
-            delta, after = layer.mlp(normed), layer.after_mlp
+            normed = self._add_product(hidden, layer.o_proj, attended, layer.after_attention, layer.before_mlp)
             if layer.input_block is not None and inputs is not None:
-                normed = self._add(hidden, delta, after, None)
-                delta, after = layer.input_block(normed, inputs[:, index]), layer.after_input
-            normed = self._add(hidden, delta, after, next_norm, layer.scale)
+                normed = self._add(hidden, layer.mlp(normed), layer.after_mlp, None)
+                delta = layer.input_block(normed, inputs[:, index])
+                normed = self._add(hidden, delta, layer.after_input, next_norm, layer.scale)
+            else:
+                normed = self._add_product(hidden, layer.mlp, normed, layer.after_mlp, next_norm, layer.scale)
         return normed
 
     def _norm(self, rows: Tensor, weight: Tensor | None) -> Tensor:
         return rows if weight is None else self.ops.norm(rows, weight, self.config.rms_eps)
+
+    def _add_product(
+        self, hidden: Tensor, product: Linear, rows: Tensor, after: Tensor | None, before: Tensor | None,
+        scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """`_add` of product(rows)."""
+        is_plain = after is None and scale is None and self.config.residual_multiplier == 1
+        if isinstance(product, SummedLinear) and is_plain and before is not None:
+            return product.add_norm_(hidden, rows, before, self.config.rms_eps, self.ops)
+        return self._add(hidden, product(rows), after, before, scale)
 
     def _add(
         self, hidden: Tensor, delta: Tensor, after: Tensor | None, before: Tensor | None, scale: Tensor | None = None

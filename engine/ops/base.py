@@ -43,6 +43,12 @@ class Ops:
             product = multiply_widened(rows, Fp8Matrix(codes, scale).dense())
         return (product if bias is None else product.add_(bias)).to(rows.dtype)
 
+    def multiply_gated_fp8(
+        self, gate_up: Tensor, activation: Activation, codes: Tensor, scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """`multiply_fp8` of what `gate` makes of gate_up: [T, 2 K]."""
+        return self.multiply_fp8(self.gate(gate_up, activation), codes, scale, bias)
+
     def multiply_groups(self, rows: Tensor, weight: StoredGroups, bias: Tensor | None) -> Tensor:
         """rows: [T, K], weight: [N, K], bias: [N] |-> [T, N] in the dtype of the rows, to which weights are rounded."""
         product = multiply_widened(rows, weight.dense().to(rows.dtype))

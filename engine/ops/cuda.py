@@ -9,7 +9,8 @@ from engine.layers.moe_config import Activation
 from engine.ops.base import Ops
 from engine.sampling import gpu
 from engine.sampling.batch import SamplingBatch
-from engine.weights.fp8 import can_round, multiply_rounded, quantise_blocks
+from engine.weights.fp8 import E4M3_MAX, SMALLEST_PEAK, can_round, multiply_codes
+from engine.weights.fp8_matrix import BLOCK
 from engine.weights.stored_groups import StoredGroups
 
 
@@ -29,15 +30,19 @@ class CudaOps(Ops):
 
     def multiply_fp8(self, rows: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         """Few rows are multiplied as they are; many are rounded to e4m3 like the weights, if their sizes allow."""
-        has_blocks = scale.ndim == 2
         if len(rows) <= gpu_linear.MAX_ROWS:
-            multiply = gpu_blocks.multiply if has_blocks else gpu_linear.multiply
+            multiply = gpu_linear.multiply if scale.ndim == 1 else gpu_blocks.multiply
             return multiply(rows, codes, scale, bias)
-        if not can_round(codes, scale) or rows.dtype is not torch.bfloat16:
+        if not _is_rounded(rows, codes, scale):
             return super().multiply_fp8(rows, codes, scale, bias)
-        if has_blocks:
-            return gpu_blocks.multiply_rounded(*quantise_blocks(rows), codes, scale, bias, rows.dtype)
         return multiply_rounded(rows, codes, scale, bias)
+
+    def multiply_gated_fp8(
+        self, gate_up: Tensor, activation: Activation, codes: Tensor, scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        if activation == "silu" and _is_rounded(gate_up, codes, scale):
+            return multiply_rounded(gate_up, codes, scale, bias, has_gate=True)
+        return super().multiply_gated_fp8(gate_up, activation, codes, scale, bias)
 
     def multiply_groups(self, rows: Tensor, weight: StoredGroups, bias: Tensor | None) -> Tensor:
         """Few rows are multiplied by the codes; for many, a part of the weights at a time is widened to their dtype."""
@@ -50,3 +55,18 @@ class CudaOps(Ops):
 
     def sample_into(self, out: Tensor, logits: Tensor, fields: SamplingTensors) -> None:
         gpu_sampling.choose_tokens(logits, fields, out)
+
+
+def _is_rounded(rows: Tensor, codes: Tensor, scale: Tensor) -> bool:
+    return len(rows) > gpu_linear.MAX_ROWS and rows.dtype is torch.bfloat16 and can_round(codes, scale)
+
+
+def multiply_rounded(
+    rows: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, has_gate: bool = False
+) -> Tensor:  # fmt: skip
+    """rows: [T, K] bfloat16, which `can_round` like the weights; or [T, 2 K], to be gated by SiLU first |-> [T, N]."""
+    width = codes.shape[1] if scale.ndim == 1 else BLOCK
+    rounded, row_scale = gpu_layers.round_rows(rows, width, SMALLEST_PEAK, E4M3_MAX, has_gate)
+    if scale.ndim == 1:
+        return multiply_codes(rounded, row_scale, codes, scale, bias)
+    return gpu_blocks.multiply_rounded(rounded, row_scale, codes, scale, bias, rows.dtype)

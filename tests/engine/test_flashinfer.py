@@ -176,3 +176,17 @@ def test_fa3_is_not_compiled_where_other_modules_are_prebuilt(softcap: float) ->
     assert not can_use_fa3(
         shape, [None, 20], BF16, BF16, (9, 0), lambda name: "sm90" not in name or "swa_False" in name
     )
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "reason"), [(None, "FlashInfer, fa2 and for prompts fa3"), (FP8, "FlashInfer, fa2")]
+)
+def test_the_choice_for_a_gpu_says_which_kernels(
+    kv_dtype: torch.dtype | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    built: list[object] = []
+    monkeypatch.setattr(backend_module, "FlashInferAttention", lambda *args: built.extend(args))
+    shape, device = AttentionShape(32, 8, 128, 0.1), torch.device("cuda")
+    assert choose_attention(shape, [None], device, BF16, kv_dtype).reason == reason
+    assert built == [shape, frozenset([None]), BF16, device, kv_dtype is None]

@@ -3,6 +3,7 @@ or its values depend on. Needs no GPU.
 """
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,8 @@ def test_no_kernel_is_left_out_and_none_calls_what_is_not_there(compiled: dict[s
     assert {kernel.name for kernel in kernels} == set().union(*map(find_launched, KERNELS.glob("gpu_*.py")))
     assert all(compiled.values())
     for kernel in kernels:
-        assert "call.uni" not in kernel.ptx and ".extern .func" not in kernel.ptx, kernel.name
+        called = {"__assertfail"} if kernel.name == "sum_kernel" else set()
+        assert set(re.findall(r"(?:call.uni|\.extern \.func) *(\w+)", kernel.ptx)) == called, kernel.name
 
 
 def test_sampling_computes_as_ieee_says(compiled: dict[str, list[Compiled]]) -> None:
@@ -75,8 +77,23 @@ def test_rows_are_normed_and_gated_by_16_bytes_and_kv_becomes_fp8_in_hardware(
     compiled: dict[str, list[Compiled]],
 ) -> None:
     for kernel in compiled["layers"]:
-        if kernel.name != "join_pages_kernel":
+        if kernel.name == "round_kernel":
+            assert "ld.global.v4.b32" in kernel.ptx and "cvt.rn.satfinite.e4m3x2.f32" in kernel.ptx
+            assert "div.rn.f32" in kernel.ptx and "st.local" not in kernel.ptx
+        elif kernel.name != "join_pages_kernel":
             assert "ld.global.v4.b32" in kernel.ptx and "st.global.v4.b32" in kernel.ptx, kernel.name
     for case in (case for case in CASES if case.startswith("write")):
         (kernel,) = compiled[case]
         assert ("cvt.rn.satfinite.e4m3x2.f32" in kernel.ptx) == ("fp8" in case), case
+
+
+def test_ranks_set_flags_after_their_rows_and_read_rows_after_all_flags(compiled: dict[str, list[Compiled]]) -> None:
+    for size in (2, 8):
+        plain, with_norm = sorted(compiled[f"sums of {size} ranks"], key=lambda kernel: len(kernel.ptx))
+        for kernel in (plain, with_norm):
+            written, rest = kernel.ptx.split("atom.global.sys.release.exch.b32")
+            polled, read = rest.split("atom.global.sys.acquire.add.u32")
+            assert "bar.sync" in written[written.rindex("st.global.v4.b32") :]
+            assert "global.v4" not in polled and "bar.sync" in read[: read.index("ld.global.v4.b32")]
+            assert read.count("ld.global.v4.b32") >= 2 * size  # 8 KiB by 16 bytes for each of 256 threads
+            assert "overflow" not in kernel.ptx, "epochs wrap around"

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -27,16 +28,17 @@ from triton.backends.compiler import GPUTarget
 import engine
 from bench.batches import build_sampling_batch
 from engine.attention.qkv import RopeArgs
-from engine.kernels import gpu_blocks, gpu_groups, gpu_sampling
+from engine.kernels import gpu_blocks, gpu_groups, gpu_ranks, gpu_sampling
 from engine.kernels.build import cache_folder
 from engine.kernels.gpu_experts import MAX_ROWS as MAX_EXPERT_ROWS
 from engine.kernels.gpu_experts import add_slots, mix
-from engine.kernels.gpu_layers import join_pages, rope_and_write
+from engine.kernels.gpu_layers import join_pages, rope_and_write, round_rows
 from engine.kernels.gpu_linear import MAX_ROWS, multiply
 from engine.kernels.gpu_logits import BLOCK
 from engine.kernels.gpu_pages import copy_pages
 from engine.ops.cuda import CudaOps
 from engine.sampling.gpu import sample
+from engine.weights.fp8 import E4M3_MAX, SMALLEST_PEAK
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 from wire.sampling import SamplingParams
 
@@ -87,6 +89,8 @@ def launch_layers() -> None:
     operations.norm(rows, empty(4096), 1e-5)
     operations.add_norm_(empty(4, 4096, dtype=torch.float32), rows, empty(4096), 1e-5)
     operations.gate(empty(4, 28672))
+    for width, has_gate in product((14336, 128), (False, True)):  # for each row, and for each 128 columns
+        round_rows(empty(100, 28672 if has_gate else 14336), width, SMALLEST_PEAK, E4M3_MAX, has_gate)
     join_pages(empty(4, 64, dtype=torch.int32), empty(5, dtype=torch.int32), empty(256, dtype=torch.int32))
 
 
@@ -154,6 +158,17 @@ def launch_joins_of_one_block() -> None:
         launch_sampling(BLOCK.value)
 
 
+def launch_sums(size: int) -> None:
+    rows, offsets, epochs = (
+        empty(4, 4096),
+        empty(size, dtype=torch.int64),
+        empty(gpu_ranks.MAX_ROWS, dtype=torch.int32),
+    )
+    shared = gpu_ranks.SharedRows(empty(gpu_ranks.buffer_bytes(size), dtype=torch.uint8), offsets, epochs, 1, size)
+    gpu_ranks.all_reduce_(rows, shared)
+    gpu_ranks.add_norm_(empty(4, 4096, dtype=torch.float32), rows, empty(4096), 1e-5, shared)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "layers": launch_layers,
     **{
@@ -180,6 +195,7 @@ CASES: dict[str, Callable[[], None]] = {
     "one expert silu": partial(launch_experts, "silu", 5120, 8192, False, top_k=1),
     "experts gelu": partial(launch_experts, "gelu_tanh", 2816, 704, False),
     "experts clamped biased": partial(launch_experts, "clamped", 2880, 2880, True),
+    **{f"sums of {size} ranks": partial(launch_sums, size) for size in (2, 8)},
     "pages": launch_pages,
     "sampling": partial(launch_sampling, 128_256),
     "sampling from one block": launch_joins_of_one_block,

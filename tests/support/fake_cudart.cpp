@@ -110,6 +110,11 @@ int cudaPointerGetAttributes(Attributes* found, const void* address) {
     return 0;
 }
 
+int cudaDeviceGetP2PAttribute(int* found, int attribute, int own, int peer) {
+    *found = attribute == 3 && own != peer;
+    return 0;
+}
+
 int cudaGetLastError() {
     int error = last_error;
     last_error = 0;
