@@ -8,6 +8,7 @@ import torch
 from engine.attention.base import AttentionBackend
 from engine.attention.cpu_paged import CpuPagedAttention
 from engine.attention.layered import LayeredAttention
+from engine.attention.modules import explain_no_compiler, find_built, find_gap, name_modules
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.kernels.build import BuildError, load_kernel
@@ -57,7 +58,7 @@ def choose_attention(
     Builds the CPU kernel on first use (seconds). A missing compiler or FlashInfer leads to a fallback, not an error.
     """
     if device.type == "cuda":
-        return _choose_for_gpu(shape, windows, device, dtype, has_sinks)
+        return _choose_for_gpu(shape, windows, device, dtype, kv_dtype or dtype, has_sinks)
     if device.type != "cpu":
         return AttentionChoice(TorchSdpaAttention(shape), f"device is {device.type}", is_fallback=False)
     if unknown := {dtype, kv_dtype or dtype} - {torch.float32, torch.bfloat16}:
@@ -70,16 +71,36 @@ def choose_attention(
 
 
 def _choose_for_gpu(
-    shape: AttentionShape, windows: Collection[int | None], device: torch.device, dtype: torch.dtype, has_sinks: bool
+    shape: AttentionShape,
+    windows: Collection[int | None],
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    has_sinks: bool,
 ) -> AttentionChoice:
     try:
         from engine.attention import flashinfer
     except ImportError as error:
         reason = f"FlashInfer cannot be imported ({error}): pip install 'baton[cuda]'"
     else:
-        obstacle = flashinfer.find_obstacle(shape, dtype, has_sinks)
+        obstacle = flashinfer.find_obstacle(shape, dtype, has_sinks) or _find_gap(
+            shape, windows, device, dtype, kv_dtype
+        )
         if obstacle is None:
             backend = flashinfer.FlashInferAttention(shape, frozenset(windows), dtype, device)
             return AttentionChoice(backend, "FlashInfer, fa2", is_fallback=False)
         reason = obstacle
     return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)
+
+
+def _find_gap(
+    shape: AttentionShape,
+    windows: Collection[int | None],
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+) -> str | None:
+    """Why this GPU cannot run FlashInfer's modules for such layers; None if it can."""
+    names = [str(one).removeprefix("torch.") for one in (dtype, kv_dtype)]
+    needed = name_modules(shape, windows, *names)
+    return find_gap(needed, find_built(), torch.cuda.get_device_capability(device), explain_no_compiler())
