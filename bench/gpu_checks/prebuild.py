@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from cyclopts import App
 
-from engine.attention.modules import ARCHITECTURES, find_nvcc
+from engine.attention.modules import ARCHITECTURES, HEAD_DIMS, find_nvcc
 
 DType = Literal["bfloat16", "float16"]
 KvDType = Literal["auto", "fp8"]
@@ -104,7 +104,7 @@ def main(
     folder: Path,
     *,
     dtypes: tuple[DType, ...] = ("bfloat16", "float16"),
-    head_dims: tuple[int, ...] = (64, 128, 256),
+    head_dims: tuple[int, ...] = HEAD_DIMS,
     kv_dtypes: tuple[KvDType, ...] = ("auto", "fp8"),
     architectures: tuple[str, ...] = (),
     softcap: bool = False,

@@ -14,6 +14,7 @@ from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPaged
 from torch import Tensor
 
 from engine.attention.base import FP8_LIMIT
+from engine.attention.modules import HEAD_DIMS
 from engine.attention.qkv import NO_ROPE, QKV
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
@@ -23,7 +24,6 @@ from engine.staging import mark, pin
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; zero at first use
-HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 BACKEND = "fa2"  # takes any strides; one family of modules for prefill, decode and verification
 CUDA_CORE_GROUPS = (1, 2, 3)  # query heads per KV head for which decode without tensor cores is as fast

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from engine.attention.shape import AttentionShape
 
 ARCHITECTURES = "architectures.txt"  # in the folder of modules: one line, such as "8.0 8.9 9.0a"
+HEAD_DIMS = (64, 128, 256)  # that fa2 has
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}  # dtypes in the names of modules
 JIT_CACHE = "flashinfer_jit_cache"  # FlashInfer's own modules; it picks them by architecture
 NO_JIT = "FLASHINFER_DISABLE_JIT"
@@ -70,13 +71,19 @@ def find_gap(needed: Collection[str], built: BuiltAhead, capability: Capability,
             " ".join(built.architectures) or f"unknown architectures (no {ARCHITECTURES})",
             "{}.{}".format(*capability),
         )
-        return (
-            f"FlashInfer's modules are built for {have}, this GPU is {own}: build them again with --architectures {own}"
-        )
+        return f"FlashInfer's modules are built for {have}, this GPU is {own}: build them for {own} (docs/GPU.md)"
     missing = sorted(set(needed) - built.modules)
     if missing and no_compiler:
-        return f"FlashInfer has no module {missing[0]}, and {no_compiler}: build it ahead (docs/GPU.md)"
+        what = describe(missing[0])
+        return f"FlashInfer has no module built ahead for {what}, and {no_compiler}: build it (docs/GPU.md)"
     return None
+
+
+def describe(module: str) -> str:
+    """What a name of `name_modules` says, for people."""
+    q, kv, size = re.findall(r"dtype_q_(\w+?)_|dtype_kv_(\w+?)_|head_dim_qk_(\d+)_", module)
+    window, cap = (", a window" * ("use_swa_True" in module), ", a soft cap" * ("use_logits_cap_True" in module))
+    return f"{q[0]} with KV in {kv[1]}, heads of {size[2]}{window}{cap}"
 
 
 def find_built() -> BuiltAhead:

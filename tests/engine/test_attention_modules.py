@@ -70,7 +70,7 @@ def test_an_image_of_all_architectures_serves_the_cards_of_today(card: str) -> N
 @pytest.mark.parametrize("no_compiler", ["", "there is no nvcc"])
 def test_modules_of_another_architecture_are_loaded_even_where_nvcc_could_compile(no_compiler: str) -> None:
     gap = find_gap(NEEDED, BuiltAhead(NEEDED, ("9.0a",)), (8, 9), no_compiler)
-    assert gap == "FlashInfer's modules are built for 9.0a, this GPU is 8.9: build them again with --architectures 8.9"
+    assert gap == "FlashInfer's modules are built for 9.0a, this GPU is 8.9: build them for 8.9 (docs/GPU.md)"
     assert "no architectures.txt" in str(find_gap(NEEDED, BuiltAhead(NEEDED, ()), (9, 0), no_compiler))
 
 
@@ -79,7 +79,7 @@ def test_a_module_that_is_missing_is_compiled_or_named() -> None:
     built = BuiltAhead(NEEDED, ("9.0a",))
     assert find_gap(large, built, (9, 0), "") is find_gap(large, built, (8, 9), "") is None
     gap = str(find_gap(large, built, (9, 0), "there is no nvcc"))
-    assert "head_dim_qk_256" in gap and "there is no nvcc: build it ahead" in gap
+    assert "for bf16 with KV in bf16, heads of 256, and" in gap and "there is no nvcc: build it (docs/GPU.md)" in gap
 
 
 @pytest.mark.parametrize(("architectures", "name"), [("9.0a", "torch_sdpa"), ("8.0 9.0a", "flashinfer")])
@@ -112,7 +112,12 @@ def test_a_gpu_without_code_attends_by_torch(
     monkeypatch.setattr(backend_module, "FlashInferAttention", Backend)
     choice = choose_attention(SHAPE, [None], torch.device("cuda"), torch.bfloat16)
     assert choice.backend.name == name and choice.is_fallback == (name == "torch_sdpa")
-    assert ("--architectures 8.9" in choice.reason) == choice.is_fallback
+    assert ("build them for 8.9" in choice.reason) == choice.is_fallback
+
+
+def test_a_missing_module_is_described_by_what_differs() -> None:
+    names = name_modules(AttentionShape(8, 2, 64, 0.1, softcap=30.0), [7], "float16", "float8_e4m3fn")
+    assert {modules.describe(name) for name in names} == {"f16 with KV in e4m3, heads of 64, a window, a soft cap"}
 
 
 def test_why_nothing_is_compiled_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
