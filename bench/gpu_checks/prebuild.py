@@ -106,20 +106,20 @@ def main(
     dtypes: tuple[DType, ...] = ("bfloat16", "float16"),
     head_dims: tuple[int, ...] = HEAD_DIMS,
     kv_dtypes: tuple[KvDType, ...] = ("auto", "fp8"),
-    architectures: tuple[str, ...] = (),
+    architectures: str = "",
     softcap: bool = False,
 ) -> int:
     """Compile into `folder`; MAX_JOBS limits parallel compilers.
 
     Args:
-        architectures: Such as 8.9 or 9.0a; all that this nvcc knows and attention is used on if there are none.
+        architectures: Such as "8.0 9.0a"; empty: all that this nvcc knows and attention is used on.
         softcap: Modules for models whose scores have a soft cap (Gemma 2) instead of those without.
     """
     started = time.monotonic()
-    architectures = tuple(map(complete, architectures)) or choose_architectures(read_nvcc_version())
-    check_folder(folder, architectures)
+    targets = tuple(map(complete, architectures.split())) or choose_architectures(read_nvcc_version())
+    check_folder(folder, targets)
     with tempfile.TemporaryDirectory(prefix="flashinfer-") as scratch:
-        os.environ.update(build_environment(Path(scratch), architectures))
+        os.environ.update(build_environment(Path(scratch), targets))
         write_driver_stub(Path(scratch))
         core, modules = map(importlib.import_module, ("flashinfer.jit.core", "flashinfer.jit.attention.modules"))
         specs = list(build_specs(modules, dtypes, head_dims, kv_dtypes, softcap))
@@ -129,8 +129,8 @@ def main(
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(spec.jit_library_path, target)
             print(f"{target.stat().st_size / 1e6:6.1f} MB  {spec.name}")
-    (folder / ARCHITECTURES).write_text(" ".join(architectures) + "\n")
-    print(f"{len(specs)} modules for {' '.join(architectures)} in {time.monotonic() - started:.0f} s")
+    (folder / ARCHITECTURES).write_text(" ".join(targets) + "\n")
+    print(f"{len(specs)} modules for {' '.join(targets)} in {time.monotonic() - started:.0f} s")
     return 0
 
 
