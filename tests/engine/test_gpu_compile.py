@@ -1,5 +1,5 @@
 """Every Triton kernel of the engine compiles for an H200 as its launcher calls it, to the instructions that its speed
-or its values depend on. Needs no GPU.
+or its values depend on, and for other cards within their shared memory. Needs no GPU.
 """
 
 import ast
@@ -8,15 +8,11 @@ from pathlib import Path
 import pytest
 
 from engine.kernels import gpu_pages
-from tests.support.cross_compile import CASES, Compiled, compile_kernels
+from tests.support.cross_compile import CASES, HOPPER, SHARED_KIB, Compiled, compile_kernels
 
 KERNELS = Path(gpu_pages.__file__).parent
+TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 APPROXIMATE = ("fma.rn.f32", "div.full", "div.approx", "ex2.approx", "lg2.approx")
-
-
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, list[Compiled]]:
-    return compile_kernels()
 
 
 def find_launched(source: Path) -> set[str]:
@@ -25,9 +21,17 @@ def find_launched(source: Path) -> set[str]:
     return {func.value.id for func in calls if isinstance(func, ast.Subscript) and isinstance(func.value, ast.Name)}
 
 
+NAMES = set().union(*map(find_launched, KERNELS.glob("gpu_*.py")))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[Compiled]]:
+    return compile_kernels()
+
+
 def test_no_kernel_is_left_out_and_none_calls_what_is_not_there(compiled: dict[str, list[Compiled]]) -> None:
     kernels = [kernel for case in CASES for kernel in compiled[case]]
-    assert {kernel.name for kernel in kernels} == set().union(*map(find_launched, KERNELS.glob("gpu_*.py")))
+    assert {kernel.name for kernel in kernels} == NAMES
     assert all(compiled.values())
     for kernel in kernels:
         assert "call.uni" not in kernel.ptx and ".extern .func" not in kernel.ptx, kernel.name
@@ -80,3 +84,16 @@ def test_rows_are_normed_and_gated_by_16_bytes_and_kv_becomes_fp8_in_hardware(
     for case in (case for case in CASES if case.startswith("write")):
         (kernel,) = compiled[case]
         assert ("cvt.rn.satfinite.e4m3x2.f32" in kernel.ptx) == ("fp8" in case), case
+
+
+@pytest.mark.parametrize("architecture", sorted(SHARED_KIB.keys() - {HOPPER}))
+def test_every_kernel_compiles_for_other_cards_and_fits_into_them(architecture: int) -> None:
+    """A100, A10 and RTX 30, L4 and RTX 40, B200, RTX 50. The driver's double refuses what does not fit."""
+    kernels = [kernel for found in compile_kernels(architecture).values() for kernel in found]
+    assert all(compile_kernels(architecture).values())
+    if architecture == max(SHARED_KIB):
+        assert {kernel.name for kernel in kernels} == NAMES
+    for kernel in kernels:
+        assert kernel.shared <= SHARED_KIB[architecture] << 10 and "call.uni" not in kernel.ptx, kernel.name
+        if kernel.name.startswith("multiply_rows"):
+            assert any(name in kernel.ptx for name in TENSOR_CORES), kernel.name
