@@ -243,7 +243,8 @@ def judge_nixl(config: ServeConfig, machine: Machine) -> Row:
     """What --transport nixl needs on this host. Only a hand-off shows whether UCX can use a device."""
     is_wanted, devices = config.transport == "nixl", ", ".join(machine.rdma_devices)
     if not machine.nixl:
-        advice = "pip install 'baton[nixl]'" if is_wanted else ""
+        extra = "nixl-cu12" if machine.torch_cuda.startswith("12.") else "nixl"
+        advice = f"pip install 'baton[{extra}]'" if is_wanted else ""
         return Row("nixl", "missing" if is_wanted else "ok", "not installed", advice)
     found = f"{machine.nixl}, {f'RDMA by {devices}' if devices else 'no RDMA device'}"
     if is_wanted and not devices and not config.nixl_allow_tcp:

@@ -214,6 +214,7 @@ def test_what_joins_gpus(
         (ServeConfig(transport="cuda_ipc"), CPU, "hand-off", "missing", "--transport auto"),
         (ServeConfig(transport="cuda_ipc"), FAR_APART, "hand-off", "missing", "--transport auto"),
         (ServeConfig(transport="nixl"), CPU, "nixl", "missing", "pip install 'baton[nixl]'"),
+        (ServeConfig(transport="nixl"), replace(NODE, torch_cuda="12.8"), "nixl", "missing", "'baton[nixl-cu12]'"),
         (ServeConfig(transport="nixl"), CPU, "hand-off", "missing", "--transport auto"),
         (ServeConfig(transport="nixl"), replace(CPU, nixl="1.5.1"), "nixl", "warning", "takes --nixl-allow-tcp"),
         (ServeConfig(transport="nixl", nixl_allow_tcp=True), replace(CPU, nixl="1.5.1"), "nixl", "ok", ""),
