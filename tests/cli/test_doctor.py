@@ -3,9 +3,10 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from rich.console import Console
 from cli import doctor_probe
 from cli.doctor import show
 from cli.doctor_facts import Gpu, Machine, Model
-from cli.doctor_probe import examine_flashinfer, examine_machine, find_linked, read_architectures
+from cli.doctor_probe import examine_flashinfer, examine_machine, find_linked, find_modules, read_architectures
 from cli.doctor_rules import Row, judge
 from engine.attention.modules import BuiltAhead, name_modules
 from engine.attention.shape import AttentionShape
+from engine.models.config import ModelConfig
 from runtime.config import ServeConfig
 from runtime.settings import field_names
 from tests.support.command_line import run
@@ -317,6 +319,20 @@ def test_gpus_are_asked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.strangers == ((0, 1),)
 
 
+@dataclass(frozen=True)
+class MixedModel:
+    """What attention depends on of a model: layers of two head sizes, with windows and without."""
+
+    attention_shapes: tuple[AttentionShape, ...] = (
+        SHAPE,
+        SHAPE,
+        replace(SHAPE, head_dim=256),
+        replace(SHAPE, head_dim=256),
+    )
+    windows: tuple[int | None, ...] = (None, 8, None, 8)
+    has_sinks: bool = False
+
+
 NVML = """
 #include <string.h>
 int nvmlInit_v2(void) { return 0; }
@@ -341,6 +357,20 @@ def test_nvml_says_which_gpus_nvlink_joins(tmp_path: Path, monkeypatch: pytest.M
     assert find_linked(["a", "GPU-b", "c"]) == ((0, 2),)
     monkeypatch.setattr(doctor_probe, "NVML", str(tmp_path / "none.so"))
     assert find_linked(["a", "b", "c"]) == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "num_modules"),
+    [
+        (MixedModel(), 8),
+        (MixedModel(has_sinks=True), 0),
+        (MixedModel(attention_shapes=(SHAPE, replace(SHAPE, head_dim=80))), 0),
+    ],
+)
+def test_a_models_modules_are_those_of_all_its_layers(model: MixedModel, num_modules: int) -> None:
+    half = torch.float16
+    assert len(find_modules(cast(ModelConfig, model), half, half)) == num_modules
+    assert not find_modules(cast(ModelConfig, model), torch.float32, torch.float32)
 
 
 def test_torchs_architectures_are_written_like_flashinfers() -> None:
