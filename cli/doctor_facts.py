@@ -37,17 +37,20 @@ class Machine:
     locked_bytes: int  # limit of locked memory; -1: none
     torch: str
     torch_cuda: str  # the CUDA version torch is built with
+    torch_architectures: tuple[str, ...]  # that torch has kernels for: "8.0", "12.0+PTX"; empty: unknown
     driver: str
     num_driver_gpus: int
     visible_gpus: tuple[str, ...]  # as `baton serve` deals them out
     visible_setting: str  # CUDA_VISIBLE_DEVICES
     gpus: tuple[Gpu, ...]  # as torch numbers them
     strangers: tuple[tuple[int, int], ...]  # pairs of which the first cannot read the second's memory
+    linked: tuple[tuple[int, int], ...]  # pairs that NVLink joins, the smaller number first
     triton: str
     flashinfer: str
     flashinfer_error: str  # why it cannot be imported
     flashinfer_modules: tuple[str, ...]  # built ahead
-    nvcc: str
+    flashinfer_architectures: tuple[str, ...]  # that they are built for; empty: not listed beside them
+    no_compiler: str  # why FlashInfer cannot compile others
     nixl: str
     rdma_devices: tuple[str, ...]  # that the kernel has, such as mlx5_0
 
@@ -60,6 +63,7 @@ class Model:
     dtype: str
     kv_dtype: str
     head_dim: int
+    modules: tuple[str, ...]  # of FlashInfer, that it needs; empty on a CPU
     has_native_code: bool  # False: transformers' own code runs
     context_tokens: int
     parts: tuple[PagePart, ...]  # of a page: the model's and the draft model's

@@ -3,13 +3,16 @@
 A question that fails has an answer too: the error's text, or nothing where there is nothing. Imports torch.
 """
 
+import ctypes
 import importlib
 import os
 import resource
 import shutil
 import sysconfig
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
-from itertools import permutations
+from itertools import combinations, permutations
 from pathlib import Path
 
 import torch
@@ -18,22 +21,25 @@ from bench.products import check_products
 from cli.doctor_facts import Gpu, Machine, Model
 from cli.models import check_models
 from engine.attention.choose import choose_for_layers
+from engine.attention.modules import HEAD_DIMS, SHORT, BuiltAhead, explain_no_compiler, find_built, name_modules
 from engine.engine import check_kv_dtype, choose_device, resolve_kv_dtype
 from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
 from engine.kv.pool import PoolShape
 from engine.models.choose import load_any_config
 from engine.models.config import ModelConfig
+from engine.models.fallback_config import FallbackConfig
 from engine.models.load import choose_dtype
 from engine.models.sources import open_any_model
 from engine.models.table import shard_config
 from engine.weights.files import list_shards
 from engine.weights.table import Shard
 from runtime.config import ServeConfig
-from runtime.gpus import VISIBLE, ask_driver, visible_gpus
+from runtime.gpus import NVML, VISIBLE, ask_driver, visible_gpus
 from runtime.hardware import available_memory_bytes, num_cores
 from runtime.version import find_version
 
 HOST_NAMESPACE = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}  # fixed in the kernel's proc_ns.h
+P2P_NVLINK, P2P_OK = 2, 0  # NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK
 
 
 def examine_machine() -> Machine:
@@ -42,8 +48,7 @@ def examine_machine() -> Machine:
     gpus = tuple(map(examine_gpu, range(torch.cuda.device_count() if torch.cuda.is_available() else 0)))
     cpp_compiler, kernel_error = try_kernel()
     products, are_products_slow, reading_rate = try_products() if not kernel_error and not gpus else ("", False, 0.0)
-    flashinfer, flashinfer_error, flashinfer_modules = examine_flashinfer()
-    cuda_home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    flashinfer, flashinfer_error, built = examine_flashinfer()
     pairs = permutations(range(len(gpus)), 2)
     return Machine(
         num_cores=num_cores(),
@@ -63,18 +68,21 @@ def examine_machine() -> Machine:
         locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         torch=torch.__version__,
         torch_cuda=torch.version.cuda or "",
+        torch_architectures=read_architectures(torch.cuda.get_arch_list()),
         driver=driver.version,
         num_driver_gpus=driver.num_gpus,
         visible_gpus=visible_gpus(),
         visible_setting=os.environ.get(VISIBLE, ""),
         gpus=gpus,
         strangers=tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)),
+        linked=find_linked([gpu.uuid for gpu in gpus]) if len(gpus) > 1 else (),
         triton=find_version("triton"),
         flashinfer=flashinfer,
         flashinfer_error=flashinfer_error,
-        flashinfer_modules=flashinfer_modules,
-        nvcc=shutil.which("nvcc", path=f"{cuda_home}/bin" if cuda_home else None) or "",
-        nixl=find_version("nixl-cu13"),
+        flashinfer_modules=tuple(sorted(built.modules)),
+        flashinfer_architectures=built.architectures,
+        no_compiler=explain_no_compiler(),
+        nixl=find_version("nixl-cu13") or find_version("nixl-cu12"),
         rdma_devices=tuple(sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))),
     )
 
@@ -108,6 +116,7 @@ def examine_model(config: ServeConfig) -> Model:
         dtype=str(dtype).removeprefix("torch."),
         kv_dtype=str(kv_dtype).removeprefix("torch."),
         head_dim=model.attention_shapes[0].head_dim,
+        modules=tuple(find_modules(model, dtype, kv_dtype)) if device.type == "cuda" else (),
         has_native_code=isinstance(model, ModelConfig),
         context_tokens=model.context_tokens,
         parts=tuple(part for shape in shapes for part in shape.page_parts(shape.parts)),
@@ -118,6 +127,16 @@ def examine_model(config: ServeConfig) -> Model:
     )
 
 
+def find_modules(model: ModelConfig | FallbackConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> list[str]:
+    """FlashInfer's modules for all layers; none where FlashInfer cannot attend, which the model's reason says."""
+    names = [str(one).removeprefix("torch.") for one in (dtype, kv_dtype)]
+    has_kernels = SHORT.keys() >= set(names) and {shape.head_dim for shape in model.attention_shapes} <= set(HEAD_DIMS)
+    if not has_kernels or model.has_sinks:
+        return []
+    layers = zip(model.attention_shapes, model.windows, strict=True)
+    return sorted(set().union(*(name_modules(shape, [window], *names) for shape, window in layers)))
+
+
 def examine_gpu(index: int) -> Gpu:
     """Opens the GPU, which takes some of its memory until this process ends."""
     facts = torch.cuda.get_device_properties(index)
@@ -126,6 +145,36 @@ def examine_gpu(index: int) -> Gpu:
     except RuntimeError:  # full to the brim: not even a context fits
         free_bytes = 0
     return Gpu(facts.name, facts.total_memory, free_bytes, (facts.major, facts.minor), str(facts.uuid))
+
+
+def read_architectures(listed: Sequence[str]) -> tuple[str, ...]:
+    """torch's "sm_90a" and "compute_120" |-> "9.0a" and "12.0+PTX"."""
+    found = []
+    for name in listed:
+        kind, _, number = name.partition("_")
+        digits = number.rstrip("af")
+        found.append(f"{digits[:-1]}.{digits[-1]}{'+PTX' if kind == 'compute' else number[len(digits) :]}")
+    return tuple(found)
+
+
+def find_linked(uuids: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Pairs of GPUs that NVLink joins, through a switch too; none if NVML does not say."""
+    nvml = None
+    with suppress(OSError):
+        nvml = ctypes.CDLL(NVML)
+    if nvml is None or nvml.nvmlInit_v2():
+        return ()
+    handles = [ctypes.c_void_p() for _ in uuids]
+    for uuid, handle in zip(uuids, handles, strict=True):
+        nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}".encode(), ctypes.byref(handle))
+    found = []
+    for pair in combinations(range(len(uuids)), 2):
+        status = ctypes.c_uint(P2P_OK + 1)  # stays so if the call fails
+        nvml.nvmlDeviceGetP2PStatus(*(handles[gpu] for gpu in pair), P2P_NVLINK, ctypes.byref(status))
+        if status.value == P2P_OK:
+            found.append(pair)
+    nvml.nvmlShutdown()
+    return tuple(found)
 
 
 def try_kernel() -> tuple[str, str]:
@@ -166,14 +215,12 @@ def has_own_namespace(kind: str) -> bool:
     return link.is_symlink() and str(link.readlink()) != HOST_NAMESPACE[kind]
 
 
-def examine_flashinfer() -> tuple[str, str, tuple[str, ...]]:
-    """Its version, why it cannot be imported, and the modules that were built ahead; all empty where it is not."""
-    spec = find_spec("flashinfer")
-    if spec is None or spec.origin is None:
-        return "", "", ()
-    folder = Path(spec.origin).parent / "data" / "aot"
-    modules = tuple(sorted(path.stem for path in folder.glob("*/*.so")))
+def examine_flashinfer() -> tuple[str, str, BuiltAhead]:
+    """Its version, why it cannot be imported, and what was built ahead; all empty where it is not."""
+    built = find_built()
+    if find_spec("flashinfer") is None:
+        return "", "", built
     try:
-        return str(importlib.import_module("flashinfer").__version__), "", modules
+        return str(importlib.import_module("flashinfer").__version__), "", built
     except Exception as error:  # of whatever kind its dependencies raise
-        return find_version("flashinfer-python") or "found", f"{type(error).__name__}: {error}", modules
+        return find_version("flashinfer-python") or "found", f"{type(error).__name__}: {error}", built

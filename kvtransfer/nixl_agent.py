@@ -14,7 +14,7 @@ import numpy as np
 
 from kvtransfer.ucx_log import TABLES, UcxLog
 
-PACKAGE = "nixl_cu13"
+PACKAGES = ("nixl_cu13", "nixl_cu12")  # by the CUDA of torch
 PROGRESS_S = 0.01  # UCX wakes its thread for events but misses some: it also looks this often
 NOT_INSTALLED = "NIXL is not installed: pip install 'baton[nixl]'"
 
@@ -25,7 +25,7 @@ class NixlError(Exception):
 
 def find_obstacle() -> str | None:
     """Why this process cannot use NIXL; does not import it."""
-    return None if find_spec(PACKAGE) else NOT_INSTALLED
+    return None if any(map(find_spec, PACKAGES)) else NOT_INSTALLED
 
 
 @cache
@@ -33,7 +33,8 @@ def _load() -> tuple[Any, UcxLog]:
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # errors are raised anyway
     os.environ.setdefault("UCX_HANDLE_ERRORS", "none")  # Python reports crashes
     log = UcxLog()  # must exist before UCX is loaded
-    return importlib.import_module(f"{PACKAGE}._bindings"), log
+    package = next(filter(find_spec, PACKAGES))
+    return importlib.import_module(f"{package}._bindings"), log
 
 
 class Agent:

@@ -2,12 +2,14 @@
 
     CUDA_HOME=/usr/local/cuda python -m bench.gpu_checks.prebuild FOLDER
 
-Writes FOLDER/NAME/NAME.so, the layout of flashinfer/data/aot, where FlashInfer looks before it compiles. Knows which
-modules a plan needs; nothing of what they compute.
+Writes FOLDER/NAME/NAME.so, the layout of flashinfer/data/aot, where FlashInfer looks before it compiles. A module holds
+code for every architecture; FOLDER/architectures.txt lists them for `engine/attention/modules.py`. Knows which modules
+a plan needs; nothing of what they compute.
 """
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,18 +23,51 @@ from typing import Any, Literal
 import torch
 from cyclopts import App
 
+from engine.attention.modules import ARCHITECTURES, HEAD_DIMS, find_nvcc
+
 DType = Literal["bfloat16", "float16"]
 KvDType = Literal["auto", "fp8"]
-CUDA_ARCHITECTURE = "9.0a"  # H100, H200
+FAMILIES_SINCE = (12, 9)  # nvcc compiles for all of 10.x and all of 12.x at once
 NO_POSITIONS = 0  # FlashInfer's PosEncodingMode.NONE: queries and keys are already rotated
 
 app = App(help=__doc__)
 
 
-def build_environment(folder: Path) -> dict[str, str]:
+def choose_architectures(nvcc: tuple[int, int]) -> tuple[str, ...]:
+    """All that attention by fa2 is used on, for a version of nvcc.
+
+    8.0 is A100 and also runs on 8.6 (A10, RTX 30); 8.9 is L4, L40S and RTX 40; 9.0 H100 and H200; 10.x B200 and B300;
+    12.x RTX 50. From 9.0 on FlashInfer takes only targets of one architecture ("a") or family ("f").
+    """
+    suffix = "f" if nvcc >= FAMILIES_SINCE else "a"
+    return "8.0", "8.9", "9.0a", f"10.0{suffix}", f"12.0{suffix}"
+
+
+def complete(architecture: str) -> str:
+    """9.0 and later with the "a" that FlashInfer would add, so that the list says what was compiled."""
+    return architecture if architecture[-1].isalpha() or float(architecture) < 9 else f"{architecture}a"
+
+
+def read_nvcc_version() -> tuple[int, int]:
+    """Of the nvcc that FlashInfer will call."""
+    done = subprocess.run([find_nvcc() or "nvcc", "--version"], capture_output=True, text=True, check=True, timeout=60)
+    found = re.search(r"release (\d+)\.(\d+)", done.stdout)
+    if found is None:
+        raise ValueError(f"nvcc does not say its version: {done.stdout!r}")
+    return int(found[1]), int(found[2])
+
+
+def check_folder(folder: Path, architectures: tuple[str, ...]) -> None:
+    """Raises ValueError if there are modules for other architectures: one list holds for all."""
+    listed = folder / ARCHITECTURES
+    if listed.is_file() and tuple(listed.read_text().split()) != architectures:
+        raise ValueError(f"{folder} has modules for {listed.read_text().strip()}: set FOLDER to another folder")
+
+
+def build_environment(folder: Path, architectures: tuple[str, ...]) -> dict[str, str]:
     """Variables for FlashInfer's import: it writes everything to `folder`."""
     return {
-        "FLASHINFER_CUDA_ARCH_LIST": CUDA_ARCHITECTURE,
+        "FLASHINFER_CUDA_ARCH_LIST": " ".join(architectures),
         "FLASHINFER_WORKSPACE_BASE": str(folder),
         "FLASHINFER_EXTRA_LDFLAGS": f"-L{folder}",
     }
@@ -46,7 +81,11 @@ def write_driver_stub(folder: Path) -> None:
 
 
 def build_specs(
-    modules: Any, dtypes: tuple[DType, ...], head_dims: tuple[int, ...], kv_dtypes: tuple[KvDType, ...]
+    modules: Any,
+    dtypes: tuple[DType, ...],
+    head_dims: tuple[int, ...],
+    kv_dtypes: tuple[KvDType, ...],
+    has_softcap: bool = False,
 ) -> Iterator[Any]:
     """For each dtype, head size and KV type, with and without a window: decode on CUDA cores, and fa2 for the rest.
 
@@ -55,7 +94,7 @@ def build_specs(
     for dtype, head_dim, kv_dtype, has_window in product(dtypes, head_dims, kv_dtypes, (False, True)):
         own = getattr(torch, dtype)
         kv = torch.float8_e4m3fn if kv_dtype == "fp8" else own
-        shared = (own, kv, own, torch.int32, head_dim, head_dim, NO_POSITIONS, has_window, False)
+        shared = (own, kv, own, torch.int32, head_dim, head_dim, NO_POSITIONS, has_window, has_softcap)
         yield modules.gen_batch_decode_module(*shared)
         yield modules._gen_batch_prefill_primary_module("fa2", *shared, False)
 
@@ -65,23 +104,33 @@ def main(
     folder: Path,
     *,
     dtypes: tuple[DType, ...] = ("bfloat16", "float16"),
-    head_dims: tuple[int, ...] = (64, 128),
+    head_dims: tuple[int, ...] = HEAD_DIMS,
     kv_dtypes: tuple[KvDType, ...] = ("auto", "fp8"),
+    architectures: str = "",
+    softcap: bool = False,
 ) -> int:
-    """Compile into `folder`; MAX_JOBS limits parallel compilers."""
+    """Compile into `folder`; MAX_JOBS limits parallel compilers.
+
+    Args:
+        architectures: Such as "8.0 9.0a"; empty: all that this nvcc knows and attention is used on.
+        softcap: Modules for models whose scores have a soft cap (Gemma 2) instead of those without.
+    """
     started = time.monotonic()
+    targets = tuple(map(complete, architectures.split())) or choose_architectures(read_nvcc_version())
+    check_folder(folder, targets)
     with tempfile.TemporaryDirectory(prefix="flashinfer-") as scratch:
-        os.environ.update(build_environment(Path(scratch)))
+        os.environ.update(build_environment(Path(scratch), targets))
         write_driver_stub(Path(scratch))
         core, modules = map(importlib.import_module, ("flashinfer.jit.core", "flashinfer.jit.attention.modules"))
-        specs = list(build_specs(modules, dtypes, head_dims, kv_dtypes))
+        specs = list(build_specs(modules, dtypes, head_dims, kv_dtypes, softcap))
         core.build_jit_specs(specs, verbose=True, skip_prebuilt=False)
         for spec in specs:
             target = folder / spec.name / f"{spec.name}.so"
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(spec.jit_library_path, target)
             print(f"{target.stat().st_size / 1e6:6.1f} MB  {spec.name}")
-    print(f"{len(specs)} modules in {time.monotonic() - started:.0f} s")
+    (folder / ARCHITECTURES).write_text(" ".join(targets) + "\n")
+    print(f"{len(specs)} modules for {' '.join(targets)} in {time.monotonic() - started:.0f} s")
     return 0
 
 

@@ -8,6 +8,7 @@ import torch
 from engine.attention.base import AttentionBackend
 from engine.attention.cpu_paged import CpuPagedAttention
 from engine.attention.layered import LayeredAttention
+from engine.attention.modules import explain_no_compiler, find_built, find_gap, name_modules
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.kernels.build import BuildError, load_kernel
@@ -54,7 +55,8 @@ def choose_attention(
     """The fastest backend that works for layers with these windows. kv_dtype: dtype of the pages; None: `dtype`.
     has_sinks: `attend` is called with sinks.
 
-    Builds the CPU kernel on first use (seconds). A missing compiler or FlashInfer leads to a fallback, not an error.
+    Builds the CPU kernel on first use (seconds). A missing compiler or FlashInfer, or no
+    FlashInfer modules for this GPU, leads to a fallback, not an error.
     """
     if device.type == "cuda":
         return _choose_for_gpu(shape, windows, device, dtype, kv_dtype or dtype, has_sinks)
@@ -78,7 +80,9 @@ def _choose_for_gpu(
     except ImportError as error:
         reason = f"FlashInfer cannot be imported ({error}): pip install 'baton[cuda]'"
     else:
-        obstacle = flashinfer.find_obstacle(shape, dtype, has_sinks)
+        obstacle = flashinfer.find_obstacle(shape, dtype, has_sinks) or _find_gap(
+            shape, windows, device, dtype, kv_dtype
+        )
         if obstacle is None:
             capability = torch.cuda.get_device_capability(device)
             has_fa3 = flashinfer.can_use_fa3(shape, windows, dtype, kv_dtype, capability)
@@ -87,3 +91,16 @@ def _choose_for_gpu(
             return AttentionChoice(backend, kernels, is_fallback=False)
         reason = obstacle
     return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)
+
+
+def _find_gap(
+    shape: AttentionShape,
+    windows: Collection[int | None],
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+) -> str | None:
+    """Why this GPU cannot run FlashInfer's modules for such layers; None if it can."""
+    names = [str(one).removeprefix("torch.") for one in (dtype, kv_dtype)]
+    needed = name_modules(shape, windows, *names)
+    return find_gap(needed, find_built(), torch.cuda.get_device_capability(device), explain_no_compiler())

@@ -16,6 +16,7 @@ from flashinfer.jit.env import get_aot_artifacts
 from torch import Tensor
 
 from engine.attention.base import FP8_LIMIT
+from engine.attention.modules import HEAD_DIMS
 from engine.attention.qkv import NO_ROPE, QKV
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
@@ -25,7 +26,6 @@ from engine.staging import mark, pin
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; zero at first use
-HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 FA3_CAPABILITY = (9, 0)  # H100, H200: fa3's kernels use instructions that no later GPU has
 # New tokens per sequence from which fa3 attends. A tile of fa3 has 128 tokens of one query head (192 at D = 64); a tile

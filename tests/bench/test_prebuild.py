@@ -1,12 +1,16 @@
 """Which FlashInfer modules are compiled ahead, and how; needs no FlashInfer."""
 
 import ctypes
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from bench.gpu_checks.prebuild import build_environment, build_specs, write_driver_stub
+from bench.gpu_checks import prebuild
+from bench.gpu_checks.prebuild import build_environment, build_specs, choose_architectures, complete, write_driver_stub
 
 
 class Modules:
@@ -38,6 +42,56 @@ def test_modules_are_linked_with_a_driver_that_is_not_there(tmp_path: Path) -> N
     write_driver_stub(tmp_path)
     ctypes.CDLL(str(tmp_path / "libcuda.so"))
     assert b"libcuda.so.1\0" in (tmp_path / "libcuda.so").read_bytes(), "the library that a module loads at run time"
-    environment = build_environment(tmp_path)
-    assert environment["FLASHINFER_CUDA_ARCH_LIST"] == "9.0a"
+    environment = build_environment(tmp_path, ("8.0", "9.0a"))
+    assert environment["FLASHINFER_CUDA_ARCH_LIST"] == "8.0 9.0a"
     assert environment["FLASHINFER_EXTRA_LDFLAGS"] == f"-L{tmp_path}"
+
+
+def test_each_nvcc_compiles_for_all_cards_it_can_name() -> None:
+    assert choose_architectures((13, 0)) == ("8.0", "8.9", "9.0a", "10.0f", "12.0f")
+    assert complete("8.9") == "8.9" and complete("10.3") == "10.3a" and complete("12.0f") == "12.0f"
+    assert choose_architectures((12, 8)) == ("8.0", "8.9", "9.0a", "10.0a", "12.0a")
+
+
+def test_modules_with_a_soft_cap_are_others() -> None:
+    decode, prefill, *_with_window = build_specs(Modules, ("bfloat16",), (256,), ("auto",), has_softcap=True)
+    assert decode[-2:] == (False, True) and prefill[-3:] == (False, True, False)
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A toolkit whose nvcc says its version, and the parts of FlashInfer that are called, which write texts."""
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.8, V12.8.93\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    for name in build_environment(tmp_path, ()):
+        monkeypatch.setenv(name, "")  # which the call below changes
+
+    def specify(*arguments: Any) -> Any:
+        name = "_".join(map(str, arguments))
+        return SimpleNamespace(name=name, jit_library_path=tmp_path / name)
+
+    def compile_all(specs: list[Any], **_options: bool) -> None:
+        for spec in specs:
+            spec.jit_library_path.write_text(os.environ["FLASHINFER_CUDA_ARCH_LIST"])
+
+    parts = {
+        "flashinfer.jit.core": SimpleNamespace(build_jit_specs=compile_all),
+        "flashinfer.jit.attention.modules": SimpleNamespace(
+            gen_batch_decode_module=specify, _gen_batch_prefill_primary_module=specify
+        ),
+    }
+    monkeypatch.setattr("importlib.import_module", parts.__getitem__)
+    return tmp_path / "aot"
+
+
+def test_the_architectures_are_listed_beside_the_modules(compiler: Path) -> None:
+    assert prebuild.main(compiler, dtypes=("bfloat16",), head_dims=(64,), kv_dtypes=("auto",)) == 0
+    wanted = "8.0 8.9 9.0a 10.0a 12.0a"
+    assert (compiler / "architectures.txt").read_text() == f"{wanted}\n"
+    assert [module.read_text() for module in compiler.glob("*/*.so")] == [wanted] * 4
+    with pytest.raises(ValueError, match=r"aot has modules for 8\.0 8\.9 .*: set FOLDER to another folder"):
+        prebuild.main(compiler, architectures="12.0f")
+    assert len(list(compiler.glob("*/*.so"))) == 4

@@ -24,7 +24,8 @@ HEAVY = {"torch", "safetensors", "xgrammar"}
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((DEPLOY / "docker-compose.yaml").read_text())["services"]
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 STAGES = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
-CUDA_OF_TORCH = {"2.11.0": "13.0"}  # from the requirements of its wheels on PyPI
+TEXTS = dict(zip(STAGES, re.split(r"^FROM .*$", DOCKERFILE, flags=re.MULTILINE)[1:], strict=True))
+[CUDA] = re.findall(r"^ARG CUDA=(\S+)$", DOCKERFILE, re.MULTILINE)
 
 
 def fill_in(text: str, values: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -107,19 +108,58 @@ def test_ranks_and_transport_of_gpu_workers_are_variables() -> None:
         assert (default.tp, default.gpu_memory_share) == (1, 0), "a worker takes its GPU by the program's own share"
 
 
-def test_the_cuda_image_has_flashinfers_modules_where_it_looks_and_one_cuda_throughout() -> None:
-    stages = dict(zip(STAGES, re.split(r"^FROM .*$", DOCKERFILE, flags=re.MULTILINE)[1:], strict=True))
-    [torch_version] = re.findall(r"^ARG TORCH=(\S+)$", stages["build-worker-cuda"], re.MULTILINE)
-    assert CUDA_OF_TORCH[torch_version] in re.findall(r"from=nvidia/cuda:(\d+\.\d+)", stages["build-flashinfer"])
-    assert '".[cuda,nixl]" "torch==$TORCH"' in stages["build-worker-cuda"]
-    [written] = re.findall(r"python -m bench\.gpu_checks\.prebuild (\S+)", stages["build-flashinfer"])
-    [(read, place)] = re.findall(r"^COPY --from=build-flashinfer (\S+) (\S+)$", stages["worker-cuda"], re.MULTILINE)
+def run_stage(stage: str, folder: Path, doubles: Mapping[str, str], **arguments: str) -> str:
+    """What the shell of a stage's last RUN prints, with `doubles` (name |-> script) in place of programs."""
+    script = TEXTS[stage].split("RUN ")[-1].replace("\\\n", "")
+    script = re.sub(r"--mount=\S+", "", script).replace("/toolkit/", f"{folder}/toolkit/")
+    for name, text in doubles.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    defaults = dict(re.findall(r"^ARG (\w+)=(\S*)$", TEXTS[stage].replace('""', ""), re.MULTILINE))
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "CUDA": CUDA, **defaults, **arguments}
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=environment, timeout=60)
+    return done.stdout + done.stderr
+
+
+def test_the_cuda_image_is_of_one_cuda_throughout(tmp_path: Path) -> None:
+    """torch, NIXL and nvcc: CUDA 13's wheels are PyPI's, CUDA 12's are PyTorch's."""
+    assert re.search(r"^FROM nvidia/cuda:\$\{CUDA\}-devel-ubuntu22.04 AS toolkit$", DOCKERFILE, re.MULTILINE)
+    echo = {"pip": 'echo "$@"'}
+    assert CUDA.startswith("13.0.")
+    assert run_stage("build-worker-cuda", tmp_path, echo) == "install .[cuda,nixl] torch==2.11.0\n"
+    index = "--extra-index-url https://download.pytorch.org/whl/cu128"
+    found = run_stage("build-worker-cuda", tmp_path, echo, CUDA="12.8.1")
+    assert found == f"install {index} .[cuda,nixl-cu12] torch==2.11.0+cu128\n"
+    refusal = run_stage("build-worker-cuda", tmp_path, echo, CUDA="12.6.3")
+    assert refusal == "CUDA=12.6.3: set it to 13.0.2 or 12.8.1\n"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["nixl"][0].startswith("nixl-cu13>") and extras["nixl-cu12"][0].startswith("nixl-cu12>")
+
+
+def test_flashinfers_modules_are_built_by_the_toolkit_for_the_architectures_that_are_asked_for(tmp_path: Path) -> None:
+    for folder in ("cuda", "cuda-12", "cuda-12.8"):  # in NVIDIA's image the first two are links
+        (tmp_path / "toolkit" / folder).mkdir(parents=True)
+    python = {"python": 'echo "$CUDA_HOME $MAX_JOBS" "$@"'}
+    for wanted in ("", "8.0 8.9"):
+        found = run_stage("build-flashinfer", tmp_path, python, ARCHITECTURES=wanted)
+        assert found == f"{tmp_path}/toolkit/cuda-12.8 4 -m bench.gpu_checks.prebuild /aot --architectures {wanted}\n"
+
+
+def test_flashinfer_finds_its_modules_where_it_looks() -> None:
+    [written] = re.findall(r"python -m bench\.gpu_checks\.prebuild (\S+)", TEXTS["build-flashinfer"])
+    [(read, place)] = re.findall(r"^COPY --from=build-flashinfer (\S+) (\S+)$", TEXTS["worker-cuda"], re.MULTILINE)
     assert read == written
     assert place.startswith("/opt/baton/") and place.endswith("/site-packages/flashinfer/data/aot")
     [python] = set(re.findall(r"^FROM python:(\d\.\d+)-", DOCKERFILE, re.MULTILINE))
     assert f"/python{python}/" in place
-    after = stages["worker-cuda"].index("COPY --from=build-worker-cuda")
-    assert stages["worker-cuda"].index("COPY --from=build-flashinfer") > after, "otherwise it would be overwritten"
+    after = TEXTS["worker-cuda"].index("COPY --from=build-worker-cuda")
+    assert TEXTS["worker-cuda"].index("COPY --from=build-flashinfer") > after, "otherwise it would be overwritten"
+
+
+def test_what_the_gpu_image_is_built_with_are_variables() -> None:
+    arguments = SERVICES["decode-gpu"]["build"]["args"]
+    assert fill_in(arguments["CUDA"]) == CUDA
+    assert set(arguments) <= set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", SERVICES)

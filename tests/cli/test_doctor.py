@@ -1,19 +1,25 @@
 """`baton doctor`: conclusions from facts about made-up machines, and a run on this one."""
 
 import json
+import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from rich.console import Console
 
+from cli import doctor_probe
 from cli.doctor import show
 from cli.doctor_facts import Gpu, Machine, Model
-from cli.doctor_probe import examine_flashinfer, examine_machine
+from cli.doctor_probe import examine_flashinfer, examine_machine, find_linked, find_modules, read_architectures
 from cli.doctor_rules import Row, judge
+from engine.attention.modules import BuiltAhead, name_modules
+from engine.attention.shape import AttentionShape
+from engine.models.config import ModelConfig
 from runtime.config import ServeConfig
 from runtime.settings import field_names
 from tests.support.command_line import run
@@ -21,27 +27,32 @@ from wire.kv_layout import PagePart
 
 GIB = 1 << 30
 H200 = Gpu("NVIDIA H200", 140 * GIB, 139 * GIB, (9, 0), "uuid")
-MODULES = tuple(
-    f"batch_{kind}_with_kv_cache_dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtype_idx_i32_head_dim_qk_128_head_dim_vo_128"
-    for kind in ("decode", "prefill")
-)
+SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, scale=0.1)
+MODULES = tuple(sorted(name_modules(SHAPE, [None], "bfloat16", "bfloat16")))
+ALL = ("8.0", "8.9", "9.0a", "10.0f", "12.0f")  # what prebuild compiles for
 CPU = Machine(
     num_cores=8, num_host_cores=16, memory_bytes=64 * GIB, instruction_sets=("avx2", "avx512", "amx"),
     cpp_compiler="g++", kernel_error="", products="", are_products_slow=False, reading_rate=0.0,
     c_compiler="/usr/bin/gcc", has_python_header=True,
     has_own_pid_namespace=False, has_own_ipc_namespace=False, memory_file_error="",
     locked_bytes=8 << 20,
-    torch="2.11.0+cpu", torch_cuda="", driver="", num_driver_gpus=0, visible_gpus=(), visible_setting="", gpus=(),
-    strangers=(), triton="", flashinfer="", flashinfer_error="", flashinfer_modules=(), nvcc="", nixl="",
-    rdma_devices=(),
+    torch="2.11.0+cpu", torch_cuda="", torch_architectures=(), driver="", num_driver_gpus=0,
+    visible_gpus=(), visible_setting="", gpus=(),
+    strangers=(), linked=(), triton="", flashinfer="", flashinfer_error="", flashinfer_modules=(),
+    flashinfer_architectures=(), no_compiler="there is no nvcc", nixl="", rdma_devices=(),
 )  # fmt: skip
 NODE = replace(
     CPU, torch="2.11.0+cu130", torch_cuda="13.0", driver="580.65", num_driver_gpus=2, visible_gpus=("0", "1"),
     gpus=(H200, replace(H200, uuid="GPU-b")), triton="3.6.0", flashinfer="0.7.2", flashinfer_modules=MODULES,
+    flashinfer_architectures=ALL, linked=((0, 1),), torch_architectures=("7.5", "8.0", "8.6", "9.0", "10.0", "12.0"),
 )  # fmt: skip
 PARTS = (PagePart(8, (2 << 20) // 8),)
-ON_CPU = Model("cpu", "bfloat16", "bfloat16", 128, True, 8192, PARTS, 16 * GIB, "cpu_paged", "CPU kernel, AMX", False)
-ON_GPU = replace(ON_CPU, device="cuda", attention="flashinfer", attention_reason="GPU of compute capability 9.0")
+ON_CPU = Model(
+    "cpu", "bfloat16", "bfloat16", 128, (), True, 8192, PARTS, 16 * GIB, "cpu_paged", "CPU kernel, AMX", False
+)
+ON_GPU = replace(
+    ON_CPU, device="cuda", modules=MODULES, attention="flashinfer", attention_reason="GPU of compute capability 9.0"
+)
 
 
 def look(config: ServeConfig, machine: Machine, model: Model | Exception) -> dict[str, Row]:
@@ -66,7 +77,7 @@ def test_machines_as_they_should_be() -> None:
     assert troubles(rows) == {}
     assert rows["prefill-0"].found.startswith("gpu 0; attention flashinfer (GPU of")
     assert rows["decode-0"].found.startswith("gpu 1; ")
-    assert rows["peer access"].found == "between all GPUs"
+    assert rows["peer access"].found == "between all GPUs, over NVLink: --transport cuda_ipc can read pages"
 
 
 def test_ranks_share_what_a_worker_has_in_main_memory_and_have_a_gpu_each() -> None:
@@ -98,6 +109,102 @@ def test_what_fits_follows_from_memory_and_its_speed() -> None:
     assert "up to bf16 none" in str([row.found for row in judge(ServeConfig(), tiny, ValueError())])
 
 
+def put(name: str, gib: float, *capability: int) -> Machine:
+    """A machine with one such card, the worker image and a driver for CUDA 13."""
+    size = int(gib * GIB)
+    major, minor = capability
+    return replace(NODE, gpus=(Gpu(name, size, size, (major, minor), "a"),), linked=(), num_driver_gpus=1)
+
+
+A100, L4 = put("A100-SXM4-80GB", 79, 8, 0), put("NVIDIA L4", 22, 8, 9)
+RTX4090, RTX5090 = put("RTX 4090", 23.5, 8, 9), put("RTX 5090", 31, 12, 0)
+H100, B200 = put("NVIDIA H100 80GB HBM3", 79, 9, 0), put("NVIDIA B200", 178, 10, 0)
+CARDS = [A100, L4, RTX4090, H100, B200, RTX5090]
+
+
+@pytest.mark.parametrize("machine", CARDS, ids=lambda machine: machine.gpus[0].name)
+def test_cards_with_the_image_of_all_architectures(machine: Machine) -> None:
+    rows = look(ServeConfig(transport="grpc"), machine, ON_GPU)
+    assert not {"gpu 0", "triton", "flashinfer"} & troubles(rows).keys()
+    assert (" (fp8 for" in rows["gpu 0"].found) == (machine is not A100)
+    assert "modules built ahead for 8.0 8.9 9.0a 10.0f 12.0f" in rows["flashinfer"].found
+
+
+@pytest.mark.parametrize("no_compiler", ["", "FLASHINFER_DISABLE_JIT is set"])
+@pytest.mark.parametrize("machine", CARDS, ids=lambda machine: machine.gpus[0].name)
+def test_cards_with_modules_for_hopper_alone(machine: Machine, no_compiler: str) -> None:
+    machine = replace(machine, flashinfer_architectures=("9.0a",), no_compiler=no_compiler)
+    for model in (ON_GPU, FileNotFoundError("still to be fetched")):
+        row = look(ServeConfig(), machine, model)["flashinfer"]
+        assert row.status == ("ok" if machine.gpus == H100.gpus else "warning")
+        if row.advice:
+            own = "{}.{}".format(*machine.gpus[0].capability)
+            assert f"gpu 0: FlashInfer's modules are built for 9.0a, this GPU is {own}" in row.found
+            assert row.advice.startswith(f"build them for {own} (docs/GPU.md)")
+
+
+def test_the_second_gpu_is_looked_at_too() -> None:
+    machine = replace(NODE, gpus=(H200, *L4.gpus), flashinfer_architectures=("9.0a",))
+    assert "gpu 1: FlashInfer's modules" in look(ServeConfig(), machine, ON_GPU)["flashinfer"].found
+
+
+def test_a_torch_without_kernels_for_the_gpu_cannot_serve() -> None:
+    """CUDA 12.6 knows no Blackwell."""
+    old = ("5.0", "6.0", "7.0", "7.5", "8.0", "8.6", "9.0")
+    row = look(ServeConfig(), replace(B200, torch_architectures=old), ON_GPU)["gpu 0"]
+    assert row.status == "missing" and "none for this GPU" in row.found and "CUDA 13" in row.advice
+    row = look(ServeConfig(), replace(B200, torch_architectures=old, driver="570.86"), ON_GPU)["gpu 0"]
+    assert "/whl/cu128" in row.advice
+    assert look(ServeConfig(), replace(L4, torch_architectures=old), ON_GPU)["gpu 0"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "found", "advice"),
+    [
+        (
+            "550.90",
+            "13.0",
+            "needs 580 or newer",
+            "update NVIDIA's driver to 580 or newer, or install torch for CUDA 12",
+        ),
+        (
+            "550.90",
+            "",
+            "without CUDA",
+            "for CUDA 12, which driver 550.90 runs: pip install 'torch==2.11.*' --index-url",
+        ),
+        ("470.57", "13.0", "needs 580 or newer", "update NVIDIA's driver to 580 or newer"),
+        ("470.57", "12.8", "needs 525 or newer", "update NVIDIA's driver to 525 or newer"),
+        ("470.57", "", "without CUDA", "torch's CUDA wheels need 525 at least"),
+        ("580.65", "13.0", "does not start torch's CUDA 13.0", "see what nvidia-smi says"),
+        ("", "12.8", "driver unknown", "see what nvidia-smi says"),
+    ],
+)
+def test_drivers_that_do_not_run_the_cuda_of_torch(driver: str, cuda: str, found: str, advice: str) -> None:
+    row = look(ServeConfig(), replace(UNSEEN, driver=driver, torch_cuda=cuda), ON_CPU)["gpu"]
+    assert row.status == "warning" and found in row.found and advice in row.advice
+    assert ("install" in row.advice) == (driver == "550.90")
+
+
+@pytest.mark.parametrize(
+    ("linked", "strangers", "found"),
+    [
+        ((), (), "between all GPUs, over PCIe: "),
+        (((0, 1), (0, 2), (1, 2)), (), "between all GPUs, over NVLink: "),
+        (((0, 1),), (), "between all GPUs, over NVLink between 0 and 1, else PCIe: "),
+        (((0, 1),), ((2, 0), (1, 2)), "not between 0 and 2, 1 and 2; the others over NVLink"),
+        ((), ((0, 1), (0, 2), (1, 2)), "not between 0 and 1, 0 and 2, 1 and 2"),
+    ],
+)
+def test_what_joins_gpus(
+    linked: tuple[tuple[int, int], ...], strangers: tuple[tuple[int, int], ...], found: str
+) -> None:
+    machine = replace(NODE, gpus=(H200,) * 3, visible_gpus=("0", "1", "2"), linked=linked, strangers=strangers)
+    row = look(ServeConfig(), machine, ON_GPU)["peer access"]
+    assert row.found.startswith(found)
+    assert ("cuda_ipc" in row.found) == (not strangers)
+
+
 @pytest.mark.parametrize(
     ("config", "machine", "part", "status", "advice"),
     [
@@ -109,6 +216,7 @@ def test_what_fits_follows_from_memory_and_its_speed() -> None:
         (ServeConfig(transport="cuda_ipc"), CPU, "hand-off", "missing", "--transport auto"),
         (ServeConfig(transport="cuda_ipc"), FAR_APART, "hand-off", "missing", "--transport auto"),
         (ServeConfig(transport="nixl"), CPU, "nixl", "missing", "pip install 'baton[nixl]'"),
+        (ServeConfig(transport="nixl"), replace(NODE, torch_cuda="12.8"), "nixl", "missing", "'baton[nixl-cu12]'"),
         (ServeConfig(transport="nixl"), CPU, "hand-off", "missing", "--transport auto"),
         (ServeConfig(transport="nixl"), replace(CPU, nixl="1.5.1"), "nixl", "warning", "takes --nixl-allow-tcp"),
         (ServeConfig(transport="nixl", nixl_allow_tcp=True), replace(CPU, nixl="1.5.1"), "nixl", "ok", ""),
@@ -122,7 +230,7 @@ def test_what_fits_follows_from_memory_and_its_speed() -> None:
         (ServeConfig(transport="cuda_ipc", prefill_tp=2), FAR_FROM_1, "hand-off", "missing", "--transport auto"),
         (ServeConfig(gpu_memory_share=0.05), NODE, "decode-0", "missing", "--gpu-memory-share 0.14 or more"),
         # possible, but slower than necessary
-        (ServeConfig(), UNSEEN, "gpu", "warning", "update NVIDIA's driver"),
+        (ServeConfig(), replace(UNSEEN, driver="570.86"), "gpu", "warning", "update NVIDIA's driver"),
         (ServeConfig(), replace(UNSEEN, visible_gpus=()), "gpu", "warning", "unset CUDA_VISIBLE_DEVICES"),
         (ServeConfig(), FAR_APART, "peer access", "warning", "set CUDA_VISIBLE_DEVICES"),
         (ServeConfig(), NO_CXX, "cpu kernels", "warning", "install g++"),
@@ -131,16 +239,16 @@ def test_what_fits_follows_from_memory_and_its_speed() -> None:
         (ServeConfig(), NO_FILE, "shared memory", "warning", "allow memfd_create"),
         (ServeConfig(), replace(NODE, flashinfer=""), "flashinfer", "warning", "baton[cuda]"),
         (ServeConfig(), replace(NODE, flashinfer_error="No module tvm_ffi"), "flashinfer", "warning", "baton[cuda]"),
-        (ServeConfig(), NO_MODULES, "flashinfer", "warning", "set CUDA_HOME"),
-        (ServeConfig(dtype="float16"), NODE, "flashinfer", "warning", "set CUDA_HOME"),
-        (ServeConfig(kv_dtype="fp8"), NODE, "flashinfer", "warning", "set CUDA_HOME"),
+        (ServeConfig(), NO_MODULES, "flashinfer", "warning", "build it (docs/GPU.md)"),
+        (ServeConfig(dtype="float16"), NODE, "flashinfer", "warning", "build it (docs/GPU.md)"),
+        (ServeConfig(kv_dtype="fp8"), NODE, "flashinfer", "warning", "build it (docs/GPU.md)"),
         (ServeConfig(), replace(NODE, triton=""), "triton", "warning", "pip install triton"),
         (ServeConfig(), replace(NODE, c_compiler=""), "triton", "warning", "install gcc"),
         (ServeConfig(), replace(NODE, has_python_header=False), "triton", "warning", "python3-dev"),
         (ServeConfig(), replace(NODE, gpus=(replace(H200, free_bytes=GIB),)), "gpu 0", "warning", "--gpu-memory-share"),
         (ServeConfig(), OLD, "gpu 1", "warning", "--dtype float16"),
         # notes
-        (ServeConfig(), replace(NO_MODULES, nvcc="/cuda/bin/nvcc"), "flashinfer", "ok", ""),
+        (ServeConfig(), replace(NO_MODULES, no_compiler=""), "flashinfer", "ok", ""),
         (ServeConfig(), replace(CPU, has_own_pid_namespace=True), "namespaces", "ok", "docker run --pid"),
         (ServeConfig(prefill_workers=0), CPU, "hand-off", "ok", ""),
         (ServeConfig(transport="cuda_ipc"), replace(NODE, strangers=((0, 1),)), "hand-off", "ok", ""),
@@ -153,7 +261,9 @@ def test_what_is_wrong_is_told_with_what_changes_it(
 ) -> None:
     model = ON_GPU if machine.gpus and config.device != "cpu" else ON_CPU
     dtype = "float16" if config.dtype == "float16" else model.dtype
-    model = replace(model, dtype=dtype, kv_dtype="float8_e4m3fn" if config.kv_dtype == "fp8" else dtype)
+    kv_dtype = "float8_e4m3fn" if config.kv_dtype == "fp8" else dtype
+    modules = tuple(name_modules(SHAPE, [None], dtype, kv_dtype)) if model.device == "cuda" else ()
+    model = replace(model, dtype=dtype, kv_dtype=kv_dtype, modules=modules)
     row = look(config, machine, model)[part]
     assert row.status == status, row
     assert advice in row.advice if advice else not row.advice
@@ -209,6 +319,64 @@ def test_gpus_are_asked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.strangers == ((0, 1),)
 
 
+@dataclass(frozen=True)
+class MixedModel:
+    """What attention depends on of a model: layers of two head sizes, with windows and without."""
+
+    attention_shapes: tuple[AttentionShape, ...] = (
+        SHAPE,
+        SHAPE,
+        replace(SHAPE, head_dim=256),
+        replace(SHAPE, head_dim=256),
+    )
+    windows: tuple[int | None, ...] = (None, 8, None, 8)
+    has_sinks: bool = False
+
+
+NVML = """
+#include <string.h>
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
+    if (strncmp(uuid, "GPU-", 4) || strstr(uuid, "GPU-GPU-")) return 2;
+    *handle = (void *)(long)uuid[4];
+    return 0;
+}
+int nvmlDeviceGetP2PStatus(void *one, void *other, int index, int *status) {
+    if (!one || !other) return 2;
+    *status = index == 2 && (long)one + (long)other == 'a' + 'c' ? 0 : 3;
+    return 0;
+}
+"""
+
+
+def test_nvml_says_which_gpus_nvlink_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "nvml.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-xc", "-", "-o", library], input=NVML, text=True, check=True, timeout=60)
+    monkeypatch.setattr(doctor_probe, "NVML", str(library))
+    assert find_linked(["a", "GPU-b", "c"]) == ((0, 2),)
+    monkeypatch.setattr(doctor_probe, "NVML", str(tmp_path / "none.so"))
+    assert find_linked(["a", "b", "c"]) == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "num_modules"),
+    [
+        (MixedModel(), 8),
+        (MixedModel(has_sinks=True), 0),
+        (MixedModel(attention_shapes=(SHAPE, replace(SHAPE, head_dim=80))), 0),
+    ],
+)
+def test_a_models_modules_are_those_of_all_its_layers(model: MixedModel, num_modules: int) -> None:
+    half = torch.float16
+    assert len(find_modules(cast(ModelConfig, model), half, half)) == num_modules
+    assert not find_modules(cast(ModelConfig, model), torch.float32, torch.float32)
+
+
+def test_torchs_architectures_are_written_like_flashinfers() -> None:
+    assert read_architectures(["sm_80", "sm_90a", "sm_120", "compute_120"]) == ("8.0", "9.0a", "12.0", "12.0+PTX")
+
+
 @pytest.mark.parametrize(
     ("text", "error"), [("__version__ = '0.7.2'", ""), ("import no_such_module", "ModuleNotFoundError: No module")]
 )
@@ -218,12 +386,13 @@ def test_flashinfer_is_imported_and_its_modules_counted(
     for name in MODULES:
         (tmp_path / "flashinfer" / "data" / "aot" / name).mkdir(parents=True)
         (tmp_path / "flashinfer" / "data" / "aot" / name / f"{name}.so").touch()
+    (tmp_path / "flashinfer" / "data" / "aot" / "architectures.txt").write_text("9.0a\n")
     (tmp_path / "flashinfer" / "__init__.py").write_text(text)
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     version, found, modules = examine_flashinfer()
     sys.modules.pop("flashinfer", None)
-    assert modules == MODULES
+    assert modules == BuiltAhead(frozenset(MODULES), ("9.0a",))
     assert found.startswith(error) and bool(found) == bool(error)
     assert version == "0.7.2" or error
 

@@ -1,5 +1,5 @@
 """Every Triton kernel of the engine compiles for an H200 as its launcher calls it, to the instructions that its speed
-or its values depend on. Needs no GPU.
+or its values depend on, and for other cards within their shared memory. Needs no GPU.
 """
 
 import ast
@@ -9,15 +9,11 @@ from pathlib import Path
 import pytest
 
 from engine.kernels import gpu_pages
-from tests.support.cross_compile import CASES, Compiled, compile_kernels
+from tests.support.cross_compile import CASES, HOPPER, SHARED_KIB, Compiled, compile_kernels
 
 KERNELS = Path(gpu_pages.__file__).parent
+TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 APPROXIMATE = ("fma.rn.f32", "div.full", "div.approx", "ex2.approx", "lg2.approx")
-
-
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, list[Compiled]]:
-    return compile_kernels()
 
 
 def find_launched(source: Path) -> set[str]:
@@ -26,9 +22,17 @@ def find_launched(source: Path) -> set[str]:
     return {func.value.id for func in calls if isinstance(func, ast.Subscript) and isinstance(func.value, ast.Name)}
 
 
+NAMES = set().union(*map(find_launched, KERNELS.glob("gpu_*.py")))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[Compiled]]:
+    return compile_kernels()
+
+
 def test_no_kernel_is_left_out_and_none_calls_what_is_not_there(compiled: dict[str, list[Compiled]]) -> None:
     kernels = [kernel for case in CASES for kernel in compiled[case]]
-    assert {kernel.name for kernel in kernels} == set().union(*map(find_launched, KERNELS.glob("gpu_*.py")))
+    assert {kernel.name for kernel in kernels} == NAMES
     assert all(compiled.values())
     for kernel in kernels:
         called = {"__assertfail"} if kernel.name == "sum_kernel" else set()
@@ -97,3 +101,16 @@ def test_ranks_set_flags_after_their_rows_and_read_rows_after_all_flags(compiled
             assert "global.v4" not in polled and "bar.sync" in read[: read.index("ld.global.v4.b32")]
             assert read.count("ld.global.v4.b32") >= 2 * size  # 8 KiB by 16 bytes for each of 256 threads
             assert "overflow" not in kernel.ptx, "epochs wrap around"
+
+
+@pytest.mark.parametrize("architecture", sorted(SHARED_KIB.keys() - {HOPPER}))
+def test_every_kernel_compiles_for_other_cards_and_fits_into_them(architecture: int) -> None:
+    """A100, A10 and RTX 30, L4 and RTX 40, B200, RTX 50. The driver's double refuses what does not fit."""
+    kernels = [kernel for found in compile_kernels(architecture).values() for kernel in found]
+    assert all(compile_kernels(architecture).values())
+    if architecture == max(SHARED_KIB):
+        assert {kernel.name for kernel in kernels} == NAMES
+    for kernel in kernels:
+        assert kernel.shared <= SHARED_KIB[architecture] << 10 and "call.uni" not in kernel.ptx, kernel.name
+        if kernel.name.startswith("multiply_rows"):
+            assert any(name in kernel.ptx for name in TENSOR_CORES), kernel.name

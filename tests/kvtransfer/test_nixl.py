@@ -21,7 +21,7 @@ import pytest
 from bench.gpu_checks.ipc import Exporter
 from bench.gpu_checks.ipc_exporter import page_content
 from engine.kv.peer_pages import GpuPages, HostPages
-from kvtransfer import nixl_pages
+from kvtransfer import nixl_agent, nixl_pages
 from kvtransfer.nixl import NixlReader
 from kvtransfer.nixl_agent import Agent, Transfer
 from kvtransfer.nixl_pool import MAX_METADATA_BYTES, MAX_PAGES
@@ -328,3 +328,15 @@ async def test_an_owner_survives_its_reader(manner: str, owner: Exporter) -> Non
     again = await open_reader(owner.peer)
     await again.read([ref(2)], [2])
     await again.close()
+
+
+@pytest.mark.parametrize("installed", [["nixl_cu13"], ["nixl_cu12"], []])
+def test_nixl_is_there_in_the_package_of_either_cuda(monkeypatch: pytest.MonkeyPatch, installed: list[str]) -> None:
+    monkeypatch.setattr(nixl_agent, "find_spec", lambda name: name if name in installed else None)
+    assert (nixl_agent.find_obstacle() is None) == bool(installed)
+    monkeypatch.setattr(nixl_agent, "UcxLog", object)
+    loaded: list[str] = []
+    monkeypatch.setattr("importlib.import_module", loaded.append)
+    if installed:
+        nixl_agent._load.__wrapped__()
+        assert loaded == [f"{installed[0]}._bindings"]

@@ -1,8 +1,8 @@
-"""Launches the engine's Triton kernels on a double of an H200's driver, which compiles but does not run them.
+"""Launches the engine's Triton kernels on a double of a GPU's driver, which compiles but does not run them.
 
-The engine's own launchers are used, so types, alignment, constants and options are those of a real step. The compiler
-cannot run in a process with interpreted kernels, so `compile_kernels` starts another:
-`python -m tests.support.cross_compile`.
+The engine's own launchers are used, so types, alignment, constants and options are those of a real step. Triton refuses
+a kernel that takes more shared memory than the GPU has. The compiler cannot run in a process with interpreted kernels,
+so `compile_kernels` starts another: `python -m tests.support.cross_compile FOLDER ARCHITECTURES...`.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -38,11 +38,13 @@ from engine.kernels.gpu_logits import BLOCK
 from engine.kernels.gpu_pages import copy_pages
 from engine.ops.cuda import CudaOps
 from engine.sampling.gpu import sample
-from engine.weights.fp8 import E4M3_MAX, SMALLEST_PEAK
+from engine.weights.fp8 import E4M3_MAX, NEEDED_CAPABILITY, SMALLEST_PEAK
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS, pool_sizes
 from wire.sampling import SamplingParams
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+HOPPER = 90
+SHARED_KIB = {80: 163, 86: 99, 89: 99, HOPPER: 227, 100: 227, 120: 99}  # architecture |-> what one program may take
 
 
 class Compiled(NamedTuple):
@@ -52,31 +54,51 @@ class Compiled(NamedTuple):
     may_fuse: bool  # whether a product and a sum may be fused into one rounding
 
 
-def compile_kernels(timeout_s: float = 240) -> dict[str, list[Compiled]]:
-    """Case |-> the kernels it launches and no earlier case does. Recompiled when the engine or Triton has changed."""
+def compile_kernels(architecture: int = HOPPER, timeout_s: float = 240) -> dict[str, list[Compiled]]:
+    """Case |-> the kernels it launches and no earlier case does. Recompiled when the engine or Triton has changed.
+
+    All architectures but Hopper are compiled together, in one process.
+    """
     sources = (*sorted(Path(engine.__path__[0]).rglob("*.py")), Path(__file__))
     key = hashlib.sha256(b"".join(path.read_bytes() for path in sources) + triton.__version__.encode()).hexdigest()
-    folder = cache_folder() / f"triton-{key[:16]}"
+    architectures = [HOPPER] if architecture == HOPPER else sorted(SHARED_KIB.keys() - {HOPPER})
+    folder = cache_folder() / f"triton-{key[:16]}-{architectures[0]}"
     if not folder.exists():
         with tempfile.TemporaryDirectory(dir=cache_folder(), ignore_cleanup_errors=True) as building:
-            _compile(Path(building), timeout_s)
-            for earlier in cache_folder().glob("triton-*"):
+            _compile(Path(building), architectures, timeout_s)
+            for earlier in set(cache_folder().glob("triton-*")) - set(cache_folder().glob(f"triton-{key[:16]}-*")):
                 shutil.rmtree(earlier)
             Path(building).rename(folder)
-    return {case: [_read(cubin) for cubin in sorted((folder / case).glob("*/*.cubin"))] for case in CASES}
+    return {
+        case: [_read(cubin, architecture) for cubin in sorted((folder / str(architecture) / case).glob("*/*.cubin"))]
+        for case in choose_cases(architecture)
+    }
 
 
-def _compile(folder: Path, timeout_s: float) -> None:
+def choose_cases(architecture: int) -> dict[str, Callable[[], None]]:
+    """All on Hopper. On the oldest and the newest one of each kernel, between them those that fill shared memory.
+
+    e4m3 only where the engine keeps it.
+    """
+    if architecture == HOPPER:
+        return CASES
+    wanted = TILES | (SMALL if architecture in (min(SHARED_KIB), max(SHARED_KIB)) else set())
+    if divmod(architecture, 10) >= NEEDED_CAPABILITY:
+        wanted |= FP8_TILES
+    return {case: launch for case, launch in CASES.items() if case in wanted}
+
+
+def _compile(folder: Path, architectures: Sequence[int], timeout_s: float) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.support.cross_compile", str(folder)]
+    command = [sys.executable, "-m", "tests.support.cross_compile", str(folder), *map(str, architectures)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout_s, check=False)
     if done.returncode:
         raise RuntimeError(f"a kernel does not compile: {done.stderr[-4000:]}")
 
 
-def _read(cubin: Path) -> Compiled:
+def _read(cubin: Path, architecture: int) -> Compiled:
     about = json.loads(cubin.with_suffix(".json").read_text())
-    assert about["target"]["arch"] == 90 and cubin.stat().st_size
+    assert about["target"]["arch"] == architecture and cubin.stat().st_size
     return Compiled(about["name"], cubin.with_suffix(".ptx").read_text(), about["shared"], about["enable_fp_fusion"])
 
 
@@ -200,25 +222,28 @@ CASES: dict[str, Callable[[], None]] = {
     "sampling": partial(launch_sampling, 128_256),
     "sampling from one block": launch_joins_of_one_block,
 }
+SMALL = {"layers", "write bf16 128 norm", "bf16 row", "4 bits row", "widen 4 bits", "pages", "sampling"}
+TILES = {"bf16 rows in splits", "4 bits rows in splits", "8 bits row", "experts clamped biased"}
+FP8_TILES = {"write fp8 128 norm", "fp8 row", "fp8 rows", "blocks rows", "blocks many"}
 
 
 class Driver:
-    """What Triton asks of a CUDA driver, answered as an H200 would; a launch does nothing."""
+    """What Triton asks of a CUDA driver, answered for an architecture; a launch does nothing."""
 
-    def __init__(self) -> None:
-        self.utils = self
+    def __init__(self, architecture: int) -> None:
+        self.utils, self._architecture = self, architecture
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._architecture, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self._architecture  # Triton keeps compiled kernels by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 227 << 10}
+        return {"max_shared_mem": SHARED_KIB[self._architecture] << 10}
 
     def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
         """Module, function, registers, spills, maximum threads of a program."""
@@ -229,7 +254,11 @@ class Driver:
 
 
 if __name__ == "__main__":
-    triton.runtime.driver.set_active(Driver())
-    for case, launch in CASES.items():
-        os.environ["TRITON_CACHE_DIR"] = str(Path(sys.argv[1]) / case)
-        launch()
+    for architecture in map(int, sys.argv[2:]):
+        triton.runtime.driver.set_active(Driver(architecture))
+        for case, launch in choose_cases(architecture).items():
+            os.environ["TRITON_CACHE_DIR"] = str(Path(sys.argv[1]) / str(architecture) / case)
+            try:
+                launch()
+            except Exception as error:
+                raise RuntimeError(f"{case} for {architecture}") from error

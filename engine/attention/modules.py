@@ -1,0 +1,114 @@
+"""FlashInfer's modules that are built ahead: which ones a model needs, and which GPUs can run them.
+
+FlashInfer loads `data/aot/NAME/NAME.so` on any GPU, also on one that it was not built for, which fails at the first
+step. So `bench.gpu_checks.prebuild` lists the architectures beside the modules, and `find_gap` compares. Imports
+neither torch nor FlashInfer.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.attention.shape import AttentionShape
+
+ARCHITECTURES = "architectures.txt"  # in the folder of modules: one line, such as "8.0 8.9 9.0a"
+HEAD_DIMS = (64, 128, 256)  # that fa2 has
+SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}  # dtypes in the names of modules
+JIT_CACHE = "flashinfer_jit_cache"  # FlashInfer's own modules; it picks them by architecture
+NO_JIT = "FLASHINFER_DISABLE_JIT"
+
+Capability = tuple[int, int]  # compute capability, such as (9, 0)
+
+
+class BuiltAhead(NamedTuple):
+    """What FlashInfer finds in its folder."""
+
+    modules: frozenset[str]
+    architectures: tuple[str, ...]  # empty: not listed
+
+
+def name_modules(shape: AttentionShape, windows: Iterable[int | None], dtype: str, kv_dtype: str) -> frozenset[str]:
+    """What FlashInfer loads for layers with these windows: decode on CUDA cores, and fa2 for everything else.
+
+    dtypes as torch prints them, without "torch.".
+    """
+    q, kv, size = SHORT[dtype], SHORT[kv_dtype], shape.head_dim
+    names = set()
+    for has_window in {window is not None for window in windows}:
+        problem = (
+            f"with_kv_cache_dtype_q_{q}_dtype_kv_{kv}_dtype_o_{q}_dtype_idx_i32_head_dim_qk_{size}_head_dim_vo_{size}"
+            f"_posenc_0_use_swa_{has_window}_use_logits_cap_{shape.softcap > 0}"
+        )
+        names |= {f"batch_decode_{problem}", f"batch_prefill_{problem}_f16qk_False_kv_stride_equal"}
+    return frozenset(names)
+
+
+def runs_on(architecture: str, capability: Capability) -> bool:
+    """Whether a GPU runs code that was compiled for an architecture.
+
+    "9.0a": on 9.0 alone. "8.0", "12.0f": also on later ones of the same generation. "12.0+PTX": on all later ones.
+    """
+    found = re.fullmatch(r"(\d+)\.(\d+)(a|f|\+PTX|)", architecture)
+    if found is None:
+        raise ValueError(f"{architecture!r} is no architecture of CUDA: it looks like 8.0 or 9.0a")
+    target, suffix = (int(found[1]), int(found[2])), found[3]
+    if suffix == "a":
+        return capability == target
+    return capability >= target and (suffix == "+PTX" or capability[0] == target[0])
+
+
+def find_gap(needed: Collection[str], built: BuiltAhead, capability: Capability, no_compiler: str) -> str | None:
+    """Why FlashInfer would fail at its first step on this GPU, and what to do; None if it would not.
+
+    no_compiler: why FlashInfer cannot compile modules here; empty: it can.
+    """
+    if built.modules & set(needed) and not any(runs_on(one, capability) for one in built.architectures):
+        have, own = (
+            " ".join(built.architectures) or f"unknown architectures (no {ARCHITECTURES})",
+            "{}.{}".format(*capability),
+        )
+        return f"FlashInfer's modules are built for {have}, this GPU is {own}: build them for {own} (docs/GPU.md)"
+    missing = sorted(set(needed) - built.modules)
+    if missing and no_compiler:
+        what = describe(missing[0])
+        return f"FlashInfer has no module built ahead for {what}, and {no_compiler}: build it (docs/GPU.md)"
+    return None
+
+
+def describe(module: str) -> str:
+    """What a name of `name_modules` says, for people."""
+    q, kv, size = re.findall(r"dtype_q_(\w+?)_|dtype_kv_(\w+?)_|head_dim_qk_(\d+)_", module)
+    window, cap = (", a window" * ("use_swa_True" in module), ", a soft cap" * ("use_logits_cap_True" in module))
+    return f"{q[0]} with KV in {kv[1]}, heads of {size[2]}{window}{cap}"
+
+
+def find_built() -> BuiltAhead:
+    """The modules beside the installed FlashInfer; does not import it."""
+    spec = find_spec("flashinfer")
+    if spec is None or spec.origin is None:
+        return BuiltAhead(frozenset(), ())
+    folder = Path(spec.origin).parent / "data" / "aot"
+    listed = folder / ARCHITECTURES
+    architectures = tuple(listed.read_text().split()) if listed.is_file() else ()
+    return BuiltAhead(frozenset(path.stem for path in folder.glob("*/*.so")), architectures)
+
+
+def find_nvcc() -> str:
+    """Where FlashInfer would find CUDA's compiler; empty: nowhere."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        return shutil.which("nvcc", path=f"{home}/bin") or ""
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin") or ""
+
+
+def explain_no_compiler() -> str:
+    """Why FlashInfer cannot compile a module that is not built ahead; empty if it can."""
+    if find_spec(JIT_CACHE):
+        return ""
+    if os.environ.get(NO_JIT):
+        return f"{NO_JIT} is set"
+    return "" if find_nvcc() else "there is no nvcc"
