@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import sysconfig
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
@@ -32,6 +33,7 @@ from runtime.config import ServeConfig
 from runtime.gpus import VISIBLE, ask_driver, visible_gpus
 from runtime.hardware import available_memory_bytes, num_cores
 from runtime.version import find_version
+from worker.limits import shape_of, shrink
 
 HOST_NAMESPACE = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}  # fixed in the kernel's proc_ns.h
 
@@ -103,6 +105,7 @@ def examine_model(config: ServeConfig) -> Model:
     attention = choose_for_layers(
         model.attention_shapes, model.windows, config.page_tokens, device, dtype, kv_dtype, model.has_sinks
     )
+    weight_bytes = sum(path.stat().st_size for one in folders for path in list_shards(one))
     return Model(
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
@@ -111,10 +114,11 @@ def examine_model(config: ServeConfig) -> Model:
         has_native_code=isinstance(model, ModelConfig),
         context_tokens=model.context_tokens,
         parts=tuple(part for shape in shapes for part in shape.page_parts(shape.parts)),
-        weight_bytes=sum(path.stat().st_size for one in folders for path in list_shards(one)),
+        weight_bytes=weight_bytes,
         attention=attention.backend.name,
         attention_reason=attention.reason,
         is_fallback=attention.is_fallback,
+        shape=replace(shape_of(model, shrink(weight_bytes, config.quantization)), kv_item_bytes=kv_dtype.itemsize),
     )
 
 

@@ -3,9 +3,9 @@
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import grpc
 import structlog
@@ -13,7 +13,11 @@ import torch
 
 from engine.engine import ALONE, Engine, Place, build_engine, choose_device
 from engine.kv.pool import Pool
+from engine.largest_step import LargestStep
+from engine.models.choose import load_any_config
+from engine.models.load import resolve_model_folder
 from engine.ranks import join_group
+from engine.weights.files import list_shards
 from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank
 from kvtransfer.nixl_agent import NixlError, find_obstacle
 from kvtransfer.nixl_pool import NixlPool
@@ -21,12 +25,14 @@ from kvtransfer.opener import Opener
 from protos import kv_pb2
 from runtime import rpc
 from runtime.addresses import is_loopback
+from runtime.cards import find_card
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
-from runtime.hardware import num_cores, resolve_context, resolve_threads, size_pool
+from runtime.hardware import GpuRoom, num_cores, resolve_context, resolve_threads, size_pool
 from runtime.lifecycle import ReadyReporter, Shutdown, announce, run_worker
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
+from worker.limits import ModelShape, complete, limits_of, reserve_bytes, shape_of, shrink, with_context
 from worker.loop import WorkerLoop
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import PrefixCache
@@ -43,9 +49,10 @@ RANKS_S = 1800.0  # for all ranks to load their parts, and for any exchange; a s
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class Built(Generic[ConfigT]):
     """What takes long to build at start."""
 
+    config: ConfigT  # complete: no limit is 0
     engine: Engine
     incarnation: str
     children: RankChildren | None  # the other ranks
@@ -92,18 +99,37 @@ def run(role: str, config: ConfigT, build_role: Callable[[ConfigT, Worker], Role
     return run_worker(role, config, partial(_build, role), partial(_serve, role, build_role))
 
 
-def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built:
+def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built[ConfigT]:
     load_trust(config)  # reports a bad --tls-dir before loading
     incarnation = rpc.new_incarnation()
+    config = complete_here(config)
     if config.tp == 1:
-        return Built(build_rank_engine(config, ALONE, reporter.loading), incarnation, None)
+        return Built(config, build_rank_engine(config, ALONE, reporter.loading), incarnation, None)
     children = RankChildren(role, config, incarnation)
     leader = Leader(children.ring, lambda: children.is_closing)
     ranks = join_group(children.rendezvous, 0, config.tp, choose_rank_device(config, 0), RANKS_S)
     place = Place(ranks, children.pool_fd, partial(LedInputBatch, leader), partial(LedRunner, leader))
     engine = build_rank_engine(config, place, reporter.loading)
     leader.is_leading = True
-    return Built(engine, incarnation, children)
+    return Built(config, engine, incarnation, children)
+
+
+def complete_here(config: ConfigT) -> ConfigT:
+    """The settings with limits for rank 0's device. Raises ValueError or OSError like `build_engine`."""
+    device = choose_rank_device(config, 0)
+    if device.type != "cuda":
+        return complete(config, None, None)
+    facts = torch.cuda.get_device_properties(device)
+    return complete(config, read_shape(config), find_card(facts.name, facts.total_memory), facts.total_memory)
+
+
+def read_shape(config: PrefillConfig | DecodeConfig) -> ModelShape:
+    """The model's, with weights and KV as small as the settings make them."""
+    folder = resolve_model_folder(config.model)
+    file_bytes = sum(path.stat().st_size for path in list_shards(folder))
+    shape = shape_of(load_any_config(folder), shrink(file_bytes, config.quantization))
+    kv_item_bytes = 1 if config.kv_dtype == "fp8" else 4 if config.dtype == "float32" else 2
+    return replace(with_context(shape, config), kv_item_bytes=kv_item_bytes)
 
 
 def choose_rank_device(config: PrefillConfig | DecodeConfig, rank: int) -> torch.device:
@@ -133,30 +159,56 @@ def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress:
         max(1, resolve_threads(config.threads, num_cores()) // config.tp),
         config.page_tokens,
         num_rows_for(config.max_running),
-        partial(size_pool, config),
+        partial(_size_pool, config),
         on_progress,
         config.max_context_tokens,
         config.quantization,
         config.kv_dtype,
         place,
+        largest_step_of(config),
     )
-    graph_rows = max_drafts = 0  # prompts are of any length
-    if isinstance(config, DecodeConfig) and config.cuda_graphs:
-        graph_rows = config.max_running
+    graph_rows = limits_of(config, engine.config.vocab_size).graph_rows
+    max_drafts = 0
+    if isinstance(config, DecodeConfig):
         max_drafts = 0 if config.speculate == "off" else config.max_draft_tokens
     engine.warm_up(graph_rows, max_drafts, partial(on_progress, what="graphs"))
     return engine
 
 
+def largest_step_of(config: PrefillConfig | DecodeConfig) -> LargestStep:
+    """Of completed settings."""
+    if isinstance(config, PrefillConfig):
+        return LargestStep(config.chunk_tokens, config.max_running, "--chunk-tokens")
+    return LargestStep(config.local_prefill_chunk_tokens, config.max_running, "--local-prefill-chunk-tokens")
+
+
+def _size_pool(
+    config: PrefillConfig | DecodeConfig,
+    context_tokens: int,
+    page_bytes: int,
+    num_ranks: int,
+    gpu_memory: tuple[int, int, int] | None,
+    mapped_bytes: int,
+) -> int:
+    """See `SizePool`."""
+    room = None
+    if gpu_memory is not None:
+        total_bytes, taken_bytes, step_bytes = gpu_memory
+        shape = read_shape(config)
+        reserve = reserve_bytes(shape, limits_of(config, shape.vocab_size), config.tp, step_bytes)
+        room = GpuRoom(total_bytes, taken_bytes, reserve)
+    return size_pool(config, context_tokens, page_bytes, num_ranks, room, mapped_bytes)
+
+
 async def _serve(
     role: str,
     build_role: Callable[[ConfigT, Worker], Role],
-    config: ConfigT,
-    built: Built,
+    _incomplete: ConfigT,
+    built: Built[ConfigT],
     reporter: ReadyReporter,
     ops: OpsServer,
 ) -> None:
-    engine, children = built.engine, built.children
+    config, engine, children = built.config, built.engine, built.children
     trust = load_trust(config)
     trust.watch_handshakes()
     server = trust.build_server()

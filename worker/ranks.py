@@ -138,7 +138,7 @@ class LedRunner(Runner):
             self._leader.send(self._number, requests)
             return self._run(step)
         except Exception:
-            if not self._leader.is_closing():
+            if self._leader.is_leading and not self._leader.is_closing():
                 log.exception("a step of several ranks failed; this process ends")
                 end_process()
             raise

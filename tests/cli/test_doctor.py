@@ -14,6 +14,7 @@ from cli.doctor import show
 from cli.doctor_facts import Gpu, Machine, Model
 from cli.doctor_probe import examine_flashinfer, examine_machine
 from cli.doctor_rules import Row, judge
+from cli.shapes import load_shape
 from runtime.config import ServeConfig
 from runtime.settings import field_names
 from tests.support.command_line import run
@@ -40,7 +41,10 @@ NODE = replace(
     gpus=(H200, replace(H200, uuid="GPU-b")), triton="3.6.0", flashinfer="0.7.2", flashinfer_modules=MODULES,
 )  # fmt: skip
 PARTS = (PagePart(8, (2 << 20) // 8),)
-ON_CPU = Model("cpu", "bfloat16", "bfloat16", 128, True, 8192, PARTS, 16 * GIB, "cpu_paged", "CPU kernel, AMX", False)
+SHAPE = load_shape("8B")
+ON_CPU = Model(
+    "cpu", "bfloat16", "bfloat16", 128, True, 8192, PARTS, 16 * GIB, "cpu_paged", "CPU kernel, AMX", False, SHAPE
+)
 ON_GPU = replace(ON_CPU, device="cuda", attention="flashinfer", attention_reason="GPU of compute capability 9.0")
 
 
@@ -72,7 +76,7 @@ def test_machines_as_they_should_be() -> None:
 def test_ranks_share_what_a_worker_has_in_main_memory_and_have_a_gpu_each() -> None:
     alone, shared = (look(ServeConfig(decode_tp=tp), CPU, ON_CPU)["decode-0"].found for tp in (1, 2))
     assert shared == alone.replace("cpu; ", "cpu, 2 ranks; ", 1)
-    rows = look(ServeConfig(transport="grpc", decode_tp=2), NODE, ON_GPU)
+    rows = look(ServeConfig(transport="grpc", prefill_workers=1, decode_tp=2), NODE, ON_GPU)
     assert troubles(rows) == {}
     assert rows["decode-0"].found.startswith("gpu 1, 0; ")
 
@@ -117,10 +121,10 @@ def test_what_fits_follows_from_memory_and_its_speed() -> None:
         (ServeConfig(max_context_tokens=9000), CPU, "prefill-0", "missing", "--max-context-tokens 8192 or less"),
         (ServeConfig(kv_memory_mib=100), CPU, "decode-0", "missing", "--kv-memory-mib 1024 or more"),
         (ServeConfig(), replace(CPU, memory_bytes=GIB), "decode-0", "missing", "--kv-memory-mib 1024 or more"),
-        (ServeConfig(gpu_memory_share=0.6, decode_workers=3), NODE, "workers", "missing", "2 workers share a GPU"),
+        (ServeConfig(gpu_memory_share=0.6, decode_workers=3), NODE, "workers", "missing", "--decode-workers 2"),
         (ServeConfig(prefill_tp=3), NODE, "workers", "missing", "each rank has a GPU of its own"),
         (ServeConfig(transport="cuda_ipc", prefill_tp=2), FAR_FROM_1, "hand-off", "missing", "--transport auto"),
-        (ServeConfig(gpu_memory_share=0.05), NODE, "decode-0", "missing", "--gpu-memory-share 0.14 or more"),
+        (ServeConfig(gpu_memory_share=0.05), NODE, "decode-0", "missing", "--gpu-memory-share 0.13 or more"),
         # possible, but slower than necessary
         (ServeConfig(), UNSEEN, "gpu", "warning", "update NVIDIA's driver"),
         (ServeConfig(), replace(UNSEEN, visible_gpus=()), "gpu", "warning", "unset CUDA_VISIBLE_DEVICES"),
@@ -235,7 +239,7 @@ def test_this_machine_in_json() -> None:
     assert (done.returncode, report["ok"]) == (0, True), done.stderr
     parts = [row["part"] for row in report["rows"]]
     assert {"cores", "torch", "gpu", "cpu kernels", "namespaces", "shared memory", "model"} <= set(parts)
-    assert parts[-4:] == ["prefill-0", "prefill-1", "decode-0", "hand-off"]
+    assert parts[-5:] == ["workers", "prefill-0", "prefill-1", "decode-0", "hand-off"]
     assert all(set(row) == {"part", "status", "found", "advice"} for row in report["rows"])
     assert report["machine"]["num_cores"] >= 1
     assert (report["model"]["device"], report["model"]["head_dim"]) == ("cpu", 64)
