@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from bench.roofline import kv_tokens_that_fit
 from cli.models import locate_model
 from cli.shapes import load_shape
+from engine.attention.shape import AttentionShape
 from engine.batch import ForwardRow
-from engine.engine import build_engine
+from engine.engine import _measure_step, build_engine
 from engine.graphs import choose_shapes
 from engine.largest_step import LargestStep, find_step_bytes, split
+from engine.models.fallback_config import FallbackConfig
 from engine.runner import CHUNK_VALUES, Launched, Runner
 from runtime.cards import CARDS, Card, CardName, find_card
 from runtime.config import DecodeConfig, PrefillConfig
@@ -193,3 +195,34 @@ def test_it_is_run_for_both_models_and_leaves_rows_as_they_were(monkeypatch: pyt
     taken = find_step_bytes(largest_step_of(config), [engine.runner, engine.draft_runner], engine.rows, measure)
     assert steps == [153, 153] and taken == 155, "64 + 64 + 22 tokens and 3 rows; the larger of both"
     assert not engine.rows.page_table.any()
+
+
+def test_a_model_without_native_code_has_limits_too() -> None:
+    shapes = (AttentionShape(32, 8, 128, 0.1),) * 32
+    config = FallbackConfig("other", 128_256, 8192, shapes, (None,) * 32, False, ("m",) * 32)
+    shape = limits.shape_of(config, 16 * GIB)
+    assert (shape.num_weights, shape.kv_token_bytes) == (8 * GIB, SHAPES["8B"].kv_token_bytes)
+    assert complete(DecodeConfig(), shape, CARDS["h100"], 80 * 10**9).max_running == 512
+
+
+def test_it_runs_over_one_page_and_an_error_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = LargestStep(100, 4, "--chunk-tokens")
+    engine = build_engine(
+        locate_model("demo"), "", "float32", "cpu", 1, 16, num_rows_for(4), lambda *_: 8, lambda done, total: None, 64
+    )
+    models = [(engine.runner._model, engine.attention, engine.pool.shape.with_pages(1))]
+
+    def measure(work: Callable[[], None], _device: torch.device) -> int:
+        work()
+        return 7
+
+    monkeypatch.setattr("engine.engine.find_step_bytes", partial(find_step_bytes, measure=measure))
+    assert _measure_step(step, models, engine.rows) == 7
+    assert not engine.pool.tensor.any(), "the pool's own pages are not touched"
+
+    def fill(_self: Runner, _step: object) -> Launched:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Runner, "_run", fill)
+    with pytest.raises(ValueError, match=r"step of 100 prompt tokens \(CUDA out of memory\): lower --chunk-tokens"):
+        _measure_step(step, models, engine.rows)
