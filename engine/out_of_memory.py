@@ -10,6 +10,8 @@ import torch
 
 _SIGNS = ("can't allocate memory", "out of memory", "Cannot allocate memory")  # of torch's allocators and the system
 
+FULL = 0.9  # of a GPU, by weights alone: nothing else fits beside them
+
 
 class StepFailedError(Exception):
     """Why a step could not be computed, in one line for users.
@@ -56,7 +58,7 @@ def explain_full_gpu(device: torch.device, folder: Path) -> Iterator[None]:
 
 def describe_full_gpu(checkpoint_bytes: int, free_bytes: int, total_bytes: int) -> str:
     """Why weights find no room, and the setting that helps: another worker may have taken what is not free."""
-    is_shared = checkpoint_bytes < total_bytes
+    is_shared = checkpoint_bytes < FULL * total_bytes
     advice = (
         "--prefill-workers 0 if `baton serve` started two workers on it; else end what uses it"
         if is_shared

@@ -123,10 +123,12 @@ def _advise_on_gpu(
     share = config.gpu_memory_share or GPU_SHARE
     left, at_most = (room.left_bytes(part) // page_bytes for part in (share, 1.0))
     if config.kv_memory_mib:
-        if wanted <= num_pages <= at_most:
+        if wanted <= num_pages <= left:
             return ""
-        would_fit = needed_mib * MIB // (config.tp * page_bytes) <= at_most
-        return f"--kv-memory-mib {needed_mib} or more" if num_pages < wanted and would_fit else "--kv-memory-mib 0"
+        wanted_mib = needed_mib if num_pages < wanted else left * config.tp * page_bytes // MIB
+        if not wanted <= wanted_mib * MIB // (config.tp * page_bytes) <= left:
+            return "--kv-memory-mib 0, for what is left"
+        return f"--kv-memory-mib {wanted_mib} or {'more' if num_pages < wanted else 'less'}"
     if num_pages >= wanted:
         return ""
     if left * config.page_tokens >= USEFUL_TOKENS:
@@ -141,9 +143,15 @@ def _advise_on_gpu(
 
 def _describe_gpu(config: PrefillConfig | DecodeConfig, wanted: int, page_bytes: int, room: GpuRoom) -> str:
     share = config.gpu_memory_share or GPU_SHARE
+    tokens, wanted_mib, left_mib = (
+        wanted * config.page_tokens,
+        wanted * page_bytes // MIB,
+        room.left_bytes(share) // MIB,
+    )
+    asked = config.kv_memory_mib
+    what = f"kv_memory_mib={asked} cannot be used" if asked else "the GPU has no room for the KV of one context"
     return (
-        f"the GPU has no room for the KV of one context of {wanted * config.page_tokens} tokens: it takes "
-        f"{wanted * page_bytes // MIB} MiB, and {room.left_bytes(share) // MIB} MiB are left of {share:.3g} x "
+        f"{what}: {tokens} tokens take {wanted_mib} MiB on each GPU, and {left_mib} MiB are left of {share:.3g} x "
         f"{room.total_bytes // MIB} MiB, of which weights and rows take {room.taken_bytes // MIB} MiB and computing "
         f"{room.reserve_bytes // MIB} MiB"
     )

@@ -11,11 +11,11 @@ import grpc
 import structlog
 import torch
 
-from engine.engine import ALONE, Engine, Place, build_engine, choose_device
+from engine.engine import ALONE, Engine, Place, build_engine, choose_device, resolve_kv_dtype
 from engine.kv.pool import Pool
 from engine.largest_step import LargestStep
-from engine.models.choose import load_any_config
-from engine.models.load import resolve_model_folder
+from engine.models.load import choose_dtype, resolve_model_folder
+from engine.models.sources import open_any_model
 from engine.ranks import join_group
 from engine.weights.files import list_shards
 from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank
@@ -124,12 +124,14 @@ def complete_here(config: ConfigT) -> ConfigT:
 
 
 def read_shape(config: PrefillConfig | DecodeConfig) -> ModelShape:
-    """The model's, with weights and KV as small as the settings make them."""
+    """The model's, with the weights of the draft model too, and KV as the settings make it. Reads headers only."""
     folder = resolve_model_folder(config.model)
-    file_bytes = sum(path.stat().st_size for path in list_shards(folder))
-    shape = shape_of(load_any_config(folder), shrink(file_bytes, config.quantization))
-    kv_item_bytes = 1 if config.kv_dtype == "fp8" else 4 if config.dtype == "float32" else 2
-    return replace(with_context(shape, config), kv_item_bytes=kv_item_bytes)
+    drafts = [] if config.draft_model == NO_DRAFT else [resolve_model_folder(config.draft_model)]
+    file_bytes = sum(path.stat().st_size for one in (folder, *drafts) for path in list_shards(one))
+    model, checkpoint = open_any_model(folder)
+    kv_dtype = resolve_kv_dtype(config.kv_dtype, choose_dtype(model, checkpoint, config.dtype))
+    shape = shape_of(model, shrink(file_bytes, config.quantization))
+    return replace(with_context(shape, config), kv_item_bytes=kv_dtype.itemsize)
 
 
 def choose_rank_device(config: PrefillConfig | DecodeConfig, rank: int) -> torch.device:

@@ -214,8 +214,22 @@ def test_a_context_that_does_not_fit_is_told_in_numbers_with_what_to_set(
         resolve_pool(config, context_tokens, 2 << 20, 1, room, 0)
     said = str(caught.value)
     assert f": set {advice}" in said
-    numbers = ("131072 tokens: it takes 16384 MiB", f"{share:g} x 71680 MiB", f"{weights_gib << 10} MiB", "2048 MiB")
+    numbers = ("131072 tokens take 16384 MiB", f"{share:g} x 71680 MiB", f"{weights_gib << 10} MiB", "2048 MiB")
     assert all(number in said for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("mib", "advice"),
+    [
+        (1000, "--kv-memory-mib 2048 or more"),  # a context of 16,384 tokens in pages of 2 MiB
+        (500_000, "--kv-memory-mib 4096 or less"),  # 0.5 x 16 - 2 - 2 GiB
+    ],
+)
+def test_a_pool_that_is_set_stays_within_the_share(mib: int, advice: str) -> None:
+    config = DecodeConfig(gpu_memory_share=0.5, kv_memory_mib=mib, max_running=4)
+    room = GpuRoom(16 * GIB, 2 * GIB, 2 * GIB)
+    with pytest.raises(ConfigError, match=f"kv_memory_mib={mib} cannot be used: 16384 tokens .*: set {advice}$"):
+        resolve_pool(config, 16_384, 2 << 20, 1, room, 0)
 
 
 @given(st.integers(1, 8), st.integers(1, 64), st.integers(0, 4096))

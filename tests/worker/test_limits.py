@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.roofline import kv_tokens_that_fit
-from cli.models import locate_model
+from cli.models import locate, locate_model
 from cli.shapes import load_shape
 from engine.attention.shape import AttentionShape
 from engine.batch import ForwardRow
@@ -148,7 +148,7 @@ def test_a_worker_sizes_its_pool_as_the_plan_does() -> None:
 
     The model is the demo's; its pool would be as large as its batch needs, so the batch is large.
     """
-    config = DecodeConfig(model=locate_model("demo"), max_running=100_000, local_prefill_chunk_tokens=2048)
+    config = locate(DecodeConfig(max_running=100_000, local_prefill_chunk_tokens=2048))
     shape = with_context(read_shape(config), config)
     found, card = limits_of(config, shape.vocab_size), replace(CARDS["h100"], memory_bytes=40 * GIB)
     step_bytes = estimate_step_bytes(shape, found, 1)
