@@ -38,7 +38,8 @@ def build_workers(role: Role, count: int) -> Workers:
 
 
 def simulate(proposal: Proposal, model: ModelShape, gpu: CardName, goals: Goals, fewer: str = "") -> dict[str, float]:
-    prefill = build_workers(proposal.prefill, proposal.prefill.count - (fewer == "prefill"))
+    prefill_role = proposal.prefill or replace(proposal.decode, count=0)
+    prefill = build_workers(prefill_role, prefill_role.count - (fewer == "prefill"))
     decode = build_workers(proposal.decode, proposal.decode.count - (fewer == "decode"))
     fleet = Fleet(prefill, decode, Wires(handoff_token_s(model, CARDS[gpu], proposal.decode.tp)))
     workload = Workload(
@@ -69,10 +70,30 @@ def test_a_proposal_meets_its_goals_and_one_worker_fewer_does_not(
     for share in ("p50", "p90"):
         assert found[f"ttft_{share}_ms"] <= WITHIN * goals.ttft_s * 1e3
         assert found[f"tpot_{share}_ms"] <= WITHIN * goals.tpot_s * 1e3
+    assert proposal.prefill is not None
     expected = proposal.prefill.expected_s, proposal.decode.expected_s
     assert (found["ttft_p90_ms"] / 1e3, found["tpot_p90_ms"] / 1e3) == pytest.approx(expected, rel=0.5)
     fewer = simulate(proposal, model, gpu, goals, binding)
     assert fewer["ttft_p90_ms"] > goals.ttft_s * 1e3 or fewer["tpot_p90_ms"] > goals.tpot_s * 1e3
+
+
+@pytest.mark.parametrize(
+    ("gpu", "goals", "num_gpus"),
+    [
+        ("h100", Goals(4, 1000, 200, 0.5, 0.02), 1),
+        ("l4", Goals(0.3, 500, 100, 2.0, 0.12), 1),
+        ("a100", Goals(1.2, 2000, 100, 2.0, 0.05), 1),
+    ],
+)
+def test_one_gpu_gets_one_worker_that_does_both(gpu: CardName, goals: Goals, num_gpus: int) -> None:
+    proposal = propose(EIGHT, CARDS[gpu], goals, num_gpus)
+    assert proposal.prefill is None
+    assert proposal.decode.num_gpus == num_gpus
+    found = simulate(proposal, EIGHT, gpu, goals)
+    assert found["failed"] == 0
+    assert found["ttft_p90_ms"] <= WITHIN * goals.ttft_s * 1e3
+    assert found["tpot_p90_ms"] <= WITHIN * goals.tpot_s * 1e3
+    assert found["tpot_p90_ms"] / 1e3 == pytest.approx(proposal.decode.expected_s, rel=0.5)
 
 
 def test_what_binds_is_named() -> None:
@@ -107,12 +128,13 @@ def test_a_proposal_is_within_its_own_limits(
     except UnreachableError:
         return
     prefill, decode = found.prefill, found.decode
+    assert prefill is not None, "with so many GPUs there are both"
     assert prefill.expected_s <= ttft_s
     assert decode.expected_s <= tpot_s * 1.01
     assert decode.max_running * (input_tokens + output_tokens) <= decode.kv_tokens
     assert prefill.max_running * input_tokens <= prefill.kv_tokens
     more = propose(EIGHT, CARDS[gpu], replace(goals, rate=rate * 2), 10**6)
-    assert more.prefill.num_gpus >= prefill.num_gpus
+    assert more.prefill is not None and more.prefill.num_gpus >= prefill.num_gpus
     assert more.decode.num_gpus >= decode.num_gpus
 
 
