@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -11,13 +11,9 @@ import grpc
 import structlog
 import torch
 
-from engine.engine import ALONE, Engine, Place, build_engine, choose_device, resolve_kv_dtype
+from engine.engine import ALONE, Engine, Place, build_engine, choose_device
 from engine.kv.pool import Pool
-from engine.largest_step import LargestStep
-from engine.models.load import choose_dtype, resolve_model_folder
-from engine.models.sources import open_any_model
 from engine.ranks import join_group
-from engine.weights.files import list_shards
 from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank
 from kvtransfer.nixl_agent import NixlError, find_obstacle
 from kvtransfer.nixl_pool import NixlPool
@@ -25,14 +21,14 @@ from kvtransfer.opener import Opener
 from protos import kv_pb2
 from runtime import rpc
 from runtime.addresses import is_loopback
-from runtime.cards import find_card
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
-from runtime.hardware import GpuRoom, num_cores, resolve_context, resolve_threads, size_pool
+from runtime.hardware import num_cores, resolve_context, resolve_threads
 from runtime.lifecycle import ReadyReporter, Shutdown, announce, run_worker
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
-from worker.limits import ModelShape, complete, limits_of, reserve_bytes, shape_of, shrink, with_context
+from worker.device_limits import complete_here, largest_step_of, size_pool_here
+from worker.limits import limits_of
 from worker.loop import WorkerLoop
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import PrefixCache
@@ -102,7 +98,7 @@ def run(role: str, config: ConfigT, build_role: Callable[[ConfigT, Worker], Role
 def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built[ConfigT]:
     load_trust(config)  # reports a bad --tls-dir before loading
     incarnation = rpc.new_incarnation()
-    config = complete_here(config)
+    config = complete_here(config, choose_rank_device(config, 0))
     if config.tp == 1:
         return Built(config, build_rank_engine(config, ALONE, reporter.loading), incarnation, None)
     children = RankChildren(role, config, incarnation)
@@ -112,26 +108,6 @@ def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built[ConfigT
     engine = build_rank_engine(config, place, reporter.loading)
     leader.is_leading = True
     return Built(config, engine, incarnation, children)
-
-
-def complete_here(config: ConfigT) -> ConfigT:
-    """The settings with limits for rank 0's device. Raises ValueError or OSError like `build_engine`."""
-    device = choose_rank_device(config, 0)
-    if device.type != "cuda":
-        return complete(config, None, None)
-    facts = torch.cuda.get_device_properties(device)
-    return complete(config, read_shape(config), find_card(facts.name, facts.total_memory), facts.total_memory)
-
-
-def read_shape(config: PrefillConfig | DecodeConfig) -> ModelShape:
-    """The model's, with the weights of the draft model too, and KV as the settings make it. Reads headers only."""
-    folder = resolve_model_folder(config.model)
-    drafts = [] if config.draft_model == NO_DRAFT else [resolve_model_folder(config.draft_model)]
-    file_bytes = sum(path.stat().st_size for one in (folder, *drafts) for path in list_shards(one))
-    model, checkpoint = open_any_model(folder)
-    kv_dtype = resolve_kv_dtype(config.kv_dtype, choose_dtype(model, checkpoint, config.dtype))
-    shape = shape_of(model, shrink(file_bytes, config.quantization))
-    return replace(with_context(shape, config), kv_item_bytes=kv_dtype.itemsize)
 
 
 def choose_rank_device(config: PrefillConfig | DecodeConfig, rank: int) -> torch.device:
@@ -161,7 +137,7 @@ def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress:
         max(1, resolve_threads(config.threads, num_cores()) // config.tp),
         config.page_tokens,
         num_rows_for(config.max_running),
-        partial(_size_pool, config),
+        partial(size_pool_here, config),
         on_progress,
         config.max_context_tokens,
         config.quantization,
@@ -175,31 +151,6 @@ def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress:
         max_drafts = 0 if config.speculate == "off" else config.max_draft_tokens
     engine.warm_up(graph_rows, max_drafts, partial(on_progress, what="graphs"))
     return engine
-
-
-def largest_step_of(config: PrefillConfig | DecodeConfig) -> LargestStep:
-    """Of completed settings."""
-    if isinstance(config, PrefillConfig):
-        return LargestStep(config.chunk_tokens, config.max_running, "--chunk-tokens")
-    return LargestStep(config.local_prefill_chunk_tokens, config.max_running, "--local-prefill-chunk-tokens")
-
-
-def _size_pool(
-    config: PrefillConfig | DecodeConfig,
-    context_tokens: int,
-    page_bytes: int,
-    num_ranks: int,
-    gpu_memory: tuple[int, int, int] | None,
-    mapped_bytes: int,
-) -> int:
-    """See `SizePool`."""
-    room = None
-    if gpu_memory is not None:
-        total_bytes, taken_bytes, step_bytes = gpu_memory
-        shape = read_shape(config)
-        reserve = reserve_bytes(shape, limits_of(config, shape.vocab_size), config.tp, step_bytes)
-        room = GpuRoom(total_bytes, taken_bytes, reserve)
-    return size_pool(config, context_tokens, page_bytes, num_ranks, room, mapped_bytes)
 
 
 async def _serve(

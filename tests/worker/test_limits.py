@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from engine.runner import CHUNK_VALUES, Launched, Runner
 from runtime.cards import CARDS, Card, CardName, find_card
 from runtime.config import DecodeConfig, PrefillConfig
 from worker import limits
+from worker.device_limits import complete_here, largest_step_of, read_shape, size_pool_here
 from worker.limits import (
     LEAST_SESSIONS,
     SESSION_TOKENS,
@@ -32,7 +34,6 @@ from worker.limits import (
     limits_of,
     with_context,
 )
-from worker.process import _size_pool, largest_step_of, read_shape
 from worker.scheduler import num_rows_for
 
 GIB = 1 << 30
@@ -154,7 +155,7 @@ def test_a_worker_sizes_its_pool_as_the_plan_does() -> None:
     step_bytes = estimate_step_bytes(shape, found, 1)
     room = estimate_room(shape, found, card.memory_bytes, 1)
     page_bytes = shape.kv_token_bytes * config.page_tokens
-    size = partial(_size_pool, config, shape.context_tokens, page_bytes, 1)
+    size = partial(size_pool_here, config, shape.context_tokens, page_bytes, 1)
     pages = size((room.total_bytes, room.taken_bytes, step_bytes), 0)
     assert pages == kv_tokens_that_fit(shape, card, 1, found) // config.page_tokens
     fewer = size((room.total_bytes, room.taken_bytes, step_bytes + GIB), 0)
@@ -226,3 +227,14 @@ def test_it_runs_over_one_page_and_an_error_names_what_to_lower(monkeypatch: pyt
     monkeypatch.setattr(Runner, "_run", fill)
     with pytest.raises(ValueError, match=r"step of 100 prompt tokens \(CUDA out of memory\): lower --chunk-tokens"):
         _measure_step(step, models, engine.rows)
+
+
+def test_a_worker_on_a_gpu_asks_for_its_name_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: facts)
+    for config in (locate(DecodeConfig()), locate(PrefillConfig(max_running=5))):
+        found = complete_here(config, torch.device("cuda"))
+        assert found == complete(config, read_shape(config), CARDS["h100"], facts.total_memory)
+        assert found.max_running == (config.max_running or 1024)
+        assert largest_step_of(found).chunk_tokens >= 512
+    assert complete_here(DecodeConfig(model="/nowhere"), torch.device("cpu")).max_running == 64, "nothing is read"
