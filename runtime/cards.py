@@ -37,13 +37,13 @@ CARDS: dict[CardName, Card] = {
 def find_card(device_name: str, memory_bytes: int) -> Card:
     """The card of a CUDA device such as "NVIDIA A100-SXM4-40GB": the one named so with at most this much memory.
 
-    For an unknown name: the slowest that has at most this much memory, or the smallest.
+    For an unknown name: of all with at most this much memory the largest, and of these the slowest. Where even the
+    smallest has more memory, as beside a part of a GPU (MIG), it is that one.
     """
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
     gpus = {name: card for name, card in CARDS.items() if card.num_sms}
     named = [card for name, card in gpus.items() if name.removeprefix("rtx-").split("-")[0] in words]
-    fitting = [card for card in named or gpus.values() if NEARLY * card.memory_bytes <= memory_bytes]
-    if named:
-        return max(fitting or named, key=lambda card: card.memory_bytes if fitting else -card.memory_bytes)
-    smallest = min(gpus.values(), key=lambda card: card.memory_bytes)
-    return min(fitting, key=lambda card: card.flops) if fitting else smallest
+    known = named or list(gpus.values())
+    fitting = [card for card in known if NEARLY * card.memory_bytes <= memory_bytes]
+    size = max(card.memory_bytes for card in fitting) if fitting else min(card.memory_bytes for card in known)
+    return min((card for card in known if card.memory_bytes == size), key=lambda card: card.flops)

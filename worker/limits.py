@@ -31,7 +31,7 @@ LEAST_CHUNK, MOST_CHUNK = 512, 8192
 MOST_LOCAL_CHUNK = 2048  # beside answers worker/chunks.py takes less; alone it delays an answer that begins meanwhile
 SHORT_PROMPT = 128  # tokens; so many prompts run at once that short ones fill a chunk
 SESSION_TOKENS = 512  # of an average answer halfway, with its prompt
-LEAST_SESSIONS, MOST_SESSIONS = 16, 1024
+LEAST_SESSIONS, MOST_SESSIONS = 16, 1024  # the host plans a step of 1024 in 4 ms (bench/host.py); their KV takes longer
 ROWS_SHARE = 1 / 8  # of the room for KV, at most, that rows take
 
 LOGITS_VALUES = 1 << 25  # engine/runner.py: CHUNK_VALUES. A step with more is sampled in parts, and is no graph

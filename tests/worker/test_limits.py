@@ -131,6 +131,8 @@ def test_more_memory_never_means_fewer_sessions(name: CardName, model: str, gib:
         ("NVIDIA A10G", 22, "l4"),  # unknown: the slowest of that size
         ("NVIDIA H100 MIG 1g.10gb", 9, "h100"),
         ("Tesla T4", 15, "l4"),
+        ("NVIDIA H20", 95, "a100"),
+        ("NVIDIA GB200", 185, "b200"),
     ],
 )
 def test_a_card_is_found_by_its_name(device: str, gib: int, name: CardName) -> None:
