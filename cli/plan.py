@@ -61,7 +61,7 @@ def choose_prefill_workers(config: ServeConfig, num_gpus: int) -> tuple[int, str
     needed = config.decode_workers * config.decode_tp
     if num_gpus > needed:
         return 1, f"of {num_gpus} GPUs decode workers take {needed}"
-    return 0, f"decode workers take all GPUs, and prefill too: a second copy of the weights would take {needed} more"
+    return 0, "decode workers need all GPUs and compute prompts too; another worker would load the weights once more"
 
 
 def plan_workers(config: ServeConfig, gpus: Sequence[str] = (), program: Command = PROGRAM) -> list[WorkerPlan]:

@@ -204,14 +204,12 @@ def assemble_engine(
     build_rows, ranks = place.build_rows, place.ranks
     rows = build_rows(num_rows, _resolve_context(decoder, max_context_tokens), page_tokens, config.vocab_size, device)
     mapped_bytes = sum(loaded.decoder.mapped_bytes for loaded in (model, draft) if loaded)
-    draft_attention = (
-        _choose_attention(draft.decoder, page_tokens, draft_shape.dtype) if draft and draft_shape else None
-    )
+    models, draft_attention = [(decoder, attention, shape)], None
+    if draft and draft_shape:
+        draft_attention = _choose_attention(draft.decoder, page_tokens, draft_shape.dtype)
+        models.append((draft.decoder, draft_attention, draft_shape))
     gpu_memory = _gpu_memory(device)
     if gpu_memory is not None and largest_step is not None:
-        models = [(decoder, attention, shape)]
-        if draft and draft_attention and draft_shape:
-            models.append((draft.decoder, draft_attention, draft_shape))
         gpu_memory = (*gpu_memory[:2], _measure_step(largest_step, models, rows))
     num_pages = size_pool(config.context_tokens, page_bytes, ranks.size, gpu_memory, mapped_bytes)
     num_pages = ranks.all_reduce_min(num_pages, device)

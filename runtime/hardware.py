@@ -143,15 +143,11 @@ def _advise_on_gpu(
 
 def _describe_gpu(config: PrefillConfig | DecodeConfig, wanted: int, page_bytes: int, room: GpuRoom) -> str:
     share = config.gpu_memory_share or GPU_SHARE
-    tokens, wanted_mib, left_mib = (
-        wanted * config.page_tokens,
-        wanted * page_bytes // MIB,
-        room.left_bytes(share) // MIB,
-    )
+    wanted_mib, left_mib = wanted * page_bytes // MIB, room.left_bytes(share) // MIB
     asked = config.kv_memory_mib
     what = f"kv_memory_mib={asked} cannot be used" if asked else "the GPU has no room for the KV of one context"
     return (
-        f"{what}: {tokens} tokens take {wanted_mib} MiB on each GPU, and {left_mib} MiB are left of {share:.3g} x "
+        f"{what}: {wanted * config.page_tokens} tokens take {wanted_mib} MiB on each GPU, and {left_mib} MiB are left of {share:.3g} x "
         f"{room.total_bytes // MIB} MiB, of which weights and rows take {room.taken_bytes // MIB} MiB and computing "
         f"{room.reserve_bytes // MIB} MiB"
     )

@@ -71,6 +71,10 @@ def test_machines_as_they_should_be() -> None:
     assert rows["prefill-0"].found.startswith("gpu 0; attention flashinfer (GPU of")
     assert rows["decode-0"].found.startswith("gpu 1; ")
     assert rows["peer access"].found == "between all GPUs"
+    rows = look(ServeConfig(), replace(NODE, gpus=(H200,), visible_gpus=("0",)), ON_GPU)
+    assert troubles(rows) == {}
+    assert rows["workers"].found.startswith("0 prefill, 1 decode: decode workers need all GPUs and compute prompts too")
+    assert "2048 prompt tokens in a step" in rows["decode-0"].found
 
 
 def test_ranks_share_what_a_worker_has_in_main_memory_and_have_a_gpu_each() -> None:
