@@ -147,9 +147,9 @@ def _describe_gpu(config: PrefillConfig | DecodeConfig, wanted: int, page_bytes:
     asked = config.kv_memory_mib
     what = f"kv_memory_mib={asked} cannot be used" if asked else "the GPU has no room for the KV of one context"
     return (
-        f"{what}: {wanted * config.page_tokens} tokens take {wanted_mib} MiB on each GPU, and {left_mib} MiB are left of {share:.3g} x "
-        f"{room.total_bytes // MIB} MiB, of which weights and rows take {room.taken_bytes // MIB} MiB and computing "
-        f"{room.reserve_bytes // MIB} MiB"
+        f"{what}: {wanted * config.page_tokens} tokens take {wanted_mib} MiB on each GPU, and {left_mib} MiB are left "
+        f"of {share:.3g} x {room.total_bytes // MIB} MiB, of which weights and rows take {room.taken_bytes // MIB} MiB "
+        f"and computing {room.reserve_bytes // MIB} MiB"
     )
 
 
