@@ -3,7 +3,7 @@
 PYTHON ?= python3
 MODEL ?= demo
 PORT ?= 8000
-PREFILL ?= 1
+PREFILL ?=
 DECODE ?= 1
 DTYPE ?= auto
 TRANSPORT ?= auto
@@ -34,7 +34,7 @@ help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 serve: $(RUN_STAMP) ## Start a service; takes MODEL PORT PREFILL DECODE DTYPE TRANSPORT DEVICE, and ARGS for any other option
-	@exec $(BIN)/baton serve --model "$(MODEL)" --port "$(PORT)" --prefill-workers "$(PREFILL)" \
+	@exec $(BIN)/baton serve --model "$(MODEL)" --port "$(PORT)" $(if $(PREFILL),--prefill-workers "$(PREFILL)") \
 	    --decode-workers "$(DECODE)" --dtype "$(DTYPE)" --transport "$(TRANSPORT)" --device "$(DEVICE)" $(ARGS)
 
 test: $(DEV_STAMP) ## Run the tests; takes JOBS, and ARGS for pytest

@@ -4,22 +4,27 @@ answers   A worker has  n = rate * output * step(n)  answers on average, and at 
           of the time (Poisson, spread by routing). That number is bounded by TPOT >= step(n) and by the pool.
 prompts   M/D/c: TTFT must cover the wait that a tenth exceeds (Erlang C), the prompt's own chunks, the transfer of
           the last one, and the steps before the answer's first token.
+both      Where GPUs are too few for two roles, decode workers compute prompts beside answers. These take 0.7 of a step
+          of answers then (worker/chunks.py: STRETCH), so 0.41 of the time, and answers are slower by what prompts take.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
-from bench.gpus import Gpu
-from bench.roofline import ModelShape, build_costs, handoff_token_s, kv_tokens_that_fit
+from bench.roofline import build_costs, handoff_token_s, kv_tokens_that_fit
 from bench.simulate.costs import Costs, Work
+from runtime.cards import Card
+from runtime.config import DecodeConfig, PrefillConfig
+from worker.chunks import STRETCH
+from worker.limits import ModelShape, complete, limits_of
 
 SIZES = (1, 2, 4, 8)  # ranks per worker
 Z = 1.28  # a tenth of a normal distribution is more than this many deviations above its mean
 TAIL = 0.1
-MOST_ROWS = 1024  # answers per step; more gain nothing
-CHUNKS = (512, 1024, 2048, 4096, 8192)
-MOST_PROMPTS = 16  # at the same time on a prefill worker; they run one after the other
+BESIDE = (STRETCH - 1) / STRETCH  # of the time, at most, that prompts take beside answers
+MOST_COMBINED = 4096  # workers
+SMALL = 0.001  # share of the time that prompts take; below, more workers do not make a difference
 CALLS_S = 0.003  # messages between gateway and workers before the first token
 MET_STEPS = 1.5  # decode steps before the first token: half of a running one, and the answer's own
 
@@ -57,7 +62,7 @@ class Role:
     costs: Costs
     kv_tokens: int  # in each worker's pool
     max_running: int
-    chunk_tokens: int  # of prefill; 0 for decode
+    chunk_tokens: int  # of prompts; 0 for decode beside prefill workers
     expected_s: float  # TTFT of prefill, TPOT of decode
     limit: str  # the first limit that a worker reaches
     reasons: tuple[str, ...]
@@ -71,24 +76,34 @@ class Role:
 class Proposal:
     """The workers to start."""
 
-    prefill: Role
+    prefill: Role | None  # None: decode workers compute prompts too
     decode: Role
 
 
-def propose(model: ModelShape, gpu: Gpu, goals: Goals, num_gpus: int) -> Proposal:
-    """The fewest GPUs for each role; among equals the fewest ranks. Raises UnreachableError."""
+def propose(model: ModelShape, gpu: Card, goals: Goals, num_gpus: int) -> Proposal:
+    """The fewest GPUs for each role; among equals the fewest ranks. Where these are too many, workers that do both.
+
+    Raises UnreachableError.
+    """
     sizes = [size for size in SIZES if size <= num_gpus and model.can_have(size)]
     decode = _choose_size(sizes, lambda tp: plan_decode(model, gpu, goals, tp))
     prefill = _choose_size(sizes, lambda tp: plan_prefill(model, gpu, goals, tp, decode))
     wanted = prefill.num_gpus + decode.num_gpus
-    if wanted > num_gpus:
-        role, name = max((prefill, "prompts"), (decode, "answers"), key=lambda pair: pair[0].num_gpus)
-        raise UnreachableError(
-            "gpus",
-            f"{wanted} GPUs are needed and {num_gpus} given: {prefill.num_gpus} for prompts, {decode.num_gpus} for "
-            f"answers; most go to {name}, where a worker's limit is {role.limit}",
-        )
-    return Proposal(prefill, decode)
+    if wanted <= num_gpus:
+        return Proposal(prefill, decode)
+    try:
+        both = _choose_size(sizes, lambda tp: plan_combined(model, gpu, goals, tp))
+        why_not = f"{both.num_gpus} of workers that do both"
+        if both.num_gpus <= num_gpus:
+            return Proposal(None, both)
+    except UnreachableError as error:
+        why_not = str(error)
+    role, name = max((prefill, "prompts"), (decode, "answers"), key=lambda pair: pair[0].num_gpus)
+    raise UnreachableError(
+        "gpus",
+        f"{wanted} GPUs are needed and {num_gpus} given: {prefill.num_gpus} for prompts, {decode.num_gpus} for "
+        f"answers, or {why_not}; most go to {name}, where a worker's limit is {role.limit}",
+    )
 
 
 def _choose_size(sizes: list[int], plan: Callable[[int], Role]) -> Role:
@@ -104,9 +119,11 @@ def _choose_size(sizes: list[int], plan: Callable[[int], Role]) -> Role:
     return min(found, key=lambda role: role.num_gpus)
 
 
-def plan_decode(model: ModelShape, gpu: Gpu, goals: Goals, tp: int) -> Role:
+def plan_decode(model: ModelShape, gpu: Card, goals: Goals, tp: int) -> Role:
     """The fewest decode workers of `tp` ranks. Raises UnreachableError."""
-    costs, kv_tokens = build_costs(model, gpu, tp), kv_tokens_that_fit(model, gpu, tp)
+    config = complete(DecodeConfig(tp=tp), model, gpu, int(gpu.memory_bytes))
+    costs = build_costs(model, gpu, tp)
+    kv_tokens = kv_tokens_that_fit(model, gpu, tp, limits_of(config, model.vocab_size))
     whole, mean = goals.input_tokens + goals.output_tokens, goals.input_tokens + goals.output_tokens // 2
     alone, read = step_of(costs, 1, mean), costs.weights
     if kv_tokens < whole:
@@ -117,7 +134,7 @@ def plan_decode(model: ModelShape, gpu: Gpu, goals: Goals, tp: int) -> Role:
             f"one answer's step takes {alone * 1e3:.1f} ms with {tp} ranks, {read * 1e3:.1f} of it to read weights",
         )
     by_pool = kv_tokens // whole
-    by_tpot = max(rows for rows in range(1, MOST_ROWS + 1) if step_of(costs, rows, mean) <= goals.tpot_s)
+    by_tpot = max(rows for rows in range(1, config.max_running + 1) if step_of(costs, rows, mean) <= goals.tpot_s)
     most = min(by_pool, by_tpot)
     rate = most / step_of(costs, most, mean) / goals.output_tokens  # requests per second
     count = max(1, math.ceil(goals.rate / rate))
@@ -128,7 +145,7 @@ def plan_decode(model: ModelShape, gpu: Gpu, goals: Goals, tp: int) -> Role:
         f"TPOT allows {by_tpot} answers at once, the pool of {kv_tokens} tokens {by_pool}",
         f"a worker serves {rate:.3g} requests/s at {most} answers; of {count} each has {peak:.0f} or fewer",
     )
-    limit = "the pool" if by_pool < by_tpot else "TPOT" if by_tpot < MOST_ROWS else "the batch"
+    limit = "the pool" if by_pool < by_tpot else "TPOT" if by_tpot < config.max_running else "the batch"
     return Role(count, tp, costs, kv_tokens, most, 0, step_of(costs, min(peak, most), mean), limit, reasons)
 
 
@@ -144,13 +161,13 @@ def find_peak(costs: Costs, goals: Goals, context: int, count: int, most: int) -
     return math.inf if rows is None else rows + Z * math.sqrt(rows / count)
 
 
-def plan_prefill(model: ModelShape, gpu: Gpu, goals: Goals, tp: int, decode: Role) -> Role:
+def plan_prefill(model: ModelShape, gpu: Card, goals: Goals, tp: int, decode: Role) -> Role:
     """The fewest prefill workers of `tp` ranks for these decode workers. Raises UnreachableError."""
-    costs, kv_tokens, prompt = build_costs(model, gpu, tp), kv_tokens_that_fit(model, gpu, tp), goals.input_tokens
+    config, prompt = complete(PrefillConfig(tp=tp), model, gpu, int(gpu.memory_bytes)), goals.input_tokens
+    costs, chunk = build_costs(model, gpu, tp), config.chunk_tokens
+    kv_tokens = kv_tokens_that_fit(model, gpu, tp, limits_of(config, model.vocab_size))
     if kv_tokens < prompt:
         raise UnreachableError("memory", f"weights and one prompt of {prompt} tokens do not fit with {tp} ranks")
-    knee = costs.weights / costs.token  # tokens that take as long as reading the weights
-    chunk = next((size for size in CHUNKS if size >= 2 * knee), CHUNKS[-1])
     own, last = time_prompt(costs, prompt, chunk)
     rest = last * handoff_token_s(model, gpu, decode.tp) + MET_STEPS * decode.expected_s + CALLS_S
     if own + rest > goals.ttft_s:
@@ -163,12 +180,44 @@ def plan_prefill(model: ModelShape, gpu: Gpu, goals: Goals, tp: int, decode: Rol
     while (wait := find_wait(goals.rate, own, count)) + own + rest > goals.ttft_s:
         count += 1
     reasons = (
-        f"a chunk of {chunk} tokens is at least twice the {knee:.0f} that take as long as reading the weights",
+        f"a chunk of {chunk} tokens takes {costs.token * chunk * 1e3:.0f} ms, weights {costs.weights * 1e3:.1f} ms",
         f"a prompt takes {own * 1e3:.0f} ms: the workers are busy {goals.rate * own / count:.0%} of the time",
         f"nine tenths wait {wait * 1e3:.0f} ms or less; hand-off and first token take {rest * 1e3:.0f} ms",
     )
-    at_once = min(MOST_PROMPTS, kv_tokens // prompt)
+    at_once = min(config.max_running, kv_tokens // prompt)
     return Role(count, tp, costs, kv_tokens, at_once, chunk, wait + own + rest, "computing", reasons)
+
+
+def plan_combined(model: ModelShape, gpu: Card, goals: Goals, tp: int) -> Role:
+    """The fewest workers of `tp` ranks that compute prompts and answers. Raises UnreachableError."""
+    alone = plan_decode(model, gpu, goals, tp)
+    costs, config = alone.costs, complete(DecodeConfig(tp=tp), model, gpu, int(gpu.memory_bytes))
+    own, _ = time_prompt(costs, goals.input_tokens, config.local_prefill_chunk_tokens)
+    for count in range(alone.count, MOST_COMBINED):
+        busy = goals.rate * own / count  # the share of time that prompts take
+        if busy >= BESIDE:
+            continue
+        slower = 1 / (1 - busy)  # so many times as long is a step of answers, on average
+        slowed, mean = replace(goals, rate=goals.rate * slower), goals.input_tokens + goals.output_tokens // 2
+        peak = find_peak(costs, slowed, mean, count, alone.max_running)
+        if peak >= alone.max_running + 1:
+            continue
+        tpot_s = step_of(costs, peak, mean) * slower
+        wait = find_wait(goals.rate, own / BESIDE, count)
+        ttft_s = wait + own / BESIDE + MET_STEPS * tpot_s + CALLS_S
+        if tpot_s > goals.tpot_s or ttft_s > goals.ttft_s:
+            if busy < SMALL:
+                break  # more workers gain nothing
+            continue
+        reasons = (
+            f"prompts take {busy:.0%} of the time, and a prompt up to {own / BESIDE * 1e3:.0f} ms beside answers",
+            f"nine tenths have a TTFT of {ttft_s * 1e3:.4g} ms or less",
+            f"the pool of {alone.kv_tokens} tokens and TPOT allow {alone.max_running} answers at once, a worker has "
+            f"{peak:.0f} or fewer",
+        )
+        chunk = config.local_prefill_chunk_tokens
+        return Role(count, tp, costs, alone.kv_tokens, alone.max_running, chunk, tpot_s, alone.limit, reasons)
+    raise UnreachableError("gpus", "no number of workers that do both, as prompts would take too long beside answers")
 
 
 def time_prompt(costs: Costs, num_tokens: int, chunk: int) -> tuple[float, int]:

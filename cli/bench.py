@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter, Token, convert
 
-from bench.gpus import GPUS, GpuName
 from bench.load.command import interference, plot, serve
 from bench.simulate.settings import FleetSettings, Workload
 from cli.service import CommandError
+from runtime.cards import CARDS, CardName
 from runtime.hardware import wait_without_spinning
 from runtime.settings import ConfigError
 
@@ -22,7 +22,7 @@ def take_lower_case(hint: Any, tokens: Sequence[Token]) -> Any:
     return convert(hint, [token.evolve(value=token.value.lower()) for token in tokens])
 
 
-Gpu = Annotated[GpuName, Parameter(converter=take_lower_case)]
+Gpu = Annotated[CardName, Parameter(converter=take_lower_case)]
 REQUESTS, WORKERS = Workload(), FleetSettings()
 
 bench = App(name="bench", help="Measure servers and kernels, and simulate fleets.")
@@ -63,7 +63,7 @@ def simulate(
 
     try:
         measured = fit(load(costs)) if costs is not None else None
-        wanted = command.build_fleet(fleet, load_shape(model), GPUS[gpu], measured)
+        wanted = command.build_fleet(fleet, load_shape(model), CARDS[gpu], measured)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     found = command.simulate_all(wanted, workload, times, colocated, ttft / 1e3, tpot / 1e3)
@@ -107,19 +107,19 @@ def plan(
     *,
     model: str,
     gpu: Gpu,
-    num_gpus: int,
-    rate: float,
-    input_tokens: Annotated[int, Parameter(name="--input")],
-    output_tokens: Annotated[int, Parameter(name="--output")],
-    ttft: float,
-    tpot: float,
+    num_gpus: int = 8,
+    rate: float = 1.0,
+    input_tokens: Annotated[int, Parameter(name="--input")] = 1000,
+    output_tokens: Annotated[int, Parameter(name="--output")] = 200,
+    ttft: float = 1000.0,
+    tpot: float = 50.0,
 ) -> int:
     """Propose workers for a model on given GPUs. Computed from data sheets, nothing is measured.
 
     Args:
         model: Folder of a checkpoint, a hub id, demo, or 1B, 8B, 70B.
         gpu: Kind of GPU.
-        num_gpus: How many there are.
+        num_gpus: How many there are; with too few for two roles, decode workers compute prompts too.
         rate: Requests a second, arriving at random.
         input_tokens: Tokens of a prompt.
         output_tokens: Tokens of an answer.
@@ -133,10 +133,12 @@ def plan(
     try:
         shape = load_shape(model)
         goals = Goals(rate, input_tokens, output_tokens, ttft / 1e3, tpot / 1e3)
-        found = propose(shape, GPUS[gpu], goals, num_gpus)
+        found = propose(shape, CARDS[gpu], goals, num_gpus)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     except UnreachableError as error:
         raise CommandError(f"these goals cannot be met (limit: {error.limit}): {error}") from error
-    print(*describe_assumptions(shape, gpu, GPUS[gpu]), *describe(found), *describe_start(model, found), sep="\n")
+    print(
+        *describe_assumptions(shape, gpu, CARDS[gpu]), *describe(found), *describe_start(model, shape, found), sep="\n"
+    )
     return 0

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from wire.kv_layout import PagePart
+from worker.limits import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +72,4 @@ class Model:
     attention: str
     attention_reason: str
     is_fallback: bool  # a faster attention exists but cannot be used
+    shape: ModelShape

@@ -11,6 +11,7 @@ import shutil
 import sysconfig
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import combinations, permutations
 from pathlib import Path
@@ -37,6 +38,7 @@ from runtime.config import ServeConfig
 from runtime.gpus import NVML, VISIBLE, ask_driver, visible_gpus
 from runtime.hardware import available_memory_bytes, num_cores
 from runtime.version import find_version
+from worker.limits import shape_of, shrink
 
 HOST_NAMESPACE = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}  # fixed in the kernel's proc_ns.h
 P2P_NVLINK, P2P_OK = 2, 0  # NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK
@@ -111,6 +113,7 @@ def examine_model(config: ServeConfig) -> Model:
     attention = choose_for_layers(
         model.attention_shapes, model.windows, config.page_tokens, device, dtype, kv_dtype, model.has_sinks
     )
+    weight_bytes = sum(path.stat().st_size for one in folders for path in list_shards(one))
     return Model(
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
@@ -120,10 +123,11 @@ def examine_model(config: ServeConfig) -> Model:
         has_native_code=isinstance(model, ModelConfig),
         context_tokens=model.context_tokens,
         parts=tuple(part for shape in shapes for part in shape.page_parts(shape.parts)),
-        weight_bytes=sum(path.stat().st_size for one in folders for path in list_shards(one)),
+        weight_bytes=weight_bytes,
         attention=attention.backend.name,
         attention_reason=attention.reason,
         is_fallback=attention.is_fallback,
+        shape=replace(shape_of(model, shrink(weight_bytes, config.quantization)), kv_item_bytes=kv_dtype.itemsize),
     )
 
 

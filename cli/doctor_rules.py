@@ -9,17 +9,19 @@ from itertools import combinations
 from typing import Literal
 
 from cli.doctor_facts import Machine, Model
-from cli.plan import WorkerPlan, plan_workers
+from cli.plan import WorkerPlan, choose_prefill_workers, plan_workers
 from engine.attention.modules import BuiltAhead, find_gap, runs_on
 from kvtransfer.nixl_agent import NOT_INSTALLED
 from kvtransfer.reader import choose_transport
 from protos import kv_pb2
+from runtime.cards import find_card
 from runtime.config import DecodeConfig, PrefillConfig, ServeConfig
 from runtime.config_parts import GPU_SHARE
 from runtime.gpus import VISIBLE
-from runtime.hardware import GPU_RESERVE_BYTES, resolve_pool
+from runtime.hardware import GpuRoom, resolve_pool
 from runtime.settings import ConfigError
 from wire.kv_layout import page_bytes_of
+from worker.limits import complete, estimate_room, limits_of, with_context
 
 GIB = 1 << 30
 OTHER_MEMORY_BYTES = 4 * GIB  # KV and processes
@@ -266,43 +268,51 @@ def judge_service(config: ServeConfig, machine: Machine, model: Model | Exceptio
     weights = f"weights {model.weight_bytes / GIB:.2f} GiB"
     code = "" if model.has_native_code else "; transformers' code, which is slower, on one rank"
     yield Row("model", "ok", f"{config.model} in {model.dtype}, {weights}, context {model.context_tokens}{code}")
+    gpus = machine.visible_gpus[: len(machine.gpus)]
     try:
-        plans = plan_workers(config, machine.visible_gpus[: len(machine.gpus)])
+        plans = plan_workers(config, gpus)
     except ConfigError as error:
         yield split_advice("workers", str(error))
         return
+    num_prefill, why = choose_prefill_workers(config, len(gpus))
+    yield Row("workers", "ok", f"{num_prefill} prefill, {config.decode_workers} decode: {why}")
     for plan in plans:
         yield judge_worker(plan, machine, model)
     yield judge_hand_off(config, plans, machine, model)
 
 
 def judge_worker(plan: WorkerPlan, machine: Machine, model: Model) -> Row:
-    """Where one worker computes, by what, and how large its pool becomes."""
+    """Where one worker computes, by what, its limits, and how large its pool becomes."""
     tp = plan.settings.tp
     gpu = machine.gpus[plan.gpus[0]] if model.device == "cuda" else None
-    memory = (gpu.total_bytes, model.weight_bytes // tp) if gpu else None
     page_bytes = page_bytes_of(model.parts, 0, tp)
     try:
-        pages = resolve_pool(plan.settings, model.context_tokens, page_bytes, tp, memory, machine.memory_bytes)
+        settings, room = complete(plan.settings, None, None), None
+        if gpu:
+            card = find_card(gpu.name, gpu.total_bytes)
+            settings = complete(plan.settings, model.shape, card, gpu.total_bytes)
+            shape = with_context(model.shape, settings)
+            room = estimate_room(shape, limits_of(settings, shape.vocab_size), gpu.total_bytes, tp)
+        pages = resolve_pool(settings, model.context_tokens, page_bytes, tp, room, machine.memory_bytes)
     except ConfigError as error:
         return split_advice(plan.name, str(error))
-    tokens, pool_bytes = pages * plan.settings.page_tokens, pages * tp * page_bytes
+    tokens, pool_bytes = pages * settings.page_tokens, pages * tp * page_bytes
     where = f"gpu {', '.join(map(str, plan.gpus))}" if gpu else "cpu" if tp == 1 else f"cpu, {tp} ranks"
-    rule = explain_pool(plan.settings, is_on_gpu=gpu is not None)
+    limits = limits_of(settings, model.shape.vocab_size)
     found = (
-        f"{where}; attention {model.attention} ({model.attention_reason}); KV pool of {tokens} tokens in "
-        f"{pool_bytes / GIB:.2f} GiB: {rule}"
+        f"{where}; attention {model.attention} ({model.attention_reason}); {limits.chunk_tokens} prompt tokens in a "
+        f"step; KV pool of {tokens} tokens in {pool_bytes / GIB:.2f} GiB: {explain_pool(settings, room)}"
     )
     return Row(plan.name, "warning" if model.is_fallback else "ok", found)
 
 
-def explain_pool(settings: PrefillConfig | DecodeConfig, is_on_gpu: bool) -> str:
-    """The rule by which a pool gets its size."""
+def explain_pool(settings: PrefillConfig | DecodeConfig, room: GpuRoom | None) -> str:
+    """The rule by which a pool gets its size. `room`: of the GPU, if there is one."""
     if settings.kv_memory_mib:
         return "--kv-memory-mib"
-    if is_on_gpu:
+    if room is not None:
         share = settings.gpu_memory_share or GPU_SHARE
-        within = f"{share:.3g} of the GPU beside weights and {GPU_RESERVE_BYTES >> 30} GiB for computing"
+        within = f"{share:.3g} of the GPU beside weights and about {room.reserve_bytes / GIB:.1f} GiB for computing"
     else:
         within = f"{settings.kv_memory_share:.3g} of free memory"
     return f"room for {settings.max_running} contexts, within {within}"
@@ -310,7 +320,7 @@ def explain_pool(settings: PrefillConfig | DecodeConfig, is_on_gpu: bool) -> str
 
 def judge_hand_off(config: ServeConfig, plans: Sequence[WorkerPlan], machine: Machine, model: Model) -> Row:
     """How decode workers would read pages of prefill workers, by the choice that they make themselves."""
-    if not config.prefill_workers:
+    if plans[0].role == "decode":
         return Row("hand-off", "ok", "none: decode workers prefill by themselves")
     ours, theirs = (describe_peer(config, machine, model, plan) for plan in (plans[-1], plans[0]))
     try:

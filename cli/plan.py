@@ -11,7 +11,7 @@ from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConf
 from runtime.config_parts import GPU_SHARE
 from runtime.events import Ready
 from runtime.gpus import VISIBLE
-from runtime.settings import Settings, field_names, flag
+from runtime.settings import ConfigError, Settings, field_names, flag
 
 LOOPBACK = "127.0.0.1"
 PLACES = ("host", "port", "ops_host", "ops_port")  # of `baton serve`: where its gateway listens
@@ -50,6 +50,20 @@ ProcessSpec = ProcessPlan[Any]
 WorkerPlan = ProcessPlan[PrefillConfig | DecodeConfig]
 
 
+def choose_prefill_workers(config: ServeConfig, num_gpus: int) -> tuple[int, str]:
+    """How many prefill workers to start, and why. `num_gpus`: that workers may use."""
+    if config.prefill_workers is not None:
+        return config.prefill_workers, "--prefill-workers"
+    if config.device == "cpu" or (config.device == "auto" and not num_gpus):
+        return 1, "on CPUs one is the default"
+    if config.prefill_tp > 1 or config.no_prefill != "fallback":
+        return 1, "--prefill-tp or --no-prefill asks for one"
+    needed = config.decode_workers * config.decode_tp
+    if num_gpus > needed:
+        return 1, f"of {num_gpus} GPUs decode workers take {needed}"
+    return 0, "decode workers need all GPUs and compute prompts too; another worker would load the weights once more"
+
+
 def plan_workers(config: ServeConfig, gpus: Sequence[str] = (), program: Command = PROGRAM) -> list[WorkerPlan]:
     """The workers, prefill first, and their shares of the machine.
 
@@ -58,25 +72,26 @@ def plan_workers(config: ServeConfig, gpus: Sequence[str] = (), program: Command
     its own first: CUDA IPC needs the peer's. Raises ConfigError when those on one GPU want more than all of it.
     """
     gpus = () if config.device == "cpu" else tuple(gpus)
-    roles = ["prefill"] * config.prefill_workers + ["decode"] * config.decode_workers
+    num_prefill, _ = choose_prefill_workers(config, len(gpus))
+    roles = ["prefill"] * num_prefill + ["decode"] * config.decode_workers
     places = place_ranks(config, roles, len(gpus))
     num_sharing = Counter(gpu for own in places for gpu in own)
     # No other worker uses the decode worker's cores: on a CPU it prefills by itself, unless told to hand prompts off.
-    is_handed = config.prefill_workers and config.local_prefill_max_tokens is not None
+    is_handed = num_prefill and config.local_prefill_max_tokens is not None
     has_all_cores = config.decode_workers == config.decode_tp == 1 and not is_handed
     plans: list[WorkerPlan] = []
     for number, (role, own) in enumerate(zip(roles, places, strict=True)):
         given = {name: getattr(config, f"{role}_{name}") for name in ("max_running", "tp")}
         given["kv_memory_share"] = HOST_SHARE / len(roles)
         if gpus or config.device == "cuda":
-            given["gpu_memory_share"] = share_gpu(config, max(num_sharing[gpu] for gpu in own))
+            given["gpu_memory_share"] = share_gpu(config, max(num_sharing[gpu] for gpu in own), num_prefill, len(gpus))
         environment = secrets_of(config)
         if len(gpus) > 1:
             others = (gpu for gpu in range(len(gpus)) if gpu not in own)
             environment[VISIBLE] = ",".join(gpus[gpu] for gpu in (*own, *others))
         if role == "decode" and has_all_cores:
             environment |= SPIN
-        name = f"{role}-{number if role == 'prefill' else number - config.prefill_workers}"
+        name = f"{role}-{number if role == 'prefill' else number - num_prefill}"
         target: type[PrefillConfig | DecodeConfig] = PrefillConfig if role == "prefill" else DecodeConfig
         plans.append(ProcessPlan(name, role, derive(target, config, **given), environment, program, own))
     return plans
@@ -96,11 +111,16 @@ def place_ranks(config: ServeConfig, roles: Sequence[str], num_gpus: int) -> lis
     return places
 
 
-def share_gpu(config: ServeConfig, num_sharing: int) -> float:
+def share_gpu(config: ServeConfig, num_sharing: int, num_prefill: int, num_gpus: int) -> float:
     """What one of the `num_sharing` workers on a GPU may take of it."""
     most = 1 / num_sharing
-    is_possible = config.gpu_memory_share <= most
-    config.require("gpu_memory_share", is_possible, f"{most:.3g} or less: {num_sharing} workers share a GPU")
+    if config.gpu_memory_share > most:
+        fewer = max(1, num_gpus // config.decode_tp)
+        advice = "--prefill-workers 0" if num_prefill else f"--decode-workers {fewer}"
+        raise ConfigError(
+            f"gpu_memory_share={config.gpu_memory_share:g} cannot be used: {num_sharing} workers share a GPU, which "
+            f"leaves {most:.3g} for each: set {advice}"
+        )
     return config.gpu_memory_share or GPU_SHARE / num_sharing
 
 

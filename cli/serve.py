@@ -12,10 +12,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Annotated
 
+import structlog
 from cyclopts import Parameter
 
 from cli.models import CONFIGURATION, TOKENIZER, check_model, check_models, choose_served_names, fetch_tokenizer, locate
-from cli.plan import PROGRAM, ProcessSpec, plan_gateway, plan_workers
+from cli.plan import PROGRAM, ProcessSpec, choose_prefill_workers, plan_gateway, plan_workers
 from cli.screen import Screen
 from cli.supervisor import STOP_MARGIN_S, Supervisor
 from runtime import rpc
@@ -64,7 +65,10 @@ async def supervise(config: ServeConfig, program: tuple[str, ...] = PROGRAM, sto
         config = replace(config, fleet_secret=secrets.token_hex(32))
     if stop_s is None:
         stop_s = config.drain_s + STOP_MARGIN_S
-    workers = plan_workers(config, visible_gpus(), program)
+    gpus = visible_gpus()
+    num_prefill, why = choose_prefill_workers(config, len(gpus))
+    structlog.get_logger().info("workers", prefill=num_prefill, decode=config.decode_workers, reason=why)
+    workers = plan_workers(config, gpus, program)
 
     def plan(ready: list[Ready]) -> ProcessSpec:
         prefill, decode = (tuple(one.address for one in ready if one.role == role) for role in ("prefill", "decode"))

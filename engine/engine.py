@@ -1,7 +1,7 @@
 """A model ready to compute, with its pool. A worker builds it once, at start."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,14 @@ from engine.attention.choose import AttentionChoice, choose_for_layers
 from engine.graphs import CudaCapture, OnCaptured, choose_shapes
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool, PoolShape, PoolShare
+from engine.largest_step import LargestStep, find_step_bytes
 from engine.layers.linear import Quantization
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.fallback_config import FallbackConfig
 from engine.models.load import load_model, resolve_model_folder, weight_fingerprint
 from engine.models.read_config import load_config
-from engine.out_of_memory import explain_failed_warm_up, explain_full_gpu
+from engine.out_of_memory import explain_failed_step, explain_failed_warm_up, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
 from engine.runner import Runner
 from engine.weights.fp8 import check_fp8
@@ -117,9 +118,9 @@ class Engine:
         return found
 
 
-SizePool = Callable[[int, int, int, tuple[int, int] | None, int], int]
-"""(model's context in tokens, bytes of a page of one rank, ranks, (total, used) bytes of the GPU or None,
-bytes of weights mapped from a file) |-> pages"""
+SizePool = Callable[[int, int, int, tuple[int, int, int] | None, int], int]
+"""(model's context in tokens, bytes of a page of one rank, ranks, (all, held, needed by the largest step) bytes of the
+GPU or None, bytes of weights mapped from a file) |-> pages"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +161,12 @@ def build_engine(
     quantization: Quantization = "none",
     kv_dtype: KvDType = "auto",
     place: Place = ALONE,
+    largest_step: LargestStep | None = None,
 ) -> Engine:
     """Load a model by folder or hub id, a draft model too unless `draft_model` is empty, and allocate their pool.
 
     `num_rows`: sequences in steps at once. `max_context_tokens`: upper limit of a sequence; 0: the model's own limit.
+    `largest_step`: is run on a GPU before the pool is sized, to measure what it needs; None: nothing is measured.
     FileNotFoundError or ValueError say what is wrong with the checkpoint or the device.
     """
     torch.set_num_threads(threads)
@@ -176,7 +179,7 @@ def build_engine(
         context_tokens = _resolve_context(loaded.decoder, max_context_tokens)
         draft = _load_draft(draft_model, loaded.decoder, context_tokens, quantization, ranks) if draft_model else None
     return assemble_engine(
-        loaded, draft, page_tokens, num_rows, size_pool, max_context_tokens, quantization, kv_dtype, place
+        loaded, draft, page_tokens, num_rows, size_pool, max_context_tokens, quantization, kv_dtype, place, largest_step
     )
 
 
@@ -190,6 +193,7 @@ def assemble_engine(
     quantization: Quantization = "none",
     kv_dtype: KvDType = "auto",
     place: Place = ALONE,
+    largest_step: LargestStep | None = None,
 ) -> Engine:
     """Build pages, rows and attention for loaded models. Parameters: see `build_engine`."""
     decoder, config, device = model.decoder, model.decoder.config, model.decoder.device
@@ -200,7 +204,14 @@ def assemble_engine(
     build_rows, ranks = place.build_rows, place.ranks
     rows = build_rows(num_rows, _resolve_context(decoder, max_context_tokens), page_tokens, config.vocab_size, device)
     mapped_bytes = sum(loaded.decoder.mapped_bytes for loaded in (model, draft) if loaded)
-    num_pages = size_pool(config.context_tokens, page_bytes, ranks.size, _gpu_memory(device), mapped_bytes)
+    models, draft_attention = [(decoder, attention, shape)], None
+    if draft and draft_shape:
+        draft_attention = _choose_attention(draft.decoder, page_tokens, draft_shape.dtype)
+        models.append((draft.decoder, draft_attention, draft_shape))
+    gpu_memory = _gpu_memory(device)
+    if gpu_memory is not None and largest_step is not None:
+        gpu_memory = (*gpu_memory[:2], _measure_step(largest_step, models, rows))
+    num_pages = size_pool(config.context_tokens, page_bytes, ranks.size, gpu_memory, mapped_bytes)
     num_pages = ranks.all_reduce_min(num_pages, device)
     has_padding = device.type == "cuda"
     share = None
@@ -221,7 +232,7 @@ def assemble_engine(
         rows=rows,
         runner=place.build_runner(0, decoder, attention.backend, pool.tensor, rows),
         draft_weights=draft.weights if draft else "",
-        draft_runner=_build_draft_runner(draft, pool, rows, place) if draft else None,
+        draft_runner=_build_draft_runner(draft, draft_attention, pool, rows, place) if draft else None,
         quantization=quantization,
         why_unshared=decoder.why_unshared,
     )
@@ -281,9 +292,10 @@ def _load_draft(
     return loaded
 
 
-def _build_draft_runner(draft: Loaded, pool: Pool, rows: InputBatch, place: Place) -> Runner:
-    assert pool.draft_tensor is not None
-    attention = _choose_attention(draft.decoder, pool.shape.page_tokens, pool.draft_tensor.dtype)
+def _build_draft_runner(
+    draft: Loaded, attention: AttentionChoice | None, pool: Pool, rows: InputBatch, place: Place
+) -> Runner:
+    assert pool.draft_tensor is not None and attention is not None
     return place.build_runner(1, draft.decoder, attention.backend, pool.draft_tensor, rows, True)
 
 
@@ -298,12 +310,26 @@ def _pool_shape(decoder: Decoder, page_tokens: int, kv_dtype: KvDType) -> PoolSh
     return PoolShape(1, decoder.config.kv_parts, page_tokens, resolve_kv_dtype(kv_dtype, decoder.dtype))
 
 
-def _gpu_memory(device: torch.device) -> tuple[int, int] | None:
-    """(bytes of the GPU, bytes that torch holds in this process); None on a CPU."""
+def _gpu_memory(device: torch.device) -> tuple[int, int, int] | None:
+    """(bytes of the GPU, bytes that torch holds in this process, 0: no step was measured); None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.empty_cache()  # memory that loading freed
-    return torch.cuda.mem_get_info(device)[1], torch.cuda.memory_reserved(device)
+    return torch.cuda.mem_get_info(device)[1], torch.cuda.memory_reserved(device), 0
+
+
+def _measure_step(
+    step: LargestStep, models: Sequence[tuple[Decoder, AttentionChoice, PoolShape]], rows: InputBatch
+) -> int:
+    """Bytes that it takes beyond what torch holds. ValueError if it cannot be run."""
+    try:
+        runners = [
+            Runner(decoder, attention.backend, torch.zeros(shape.sizes, dtype=shape.dtype, device=rows.device), rows)
+            for decoder, attention, shape in models
+        ]
+        return find_step_bytes(step, runners, rows)
+    except Exception as error:
+        raise explain_failed_step(error, step.setting, step.chunk_tokens) from error
 
 
 def _report_in_total(on_captured: OnCaptured, before: int, total: int, done: int, _own: int) -> None:

@@ -12,7 +12,7 @@ from runtime.config_parts import (
     WorkerConfig,
     at_least_a_page,
 )
-from runtime.settings import ConfigError, Positive, Seconds, count, flag
+from runtime.settings import ConfigError, Seconds, count, flag
 
 MAX_WORKERS = 1024  # processes of a role on one machine
 
@@ -21,18 +21,18 @@ MAX_WORKERS = 1024  # processes of a role on one machine
 class PrefillConfig(HeartbeatConfig, WorkerConfig):
     """One prefill worker."""
 
-    chunk_tokens: Annotated[int, at_least_a_page] = 512
-    """Most prompt tokens in one step."""
-    max_running: Positive = 16
-    """Most prompts running at once."""
+    chunk_tokens: Annotated[int, at_least_a_page] = 0
+    """Most prompt tokens in one step; 0 is by device: 512 on a CPU, 512 to 8192 by GPU and model."""
+    max_running: Annotated[int, count(0)] = 0
+    """Most prompts running at once; 0 is by device: 16 on a CPU, up to 64 on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(DecodingConfig, WorkerConfig):
     """One decode worker."""
 
-    max_running: Positive = 64
-    """Most sessions at once."""
+    max_running: Annotated[int, count(0)] = 0
+    """Most sessions at once; 0 is by device: 64 on a CPU, 16 to 1024 by the memory of a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,9 @@ class GatewayConfig(PublicConfig, HeartbeatConfig):
 class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig):
     """A whole service on one machine."""
 
-    prefill_workers: Annotated[int, count(0, MAX_WORKERS)] = 1
-    """Prefill processes; with 0, decode workers prefill by themselves."""
+    prefill_workers: Annotated[int | None, count(0, MAX_WORKERS)] = None
+    """Prefill processes; with 0, decode workers prefill by themselves. Default: 1, or 0 on GPUs of which decode workers
+    need all."""
     decode_workers: Annotated[int, count(1, MAX_WORKERS)] = 1
     """Decode processes."""
     prefill_tp: Annotated[int, count(1, MAX_TP)] = 1
@@ -75,17 +76,17 @@ class ServeConfig(PublicConfig, DecodingConfig, HeartbeatConfig):
     decode_tp: Annotated[int, count(1, MAX_TP)] = 1
     """Tensor-parallel ranks of each decode worker; may differ from --prefill-tp."""
     chunk_tokens: Annotated[int, at_least_a_page] = PrefillConfig.chunk_tokens
-    """Most prompt tokens in one step of a prefill worker."""
-    prefill_max_running: Positive = PrefillConfig.max_running
-    """Most prompts running at once on one prefill worker."""
-    decode_max_running: Positive = DecodeConfig.max_running
-    """Most sessions at once on one decode worker."""
+    """Most prompt tokens in one step of a prefill worker; 0 is by device."""
+    prefill_max_running: Annotated[int, count(0)] = PrefillConfig.max_running
+    """Most prompts running at once on one prefill worker; 0 is by device."""
+    decode_max_running: Annotated[int, count(0)] = DecodeConfig.max_running
+    """Most sessions at once on one decode worker; 0 is by device."""
     start_timeout_s: Seconds = 1800.0
     """Longest time that loading may take; then the start is given up."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        has_prefill = self.prefill_workers > 0 or self.no_prefill == "fallback"
+        has_prefill = self.prefill_workers != 0 or self.no_prefill == "fallback"
         self.require("no_prefill", has_prefill, "fallback, or a --prefill-workers of 1 or more")
 
 

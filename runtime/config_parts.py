@@ -116,8 +116,9 @@ class EngineConfig(Settings):
 
 
 def at_least_a_page(config: EngineConfig, name: str) -> None:
-    """For annotations: a page of tokens or more."""
-    config.require_count(name, config.page_tokens)
+    """For annotations: a page of tokens or more, or 0."""
+    if getattr(config, name):
+        config.require_count(name, config.page_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +152,9 @@ class DecodingConfig(EngineConfig):
     """Seconds of CPU time after which a schema, expression or grammar is refused: it takes too long to compile."""
     grammar_cache_mib: Annotated[int, count(0, MAX_MEMORY_MIB)] = 256
     """Memory for compiled grammars that no request uses now; those in use come on top."""
-    local_prefill_chunk_tokens: Positive = 256
-    """Most prompt tokens that decode computes by itself in one step."""
+    local_prefill_chunk_tokens: Annotated[int, count(0)] = 0
+    """Most prompt tokens that decode computes by itself in one step; 0 is by device: 256 on a CPU, 512 to 2048 by GPU
+    and model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

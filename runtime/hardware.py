@@ -7,6 +7,7 @@ import math
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import GPU_SHARE
@@ -14,11 +15,20 @@ from runtime.settings import ConfigError
 
 CPU_ISA = "BATON_CPU_ISA"  # what CPU kernels are built for, see engine/kernels/build.py
 CGROUP = Path("/sys/fs/cgroup")
-GPU_RESERVE_BYTES = 2 << 30
-"""The part of a worker's GPU share that is not for weights or pages: CUDA's context and libraries 0.5 GiB, attention
-workspaces 0.4, CUDA graphs 0.3, activations 0.2 (mostly logits of 64 rows x 128k tokens x 4 bytes, copied a few times
-in sampling). The sum is not quite doubled, as none of it has been measured on a GPU yet."""
 MIB = 1 << 20
+USEFUL_TOKENS = 1024  # a context below this is no advice
+
+
+class GpuRoom(NamedTuple):
+    """The GPU of a rank. What other processes use of it does not count: shares that fit fit in any order of start."""
+
+    total_bytes: int
+    taken_bytes: int  # by what the rank holds already: weights, rows, workspaces
+    reserve_bytes: int  # for computing and graphs (worker/limits.py)
+
+    def left_bytes(self, share: float) -> int:
+        """For pages, within a share of the GPU."""
+        return max(0, int(self.total_bytes * share) - self.taken_bytes - self.reserve_bytes)
 
 
 def num_cores() -> int:
@@ -72,32 +82,74 @@ def resolve_pool(
     model_context_tokens: int,
     page_bytes: int,
     num_ranks: int,
-    gpu_memory: tuple[int, int] | None,
+    room: GpuRoom | None,
     host_bytes: int,
 ) -> int:
     """Pages of a worker's pool: `kv_memory_mib` if set, else `max_running` full contexts within its share of memory.
 
-    `page_bytes`: of one rank. `gpu_memory`: (bytes of a rank's GPU, bytes that the rank uses); None on a CPU, where
-    `host_bytes` are free for all ranks. What other processes use of a GPU does not count: workers whose shares fit
-    together fit in any start order. Raises ConfigError if not even one full context fits.
+    `config`: completed by worker/limits.py. `page_bytes`: of one rank. `room`: of a rank's GPU; None on a CPU, where
+    `host_bytes` are free for all ranks. Raises ConfigError if not even one full context fits.
     """
     context_tokens = resolve_context(config.max_context_tokens, model_context_tokens)
     pages_per_context = -(-context_tokens // config.page_tokens)
     most, host_page_bytes = config.max_running * pages_per_context, num_ranks * page_bytes
     if config.kv_memory_mib:
         num_pages = config.kv_memory_mib * MIB // host_page_bytes
-    elif gpu_memory is None:
+    elif room is None:
         num_pages = min(most, int(host_bytes * config.kv_memory_share) // host_page_bytes)
     else:
-        num_pages = min(most, _left_on_gpu(config, *gpu_memory) // page_bytes)
+        num_pages = min(most, room.left_bytes(config.gpu_memory_share or GPU_SHARE) // page_bytes)
+    needed_mib = -(-pages_per_context * host_page_bytes // MIB)
+    if room is not None:
+        advice = _advise_on_gpu(config, num_pages, pages_per_context, page_bytes, needed_mib, room)
+        if advice:
+            raise ConfigError(f"{_describe_gpu(config, pages_per_context, page_bytes, room)}: set {advice}")
+        return num_pages
     if num_pages >= pages_per_context:
         return num_pages
-    if gpu_memory is not None and not config.kv_memory_mib:
-        raise ConfigError(_explain_small_gpu(config, context_tokens, page_bytes, *gpu_memory))
-    needed_mib = -(-pages_per_context * host_page_bytes // MIB)
     raise ConfigError(
         f"kv_memory_mib={config.kv_memory_mib} holds {num_pages * config.page_tokens} tokens, less than one "
         f"context of {context_tokens}: set --kv-memory-mib {needed_mib} or more, or a smaller --max-context-tokens"
+    )
+
+
+def _advise_on_gpu(
+    config: PrefillConfig | DecodeConfig, num_pages: int, wanted: int, page_bytes: int, needed_mib: int, room: GpuRoom
+) -> str:
+    """The setting by which `wanted` pages, or fewer, fit; empty where `num_pages` do.
+
+    Each advice is for what remains when the one before was followed: a share, then a context, then a smaller model.
+    """
+    share = config.gpu_memory_share or GPU_SHARE
+    left, at_most = (room.left_bytes(part) // page_bytes for part in (share, 1.0))
+    if config.kv_memory_mib:
+        if wanted <= num_pages <= left:
+            return ""
+        wanted_mib = needed_mib if num_pages < wanted else left * config.tp * page_bytes // MIB
+        if not wanted <= wanted_mib * MIB // (config.tp * page_bytes) <= left:
+            return "--kv-memory-mib 0, for what is left"
+        return f"--kv-memory-mib {wanted_mib} or {'more' if num_pages < wanted else 'less'}"
+    if num_pages >= wanted:
+        return ""
+    if left * config.page_tokens >= USEFUL_TOKENS:
+        return f"--max-context-tokens {left * config.page_tokens} or less"
+    few = wanted if wanted <= at_most else min(wanted, -(-USEFUL_TOKENS // config.page_tokens))
+    wanted_bytes = room.taken_bytes + room.reserve_bytes + (few + 1) * page_bytes
+    wanted_share = math.ceil(wanted_bytes / room.total_bytes * 100) / 100
+    if share < wanted_share <= 1:
+        return f"--gpu-memory-share {wanted_share:g} or more"
+    return "--model to a smaller one, or give the worker more GPUs by --tp (under serve --prefill-tp, --decode-tp)"
+
+
+def _describe_gpu(config: PrefillConfig | DecodeConfig, wanted: int, page_bytes: int, room: GpuRoom) -> str:
+    share = config.gpu_memory_share or GPU_SHARE
+    wanted_mib, left_mib = wanted * page_bytes // MIB, room.left_bytes(share) // MIB
+    asked = config.kv_memory_mib
+    what = f"kv_memory_mib={asked} cannot be used" if asked else "the GPU has no room for the KV of one context"
+    return (
+        f"{what}: {wanted * config.page_tokens} tokens take {wanted_mib} MiB on each GPU, and {left_mib} MiB are left "
+        f"of {share:.3g} x {room.total_bytes // MIB} MiB, of which weights and rows take {room.taken_bytes // MIB} MiB "
+        f"and computing {room.reserve_bytes // MIB} MiB"
     )
 
 
@@ -106,37 +158,12 @@ def size_pool(
     model_context_tokens: int,
     page_bytes: int,
     num_ranks: int,
-    gpu_memory: tuple[int, int] | None,
+    room: GpuRoom | None,
     mapped_bytes: int,
 ) -> int:
     """`resolve_pool` with this host's free memory, less mapped weights: these count as free, but are needed."""
     host_bytes = max(0, available_memory_bytes() - mapped_bytes)
-    return resolve_pool(config, model_context_tokens, page_bytes, num_ranks, gpu_memory, host_bytes)
-
-
-def _left_on_gpu(config: PrefillConfig | DecodeConfig, total_bytes: int, taken_bytes: int) -> int:
-    """Bytes for pages in the worker's share of a GPU."""
-    return max(0, int(total_bytes * (config.gpu_memory_share or GPU_SHARE)) - taken_bytes - GPU_RESERVE_BYTES)
-
-
-def _explain_small_gpu(
-    config: PrefillConfig | DecodeConfig, context_tokens: int, page_bytes: int, total_bytes: int, taken_bytes: int
-) -> str:
-    left_bytes = _left_on_gpu(config, total_bytes, taken_bytes)
-    wanted_bytes = -(-context_tokens // config.page_tokens) * page_bytes
-    wanted_share = math.ceil((taken_bytes + GPU_RESERVE_BYTES + wanted_bytes) / total_bytes * 100) / 100
-    if left_bytes >= page_bytes:
-        advice = f"--max-context-tokens {left_bytes // page_bytes * config.page_tokens} or less"
-    elif wanted_share <= 1:
-        advice = f"--gpu-memory-share {wanted_share:g} or more"
-    else:
-        advice = "--model to a smaller one"
-    return (
-        f"the GPU has no room for the KV of one context of {context_tokens} tokens: it takes {wanted_bytes // MIB} "
-        f"MiB, and {left_bytes // MIB} MiB are left of {config.gpu_memory_share or GPU_SHARE:.3g} x "
-        f"{total_bytes // MIB} MiB, of which weights take {taken_bytes // MIB} MiB and computing "
-        f"{GPU_RESERVE_BYTES // MIB} MiB: set {advice}"
-    )
+    return resolve_pool(config, model_context_tokens, page_bytes, num_ranks, room, host_bytes)
 
 
 def _meminfo_available_bytes() -> int:

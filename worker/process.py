@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import grpc
 import structlog
@@ -23,10 +23,12 @@ from runtime import rpc
 from runtime.addresses import is_loopback
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
-from runtime.hardware import num_cores, resolve_context, resolve_threads, size_pool
+from runtime.hardware import num_cores, resolve_context, resolve_threads
 from runtime.lifecycle import ReadyReporter, Shutdown, announce, run_worker
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
+from worker.device_limits import complete_here, largest_step_of, size_pool_here
+from worker.limits import limits_of
 from worker.loop import WorkerLoop
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import PrefixCache
@@ -43,9 +45,10 @@ RANKS_S = 1800.0  # for all ranks to load their parts, and for any exchange; a s
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class Built(Generic[ConfigT]):
     """What takes long to build at start."""
 
+    config: ConfigT  # complete: no limit is 0
     engine: Engine
     incarnation: str
     children: RankChildren | None  # the other ranks
@@ -92,18 +95,19 @@ def run(role: str, config: ConfigT, build_role: Callable[[ConfigT, Worker], Role
     return run_worker(role, config, partial(_build, role), partial(_serve, role, build_role))
 
 
-def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built:
+def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built[ConfigT]:
     load_trust(config)  # reports a bad --tls-dir before loading
     incarnation = rpc.new_incarnation()
+    config = complete_here(config, choose_rank_device(config, 0))
     if config.tp == 1:
-        return Built(build_rank_engine(config, ALONE, reporter.loading), incarnation, None)
+        return Built(config, build_rank_engine(config, ALONE, reporter.loading), incarnation, None)
     children = RankChildren(role, config, incarnation)
     leader = Leader(children.ring, lambda: children.is_closing)
     ranks = join_group(children.rendezvous, 0, config.tp, choose_rank_device(config, 0), RANKS_S)
     place = Place(ranks, children.pool_fd, partial(LedInputBatch, leader), partial(LedRunner, leader))
     engine = build_rank_engine(config, place, reporter.loading)
     leader.is_leading = True
-    return Built(engine, incarnation, children)
+    return Built(config, engine, incarnation, children)
 
 
 def choose_rank_device(config: PrefillConfig | DecodeConfig, rank: int) -> torch.device:
@@ -133,16 +137,17 @@ def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress:
         max(1, resolve_threads(config.threads, num_cores()) // config.tp),
         config.page_tokens,
         num_rows_for(config.max_running),
-        partial(size_pool, config),
+        partial(size_pool_here, config),
         on_progress,
         config.max_context_tokens,
         config.quantization,
         config.kv_dtype,
         place,
+        largest_step_of(config),
     )
-    graph_rows = max_drafts = 0  # prompts are of any length
-    if isinstance(config, DecodeConfig) and config.cuda_graphs:
-        graph_rows = config.max_running
+    graph_rows = limits_of(config, engine.config.vocab_size).graph_rows
+    max_drafts = 0
+    if isinstance(config, DecodeConfig):
         max_drafts = 0 if config.speculate == "off" else config.max_draft_tokens
     engine.warm_up(graph_rows, max_drafts, partial(on_progress, what="graphs"))
     return engine
@@ -151,12 +156,12 @@ def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress:
 async def _serve(
     role: str,
     build_role: Callable[[ConfigT, Worker], Role],
-    config: ConfigT,
-    built: Built,
+    _incomplete: ConfigT,
+    built: Built[ConfigT],
     reporter: ReadyReporter,
     ops: OpsServer,
 ) -> None:
-    engine, children = built.engine, built.children
+    config, engine, children = built.config, built.engine, built.children
     trust = load_trust(config)
     trust.watch_handshakes()
     server = trust.build_server()

@@ -169,7 +169,7 @@ class LedRunner(Runner):
         try:
             yield
         except Exception:
-            if not self._leader.is_closing():
+            if self._leader.is_leading and not self._leader.is_closing():
                 log.exception("a step of several ranks failed; this process ends")
                 end_process()
             raise

@@ -65,7 +65,7 @@ def check_deaths(device: torch.device) -> str:
 
 def serve_demo(device: torch.device, *flags: str) -> AbstractContextManager[Live]:
     """Serve the demo model without its draft model."""
-    shares = ("--gpu-memory-share=0.2",) if device.type == "cuda" else ()
+    shares = ("--gpu-memory-share=0.2", "--prefill-workers=1") if device.type == "cuda" else ()
     return serve(TARGET_DIR, "--draft-model=none", f"--device={device.type}", *shares, *flags)
 
 

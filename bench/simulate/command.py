@@ -8,8 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.gpus import Gpu
-from bench.roofline import ModelShape, build_costs, handoff_token_s, kv_tokens_that_fit
+from bench.roofline import build_costs, handoff_token_s, kv_tokens_that_fit
 from bench.simulate.costs import Costs, fit, mean_error, save
 from bench.simulate.figures import summarise
 from bench.simulate.gateway import Wires
@@ -20,14 +19,17 @@ from bench.simulate.worker import Limits
 from cli.models import locate_model
 from engine.engine import build_engine
 from prefill_worker.kv_sender import MAX_OFFER_BYTES
+from runtime.cards import Card
 from runtime.hardware import num_cores, resolve_threads
+from worker.limits import Limits as RowLimits
+from worker.limits import ModelShape
 from worker.scheduler import num_rows_for
 
 PAGE_TOKENS = 16
 Figures = dict[str, float]
 
 
-def build_fleet(settings: FleetSettings, model: ModelShape, gpu: Gpu, costs: Costs | None = None) -> Fleet:
+def build_fleet(settings: FleetSettings, model: ModelShape, gpu: Card, costs: Costs | None = None) -> Fleet:
     """`costs`: measured ones for every worker instead of the roofline's. ValueError if the model does not fit."""
     chunks = settings.chunk_tokens, settings.local_prefill_chunk_tokens
     roles = [
@@ -36,7 +38,7 @@ def build_fleet(settings: FleetSettings, model: ModelShape, gpu: Gpu, costs: Cos
     ]
     built = []
     for count, tp, max_running, chunk in roles:
-        kv_tokens = settings.kv_tokens or kv_tokens_that_fit(model, gpu, tp)
+        kv_tokens = settings.kv_tokens or kv_tokens_that_fit(model, gpu, tp, RowLimits(max_running, chunk))
         if kv_tokens < settings.page_tokens:
             raise ValueError(f"the weights do not fit with {tp} GPUs a worker: set --prefill-tp and --decode-tp")
         num_pages = min(kv_tokens, max_running * model.context_tokens) // settings.page_tokens

@@ -56,13 +56,13 @@ class FleetSettings(Settings):
     """GPUs of a prefill worker."""
     decode_tp: int = 1
     """GPUs of a decode worker."""
-    chunk_tokens: int = ServeConfig.chunk_tokens
+    chunk_tokens: int = 512
     """Most prompt tokens in a step of a prefill worker."""
-    prefill_max_running: int = ServeConfig.prefill_max_running
+    prefill_max_running: int = 16
     """Most concurrent prompts on a prefill worker."""
-    decode_max_running: int = ServeConfig.decode_max_running
+    decode_max_running: int = 64
     """Most concurrent sessions on a decode worker."""
-    local_prefill_chunk_tokens: int = ServeConfig.local_prefill_chunk_tokens
+    local_prefill_chunk_tokens: int = 256
     """Most prompt tokens in a step of a decode worker."""
     local_prefill_max_tokens: int = 0
     """A decode worker prefills by itself if at most this many tokens are missing."""

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.capacity import Goals, Proposal, Role, UnreachableError, find_wait, propose
-from bench.gpus import GPUS, GpuName
-from bench.roofline import ModelShape, handoff_token_s
+from bench.roofline import handoff_token_s
 from bench.simulate.figures import summarise
 from bench.simulate.gateway import Wires
 from bench.simulate.run import Fleet, Simulation, Workers
@@ -22,8 +21,10 @@ from cli import main
 from cli.service import CommandError
 from cli.shapes import load_shape
 from cli.sources import use_sources
+from runtime.cards import CARDS, CardName
 from runtime.settings import ConfigError
 from tests.support.command_line import parse
+from worker.limits import ModelShape
 
 EIGHT = load_shape("8B")
 SEVENTY = load_shape("70B")
@@ -36,10 +37,11 @@ def build_workers(role: Role, count: int) -> Workers:
     return Workers(count, role.tp, role.costs, Limits(role.kv_tokens // 64, role.max_running, chunk, 64))
 
 
-def simulate(proposal: Proposal, model: ModelShape, gpu: GpuName, goals: Goals, fewer: str = "") -> dict[str, float]:
-    prefill = build_workers(proposal.prefill, proposal.prefill.count - (fewer == "prefill"))
+def simulate(proposal: Proposal, model: ModelShape, gpu: CardName, goals: Goals, fewer: str = "") -> dict[str, float]:
+    prefill_role = proposal.prefill or replace(proposal.decode, count=0)
+    prefill = build_workers(prefill_role, prefill_role.count - (fewer == "prefill"))
     decode = build_workers(proposal.decode, proposal.decode.count - (fewer == "decode"))
-    fleet = Fleet(prefill, decode, Wires(handoff_token_s(model, GPUS[gpu], proposal.decode.tp)))
+    fleet = Fleet(prefill, decode, Wires(handoff_token_s(model, CARDS[gpu], proposal.decode.tp)))
     workload = Workload(
         num_requests=int(goals.rate * 6) + 60, rate=goals.rate, input_tokens=goals.input_tokens,
         output_tokens=goals.output_tokens, lengths="fixed",
@@ -50,7 +52,7 @@ def simulate(proposal: Proposal, model: ModelShape, gpu: GpuName, goals: Goals, 
     return figures
 
 
-CASES: dict[str, tuple[ModelShape, GpuName, Goals, Literal["prefill", "decode"]]] = {
+CASES: dict[str, tuple[ModelShape, CardName, Goals, Literal["prefill", "decode"]]] = {
     "prompts, 8B": (EIGHT, "h100", Goals(20, 2000, 40, 0.3, 0.03), "prefill"),
     "prompts, 70B on two GPUs": (SEVENTY, "h200", Goals(8, 1500, 30, 0.6, 0.05), "prefill"),
     "answers, by TPOT": (EIGHT, "h100", Goals(40, 500, 200, 0.4, 0.0075), "decode"),
@@ -60,26 +62,46 @@ CASES: dict[str, tuple[ModelShape, GpuName, Goals, Literal["prefill", "decode"]]
 
 @pytest.mark.parametrize(("model", "gpu", "goals", "binding"), CASES.values(), ids=CASES)
 def test_a_proposal_meets_its_goals_and_one_worker_fewer_does_not(
-    model: ModelShape, gpu: GpuName, goals: Goals, binding: Literal["prefill", "decode"]
+    model: ModelShape, gpu: CardName, goals: Goals, binding: Literal["prefill", "decode"]
 ) -> None:
-    proposal = propose(model, GPUS[gpu], goals, 64)
+    proposal = propose(model, CARDS[gpu], goals, 64)
     found = simulate(proposal, model, gpu, goals)
     assert found["failed"] == found["preemptions"] == 0
     for share in ("p50", "p90"):
         assert found[f"ttft_{share}_ms"] <= WITHIN * goals.ttft_s * 1e3
         assert found[f"tpot_{share}_ms"] <= WITHIN * goals.tpot_s * 1e3
+    assert proposal.prefill is not None
     expected = proposal.prefill.expected_s, proposal.decode.expected_s
     assert (found["ttft_p90_ms"] / 1e3, found["tpot_p90_ms"] / 1e3) == pytest.approx(expected, rel=0.5)
     fewer = simulate(proposal, model, gpu, goals, binding)
     assert fewer["ttft_p90_ms"] > goals.ttft_s * 1e3 or fewer["tpot_p90_ms"] > goals.tpot_s * 1e3
 
 
+@pytest.mark.parametrize(
+    ("gpu", "goals", "num_gpus"),
+    [
+        ("h100", Goals(4, 1000, 200, 0.5, 0.02), 1),
+        ("l4", Goals(0.3, 500, 100, 2.0, 0.12), 1),
+        ("a100", Goals(1.2, 2000, 100, 2.0, 0.05), 1),
+    ],
+)
+def test_one_gpu_gets_one_worker_that_does_both(gpu: CardName, goals: Goals, num_gpus: int) -> None:
+    proposal = propose(EIGHT, CARDS[gpu], goals, num_gpus)
+    assert proposal.prefill is None
+    assert proposal.decode.num_gpus == num_gpus
+    found = simulate(proposal, EIGHT, gpu, goals)
+    assert found["failed"] == 0
+    assert found["ttft_p90_ms"] <= WITHIN * goals.ttft_s * 1e3
+    assert found["tpot_p90_ms"] <= WITHIN * goals.tpot_s * 1e3
+    assert found["tpot_p90_ms"] / 1e3 == pytest.approx(proposal.decode.expected_s, rel=0.5)
+
+
 def test_what_binds_is_named() -> None:
     easy = Goals(1, 1000, 100, 1.0, 0.05)
 
-    def limit(model: ModelShape, gpu: GpuName, goals: Goals, num_gpus: int = 64) -> tuple[str, str]:
+    def limit(model: ModelShape, gpu: CardName, goals: Goals, num_gpus: int = 64) -> tuple[str, str]:
         with pytest.raises(UnreachableError) as caught:
-            propose(model, GPUS[gpu], goals, num_gpus)
+            propose(model, CARDS[gpu], goals, num_gpus)
         return caught.value.limit, str(caught.value)
 
     assert limit(SEVENTY, "l40s", easy, 2) == (
@@ -93,25 +115,26 @@ def test_what_binds_is_named() -> None:
 
 
 @given(
-    gpu=st.sampled_from(list(GPUS)), rate=st.floats(0.1, 50), input_tokens=st.integers(2, 8000),
+    gpu=st.sampled_from(list(CARDS)), rate=st.floats(0.1, 50), input_tokens=st.integers(2, 8000),
     output_tokens=st.integers(2, 1000), ttft_s=st.floats(0.2, 5), tpot_s=st.floats(0.02, 0.2),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
 def test_a_proposal_is_within_its_own_limits(
-    gpu: GpuName, rate: float, input_tokens: int, output_tokens: int, ttft_s: float, tpot_s: float
+    gpu: CardName, rate: float, input_tokens: int, output_tokens: int, ttft_s: float, tpot_s: float
 ) -> None:
     goals = Goals(rate, input_tokens, output_tokens, ttft_s, tpot_s)
     try:
-        found = propose(EIGHT, GPUS[gpu], goals, 512)
+        found = propose(EIGHT, CARDS[gpu], goals, 512)
     except UnreachableError:
         return
     prefill, decode = found.prefill, found.decode
+    assert prefill is not None, "with so many GPUs there are both"
     assert prefill.expected_s <= ttft_s
     assert decode.expected_s <= tpot_s * 1.01
     assert decode.max_running * (input_tokens + output_tokens) <= decode.kv_tokens
     assert prefill.max_running * input_tokens <= prefill.kv_tokens
-    more = propose(EIGHT, GPUS[gpu], replace(goals, rate=rate * 2), 10**6)
-    assert more.prefill.num_gpus >= prefill.num_gpus
+    more = propose(EIGHT, CARDS[gpu], replace(goals, rate=rate * 2), 10**6)
+    assert more.prefill is not None and more.prefill.num_gpus >= prefill.num_gpus
     assert more.decode.num_gpus >= decode.num_gpus
 
 
@@ -138,7 +161,7 @@ def test_the_command_says_how_to_start_it(capsys: pytest.CaptureFixture[str]) ->
     assert "80% of the bandwidth" in text
     flags = text.partition("baton serve ")[2].splitlines()[0].split()
     config = parse("serve", *flags)
-    assert (config.prefill_workers, config.decode_workers, config.chunk_tokens) == (2, 1, 512)
+    assert (config.prefill_workers, config.decode_workers, config.chunk_tokens) == (2, 1, 2048)
 
 
 @pytest.mark.parametrize("word", ["--rate=0", "--output-tokens=0", "--decode-workers=0"])

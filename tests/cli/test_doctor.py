@@ -17,6 +17,7 @@ from cli.doctor import show
 from cli.doctor_facts import Gpu, Machine, Model
 from cli.doctor_probe import examine_flashinfer, examine_machine, find_linked, find_modules, read_architectures
 from cli.doctor_rules import Row, judge
+from cli.shapes import load_shape
 from engine.attention.modules import BuiltAhead, name_modules
 from engine.attention.shape import AttentionShape
 from engine.models.config import ModelConfig
@@ -27,8 +28,8 @@ from wire.kv_layout import PagePart
 
 GIB = 1 << 30
 H200 = Gpu("NVIDIA H200", 140 * GIB, 139 * GIB, (9, 0), "uuid")
-SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, scale=0.1)
-MODULES = tuple(sorted(name_modules(SHAPE, [None], "bfloat16", "bfloat16")))
+HEADS = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128, scale=0.1)
+MODULES = tuple(sorted(name_modules(HEADS, [None], "bfloat16", "bfloat16")))
 ALL = ("8.0", "8.9", "9.0a", "10.0f", "12.0f")  # what prebuild compiles for
 CPU = Machine(
     num_cores=8, num_host_cores=16, memory_bytes=64 * GIB, instruction_sets=("avx2", "avx512", "amx"),
@@ -47,8 +48,9 @@ NODE = replace(
     flashinfer_architectures=ALL, linked=((0, 1),), torch_architectures=("7.5", "8.0", "8.6", "9.0", "10.0", "12.0"),
 )  # fmt: skip
 PARTS = (PagePart(8, (2 << 20) // 8),)
+SHAPE = load_shape("8B")
 ON_CPU = Model(
-    "cpu", "bfloat16", "bfloat16", 128, (), True, 8192, PARTS, 16 * GIB, "cpu_paged", "CPU kernel, AMX", False
+    "cpu", "bfloat16", "bfloat16", 128, (), True, 8192, PARTS, 16 * GIB, "cpu_paged", "CPU kernel, AMX", False, SHAPE
 )
 ON_GPU = replace(
     ON_CPU, device="cuda", modules=MODULES, attention="flashinfer", attention_reason="GPU of compute capability 9.0"
@@ -78,12 +80,16 @@ def test_machines_as_they_should_be() -> None:
     assert rows["prefill-0"].found.startswith("gpu 0; attention flashinfer (GPU of")
     assert rows["decode-0"].found.startswith("gpu 1; ")
     assert rows["peer access"].found == "between all GPUs, over NVLink: --transport cuda_ipc can read pages"
+    rows = look(ServeConfig(), replace(NODE, gpus=(H200,), visible_gpus=("0",)), ON_GPU)
+    assert troubles(rows) == {}
+    assert rows["workers"].found.startswith("0 prefill, 1 decode: decode workers need all GPUs and compute prompts too")
+    assert "2048 prompt tokens in a step" in rows["decode-0"].found
 
 
 def test_ranks_share_what_a_worker_has_in_main_memory_and_have_a_gpu_each() -> None:
     alone, shared = (look(ServeConfig(decode_tp=tp), CPU, ON_CPU)["decode-0"].found for tp in (1, 2))
     assert shared == alone.replace("cpu; ", "cpu, 2 ranks; ", 1)
-    rows = look(ServeConfig(transport="grpc", decode_tp=2), NODE, ON_GPU)
+    rows = look(ServeConfig(transport="grpc", prefill_workers=1, decode_tp=2), NODE, ON_GPU)
     assert troubles(rows) == {}
     assert rows["decode-0"].found.startswith("gpu 1, 0; ")
 
@@ -225,10 +231,10 @@ def test_what_joins_gpus(
         (ServeConfig(max_context_tokens=9000), CPU, "prefill-0", "missing", "--max-context-tokens 8192 or less"),
         (ServeConfig(kv_memory_mib=100), CPU, "decode-0", "missing", "--kv-memory-mib 1024 or more"),
         (ServeConfig(), replace(CPU, memory_bytes=GIB), "decode-0", "missing", "--kv-memory-mib 1024 or more"),
-        (ServeConfig(gpu_memory_share=0.6, decode_workers=3), NODE, "workers", "missing", "2 workers share a GPU"),
+        (ServeConfig(gpu_memory_share=0.6, decode_workers=3), NODE, "workers", "missing", "--decode-workers 2"),
         (ServeConfig(prefill_tp=3), NODE, "workers", "missing", "each rank has a GPU of its own"),
         (ServeConfig(transport="cuda_ipc", prefill_tp=2), FAR_FROM_1, "hand-off", "missing", "--transport auto"),
-        (ServeConfig(gpu_memory_share=0.05), NODE, "decode-0", "missing", "--gpu-memory-share 0.14 or more"),
+        (ServeConfig(gpu_memory_share=0.05), NODE, "decode-0", "missing", "--gpu-memory-share 0.13 or more"),
         # possible, but slower than necessary
         (ServeConfig(), replace(UNSEEN, driver="570.86"), "gpu", "warning", "update NVIDIA's driver"),
         (ServeConfig(), replace(UNSEEN, visible_gpus=()), "gpu", "warning", "unset CUDA_VISIBLE_DEVICES"),
@@ -262,7 +268,7 @@ def test_what_is_wrong_is_told_with_what_changes_it(
     model = ON_GPU if machine.gpus and config.device != "cpu" else ON_CPU
     dtype = "float16" if config.dtype == "float16" else model.dtype
     kv_dtype = "float8_e4m3fn" if config.kv_dtype == "fp8" else dtype
-    modules = tuple(name_modules(SHAPE, [None], dtype, kv_dtype)) if model.device == "cuda" else ()
+    modules = tuple(name_modules(HEADS, [None], dtype, kv_dtype)) if model.device == "cuda" else ()
     model = replace(model, dtype=dtype, kv_dtype=kv_dtype, modules=modules)
     row = look(config, machine, model)[part]
     assert row.status == status, row
@@ -324,10 +330,10 @@ class MixedModel:
     """What attention depends on of a model: layers of two head sizes, with windows and without."""
 
     attention_shapes: tuple[AttentionShape, ...] = (
-        SHAPE,
-        SHAPE,
-        replace(SHAPE, head_dim=256),
-        replace(SHAPE, head_dim=256),
+        HEADS,
+        HEADS,
+        replace(HEADS, head_dim=256),
+        replace(HEADS, head_dim=256),
     )
     windows: tuple[int | None, ...] = (None, 8, None, 8)
     has_sinks: bool = False
@@ -364,7 +370,7 @@ def test_nvml_says_which_gpus_nvlink_joins(tmp_path: Path, monkeypatch: pytest.M
     [
         (MixedModel(), 8),
         (MixedModel(has_sinks=True), 0),
-        (MixedModel(attention_shapes=(SHAPE, replace(SHAPE, head_dim=80))), 0),
+        (MixedModel(attention_shapes=(HEADS, replace(HEADS, head_dim=80))), 0),
     ],
 )
 def test_a_models_modules_are_those_of_all_its_layers(model: MixedModel, num_modules: int) -> None:
@@ -404,7 +410,7 @@ def test_this_machine_in_json() -> None:
     assert (done.returncode, report["ok"]) == (0, True), done.stderr
     parts = [row["part"] for row in report["rows"]]
     assert {"cores", "torch", "gpu", "cpu kernels", "namespaces", "shared memory", "model"} <= set(parts)
-    assert parts[-4:] == ["prefill-0", "prefill-1", "decode-0", "hand-off"]
+    assert parts[-5:] == ["workers", "prefill-0", "prefill-1", "decode-0", "hand-off"]
     assert all(set(row) == {"part", "status", "found", "advice"} for row in report["rows"])
     assert report["machine"]["num_cores"] >= 1
     assert (report["model"]["device"], report["model"]["head_dim"]) == ("cpu", 64)

@@ -283,9 +283,9 @@ def test_a_model_that_is_not_there_is_said_in_the_same_words(command: str, model
 
 
 def test_what_is_missing_is_named_at_once_and_a_word_is_taken_for_a_model() -> None:
-    done = run("plan", "--gpu=H100", "--ttft", "500")
+    done = run("plan", "--ttft", "500")
     text = " ".join(done.stderr.replace("│", " ").split())
-    assert (done.returncode, "plan needs --model, --num-gpus, --rate, --input, --output, --tpot." in text) == (2, True)
+    assert (done.returncode, "plan needs --model, --gpu." in text) == (2, True)
     assert "Did you mean --model llama3?" in run("serve", "llama3").stderr
     assert bind("plan", *PLAN, "--gpu=H100")["gpu"] == bind("plan", *PLAN, "--gpu=h100")["gpu"] == "h100"
 

@@ -18,6 +18,7 @@ from runtime.hardware import (
     resolve_threads,
 )
 from runtime.settings import MAX_COUNT, ConfigError, Settings, field_names, flag
+from worker.limits import complete
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "CONFIGURATION.md").read_text()
 CONFIG_TYPES = (PrefillConfig, DecodeConfig, GatewayConfig, ServeConfig)
@@ -30,10 +31,10 @@ IN_WORDS = {  # the document's wording |-> the default it means
     "1 on a GPU, else 0": (None,),
     "any where the roles share CPU cores, else 0": (None,),
     "none; `serve` draws one": ("",),
+    "by device": (0,),
 }
 IN_OTHER_PLACES = {
     "--port, --grpc-port": f"`{ServeConfig.port}`, the next",
-    "--max-running": f"prefill `{PrefillConfig.max_running}`, decode `{DecodeConfig.max_running}`",
     "--tp, --prefill-tp, --decode-tp, serve": f"`{DecodeConfig.tp}`",
 }
 
@@ -68,7 +69,7 @@ NO_NAMES = ("", "//x", "a b", "a..b", "10.0.0.1", "[::1]", "a" * 64)
         (ServeConfig, "local_prefill_max_tokens", 2**32, "--local-prefill-max-tokens needs 4294967295 or less"),
         (ServeConfig, "max_queue", 2**32, "--max-queue needs 4294967295 or less"),
         (ServeConfig, "body_limit_bytes", 2**31, "--body-limit-bytes needs 2147483647 or less"),
-        (ServeConfig, "decode_max_running", 0, "--decode-max-running needs 1 or more"),
+        (ServeConfig, "decode_max_running", -1, "--decode-max-running needs 0 or more"),
         (ServeConfig, "prefill_max_running", 2**32, "--prefill-max-running needs 4294967295 or less"),
         (ServeConfig, "chunk_tokens", 8, "--chunk-tokens needs 16 or more"),
         (ServeConfig, "prefill_workers", 10**9, "--prefill-workers needs 1024 or less"),
@@ -169,7 +170,8 @@ class TestNumPages:
 
     @staticmethod
     def resolve(config: DecodeConfig, available_mib: int) -> int:
-        return resolve_pool(config, 1000, 1 << 20, 1, None, available_mib << 20)  # one context is 63 pages
+        completed = complete(config, None, None)
+        return resolve_pool(completed, 1000, 1 << 20, 1, None, available_mib << 20)  # one context is 63 pages
 
     def test_automatic_is_room_for_every_session_when_memory_allows(self) -> None:
         assert self.resolve(DecodeConfig(max_running=4), 100_000) == 4 * 63
@@ -219,7 +221,8 @@ class TestDocument:
     def test_defaults_below_the_tables(self) -> None:
         for name in ("prefill_workers", "decode_workers", "start_timeout_s"):
             assert flag(name) in DOCUMENT
-        assert ServeConfig.prefill_workers == ServeConfig.decode_workers == 1 and "(`1` each;" in DOCUMENT
+        assert ServeConfig.prefill_workers is None and "(1, or 0 on GPUs of which decode workers need all)" in DOCUMENT
+        assert ServeConfig.decode_workers == 1 and "`--decode-workers` (`1`)" in DOCUMENT
         assert ServeConfig.prefill_tp == ServeConfig.decode_tp == PrefillConfig.tp == DecodeConfig.tp
         assert f"`--start-timeout-s` (`{ServeConfig.start_timeout_s:g}`)" in DOCUMENT
         assert f"(of free memory, `{PrefillConfig.kv_memory_share:g}`;" in DOCUMENT

@@ -2,21 +2,23 @@
 
 import subprocess
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cli.plan import plan_workers
+from cli.plan import choose_prefill_workers, plan_workers
 from engine.engine import _gpu_memory
 from engine.out_of_memory import explain_full_gpu
 from runtime import gpus
 from runtime.config import DecodeConfig, ServeConfig
 from runtime.config_parts import GPU_SHARE, Device
 from runtime.gpus import VISIBLE, Driver, ask_driver, list_visible
-from runtime.hardware import GPU_RESERVE_BYTES, resolve_pool
+from runtime.hardware import GpuRoom, resolve_pool
 from runtime.settings import ConfigError
 
 GIB = 1 << 30
@@ -133,33 +135,63 @@ def test_what_workers_take_of_a_gpu_together_is_less_than_all_of_it(
 ) -> None:
     assume(not find_excess(counts, tp))
     config, num_gpus = configure(counts, tp, "cuda"), counts[2]
-    total_bytes, taken_bytes, page_bytes = total_gib * GIB, weights_gib * GIB, 2 << 20
+    room, page_bytes = GpuRoom(total_gib * GIB, weights_gib * GIB, 2 * GIB), 2 << 20
     used: Counter[int] = Counter()
     for plan in plan_workers(config, tuple(map(str, range(num_gpus)))):
         try:
-            pages = resolve_pool(plan.settings, 64, page_bytes, tp[0], (total_bytes, taken_bytes), 0)
+            pages = resolve_pool(replace(plan.settings, max_running=64), 64, page_bytes, tp[0], room, 0)
         except ConfigError:
             continue  # it does not start, and takes nothing
         assert pages >= 4
         for gpu in plan.gpus:
-            used[gpu] += taken_bytes + GPU_RESERVE_BYTES + pages * page_bytes
-    assert all(bytes_used <= total_bytes * (GPU_SHARE + 1e-9) for bytes_used in used.values())
+            used[gpu] += room.taken_bytes + room.reserve_bytes + pages * page_bytes
+    assert all(bytes_used <= room.total_bytes * (GPU_SHARE + 1e-9) for bytes_used in used.values())
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "settings", "num_prefill"),
+    [
+        (0, {}, 1),  # a CPU
+        (1, {}, 0),  # one worker does both
+        (2, {}, 1),
+        (8, {}, 1),
+        (2, {"decode_workers": 2}, 0),
+        (3, {"decode_workers": 2}, 1),
+        (2, {"decode_tp": 2}, 0),
+        (1, {"device": "cpu"}, 1),
+        (0, {"device": "cuda"}, 0),  # the driver could not be asked: there is one at least
+        (1, {"prefill_workers": 1}, 1),
+        (8, {"prefill_workers": 0}, 0),
+        (2, {"prefill_tp": 2}, 1),
+        (1, {"no_prefill": "wait"}, 1),
+    ],
+)
+def test_a_prefill_worker_is_started_where_a_gpu_is_left_for_it(
+    num_gpus: int, settings: dict[str, Any], num_prefill: int
+) -> None:
+    config = ServeConfig(**settings)
+    found, reason = choose_prefill_workers(config, num_gpus)
+    assert (found, bool(reason)) == (num_prefill, True)
+    plans = plan_workers(config, tuple(map(str, range(num_gpus))))
+    assert [plan.role for plan in plans] == ["prefill"] * num_prefill + ["decode"] * config.decode_workers
 
 
 def test_a_share_that_is_set_is_each_workers_and_may_not_exceed_the_gpu() -> None:
-    config = ServeConfig(device="cuda", gpu_memory_share=0.5)
+    config = ServeConfig(device="cuda", gpu_memory_share=0.5, prefill_workers=1)
     assert [plan.settings.gpu_memory_share for plan in plan_workers(config, ())] == [0.5, 0.5]
-    config = ServeConfig(device="cuda", gpu_memory_share=0.6)
+    config = ServeConfig(device="cuda", gpu_memory_share=0.6, prefill_workers=1)
     assert [plan.settings.gpu_memory_share for plan in plan_workers(config, ("0", "1"))] == [0.6, 0.6]
-    with pytest.raises(ConfigError, match=r"--gpu-memory-share needs 0\.5 or less: 2 workers share a GPU"):
+    with pytest.raises(ConfigError, match=r"2 workers share a GPU, .* 0\.5 for each: set --prefill-workers 0$"):
         plan_workers(config, ("0",))
+    with pytest.raises(ConfigError, match=r"2 workers share a GPU, .*: set --decode-workers 2$"):
+        plan_workers(replace(config, prefill_workers=0, decode_workers=3), ("0", "1"))
 
 
 def test_auto_counts_as_a_gpu_where_there_is_one_and_cpu_never_does() -> None:
     def shares(device: str, names: tuple[str, ...]) -> list[float]:
         return [plan.settings.gpu_memory_share for plan in plan_workers(ServeConfig(device=device), names)]  # type: ignore[arg-type]
 
-    assert shares("auto", ("0",)) == [GPU_SHARE / 2] * 2
+    assert shares("auto", ("0",)) == [GPU_SHARE]
     assert shares("auto", ("0", "1")) == [GPU_SHARE] * 2
     assert shares("auto", ()) == shares("cpu", ("0",)) == [0, 0]
     assert not any(VISIBLE in spec.environment for spec in plan_workers(ServeConfig(device="cpu"), ("0", "1")))
@@ -170,29 +202,44 @@ def test_auto_counts_as_a_gpu_where_there_is_one_and_cpu_never_does() -> None:
     [
         (0.45, 131_072, 15, "--max-context-tokens 118784 or less"),  # 0.45 x 70 - 15 - 2 = 14.5 GiB: 7424 pages
         (0.2, 131_072, 15, "--gpu-memory-share 0.48 or more"),  # (15 + 2 + 16) / 70
+        (0.9, 131_072, 67, "--gpu-memory-share 0.99 or more"),  # with the whole GPU, for 1,024 tokens
         (0.9, 131_072, 70, "--model to a smaller one"),
     ],
 )
 def test_a_context_that_does_not_fit_is_told_in_numbers_with_what_to_set(
     share: float, context_tokens: int, weights_gib: int, advice: str
 ) -> None:
-    config = DecodeConfig(gpu_memory_share=share)
+    config, room = DecodeConfig(gpu_memory_share=share, max_running=64), GpuRoom(70 * GIB, weights_gib * GIB, 2 * GIB)
     with pytest.raises(ConfigError) as caught:
-        resolve_pool(config, context_tokens, 2 << 20, 1, (70 * GIB, weights_gib * GIB), 0)
+        resolve_pool(config, context_tokens, 2 << 20, 1, room, 0)
     said = str(caught.value)
-    assert said.endswith(f": set {advice}")
-    numbers = ("131072 tokens: it takes 16384 MiB", f"{share:g} x 71680 MiB", f"{weights_gib << 10} MiB", "2048 MiB")
+    assert f": set {advice}" in said
+    numbers = ("131072 tokens take 16384 MiB", f"{share:g} x 71680 MiB", f"{weights_gib << 10} MiB", "2048 MiB")
     assert all(number in said for number in numbers)
+
+
+@pytest.mark.parametrize(
+    ("mib", "advice"),
+    [
+        (1000, "--kv-memory-mib 2048 or more"),  # a context of 16,384 tokens in pages of 2 MiB
+        (500_000, "--kv-memory-mib 4096 or less"),  # 0.5 x 16 - 2 - 2 GiB
+    ],
+)
+def test_a_pool_that_is_set_stays_within_the_share(mib: int, advice: str) -> None:
+    config = DecodeConfig(gpu_memory_share=0.5, kv_memory_mib=mib, max_running=4)
+    room = GpuRoom(16 * GIB, 2 * GIB, 2 * GIB)
+    with pytest.raises(ConfigError, match=f"kv_memory_mib={mib} cannot be used: 16384 tokens .*: set {advice}$"):
+        resolve_pool(config, 16_384, 2 << 20, 1, room, 0)
 
 
 @given(st.integers(1, 8), st.integers(1, 64), st.integers(0, 4096))
 def test_main_memory_is_that_of_all_ranks_and_a_gpu_that_of_one(num_ranks: int, page_kib: int, mib: int) -> None:
-    page_bytes, gpu, host_bytes = page_kib << 10, (80 * GIB, 9 * GIB), 64 * GIB
+    page_bytes, gpu, host_bytes = page_kib << 10, GpuRoom(80 * GIB, 9 * GIB, 2 * GIB), 64 * GIB
 
-    def resolve(page_bytes: int, num_ranks: int, gpu_memory: tuple[int, int] | None) -> int:
-        config = DecodeConfig(kv_memory_mib=mib, max_running=2000, kv_memory_share=0.25)
+    def resolve(page_bytes: int, num_ranks: int, room: GpuRoom | None) -> int:
+        config = DecodeConfig(kv_memory_mib=mib, max_running=2000, kv_memory_share=0.25, tp=num_ranks)
         try:
-            return resolve_pool(config, 4096, page_bytes, num_ranks, gpu_memory, host_bytes)
+            return resolve_pool(config, 4096, page_bytes, num_ranks, room, host_bytes)
         except ConfigError:
             return 0
 
@@ -206,9 +253,7 @@ def test_no_room_for_weights_is_told_in_numbers(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (3 * GIB, 24 * GIB))
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(16 * GIB)
-    said = (
-        "their files have 16384 MiB, and 3072 of the GPU's 24576 MiB were free at the start: set CUDA_VISIBLE_DEVICES"
-    )
+    said = "their files have 16384 MiB, and 3072 of the GPU's 24576 MiB were free at the start: set --prefill-workers 0"
     with pytest.raises(ValueError, match=said), explain_full_gpu(torch.device("cuda"), tmp_path):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.96 GiB.")
 
@@ -218,5 +263,5 @@ def test_the_engine_counts_what_torch_holds_when_loading_is_done(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.__setitem__(0, 5 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: held[0])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 * GIB, 24 * GIB))
-    assert _gpu_memory(torch.device("cuda")) == (24 * GIB, 5 * GIB)
+    assert _gpu_memory(torch.device("cuda")) == (24 * GIB, 5 * GIB, 0)
     assert _gpu_memory(torch.device("cpu")) is None

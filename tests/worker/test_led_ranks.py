@@ -5,18 +5,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+import worker.ranks
 from bench.decoding import NO_SPECULATION, Answers
 from engine.engine import Engine, Place
 from engine.kv.pool import create_file
+from engine.prepared import Prepared
 from engine.ranks import join_group
+from engine.runner import Launched, Runner
 from tests.support.checkpoints import write_checkpoint
 from tests.support.decode_bench import NUM_PAGES, Bench, build, build_requests, speculators
 from tests.support.grammars import DEMO_SIZE
@@ -115,5 +120,21 @@ def test_waits_have_an_end() -> None:
     assert first.read(timeout_s=1) == bytes(40)
     with pytest.raises(RingError, match=r"a rank does not read its steps for 0.01 s"):  # the second rank
         leader.write(bytes(40), timeout_s=0.01)
+    for fd in fds.all:
+        os.close(fd)
+
+
+def test_a_failed_warm_up_of_rank_0_is_explained(alone: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks warm up by themselves: nothing was sent, so the process lives on to say why it cannot start."""
+
+    def fail(_self: Runner, _step: Prepared) -> Launched:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(worker.ranks, "end_process", lambda: pytest.fail("the process ended without a word"))
+    monkeypatch.setattr(Runner, "_run", fail)
+    fds = open_ring(1)
+    runner = LedRunner(Leader(RingLeader(fds)), 0, *(None, None, alone.pool.tensor, alone.rows))
+    with pytest.raises(ValueError, match="no room on the GPU for the first steps and graphs: lower --gpu-memory-share"):
+        replace(alone, padding_page=0, runner=runner, draft_runner=None).warm_up(0)
     for fd in fds.all:
         os.close(fd)

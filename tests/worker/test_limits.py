@@ -1,0 +1,242 @@
+"""Limits by device: the table of cards, and one arithmetic of GPU memory for workers, doctor and plan."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.roofline import kv_tokens_that_fit
+from cli.models import locate, locate_model
+from cli.shapes import load_shape
+from engine.attention.shape import AttentionShape
+from engine.batch import ForwardRow
+from engine.engine import _measure_step, build_engine
+from engine.graphs import choose_shapes
+from engine.largest_step import LargestStep, find_step_bytes, split
+from engine.models.fallback_config import FallbackConfig
+from engine.runner import CHUNK_VALUES, Launched, Runner
+from runtime.cards import CARDS, Card, CardName, find_card
+from runtime.config import DecodeConfig, PrefillConfig
+from worker import limits
+from worker.device_limits import complete_here, largest_step_of, read_shape, size_pool_here
+from worker.limits import (
+    LEAST_SESSIONS,
+    SESSION_TOKENS,
+    Limits,
+    complete,
+    estimate_room,
+    estimate_step_bytes,
+    limits_of,
+    with_context,
+)
+from worker.scheduler import num_rows_for
+
+GIB = 1 << 30
+SHAPES = {name: load_shape(name) for name in ("1B", "8B", "70B")}
+GPUS = [name for name in CARDS if name != "cpu"]
+
+
+def complete_on(card: Card, shape: limits.ModelShape, tp: int) -> tuple[PrefillConfig, DecodeConfig]:
+    memory_bytes = int(card.memory_bytes)
+    prefill, decode = PrefillConfig(tp=tp), DecodeConfig(tp=tp)
+    return complete(prefill, shape, card, memory_bytes), complete(decode, shape, card, memory_bytes)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "tp", "prefill", "decode"),
+    [  # (tokens in a step, at once) of prefill workers, of decode workers
+        ("l4", "1B", 1, (2048, 16), (2048, 512)),
+        ("l4", "8B", 1, (1024, 16), (1024, 32)),
+        ("rtx-4090", "8B", 1, (2048, 16), (2048, 32)),
+        ("rtx-5090", "8B", 1, (2048, 16), (2048, 128)),
+        ("a100-40gb", "8B", 1, (2048, 16), (2048, 256)),
+        ("a100", "8B", 1, (2048, 16), (2048, 512)),
+        ("a100", "70B", 4, (1024, 16), (1024, 512)),
+        ("h100", "1B", 1, (4096, 32), (2048, 1024)),
+        ("h100", "8B", 1, (2048, 16), (2048, 512)),
+        ("h100", "8B", 2, (4096, 32), (2048, 1024)),
+        ("h100", "70B", 8, (4096, 32), (2048, 1024)),
+        ("h200", "8B", 1, (2048, 16), (2048, 1024)),
+        ("b200", "8B", 1, (4096, 32), (2048, 1024)),
+        ("b200", "70B", 2, (2048, 16), (2048, 1024)),
+    ],
+)
+def test_limits_of_cards(
+    name: CardName, model: str, tp: int, prefill: tuple[int, int], decode: tuple[int, int]
+) -> None:
+    own, other = complete_on(CARDS[name], SHAPES[model], tp)
+    assert (own.chunk_tokens, own.max_running) == prefill
+    assert (other.local_prefill_chunk_tokens, other.max_running) == decode
+    assert limits_of(other, SHAPES[model].vocab_size).graph_rows == min(256, other.max_running)
+
+
+@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize("context", [8192, 131_072])
+def test_what_limits_take_fits_every_card_that_holds_the_weights(name: CardName, model: str, context: int) -> None:
+    card, shape = CARDS[name], replace(SHAPES[model], context_tokens=context)
+    for tp in (1, 2, 4, 8):
+        prefill, decode = complete_on(card, shape, tp)
+        for config in (prefill, decode):
+            found = limits_of(config, shape.vocab_size)
+            assert estimate_step_bytes(shape, found, tp) <= card.memory_bytes / 8
+            room = estimate_room(shape, found, card.memory_bytes, tp)
+            num_tokens = room.left_bytes(0.9) // shape.kv_token_bytes_of(tp)
+            if isinstance(config, DecodeConfig) and config.max_running > LEAST_SESSIONS:
+                assert num_tokens >= config.max_running * SESSION_TOKENS
+            assert num_tokens == kv_tokens_that_fit(shape, card, tp, found)
+
+
+def test_set_limits_are_obeyed_and_cpus_have_theirs() -> None:
+    card, shape = CARDS["h100"], SHAPES["8B"]
+    decode = DecodeConfig(max_running=7, local_prefill_chunk_tokens=99)
+    prefill = PrefillConfig(max_running=3, chunk_tokens=100)
+    assert complete(decode, shape, card, 80 * GIB) == complete(decode, None, None) == decode
+    assert complete(prefill, shape, card, 80 * GIB) == complete(prefill, None, None) == prefill
+    decode, prefill = complete(DecodeConfig(), None, None), complete(PrefillConfig(), None, None)
+    assert (decode.max_running, decode.local_prefill_chunk_tokens) == (64, 256)
+    assert (prefill.max_running, prefill.chunk_tokens) == (16, 512)
+    one_worker = complete(DecodeConfig(max_running=700), shape, card, 80 * GIB)
+    assert (one_worker.max_running, one_worker.local_prefill_chunk_tokens) == (700, 2048)
+    assert limits_of(one_worker, 32_000) == Limits(700, 2048, 512)
+    assert limits_of(replace(one_worker, cuda_graphs=False), 32_000).graph_rows == 0
+
+
+@given(st.sampled_from(GPUS), st.sampled_from(list(SHAPES)), st.integers(8, 200), st.integers(0, 60))
+def test_more_memory_never_means_fewer_sessions(name: CardName, model: str, gib: int, more: int) -> None:
+    few, many = (
+        complete(DecodeConfig(), replace(SHAPES[model], context_tokens=512), CARDS[name], size * GIB).max_running
+        for size in (gib, gib + more)
+    )
+    assert few <= many
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79, "h100"),
+        ("NVIDIA H200", 140, "h200"),
+        ("NVIDIA B200", 178, "b200"),
+        ("NVIDIA A100-SXM4-40GB", 39, "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", 79, "a100"),
+        ("NVIDIA L4", 22, "l4"),
+        ("NVIDIA L40S", 44, "l40s"),
+        ("NVIDIA GeForce RTX 4090", 23, "rtx-4090"),
+        ("NVIDIA GeForce RTX 5090", 31, "rtx-5090"),
+        ("NVIDIA A10G", 22, "l4"),  # unknown: the slowest of that size
+        ("NVIDIA H100 MIG 1g.10gb", 9, "h100"),
+        ("Tesla T4", 15, "l4"),
+        ("NVIDIA H20", 95, "a100"),
+        ("NVIDIA GB200", 185, "b200"),
+    ],
+)
+def test_a_card_is_found_by_its_name(device: str, gib: int, name: CardName) -> None:
+    assert find_card(device, gib * GIB) is CARDS[name]
+
+
+def test_numbers_that_other_files_have_too() -> None:
+    assert limits.LOGITS_VALUES == CHUNK_VALUES
+    assert Limits(37, 1).num_rows == num_rows_for(37)
+    for rows in (1, 2, 7, 16, 64, 256, 512):
+        assert rows.bit_length() + 1 + limits.NUM_DRAFT_GRAPHS >= len(choose_shapes(rows, 8))
+
+
+def test_a_worker_sizes_its_pool_as_the_plan_does() -> None:
+    """With a step measured to be as large as estimated, the pool is the estimated one; with a larger one it is smaller.
+
+    The model is the demo's; its pool would be as large as its batch needs, so the batch is large.
+    """
+    config = locate(DecodeConfig(max_running=100_000, local_prefill_chunk_tokens=2048))
+    shape = with_context(read_shape(config), config)
+    found, card = limits_of(config, shape.vocab_size), replace(CARDS["h100"], memory_bytes=40 * GIB)
+    step_bytes = estimate_step_bytes(shape, found, 1)
+    room = estimate_room(shape, found, card.memory_bytes, 1)
+    page_bytes = shape.kv_token_bytes * config.page_tokens
+    size = partial(size_pool_here, config, shape.context_tokens, page_bytes, 1)
+    pages = size((room.total_bytes, room.taken_bytes, step_bytes), 0)
+    assert pages == kv_tokens_that_fit(shape, card, 1, found) // config.page_tokens
+    fewer = size((room.total_bytes, room.taken_bytes, step_bytes + GIB), 0)
+    assert (pages - fewer) * page_bytes == pytest.approx(GIB * (1 + limits.STEP_MARGIN), abs=page_bytes)
+
+
+# -- the measured step -----------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 3000), st.integers(1, 100), st.integers(1, 500))
+def test_the_largest_step_has_the_chunk_and_all_sequences(chunk: int, sequences: int, context: int) -> None:
+    counts = split(LargestStep(chunk, sequences, "--chunk-tokens"), context)
+    assert len(counts) == sequences and max(counts) <= context and min(counts) >= 1
+    assert sum(counts) >= min(chunk, sequences * context)
+    assert sum(counts) <= chunk + sequences
+
+
+def test_it_is_run_for_both_models_and_leaves_rows_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = complete(DecodeConfig(max_running=6, local_prefill_chunk_tokens=150), None, None)
+    engine = build_engine(
+        locate_model("demo"), locate_model("demo"), "float32", "cpu", 1, 16, num_rows_for(6), lambda *_: 8,
+        lambda done, total: None, 64,
+    )  # fmt: skip
+    assert engine.draft_runner is not None
+    steps: list[int] = []
+    launch = Runner.launch
+
+    def note(self: Runner, requests: list[ForwardRow]) -> Launched:
+        steps.append(sum(request.count for request in requests))
+        assert len(requests) == 6 and all(request.num_logits == 1 for request in requests)
+        return launch(self, requests)
+
+    def measure(work: Callable[[], None], _device: torch.device) -> int:
+        work()
+        return steps[-1] + len(steps)
+
+    monkeypatch.setattr(Runner, "launch", note)
+    taken = find_step_bytes(largest_step_of(config), [engine.runner, engine.draft_runner], engine.rows, measure)
+    assert steps == [153, 153] and taken == 155, "64 + 64 + 22 tokens and 3 rows; the larger of both"
+    assert not engine.rows.page_table.any()
+
+
+def test_a_model_without_native_code_has_limits_too() -> None:
+    shapes = (AttentionShape(32, 8, 128, 0.1),) * 32
+    config = FallbackConfig("other", 128_256, 8192, shapes, (None,) * 32, False, ("m",) * 32)
+    shape = limits.shape_of(config, 16 * GIB)
+    assert (shape.num_weights, shape.kv_token_bytes) == (8 * GIB, SHAPES["8B"].kv_token_bytes)
+    assert complete(DecodeConfig(), shape, CARDS["h100"], 80 * 10**9).max_running == 512
+
+
+def test_it_runs_over_one_page_and_an_error_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = LargestStep(100, 4, "--chunk-tokens")
+    engine = build_engine(
+        locate_model("demo"), "", "float32", "cpu", 1, 16, num_rows_for(4), lambda *_: 8, lambda done, total: None, 64
+    )
+    models = [(engine.runner._model, engine.attention, engine.pool.shape.with_pages(1))]
+
+    def measure(work: Callable[[], None], _device: torch.device) -> int:
+        work()
+        return 7
+
+    monkeypatch.setattr("engine.engine.find_step_bytes", partial(find_step_bytes, measure=measure))
+    assert _measure_step(step, models, engine.rows) == 7
+    assert not engine.pool.tensor.any(), "the pool's own pages are not touched"
+
+    def fill(_self: Runner, _step: object) -> Launched:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Runner, "_run", fill)
+    with pytest.raises(ValueError, match=r"step of 100 prompt tokens \(CUDA out of memory\): lower --chunk-tokens"):
+        _measure_step(step, models, engine.rows)
+
+
+def test_a_worker_on_a_gpu_asks_for_its_name_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: facts)
+    for config in (locate(DecodeConfig()), locate(PrefillConfig(max_running=5))):
+        found = complete_here(config, torch.device("cuda"))
+        assert found == complete(config, read_shape(config), CARDS["h100"], facts.total_memory)
+        assert found.max_running == (config.max_running or 1024)
+        assert largest_step_of(found).chunk_tokens >= 512
+    assert complete_here(DecodeConfig(model="/nowhere"), torch.device("cpu")).max_running == 64, "nothing is read"

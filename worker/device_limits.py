@@ -1,0 +1,86 @@
+"""Asks the device and the checkpoint for what worker/limits.py decides by, and says in the log what came of it."""
+
+from dataclasses import replace
+
+import structlog
+import torch
+
+from engine.engine import resolve_kv_dtype
+from engine.largest_step import LargestStep
+from engine.models.load import choose_dtype, resolve_model_folder
+from engine.models.sources import open_any_model
+from engine.weights.files import list_shards
+from runtime.cards import find_card
+from runtime.config import DecodeConfig, PrefillConfig
+from runtime.config_parts import NO_DRAFT
+from runtime.hardware import GpuRoom, size_pool
+from worker.limits import (
+    ConfigT,
+    ModelShape,
+    complete,
+    estimate_step_bytes,
+    limits_of,
+    reserve_bytes,
+    shape_of,
+    shrink,
+    with_context,
+)
+
+log = structlog.get_logger()
+MIB = 1 << 20
+
+
+def complete_here(config: ConfigT, device: torch.device) -> ConfigT:
+    """The settings with limits for `device`, that of rank 0. Raises ValueError or OSError like `build_engine`."""
+    if device.type != "cuda":
+        return complete(config, None, None)
+    facts = torch.cuda.get_device_properties(device)
+    shape = read_shape(config)
+    completed = complete(config, shape, find_card(facts.name, facts.total_memory), facts.total_memory)
+    limits = limits_of(completed, shape.vocab_size)
+    log.info(
+        "limits", device=facts.name, max_running=limits.max_running, chunk_tokens=limits.chunk_tokens,
+        graph_rows=limits.graph_rows,
+    )  # fmt: skip
+    return completed
+
+
+def read_shape(config: PrefillConfig | DecodeConfig) -> ModelShape:
+    """The model's, with the weights of the draft model too, and KV as the settings make it. Reads headers only."""
+    folder = resolve_model_folder(config.model)
+    drafts = [] if config.draft_model == NO_DRAFT else [resolve_model_folder(config.draft_model)]
+    file_bytes = sum(path.stat().st_size for one in (folder, *drafts) for path in list_shards(one))
+    model, checkpoint = open_any_model(folder)
+    kv_dtype = resolve_kv_dtype(config.kv_dtype, choose_dtype(model, checkpoint, config.dtype))
+    shape = shape_of(model, shrink(file_bytes, config.quantization))
+    return replace(with_context(shape, config), kv_item_bytes=kv_dtype.itemsize)
+
+
+def largest_step_of(config: PrefillConfig | DecodeConfig) -> LargestStep:
+    """Of completed settings."""
+    if isinstance(config, PrefillConfig):
+        return LargestStep(config.chunk_tokens, config.max_running, "--chunk-tokens")
+    return LargestStep(config.local_prefill_chunk_tokens, config.max_running, "--local-prefill-chunk-tokens")
+
+
+def size_pool_here(
+    config: PrefillConfig | DecodeConfig,
+    context_tokens: int,
+    page_bytes: int,
+    num_ranks: int,
+    gpu_memory: tuple[int, int, int] | None,
+    mapped_bytes: int,
+) -> int:
+    """engine/engine.py: SizePool, after `config`. Of completed settings."""
+    room = None
+    if gpu_memory is not None:
+        total_bytes, taken_bytes, step_bytes = gpu_memory
+        shape = read_shape(config)
+        limits = limits_of(config, shape.vocab_size)
+        room = GpuRoom(total_bytes, taken_bytes, reserve_bytes(shape, limits, config.tp, step_bytes))
+        log.info(
+            "memory of the GPU", total_mib=total_bytes // MIB, weights_and_rows_mib=taken_bytes // MIB,
+            largest_step_mib=step_bytes // MIB, step_estimated_mib=estimate_step_bytes(shape, limits, config.tp) // MIB,
+            computing_mib=room.reserve_bytes // MIB,
+        )  # fmt: skip
+    return size_pool(config, context_tokens, page_bytes, num_ranks, room, mapped_bytes)
