@@ -111,9 +111,12 @@ def launch_layers() -> None:
     operations.norm(rows, empty(4096), 1e-5)
     operations.add_norm_(empty(4, 4096, dtype=torch.float32), rows, empty(4096), 1e-5)
     operations.gate(empty(4, 28672))
+    join_pages(empty(4, 64, dtype=torch.int32), empty(5, dtype=torch.int32), empty(256, dtype=torch.int32))
+
+
+def launch_rounding() -> None:
     for width, has_gate in product((14336, 128), (False, True)):  # for each row, and for each 128 columns
         round_rows(empty(100, 28672 if has_gate else 14336), width, SMALLEST_PEAK, E4M3_MAX, has_gate)
-    join_pages(empty(4, 64, dtype=torch.int32), empty(5, dtype=torch.int32), empty(256, dtype=torch.int32))
 
 
 def launch_write(dtype: torch.dtype, head_dim: int, has_norm: bool) -> None:
@@ -199,6 +202,7 @@ CASES: dict[str, Callable[[], None]] = {
         for head_dim in (64, 128)
         for has_norm in (False, True)
     },
+    "fp8 rounding": launch_rounding,
     "fp8 row": partial(launch_product, 1, FP8, 4096),
     "fp8 rows": partial(launch_product, MAX_ROWS, FP8, 28_672),
     "fp8 rows in splits": partial(launch_product, MAX_ROWS, FP8, 4096),
