@@ -368,7 +368,7 @@ def test_nvml_says_which_gpus_nvlink_joins(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("model", "num_modules"),
     [
-        (MixedModel(), 8),
+        (MixedModel(), 4),
         (MixedModel(has_sinks=True), 0),
         (MixedModel(attention_shapes=(HEADS, replace(HEADS, head_dim=80))), 0),
     ],
