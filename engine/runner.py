@@ -17,6 +17,7 @@ from engine.batch import Batch, ForwardRow, build_batch, count_right, shift
 from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured, Shape
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
+from engine.pieces import PieceGraphs
 from engine.prepared import Prepared, Preparer
 from engine.ranges import Ints
 from engine.sample_spec import LogitsChunk, with_masks
@@ -100,6 +101,7 @@ class Runner:
         self._pages = pages
         self._rows = rows
         self._graphs: DecodeGraphs | None = None
+        self._pieces: PieceGraphs | None = None
         self._preparer = Preparer(rows)
         self._stager = Stager(rows.device)
 
@@ -115,6 +117,10 @@ class Runner:
             shapes, self._model, self._attention, self._pages, self._rows, padding_page, not self._drafts, capture,
             on_progress,
         )  # fmt: skip
+
+    def capture_pieces(self, sizes: Collection[int], capture: Capture, on_captured: Callable[[], None]) -> None:
+        """From now on steps with prompts run in captured pieces, if they fit `sizes`, numbers of tokens."""
+        self._pieces = PieceGraphs(sizes, self._model, capture, on_captured)
 
     def warm_up(self, padding_page: int) -> None:
         """Run prompts of a few lengths in the free row 0, all on one page, to compile and load all kernels."""
@@ -135,6 +141,11 @@ class Runner:
     def is_capturable(self) -> bool:
         """Whether its steps can be CUDA graphs."""
         return self._attention.is_capturable and self._model.is_capturable
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether its steps with prompts can be captured in pieces."""
+        return self.is_capturable and self._model.has_equal_pieces
 
     @property
     def vocab_size(self) -> int:
@@ -191,15 +202,17 @@ class Runner:
     def _forward(self, step: Prepared, batch: Batch) -> tuple[Tensor, Batch]:
         """[S, H], and the batch at the positions that it really has."""
         layout, rows = step.layout, self._rows
+        pieces = None if self._pieces is None else self._pieces.find(len(layout.places))
+        run_planned = self._model.run_planned if pieces is None else pieces.run
+        self._attention.plan(self._pages, batch)
         if layout.lag_rows is None:
-            return self._model.forward(batch, self._pages, self._attention), batch
+            return run_planned(batch, self._attention), batch
         owners = np.repeat(np.arange(len(layout.query_lens)), layout.query_lens)
         lag_rows, of_tokens, places = upload([layout.lag_rows, owners, layout.places], rows.device)
         lag = rows.lag.index_select(0, lag_rows)  # [B]
         shifted = shift(batch, places, lag, of_tokens, rows, NO_PADDING)
-        self._attention.plan(self._pages, batch)
         self._attention.correct(shifted, lag)
-        return self._model.run_planned(shifted, self._attention), shifted
+        return run_planned(shifted, self._attention), shifted
 
     @torch.inference_mode()
     def _finish(self, step: Prepared, batch: Batch, hidden: Tensor) -> Launched:
