@@ -79,7 +79,14 @@ class Engine:
             return
         runners = [runner for runner in (self.runner, self.draft_runner) if runner is not None]
         shapes = choose_shapes(graph_rows, max_drafts) if graph_rows else []
-        wanted = [(runner, shapes * runner.is_capturable, piece_tokens * runner.has_pieces) for runner in runners]
+        wanted = [
+            (
+                one,
+                shapes if shapes and one.is_capturable else [],
+                piece_tokens if piece_tokens and one.has_pieces else (),
+            )
+            for one in runners
+        ]
         total = sum(len(own) + len(sizes) for _, own, sizes in wanted)
         done = count(1)
         try:

@@ -79,9 +79,14 @@ def expected(alone: Engine) -> Answers:
 
 
 @pytest.mark.parametrize("drafter", ["off", "ngram", "draft"])
-@pytest.mark.parametrize("num_pages", [NUM_PAGES - 1, 26], ids=["room", "preemption"])
-def test_answers_are_those_of_one_process(led: Engine, expected: Answers, drafter: str, num_pages: int) -> None:
-    answers = Bench(led, speculators(led)[drafter], 0, num_pages, {}).run(build_requests(drafter))
+@pytest.mark.parametrize(
+    ("num_pages", "steps_ahead"), [(NUM_PAGES - 1, 0), (26, 0), (26, 1)], ids=["room", "preemption", "ahead"]
+)
+def test_answers_are_those_of_one_process(
+    led: Engine, expected: Answers, drafter: str, num_pages: int, steps_ahead: int
+) -> None:
+    speculator = speculators(led, is_ahead=steps_ahead > 0)[drafter]
+    answers = Bench(led, speculator, steps_ahead, num_pages, {}).run(build_requests(drafter))
     assert answers.tokens == expected.tokens
     assert {handle: end.finish_reason for handle, end in answers.ends.items()} == {
         handle: end.finish_reason for handle, end in expected.ends.items()
