@@ -195,7 +195,10 @@ class Runner:
         tokens, logits, accepted = graph.choose(step, rows)
         scores = []
         if chunk.scored:
-            scores.append(_score(chunk, _log_softmax(logits, rows[chunk.scored].tolist()), tokens))
+            wanted = rows[chunk.scored].tolist()
+            if self._model.ranks.size > 1:  # no rank has all logits
+                logits, wanted = self._model.logits(_take(graph.hidden, wanted)), list(range(len(wanted)))
+            scores.append(_score(chunk, _log_softmax(logits, wanted), tokens))
         drafted = [] if step.drafts is None or accepted is None else step.drafts.requests.tolist()
         return Launched(tokens, scores, drafted, accepted)
 
