@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -31,6 +31,9 @@ from wire.kv_layout import KvPart
 KvDType = Literal["auto", "fp8"]  # of pages; auto: the model's
 
 
+NO_STEPS_AHEAD = "no step is launched ahead"
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """Owns everything large: weights, pages, rows."""
@@ -49,6 +52,7 @@ class Engine:
     draft_runner: Runner | None  # the draft model over the second part of the same pages
     quantization: Quantization = "none"  # of both models
     why_unshared: str | None = None  # see Decoder
+    trouble: dict[str, str] = field(default_factory=dict)  # what the warm-up found to be wrong |-> how
 
     @property
     def num_pages(self) -> int:
@@ -63,7 +67,7 @@ class Engine:
     @property
     def steps_ahead(self) -> int:
         """How many steps to launch before the last one is collected. 0 on a CPU, which computes at launch."""
-        return 1 if self.device.type == "cuda" else 0
+        return 1 if self.device.type == "cuda" and NO_STEPS_AHEAD not in self.trouble else 0
 
     def warm_up(
         self, graph_rows: int, max_drafts: int = 0, piece_tokens: tuple[int, ...] = (),
@@ -100,6 +104,8 @@ class Engine:
                     runner.capture_graphs(own, capture, self.padding_page, lambda *_: on_captured(next(done), total))
                 if sizes:
                     runner.capture_pieces(sizes, capture, lambda: on_captured(next(done), total))
+                if max_drafts and (error := runner.find_lag_error()):
+                    self.trouble[NO_STEPS_AHEAD] = f"{error}: run `make gpu-check`, or set --speculate off"
         except Exception as error:
             raise explain_failed_warm_up(error) from error
         finally:
@@ -121,7 +127,7 @@ class Engine:
 
     def find_weaknesses(self) -> dict[str, str]:
         """What works worse than it could on this machine |-> why, and what to change."""
-        found = {}
+        found = dict(self.trouble)
         if self.attention.is_fallback:
             found["slow attention"] = self.attention.reason
         if self.device.type == "cuda" and not self.attention.backend.is_capturable:

@@ -30,6 +30,7 @@ from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 WARM_UP_TOKENS = (1, 5, 20, 40, 100)  # prompt lengths: one for each kernel that depends on the number of rows
 CHUNK_VALUES = 1 << 25  # logits held at once: 128 MiB of float32, 262 rows of 128,000 tokens
 NO_PADDING = 1 << 62  # no slot is so high
+LAG_LENGTHS, WRONG_DRAFTS, LAG_ERROR = (16, 48, 512, 4096), 3, 0.1  # of find_lag_error; the last: rounding in bfloat16
 Masks = Mapping[int, NDArray[np.int32]]  # index of a request |-> its mask, see `ForwardRow`
 
 
@@ -131,6 +132,30 @@ class Runner:
             rows.write_pages(0, 0, [padding_page] * -(-count // rows.page_tokens))
             self.launch([ForwardRow(0, 0, count, num_logits=1)]).collect()
             rows.close(0)
+
+    def find_lag_error(self) -> str | None:
+        """How a step that begins earlier than planned differs from one planned right; None if it does not. Uses page 0.
+
+        Where attention's kernels divide a context depends on the plan, so lengths end where a part may begin.
+        """
+        rows = self._rows
+        self._pages[0].zero_()
+        for length in LAG_LENGTHS:
+            if length + WRONG_DRAFTS > rows.width - MAX_DRAFT_TOKENS:
+                break
+            rows.open(0, np.zeros(length, np.int32), SamplingParams(temperature=0.0), length)
+            rows.write_pages(0, 0, [0] * -(-(length + WRONG_DRAFTS) // rows.page_tokens))
+            planned = ForwardRow(0, length - 1, 1, 1, chosen_logprobs=0)
+            rows.lag[0] = WRONG_DRAFTS
+            lagging = planned._replace(begin=planned.begin + WRONG_DRAFTS, num_unjudged=WRONG_DRAFTS)
+            right, found = (self.launch([one]).collect() for one in (planned, lagging))
+            rows.close(0)
+            (truth,), (told,) = right.logprobs, found.logprobs
+            assert truth is not None and told is not None
+            if right.tokens != found.tokens or not abs(truth.logprob - told.logprob) <= LAG_ERROR:
+                told_apart = f"token {found.tokens[0]} ({told.logprob:.3f}) for {right.tokens[0]} ({truth.logprob:.3f})"
+                return f"a context of {length} tokens that was planned {WRONG_DRAFTS} longer gives {told_apart}"
+        return None
 
     @property
     def graph_shapes(self) -> list[Shape]:
