@@ -2,8 +2,9 @@
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +31,9 @@ from wire.kv_layout import KvPart
 KvDType = Literal["auto", "fp8"]  # of pages; auto: the model's
 
 
+NO_STEPS_AHEAD = "no step is launched ahead"
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """Owns everything large: weights, pages, rows."""
@@ -48,6 +52,7 @@ class Engine:
     draft_runner: Runner | None  # the draft model over the second part of the same pages
     quantization: Quantization = "none"  # of both models
     why_unshared: str | None = None  # see Decoder
+    trouble: dict[str, str] = field(default_factory=dict)  # what the warm-up found to be wrong |-> how
 
     @property
     def num_pages(self) -> int:
@@ -62,27 +67,45 @@ class Engine:
     @property
     def steps_ahead(self) -> int:
         """How many steps to launch before the last one is collected. 0 on a CPU, which computes at launch."""
-        return 1 if self.device.type == "cuda" else 0
+        return 1 if self.device.type == "cuda" and NO_STEPS_AHEAD not in self.trouble else 0
 
-    def warm_up(self, graph_rows: int, max_drafts: int = 0, on_captured: OnCaptured = lambda done, total: None) -> None:
+    def warm_up(
+        self, graph_rows: int, max_drafts: int = 0, piece_tokens: tuple[int, ...] = (),
+        on_captured: OnCaptured = lambda done, total: None,
+    ) -> None:  # fmt: skip
         """On a GPU: build and load all kernels before the first request, and capture graphs. Does nothing on a CPU.
 
         graph_rows: decode steps of up to this many sequences run as graphs, if attention can be captured; steps of few
-        sequences also with up to `max_drafts` drafts. 0: no graphs. ValueError says what cannot be built.
+        sequences also with up to `max_drafts` drafts. 0: no such graphs. piece_tokens: see engine/pieces.py. ValueError
+        says what cannot be built.
         """
         if self.padding_page is None:
             return
         runners = [runner for runner in (self.runner, self.draft_runner) if runner is not None]
-        captured = [runner for runner in runners if graph_rows and runner.is_capturable]
-        shapes = choose_shapes(graph_rows, max_drafts) if captured else []
+        shapes = choose_shapes(graph_rows, max_drafts) if graph_rows else []
+        wanted = [
+            (
+                one,
+                shapes if shapes and one.is_capturable else [],
+                piece_tokens if piece_tokens and one.has_pieces else (),
+            )
+            for one in runners
+        ]
+        total = sum(len(own) + len(sizes) for _, own, sizes in wanted)
+        done = count(1)
         try:
             for runner in runners:
                 runner.warm_up(self.padding_page)
             gc.collect()
             gc.disable()  # freeing GPU memory during a capture would spoil it
-            for number, runner in enumerate(captured):
-                report = partial(_report_in_total, on_captured, number * len(shapes), len(captured) * len(shapes))
-                runner.capture_graphs(shapes, CudaCapture(), self.padding_page, report)
+            for runner, own, sizes in wanted:
+                capture = CudaCapture()
+                if own:
+                    runner.capture_graphs(own, capture, self.padding_page, lambda *_: on_captured(next(done), total))
+                if sizes:
+                    runner.capture_pieces(sizes, capture, lambda: on_captured(next(done), total))
+                if max_drafts and (error := runner.find_lag_error()):
+                    self.trouble[NO_STEPS_AHEAD] = f"{error}: run `make gpu-check`, or set --speculate off"
         except Exception as error:
             raise explain_failed_warm_up(error) from error
         finally:
@@ -104,7 +127,7 @@ class Engine:
 
     def find_weaknesses(self) -> dict[str, str]:
         """What works worse than it could on this machine |-> why, and what to change."""
-        found = {}
+        found = dict(self.trouble)
         if self.attention.is_fallback:
             found["slow attention"] = self.attention.reason
         if self.device.type == "cuda" and not self.attention.backend.is_capturable:
@@ -330,10 +353,6 @@ def _measure_step(
         return find_step_bytes(step, runners, rows)
     except Exception as error:
         raise explain_failed_step(error, step.setting, step.chunk_tokens) from error
-
-
-def _report_in_total(on_captured: OnCaptured, before: int, total: int, done: int, _own: int) -> None:
-    on_captured(before + done, total)
 
 
 def choose_device(wanted: str, rank: int = 0, size: int = 1) -> torch.device:

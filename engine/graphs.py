@@ -82,7 +82,7 @@ class CudaCapture:
 
 
 class DecodeGraph:
-    """Owns the inputs and outputs of one captured step of one shape.
+    """Owns the inputs and outputs of one captured step of one shape. `hidden`: [R, H], until the next replay.
 
     The rows of a sequence are its last positions. If it has fewer new tokens than the shape, the step also recomputes
     tokens before them and drops their results:
@@ -120,7 +120,7 @@ class DecodeGraph:
         )
         self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._token_ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._hidden = torch.zeros(num_rows, model.config.hidden_size, dtype=model.dtype, device=device)
+        self.hidden = torch.zeros(num_rows, model.config.hidden_size, dtype=model.dtype, device=device)
         self._logits = torch.zeros(0)
         self._places, self._answer_places = map(self._block.tensor, ("places", "answer_places"))
         self._answer_positions, self._lag_rows = map(self._block.tensor, ("answer_positions", "lag_rows"))
@@ -264,7 +264,7 @@ class DecodeGraph:
         lag = self._rows.lag.index_select(0, self._lag_rows)  # [B]
         batch = shift(self._batch, self._places, lag, self._owners, self._rows, self._padding_slot)
         self._attention.correct(batch, lag)
-        self._hidden.copy_(self._model.run_planned(batch, self._attention))
+        self.hidden.copy_(self._model.run_planned(batch, self._attention))
         self._token_ids.copy_(batch.token_ids)
         of_rows = lag.index_select(0, self._owners)
         self._shifted_places.copy_(self._answer_places - of_rows)
@@ -274,7 +274,7 @@ class DecodeGraph:
     def _sample(self) -> None:
         """Like `_forward`, which it follows."""
         rows, tokens = self._rows, self._tokens
-        self._logits = self._model.own_logits(self._hidden)
+        self._logits = self._model.own_logits(self.hidden)
         if len(self._own_tokens):
             self._model.ops.sample_into(self._own_tokens, self._logits, self._own_sampling)
         if self._model.ranks.size > 1:
@@ -333,7 +333,6 @@ class DecodeGraphs:
     ) -> None:
         """Captures all, the largest first, so that the others fit into its memory."""
         rows.reserve_counts()
-        self._can_score = model.ranks.size == 1  # with several ranks, no rank has all logits
         self._graphs: dict[Shape, DecodeGraph] = {}
         for shape in sorted(shapes, key=prod, reverse=True):
             self._graphs[shape] = graph = DecodeGraph(shape, model, attention, pages, rows, padding_page, judges)
@@ -349,8 +348,6 @@ class DecodeGraphs:
             return None
         chunk = step.chunks[0]
         num_biases = 0 if chunk.sampling.bias_ids is None else len(chunk.sampling.bias_ids)
-        if chunk.scored and not self._can_score:
-            return None
         if chunk.chosen is not None or chunk.drafts is not None or num_biases > MAX_BIASES:
             return None
         least = int(layout.seq_lens.min()) - (0 if layout.lag_rows is None else MAX_DRAFT_TOKENS)

@@ -17,6 +17,7 @@ from engine.batch import Batch, ForwardRow, build_batch, count_right, shift
 from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured, Shape
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
+from engine.pieces import PieceGraphs
 from engine.prepared import Prepared, Preparer
 from engine.ranges import Ints
 from engine.sample_spec import LogitsChunk, with_masks
@@ -29,6 +30,7 @@ from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 WARM_UP_TOKENS = (1, 5, 20, 40, 100)  # prompt lengths: one for each kernel that depends on the number of rows
 CHUNK_VALUES = 1 << 25  # logits held at once: 128 MiB of float32, 262 rows of 128,000 tokens
 NO_PADDING = 1 << 62  # no slot is so high
+LAG_LENGTHS, WRONG_DRAFTS, LAG_ERROR = (16, 48, 512, 4096), 3, 0.1  # of find_lag_error; the last: rounding in bfloat16
 Masks = Mapping[int, NDArray[np.int32]]  # index of a request |-> its mask, see `ForwardRow`
 
 
@@ -100,6 +102,7 @@ class Runner:
         self._pages = pages
         self._rows = rows
         self._graphs: DecodeGraphs | None = None
+        self._pieces: PieceGraphs | None = None
         self._preparer = Preparer(rows)
         self._stager = Stager(rows.device)
 
@@ -116,6 +119,10 @@ class Runner:
             on_progress,
         )  # fmt: skip
 
+    def capture_pieces(self, sizes: Collection[int], capture: Capture, on_captured: Callable[[], None]) -> None:
+        """From now on steps with prompts run in captured pieces, if they fit `sizes`, numbers of tokens."""
+        self._pieces = PieceGraphs(sizes, self._model, capture, on_captured)
+
     def warm_up(self, padding_page: int) -> None:
         """Run prompts of a few lengths in the free row 0, all on one page, to compile and load all kernels."""
         rows = self._rows
@@ -126,6 +133,30 @@ class Runner:
             self.launch([ForwardRow(0, 0, count, num_logits=1)]).collect()
             rows.close(0)
 
+    def find_lag_error(self) -> str | None:
+        """How a step that begins earlier than planned differs from one planned right; None if it does not. Uses page 0.
+
+        Where attention's kernels divide a context depends on the plan, so lengths end where a part may begin.
+        """
+        rows = self._rows
+        self._pages[0].zero_()
+        for length in LAG_LENGTHS:
+            if length + WRONG_DRAFTS > rows.width - MAX_DRAFT_TOKENS:
+                break
+            rows.open(0, np.zeros(length, np.int32), SamplingParams(temperature=0.0), length)
+            rows.write_pages(0, 0, [0] * -(-(length + WRONG_DRAFTS) // rows.page_tokens))
+            planned = ForwardRow(0, length - 1, 1, 1, chosen_logprobs=0)
+            rows.lag[0] = WRONG_DRAFTS
+            lagging = planned._replace(begin=planned.begin + WRONG_DRAFTS, num_unjudged=WRONG_DRAFTS)
+            right, found = (self.launch([one]).collect() for one in (planned, lagging))
+            rows.close(0)
+            (truth,), (told,) = right.logprobs, found.logprobs
+            assert truth is not None and told is not None
+            if right.tokens != found.tokens or not abs(truth.logprob - told.logprob) <= LAG_ERROR:
+                told_apart = f"token {found.tokens[0]} ({told.logprob:.3f}) for {right.tokens[0]} ({truth.logprob:.3f})"
+                return f"a context of {length} tokens that was planned {WRONG_DRAFTS} longer gives {told_apart}"
+        return None
+
     @property
     def graph_shapes(self) -> list[Shape]:
         """Of captured steps."""
@@ -135,6 +166,11 @@ class Runner:
     def is_capturable(self) -> bool:
         """Whether its steps can be CUDA graphs."""
         return self._attention.is_capturable and self._model.is_capturable
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether its steps with prompts can be captured in pieces."""
+        return self.is_capturable and self._model.has_equal_pieces
 
     @property
     def vocab_size(self) -> int:
@@ -184,22 +220,27 @@ class Runner:
         tokens, logits, accepted = graph.choose(step, rows)
         scores = []
         if chunk.scored:
-            scores.append(_score(chunk, _log_softmax(logits, rows[chunk.scored].tolist()), tokens))
+            wanted = rows[chunk.scored].tolist()
+            if self._model.ranks.size > 1:  # no rank has all logits
+                logits, wanted = self._model.logits(_take(graph.hidden, wanted)), list(range(len(wanted)))
+            scores.append(_score(chunk, _log_softmax(logits, wanted), tokens))
         drafted = [] if step.drafts is None or accepted is None else step.drafts.requests.tolist()
         return Launched(tokens, scores, drafted, accepted)
 
     def _forward(self, step: Prepared, batch: Batch) -> tuple[Tensor, Batch]:
         """[S, H], and the batch at the positions that it really has."""
         layout, rows = step.layout, self._rows
+        pieces = None if self._pieces is None else self._pieces.find(len(layout.places))
+        run_planned = self._model.run_planned if pieces is None else pieces.run
+        self._attention.plan(self._pages, batch)
         if layout.lag_rows is None:
-            return self._model.forward(batch, self._pages, self._attention), batch
+            return run_planned(batch, self._attention), batch
         owners = np.repeat(np.arange(len(layout.query_lens)), layout.query_lens)
         lag_rows, of_tokens, places = upload([layout.lag_rows, owners, layout.places], rows.device)
         lag = rows.lag.index_select(0, lag_rows)  # [B]
         shifted = shift(batch, places, lag, of_tokens, rows, NO_PADDING)
-        self._attention.plan(self._pages, batch)
         self._attention.correct(shifted, lag)
-        return self._model.run_planned(shifted, self._attention), shifted
+        return run_planned(shifted, self._attention), shifted
 
     @torch.inference_mode()
     def _finish(self, step: Prepared, batch: Batch, hidden: Tensor) -> Launched:

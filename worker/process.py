@@ -13,6 +13,7 @@ import torch
 
 from engine.engine import ALONE, Engine, Place, build_engine, choose_device
 from engine.kv.pool import Pool
+from engine.pieces import PIECE_TOKENS
 from engine.ranks import join_group
 from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank
 from kvtransfer.nixl_agent import NixlError, find_obstacle
@@ -149,7 +150,8 @@ def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress:
     max_drafts = 0
     if isinstance(config, DecodeConfig):
         max_drafts = 0 if config.speculate == "off" else config.max_draft_tokens
-    engine.warm_up(graph_rows, max_drafts, partial(on_progress, what="graphs"))
+    piece_tokens = PIECE_TOKENS if config.cuda_graphs else ()
+    engine.warm_up(graph_rows, max_drafts, piece_tokens, partial(on_progress, what="graphs"))
     return engine
 
 

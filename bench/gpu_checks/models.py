@@ -14,6 +14,7 @@ from engine.models.config import ModelConfig
 from engine.models.read_config import build_config
 from engine.models.table import build_table
 from engine.ops.choose import ops_for
+from engine.pieces import PIECE_TOKENS
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.choose import choose_format
 from engine.weights.entry import TensorEntry
@@ -101,5 +102,5 @@ def build_random_engine(
         size_pool=lambda *_sizes: max_running * -(-context_tokens // PAGE_TOKENS),
         max_context_tokens=context_tokens,
     )
-    engine.warm_up(max_running if has_graphs else 0, MAX_DRAFTS if draft else 0)
+    engine.warm_up(max_running * has_graphs, MAX_DRAFTS if draft else 0, PIECE_TOKENS * has_graphs)
     return engine

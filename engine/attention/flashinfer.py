@@ -5,8 +5,10 @@ and page ids on the device, so nothing waits for the GPU. `attend` launches a la
 them and replays them with the last plan.
 """
 
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +26,8 @@ from engine.staging import mark, pin
 from wire.kv_layout import HEAD_DIM, KEY_VALUE, KV_HEADS, LAYERS, PAGES, TOKENS
 
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; zero at first use
+PLAN_BYTES = 8 << 20  # FlashInfer's size of a plan
+PLANS_AHEAD = 12  # plans on their way to the device: of a step with 8 drafts by a draft model, and of the step before
 DTYPES = (torch.bfloat16, torch.float16)
 # New tokens per sequence from which fa3 attends. A tile of fa3 has 128 tokens of one query head (192 at D = 64); a tile
 # of fa2 has the tokens of all heads that share a KV head, and fa2 divides long contexts too.
@@ -31,6 +35,8 @@ FA3_TOKENS = 128
 NO_SINKS = "FlashInfer's fa2 kernels for decode and prefill have no attention sinks"
 
 Window = int | None
+Wrapper = BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
+WrapperT = TypeVar("WrapperT", BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper)
 
 
 class GraphSize(NamedTuple):
@@ -39,6 +45,40 @@ class GraphSize(NamedTuple):
     num_sequences: int
     num_tokens: int  # new tokens of each sequence
     num_pages: int  # at most, of all sequences together
+
+
+class Workspace:
+    """What backends that run in turn share: FlashInfer's scratch memory, and plans on their way to the device.
+
+    Each wrapper would have a plan of its own on both sides, and its next plan would wait until the last one was copied,
+    which is after all steps launched before. On one stream a device buffer for each window is enough.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.scratch = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._device = device
+        self._planned: dict[Window, Tensor] = {}
+        self._staged: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()  # the oldest first
+
+    def share(self, wrapper: WrapperT, window: Window) -> WrapperT:
+        """The wrapper, which keeps its plan here. Call it before the first plan, and before a capture."""
+        if window not in self._planned:
+            self._planned[window] = torch.empty(PLAN_BYTES, dtype=torch.uint8, device=self._device)
+        wrapper._int_workspace_buffer = self._planned[window]
+        return wrapper
+
+    @contextmanager
+    def stage(self, wrapper: Wrapper) -> Iterator[None]:
+        """Plan within: from pinned memory of which nothing is on its way any more. FlashInfer has no call for that."""
+        if len(self._staged) < PLANS_AHEAD:
+            pinned, is_copied = torch.empty(PLAN_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda"), None
+        else:
+            pinned, is_copied = self._staged.popleft()
+        if is_copied is not None:
+            is_copied.synchronize()
+        wrapper._pin_memory_int_workspace_buffer = pinned
+        yield
+        self._staged.append((pinned, mark() if self._device.type == "cuda" else None))
 
 
 class FlashInferAttention:
@@ -54,7 +94,7 @@ class FlashInferAttention:
         dtype: torch.dtype,
         device: torch.device,
         has_fa3: bool = False,
-        workspace: Tensor | None = None,
+        workspace: Workspace | None = None,
         graph: GraphSize | None = None,
     ) -> None:
         """windows: those of all layers; dtype: of queries. Backends that run in turn may share one `workspace`.
@@ -62,16 +102,16 @@ class FlashInferAttention:
         has_fa3: its modules can be used. graph: the size of captured steps; None: steps of any size.
         """
         self._shape, self._windows, self._dtype, self._device = shape, tuple(windows), dtype, device
-        self._workspace = (
-            torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device) if workspace is None else workspace
-        )
+        self._workspace = workspace or Workspace(device)
+        share = self._workspace.share
         self._num_tokens = 1 if graph is None else graph.num_tokens
-        self._decode = {window: self._build_decode(graph) for window in windows}
+        self._decode = {window: share(self._build_decode(graph), window) for window in windows}
         kinds: tuple[Kernels, ...] = () if graph else ("fa2", "fa3") if has_fa3 else ("fa2",)
-        self._prefill = {kind: {window: self._build_prefill(kind) for window in windows} for kind in kinds}
+        self._prefill = {
+            kind: {window: share(self._build_prefill(kind), window) for window in windows} for kind in kinds
+        }
         self._has_loaded = False  # every prefill module
-        self._planned: Mapping[Window, BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper] = {}
-        self._is_staged: torch.cuda.Event | None = None  # after the last copy out of FlashInfer's pinned buffers
+        self._planned: Mapping[Window, Wrapper] = {}
 
     def for_graph(self, num_sequences: int, num_tokens: int, num_pages: int) -> "FlashInferAttention":
         graph = GraphSize(num_sequences, num_tokens, num_pages)
@@ -91,12 +131,12 @@ class FlashInferAttention:
                 for name, size in sizes.items()
             }
         return BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "HND", use_cuda_graph=graph is not None, use_tensor_cores=True,
+            self._workspace.scratch, "HND", use_cuda_graph=graph is not None, use_tensor_cores=True,
             backend="fa2", **buffers,
         )  # fmt: skip
 
     def _build_prefill(self, kind: Kernels) -> BatchPrefillWithPagedKVCacheWrapper:
-        return BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend=kind)
+        return BatchPrefillWithPagedKVCacheWrapper(self._workspace.scratch, "HND", backend=kind)
 
     def plan(self, pool: Tensor, batch: Batch) -> None:
         self._batch = batch
@@ -113,8 +153,6 @@ class FlashInferAttention:
         indices = torch.empty(int(starts[-1]), dtype=torch.int32, device=self._device)
         join_pages(batch.page_table, host_starts.to(self._device, non_blocking=True), indices)
         is_decode = cu_seqlens_q[-1] == self._num_tokens * len(seq_lens)
-        if self._is_staged is not None:
-            self._is_staged.synchronize()
         has_fa3 = "fa3" in self._prefill and not batch.is_lagging  # fa3 takes lengths from the plan
         kind = choose_prefill(int(cu_seqlens_q[-1]), len(seq_lens), has_fa3)
         planned = [self._decode if is_decode else self._prefill[kind]]
@@ -124,16 +162,15 @@ class FlashInferAttention:
         starts_of_queries = () if is_decode else (host_query_starts,)
         mask = {"q_len_per_req": self._num_tokens} if is_decode else {"causal": True}
         for window, wrapper in (pair for wrappers in planned for pair in wrappers.items()):
-            wrapper.plan(
-                *starts_of_queries, host_starts, indices, host_last_lens,
-                self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim, page_tokens,
-                **mask, window_left=-1 if window is None else window - 1, sm_scale=self._shape.scale,
-                logits_soft_cap=self._shape.softcap, q_data_type=self._dtype, kv_data_type=pool.dtype,
-                seq_lens=host_lens,
-            )  # fmt: skip
+            with self._workspace.stage(wrapper):
+                wrapper.plan(
+                    *starts_of_queries, host_starts, indices, host_last_lens,
+                    self._shape.num_heads, self._shape.num_kv_heads, self._shape.head_dim, page_tokens,
+                    **mask, window_left=-1 if window is None else window - 1, sm_scale=self._shape.scale,
+                    logits_soft_cap=self._shape.softcap, q_data_type=self._dtype, kv_data_type=pool.dtype,
+                    seq_lens=host_lens,
+                )  # fmt: skip
         self._planned = planned[-1]
-        if self._device.type == "cuda":
-            self._is_staged = mark()
 
     def correct(self, batch: Batch, lag: Tensor) -> None:
         """A context's length in fa2 is (pages - 1) x page + tokens of the last page, which may become negative.

@@ -6,6 +6,7 @@ decides how attention accesses pages, `Linear` the memory layout of weights.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,25 @@ class DecoderLayer:
     input_block: InputBlock | None = None  # after the MLP
     after_input: Tensor | None = None
     scale: Tensor | None = None  # [1], of what leaves the layer
+
+
+@dataclass(slots=True)
+class Flow:
+    """What passes from layer to layer of a step."""
+
+    sums: Tensor  # [T, H] float32: of layers, which 8 bits of mantissa would lose beside their outliers
+    normed: Tensor  # [T, H] input of the next product
+    rotations: Sequence[tuple[Tensor, Tensor]]  # of each rope
+    inputs: Tensor | None  # [T, L, P]
+
+
+class Attend(NamedTuple):
+    """The arguments of `AttentionBackend.attend`."""
+
+    layer: int  # whose KV
+    heads: QKV
+    window: int | None
+    sinks: Tensor | None
 
 
 class Decoder:
@@ -100,31 +120,50 @@ class Decoder:
 
     def run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """`forward` after the plan. Only launches; shapes follow from those of `batch`."""
-        rotations = [gather_rotation(table, batch.positions) for table in self._rope_tables]
-        hidden = self._embedding(batch.token_ids)  # [T, H]
+        flow = self.embed(batch.token_ids, batch.positions)
+        for index in range(len(self._layers)):
+            attended = attention.attend(*self.project(index, flow))
+            if self.is_done(index, batch):
+                return flow.normed[:0]
+            self.finish_layer(index, flow, attended, batch.logits_rows if index == len(self._layers) - 1 else None)
+        return flow.normed
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Flow:
+        """Both [T] |-> what the first layer gets."""
+        hidden = self._embedding(token_ids)  # [T, H]
         if self._embedding_multiplier != 1:
             hidden = hidden * self._embedding_multiplier
-        inputs = None if self._token_inputs is None else self._token_inputs(batch.token_ids, hidden)  # [T, L, P]
-        normed = self._norm(hidden, self._layers[0].before_attention)
-        hidden = hidden.float()  # sums of layers, which 8 bits of mantissa would lose beside their outliers
-        nexts = [*(layer.before_attention for layer in self._layers[1:]), self._final_norm]  # the norm after each layer
-        for index, (layer, next_norm) in enumerate(zip(self._layers, nexts, strict=True)):
-            attended = self._attend(index, layer, normed, rotations, attention)  # [T, Hq D]
-            # once all KV is written, only rows with logits matter
-            if index == self._last_writer and not batch.logits_rows.numel():
-                self.ranks.barrier(self.device)  # no sum follows: this makes all ranks finish the step together
-                return normed[:0]
-            if index == len(self._layers) - 1:
-                attended, hidden = _keep_rows(attended, batch), _keep_rows(hidden, batch)  # [S, ...]
-                inputs = None if inputs is None else _keep_rows(inputs, batch)
-            normed = self._add_product(hidden, layer.o_proj, attended, layer.after_attention, layer.before_mlp)
-            if layer.input_block is not None and inputs is not None:
-                normed = self._add(hidden, layer.mlp(normed), layer.after_mlp, None)
-                delta = layer.input_block(normed, inputs[:, index])
-                normed = self._add(hidden, delta, layer.after_input, next_norm, layer.scale)
-            else:
-                normed = self._add_product(hidden, layer.mlp, normed, layer.after_mlp, next_norm, layer.scale)
-        return normed
+        return Flow(
+            sums=hidden.float(),
+            normed=self._norm(hidden, self._layers[0].before_attention),
+            rotations=[gather_rotation(table, positions) for table in self._rope_tables],
+            inputs=None if self._token_inputs is None else self._token_inputs(token_ids, hidden),
+        )
+
+    def is_done(self, index: int, batch: Batch) -> bool:
+        """Whether nothing after this layer's attention matters: all KV is written, and no logits are wanted."""
+        is_last = index == self._last_writer and not batch.logits_rows.numel()
+        if is_last:
+            self.ranks.barrier(self.device)  # no sum follows: this makes all ranks finish the step together
+        return is_last
+
+    def finish_layer(self, index: int, flow: Flow, attended: Tensor, rows: Tensor | None) -> None:
+        """The layer after attention. attended: [T, Hq, D]; rows: [S] the only ones that still matter; None: all."""
+        layer, inputs = self._layers[index], flow.inputs
+        is_last = index == len(self._layers) - 1
+        next_norm = self._final_norm if is_last else self._layers[index + 1].before_attention
+        attended = attended.view(len(attended), -1)  # [T, Hq D]
+        if rows is not None:
+            attended, flow.sums = _keep_rows(attended, rows), _keep_rows(flow.sums, rows)  # [S, ...]
+            inputs = None if inputs is None else _keep_rows(inputs, rows)
+        sums = flow.sums
+        normed = self._add_product(sums, layer.o_proj, attended, layer.after_attention, layer.before_mlp)
+        if layer.input_block is not None and inputs is not None:
+            normed = self._add(sums, layer.mlp(normed), layer.after_mlp, None)
+            delta = layer.input_block(normed, inputs[:, index])
+            flow.normed = self._add(sums, delta, layer.after_input, next_norm, layer.scale)
+        else:
+            flow.normed = self._add_product(sums, layer.mlp, normed, layer.after_mlp, next_norm, layer.scale)
 
     def _norm(self, rows: Tensor, weight: Tensor | None) -> Tensor:
         return rows if weight is None else self.ops.norm(rows, weight, self.config.rms_eps)
@@ -171,14 +210,18 @@ class Decoder:
             logits = logits.div_(config.logits_softcap).tanh_().mul_(config.logits_softcap)
         return logits
 
-    def _attend(
-        self, index: int, layer: DecoderLayer, normed: Tensor, rotations: Sequence[tuple[Tensor, Tensor]],
-        attention: AttentionBackend,
-    ) -> Tensor:  # fmt: skip
-        """normed: [T, H] |-> [T, Hq D], before the output projection."""
-        config, own, shape = self.config, self.config.layers[index], self._shapes[index]
+    @property
+    def has_equal_pieces(self) -> bool:
+        """Whether all layers ask attention for as many heads, and only products depend on the number of rows."""
+        config = self.config
+        is_alike = len(set(self._shapes)) == 1 and all(layer.kv_layer is None for layer in config.layers)
+        return is_alike and config.moe is None and self._token_inputs is None
+
+    def project(self, index: int, flow: Flow) -> Attend:
+        """The layer before attention."""
+        config, own, shape, layer = self.config, self.config.layers[index], self._shapes[index], self._layers[index]
         num_new = shape.num_kv_heads if own.kv_layer is None else 0
-        qkv = layer.qkv_proj(normed)  # [T, (Hq + 2 Hkv) D]
+        qkv = layer.qkv_proj(flow.normed)  # [T, (Hq + 2 Hkv) D]
         qk_norm = layer.qk_norm
         if config.qk_norm == "width" and qk_norm is not None:
             self._norm_width_(qkv, qk_norm)
@@ -187,11 +230,9 @@ class Decoder:
         value = heads[:, heads.shape[1] - num_new :]
         if config.has_v_norm and num_new:
             value = functional.rms_norm(value, value.shape[-1:], None, config.rms_eps)
-        rope = None if own.rope is None else RopeArgs(*rotations[own.rope], qk_norm, config.rms_eps)
+        rope = None if own.rope is None else RopeArgs(*flow.rotations[own.rope], qk_norm, config.rms_eps)
         new = QKV(heads[:, : shape.num_heads + num_new], value, rope)
-        kv_layer = index if own.kv_layer is None else own.kv_layer
-        attended = attention.attend(kv_layer, new, own.window, layer.sinks)  # [T, Hq, D]
-        return attended.view(-1, shape.num_heads * shape.head_dim)
+        return Attend(index if own.kv_layer is None else own.kv_layer, new, own.window, layer.sinks)
 
     def _norm_width_(self, qkv: Tensor, weight: Tensor) -> None:
         """RMSNorm of all queries together and of all keys together, over all ranks. weight: [1, (Hq + Hkv) D]"""
@@ -208,7 +249,6 @@ class Decoder:
             part.copy_(part.float() * own_scale[:, None] * own_weight.float())
 
 
-def _keep_rows(rows: Tensor, batch: Batch) -> Tensor:
+def _keep_rows(rows: Tensor, wanted: Tensor) -> Tensor:
     """[T, N] |-> [S, N]; the same tensor if all rows are wanted, as in every plain decode step."""
-    wanted = batch.logits_rows
     return rows if wanted.numel() == rows.shape[0] else rows.index_select(0, wanted)

@@ -64,6 +64,7 @@ class Built:
         self.runner = Runner(decoder, attention, pool, self.rows)
         if self.has_graphs:
             self.runner.capture_graphs(choose_shapes(len(SAMPLINGS), 3), gpu.capture, PADDING_PAGE)
+            gpu.finish()
 
     def launch(self, *steps: Sequence[ForwardRow]) -> int:
         """Start sequences and launch steps for them. Returns the number of steps that were graphs."""
@@ -167,6 +168,13 @@ def test_drafts_that_are_not_judged_yet(built: Built, choices: Choices) -> None:
     assert built.launch(PROMPTS, *steps) == 4 * built.has_graphs
     with built.gpu.step():
         built.rows.write_tokens(0, 24, np.arange(3, dtype=np.int32), is_lagging=True)
+
+
+def test_a_chain_of_forwards_like_a_draft_models(built: Built) -> None:
+    built.launch(PROMPTS, plain(20))
+    with built.gpu.step():
+        for position in range(21, 27):
+            built.runner.launch(plain(position, num_unjudged=2))
 
 
 def test_logits_in_chunks(built: Built, choices: Choices, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench.batches import SAMPLINGS
 from engine import graphs as graphs_module
+from engine import pieces
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import ForwardRow
 from engine.graphs import Compute, Shape, choose_shapes, powers_to
@@ -287,3 +288,43 @@ def test_a_row_is_taken_over_while_steps_of_its_last_sequence_are_on_their_way(
     open_row(rows, 0, second)
     launched = [runner.launch(plan(step, [0], [second])) for step in range(NUM_TOKENS)]
     assert [step.collect().tokens[0] for step in launched] == expected[second]
+
+
+def test_prompts_run_in_captured_pieces_and_give_the_same_tokens(
+    decoder: Decoder, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All prompts at once, then a prompt beside answers, without and with logits; drafts of the step before wrong."""
+    monkeypatch.setattr(pieces, "FEWEST", 20)
+    built = build(decoder)
+    captures = Captures()
+    built.runner.capture_pieces([32, 64, 256], captures, lambda: None)
+    for row in EVERYONE:
+        open_row(built.rows, row, row)
+    first, *others = EVERYONE
+    prompts = plan(0, others, others)
+    half = [part._replace(count=part.count // 2, num_logits=0) for part in prompts]  # no logits are wanted
+    built.runner.launch(half).collect()
+    rest = [part._replace(begin=part.count // 2, count=part.count - part.count // 2) for part in prompts]
+    assert built.runner.launch(rest).collect().tokens == [expected[row][0] for row in others]
+    beside = [*plan(0, [first], [first]), *plan(1, others[:-3], others[:-3]), *plan(0, others[-3:], others[-3:])]
+    tokens = built.runner.launch(beside).collect().tokens
+    assert tokens[1:-3] == [expected[row][1] for row in others[:-3]] and tokens[0] == expected[first][0]
+    num_steps = 3
+    assert captures._num_replays == num_steps * decoder.config.num_layers
+    big = built.rows.num_rows * CONTEXT
+    assert built.runner._pieces is not None and built.runner._pieces.find(big) is None
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize("is_right", [True, False])
+def test_attention_that_takes_no_shorter_contexts_is_found_out_at_start(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, has_graphs: bool, is_right: bool
+) -> None:
+    if not is_right:
+        monkeypatch.setattr(TorchSdpaAttention, "correct", lambda self, batch, lag: None)
+    runner = build(decoder).runner
+    if not has_graphs:
+        runner._graphs = None
+    error = runner.find_lag_error()
+    assert (error is None) == is_right
+    assert error is None or error.startswith("a context of 16 tokens that was planned 3 longer gives token")

@@ -46,9 +46,15 @@ def make_late(engine: Engine, folder: Path, draft_folder: Path) -> Engine:
         LateRunner(load_model(path, "float32", engine.device), engine.attention.backend, pages, rows, drafts)
         for path, pages, drafts in ((folder, engine.pool.tensor, False), (draft_folder, engine.pool.draft_tensor, True))
     )
-    for one in (runner, draft_runner):
+    return capture(replace(engine, rows=rows, runner=runner, draft_runner=draft_runner))
+
+
+def capture(engine: Engine) -> Engine:
+    """Its steps run as doubles of graphs, which run the captured code again."""
+    for one in (engine.runner, engine.draft_runner):
+        assert one is not None
         one.capture_graphs(choose_shapes(NUM_ROWS, 6), lambda compute: compute, padding_page=NUM_PAGES)
-    return replace(engine, rows=rows, runner=runner, draft_runner=draft_runner)
+    return engine
 
 
 def build_requests(drafter: str) -> list[SequenceParams]:

@@ -12,7 +12,7 @@ import torch
 from engine.engine import Place
 from engine.ranks import join_group
 from runtime.lifecycle import die_with_parent
-from tests.support.decode_bench import build
+from tests.support.decode_bench import build, capture
 from worker.rank_ring import RingError, RingFollower, parse_fds
 from worker.ranks import follow
 
@@ -24,7 +24,7 @@ def main(model: str, draft: str, rendezvous: str, rank: str, size: str, pool_fd:
     die_with_parent()
     ring = RingFollower(parse_fds(list(map(int, fds))), int(rank) - 1)
     ranks = join_group(rendezvous, int(rank), int(size), CPU, MEET_S)
-    engine = build(Path(model), Path(draft), Place(ranks, int(pool_fd)))
+    engine = capture(build(Path(model), Path(draft), Place(ranks, int(pool_fd))))
     assert engine.draft_runner is not None
     with suppress(RingError):
         follow(ring, engine.rows, [engine.runner, engine.draft_runner])

@@ -68,6 +68,10 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._is_step = False
 
+    def finish(self) -> None:
+        """All that was launched is done."""
+        self.num_done = self._step_begin = self.num_products
+
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         """See engine.graphs.Capture. Each replay runs the captured code again."""
 
@@ -146,8 +150,8 @@ class Event:
         self._num_products = self._gpu.num_products
 
     def synchronize(self) -> None:
-        """Raises unless all work before the event is known to be done."""
-        if self._num_products > self._gpu.num_done:
+        """Raises within a step, unless all work before the event is known to be done."""
+        if self._gpu._is_step and self._num_products > self._gpu.num_done:
             wait(f"Event.synchronize, with {self._num_products - self._gpu.num_done} products before it on their way")
 
 

@@ -23,7 +23,7 @@ from engine.prepared import Prepared
 from engine.ranks import join_group
 from engine.runner import Launched, Runner
 from tests.support.checkpoints import write_checkpoint
-from tests.support.decode_bench import NUM_PAGES, Bench, build, build_requests, speculators
+from tests.support.decode_bench import NUM_PAGES, Bench, build, build_requests, capture, speculators
 from tests.support.grammars import DEMO_SIZE
 from tests.support.rank_follower import CPU, MEET_S
 from tests.support.threads import one_thread
@@ -61,7 +61,7 @@ def led(folders: tuple[Path, Path], alone: Engine, tmp_path_factory: pytest.Temp
     leader = Leader(RingLeader(fds))
     ranks = join_group(rendezvous, 0, 2, CPU, MEET_S)
     place = Place(ranks, pool_fd, partial(LedInputBatch, leader), partial(LedRunner, leader))
-    engine = build(*folders, place)
+    engine = capture(build(*folders, place))
     assert engine.pool.page_bytes * 2 == alone.pool.page_bytes  # each rank has one of two heads
     leader.is_leading = True
     yield engine
@@ -79,10 +79,19 @@ def expected(alone: Engine) -> Answers:
 
 
 @pytest.mark.parametrize("drafter", ["off", "ngram", "draft"])
-@pytest.mark.parametrize("num_pages", [NUM_PAGES - 1, 26], ids=["room", "preemption"])
-def test_answers_are_those_of_one_process(led: Engine, expected: Answers, drafter: str, num_pages: int) -> None:
-    answers = Bench(led, speculators(led)[drafter], 0, num_pages, {}).run(build_requests(drafter))
+@pytest.mark.parametrize(
+    ("num_pages", "steps_ahead"), [(NUM_PAGES - 1, 0), (26, 0), (26, 1)], ids=["room", "preemption", "ahead"]
+)
+def test_answers_are_those_of_one_process(
+    led: Engine, expected: Answers, drafter: str, num_pages: int, steps_ahead: int
+) -> None:
+    speculator = speculators(led, is_ahead=steps_ahead > 0)[drafter]
+    answers = Bench(led, speculator, steps_ahead, num_pages, {}).run(build_requests(drafter))
     assert answers.tokens == expected.tokens
+    for handle, known in expected.logprobs.items():
+        told = answers.logprobs[handle]
+        assert [one.top_ids for one in told] == [one.top_ids for one in known]
+        assert [one.logprob for one in told] == pytest.approx([one.logprob for one in known], abs=1e-4)
     assert {handle: end.finish_reason for handle, end in answers.ends.items()} == {
         handle: end.finish_reason for handle, end in expected.ends.items()
     }
