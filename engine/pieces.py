@@ -21,9 +21,6 @@ from engine.batch import Batch
 from engine.graphs import Capture, Compute
 from engine.models.decoder import Attend, Decoder, Flow
 
-# Larger steps keep the device busy longer than the host needs for their launches: 32 layers x 150 us, against 9 ms for
-# 1,024 tokens of an 8B model on an H100.
-PIECE_TOKENS = (128, 256, 384, 512, 768, 1024)
 FEWEST = 65  # tokens: products of fewer rows may be other kernels (gpu_linear.MAX_ROWS)
 
 
