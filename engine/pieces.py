@@ -84,9 +84,11 @@ class PieceGraph:
                 for one, other in zip(kept, new, strict=True):
                     one.copy_(other)
         flow.rotations = self._rotations
-        wanted = self._wanted[index] = model.project(index, flow)
+        wanted = model.project(index, flow)
         self._query_key.copy_(wanted.heads.query_key)
         self._value.copy_(wanted.heads.value)
+        own = QKV(self._query_key, self._value, wanted.heads.rope)  # those of the layer would stay in memory
+        self._wanted[index] = wanted._replace(heads=own)
 
     def run(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """See `Decoder.run_planned`. The batch has at most `num_tokens` tokens."""
