@@ -55,7 +55,7 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
     for step in range(NUM_TOKENS - 1):
         requests = [ForwardRow(row, length + step, 1, 1) for row, length in enumerate(lengths)]
         told.append(runner.launch(requests).collect().tokens)
-    assert len(replays) == has_graphs * (NUM_TOKENS - 1)
+    assert len(replays) == 2 * has_graphs * (NUM_TOKENS - 1)  # forwards and choices of tokens
     return [list(answer) for answer in zip(*told, strict=True)]
 
 
