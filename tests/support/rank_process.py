@@ -18,7 +18,7 @@ from engine.graphs import Compute, choose_shapes
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.models.load import load_model
-from engine.ranks import Ranks, join_group
+from engine.ranks import Ranks, end_group_member, join_group
 from engine.runner import Runner
 from tests.support.steps import Unwatched
 
@@ -64,6 +64,7 @@ def main(rendezvous: str, rank: str, size: str, *models: str) -> None:
     ranks = join_group(rendezvous, int(rank), int(size), CPU, timeout_s=60)
     print(json.dumps([[run(Path(model), ranks, has_graphs) for model in models] for has_graphs in (False, True)]))
     dist.destroy_process_group()
+    end_group_member(0)
 
 
 if __name__ == "__main__":
