@@ -1,9 +1,16 @@
-"""What `baton doctor` knows of a machine and of the model on it. Values: doctor_probe finds, doctor_rules judges."""
+"""What `baton doctor` knows of a machine and of the model on it. Values: doctor_probe finds, doctor_rules judges.
+
+A row is ok: as it should be · warning: it works, but slower, or not for all · missing: what the settings ask for cannot
+be had.
+"""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from wire.kv_layout import PagePart
 from worker.limits import ModelShape
+
+Status = Literal["ok", "warning", "missing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +80,13 @@ class Model:
     attention_reason: str
     is_fallback: bool  # a faster attention exists but cannot be used
     shape: ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the report. `part` is a stable key."""
+
+    part: str
+    status: Status
+    found: str
+    advice: str = ""  # one line: the setting or package that changes it

@@ -133,12 +133,12 @@ def examine_model(config: ServeConfig) -> Model:
 
 def find_modules(model: ModelConfig | FallbackConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> list[str]:
     """FlashInfer's modules for all layers; none where FlashInfer cannot attend, which the model's reason says."""
-    names = [str(one).removeprefix("torch.") for one in (dtype, kv_dtype)]
-    has_kernels = SHORT.keys() >= set(names) and {shape.head_dim for shape in model.attention_shapes} <= set(HEAD_DIMS)
+    own, kv = (str(one).removeprefix("torch.") for one in (dtype, kv_dtype))
+    has_kernels = SHORT.keys() >= {own, kv} and {shape.head_dim for shape in model.attention_shapes} <= set(HEAD_DIMS)
     if not has_kernels or model.has_sinks:
         return []
     layers = zip(model.attention_shapes, model.windows, strict=True)
-    return sorted(set().union(*(name_modules(shape, [window], *names) for shape, window in layers)))
+    return sorted(set().union(*(name_modules(shape, [window], own, kv) for shape, window in layers)))
 
 
 def examine_gpu(index: int) -> Gpu:

@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 
 from engine.attention.choose import AttentionChoice, choose_for_layers
-from engine.graphs import CudaCapture, OnCaptured, choose_shapes
+from engine.graph_shapes import choose_shapes
+from engine.graphs import CudaCapture, OnCaptured
 from engine.input_batch import InputBatch
 from engine.kv.pool import Pool, PoolShape, PoolShare
 from engine.largest_step import LargestStep, find_step_bytes
@@ -23,7 +24,7 @@ from engine.models.load import load_model, resolve_model_folder, weight_fingerpr
 from engine.models.read_config import load_config
 from engine.out_of_memory import explain_failed_step, explain_failed_warm_up, explain_full_gpu
 from engine.ranks import ONE_RANK, Ranks
-from engine.runner import Runner
+from engine.runner import CHUNK_VALUES, Runner
 from engine.weights.fp8 import check_fp8
 from engine.weights.reader import OnProgress
 from wire.kv_layout import KvPart
@@ -82,7 +83,8 @@ class Engine:
         if self.padding_page is None:
             return
         runners = [runner for runner in (self.runner, self.draft_runner) if runner is not None]
-        shapes = choose_shapes(graph_rows, max_drafts) if graph_rows else []
+        max_rows = max(1, CHUNK_VALUES // self.rows.vocab_size)  # logits of more are computed in parts
+        shapes = choose_shapes(graph_rows, max_drafts, max_rows) if graph_rows else []
         wanted = [
             (
                 one,

@@ -7,7 +7,7 @@ rows work on a page and a row of tokens that belong to no sequence. `CudaCapture
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import Batch, Layout, count_right, shift
+from engine.graph_shapes import Shape
 from engine.input_batch import InputBatch
 from engine.kernels.sampling_fields import SamplingTensors
 from engine.models.decoder import Decoder
@@ -28,35 +29,12 @@ from wire.sampling import MAX_DRAFT_TOKENS
 
 DENSE_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seeds", "repetition", "frequency", "presence")
 MAX_BIASES = 4096  # logit_bias entries of a step that a graph can take
-DRAFT_LENGTHS = (2, 4)  # new tokens per sequence, besides 1 and the maximum
-MAX_DRAFT_ROWS = 256  # of a graph with drafts: with more, a step is bound by arithmetic and drafts seldom pay
 NUM_WARM_UPS = 2  # before a capture: compiles and loads kernels, allocates library workspaces
 
 Compute = Callable[[], None]
 Capture = Callable[[Compute], Compute]
 """Takes a function that only launches; returns one that repeats it on the same tensors."""
 OnCaptured = Callable[[int, int], None]  # (graphs done, graphs in all)
-
-
-class Shape(NamedTuple):
-    """The size of a graph."""
-
-    num_sequences: int
-    num_tokens: int = 1  # per sequence; more than 1 with drafts, or when a draft model catches up
-
-
-def choose_shapes(max_sequences: int, max_drafts: int) -> list[Shape]:
-    """1, 2, 4, ... sequences with one token, and as many as have MAX_DRAFT_ROWS rows with up to 1 + max_drafts."""
-    shapes = [Shape(size) for size in powers_to(max_sequences)]
-    for length in sorted({min(length, 1 + max_drafts) for length in DRAFT_LENGTHS} | {1 + max_drafts}):
-        if length > 1:
-            shapes += [Shape(size, length) for size in powers_to(min(max_sequences, MAX_DRAFT_ROWS // length))]
-    return shapes
-
-
-def powers_to(most: int) -> list[int]:
-    """1, 2, 4, ... below `most`, then `most`."""
-    return [*(1 << power for power in range(most.bit_length()) if 1 << power < most), most]
 
 
 class CudaCapture:

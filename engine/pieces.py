@@ -21,9 +21,6 @@ from engine.batch import Batch
 from engine.graphs import Capture, Compute
 from engine.models.decoder import Attend, Decoder, Flow
 
-# Larger steps keep the device busy longer than the host needs for their launches: 32 layers x 150 us, against 9 ms for
-# 1,024 tokens of an 8B model on an H100.
-PIECE_TOKENS = (128, 256, 384, 512, 768, 1024)
 FEWEST = 65  # tokens: products of fewer rows may be other kernels (gpu_linear.MAX_ROWS)
 
 
@@ -87,9 +84,11 @@ class PieceGraph:
                 for one, other in zip(kept, new, strict=True):
                     one.copy_(other)
         flow.rotations = self._rotations
-        wanted = self._wanted[index] = model.project(index, flow)
+        wanted = model.project(index, flow)
         self._query_key.copy_(wanted.heads.query_key)
         self._value.copy_(wanted.heads.value)
+        own = QKV(self._query_key, self._value, wanted.heads.rope)  # those of the layer would stay in memory
+        self._wanted[index] = wanted._replace(heads=own)
 
     def run(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """See `Decoder.run_planned`. The batch has at most `num_tokens` tokens."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.batch import Batch, ForwardRow, build_batch, count_right, shift
-from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured, Shape
+from engine.graph_shapes import Shape
+from engine.graphs import Capture, DecodeGraph, DecodeGraphs, OnCaptured
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.pieces import PieceGraphs

@@ -8,12 +8,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from engine.graph_shapes import PIECE_TOKENS, choose_shapes
 from engine.models.config import ModelConfig
 from engine.models.fallback_config import FallbackConfig
 from engine.models.table import build_table
 from runtime.cards import Card
 from runtime.config import DecodeConfig, PrefillConfig
-from runtime.config_parts import GPU_SHARE, Quantization
+from runtime.config_parts import GPU_SHARE, NO_DRAFT, Quantization
 from runtime.hardware import GpuRoom, resolve_context
 
 MIB = 1 << 20
@@ -37,9 +38,9 @@ ROWS_SHARE = 1 / 8  # of the room for KV, at most, that rows take
 LOGITS_VALUES = 1 << 25  # engine/runner.py: CHUNK_VALUES. A step with more is sampled in parts, and is no graph
 MOST_GRAPH_ROWS = 512  # above, a step's KV takes the GPU longer than the launches take the host
 LOGITS_COPIES = 3  # of a step's logits: the product, with penalties and biases, and what sampling keeps of blocks
-GRAPH_BYTES = 16 * MIB  # of each graph: 8 MiB for FlashInfer's plan, the rest for some 12 kernels a layer
-NUM_DRAFT_GRAPHS = 15  # engine/graphs.py: 5 sizes, 3 lengths
-WORKSPACE_BYTES = 128 * MIB  # of attention
+GRAPH_BYTES = 8 * MIB  # of a size's graphs, the forward's and the sampling's: some 12 kernels a layer
+PIECE_BYTES = MIB // 2  # of a layer's graph of prompts
+WORKSPACE_BYTES = 144 * MIB  # of attention: scratch memory, and two plans, for layers with a window and without
 OUTSIDE_BYTES = 512 * MIB  # CUDA's context and libraries, outside torch's allocator
 LINKS_BYTES = 512 * MIB  # NCCL's buffers, where ranks exchange sums
 MARGIN_BYTES = 128 * MIB  # a step that needs more than the largest one that was run: other lengths, other kernels
@@ -90,7 +91,10 @@ class Limits:
 
     max_running: int
     chunk_tokens: int  # of prompts
-    graph_rows: int = 0  # sequences in the largest CUDA graph; 0: no graphs
+    graph_rows: int = 0  # sequences in the largest CUDA graph of decode steps; 0: no such graphs
+    max_drafts: int = 0  # of a sequence in a graph
+    piece_tokens: tuple[int, ...] = ()  # of captured steps with prompts (engine/pieces.py)
+    num_captured: int = 1  # models with graphs: two with a draft model
 
     @property
     def num_rows(self) -> int:
@@ -215,24 +219,29 @@ def choose_sessions(config: DecodeConfig, chunk: int, shape: ModelShape, memory_
 
 def limits_of(config: PrefillConfig | DecodeConfig, vocab_size: int) -> Limits:
     """Of completed settings."""
+    pieces = PIECE_TOKENS if config.cuda_graphs else ()
+    num_captured = 1 if config.draft_model in ("auto", NO_DRAFT) else 2  # auto: the demo's tiny one, or none
     if isinstance(config, PrefillConfig):
-        return Limits(config.max_running, config.chunk_tokens)  # prompts are of any length: no graphs
+        return Limits(config.max_running, config.chunk_tokens, 0, 0, pieces, num_captured)
     most = min(MOST_GRAPH_ROWS, 1 << (max(1, LOGITS_VALUES // vocab_size).bit_length() - 1))
     graph_rows = min(config.max_running, most) if config.cuda_graphs else 0
-    return Limits(config.max_running, config.local_prefill_chunk_tokens, graph_rows)
+    max_drafts = config.max_draft_tokens if config.cuda_graphs and config.speculate != "off" else 0
+    return Limits(config.max_running, config.local_prefill_chunk_tokens, graph_rows, max_drafts, pieces, num_captured)
+
+
+def estimate_token_bytes(shape: ModelShape, tp: int) -> float:
+    """What a step's token takes within one layer: a float32 sum, its norm and the layer's delta (8 H bytes), and the
+    widest products: query, keys and values, rotated queries and attended ones, or gate, up and their product.
+    """
+    attention = 2 * (3 * shape.query_width + 2 * shape.kv_width) / shape.num_layers / tp
+    return 8 * shape.hidden_size + max(attention, 2 * 3 * shape.inner_size / tp)
 
 
 def estimate_step_bytes(shape: ModelShape, limits: Limits, tp: int) -> int:
-    """What the largest step takes for a while, on each rank: activations of one layer, and logits.
-
-    Of a token: a float32 sum, its norm and a layer's delta (8 H bytes), and the layer's widest products: query, keys
-    and values, rotated queries and attended ones, or gate, up and their product.
-    """
-    attention = 2 * (3 * shape.query_width + 2 * shape.kv_width) / shape.num_layers / tp
-    token_bytes = 8 * shape.hidden_size + max(attention, 2 * 3 * shape.inner_size / tp)
+    """What the largest step takes for a while, on each rank: activations of one layer, and logits."""
     num_logits = min(limits.max_running, max(1, LOGITS_VALUES // shape.vocab_size))
     num_tokens = limits.chunk_tokens + limits.max_running
-    return int(num_tokens * token_bytes) + num_logits * shape.vocab_size * 4 * LOGITS_COPIES
+    return int(num_tokens * estimate_token_bytes(shape, tp)) + num_logits * shape.vocab_size * 4 * LOGITS_COPIES
 
 
 def estimate_row_bytes(shape: ModelShape, limits: Limits) -> int:
@@ -240,18 +249,22 @@ def estimate_row_bytes(shape: ModelShape, limits: Limits) -> int:
     return (limits.num_rows + 1) * shape.context_tokens * 4
 
 
-def estimate_graph_bytes(shape: ModelShape, limits: Limits, page_tokens: int = 16) -> int:
-    """What captured graphs take as long as the worker runs. All share the logits of the largest.
+def estimate_graph_bytes(shape: ModelShape, limits: Limits, tp: int, page_tokens: int = 16) -> int:
+    """What captured graphs take as long as the worker runs.
 
-    A row has page ids twice (our table, FlashInfer's) and a mask in each graph: twice the largest's in all, as sizes
-    double.
+    Each has for a sequence page ids twice (our table, FlashInfer's), for a row a mask. Those of one model share the
+    logits of the largest, pieces the tokens of the largest.
     """
-    if not limits.graph_rows:
-        return 0
-    num_graphs = limits.graph_rows.bit_length() + 1 + NUM_DRAFT_GRAPHS
-    own_bytes = 2 * (2 * 4 * -(-shape.context_tokens // page_tokens) + shape.vocab_size // 8)
-    shared_bytes = shape.vocab_size * 4 * LOGITS_COPIES
-    return num_graphs * GRAPH_BYTES + limits.graph_rows * (own_bytes + shared_bytes)
+    max_rows = max(1, LOGITS_VALUES // shape.vocab_size)
+    shapes = choose_shapes(limits.graph_rows, limits.max_drafts, max_rows) if limits.graph_rows else []
+    page_ids_bytes = 2 * 4 * -(-shape.context_tokens // page_tokens)
+    own_bytes = sum(
+        GRAPH_BYTES + one.num_sequences * page_ids_bytes + one.num_rows * shape.vocab_size // 8 for one in shapes
+    )
+    logits_bytes = max((one.num_rows for one in shapes), default=0) * shape.vocab_size * 4 * LOGITS_COPIES
+    piece_bytes = len(limits.piece_tokens) * shape.num_layers * PIECE_BYTES
+    token_bytes = int(max(limits.piece_tokens, default=0) * estimate_token_bytes(shape, tp))
+    return limits.num_captured * (own_bytes + logits_bytes + piece_bytes + token_bytes)
 
 
 def reserve_bytes(shape: ModelShape, limits: Limits, tp: int, step_bytes: int) -> int:
@@ -262,7 +275,7 @@ def reserve_bytes(shape: ModelShape, limits: Limits, tp: int, step_bytes: int) -
     outside_bytes = OUTSIDE_BYTES + (LINKS_BYTES if tp > 1 else 0)
     counts_bytes = limits.num_rows * shape.vocab_size * 4
     margin_bytes = MARGIN_BYTES + int(STEP_MARGIN * step_bytes)
-    return outside_bytes + estimate_graph_bytes(shape, limits) + counts_bytes + step_bytes + margin_bytes
+    return outside_bytes + estimate_graph_bytes(shape, limits, tp) + counts_bytes + step_bytes + margin_bytes
 
 
 def estimate_room(shape: ModelShape, limits: Limits, memory_bytes: float, tp: int) -> GpuRoom:

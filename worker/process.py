@@ -13,7 +13,6 @@ import torch
 
 from engine.engine import ALONE, Engine, Place, build_engine, choose_device
 from engine.kv.pool import Pool
-from engine.pieces import PIECE_TOKENS
 from engine.ranks import end_group_member, join_group
 from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank
 from kvtransfer.nixl_agent import NixlError, find_obstacle
@@ -149,12 +148,9 @@ def _build_here(config: PrefillConfig | DecodeConfig, place: Place, on_progress:
         place,
         largest_step_of(config),
     )
-    graph_rows = limits_of(config, engine.config.vocab_size).graph_rows
-    max_drafts = 0
-    if isinstance(config, DecodeConfig):
-        max_drafts = 0 if config.speculate == "off" else config.max_draft_tokens
-    piece_tokens = PIECE_TOKENS if config.cuda_graphs else ()
-    engine.warm_up(graph_rows, max_drafts, piece_tokens, partial(on_progress, what="graphs"))
+    limits = limits_of(config, engine.config.vocab_size)
+    report = partial(on_progress, what="graphs")
+    engine.warm_up(limits.graph_rows, limits.max_drafts, limits.piece_tokens, report)
     return engine
 
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from engine.engine import Engine, Loaded, assemble_engine
+from engine.graph_shapes import PIECE_TOKENS
 from engine.layers.linear import Quantization
 from engine.models.assemble import build_decoder
 from engine.models.config import ModelConfig
 from engine.models.read_config import build_config
 from engine.models.table import build_table
 from engine.ops.choose import ops_for
-from engine.pieces import PIECE_TOKENS
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.choose import choose_format
 from engine.weights.entry import TensorEntry

@@ -3,8 +3,8 @@
     CUDA_HOME=/usr/local/cuda python -m bench.gpu_checks.prebuild FOLDER
 
 Writes FOLDER/NAME/NAME.so, the layout of flashinfer/data/aot, where FlashInfer looks before it compiles. A module holds
-code for every architecture; FOLDER/architectures.txt lists them for `engine/attention/modules.py`. Knows which modules
-a plan needs; nothing of what they compute.
+code for every architecture, those of fa3 for 9.0a alone; FOLDER/architectures.txt lists them for
+`engine/attention/modules.py`. Knows which modules a plan needs; nothing of what they compute.
 """
 
 import importlib
@@ -34,7 +34,7 @@ app = App(help=__doc__)
 
 
 def choose_architectures(nvcc: tuple[int, int]) -> tuple[str, ...]:
-    """All that attention by fa2 is used on, for a version of nvcc.
+    """All cards that FlashInfer attends on, for a version of nvcc.
 
     8.0 is A100 and also runs on 8.6 (A10, RTX 30); 8.9 is L4, L40S and RTX 40; 9.0 H100 and H200; 10.x B200 and B300;
     12.x RTX 50. From 9.0 on FlashInfer takes only targets of one architecture ("a") or family ("f").
@@ -86,8 +86,9 @@ def build_specs(
     head_dims: tuple[int, ...],
     kv_dtypes: tuple[KvDType, ...],
     has_softcap: bool = False,
+    has_fa3: bool = False,
 ) -> Iterator[Any]:
-    """For each dtype, head size and KV type, with and without a window: decode on CUDA cores, and fa2 for the rest.
+    """For each dtype, head size and KV type, with and without a window: fa2, and fa3 for prompts in KV of that dtype.
 
     `modules` is flashinfer.jit.attention.modules. Our K and V have equal strides, as fa2's primary module expects.
     """
@@ -95,8 +96,9 @@ def build_specs(
         own = getattr(torch, dtype)
         kv = torch.float8_e4m3fn if kv_dtype == "fp8" else own
         shared = (own, kv, own, torch.int32, head_dim, head_dim, NO_POSITIONS, has_window, has_softcap)
-        yield modules.gen_batch_decode_module(*shared)
         yield modules._gen_batch_prefill_primary_module("fa2", *shared, False)
+        if has_fa3 and kv is own:
+            yield modules.gen_batch_prefill_module("fa3", *shared, False)
 
 
 @app.default
@@ -122,7 +124,7 @@ def main(
         os.environ.update(build_environment(Path(scratch), targets))
         write_driver_stub(Path(scratch))
         core, modules = map(importlib.import_module, ("flashinfer.jit.core", "flashinfer.jit.attention.modules"))
-        specs = list(build_specs(modules, dtypes, head_dims, kv_dtypes, softcap))
+        specs = list(build_specs(modules, dtypes, head_dims, kv_dtypes, softcap, "9.0a" in targets))
         core.build_jit_specs(specs, verbose=True, skip_prebuilt=False)
         for spec in specs:
             target = folder / spec.name / f"{spec.name}.so"

@@ -12,7 +12,7 @@ import structlog
 from decode_worker.speculation.costs import NEWEST_SHARE, CostMeter
 from decode_worker.speculation.drafters import Drafter, Wanted
 from decode_worker.speculation.lengths import Acceptance, Candidate, Costs, choose_lengths, probe_length
-from engine.graphs import Shape
+from engine.graph_shapes import Shape
 from engine.out_of_memory import is_out_of_memory
 from wire.sampling import MAX_DRAFT_TOKENS
 from worker.scheduler import Scheduler

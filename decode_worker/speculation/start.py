@@ -30,7 +30,7 @@ def build_speculator(engine: Engine, config: DecodeConfig) -> Speculator:
     elif config.speculate == "draft":
         raise ConfigError("speculate='draft' cannot be used: --speculate draft needs a --draft-model")
     meter = _measure_aside(engine.runner, engine.rows)
-    graphs = engine.runner.graph_shapes if engine.device.type == "cuda" else None
+    graphs = engine.runner.graph_shapes or None  # without any, drafts leave no graph
     return Speculator(drafters, meter, config.speculate, config.max_draft_tokens, is_ahead, graphs)
 
 

@@ -8,7 +8,7 @@ import torch
 from engine.attention.base import AttentionBackend
 from engine.attention.cpu_paged import CpuPagedAttention
 from engine.attention.layered import LayeredAttention
-from engine.attention.modules import explain_no_compiler, find_built, find_gap, name_modules
+from engine.attention.modules import choose_kernels, explain_no_compiler, find_built
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.kernels.build import BuildError, load_kernel
@@ -79,28 +79,13 @@ def _choose_for_gpu(
         from engine.attention import flashinfer
     except ImportError as error:
         reason = f"FlashInfer cannot be imported ({error}): pip install 'baton[cuda]'"
-    else:
-        obstacle = flashinfer.find_obstacle(shape, dtype, has_sinks) or _find_gap(
-            shape, windows, device, dtype, kv_dtype
-        )
-        if obstacle is None:
-            capability = torch.cuda.get_device_capability(device)
-            has_fa3 = flashinfer.can_use_fa3(shape, windows, dtype, kv_dtype, capability)
-            backend = flashinfer.FlashInferAttention(shape, frozenset(windows), dtype, device, has_fa3)
-            kernels = "FlashInfer, fa2" + (" and for prompts fa3" if has_fa3 else "")
-            return AttentionChoice(backend, kernels, is_fallback=False)
-        reason = obstacle
-    return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)
-
-
-def _find_gap(
-    shape: AttentionShape,
-    windows: Collection[int | None],
-    device: torch.device,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-) -> str | None:
-    """Why this GPU cannot run FlashInfer's modules for such layers; None if it can."""
-    names = [str(one).removeprefix("torch.") for one in (dtype, kv_dtype)]
-    needed = name_modules(shape, windows, *names)
-    return find_gap(needed, find_built(), torch.cuda.get_device_capability(device), explain_no_compiler())
+        return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)
+    if obstacle := flashinfer.find_obstacle(shape, dtype, has_sinks):
+        return AttentionChoice(TorchSdpaAttention(shape), obstacle, is_fallback=True)
+    own, kv = (str(one).removeprefix("torch.") for one in (dtype, kv_dtype))
+    capability = torch.cuda.get_device_capability(device)
+    kernels, reason = choose_kernels(shape, windows, own, kv, find_built(), capability, explain_no_compiler())
+    if not kernels:
+        return AttentionChoice(TorchSdpaAttention(shape), reason, is_fallback=True)
+    backend = flashinfer.FlashInferAttention(shape, frozenset(windows), dtype, device, "fa3" in kernels)
+    return AttentionChoice(backend, reason, is_fallback=False)

@@ -6,19 +6,17 @@ them and replays them with the last plan.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
-from flashinfer.jit.attention.modules import get_batch_prefill_uri
-from flashinfer.jit.env import get_aot_artifacts
 from torch import Tensor
 
 from engine.attention.base import FP8_LIMIT
-from engine.attention.modules import HEAD_DIMS
+from engine.attention.modules import HEAD_DIMS, Kernels
 from engine.attention.qkv import NO_ROPE, QKV
 from engine.attention.shape import AttentionShape
 from engine.batch import Batch
@@ -31,17 +29,14 @@ WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation; zero at first use
 PLAN_BYTES = 8 << 20  # FlashInfer's size of a plan
 PLANS_AHEAD = 12  # plans on their way to the device: of a step with 8 drafts by a draft model, and of the step before
 DTYPES = (torch.bfloat16, torch.float16)
-FA3_CAPABILITY = (9, 0)  # H100, H200: fa3's kernels use instructions that no later GPU has
 # New tokens per sequence from which fa3 attends. A tile of fa3 has 128 tokens of one query head (192 at D = 64); a tile
 # of fa2 has the tokens of all heads that share a KV head, and fa2 divides long contexts too.
 FA3_TOKENS = 128
-NO_POSITIONS = 0  # FlashInfer's PosEncodingMode.NONE
 NO_SINKS = "FlashInfer's fa2 kernels for decode and prefill have no attention sinks"
 
 Window = int | None
 Wrapper = BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
 WrapperT = TypeVar("WrapperT", BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper)
-PrefillBackend = Literal["fa2", "fa3"]
 
 
 class GraphSize(NamedTuple):
@@ -104,14 +99,14 @@ class FlashInferAttention:
     ) -> None:
         """windows: those of all layers; dtype: of queries. Backends that run in turn may share one `workspace`.
 
-        has_fa3: see `can_use_fa3`. graph: the size of captured steps; None: steps of any size.
+        has_fa3: its modules can be used. graph: the size of captured steps; None: steps of any size.
         """
         self._shape, self._windows, self._dtype, self._device = shape, tuple(windows), dtype, device
         self._workspace = workspace or Workspace(device)
         share = self._workspace.share
         self._num_tokens = 1 if graph is None else graph.num_tokens
         self._decode = {window: share(self._build_decode(graph), window) for window in windows}
-        kinds: tuple[PrefillBackend, ...] = () if graph else ("fa2", "fa3") if has_fa3 else ("fa2",)
+        kinds: tuple[Kernels, ...] = () if graph else ("fa2", "fa3") if has_fa3 else ("fa2",)
         self._prefill = {
             kind: {window: share(self._build_prefill(kind), window) for window in windows} for kind in kinds
         }
@@ -140,7 +135,7 @@ class FlashInferAttention:
             backend="fa2", **buffers,
         )  # fmt: skip
 
-    def _build_prefill(self, kind: PrefillBackend) -> BatchPrefillWithPagedKVCacheWrapper:
+    def _build_prefill(self, kind: Kernels) -> BatchPrefillWithPagedKVCacheWrapper:
         return BatchPrefillWithPagedKVCacheWrapper(self._workspace.scratch, "HND", backend=kind)
 
     def plan(self, pool: Tensor, batch: Batch) -> None:
@@ -202,37 +197,9 @@ class FlashInferAttention:
         return attended
 
 
-def choose_prefill(num_tokens: int, num_sequences: int, has_fa3: bool) -> PrefillBackend:
+def choose_prefill(num_tokens: int, num_sequences: int, has_fa3: bool) -> Kernels:
     """The faster kernels for a step with so many new tokens. Prompts want fa3, and answers beside a chunk fa2."""
     return "fa3" if has_fa3 and num_tokens >= FA3_TOKENS * num_sequences else "fa2"
-
-
-def is_prebuilt(name: str) -> bool:
-    """Whether this FlashInfer module need not be compiled."""
-    return bool(get_aot_artifacts(name))
-
-
-def can_use_fa3(
-    shape: AttentionShape,
-    windows: Collection[Window],
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    capability: tuple[int, int],
-    is_prebuilt: Callable[[str], bool] = is_prebuilt,
-) -> bool:
-    """Whether prompts can be attended to by fa3, which takes our pages: their keys and values have equal strides.
-
-    Where the other modules are prebuilt, a compiler may be missing: fa3's must be prebuilt too.
-    """
-    if capability != FA3_CAPABILITY or kv_dtype is not dtype or shape.head_dim not in HEAD_DIMS:
-        return False  # fa3 multiplies e4m3 keys only by e4m3 queries
-
-    def is_ready(has_window: bool) -> bool:
-        kinds = (dtype, kv_dtype, dtype, torch.int32, shape.head_dim, shape.head_dim, NO_POSITIONS, has_window)
-        fa2, fa3 = (get_batch_prefill_uri(kind, *kinds, shape.softcap > 0, False) for kind in ("fa2", "fa3"))
-        return is_prebuilt(fa3) or not is_prebuilt(fa2)
-
-    return all(is_ready(window is not None) for window in windows)
 
 
 def find_obstacle(shape: AttentionShape, dtype: torch.dtype, has_sinks: bool = False) -> str | None:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from engine.attention.shape import AttentionShape
 
@@ -20,8 +20,10 @@ HEAD_DIMS = (64, 128, 256)  # that fa2 has
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}  # dtypes in the names of modules
 JIT_CACHE = "flashinfer_jit_cache"  # FlashInfer's own modules; it picks them by architecture
 NO_JIT = "FLASHINFER_DISABLE_JIT"
+FA3_CAPABILITY = (9, 0)  # H100, H200: fa3's kernels use instructions that no later GPU has
 
 Capability = tuple[int, int]  # compute capability, such as (9, 0)
+Kernels = Literal["fa2", "fa3"]
 
 
 class BuiltAhead(NamedTuple):
@@ -31,20 +33,21 @@ class BuiltAhead(NamedTuple):
     architectures: tuple[str, ...]  # empty: not listed
 
 
-def name_modules(shape: AttentionShape, windows: Iterable[int | None], dtype: str, kv_dtype: str) -> frozenset[str]:
-    """What FlashInfer loads for layers with these windows: decode on CUDA cores, and fa2 for everything else.
+def name_modules(
+    shape: AttentionShape, windows: Iterable[int | None], dtype: str, kv_dtype: str, kernels: Kernels = "fa2"
+) -> frozenset[str]:
+    """What FlashInfer loads for layers with these windows: one for all with a window, one for all without.
 
-    dtypes as torch prints them, without "torch.".
+    Prompts and answers share fa2's: both are computed by tensor cores. dtypes as torch prints them, without "torch.".
     """
     q, kv, size = SHORT[dtype], SHORT[kv_dtype], shape.head_dim
-    names = set()
-    for has_window in {window is not None for window in windows}:
-        problem = (
-            f"with_kv_cache_dtype_q_{q}_dtype_kv_{kv}_dtype_o_{q}_dtype_idx_i32_head_dim_qk_{size}_head_dim_vo_{size}"
-            f"_posenc_0_use_swa_{has_window}_use_logits_cap_{shape.softcap > 0}"
-        )
-        names |= {f"batch_decode_{problem}", f"batch_prefill_{problem}_f16qk_False_kv_stride_equal"}
-    return frozenset(names)
+    suffix = "kv_stride_equal" if kernels == "fa2" else "sm90"
+    return frozenset(
+        f"batch_prefill_with_kv_cache_dtype_q_{q}_dtype_kv_{kv}_dtype_o_{q}_dtype_idx_i32_head_dim_qk_{size}"
+        f"_head_dim_vo_{size}_posenc_0_use_swa_{window is not None}_use_logits_cap_{shape.softcap > 0}"
+        f"_f16qk_False_{suffix}"
+        for window in windows
+    )
 
 
 def runs_on(architecture: str, capability: Capability) -> bool:
@@ -79,11 +82,28 @@ def find_gap(needed: Collection[str], built: BuiltAhead, capability: Capability,
     return None
 
 
+def choose_kernels(
+    shape: AttentionShape, windows: Collection[int | None], dtype: str, kv_dtype: str, built: BuiltAhead,
+    capability: Capability, no_compiler: str,
+) -> tuple[tuple[Kernels, ...], str]:  # fmt: skip
+    """What this GPU attends with, and the reason. fa2: everything; fa3: long prompts. Nothing: FlashInfer would fail.
+
+    fa3 takes our pages: their keys and values have equal strides. It multiplies e4m3 keys only by e4m3 queries.
+    """
+    if gap := find_gap(name_modules(shape, windows, dtype, kv_dtype), built, capability, no_compiler):
+        return (), gap
+    if capability != FA3_CAPABILITY or kv_dtype != dtype:
+        return ("fa2",), "FlashInfer, fa2"
+    if gap := find_gap(name_modules(shape, windows, dtype, kv_dtype, "fa3"), built, capability, no_compiler):
+        return ("fa2",), f"FlashInfer, fa2 also for prompts: {gap}"
+    return ("fa2", "fa3"), "FlashInfer, fa2 and for prompts fa3"
+
+
 def describe(module: str) -> str:
     """What a name of `name_modules` says, for people."""
     q, kv, size = re.findall(r"dtype_q_(\w+?)_|dtype_kv_(\w+?)_|head_dim_qk_(\d+)_", module)
     window, cap = (", a window" * ("use_swa_True" in module), ", a soft cap" * ("use_logits_cap_True" in module))
-    return f"{q[0]} with KV in {kv[1]}, heads of {size[2]}{window}{cap}"
+    return f"{q[0]} with KV in {kv[1]}, heads of {size[2]}{window}{cap}{', fa3' * module.endswith('_sm90')}"
 
 
 def find_built() -> BuiltAhead:

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,25 +18,26 @@ class Modules:
     """The functions called of flashinfer.jit.attention.modules: each call is its own specification."""
 
     @staticmethod
-    def gen_batch_decode_module(*arguments: Any) -> tuple[Any, ...]:
-        return ("decode", *arguments)
+    def gen_batch_prefill_module(*arguments: Any) -> tuple[Any, ...]:
+        return arguments
 
-    @staticmethod
-    def _gen_batch_prefill_primary_module(*arguments: Any) -> tuple[Any, ...]:
-        return ("prefill", *arguments)
+    _gen_batch_prefill_primary_module = gen_batch_prefill_module
 
 
-def test_both_kinds_are_built_for_every_dtype_head_size_kind_of_kv_and_window() -> None:
-    specs = list(build_specs(Modules, ("bfloat16", "float16"), (64, 128), ("auto", "fp8")))
+def test_modules_are_built_for_every_dtype_head_size_kind_of_kv_and_window() -> None:
+    build = partial(build_specs, Modules, ("bfloat16", "float16"), (64, 128), ("auto", "fp8"))
+    specs = list(build(has_fa3=True))
     wanted = set()
     for dtype in (torch.bfloat16, torch.float16):
         for head_dim in (64, 128):
             for kv_dtype in (dtype, torch.float8_e4m3fn):
                 for window in (False, True):
                     shared = (dtype, kv_dtype, dtype, torch.int32, head_dim, head_dim, 0, window, False)
-                    wanted |= {("decode", *shared), ("prefill", "fa2", *shared, False)}
-    assert len(specs) == 32
+                    wanted.add(("fa2", *shared, False))
+                    wanted |= {("fa3", *shared, False)} if kv_dtype is dtype else set()
+    assert len(specs) == 24
     assert set(specs) == wanted
+    assert list(build()) == [spec for spec in specs if spec[0] == "fa2"]
 
 
 def test_modules_are_linked_with_a_driver_that_is_not_there(tmp_path: Path) -> None:
@@ -54,8 +56,8 @@ def test_each_nvcc_compiles_for_all_cards_it_can_name() -> None:
 
 
 def test_modules_with_a_soft_cap_are_others() -> None:
-    decode, prefill, *_with_window = build_specs(Modules, ("bfloat16",), (256,), ("auto",), has_softcap=True)
-    assert decode[-2:] == (False, True) and prefill[-3:] == (False, True, False)
+    plain, with_window = build_specs(Modules, ("bfloat16",), (256,), ("auto",), has_softcap=True)
+    assert plain[-3:] == (False, True, False) and with_window[-3:] == (True, True, False)
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     parts = {
         "flashinfer.jit.core": SimpleNamespace(build_jit_specs=compile_all),
         "flashinfer.jit.attention.modules": SimpleNamespace(
-            gen_batch_decode_module=specify, _gen_batch_prefill_primary_module=specify
+            gen_batch_prefill_module=specify, _gen_batch_prefill_primary_module=specify
         ),
     }
     monkeypatch.setattr("importlib.import_module", parts.__getitem__)
@@ -95,3 +97,6 @@ def test_the_architectures_are_listed_beside_the_modules(compiler: Path) -> None
     with pytest.raises(ValueError, match=r"aot has modules for 8\.0 8\.9 .*: set FOLDER to another folder"):
         prebuild.main(compiler, architectures="12.0f")
     assert len(list(compiler.glob("*/*.so"))) == 4
+    ada = compiler.parent / "ada"
+    prebuild.main(ada, dtypes=("bfloat16",), head_dims=(64,), kv_dtypes=("auto",), architectures="8.9")
+    assert len(list(ada.glob("*/fa2*.so"))) == len(list(ada.glob("*/*.so"))) == 2, "fa3 is for Hopper alone"

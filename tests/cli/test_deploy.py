@@ -127,9 +127,10 @@ def test_the_cuda_image_is_of_one_cuda_throughout(tmp_path: Path) -> None:
     echo = {"pip": 'echo "$@"'}
     assert CUDA.startswith("13.0.")
     assert run_stage("build-worker-cuda", tmp_path, echo) == "install .[cuda,nixl] torch==2.11.0\n"
-    index = "--extra-index-url https://download.pytorch.org/whl/cu128"
-    found = run_stage("build-worker-cuda", tmp_path, echo, CUDA="12.8.1")
-    assert found == f"install {index} .[cuda,nixl-cu12] torch==2.11.0+cu128\n"
+    found = run_stage("build-worker-cuda", tmp_path, echo, CUDA="12.8.1", TORCH_INDEX="INDEX")
+    assert found == "install --extra-index-url INDEX .[cuda,nixl-cu12] torch==2.11.0+cu128\n"
+    refusal = run_stage("build-worker-cuda", tmp_path, echo, CUDA="12.8.1")
+    assert refusal.startswith("CUDA=12.8.1: set TORCH_INDEX to") and "cu128 wheel index" in refusal
     refusal = run_stage("build-worker-cuda", tmp_path, echo, CUDA="12.6.3")
     assert refusal == "CUDA=12.6.3: set it to 13.0.2 or 12.8.1\n"
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -3,12 +3,16 @@
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.service import _job as build_params
+from decode_worker.speculation import start
 from decode_worker.speculation.costs import FORGOTTEN_STEPS, SIZES, CostMeter
 from decode_worker.speculation.drafters import ModelDrafter, Wanted
 from decode_worker.speculation.lengths import (
@@ -22,9 +26,13 @@ from decode_worker.speculation.lengths import (
     probe_length,
 )
 from decode_worker.speculation.ngram import LONGEST_MATCH, SHORTEST_MATCH, propose_repeat
+from decode_worker.speculation.speculator import Speculator
 from engine.batch import ForwardRow
-from engine.runner import ModelOutput
+from engine.engine import Engine
+from engine.graph_shapes import Shape, choose_shapes
+from engine.runner import CHUNK_VALUES, ModelOutput
 from protos import decode_pb2
+from runtime.config import DecodeConfig
 from tests.support.real_workers import PLAIN
 from tests.support.sequence_params import answer, build_scheduler
 from wire.sampling import MAX_DRAFT_TOKENS
@@ -241,3 +249,37 @@ def test_a_draft_model_catches_up_within_one_budget_for_all_sequences() -> None:
             if draft.token_ids:
                 drafted.append(sequence)
     assert drafted == lagging, "the oldest first, and all in the end"
+
+
+@given(
+    st.sampled_from((32_000, 128_256, 151_936, 262_144)), st.integers(1, 512), st.integers(0, MAX_DRAFT_TOKENS),
+    st.integers(1, 600),
+)  # fmt: skip
+def test_no_step_is_planned_with_drafts_for_which_no_graph_fits(
+    vocab: int, max_sequences: int, max_drafts: int, num_sequences: int
+) -> None:
+    max_rows = CHUNK_VALUES // vocab
+    shapes = choose_shapes(max_sequences, max_drafts, max_rows)
+    assert all(1 <= shape.num_rows <= max_rows for shape in shapes)
+    speculator = Speculator({}, CostMeter(), "auto", MAX_DRAFT_TOKENS, graphs=shapes)
+    assert speculator.most_drafts(num_sequences, has_prompts=True) == 0
+    if most := speculator.most_drafts(num_sequences, has_prompts=False):
+        assert num_sequences * (1 + most) <= max_rows, "logits are computed in one part"
+        assert any(shape.num_sequences >= num_sequences and shape.num_tokens > most for shape in shapes)
+
+
+def test_only_captured_steps_limit_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU without graphs launches the kernels of every step."""
+    monkeypatch.setattr(start, "_measure_aside", lambda *_: CostMeter())
+
+    def most_drafts(shapes: list[Shape], num_sequences: int, has_prompts: bool) -> int:
+        runner = SimpleNamespace(graph_shapes=shapes)
+        engine = SimpleNamespace(
+            steps_ahead=1, draft_runner=None, runner=runner, rows=None, device=torch.device("cuda")
+        )
+        return start.build_speculator(cast(Engine, engine), DecodeConfig()).most_drafts(num_sequences, has_prompts)
+
+    assert most_drafts([], 100, True) == MAX_DRAFT_TOKENS
+    captured = [Shape(8), Shape(4, 3)]
+    steps = ((4, False), (5, False), (4, True))
+    assert [most_drafts(captured, *step) for step in steps] == [2, 0, 0]

@@ -1,6 +1,7 @@
 """Which FlashInfer modules a model needs, and on which GPUs those that are built ahead run."""
 
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from flashinfer.jit.attention import modules as flashinfer_modules
 from engine.attention import choose, modules
 from engine.attention import flashinfer as backend_module
 from engine.attention.choose import choose_attention
-from engine.attention.modules import BuiltAhead, Capability, find_built, find_gap, name_modules, runs_on
+from engine.attention.modules import BuiltAhead, Capability, choose_kernels, find_built, find_gap, name_modules, runs_on
 from engine.attention.shape import AttentionShape
 
 SHAPE = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, scale=0.1)
@@ -29,15 +30,14 @@ ALL = ("8.0", "8.9", "9.0a", "10.0f", "12.0f")
 def test_names_are_those_that_flashinfer_asks_for(window: int | None, softcap: float, kv_dtype: str) -> None:
     half, kv = torch.float16, getattr(torch, kv_dtype)
     shared = (half, kv, half, torch.int32, 256, 256, 0, window is not None, softcap > 0)
-    prefill = flashinfer_modules.get_batch_prefill_uri("fa2", *shared, False)
-    assert name_modules(AttentionShape(8, 2, 256, 0.1, softcap), [window], "float16", kv_dtype) == {
-        flashinfer_modules.get_batch_decode_uri(*shared),
-        flashinfer_modules._get_batch_prefill_module_uri(prefill, "fa2", "equal", "full"),
-    }
+    fa2, fa3 = (flashinfer_modules.get_batch_prefill_uri(kernels, *shared, False) for kernels in ("fa2", "fa3"))
+    name = partial(name_modules, AttentionShape(8, 2, 256, 0.1, softcap), [window], "float16", kv_dtype)
+    assert name() == {flashinfer_modules._get_batch_prefill_module_uri(fa2, "fa2", "equal", "full")}
+    assert name("fa3") == {flashinfer_modules._get_batch_prefill_module_uri(fa3, "fa3", "runtime", "full")}
 
 
 def test_windows_of_both_kinds_need_modules_of_both() -> None:
-    assert len(name_modules(SHAPE, [None, 8, None, 16], "bfloat16", "bfloat16")) == 4
+    assert len(name_modules(SHAPE, [None, 8, None, 16], "bfloat16", "bfloat16")) == 2
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,39 @@ def test_a_module_that_is_missing_is_compiled_or_named() -> None:
     assert find_gap(large, built, (9, 0), "") is find_gap(large, built, (8, 9), "") is None
     gap = str(find_gap(large, built, (9, 0), "there is no nvcc"))
     assert "for bf16 with KV in bf16, heads of 256, and" in gap and "there is no nvcc: build it (docs/GPU.md)" in gap
+
+
+FA3 = name_modules(SHAPE, [None], "bfloat16", "bfloat16", "fa3")
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "capability", "has_fa3"),
+    [
+        (("bfloat16", "bfloat16"), (9, 0), True),
+        (("float16", "float16"), (9, 0), True),
+        (("bfloat16", "float8_e4m3fn"), (9, 0), False),
+        (("bfloat16", "bfloat16"), (8, 9), False),
+        (("bfloat16", "bfloat16"), (10, 0), False),
+        (("bfloat16", "bfloat16"), (12, 0), False),
+    ],
+)
+def test_gpus_and_pages_that_fa3_is_for(dtypes: tuple[str, str], capability: Capability, has_fa3: bool) -> None:
+    kernels, reason = choose_kernels(SHAPE, [None, 20], *dtypes, BuiltAhead(frozenset(), ()), capability, "")
+    assert ("fa3" in kernels) == ("fa3" in reason) == has_fa3 and "fa2" in kernels
+
+
+def test_without_fa3s_modules_and_nvcc_a_hopper_attends_to_prompts_by_fa2_and_says_why() -> None:
+    def choose_here(windows: list[int | None], built: frozenset[str], no_compiler: str) -> tuple[tuple[str, ...], str]:
+        built_ahead = BuiltAhead(built, ("9.0a",))
+        return choose_kernels(SHAPE, windows, "bfloat16", "bfloat16", built_ahead, (9, 0), no_compiler)
+
+    assert choose_here([None], NEEDED, "") == choose_here([None], NEEDED | FA3, "there is no nvcc")
+    kernels, reason = choose_here([None], NEEDED, "there is no nvcc")
+    assert kernels == ("fa2",) and "128, fa3, and there is no nvcc: build it (docs/GPU.md)" in reason
+    both = name_modules(SHAPE, [None, 9], "bfloat16", "bfloat16") | FA3  # fa3 without windows
+    kernels, reason = choose_here([None, 9], both, "there is no nvcc")
+    assert kernels == ("fa2",) and "a window, fa3, and" in reason
+    assert choose_here([9], NEEDED | FA3, "there is no nvcc")[0] == ()
 
 
 @pytest.mark.parametrize(("architectures", "name"), [("9.0a", "torch_sdpa"), ("8.0 9.0a", "flashinfer")])

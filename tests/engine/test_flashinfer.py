@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.attention import choose
 from engine.attention import flashinfer as backend_module
 from engine.attention.choose import choose_attention
-from engine.attention.flashinfer import FlashInferAttention, can_use_fa3, find_obstacle
+from engine.attention.flashinfer import FlashInferAttention, find_obstacle
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
@@ -112,7 +113,7 @@ def test_without_flashinfer_torch_attends_and_says_what_to_install(monkeypatch: 
     assert "cannot be imported" in choice.reason and "baton[cuda]" in choice.reason
 
 
-BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -141,50 +142,13 @@ def test_the_first_prompt_loads_all_modules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "dtypes", "capability", "expected"),
-    [
-        (128, (BF16, BF16), (9, 0), True),
-        (256, (FP16, FP16), (9, 0), True),
-        (80, (BF16, BF16), (9, 0), False),
-        (128, (BF16, FP8), (9, 0), False),
-        (128, (BF16, BF16), (8, 9), False),
-        (128, (BF16, BF16), (10, 0), False),
-        (128, (BF16, BF16), (12, 0), False),
-    ],
-)
-def test_gpus_and_models_that_fa3_is_for(
-    head_dim: int, dtypes: tuple[torch.dtype, torch.dtype], capability: tuple[int, int], expected: bool
-) -> None:
-    shape = AttentionShape(32, 8, head_dim, 0.1)
-    for is_prebuilt in (lambda _: True, lambda _: False):  # otherwise everything is compiled
-        assert can_use_fa3(shape, [None, 20], *dtypes, capability, is_prebuilt) is expected
-
-
-@pytest.mark.parametrize("softcap", [0.0, 30.0])
-def test_fa3_is_not_compiled_where_other_modules_are_prebuilt(softcap: float) -> None:
-    shape = AttentionShape(32, 8, 128, 0.1, softcap)
-    names: list[str] = []
-
-    def is_prebuilt(name: str) -> bool:
-        names.append(name)
-        return not name.endswith("_sm90")
-
-    assert not can_use_fa3(shape, [None], BF16, BF16, (9, 0), is_prebuilt)
-    kinds = f"use_swa_False_use_logits_cap_{softcap > 0}"
-    assert [kinds in name for name in names] == [True, True]
-    assert can_use_fa3(shape, [None], BF16, BF16, (9, 0), lambda name: "use_swa_False" in name)
-    assert not can_use_fa3(
-        shape, [None, 20], BF16, BF16, (9, 0), lambda name: "sm90" not in name or "swa_False" in name
-    )
-
-
-@pytest.mark.parametrize(
     ("kv_dtype", "reason"), [(None, "FlashInfer, fa2 and for prompts fa3"), (FP8, "FlashInfer, fa2")]
 )
 def test_the_choice_for_a_gpu_says_which_kernels(
     kv_dtype: torch.dtype | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(choose, "explain_no_compiler", lambda: "")
     built: list[object] = []
     monkeypatch.setattr(backend_module, "FlashInferAttention", lambda *args: built.extend(args))
     shape, device = AttentionShape(32, 8, 128, 0.1), torch.device("cuda")

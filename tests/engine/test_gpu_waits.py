@@ -20,7 +20,7 @@ from engine.attention import flashinfer
 from engine.attention.base import AttentionBackend
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import ForwardRow
-from engine.graphs import choose_shapes
+from engine.graph_shapes import choose_shapes
 from engine.input_batch import InputBatch
 from engine.kernels import gpu_sampling as sampling_kernels
 from engine.models.assemble import build_decoder
@@ -63,7 +63,7 @@ class Built:
         self.rows = InputBatch(len(SAMPLINGS), 48, PAGE_TOKENS, CONFIG.vocab_size, CUDA)
         self.runner = Runner(decoder, attention, pool, self.rows)
         if self.has_graphs:
-            self.runner.capture_graphs(choose_shapes(len(SAMPLINGS), 3), gpu.capture, PADDING_PAGE)
+            self.runner.capture_graphs(choose_shapes(len(SAMPLINGS), 3, 256), gpu.capture, PADDING_PAGE)
             gpu.finish()
 
     def launch(self, *steps: Sequence[ForwardRow]) -> int:

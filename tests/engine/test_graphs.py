@@ -19,7 +19,8 @@ from engine import graphs as graphs_module
 from engine import pieces
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import ForwardRow
-from engine.graphs import Compute, Shape, choose_shapes, powers_to
+from engine.graph_shapes import Shape, choose_shapes, powers_to
+from engine.graphs import Compute
 from engine.input_batch import InputBatch
 from engine.models.decoder import Decoder
 from engine.ops.base import Ops
@@ -131,7 +132,7 @@ class Built:
         self.progress: list[tuple[int, int]] = []
         self.runner = runner_type(decoder, attention, self.pages, rows)
         self.runner.capture_graphs(
-            choose_shapes(len(SAMPLINGS), MOST_DRAFTS), self.captures, len(pages),
+            choose_shapes(len(SAMPLINGS), MOST_DRAFTS, 256), self.captures, len(pages),
             lambda done, total: self.progress.append((done, total)),
         )  # fmt: skip
 
@@ -144,15 +145,17 @@ def test_every_number_of_sequences_has_a_graph_and_few_those_with_drafts() -> No
     assert powers_to(1) == [1]
     assert powers_to(12) == [1, 2, 4, 8, 12]
     assert powers_to(64) == [1, 2, 4, 8, 16, 32, 64]
-    assert choose_shapes(3, 0) == [Shape(1), Shape(2), Shape(3)]
-    assert choose_shapes(2, 1) == [Shape(1), Shape(2), Shape(1, 2), Shape(2, 2)]
-    most = {length: max(size for size, own in choose_shapes(200, 8) if own == length) for length in (1, 2, 4, 9)}
+    assert choose_shapes(3, 0, 256) == [Shape(1), Shape(2), Shape(3)]
+    assert choose_shapes(2, 1, 256) == [Shape(1), Shape(2), Shape(1, 2), Shape(2, 2)]
+    most = {length: max(size for size, own in choose_shapes(200, 8, 256) if own == length) for length in (1, 2, 4, 9)}
     assert most == {1: 200, 2: 128, 4: 64, 9: 28}
+    assert max(shape.num_rows for shape in choose_shapes(512, 8, 128)) == 128  # 2^25 logits of 262,144 tokens
+    assert choose_shapes(2, 8, 1) == [Shape(1)]
 
 
 def test_tokens_are_those_of_eager_steps_whatever_the_sampling(decoder: Decoder, expected: list[list[int]]) -> None:
     built = build(decoder)
-    total = len(choose_shapes(len(SAMPLINGS), MOST_DRAFTS))
+    total = len(choose_shapes(len(SAMPLINGS), MOST_DRAFTS, 256))
     assert built.progress == [(done, total) for done in range(1, total + 1)]
     before = built.pages.clone()
     for row in EVERYONE:
@@ -313,6 +316,8 @@ def test_prompts_run_in_captured_pieces_and_give_the_same_tokens(
     assert captures._num_replays == num_steps * decoder.config.num_layers
     big = built.rows.num_rows * CONTEXT
     assert built.runner._pieces is not None and built.runner._pieces.find(big) is None
+    for graph in built.runner._pieces._graphs:  # a layer's own heads would stay in memory for each layer and size
+        assert all(wanted.heads.query_key is graph._query_key for wanted in graph._wanted.values())
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])

@@ -18,7 +18,7 @@ from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
 from decode_worker.speculation.speculator import Speculator
 from engine.engine import ALONE, Engine, Place, build_engine
-from engine.graphs import choose_shapes
+from engine.graph_shapes import choose_shapes
 from engine.models.load import load_model
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from tests.support.late_runner import LateRows, LateRunner
@@ -53,7 +53,7 @@ def capture(engine: Engine) -> Engine:
     """Its steps run as doubles of graphs, which run the captured code again."""
     for one in (engine.runner, engine.draft_runner):
         assert one is not None
-        one.capture_graphs(choose_shapes(NUM_ROWS, 6), lambda compute: compute, padding_page=NUM_PAGES)
+        one.capture_graphs(choose_shapes(NUM_ROWS, 6, 256), lambda compute: compute, padding_page=NUM_PAGES)
     return engine
 
 

@@ -14,7 +14,8 @@ from bench.batches import SAMPLINGS
 from engine.attention.base import AttentionBackend
 from engine.attention.layered import LayeredAttention
 from engine.batch import ForwardRow
-from engine.graphs import Compute, choose_shapes
+from engine.graph_shapes import choose_shapes
+from engine.graphs import Compute
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.models.load import load_model
@@ -45,7 +46,7 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
         return replay
 
     if has_graphs:
-        runner.capture_graphs(choose_shapes(count, 0)[-1:], capture, count * ROW_PAGES)
+        runner.capture_graphs(choose_shapes(count, 0, count)[-1:], capture, count * ROW_PAGES)
     lengths = [3 + 2 * row for row in range(count)]
     for row, length in enumerate(lengths):
         prompt = torch.arange(2, 2 + length, dtype=torch.int32).mul_(row + 3).remainder_(config.vocab_size)

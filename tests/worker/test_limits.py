@@ -16,7 +16,7 @@ from cli.shapes import load_shape
 from engine.attention.shape import AttentionShape
 from engine.batch import ForwardRow
 from engine.engine import _measure_step, build_engine
-from engine.graphs import choose_shapes
+from engine.graph_shapes import PIECE_TOKENS, choose_shapes
 from engine.largest_step import LargestStep, find_step_bytes, split
 from engine.models.fallback_config import FallbackConfig
 from engine.runner import CHUNK_VALUES, Launched, Runner
@@ -29,6 +29,7 @@ from worker.limits import (
     SESSION_TOKENS,
     Limits,
     complete,
+    estimate_graph_bytes,
     estimate_room,
     estimate_step_bytes,
     limits_of,
@@ -103,8 +104,6 @@ def test_set_limits_are_obeyed_and_cpus_have_theirs() -> None:
     assert (prefill.max_running, prefill.chunk_tokens) == (16, 512)
     one_worker = complete(DecodeConfig(max_running=700), shape, card, 80 * GIB)
     assert (one_worker.max_running, one_worker.local_prefill_chunk_tokens) == (700, 2048)
-    assert limits_of(one_worker, 32_000) == Limits(700, 2048, 512)
-    assert limits_of(replace(one_worker, cuda_graphs=False), 32_000).graph_rows == 0
 
 
 @given(st.sampled_from(GPUS), st.sampled_from(list(SHAPES)), st.integers(8, 200), st.integers(0, 60))
@@ -142,8 +141,30 @@ def test_a_card_is_found_by_its_name(device: str, gib: int, name: CardName) -> N
 def test_numbers_that_other_files_have_too() -> None:
     assert limits.LOGITS_VALUES == CHUNK_VALUES
     assert Limits(37, 1).num_rows == num_rows_for(37)
-    for rows in (1, 2, 7, 16, 64, 256, 512):
-        assert rows.bit_length() + 1 + limits.NUM_DRAFT_GRAPHS >= len(choose_shapes(rows, 8))
+
+
+def test_memory_for_graphs_is_counted_by_the_sizes_that_are_captured() -> None:
+    shape = replace(SHAPES["8B"], context_tokens=16, vocab_size=8)
+    plain, drafted = Limits(9, 1, 64), Limits(9, 1, 64, 8)
+    for found in (plain, drafted):
+        shapes = choose_shapes(64, found.max_drafts, 1 << 25)
+        least = len(shapes) * limits.GRAPH_BYTES
+        assert 0 <= estimate_graph_bytes(shape, found, 1) - least < limits.GRAPH_BYTES
+    assert estimate_graph_bytes(shape, replace(drafted, num_captured=2), 1) == 2 * estimate_graph_bytes(
+        shape, drafted, 1
+    )
+    pieces = estimate_graph_bytes(shape, Limits(9, 1, piece_tokens=PIECE_TOKENS), 1)
+    assert pieces > len(PIECE_TOKENS) * shape.num_layers * limits.PIECE_BYTES
+    assert estimate_graph_bytes(shape, Limits(9, 1), 1) == 0
+
+
+def test_settings_that_capture() -> None:
+    config = DecodeConfig(max_running=700, local_prefill_chunk_tokens=99)
+    assert limits_of(config, 32_000) == Limits(700, 99, 512, 8, PIECE_TOKENS)
+    assert limits_of(replace(config, speculate="off"), 32_000).max_drafts == 0
+    assert limits_of(replace(config, draft_model="some/model"), 32_000).num_captured == 2
+    assert limits_of(replace(config, cuda_graphs=False), 32_000) == Limits(700, 99)
+    assert limits_of(PrefillConfig(max_running=3, chunk_tokens=99), 32_000) == Limits(3, 99, 0, 0, PIECE_TOKENS)
 
 
 def test_a_worker_sizes_its_pool_as_the_plan_does() -> None:
