@@ -10,6 +10,7 @@ get a new process. Rows are written as they come. Knows parts and processes; the
 """
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -55,7 +56,7 @@ PARTS = (
     Part("defaults", 90, ("service:check_defaults",)),
     Part("engine", 60, ("engine:check_greedy", "engine:check_logits", "engine:check_ahead", "engine:check_graphs")),
     Part("drains", 60, ("speed:time_drains",)),
-    Part("ipc", 60, ("ipc:check_ipc_copy", "ipc:check_ipc_kill")),
+    Part("ipc", 100, ("ipc:check_ipc_copy", "ipc:check_ipc_kill")),
     Part("host", 60, ("speed:time_host",)),
     Part("attention", 60, (
         "attention:time_fa3", "attention:check_attention", "attention:check_captured", "attention:check_borders",
@@ -119,6 +120,7 @@ def run_part(part: Part, device: torch.device, first: int = 0) -> Iterator[Outco
             faulthandler.cancel_dump_traceback_later()
         yield Outcome(part.name, title, result, " ".join(detail.split()), time.monotonic() - started)
         if device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
 
@@ -195,7 +197,7 @@ def build_table(machine: str, outcomes: Sequence[Outcome]) -> str:
     """Markdown for docs/GPU.md."""
     lines = [machine, "", "| part | check | result | detail | s |", "|---|---|---|---|---|"]
     for row in outcomes:
-        detail = row.detail.replace("|", "/")[:300]
+        detail = row.detail.replace("|", "/")[:500]
         lines.append(f"| {row.part} | {row.check} | {row.result} | {detail} | {row.seconds:.1f} |")
     return "\n".join(lines)
 

@@ -177,7 +177,7 @@ def check_captured(device: torch.device) -> str:
 
 
 def check_captured_half(device: torch.device) -> str:
-    """The same in float16"""
+    """Captured steps in float16"""
     return _check_captured(device, torch.float16, GROUPS[1:2])
 
 

@@ -65,6 +65,7 @@ def build_demo_engine(
         assert engine.draft_runner is not None
         for runner in (engine.runner, engine.draft_runner):
             runner.capture_graphs(choose_shapes(graph_rows, MAX_DRAFTS), lambda compute: compute, num_pages)
+        engine = replace(engine, padding_page=num_pages)
     return engine
 
 

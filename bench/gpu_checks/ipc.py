@@ -33,7 +33,7 @@ from runtime.rpc import open_channel
 
 EXPORTER = (sys.executable, "-m", "bench.gpu_checks.ipc_exporter", "cuda")
 PROMPT_PAGES = 128  # 2,048 tokens of 16 a page
-PART_S = 120.0
+PART_S = 95.0
 EXPORTER_S = 30.0  # longest wait for an exporter's reply
 NUM_KILLS = 6  # each starts a process with torch and CUDA
 KILL_REPEATS = 1000  # copies of PROMPT_PAGES in one: a quarter of a terabyte takes some 100 ms
