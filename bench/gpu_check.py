@@ -78,7 +78,7 @@ PARTS = (
     Part("coded weights", 60, ("coded:check_groups", "coded:check_blocks")),
     Part("nixl", 120, ("nixl:check_nixl",)),
     Part("kernel times", 60, (
-        "attention:time_plan", "attention:time_layouts", "sampling:time_sampling", "fp8:time_linear",
+        "attention:time_layouts", "sampling:time_sampling", "fp8:time_linear",
         "coded:time_coded",
     )),
 )  # fmt: skip

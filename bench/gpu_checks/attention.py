@@ -12,7 +12,6 @@ from torch import Tensor
 
 from bench.batches import Part, pack
 from bench.gpu_checks.card import require, synchronize, time_calls
-from bench.gpu_checks.loop import without_waiting
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
 from engine.attention.qkv import QKV
@@ -248,24 +247,6 @@ def time_fa3(device: torch.device) -> str:
         found.append(f"{context} tokens: fa3 {times[1] * 1e3:.2f} ms, fa2 {times[0] * 1e3:.2f}, off by {off:.1e}")
         is_faster = is_faster and times[1] < times[0]
     return require(is_faster, "; ".join(found), device)
-
-
-def time_plan(device: torch.device) -> str:
-    """Host time of a plan, and that it does not wait for the device."""
-    found = []
-    for num_sequences in (1, 16, 64):
-        case = Case("", ((1, 1000 if device.type == "cuda" else 50),) * num_sequences, (32, 8), 128)
-        problem = build_problem(case, device, dtype_for(device))
-        backend = choose_attention(problem.shape, [None], device, problem.pool.dtype).backend
-        problem.run(backend, problem.pool, 0)
-        times = []
-        with without_waiting(device):
-            for _ in range(50):
-                started = time.perf_counter()
-                backend.plan(problem.pool, problem.batch)
-                times.append(time.perf_counter() - started)
-        found.append(f"{sorted(times)[25] * 1e6:.0f}")
-    return f"{' / '.join(found)} us for 1 / 16 / 64 sequences"
 
 
 def time_layouts(device: torch.device) -> str:

@@ -85,17 +85,12 @@ class Unwaiting:
     inner: Launcher
     device: torch.device
 
-    def launch(self, *parts: Any) -> Any:
-        with without_waiting(self.device):
-            return self.inner.launch(*parts)
+    def __getattr__(self, name: str) -> Any:
+        def call(*parts: Any) -> Any:
+            with without_waiting(self.device):
+                return getattr(self.inner, name)(*parts)
 
-    def begin(self, *parts: Any) -> Any:
-        with without_waiting(self.device):
-            return self.inner.begin(*parts)
-
-    def choose(self, *parts: Any) -> Any:
-        with without_waiting(self.device):
-            return self.inner.choose(*parts)
+        return call
 
 
 @contextmanager
