@@ -53,7 +53,7 @@ check: $(DEV_STAMP) ## Generated code fresh, style, types, imports between packa
 protos: $(DEV_STAMP) ## Generate code from protos/*.proto
 	$(call PROTOC,.)
 
-gpu-check: $(DEV_STAMP) ## Run the checks that need a GPU and print a table
+gpu-check: $(DEV_STAMP) ## Run the checks that need a GPU, the table goes into docs/GPU.md; takes MINUTES of churn
 	$(BIN)/python -m bench.gpu_check $(ARGS)
 
 bench-spec: $(DEV_STAMP) ## Measure TPOT with and without speculation; ARGS= goes to bench.spec

@@ -117,11 +117,7 @@ class Process:
 
     def find_ranks(self) -> list[int]:
         """Process ids of its ranks except the first, which is the process itself."""
-        try:
-            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()  # of its main thread
-        except OSError:  # it has ended
-            return []
-        return [int(pid) for pid in children if "worker.rank_main" in _read_command(pid)]
+        return find_ranks_of(self.pid)
 
     def restart(self) -> None:
         """Kill it if needed, start it again and wait until it serves."""
@@ -135,6 +131,15 @@ class Process:
 
     def read_log(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
+
+
+def find_ranks_of(worker: int) -> list[int]:
+    """Process ids of a worker's ranks except the first, which is the process `worker` itself."""
+    try:
+        children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()  # of its main thread
+    except OSError:  # it has ended
+        return []
+    return [int(pid) for pid in children if "worker.rank_main" in _read_command(pid)]
 
 
 def _read_command(pid: str) -> str:

@@ -62,8 +62,13 @@ class Live:
 
 
 @contextmanager
-def serve(model: Path | str, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Live]:
-    """`baton serve` on free ports, ready; stopped by SIGTERM at the end. Transfers KV unless flags say otherwise."""
+def serve(
+    model: Path | str, *flags: str, env: Mapping[str, str] | None = None, hands_over: bool = True
+) -> Iterator[Live]:  # fmt: skip
+    """`baton serve` on free ports, ready; stopped by SIGTERM at the end.
+
+    hands_over: transfer KV unless flags say otherwise; if False, the ports are the only flags besides `flags`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "serve.log"
         command = [
@@ -75,7 +80,7 @@ def serve(model: Path | str, *flags: str, env: Mapping[str, str] | None = None) 
             str(model),
             "--port=0",
             "--grpc-port=0",
-            *(() if any(flag.startswith(HAND_OFF) for flag in flags) else HAND_OFF_FLAGS),
+            *(() if not hands_over or any(flag.startswith(HAND_OFF) for flag in flags) else HAND_OFF_FLAGS),
             *flags,
         ]
         process = subprocess.Popen(

@@ -13,7 +13,7 @@ import torch
 
 from engine.engine import ALONE, Engine, Place, build_engine, choose_device
 from engine.kv.pool import Pool
-from engine.ranks import join_group
+from engine.ranks import end_group_member, join_group
 from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank
 from kvtransfer.nixl_agent import NixlError, find_obstacle
 from kvtransfer.nixl_pool import NixlPool
@@ -92,7 +92,10 @@ class Role:
 
 def run(role: str, config: ConfigT, build_role: Callable[[ConfigT, Worker], Role]) -> int:
     """Serve until a signal. Returns the exit code."""
-    return run_worker(role, config, partial(_build, role), partial(_serve, role, build_role))
+    code = run_worker(role, config, partial(_build, role), partial(_serve, role, build_role))
+    if config.tp > 1:
+        end_group_member(code)
+    return code
 
 
 def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built[ConfigT]:

@@ -1,25 +1,34 @@
 """Attention on the device: FlashInfer over our strided pages against contiguous ones and against torch_sdpa."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bench.batches import Part, pack
+from bench.gpu_checks.card import require, synchronize, time_calls
 from engine.attention.base import AttentionBackend
 from engine.attention.choose import choose_attention
 from engine.attention.qkv import QKV
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
 from engine.batch import Batch
+from engine.graphs import Capture, CudaCapture
 from wire.kv_layout import LAYERS, PAGES, pool_sizes
+from wire.sampling import MAX_DRAFT_TOKENS
 
 PAGE_TOKENS, LAYER, NUM_LAYERS = 16, 2, 4
 DEEP = 32  # layers of an 8B model
 TOLERANCE = 2e-2  # bfloat16: 2 ** -8 of outputs up to about 3, and of probabilities
+LONG = (32_768, 8192, 100, 1)  # contexts of captured steps
+GROUPS = (1, 2, 4, 8)  # query heads a KV head
+CAPTURED_TOKENS = (1, 4)  # new ones of each sequence
+BORDERS = range(8193, 8193 + 24 * PAGE_TOKENS, PAGE_TOKENS)  # the last page has one token
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,6 @@ CASES = [
     Case("decode, 4", DECODE, (32, 8), 128),
     Case("decode, 7", DECODE, (28, 4), 128),
     Case("decode, window 200", DECODE, (32, 8), 128, 200),
-    Case("one long sequence", ((1, 6000),), (32, 8), 128),
     Case("prompts", ((700, 700), (100, 1100), (16, 16)), (32, 8), 128),
     Case("prompts, window 200", ((700, 700), (100, 1100)), (32, 8), 64, 200),
     Case("drafts", ((4, 600), (1, 70), (9, 9), (3, 1025)), (32, 8), 128),
@@ -91,23 +99,6 @@ def shorten(case: Case) -> Case:
     return replace(case, lens=tuple((min(query, 40), min(context, 150)) for query, context in case.lens))
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-@contextmanager
-def without_waiting(device: torch.device) -> Iterator[None]:
-    """On a GPU, any wait for it raises."""
-    if device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-
-
 def dtype_for(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
@@ -133,22 +124,129 @@ def check_attention(device: torch.device) -> str:
     return f"{name}, {len(CASES)} kinds of steps; largest difference from torch_sdpa {worst:.1e}"
 
 
-def time_plan(device: torch.device) -> str:
-    """Host time of a plan, and that it does not wait for the device."""
-    found = []
-    for num_sequences in (1, 16, 64):
-        case = Case("", ((1, 1000 if device.type == "cuda" else 50),) * num_sequences, (32, 8), 128)
+class Shifted(NamedTuple):
+    """A step as it is planned, with sequence b `lag[b]` tokens longer than it is."""
+
+    planned: Batch
+    true: Batch  # lengths on the host are the planned ones
+    lag: Tensor  # [B]
+
+
+def build_shifted(batch: Batch, lags: Sequence[int], page_tokens: int = PAGE_TOKENS) -> Shifted:
+    """The batch as drafts leave it: planned at most as long as its pages."""
+    lag = torch.tensor(lags, device=batch.seq_lens.device)
+    owners = torch.arange(len(lag), device=lag.device).repeat_interleave(
+        torch.from_numpy(batch.query_lens_host).to(lag)
+    )
+    positions = batch.positions - lag[owners]
+    pages = batch.page_table[owners, positions // page_tokens].long()
+    true = replace(
+        batch, positions=positions, seq_lens=batch.seq_lens - lag.to(torch.int32),
+        slot_mapping=pages * page_tokens + positions % page_tokens, is_lagging=True,
+    )  # fmt: skip
+    return Shifted(replace(batch, is_lagging=True), true, lag)
+
+
+def run_captured(
+    problem: Problem, backend: AttentionBackend, capture: Capture, shifted: Shifted, pool: Tensor
+) -> Tensor:  # fmt: skip
+    """[T, Hq, D] of a step that was captured at short contexts, then planned again: as decode graphs do."""
+    batch, window, heads = problem.batch, problem.case.window, problem.heads
+    width, size = batch.page_table.shape[1], len(batch.seq_lens)
+    own = backend.for_graph(size, int(batch.query_lens_host[0]), size * width)
+    lag = torch.zeros_like(shifted.lag)
+    out = torch.zeros_like(heads.query_key[:, : problem.case.heads[0]])
+
+    def attend() -> None:
+        own.correct(shifted.true, lag)
+        out.copy_(own.attend(LAYER, QKV(heads.query_key.clone(), heads.value, heads.rope), window))
+
+    query_lens = batch.query_lens_host
+    own.plan(pool, replace(batch, seq_lens=torch.from_numpy(query_lens).to(lag.device), seq_lens_host=query_lens))
+    replay = capture(attend)
+    own.plan(pool, shifted.planned)
+    lag.copy_(shifted.lag)
+    replay()
+    return out
+
+
+def check_captured(device: torch.device) -> str:
+    """Captured steps over contexts to 32k, also shorter than planned, 1 to 8 query heads a KV head: near torch_sdpa"""
+    return _check_captured(device, dtype_for(device), GROUPS)
+
+
+def check_captured_half(device: torch.device) -> str:
+    """Captured steps in float16"""
+    return _check_captured(device, torch.float16, GROUPS[1:2])
+
+
+def _check_captured(device: torch.device, dtype: torch.dtype, groups: Sequence[int]) -> str:
+    is_gpu = device.type == "cuda"
+    lens = LONG if is_gpu else (150, 40)
+    worst, num_steps = 0.0, 0
+    for group, new, window in product(groups, CAPTURED_TOKENS, (None, 4096 if is_gpu else 20)):
+        contexts = tuple((new, max(one, new + MAX_DRAFT_TOKENS)) for one in lens)
+        problem = build_problem(Case("", contexts, (8 * group, 8), 128, window), device, dtype)
+        backend = choose_attention(problem.shape, [window], device, dtype).backend
+        for lags in ([0] * len(lens), [1 + one % MAX_DRAFT_TOKENS for one in range(len(lens))]):
+            shifted = build_shifted(problem.batch, lags)
+            found = run_captured(problem, backend, _capture_for(device), shifted, problem.pool.clone())
+            off = _compare_shifted(problem, shifted, found)
+            assert off < TOLERANCE, f"{group} heads a KV head, {new} new, window {window}, lag {lags}: off by {off:.2g}"
+            worst, num_steps = max(worst, off), num_steps + 1
+    return f"{num_steps} steps; largest difference {worst:.1e}"
+
+
+def check_borders(device: torch.device) -> str:
+    """Contexts shorter than planned, where a chunk of a split context ends or becomes empty: near torch_sdpa"""
+    worst, num_steps = 0.0, 0
+    for length in BORDERS if device.type == "cuda" else (33, 49):
+        case = Case("", ((1, length),), (32, 8), 128)
         problem = build_problem(case, device, dtype_for(device))
         backend = choose_attention(problem.shape, [None], device, problem.pool.dtype).backend
-        problem.run(backend, problem.pool, 0)
-        times = []
-        with without_waiting(device):
-            for _ in range(50):
-                started = time.perf_counter()
-                backend.plan(problem.pool, problem.batch)
-                times.append(time.perf_counter() - started)
-        found.append(f"{sorted(times)[25] * 1e6:.0f}")
-    return f"{' / '.join(found)} us for 1 / 16 / 64 sequences"
+        for lag in (1, MAX_DRAFT_TOKENS):
+            shifted = build_shifted(problem.batch, [lag])
+            pool, (query_key, value, rope) = problem.pool.clone(), problem.heads
+            backend.plan(pool, shifted.planned)
+            backend.correct(shifted.true, shifted.lag)
+            off = _compare_shifted(problem, shifted, backend.attend(LAYER, QKV(query_key.clone(), value, rope), None))
+            assert off < TOLERANCE, f"{length} planned, {lag} fewer there: off by {off:.2g}"
+            worst, num_steps = max(worst, off), num_steps + 1
+    return f"{num_steps} steps; largest difference {worst:.1e}"
+
+
+def _capture_for(device: torch.device) -> Capture:
+    return CudaCapture() if device.type == "cuda" else lambda compute: compute
+
+
+def _compare_shifted(problem: Problem, shifted: Shifted, found: Tensor) -> float:
+    """Largest difference from torch_sdpa, which is planned with the lengths that are there."""
+    true = replace(shifted.true, seq_lens_host=shifted.true.seq_lens.cpu().numpy(), is_lagging=False)
+    truth = replace(problem, batch=true).run(TorchSdpaAttention(problem.shape), problem.pool.clone(), LAYER)
+    return (found.float() - truth.float()).abs().max().item()
+
+
+def time_fa3(device: torch.device) -> str:
+    """On sm_90, prompts of 8k and 32k by fa3 against fa2: equal, and faster"""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return "skipped: fa3 is for compute capability 9.0"
+    from engine.attention.flashinfer import FlashInferAttention
+
+    found, is_faster = [], True
+    for context in (8192, 32_768):
+        problem = build_problem(Case("", ((2048, context),), (32, 8), 128), device, torch.bfloat16)
+        if "fa3" not in (reason := choose_attention(problem.shape, [None], device, torch.bfloat16).reason):
+            return f"skipped: {reason}"
+        times, outs = [], []
+        for has_fa3 in (False, True):
+            backend = FlashInferAttention(problem.shape, [None], torch.bfloat16, device, has_fa3)
+            outs.append(problem.run(backend, problem.pool.clone(), LAYER).float())
+            times.append(time_calls(partial(backend.attend, LAYER, problem.heads, None), device))
+        off = (outs[0] - outs[1]).abs().max().item()
+        assert off < TOLERANCE, f"{context}: fa3 is off by {off:.2g}"
+        found.append(f"{context} tokens: fa3 {times[1] * 1e3:.2f} ms, fa2 {times[0] * 1e3:.2f}, off by {off:.1e}")
+        is_faster = is_faster and times[1] < times[0]
+    return require(is_faster, "; ".join(found), device)
 
 
 def time_layouts(device: torch.device) -> str:

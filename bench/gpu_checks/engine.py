@@ -1,6 +1,10 @@
-"""The engine on the device against transformers, graphs against eager steps, steps ahead against one by one."""
+"""The engine on the device against transformers; a decode worker's steps, with and without graphs, drafts and masks."""
 
-from collections.abc import Sequence
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,28 +14,60 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bench.batches import SAMPLINGS
-from bench.gpu_checks.attention import without_waiting
+from bench.decoding import NO_SPECULATION, build_eager_speculator
+from bench.gpu_checks.loop import GATEWAY, run_jobs
+from decode_worker.grammar.bindings import compile_text
+from decode_worker.grammar.matcher import Grammar
+from decode_worker.grammar.tokenizer_file import read_vocabulary
+from decode_worker.speculation.costs import CostMeter
+from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
+from decode_worker.speculation.speculator import Speculator
 from demo.paths import DRAFT_DIR, TARGET_DIR
 from engine.batch import ForwardRow
-from engine.engine import Engine, build_engine
+from engine.engine import Engine, KvDType, build_engine
+from engine.graph_shapes import MAX_DRAFT_ROWS, choose_shapes
 from engine.input_batch import InputBatch
+from engine.layers.linear import Quantization
+from engine.weights.fp8 import has_fp8
 from wire.sampling import MAX_DRAFT_TOKENS, SamplingParams
 from worker.scheduler import num_rows_for
+from worker.sequences import SequenceParams
 
 PAGE_TOKENS, ROW_PAGES, NUM_TOKENS = 16, 8, 16
 PROMPT = list(range(20, 120))
-AHEAD = 2
-MOST_TIES = 2  # of 12 answers; rounding may change them
+MAX_DRAFTS = 4
+STEP_S = 5e-3  # of the drafters' cost model, so that plans do not depend on the machine
+CHUNK_TOKENS = 32  # prompts take several steps, beside answers
+SIZES = {"cuda": (len(SAMPLINGS), 32), "cpu": (4, 16)}  # answers, tokens of each
+# KV dtype |-> of 12 answers, how many may differ: kernels for other numbers of rows round differently. float16 has an
+# eighth of bfloat16's rounding, so near-ties are rare; a code of e4m3 that falls the other way is a larger step.
+MOST_TIES = {"auto": 3, "fp8": 5}
+MOST_REGRET = 0.5  # of a log-probability, that bfloat16 may cost
+FP8_ERRORS = {"weights": 3.0, "KV": 1.0}  # of a log-probability at most; see check_logits
+CHURN_TOKENS = 48  # of an answer: longer than admission leaves room for
+FEW_PAGES = 24  # for 12 sequences that need up to 60: some are preempted
+GRAMMAR = 'root ::= "{" [a-z]* "}"'
 
 
-def build_demo_engine(dtype: str, device: torch.device, max_running: int, graph_rows: int = 0) -> Engine:
-    """The demo model and its draft model; each row's pages are contiguous."""
+def build_demo_engine(
+    dtype: str, device: torch.device, max_running: int, graph_rows: int = 0, quantization: Quantization = "none",
+    kv_dtype: KvDType = "auto",
+) -> Engine:  # fmt: skip
+    """The demo model and its draft model; each row's pages are contiguous. On a CPU, graphs are calls."""
+    num_pages = num_rows_for(max_running) * ROW_PAGES
     engine = build_engine(
-        str(TARGET_DIR), str(DRAFT_DIR), dtype, device.type, torch.get_num_threads(), PAGE_TOKENS,
-        num_rows_for(max_running), lambda *_: num_rows_for(max_running) * ROW_PAGES,
-        lambda _done, _total: None, ROW_PAGES * PAGE_TOKENS - MAX_DRAFT_TOKENS,
+        str(TARGET_DIR), str(DRAFT_DIR), dtype, device.type, 1, PAGE_TOKENS,
+        num_rows_for(max_running), lambda *_: num_pages + (device.type == "cpu"), lambda _done, _total: None,
+        ROW_PAGES * PAGE_TOKENS - MAX_DRAFT_TOKENS, quantization, kv_dtype,
     )  # fmt: skip
-    engine.warm_up(graph_rows)
+    engine.warm_up(graph_rows, MAX_DRAFTS)
+    if device.type == "cpu" and graph_rows:
+        assert engine.draft_runner is not None
+        for runner in (engine.runner, engine.draft_runner):
+            runner.capture_graphs(
+                choose_shapes(graph_rows, MAX_DRAFTS, MAX_DRAFT_ROWS), lambda compute: compute, num_pages
+            )
+        engine = replace(engine, padding_page=num_pages)
     return engine
 
 
@@ -41,11 +77,16 @@ def open_row(rows: InputBatch, row: int, prompt: Sequence[int], sampling: Sampli
 
 
 @cache
+def load_reference(dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' demo model, on the CPU."""
+    return AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=dtype)
+
+
+@cache
 def reference_tokens() -> list[int]:
     """transformers' greedy answer to PROMPT, in float32 on the CPU."""
-    model: Any = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=torch.float32)
     ids = torch.tensor([PROMPT])
-    answer = model.generate(
+    answer = load_reference().generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None,
         pad_token_id=0,
     )  # fmt: skip
@@ -53,8 +94,17 @@ def reference_tokens() -> list[int]:
     return tokens
 
 
+def find_regret(tokens: Sequence[int], prompt: Sequence[int] = PROMPT) -> float:
+    """Largest gap between the likeliest log-probability and an answer token's; by transformers in float32."""
+    with torch.inference_mode():
+        logits = load_reference()(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits.float(), -1)
+    own = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return (logprobs.max(-1).values - own).max().item()
+
+
 def check_greedy(device: torch.device) -> str:
-    """float32: transformers' tokens."""
+    """float32: transformers' tokens"""
     engine = build_demo_engine("float32", device, 1)
     open_row(engine.rows, 0, PROMPT, SamplingParams(temperature=0.0))
     requests = [
@@ -67,87 +117,136 @@ def check_greedy(device: torch.device) -> str:
 
 
 def check_logits(device: torch.device) -> str:
-    """Log-probabilities of a prompt's tokens: float32 near transformers', bfloat16 no worse than transformers' own."""
+    """Log-probabilities of 100 tokens: float32 near transformers', bfloat16 no worse than transformers', and fp8"""
     ids = torch.tensor([PROMPT])
-    truth = _transformers_logprobs(ids, torch.float32, torch.device("cpu"))
+    truth = _score(load_reference(), ids)
+    theirs = _score(load_reference(torch.bfloat16).to(device), ids)
+    bounds = {"float32": 1e-3, "bfloat16": 1.5 * (theirs - truth).abs().max().item() + 0.01}
     found = []
-    for dtype in ("float32", "bfloat16"):
-        engine = build_demo_engine(dtype, device, 1)
+    for name, dtype, quantization, kv_dtype in (
+        ("float32", "float32", "none", "auto"), ("bfloat16", "bfloat16", "none", "auto"),
+        ("fp8 weights", "bfloat16", "fp8", "auto"), ("fp8 KV", "bfloat16", "none", "fp8"),
+    ):  # fmt: skip
+        if "fp8" in name and not has_fp8(device):
+            found.append(f"no {name} on this card")
+            continue
+        engine = build_demo_engine(dtype, device, 1, 0, quantization, kv_dtype)  # type: ignore[arg-type]
         open_row(engine.rows, 0, PROMPT, SamplingParams(temperature=0.0))
-        count = len(PROMPT) - 1
+        count = len(PROMPT) - 1  # more than the 64 rows up to which fp8 weights take rows as they are
         step = engine.runner.launch([ForwardRow(0, 0, count, num_logits=count, num_given=count)]).collect()
         ours = torch.tensor([one.logprob for one in step.logprobs if one is not None])
         error = (ours - truth).abs().max().item()
-        bound = 1e-3
-        if dtype == "bfloat16":
-            theirs = _transformers_logprobs(ids, torch.bfloat16, device)
-            bound = 1.5 * (theirs - truth).abs().max().item() + 0.01
-        assert error <= bound, f"{dtype}: off by {error:.2g}, allowed {bound:.2g}"
-        found.append(f"{dtype} off by {error:.1e} (allowed {bound:.1e})")
+        bound = bounds.get(name) or FP8_ERRORS[name.removeprefix("fp8 ")]
+        assert error <= bound, f"{name}: off by {error:.2g}, allowed {bound:.2g}"
+        found.append(f"{name} off by {error:.1e} (allowed {bound:.1e})")
     return ", ".join(found)
 
 
-def _transformers_logprobs(ids: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Of every token but the first."""
-    model: Any = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=dtype)
-    model.to(device)
+def _score(model: Any, ids: Tensor) -> Tensor:
+    """Log-probabilities of every token but the first."""
     with torch.inference_mode():
-        logits = model(ids.to(device)).logits[0, :-1].float().cpu()
+        logits = model(ids.to(model.device)).logits[0, :-1].float().cpu()
     return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
 
 
+def build_answers(
+    count: int, num_tokens: int, drafter: str, has_json: bool = False, is_greedy: bool = False
+) -> list[SequenceParams]:  # fmt: skip
+    """A request for each kind of sampling; the fourth matches a grammar if `has_json`."""
+    words = read_vocabulary(TARGET_DIR, 1024)
+    grammar = Grammar(compile_text("ebnf", GRAMMAR, words.info), words, words.text_mask("ebnf", GRAMMAR))
+    return [
+        SequenceParams(
+            str(row), np.array(PROMPT[row % 3 : 3 + 5 * row], np.int32).tobytes(), max(5 * row + 2 - row % 3, 0),
+            num_tokens, gateway=GATEWAY, handle=row + 1, sampling=SAMPLINGS[0] if is_greedy else SAMPLINGS[row],
+            drafter=drafter, max_draft_tokens=0 if drafter == "off" else MAX_DRAFTS,
+            grammar=grammar if has_json and row == 3 else None,
+        )
+        for row in range(count)
+    ]  # fmt: skip
+
+
+def build_drafters(engine: Engine, is_ahead: bool) -> Mapping[str, Speculator]:
+    assert engine.draft_runner is not None
+    drafters: dict[str, Drafter] = {
+        "ngram": NgramDrafter(), "draft": ModelDrafter(engine.draft_runner, CostMeter(), CHUNK_TOKENS, is_ahead)
+    }  # fmt: skip
+    built = {name: build_eager_speculator({name: one}, is_ahead, STEP_S) for name, one in drafters.items()}
+    return {"off": NO_SPECULATION, **built}
+
+
+def check_ahead(device: torch.device) -> str:
+    """float32, no graphs: a step ahead, with drafts and with one JSON client of 12, gives the tokens of one by one"""
+    return _compare(build_demo_engine("float32", device, len(SAMPLINGS)), None, 0)
+
+
 def check_graphs(device: torch.device) -> str:
-    """Tokens of all kinds of sampling: graphs give those of eager steps, and steps ahead those of graphs."""
-    everyone = range(len(SAMPLINGS))
-    dtype = "bfloat16" if device.type == "cuda" else "float32"  # FlashInfer has no float32
-    prompts = [PROMPT[: 3 + 5 * row] for row in everyone]
-    answers: dict[str, list[list[int]]] = {}
-    for name, graph_rows, ahead in (("eager", 0, 0), ("graphs", len(SAMPLINGS), 0), ("ahead", len(SAMPLINGS), AHEAD)):
-        engine = build_demo_engine(dtype, device, len(SAMPLINGS), graph_rows)
-        for row in everyone:
-            open_row(engine.rows, row, prompts[row], SAMPLINGS[row])
-        launched, collected = [], []
-        for step in range(NUM_TOKENS):
-            requests = [
-                ForwardRow(row, 0, len(prompts[row]), 1)
-                if step == 0
-                else ForwardRow(row, len(prompts[row]) + step - 1, 1, 1)
-                for row in everyone
-            ]
-            with without_waiting(device):
-                launched.append(engine.runner.launch(requests))
-            if len(launched) > ahead:
-                collected.append(launched.pop(0).collect().tokens)
-        collected += [step.collect().tokens for step in launched]
-        answers[name] = [list(answer) for answer in zip(*collected, strict=True)]
-    assert answers["ahead"] == answers["graphs"], "steps ahead change tokens"
-    different = [row for row in everyone if answers["graphs"][row] != answers["eager"][row]]
-    allowed = MOST_TIES if device.type == "cuda" else 0  # attention splits work differently there: last bits change
-    assert len(different) <= allowed, f"rows {different} differ from eager's"
-    return f"{len(SAMPLINGS)} kinds of sampling, {NUM_TOKENS} tokens each, {len(different)} differ; no hidden wait"
+    """Graphs of one and of several tokens, one by one and ahead, with drafts and JSON: the tokens of eager steps"""
+    dtype = "float16" if device.type == "cuda" else "float32"  # FlashInfer has no float32
+    found = []
+    for kv_dtype in ("auto", "fp8") if device.type == "cuda" and has_fp8(device) else ("auto",):
+        eager, graphs = (
+            build_demo_engine(dtype, device, len(SAMPLINGS), rows, kv_dtype=kv_dtype) for rows in (0, len(SAMPLINGS))
+        )
+        found.append(f"KV {kv_dtype}: " + _compare(eager, graphs, MOST_TIES[kv_dtype] if device.type == "cuda" else 0))
+    return "; ".join(found)
 
 
-def check_eager_ahead(device: torch.device) -> str:
-    """float32, no graphs: two steps ahead give the tokens of one by one."""
-    answers = []
-    for ahead in (0, AHEAD):
-        engine = build_demo_engine("float32", device, 1)
-        open_row(engine.rows, 0, PROMPT, SAMPLINGS[5])
-        launched, collected = [engine.runner.launch([ForwardRow(0, 0, len(PROMPT), 1)])], []
-        for step in range(NUM_TOKENS):
-            launched.append(engine.runner.launch([ForwardRow(0, len(PROMPT) + step, 1, 1)]))
-            if len(launched) > ahead:
-                collected += launched.pop(0).collect().tokens
-        answers.append(collected + [token for step in launched for token in step.collect().tokens])
-    assert answers[0] == answers[1], "tokens differ"
-    return f"{len(answers[0])} tokens equal"
+def _compare(eager: Engine, graphs: Engine | None, most_ties: int) -> str:
+    """Answers by eager steps one by one, against all other ways; at most `most_ties` answers of each way differ."""
+    found, num_drafted, sizes = [], 0, SIZES[eager.device.type]
+    for has_json in (False, True):
+        truth = run_jobs(
+            eager, build_answers(*sizes, "off", has_json), steps_ahead=0, chunk_tokens=CHUNK_TOKENS
+        ).tokens  # fmt: skip
+        for drafter, ahead in (("off", 0), ("off", 1), ("ngram", 1), ("draft", 0), ("draft", 1)):
+            if (graphs is None and not ahead) or (has_json and drafter == "off"):
+                continue
+            engine = graphs or eager
+            ran = run_jobs(
+                engine, build_answers(*sizes, drafter, has_json), build_drafters(engine, bool(ahead))[drafter],
+                steps_ahead=ahead, chunk_tokens=CHUNK_TOKENS, may_wait=graphs is None or drafter != "off",
+            )  # fmt: skip
+            num_drafted += ran.num_drafted
+            different = sorted(handle for handle in truth if ran.tokens[handle] != truth[handle])
+            way = f"{drafter}{' ahead' * ahead}{' with JSON' * has_json}"
+            assert len(different) <= most_ties, f"{way}: answers {different} differ from eager ones"
+            found.append(f"{way} {len(different)}")
+            assert bool(ran.num_accepted) == (drafter != "off"), f"{way}: {ran.num_accepted} drafts were right"
+    return f"{sizes[0]} answers, {num_drafted} drafts; answers that differ: {', '.join(found)}"
 
 
-def find_regret(tokens: Sequence[int]) -> float:
-    """Largest gap between the likeliest log-probability and an answer token's; by transformers in float32."""
-    ids = torch.tensor([[*PROMPT, *tokens]])
-    model: Any = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=torch.float32)
-    with torch.inference_mode():
-        logprobs = torch.log_softmax(model(ids).logits[0, len(PROMPT) - 1 : -1].float(), -1)
-    own = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    return (logprobs.max(-1).values - own).max().item()
+def check_churn(device: torch.device) -> str:
+    """MINUTES (default 1) of preemption, aborts and pages that change owners: greedy answers stay right"""
+    seconds = 60 * float(os.environ.get("MINUTES") or 1) if device.type == "cuda" else 0
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    engine = build_demo_engine(dtype, device, len(SAMPLINGS), len(SAMPLINGS))
+    truth = run_jobs(engine, build_answers(len(SAMPLINGS), CHURN_TOKENS, "off", is_greedy=True), steps_ahead=0).tokens
+    until, num_rounds, worst = time.monotonic() + seconds, 0, 0.0
+    num_preemptions = num_answers = num_aborted = num_ties = 0
+    while not num_rounds or time.monotonic() < until:
+        draw, drafter = random.Random(num_rounds), ("ngram", "draft", "off")[num_rounds % 3]
+        requests = [
+            replace(one, handle=one.handle + len(truth) * copy)
+            for copy in range(2)
+            for one in build_answers(len(SAMPLINGS), CHURN_TOKENS, drafter, is_greedy=True)
+        ]
+        draw.shuffle(requests)
+        ran = run_jobs(
+            engine, requests, build_drafters(engine, True)[drafter], 1, FEW_PAGES, len(truth),
+            {one.handle: draw.randrange(1, CHURN_TOKENS) for one in draw.sample(requests, len(requests) // 4)},
+            CHUNK_TOKENS,
+        )  # fmt: skip
+        for one in requests:
+            tokens, expected = ran.tokens.get(one.handle, []), truth[(one.handle - 1) % len(truth) + 1]
+            if tokens != expected[: len(tokens)]:
+                num_ties += 1
+                worst = max(worst, find_regret(tokens, np.frombuffer(one.prompt, np.int32).tolist()))
+        assert worst <= (MOST_REGRET if device.type == "cuda" else 0), f"a token is less likely than the best: {worst}"
+        num_rounds, num_preemptions = num_rounds + 1, num_preemptions + ran.num_preemptions
+        num_answers, num_aborted = num_answers + len(ran.ended), num_aborted + len(requests) - len(ran.ended)
+    assert num_preemptions, "nothing was preempted"
+    return (
+        f"{num_answers} answers, {num_aborted} aborted, {num_preemptions} preemptions; {num_ties} answers with another "
+        f"token at a near-tie, regret {worst:.2g}"
+    )

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels import gpu_linear
+from engine.kernels.gpu_layers import round_rows
 from engine.ops.base import Ops
 from engine.ops.cuda import multiply_rounded
-from engine.weights.fp8 import quantise_rows
+from engine.weights.fp8 import E4M3_MAX, SMALLEST_PEAK, has_fp8, quantise_rows
+from engine.weights.fp8_matrix import BLOCK
 
 LAYER_SHAPES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))  # K, N of Llama-3-8B's four products
 SMALL_SHAPES = ((256, 192),)
@@ -26,6 +28,24 @@ READ_BYTES = 256 << 20  # distinct weights between two reads of the same one: se
 NUM_REPEATS = 5
 Weight = TypeVar("Weight", bound=Tensor | tuple[object, ...])  # with tensors
 ROUNDED_ERROR = 0.05  # of the product's norm: e4m3's error is 2.6 % of a value on average, at most 1/16
+
+
+def check_rounding(device: torch.device) -> str:
+    """Rows rounded to e4m3 by the kernel, whole and by 128 columns: torch's, bit for bit"""
+    if not has_fp8(device):
+        return "skipped: fp8 needs compute capability 8.9"
+    dtype, num_codes = torch.bfloat16 if device.type == "cuda" else torch.float16, 0
+    for depth in (4096, 14336) if device.type == "cuda" else (256,):
+        rows = 3 * rows_of(131, depth, dtype, device)
+        rows[1], rows[2] = 0, rows[2] * 1000
+        for width in (depth, BLOCK):
+            codes, scale = round_rows(rows, width, SMALLEST_PEAK, E4M3_MAX)
+            expected, expected_scale = quantise_rows(rows.reshape(-1, width))
+            assert torch.equal(scale.view(-1), expected_scale), f"{depth} columns, {width} at once: another scale"
+            different = codes.view(torch.uint8) != expected.view(codes.shape).view(torch.uint8)
+            assert not different.any(), f"{depth} columns, {width} at once: {int(different.sum())} codes differ"
+            num_codes += codes.numel()
+    return f"{num_codes} codes equal"
 
 
 def check_fp8(device: torch.device) -> str:

@@ -1,6 +1,6 @@
-"""Pages of one process read by another on one GPU: correctness, the effect of a killed owner, and speed.
+"""Pages of one process read by another: correctness, the effect of a killed owner, and speed, also of steps beside.
 
-    python -m bench.gpu_checks.ipc copy|kill|time
+    python -m bench.gpu_checks.ipc copy|kill|time|across|beside
 
 Each part runs in its own process, since it may destroy that process's CUDA context. Has not run on a card.
 """
@@ -9,27 +9,40 @@ import asyncio
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
+from unittest.mock import patch
 
 import torch
 from google.protobuf.json_format import Parse
 
+from bench.gpu_checks.card import MissedError, require, scale_for
 from bench.gpu_checks.ipc_exporter import SHAPE_8B, page_content
+from bench.gpu_checks.loop import build_requests, run_jobs
+from bench.gpu_checks.models import build_random_engine
+from engine.kv import peer_pages
 from engine.kv.pool import Pool
 from kvtransfer.cuda_ipc import CudaIpcReader
+from kvtransfer.grpc_bytes import GrpcReader
 from kvtransfer.reader import PageRef, Reader, ReadError
 from protos import kv_pb2
+from runtime.rpc import open_channel
 
 EXPORTER = (sys.executable, "-m", "bench.gpu_checks.ipc_exporter", "cuda")
 PROMPT_PAGES = 128  # 2,048 tokens of 16 a page
-PART_S = 120.0
+PART_S = 95.0
 EXPORTER_S = 30.0  # longest wait for an exporter's reply
 NUM_KILLS = 6  # each starts a process with torch and CUDA
 KILL_REPEATS = 1000  # copies of PROMPT_PAGES in one: a quarter of a terabyte takes some 100 ms
 NUM_TIMES = 20
+GRPC_PAGES = {"cuda": PROMPT_PAGES, "cpu": 8}
+READ_S = 30.0
+GOAL = 0.7  # of a copy's speed within the device
+GOAL_BESIDE = 1.15  # of TPOT without arriving KV
+MISSED_STATUS = 3  # of a part's process
 
 
 def check_ipc_copy(device: torch.device) -> str:
@@ -43,8 +56,39 @@ def check_ipc_kill(device: torch.device) -> str:
 
 
 def time_ipc(device: torch.device) -> str:
-    """The pages of a 2,048-token prompt of an 8B model, against a copy within the device."""
+    """The pages of a 2,048-token prompt of an 8B model, by copy engine and kernel, against a copy within the device"""
     return _run_part("time", device)
+
+
+def check_ipc_across(device: torch.device) -> str:
+    """Pages of another GPU's memory, as `copy` and `time` on one"""
+    return "skipped: one GPU" if torch.cuda.device_count() < 2 else _run_part("across", device)
+
+
+def time_grpc(device: torch.device) -> str:
+    """The same pages by gRPC through main memory: right, and how fast"""
+
+    async def run() -> str:
+        pool = Pool(SHAPE_8B.with_pages(GRPC_PAGES[device.type]), device)
+        with Exporter(_serving(device), pool.num_pages) as exporter:
+            reader = GrpcReader(exporter.peer, pool, open_channel, READ_S)
+            seconds = await time_reads(reader, pool.num_pages)
+            found = await check_reader(reader, exporter, pool)
+            await reader.close()
+        return f"{seconds * 1e3:.0f} ms, {pool.num_pages * pool.page_bytes / seconds / 1e9:.2f} GB/s; {found}"
+
+    return asyncio.run(run())
+
+
+def time_beside(device: torch.device) -> str:
+    """TPOT of one stream while KV arrives without a pause (by gRPC on a CPU)"""
+    if device.type == "cuda":
+        return _run_part("beside", device)
+    return run_beside(Pool(SHAPE_8B.with_pages(GRPC_PAGES["cpu"]), device), _serving(device))
+
+
+def _serving(device: torch.device) -> Sequence[str]:
+    return (*EXPORTER[:-1], f"grpc-{device.type}")
 
 
 def _run_part(name: str, device: torch.device) -> str:
@@ -57,6 +101,8 @@ def run_apart(module: str, argument: str) -> str:
     """Run a module of checks in its own process; returns its last line."""
     command = [sys.executable, "-m", module, argument]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PART_S, check=False)
+    if ended.returncode == MISSED_STATUS:
+        raise MissedError(ended.stdout.splitlines()[-1])
     assert ended.returncode == 0, f"exit {ended.returncode}: {' '.join(ended.stderr.splitlines()[-15:])}"
     return ended.stdout.splitlines()[-1]
 
@@ -173,8 +219,9 @@ def kill_exporters(pool: Pool, command: Sequence[str], num_kills: int = NUM_KILL
 
 
 def time_copies(pool: Pool, command: Sequence[str]) -> str:
-    """See time_ipc. Both times include the host's part; only the first includes the reader's threads and checks."""
-    assert pool.gpu is not None
+    """See time_ipc. All times include the host's part; a copy within the device none of the reader's checks."""
+    gpu = pool.gpu
+    assert gpu is not None
     count = pool.num_pages // 2
     gigabytes = count * pool.page_bytes / 1e9
 
@@ -185,27 +232,83 @@ def time_copies(pool: Pool, command: Sequence[str]) -> str:
             await reader.close()
             return seconds
 
-    hand_over_s = asyncio.run(run())
+    engine_s = asyncio.run(run())
+    with patch.object(peer_pages, "ENGINE_BYTES", 1 << 62):  # never
+        kernel_s = asyncio.run(run())
     target, source = pool.tensor[:count], pool.tensor[count : 2 * count]
     times = []
     for _ in range(NUM_TIMES):
         started = time.perf_counter()
-        pool.gpu.run(lambda: target.copy_(source))
+        gpu.run(lambda: target.copy_(source))
         times.append(time.perf_counter() - started)
     copy_s = median(times)
-    return (
-        f"{count} pages: {hand_over_s * 1e3:.2f} ms, {gigabytes / hand_over_s:.0f} GB/s; within the device "
-        f"{copy_s * 1e3:.2f} ms, {gigabytes / copy_s:.0f} GB/s: ratio {copy_s / hand_over_s:.2f}"
+    detail = (
+        f"{count} pages: {gigabytes / engine_s:.1f} GB/s by copy engine ({engine_s * 1e3:.2f} ms), "
+        f"{gigabytes / kernel_s:.1f} by kernel, {gigabytes / copy_s:.1f} within the device: ratio "
+        f"{copy_s / engine_s:.2f} (goal {GOAL})"
     )
+    return require(copy_s / engine_s >= GOAL, detail, pool.tensor.device)
 
 
-PARTS: dict[str, tuple[Callable[[Pool, Sequence[str]], str], int]] = {  # name |-> what runs, pages of its pool
-    "copy": (copy_pages, 16),
-    "kill": (kill_exporters, PROMPT_PAGES),
-    "time": (time_copies, 2 * PROMPT_PAGES),
+def read_across(pool: Pool, command: Sequence[str]) -> str:
+    """See check_ipc_across. Links between cards are slower than memory, so there is no goal."""
+    found = copy_pages(pool, command)
+    try:
+        return f"{found}; {time_copies(pool, command)}"
+    except MissedError as error:
+        return f"{found}; {error}"
+
+
+def run_beside(pool: Pool, command: Sequence[str]) -> str:
+    """See time_beside."""
+    device = pool.tensor.device
+    scale, stop, reads = scale_for(device), threading.Event(), list[float]()
+    engine = build_random_engine(scale.large, device, 1, 4 * scale.prompt_tokens)
+    requests = build_requests(1, 64, scale.num_steps, engine.config.vocab_size)
+
+    async def read_on(peer: kv_pb2.Peer) -> None:
+        with ThreadPoolExecutor(1) as executor:
+            reader: Reader = GrpcReader(peer, pool, open_channel, READ_S)
+            if pool.gpu is not None:
+                reader = await CudaIpcReader.open(peer, pool, executor)
+            pages = range(pool.num_pages)
+            while not stop.is_set():
+                started = time.perf_counter()
+                await reader.read([PageRef(page, 0) for page in pages], pages)
+                reads.append(time.perf_counter() - started)
+            await reader.close()
+
+    quiet = run_jobs(engine, requests).tpot_s
+    with Exporter(command, pool.num_pages) as exporter, ThreadPoolExecutor(1) as executor:
+        reading = executor.submit(lambda: asyncio.run(read_on(exporter.peer)))
+        while not reads and not reading.done():
+            time.sleep(0.01)
+        beside = run_jobs(engine, requests).tpot_s
+        stop.set()
+        reading.result()
+    rate = pool.num_pages * pool.page_bytes / median(reads) / 1e9
+    detail = (
+        f"{scale.large}: {beside * 1e3:.2f} ms beside {rate:.1f} GB/s, {quiet * 1e3:.2f} without: "
+        f"{beside / quiet:.2f} (goal {GOAL_BESIDE})"
+    )
+    return require(beside <= GOAL_BESIDE * quiet, detail, device)
+
+
+SECOND = (*EXPORTER[:-1], "cuda:1")
+PARTS: dict[str, tuple[Callable[[Pool, Sequence[str]], str], int, Sequence[str]]] = {
+    "copy": (copy_pages, 16, EXPORTER),
+    "kill": (kill_exporters, PROMPT_PAGES, EXPORTER),
+    "time": (time_copies, 2 * PROMPT_PAGES, EXPORTER),
+    "across": (read_across, 2 * PROMPT_PAGES, SECOND),
+    "beside": (run_beside, PROMPT_PAGES, EXPORTER),
 }
+"""name |-> what runs, pages of its pool, the other process"""
 
 
 if __name__ == "__main__":
-    run, num_pages = PARTS[sys.argv[1]]
-    print(run(Pool(SHAPE_8B.with_pages(num_pages), torch.device("cuda")), EXPORTER))
+    run, num_pages, command = PARTS[sys.argv[1]]
+    try:
+        print(run(Pool(SHAPE_8B.with_pages(num_pages), torch.device("cuda")), command))
+    except MissedError as error:
+        print(error)
+        sys.exit(MISSED_STATUS)

@@ -22,7 +22,6 @@ from engine.weights.reader import Reader
 from worker.scheduler import num_rows_for
 
 PAGE_TOKENS = 16
-MAX_DRAFTS = 3
 
 
 def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> Mapping[str, Any]:
@@ -45,6 +44,7 @@ def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab
 
 SHAPES = {
     "1B": llama(2048, 8192, 16, 32, 8, 128_256, True),  # Llama-3.2-1B
+    "3B": llama(3072, 8192, 28, 24, 8, 128_256, True),  # Llama-3.2-3B
     "8B": llama(4096, 14336, 32, 32, 8, 128_256, False),  # Llama-3-8B
     "70B": llama(8192, 28672, 80, 64, 8, 128_256, False),  # Llama-3-70B
     "tiny": llama(256, 512, 2, 4, 2, 1024, True),
@@ -75,9 +75,12 @@ class RandomCheckpoint(Checkpoint):
         return self.tensor(name)
 
 
-def load_random(shape: str, device: torch.device, quantization: Quantization = "none") -> Loaded:
-    """One of SHAPES in bfloat16."""
-    config = build_config(SHAPES[shape])
+def load_random(
+    shape: str, device: torch.device, quantization: Quantization = "none", context_tokens: int = 0
+) -> Loaded:
+    """One of SHAPES in bfloat16, for contexts of at least `context_tokens`."""
+    longest = max(SHAPES[shape]["max_position_embeddings"], context_tokens)
+    config = build_config({**SHAPES[shape], "max_position_embeddings": longest})
     checkpoint = RandomCheckpoint(config, device)
     reader = Reader(checkpoint, torch.bfloat16, device, lambda done, total: None)
     decoder = build_decoder(config, choose_format(reader, ops_for(device), quantization, None))
@@ -92,15 +95,19 @@ def build_random_engine(
     draft: str = "",
     quantization: Quantization = "none",
     has_graphs: bool = True,
+    max_drafts: int = 0,
 ) -> Engine:
-    """An engine for `max_running` sequences of `context_tokens`; warmed up, on a GPU with graphs for that many."""
+    """An engine for `max_running` sequences of `context_tokens`; warmed up, on a GPU with graphs for that many.
+
+    max_drafts: tokens that a step may check besides; graphs for them too.
+    """
     engine = assemble_engine(
-        load_random(shape, device, quantization),
-        load_random(draft, device, quantization) if draft else None,
+        load_random(shape, device, quantization, context_tokens),
+        load_random(draft, device, quantization, context_tokens) if draft else None,
         page_tokens=PAGE_TOKENS,
         num_rows=num_rows_for(max_running),
         size_pool=lambda *_sizes: max_running * -(-context_tokens // PAGE_TOKENS),
         max_context_tokens=context_tokens,
     )
-    engine.warm_up(max_running * has_graphs, MAX_DRAFTS if draft else 0, PIECE_TOKENS * has_graphs)
+    engine.warm_up(max_running * has_graphs, max_drafts, PIECE_TOKENS * has_graphs)
     return engine

@@ -2,26 +2,46 @@
 
 import os
 import signal
+import statistics
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 import grpc
 import torch
 
-from bench.gpu_checks.engine import NUM_TOKENS, PROMPT, find_regret, reference_tokens
+from bench.fleet import find_ranks_of
+from bench.gpu_checks.engine import MOST_REGRET, NUM_TOKENS, PROMPT, find_regret, reference_tokens
 from bench.live import Live, serve
 from demo.paths import TARGET_DIR
 from protos import inference_pb2, inference_pb2_grpc
 
 ANSWER_S = 120.0
 RUNS = {"cuda": (("grpc", "float32"), ("cuda_ipc", "bfloat16")), "cpu": (("shm", "float32"),)}
-MOST_REGRET = 0.5  # of a log-probability, that bfloat16 may cost
+NUM_TIMED = 64  # tokens of an answer
 NUM_ROUNDS = 12  # requests in parallel while workers die
 
 
+def check_defaults(device: torch.device) -> str:
+    """`baton serve` without flags: tokens nearly as likely as transformers', TPOT by one client and by eight"""
+    with serve(TARGET_DIR, hands_over=False) as live:
+        if device.type == "cuda" and torch.cuda.device_count() == 1:
+            assert "prefill-0" not in live.pids, "one GPU has two workers"
+        regret = find_regret(ask(live, ""))
+        assert regret <= MOST_REGRET, f"a token is less likely than the best by {regret:.2g}"
+        tpots = []
+        for count in (1, 8):
+            with ThreadPoolExecutor(count) as threads:
+                timings = list(threads.map(lambda salt: ask_timed(live, f"{salt}")[1], range(count)))
+            tpots.append(statistics.median(one.decode_seconds / (NUM_TIMED - 1) for one in timings) * 1e3)
+        workers = " and ".join(sorted(live.pids.keys() - {"gateway"}))
+        drafts = sum(one.draft_tokens for one in timings)
+    return f"{workers}: TPOT {tpots[0]:.2f} ms, {tpots[1]:.2f} with eight, {drafts} drafts; regret {regret:.2g}"
+
+
 def check_service(device: torch.device) -> str:
-    """transformers' tokens through every transport that the device has; in bfloat16 tokens nearly as likely."""
+    """Two workers on one GPU: transformers' tokens by each of its transports; in bfloat16 nearly as likely ones"""
     found = []
     for transport, dtype in RUNS[device.type]:
         with serve_demo(device, f"--dtype={dtype}", f"--transport={transport}", "--require-transport") as live:
@@ -63,6 +83,26 @@ def check_deaths(device: torch.device) -> str:
     return f"{3 * NUM_ROUNDS} answers equal although both workers were killed ({transport})"
 
 
+def check_ranks(device: torch.device) -> str:
+    """A worker of two ranks: transformers' tokens, also in graphs (bfloat16), and after the death of a rank"""
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        return "skipped: one GPU"
+    found = []
+    for dtype in ("float32", "bfloat16") if device.type == "cuda" else ("float32",):
+        flags = ("--prefill-workers=0", "--decode-tp=2", f"--dtype={dtype}", "--patience-s=120")
+        with serve(TARGET_DIR, "--draft-model=none", f"--device={device.type}", *flags) as live:
+            for turn in range(2):
+                regret = find_regret(ask(live, f"{turn}"))
+                allowed = 0 if dtype == "float32" else MOST_REGRET
+                assert regret <= allowed, f"{dtype}: a token is less likely than the best by {regret:.2g}"
+                if not turn:
+                    (rank,) = find_ranks_of(live.pids["decode-0"])
+                    os.kill(rank, signal.SIGKILL)
+            live.wait_until_unused()
+            found.append(f"{dtype}: regret {regret:.2g}")
+    return f"{', '.join(found)}, before and after a rank was killed"
+
+
 def serve_demo(device: torch.device, *flags: str) -> AbstractContextManager[Live]:
     """Serve the demo model without its draft model."""
     shares = ("--gpu-memory-share=0.2", "--prefill-workers=1") if device.type == "cuda" else ()
@@ -71,10 +111,17 @@ def serve_demo(device: torch.device, *flags: str) -> AbstractContextManager[Live
 
 def ask(live: Live, salt: str) -> list[int]:
     """The greedy answer to PROMPT. The salt keeps its KV out of caches."""
+    return ask_timed(live, salt, NUM_TOKENS)[0]
+
+
+def ask_timed(
+    live: Live, salt: str, num_tokens: int = NUM_TIMED
+) -> tuple[list[int], inference_pb2.Timing]:  # fmt: skip
+    """The same, of any length, with what the service says of it."""
     request = inference_pb2.GenerateRequest(
-        token_ids=inference_pb2.TokenIds(ids=PROMPT), max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True,
-        cache_salt=salt,
+        token_ids=inference_pb2.TokenIds(ids=PROMPT), max_tokens=num_tokens, temperature=0, ignore_eos=True,
+        cache_salt=salt, include_timing=True,
     )  # fmt: skip
     with grpc.insecure_channel(live.grpc_address) as channel:
         parts = list(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=ANSWER_S))
-    return [token for part in parts for token in part.token_ids]
+    return [token for part in parts for token in part.token_ids], parts[-1].timing

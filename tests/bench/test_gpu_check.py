@@ -1,47 +1,83 @@
 """`make gpu-check` on the CPU: each check works, and no part can stop the others."""
 
 import json
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from bench import gpu_check
-from bench.gpu_check import PARTS, Part, main, run_apart, run_part
-from bench.gpu_checks import attention
-from bench.gpu_checks.speed import require
+from bench.gpu_check import BEGIN, DOCUMENT, END, PARTS, Part, main, replace_table, run_apart, run_part
+from bench.gpu_checks import attention, speed
+from bench.gpu_checks.card import MissedError, choose_scale, require
+from bench.gpu_checks.speed import compare_to_reading
 
 CPU = torch.device("cpu")
-HERE = [part for part in PARTS if part.name != "deaths"]  # tested in tests/faults
+ELSEWHERE = ("service", "deaths", "two GPUs")  # tested in tests/faults: several whole services each
+HERE = [part for part in PARTS if part.name not in ELSEWHERE]
 
 
 @pytest.mark.parametrize("part", HERE, ids=lambda part: part.name)
 def test_every_check_holds_on_the_cpu(part: Part) -> None:
     outcomes = list(run_part(part, CPU))
     assert len(outcomes) == len(part.checks)
-    assert not [one for one in outcomes if one.result != "ok"]
+    assert not [one for one in outcomes if one.result not in ("ok", "skipped")]
     assert all(one.detail for one in outcomes)
 
 
 def test_a_part_runs_in_a_process_of_its_own_and_its_rows_come_back(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    out = tmp_path / "rows"
-    assert main(device="cpu", parts=("ipc",), out=out) == 0
+    out, document = tmp_path / "rows", tmp_path / "GPU.md"
+    document.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n")
+    assert main(device="cpu", parts=("ipc",), out=out, document=document) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [row["result"] for row in rows] == ["ok"] * 3 and {row["part"] for row in rows} == {"ipc"}
+    assert [row["result"] for row in rows] == ["skipped"] * 2 and {row["part"] for row in rows} == {"ipc"}
     shown = capsys.readouterr().out
-    assert shown.count("| ipc |") == 3 and f"torch {torch.__version__}" in shown
+    assert shown.count("| ipc |") == 2 and f"torch {torch.__version__}" in shown
+    table = document.read_text()
+    assert table.startswith(f"above\n{BEGIN}\n{time.strftime('%Y')}") and table.endswith(f" |\n{END}\nbelow\n")
+    assert table.count("| ipc |") == 2 and "old" not in table
+    with pytest.raises(ValueError, match="put both where the table belongs"):
+        replace_table("no markers", "table")
+    assert replace_table(DOCUMENT.read_text(), "table").count("\ntable\n") == 1
 
 
-def test_a_failed_a_slow_and_a_hanging_check_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_follows_a_failed_or_hanging_check_gets_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     failing = Part("none", 60, ("attention:check_nothing", "nowhere:check", "layers:is_interpreted"))
     assert [one.result for one in run_part(failing, CPU)] == ["FAILED"] * 3
-    hanging = Part("engine", 1, ("engine:check_greedy",))
-    (row,) = run_apart(hanging, "cpu", 1)
-    assert row.result == "FAILED" and "killed after 1 s" in row.detail and "engine:check_greedy" in row.detail
-    monkeypatch.setattr(gpu_check, "PARTS", (hanging,))
-    assert main(device="cpu", budget_s=0) == 1
+    inside = {
+        "failing": "raise AssertionError",
+        "hanging": "import time; time.sleep(60)",
+        "dead": "import os; os._exit(9)",
+    }
+    started: list[int] = []
+
+    def build_fake(part: Part, device: str, first: int) -> list[str]:
+        started.append(first)
+        return [sys.executable, "-c", FAKE.format(first=first, checks=list(part.checks), inside=inside)]
+
+    monkeypatch.setattr(gpu_check, "build_command", build_fake)
+    rows = list(run_apart(Part("p", 2, ("ok", "failing", "ok", "hanging", "dead", "ok")), "cpu", time.monotonic() + 60))
+    assert [one.result for one in rows] == ["ok", "FAILED", "ok", "FAILED", "FAILED", "ok"]
+    assert "killed after 2 s" in rows[3].detail and "ended with 9" in rows[4].detail
+    assert started == [0, 2, 4, 5]
+    late = list(run_apart(Part("p", 2, ("ok", "ok")), "cpu", 0))
+    assert [one.result for one in late] == ["not run"] * 2
+    assert main(device="cpu", parts=("machine",), budget_s=0) == 1
+    assert main(device="cpu", parts=("unknown",)) == 2
+
+
+FAKE = """
+import json
+for check in {checks}[{first}:]:
+    result = "FAILED" if check == "failing" else "ok"
+    if check in ("hanging", "dead"):
+        exec({inside}[check])
+    print(json.dumps(dict(part="p", check=check, result=result, detail="", seconds=0)), flush=True)
+"""
 
 
 def test_a_goal_that_is_not_reached_on_a_gpu_is_a_row_of_its_own_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +88,13 @@ def test_a_goal_that_is_not_reached_on_a_gpu_is_a_row_of_its_own_kind(monkeypatc
     (row,) = run_part(Part("attention", 1, ("attention:check_attention",)), CPU)
     assert (row.result, row.detail) == ("missed", "5 ms (goal 4)")
     assert require(False, "5 ms", CPU) == "5 ms"
+
+
+def test_sizes_fit_the_card_and_goals_are_shares_of_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 1 << 30
+    assert [choose_scale(size * gib).large for size in (0, 12, 22, 40, 80)] == ["tiny", "1B", "3B", "8B", "8B"]
+    monkeypatch.setattr(speed, "measure_bandwidth", lambda device: 1e12)  # reading 10 GB takes 10 ms
+    gpu = torch.device("cuda")
+    assert "goal 11.50" in compare_to_reading("8B:", 11e-3, 1.15, int(10e9), gpu)
+    with pytest.raises(MissedError, match="goal 11"):
+        compare_to_reading("8B:", 12e-3, 1.15, int(10e9), gpu)

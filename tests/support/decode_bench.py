@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from bench.batches import SAMPLINGS
 from bench.decoding import NO_SPECULATION, Answers, build_eager_speculator
+from bench.gpu_checks.loop import WatchedLoop
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.costs import CostMeter
@@ -22,11 +22,10 @@ from engine.graph_shapes import choose_shapes
 from engine.models.load import load_model
 from tests.support.grammars import DEMO_SIZE, compile_here, vocabulary
 from tests.support.late_runner import LateRows, LateRunner
-from worker.loop import WorkerLoop
 from worker.plan import TokenBudget
 from worker.prefix_cache import NoRoomError, PrefixCache
 from worker.scheduler import Scheduler
-from worker.sequences import ScheduledSequence, SequenceParams, Update
+from worker.sequences import SequenceParams, Update
 
 PAGE_TOKENS, NUM_PAGES, NUM_ROWS, CHUNK_TOKENS, CONTEXT = 8, 300, 24, 24, 256
 MAX_AT_ONCE = 9  # sequences: later ones find their prompts cached
@@ -88,19 +87,6 @@ def build_requests(drafter: str) -> list[SequenceParams]:
     return requests
 
 
-class WatchedLoop(WorkerLoop):
-    """Counts launches, and those for which the device has nothing left to do."""
-
-    def __init__(self, bench: "Bench", *parts: Any) -> None:
-        super().__init__(*parts)
-        self._bench = bench
-
-    def _launch(self, planned: list[ScheduledSequence], updates: list[Update]) -> None:
-        self._bench.num_launches += 1
-        self._bench.num_drained += not self._in_flight
-        super()._launch(planned, updates)
-
-
 class Bench:
     """A loop without its thread, checked after every step."""
 
@@ -114,12 +100,20 @@ class Bench:
         self._aborted = aborted
         metrics = DecodeMetrics(self.scheduler)
         self._step_seconds = metrics.step_seconds
-        self.num_launches = self.num_drained = 0
         self._loop = WatchedLoop(
-            self, DraftsAndMasks(speculator, self.scheduler),
+            DraftsAndMasks(speculator, self.scheduler),
             self.scheduler, engine.runner, engine.rows, engine.pool, TokenBudget(CHUNK_TOKENS, "--chunk-tokens"),
             self._publish, metrics, steps_ahead,
         )  # fmt: skip
+
+    @property
+    def num_launches(self) -> int:
+        return self._loop.num_launched
+
+    @property
+    def num_drained(self) -> int:
+        """Launches for which the device had nothing left to do."""
+        return self._loop.num_drained
 
     def _publish(self, _step: int, updates: list[Update]) -> None:
         self.answers.take(updates)

@@ -19,7 +19,7 @@ from engine.graphs import Compute
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.models.load import load_model
-from engine.ranks import Ranks, join_group
+from engine.ranks import Ranks, end_group_member, join_group
 from engine.runner import Runner
 from tests.support.steps import Unwatched
 
@@ -56,7 +56,7 @@ def run(model: Path, ranks: Ranks, has_graphs: bool = False) -> list[list[int]]:
     for step in range(NUM_TOKENS - 1):
         requests = [ForwardRow(row, length + step, 1, 1) for row, length in enumerate(lengths)]
         told.append(runner.launch(requests).collect().tokens)
-    assert len(replays) == has_graphs * (NUM_TOKENS - 1)
+    assert len(replays) == 2 * has_graphs * (NUM_TOKENS - 1)  # forwards and choices of tokens
     return [list(answer) for answer in zip(*told, strict=True)]
 
 
@@ -65,6 +65,7 @@ def main(rendezvous: str, rank: str, size: str, *models: str) -> None:
     ranks = join_group(rendezvous, int(rank), int(size), CPU, timeout_s=60)
     print(json.dumps([[run(Path(model), ranks, has_graphs) for model in models] for has_graphs in (False, True)]))
     dist.destroy_process_group()
+    end_group_member(0)
 
 
 if __name__ == "__main__":
