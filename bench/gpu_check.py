@@ -66,7 +66,7 @@ PARTS = (
     Part("kernels", 60, ("layers:check_layers", "sampling:check_sampling", "fp8:check_rounding", "fp8:check_fp8")),
     Part("hand-off", 60, ("ipc:time_ipc", "ipc:time_grpc", "ipc:time_beside")),
     Part("memory", 60, ("memory:check_memory",)),
-    Part("many streams", 60, ("speed:time_many_streams", "speed:time_mixed")),
+    Part("many streams", 60, ("speed:time_many_streams", "speed:time_most_streams", "speed:time_mixed")),
     Part("prompts", 60, ("speed:time_prefill", "speed:time_long_prompt")),
     Part("service", 120, ("service:check_service",)),
     Part("two GPUs", 120, ("ranks:time_sums", "ipc:check_ipc_across", "service:check_ranks")),

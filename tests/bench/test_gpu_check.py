@@ -104,6 +104,7 @@ def test_sizes_fit_the_card_and_goals_are_shares_of_its_speed(monkeypatch: pytes
     assert "goal 11.50" in compare_to_reading("8B:", 11e-3, 1.15, int(10e9), gpu)
     with pytest.raises(MissedError, match="goal 11"):
         compare_to_reading("8B:", 12e-3, 1.15, int(10e9), gpu)
+    assert "goal 23.00" in compare_to_reading("8B:", 12e-3, 1.15, int(10e9), gpu, computing_s=20e-3)
 
 
 def test_captured_steps_are_checked_with_doubles_of_flashinfer_too(monkeypatch: pytest.MonkeyPatch) -> None:
