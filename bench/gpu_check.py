@@ -66,20 +66,19 @@ PARTS = (
     Part("kernels", 60, ("layers:check_layers", "sampling:check_sampling", "fp8:check_rounding", "fp8:check_fp8")),
     Part("hand-off", 60, ("ipc:time_ipc", "ipc:time_grpc", "ipc:time_beside")),
     Part("memory", 60, ("memory:check_memory",)),
-    Part("many streams", 60, ("speed:time_many_streams", "speed:time_mixed")),
-    Part("prompts", 60, ("speed:time_prefill", "speed:time_long_prompt")),
+    Part("many streams", 60, (
+        "speed:time_many_streams", "speed:time_most_streams", "speed:time_mixed", "speed:time_prefill",
+        "speed:time_long_prompt",
+    )),
     Part("service", 120, ("service:check_service",)),
     Part("two GPUs", 120, ("ranks:time_sums", "ipc:check_ipc_across", "service:check_ranks")),
     Part("deaths", 120, ("service:check_deaths",)),
     Part("churn", 60 + CHURN_S, ("engine:check_churn",)),
-    Part("speculation", 60, ("speed:time_speculation",)),
-    Part("fp8", 60, ("speed:time_fp8",)),
-    Part("start", 60, ("speed:time_start",)),
+    Part("figures", 60, ("speed:time_speculation", "speed:time_fp8", "speed:time_start")),
     Part("coded weights", 60, ("coded:check_groups", "coded:check_blocks")),
     Part("nixl", 120, ("nixl:check_nixl",)),
     Part("kernel times", 60, (
-        "attention:time_layouts", "sampling:time_sampling", "fp8:time_linear",
-        "coded:time_coded",
+        "attention:time_layouts", "sampling:time_sampling", "fp8:time_linear", "coded:time_coded",
     )),
 )  # fmt: skip
 """In the order of what a first run on a card should tell."""

@@ -27,6 +27,7 @@ DEEP = 32  # layers of an 8B model
 TOLERANCE = 2e-2  # bfloat16: 2 ** -8 of outputs up to about 3, and of probabilities
 LONG = (32_768, 8192, 100, 1)  # contexts of captured steps
 GROUPS = (1, 2, 4, 8)  # query heads a KV head
+KV_HEADS = 8
 CAPTURED_TOKENS = (1, 4)  # new ones of each sequence
 BORDERS = range(8193, 8193 + 24 * PAGE_TOKENS, PAGE_TOKENS)  # the last page has one token
 
@@ -186,7 +187,7 @@ def _check_captured(device: torch.device, dtype: torch.dtype, groups: Sequence[i
     worst, num_steps = 0.0, 0
     for group, new, window in product(groups, CAPTURED_TOKENS, (None, 4096 if is_gpu else 20)):
         contexts = tuple((new, max(one, new + MAX_DRAFT_TOKENS)) for one in lens)
-        problem = build_problem(Case("", contexts, (8 * group, 8), 128, window), device, dtype)
+        problem = build_problem(Case("", contexts, (group * KV_HEADS, KV_HEADS), 128, window), device, dtype)
         backend = choose_attention(problem.shape, [window], device, dtype).backend
         for lags in ([0] * len(lens), [1 + one % MAX_DRAFT_TOKENS for one in range(len(lens))]):
             shifted = build_shifted(problem.batch, lags)
@@ -201,7 +202,7 @@ def check_borders(device: torch.device) -> str:
     """Contexts shorter than planned, where a chunk of a split context ends or becomes empty: near torch_sdpa"""
     worst, num_steps = 0.0, 0
     for length in BORDERS if device.type == "cuda" else (33, 49):
-        case = Case("", ((1, length),), (32, 8), 128)
+        case = Case("", ((1, length),), (4 * KV_HEADS, KV_HEADS), 128)
         problem = build_problem(case, device, dtype_for(device))
         backend = choose_attention(problem.shape, [None], device, problem.pool.dtype).backend
         for lag in (1, MAX_DRAFT_TOKENS):

@@ -4,18 +4,24 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from bench import gpu_check
 from bench.gpu_check import BEGIN, DOCUMENT, END, PARTS, Part, main, replace_table, run_apart, run_part
-from bench.gpu_checks import attention, speed
+from bench.gpu_checks import attention, engine, speed
 from bench.gpu_checks.card import MissedError, choose_scale, require
 from bench.gpu_checks.speed import compare_to_reading
+from engine import runner as engine_runner
+from engine.attention import flashinfer as backend_module
+from engine.attention.choose import AttentionChoice
+from engine.attention.shape import AttentionShape
+from tests.support.flashinfer_doubles import Decode, Prefill
 
 CPU = torch.device("cpu")
-ELSEWHERE = ("service", "deaths", "two GPUs")  # tested in tests/faults: several whole services each
+ELSEWHERE = ("defaults", "service", "deaths", "two GPUs")  # tested in tests/faults: whole services
 HERE = [part for part in PARTS if part.name not in ELSEWHERE]
 
 
@@ -98,3 +104,31 @@ def test_sizes_fit_the_card_and_goals_are_shares_of_its_speed(monkeypatch: pytes
     assert "goal 11.50" in compare_to_reading("8B:", 11e-3, 1.15, int(10e9), gpu)
     with pytest.raises(MissedError, match="goal 11"):
         compare_to_reading("8B:", 12e-3, 1.15, int(10e9), gpu)
+    assert "goal 23.00" in compare_to_reading("8B:", 12e-3, 1.15, int(10e9), gpu, computing_s=20e-3)
+
+
+def test_captured_steps_are_checked_with_doubles_of_flashinfer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the calls that a card would get; steps that are not corrected are noticed."""
+    monkeypatch.setattr(backend_module, "BatchDecodeWithPagedKVCacheWrapper", Decode)
+    monkeypatch.setattr(backend_module, "BatchPrefillWithPagedKVCacheWrapper", Prefill)
+    monkeypatch.setattr(backend_module, "WORKSPACE_BYTES", 1 << 10)
+
+    def choose(shape: AttentionShape, windows: list[int | None], device: torch.device, dtype: torch.dtype) -> Any:
+        return AttentionChoice(backend_module.FlashInferAttention(shape, windows, dtype, device), "", False)
+
+    monkeypatch.setattr(attention, "choose_attention", choose)
+    monkeypatch.setattr(attention, "GROUPS", (2,))
+    monkeypatch.setattr(attention, "KV_HEADS", 1)
+    assert attention.check_captured(CPU).startswith("8 steps") and attention.check_borders(CPU).startswith("4 steps")
+    monkeypatch.setattr(
+        backend_module.FlashInferAttention, "correct", lambda self, batch, lag: setattr(self, "_batch", batch)
+    )
+    for check in (attention.check_captured, attention.check_borders):
+        with pytest.raises(AssertionError, match="off by"):
+            check(CPU)
+
+
+def test_wrong_tokens_of_a_step_ahead_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_runner, "count_right", lambda drafts, chosen, num_drafts: num_drafts)  # all
+    with pytest.raises(AssertionError, match="differ from eager ones"):
+        engine.check_ahead(CPU)
