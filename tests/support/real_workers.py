@@ -24,6 +24,7 @@ from demo.paths import TARGET_DIR
 from engine.attention.choose import AttentionChoice
 from engine.batch import ForwardRow
 from engine.engine import Engine
+from engine.graph_shapes import Shape
 from engine.input_batch import InputBatch
 from engine.kv.gpu import Gpu
 from engine.kv.pool import Pool
@@ -92,6 +93,8 @@ class Done:
 
 class KvRunner:
     """Writes each position's value into its KV; the next token is the sum of the sequence's values."""
+
+    graph_shapes: Sequence[Shape] = ()
 
     def __init__(self, pool: Pool, rows: InputBatch) -> None:
         self._pool = pool
