@@ -72,13 +72,12 @@ class StubOps(Ops):
 
 
 class StubModel:
-    """A model that plans its attention and computes nothing else."""
+    """A model that computes nothing: only its attention is planned."""
 
     ranks = ONE_RANK
     ops = StubOps()
 
-    def forward(self, batch: Batch, pool: Tensor, attention: AttentionBackend) -> Tensor:
-        attention.plan(pool, batch)
+    def run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         return torch.empty(len(batch.logits_rows), 1)
 
     def logits(self, hidden: Tensor) -> Tensor:

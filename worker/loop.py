@@ -157,9 +157,10 @@ class WorkerLoop:
                 return
         started = time.perf_counter()
         requests = [self._request(step) for step in planned]
-        with self.thread.lock:
-            for step in planned:
-                self._scheduler.add_drafts(step)
+        if drafted := [step for step in planned if step.num_drafted or step.draft_lead is not None]:
+            with self.thread.lock:
+                for step in drafted:
+                    self._scheduler.add_drafts(step)
         launched = launch_step(self._runner, requests, partial(self._explain, planned), needs_masks)
         if is_drained:
             self._extras.note_drain(time.perf_counter() - self._last_over)
@@ -181,9 +182,10 @@ class WorkerLoop:
         if step.drafts:
             drafts = np.array(step.drafts, np.int32)
             self._rows.write_tokens(row, step.begin + step.count, drafts, is_lagging=step.num_unjudged > 0)
+        mask = self._mask(step) if params.min_tokens else step.mask
         return ForwardRow(
             row, step.begin, step.count + step.num_drafted, step.num_scored + step.num_chosen, step.num_scored,
-            params.num_prompt_logprobs or 0, params.num_logprobs, self._mask(step), num_unjudged=step.num_unjudged,
+            params.num_prompt_logprobs or 0, params.num_logprobs, mask, 0, step.num_unjudged,
         )  # fmt: skip
 
     def _mask(self, step: ScheduledSequence) -> NDArray[np.int32] | None:
