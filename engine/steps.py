@@ -56,15 +56,11 @@ class Launcher(Protocol):
 class LaunchedStep:
     """One forward, or several for parts of the step, and the requests that no forward could compute."""
 
-    def __init__(
-        self, runner: Launcher, requests: Sequence[ForwardRow], explain: Explain, needs_masks: bool = False
-    ) -> None:
-        """needs_masks: tokens are chosen by `choose`."""
+    def __init__(self, runner: Launcher, requests: Sequence[ForwardRow], explain: Explain) -> None:
         self._runner = runner
         self._requests = requests
         self._explain = explain
-        self._needs_masks = needs_masks
-        self._begun: list[tuple[range, Begun]] = []
+        self._begun: Begun | None = None
         self._parts: list[tuple[range, Launched]] = []  # ascending
         self._failed: dict[int, StepFailedError] = {}
 
@@ -73,12 +69,8 @@ class LaunchedStep:
 
         k culprits among n requests cost O(k log n) forwards.
         """
-        requests = self._requests[part.start : part.stop]
         try:
-            if self._needs_masks:
-                self._begun.append((part, self._runner.begin(requests)))
-            else:
-                self._parts.append((part, self._runner.launch(requests)))
+            self._parts.append((part, self._runner.launch(self._requests[part.start : part.stop])))
             return
         except Exception as error:
             _end_if_lost(error)
@@ -91,15 +83,25 @@ class LaunchedStep:
         self.launch(range(part.start, middle))
         self.launch(range(middle, part.stop))
 
+    def begin(self) -> None:
+        """Launch the forward of all requests: `choose` follows. If that fails, `choose` launches everything."""
+        try:
+            self._begun = self._runner.begin(self._requests)
+        except Exception as error:
+            _end_if_lost(error)
+
     def choose(self, masks: Masks) -> None:
         """Launch the choice of tokens. masks: index of a request |-> the tokens that it may choose."""
-        begun, self._begun = self._begun, []
-        for part, one in begun:
-            own = {at - part.start: mask for at, mask in masks.items() if at in part}
+        every, begun = range(len(self._requests)), self._begun
+        self._begun = None
+        if begun is not None:
             try:
-                self._parts.append((part, self._runner.choose(one, own)))
+                self._parts.append((every, self._runner.choose(begun, masks)))
+                return
             except Exception as error:
-                self._fail(part, error)
+                _end_if_lost(error)
+        self._requests = [one._replace(mask=masks.get(at, one.mask)) for at, one in enumerate(self._requests)]
+        self.launch(every)
 
     def _fail(self, part: range, error: Exception) -> None:
         _end_if_lost(error)
@@ -133,9 +135,12 @@ class LaunchedStep:
 def launch_step(
     runner: Launcher, requests: Sequence[ForwardRow], explain: Explain, needs_masks: bool = False
 ) -> LaunchedStep:
-    """Takes at least one request. Ends the process if the GPU is lost. needs_masks: see LaunchedStep."""
-    step = LaunchedStep(runner, requests, explain, needs_masks)
-    step.launch(range(len(requests)))
+    """Takes at least one request. Ends the process if the GPU is lost. needs_masks: `LaunchedStep.choose` follows."""
+    step = LaunchedStep(runner, requests, explain)
+    if needs_masks:
+        step.begin()
+    else:
+        step.launch(range(len(requests)))
     return step
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from engine import steps
 from engine.batch import ForwardRow
 from engine.out_of_memory import StepFailedError, explain_failure, is_device_lost
-from engine.runner import Launched, ModelOutput, Runner
+from engine.runner import Begun, Launched, Masks, ModelOutput, Runner
 from engine.sampling.logits import NOT_A_NUMBER
 from engine.steps import StepOutput, launch_step
 from wire.logprobs import TokenLogprobs
@@ -39,8 +40,20 @@ class PoisonedRunner:
         self._error = error
         self._is_late = is_late  # fails when collected
         self.num_forwards = 0
+        self.fails_at_choice = False  # else when it begins
+        self.masked: set[int] = set()  # rows that came with masks
+
+    def begin(self, requests: Sequence[ForwardRow]) -> Begun:
+        if not self.fails_at_choice:
+            self.launch(requests)
+        return cast(Begun, requests)
+
+    def choose(self, begun: Begun, masks: Masks) -> Launched:
+        requests = cast(Sequence[ForwardRow], begun)
+        return self.launch([one._replace(mask=masks.get(at)) for at, one in enumerate(requests)])
 
     def launch(self, requests: Sequence[ForwardRow]) -> Launched:
+        self.masked |= {one.row for one in requests if one.mask is not None}
         self.num_forwards += 1
         is_poisoned = any(one.row in self._poison for one in requests)
         if is_poisoned and not self._is_late:
@@ -59,6 +72,23 @@ class Explained:
     def __call__(self, error: Exception, part: Sequence[int]) -> StepFailedError:
         self.parts.append(list(part))
         return explain_failure(error, "--max-running", 64)
+
+
+@given(size=st.integers(1, 40), fails_at_choice=st.booleans(), data=st.data())
+def test_culprits_alone_fail_in_steps_that_wait_for_masks(
+    size: int, fails_at_choice: bool, data: st.DataObject
+) -> None:
+    """Only one forward waits for masks at a time: parts of a step would share a graph's buffers."""
+    rows = st.sets(st.integers(0, size - 1), max_size=5)
+    poison, masked = data.draw(rows), data.draw(rows)
+    runner = PoisonedRunner([*poison], RuntimeError("cannot compute this"))
+    runner.fails_at_choice = fails_at_choice
+    requests = [ForwardRow(row, 5, 1, num_logits=1) for row in range(size)]
+    step = launch_step(cast(Runner, runner), requests, Explained(), needs_masks=True)
+    step.choose({row: np.zeros((1, 1), np.int32) for row in masked})
+    answers = step.collect()
+    assert answers.failed.keys() == poison and runner.masked == masked
+    assert answers.tokens == [-1 if row in poison else 10 * row for row in range(size)]
 
 
 def run(runner: PoisonedRunner, requests: Sequence[ForwardRow], explain: Explained | None = None) -> StepOutput:
