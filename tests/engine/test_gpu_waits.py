@@ -170,6 +170,17 @@ def test_drafts_that_are_not_judged_yet(built: Built, choices: Choices) -> None:
         built.rows.write_tokens(0, 24, np.arange(3, dtype=np.int32), is_lagging=True)
 
 
+@pytest.mark.parametrize("built", ["flashinfer", "fp8"], indirect=True)
+def test_a_layer_takes_few_launches(built: Built) -> None:
+    """Rotation with the write of KV, attention (its double's copy), four products, a gate, two sums with norms."""
+    built.launch(PROMPTS)
+    built.gpu.launched.clear()
+    built.launch(plain(20))
+    begins = [at for at, name in enumerate(built.gpu.launched) if name == "rope_and_write_kernel"]
+    assert len(begins) == CONFIG.num_layers > 1
+    assert begins[1] - begins[0] <= 9, built.gpu.launched[begins[0] : begins[1]]
+
+
 def test_a_chain_of_forwards_like_a_draft_models(built: Built) -> None:
     built.launch(PROMPTS, plain(20))
     with built.gpu.step():

@@ -22,6 +22,7 @@ CUDA = torch.device("cuda", 0)
 READ_BY_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 COPIES = (aten._to_copy.default, aten.copy_.default)
+ALLOCATIONS = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach)
 PRODUCTS = (aten.mm, aten.addmm, aten._scaled_mm)
 KERNEL_DTYPES = {
     "slot_mapping": torch.int64,
@@ -40,6 +41,7 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_replays = 0
+        self.launched: list[str] = []  # kernels of torch and ours, in order
         self.num_products = 0  # matrix products launched
         self.num_done = 0  # those known to be done when one step is launched ahead
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -54,7 +56,7 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             patch.setattr(torch.cuda, "is_available", lambda: False)
             patch.setattr(torch.cuda, "Event", lambda *args, **kwargs: Event(self))
             patch.setattr(torch.cuda, "synchronize", lambda *args: wait("torch.cuda.synchronize"))
-            patch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: Launch(kernel))
+            patch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: Launch(kernel, self.launched))
             with self._fake, self:
                 yield
 
@@ -116,6 +118,8 @@ class ShapeGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         if func.overloadpacket in PRODUCTS:
             self.num_products += 1
+        if not func.is_view and func.overloadpacket not in ALLOCATIONS:
+            self.launched.append(str(func))
         if func is aten.mm.dtype:  # torch knows its shape only on a real GPU
             return torch.empty(args[0].shape[0], args[1].shape[1], dtype=args[2], device=CUDA)
         return func(*args, **given)
@@ -158,10 +162,13 @@ class Event:
 class Launch:
     """One of our kernels, with its grid."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, launched: list[str]) -> None:
         self._names: list[str] = kernel.arg_names
+        self._name: str = kernel.fn.__name__
+        self._launched = launched
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._launched.append(self._name)
         for name, value in [*zip(self._names, args, strict=False), *kwargs.items()]:
             for leaf in tree_leaves(value):
                 assert not isinstance(leaf, Tensor) or leaf.is_cuda, f"{name} is on {leaf.device}"
