@@ -65,11 +65,14 @@ def build_eager_speculator(
     return Speculator(drafters, meter, "off", 0, is_ahead)
 
 
-def build_scheduler(engine: Engine) -> Scheduler:
-    """A scheduler for as many sequences as the engine has rows, with an empty cache."""
-    cache = PrefixCache(engine.num_pages, engine.pool.generations)
+def build_scheduler(engine: Engine, num_pages: int = 0) -> Scheduler:
+    """A scheduler for as many sequences as the engine has rows, with an empty cache.
+
+    num_pages: of the engine's; 0: all.
+    """
+    cache = PrefixCache(num_pages or engine.num_pages, engine.pool.generations)
     max_running = engine.rows.num_rows // num_rows_for(1)
-    return Scheduler(cache, engine.pool.shape.page_tokens, max_running, lease_s=60.0)
+    return Scheduler(cache, engine.pool.shape.page_tokens, max_running, lease_s=PATIENCE_S)
 
 
 def decode(

@@ -84,20 +84,15 @@ class Engine:
             return
         runners = [runner for runner in (self.runner, self.draft_runner) if runner is not None]
         max_rows = max(1, CHUNK_VALUES // self.rows.vocab_size)  # logits of more are computed in parts
-        shapes = choose_shapes(graph_rows, max_drafts, max_rows) if graph_rows else []
-        wanted = [
-            (
-                one,
-                shapes if shapes and one.is_capturable else [],
-                piece_tokens if piece_tokens and one.has_pieces else (),
-            )
-            for one in runners
-        ]
-        total = sum(len(own) + len(sizes) for _, own, sizes in wanted)
+        shapes = choose_shapes(graph_rows, max_drafts, max_rows)
         done = count(1)
         try:
             for runner in runners:
                 runner.warm_up(self.padding_page)
+            wanted = [
+                (one, shapes if one.is_capturable else [], piece_tokens if one.has_pieces else ()) for one in runners
+            ]
+            total = sum(len(own) + len(sizes) for _, own, sizes in wanted)
             gc.collect()
             gc.disable()  # freeing GPU memory during a capture would spoil it
             for runner, own, sizes in wanted:

@@ -23,8 +23,11 @@ class Shape(NamedTuple):
 def choose_shapes(max_sequences: int, max_drafts: int, max_rows: int) -> list[Shape]:
     """1, 2, 4, ... sequences with one token, and as many as have MAX_DRAFT_ROWS rows with up to 1 + max_drafts.
 
-    max_rows: of any graph. Logits of a step with more are computed in parts, which no graph does.
+    max_sequences: 0: no graphs. max_rows: of any graph. Logits of a step with more are computed in parts, which no
+    graph does.
     """
+    if not max_sequences:
+        return []
     shapes = [Shape(size) for size in powers_to(min(max_sequences, max_rows))]
     for length in sorted({min(length, 1 + max_drafts) for length in DRAFT_LENGTHS} | {1 + max_drafts}):
         most = min(max_sequences, min(MAX_DRAFT_ROWS, max_rows) // length)

@@ -210,7 +210,7 @@ class DecodeGraph:
             self._masks[: len(masks)].copy_(masks)
 
     def _fill_before(self, arrays: Mapping[str, NDArray[Any]], layout: Layout) -> None:
-        """Fill all rows as if the new tokens filled the shape; `replay` then overwrites those of new tokens."""
+        """Fill all rows as if the new tokens filled the shape; `forward` then overwrites those of new tokens."""
         num_sequences, num_tokens = len(layout.query_lens), self.shape.num_tokens
         steps = np.arange(-num_tokens, 0)
         lasts = layout.cu_seqlens_q[1:] - 1  # last new token of each sequence

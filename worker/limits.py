@@ -256,7 +256,7 @@ def estimate_graph_bytes(shape: ModelShape, limits: Limits, tp: int, page_tokens
     logits of the largest, pieces the tokens of the largest.
     """
     max_rows = max(1, LOGITS_VALUES // shape.vocab_size)
-    shapes = choose_shapes(limits.graph_rows, limits.max_drafts, max_rows) if limits.graph_rows else []
+    shapes = choose_shapes(limits.graph_rows, limits.max_drafts, max_rows)
     page_ids_bytes = 2 * 4 * -(-shape.context_tokens // page_tokens)
     own_bytes = sum(
         GRAPH_BYTES + one.num_sequences * page_ids_bytes + one.num_rows * shape.vocab_size // 8 for one in shapes

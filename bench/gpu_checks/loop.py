@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.decoding import NO_SPECULATION
+from bench.decoding import NO_SPECULATION, build_scheduler
 from decode_worker.loop import DraftsAndMasks
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.speculation.speculator import Speculator
@@ -23,8 +23,8 @@ from wire.sampling import SamplingParams
 from worker.chunks import ChunkSizer
 from worker.loop import WorkerLoop
 from worker.plan import build_budget
-from worker.prefix_cache import NoRoomError, PrefixCache
-from worker.scheduler import Scheduler, num_rows_for
+from worker.prefix_cache import NoRoomError
+from worker.scheduler import Scheduler
 from worker.sequences import ScheduledSequence, Sequence, SequenceParams, Update
 
 CHUNK_TOKENS = 2048
@@ -121,8 +121,7 @@ def run_jobs(
     steps_ahead: None for the device's default. num_pages: of the engine's; 0: all. at_once: requests admitted together;
     0: all. aborted: handle |-> number of its tokens after which it is aborted. may_wait: see `Unwaiting`.
     """
-    cache = PrefixCache(num_pages or engine.num_pages, engine.pool.generations)
-    scheduler = Scheduler(cache, engine.pool.shape.page_tokens, engine.rows.num_rows // num_rows_for(1), lease_s=600.0)
+    scheduler = build_scheduler(engine, num_pages)
     runner: Any = engine.runner if may_wait else Unwaiting(engine.runner, engine.device)
     updates: list[Update] = []
     loop = WatchedLoop(
@@ -145,7 +144,7 @@ def run_jobs(
         if len([update for update in updates if update.token_ids]) == len(requests):
             ran.full.append((time.perf_counter(), len(ran.tokens[requests[0].handle])))
     scheduler.check()
-    assert not cache.num_held, "pages are held after all requests"
+    assert not scheduler.cache.num_held, "pages are held after all requests"
     ran.num_drafted, ran.num_accepted, ran.num_preemptions = (
         sum(getattr(one, name) for one in sequences) for name in ("num_drafted", "num_accepted", "num_preemptions")
     )

@@ -40,7 +40,7 @@ def check_memory(device: torch.device) -> str:
 
     loaded = load_random(name, device)
     engine = assemble_engine(loaded, None, PAGE_TOKENS, limits.num_rows, size, largest_step=largest)
-    engine.warm_up(limits.graph_rows, config.max_draft_tokens)
+    engine.warm_up(limits.graph_rows, limits.max_drafts, limits.piece_tokens)
     run(largest, engine.runner, engine.rows)
     found = f"{name}, {limits.max_running} sessions, {limits.chunk_tokens} prompt tokens, {engine.num_pages} pages"
     if not is_gpu:

@@ -55,8 +55,8 @@ def choose_attention(
     """The fastest backend that works for layers with these windows. kv_dtype: dtype of the pages; None: `dtype`.
     has_sinks: `attend` is called with sinks.
 
-    Builds the CPU kernel on first use (seconds). A missing compiler or FlashInfer, or no
-    FlashInfer modules for this GPU, leads to a fallback, not an error.
+    Builds the CPU kernel on first use (seconds). A missing compiler or FlashInfer, or no FlashInfer modules for this
+    GPU, leads to a fallback, not an error.
     """
     if device.type == "cuda":
         return _choose_for_gpu(shape, windows, device, dtype, kv_dtype or dtype, has_sinks)
