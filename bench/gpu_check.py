@@ -24,10 +24,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from bench.interpreter import interpret_kernels
 
@@ -214,7 +214,7 @@ def replace_table(text: str, table: str) -> str:
 def main(
     *,
     device: Literal["cuda", "cpu"] = "cuda",
-    parts: tuple[str, ...] = (),
+    parts: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
     budget_s: float = 520,
     out: Path | None = None,
     document: Path | None = None,

@@ -74,6 +74,8 @@ def test_what_follows_a_failed_or_hanging_check_gets_a_new_process(monkeypatch: 
     assert [one.result for one in late] == ["not run"] * 2
     assert main(device="cpu", parts=("machine",), budget_s=0) == 1
     assert main(device="cpu", parts=("unknown",)) == 2
+    _, bound, _ = gpu_check.app.parse_args(["--parts", "engine", "one stream", "--budget-s", "800"])
+    assert bound.arguments == {"parts": ("engine", "one stream"), "budget_s": 800}
 
 
 FAKE = """
