@@ -372,7 +372,9 @@ class Terminal:
 
 @pytest.fixture
 def terminal(service: FakeService) -> Iterator[Terminal]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start without one
     opened = Terminal(service.url)
+    signal.signal(signal.SIGINT, before)
     yield opened
     opened.close()
 
