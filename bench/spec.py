@@ -185,7 +185,7 @@ def main(
 def _build(folder: str, draft: str, dtype: str, threads: int) -> Engine:
     return build_engine(
         folder, draft, dtype, "cpu", threads, PAGE_TOKENS, num_rows_for(max(STREAMS)),
-        lambda *_: 512, lambda _done, _all: None,
+        lambda *_: (512, 0), lambda _done, _all: None,
     )  # fmt: skip
 
 

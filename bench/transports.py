@@ -47,7 +47,7 @@ async def own_pool() -> None:
     """The other process: prints its Peer, serves its pool, and answers lists of pages with checksums."""
     pool = build_pool()
     server = build_server()
-    PageServer(pool, "exporter").add_to(server)
+    PageServer({"exporter": pool}).add_to(server)
     port = bind(server, "127.0.0.1", 0)
     await server.start()
     nixl = NixlPool("exporter", pool, is_local=True)

@@ -2,21 +2,22 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import structlog
 
 from decode_worker.metrics import DecodeMetrics
-from kvtransfer.checksums import check_checksums
-from kvtransfer.layout import Run, find_bad_ranks, find_mismatch, plan_all_runs
+from kvtransfer.checksums import check_checksums, check_slot_checksums
+from kvtransfer.layout import Run, find_bad_ranks, find_bad_states, find_mismatch, plan_all_runs
 from kvtransfer.nixl_agent import find_obstacle
 from kvtransfer.reader import PageRef, Reader, ReadError, Transport, choose_transport
 from protos import kv_pb2
 from runtime.config import DecodeConfig
-from worker.process import Worker, build_opener
+from worker.process import Worker, build_opener, name_pools
 from worker.rank_checksums import PageBytes, compute_over_ranks
 from worker.rank_reads import RanksReader
 from worker.scheduler import OfferRefusedError
@@ -38,9 +39,22 @@ class KnownPeer:
 
     peer: kv_pb2.Peer
     reader: Reader
+    states_reader: Reader | None  # of its slots
     why: str  # it is read by this transport
     bytes_per_s: float  # of a first large read
     runs: list[tuple[int, Run]]  # (our rank, run): what checksums are of; empty if transfers are not verified
+    slot_runs: list[tuple[int, Run]]  # the same of slots
+
+    @property
+    def readers(self) -> list[Reader]:
+        return [self.reader] if self.states_reader is None else [self.reader, self.states_reader]
+
+
+class Targets(NamedTuple):
+    """Where an offer is read to."""
+
+    pages: list[int]
+    slots: list[int]
 
 
 class KVReceiver:
@@ -51,19 +65,20 @@ class KVReceiver:
 
     def __init__(self, worker: Worker, config: DecodeConfig, thread: EngineThread, metrics: DecodeMetrics) -> None:
         self._me = worker.me
-        self._pool = worker.engine.pool
+        self._pool, self._states = worker.engine.pool, worker.engine.states
         self._scheduler = worker.scheduler
         self._thread = thread
         self._metrics = metrics
         self._transport = config.transport
         self._is_transport_required = config.require_transport
         self.wants_checksums = config.verify_transfers
-        self._opener = build_opener(f"{worker.me.incarnation}.0", config, self._pool, worker.trust)
+        pools = name_pools(worker.engine, worker.me.incarnation).items()
+        self._openers = [build_opener(f"{name}.0", config, pool, worker.trust) for name, pool in pools]
         self._children = worker.children
         self._peers: dict[str, KnownPeer] = {}  # address |-> peer
         # address |-> held during a handshake; exists while a handshake runs or waits
         self._greeting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._reads: dict[asyncio.Future[kv_pb2.OfferResponse], Reader] = {}  # running read |-> its reader
+        self._reads: dict[asyncio.Future[kv_pb2.OfferResponse], KnownPeer] = {}  # running read |-> its peer
         self._watching: asyncio.Task[None] | None = None  # while there are peers
 
     def transports(self) -> dict[str, str]:
@@ -94,16 +109,22 @@ class KVReceiver:
         if known is not None and known.peer.incarnation == peer.incarnation:
             return known.reader.transport
         mismatch = find_mismatch(self._me.layout, peer.layout) or find_bad_ranks(self._pool.parts, peer)
+        mismatch = mismatch or find_bad_states(self._me, peer)
+        if self._states is not None and mismatch is None:
+            mismatch = find_bad_ranks(self._states.parts, peer.states)
         if mismatch is not None:
             raise HandshakeRefusedError(f"{peer.address} cannot hand over its KV: {mismatch}")
         try:
-            reader, why = await self._open_reader(peer)
-            rate = await self._measure(reader, peer)
+            (reader, *states), why = await self._open_readers(peer)
+            rate = await self._measure([reader, *states], peer)
         except (ReadError, ValueError) as error:
             raise HandshakeRefusedError(f"cannot read from {peer.address}: {error}") from error
         forgotten = self._forget(lambda other: other is known or self._is_dead(other))
-        runs = plan_all_runs(self._pool.parts, self._pool.num_ranks, len(peer.ranks)) if self.wants_checksums else []
-        self._peers[peer.address] = KnownPeer(peer, reader, why, rate, runs)
+        runs, slot_runs = (
+            plan_all_runs(pool.parts, pool.num_ranks, len(peer.ranks)) if pool and self.wants_checksums else []
+            for pool in (self._pool, self._states)
+        )
+        self._peers[peer.address] = KnownPeer(peer, reader, next(iter(states), None), why, rate, runs, slot_runs)
         self._metrics.probed_bytes_per_s.labels(reader.transport).set(rate)
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
@@ -124,54 +145,66 @@ class KVReceiver:
 
     def _is_dead(self, known: KnownPeer) -> bool:
         """Whether its process is dead, and no read of its pool is running."""
-        return known.reader not in self._reads.values() and known.reader.is_gone()
+        return known not in self._reads.values() and any(reader.is_gone() for reader in known.readers)
 
     def _forget(self, is_meant: Callable[[KnownPeer], bool]) -> list[Reader]:
         """Remove matching peers; the caller closes the returned readers."""
         forgotten = [address for address, known in self._peers.items() if is_meant(known)]
         for address in forgotten:
             log.info("peer forgotten", peer=address, incarnation=self._peers[address].peer.incarnation)
-        return [self._peers.pop(address).reader for address in forgotten]
+        return [reader for address in forgotten for reader in self._peers.pop(address).readers]
 
-    async def _open_reader(self, peer: kv_pb2.Peer) -> tuple[Reader, str]:
+    async def _open_readers(self, peer: kv_pb2.Peer) -> tuple[list[Reader], str]:
+        """Of its pages, and of its slots by the same transport."""
         transport, why = choose_transport(
             self._me, peer, self._transport, self._is_transport_required, find_obstacle()
         )  # fmt: skip
         wanted = transport if self._transport == "auto" else self._transport
         try:
-            reader = await self._open(transport, peer)
+            readers = await self._open_all(transport, peer)
         except ReadError as error:
             if self._is_transport_required:
                 raise
             wanted, transport, why = transport, "grpc", f"{transport} failed: {error}"
-            reader = await self._open(transport, peer)
+            readers = await self._open_all(transport, peer)
         if transport != wanted:
             log.warning(
-                "transport differs from the requested one", peer=peer.address, asked=wanted, used=reader.transport,
+                "transport differs from the requested one", peer=peer.address, asked=wanted, used=readers[0].transport,
                 why=why,
             )  # fmt: skip
-        return reader, why
+        return readers, why
 
-    async def _open(self, transport: Transport, peer: kv_pb2.Peer) -> Reader:
+    async def _open_all(self, transport: Transport, peer: kv_pb2.Peer) -> list[Reader]:
+        readers = [await self._open(transport, peer, is_states=False)]
+        if self._states is not None:
+            try:
+                readers.append(await self._open(transport, peer.states, is_states=True))
+            except BaseException:
+                await readers[0].close()
+                raise
+        return readers
+
+    async def _open(self, transport: Transport, peer: kv_pb2.Peer, is_states: bool) -> Reader:
         """Open a reader for all ranks of this worker. Raises ReadError."""
-        own = await self._opener.open(transport, peer)
+        own = await self._openers[is_states].open(transport, peer)
         if self._children is None:
             return own
         try:
-            return RanksReader([own, *await self._children.open(transport, peer)])
+            return RanksReader([own, *await self._children.open(transport, peer, is_states)])
         except BaseException:
             await own.close()
             raise
 
-    async def _measure(self, reader: Reader, peer: kv_pb2.Peer) -> float:
-        """Read the peer's first pages and drop them; returns bytes per second."""
+    async def _measure(self, readers: list[Reader], peer: kv_pb2.Peer) -> float:
+        """Read the peer's first pages and drop them; returns bytes per second. Closes the readers if that fails."""
         page_bytes = self._pool.all_page_bytes
         num_pages = max(1, min(peer.num_pages, PROBE_BYTES // page_bytes))
         started = time.perf_counter()
         try:
-            await reader.probe(num_pages)
+            await readers[0].probe(num_pages)
         except BaseException:  # cancelled too, if the peer stops waiting
-            await reader.close()
+            for reader in readers:
+                await reader.close()
             raise
         return num_pages * page_bytes / (time.perf_counter() - started)
 
@@ -183,7 +216,7 @@ class KVReceiver:
             return self._refuse(offer, error.reason, error.detail)
         # not cancelled with the call: the session's pages are leased until the copy ends
         task = asyncio.ensure_future(self._read(offer, known, targets))
-        self._reads[task] = known.reader
+        self._reads[task] = known
         task.add_done_callback(self._reads.pop)
         return await asyncio.shield(task)
 
@@ -199,29 +232,33 @@ class KVReceiver:
                 "incarnation", f"ticket of incarnation {ticket.incarnation}; this worker is {self._me.incarnation}"
             )
 
-    def _begin(self, offer: kv_pb2.OfferRequest) -> tuple[KnownPeer, list[int]]:
-        """Check the offer against peer and session. Returns the peer, and the pages to read into (`begin_read`)."""
+    def _begin(self, offer: kv_pb2.OfferRequest) -> tuple[KnownPeer, Targets]:
+        """Check the offer against peer and session. Returns the peer, and what to read into (`begin_read`)."""
         ticket = offer.ticket
         self._check_ticket(ticket)
         known = next((peer for peer in self._peers.values() if peer.peer.incarnation == offer.incarnation), None)
         if known is None:
             raise OfferRefusedError("handshake", f"incarnation {offer.incarnation} has not shaken hands here")
-        num_checksums = len(known.runs) * len(offer.pages)
-        if known.runs and len(offer.checksums) != num_checksums:
-            raise OfferRefusedError(
-                "handshake", f"{len(offer.checksums)} checksums offered by {known.peer.address}, not {num_checksums}"
-            )
+        for runs, refs, checksums in (
+            (known.runs, offer.pages, offer.checksums),
+            (known.slot_runs, offer.slots, offer.slot_checksums),
+        ):
+            if runs and len(checksums) != len(runs) * len(refs):
+                wanted = f"{len(checksums)} checksums offered by {known.peer.address}, not {len(runs) * len(refs)}"
+                raise OfferRefusedError("handshake", wanted)
         with self._thread.lock:
             targets = self._scheduler.begin_read(
-                ticket.session, ticket.attempt, offer.begin, offer.end, len(offer.pages)
+                ticket.session, ticket.attempt, offer.begin, offer.end, len(offer.pages), len(offer.slots)
             )
-        return known, targets
+        return known, Targets(*targets)
 
-    async def _read(self, offer: kv_pb2.OfferRequest, known: KnownPeer, targets: list[int]) -> kv_pb2.OfferResponse:
+    async def _read(self, offer: kv_pb2.OfferRequest, known: KnownPeer, targets: Targets) -> kv_pb2.OfferResponse:
         session = offer.ticket.session
         started = time.perf_counter()
         try:
-            await known.reader.read([PageRef(ref.page, ref.generation) for ref in offer.pages], targets)
+            await known.reader.read(_sources(offer.pages), targets.pages)
+            if known.states_reader is not None and targets.slots:
+                await known.states_reader.read(_sources(offer.slots), targets.slots)
             if known.runs:  # after the generations: a page that was recycled has other bytes too
                 await self._verify(offer, known, targets)
         except Exception as error:
@@ -234,20 +271,25 @@ class KVReceiver:
             return self._refuse(offer, "transport", str(error))
         seconds = time.perf_counter() - started
         with self._thread.lock:
-            self._scheduler.finish_read(session, offer.end, time.monotonic())
+            self._scheduler.finish_read(session, offer.end, time.monotonic(), len(targets.slots))
             self._thread.wake()
-        num_bytes = len(targets) * self._pool.all_page_bytes
+        num_bytes = len(targets.pages) * self._pool.all_page_bytes
+        if self._states is not None:
+            num_bytes += len(targets.slots) * self._states.all_page_bytes
         self._metrics.offers_accepted.inc()
         self._metrics.transfer_bytes.labels(known.reader.transport).inc(num_bytes)
         self._metrics.transfer_seconds.observe(seconds)
         return kv_pb2.OfferResponse(accepted=True, bytes=num_bytes, seconds=seconds)
 
-    async def _verify(self, offer: kv_pb2.OfferRequest, known: KnownPeer, targets: list[int]) -> None:
+    async def _verify(self, offer: kv_pb2.OfferRequest, known: KnownPeer, targets: Targets) -> None:
         """Compare what landed in our ranks' pools with what was offered. Raises ReadError("checksum")."""
-        places = [PageBytes(rank, run.target, run.num_bytes) for rank, run in known.runs]
-        landed = await compute_over_ranks(self._pool, self._children, targets, places)
         way = f"{known.reader.transport} from {known.peer.address}"
+        landed = await compute_over_ranks(self._pool, self._children, targets.pages, _places(known.runs))
         check_checksums(offer, self._me.layout.page_tokens, known.runs, landed, way)
+        if self._states is not None and targets.slots:
+            places = _places(known.slot_runs)
+            landed = await compute_over_ranks(self._states, self._children, targets.slots, places, is_states=True)
+            check_slot_checksums(offer, known.slot_runs, landed, way)
 
     def _refuse(self, offer: kv_pb2.OfferRequest, reason: str, detail: str) -> kv_pb2.OfferResponse:
         self._metrics.offers_refused.labels(reason).inc()
@@ -259,5 +301,16 @@ class KVReceiver:
         if self._watching is not None:
             self._watching.cancel()
         for known in self._peers.values():
-            await known.reader.close()
-        self._opener.close()
+            for reader in known.readers:
+                await reader.close()
+        for opener in self._openers:
+            opener.close()
+
+
+def _sources(refs: Iterable[kv_pb2.PageRef]) -> list[PageRef]:
+    return [PageRef(ref.page, ref.generation) for ref in refs]
+
+
+def _places(runs: Sequence[tuple[int, Run]]) -> list[PageBytes]:
+    """Where our ranks keep them."""
+    return [PageBytes(rank, run.target, run.num_bytes) for rank, run in runs]

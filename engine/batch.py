@@ -6,7 +6,7 @@ of requests, sampling or time. The host lays it out without knowing the tokens; 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.input_batch import InputBatch
 from engine.ranges import Ints, find_starts, join_ranges
-from engine.staging import Stager
+from engine.staging import Stager, upload
 
 
 class ForwardRow(NamedTuple):
@@ -37,11 +37,17 @@ class ForwardRow(NamedTuple):
     num_unjudged: int = 0
     """Drafts of the row's last step if the host does not know yet which were right: `begin` counts all, and the device
     subtracts the wrong ones (InputBatch.lag)."""
+    state_from: int = -1  # slot with the state after the positions before `begin`; -1: the sequence begins, or has none
+    state_to: int = -1  # slot for the state after the step: no sequence of the step reads it
 
     @property
     def num_drafts(self) -> int:
         """Tokens after the first sampled one's row that this step checks."""
         return max(self.num_logits - self.num_given - 1, 0)
+
+
+UNJUDGED, STATE_FROM = (ForwardRow._fields.index(name) for name in ("num_unjudged", "state_from"))
+NO_SLOTS: Ints = np.zeros((2, 0), np.int64)
 
 
 class Layout(NamedTuple):
@@ -57,8 +63,20 @@ class Layout(NamedTuple):
     page_table: NDArray[np.int32]  # [B, P]
     slot_mapping: Ints  # [T]
     logits_rows: Ints  # [S]
+    slots: Ints  # [2, B] state_from and state_to of each sequence; [2, 0] if the model has no states
     query_lens: NDArray[np.int32]  # [B]
     lag_rows: Ints | None  # [B] rows whose lag counts, the row after all others where none does; None: nowhere
+
+
+class States(NamedTuple):
+    """What layers without attention keep of each sequence, in slots of a pool.
+
+    A step reads one slot and writes another, so one that failed, or was taken back, can be launched again.
+    """
+
+    parts: tuple[Tensor, ...]  # of each of the model's StateParts: [num_slots, heads, layers, ...] float32
+    sources: Tensor  # [B] int64, slots with the states before the step; -1: the sequence begins, its state is zeros
+    targets: Tensor  # [B] int64, slots for the states after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +93,7 @@ class Batch:
     query_lens_host: NDArray[np.int32]  # [B], the same on the host
     seq_lens_host: NDArray[np.int32]  # [B], the same on the host
     is_lagging: bool = False  # some sequences may begin earlier: see `shift`
+    states: States | None = None  # if the model has some
 
 
 def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
@@ -95,9 +114,21 @@ def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
         page_table=rows.page_table[row, : -(-longest // rows.page_tokens)],
         slot_mapping=rows.slots(token_rows, positions),
         logits_rows=join_ranges(starts[1:] - num_logits, num_logits)[1],
+        slots=find_slots(rows, columns[STATE_FROM:]),
         query_lens=counts.astype(np.int32),
-        lag_rows=np.where(columns[-1], row, rows.num_rows) if any(columns[-1]) else None,
+        lag_rows=np.where(columns[UNJUDGED], row, rows.num_rows) if any(columns[UNJUDGED]) else None,
     )
+
+
+def find_slots(rows: InputBatch, slots: Sequence[Sequence[int]]) -> Ints:
+    """state_from and state_to of the requests |-> `Layout.slots`. ValueError for slots that do not exist: a bug."""
+    if not rows.states:
+        return NO_SLOTS
+    found = np.array(slots, np.int64)  # [2, B]
+    sources, targets = found
+    if sources.min() < -1 or targets.min() < 0 or found.max() >= len(rows.states[0]):
+        raise ValueError(f"slots {found.tolist()} of {len(rows.states[0])}")
+    return found
 
 
 def check_ends(rows: InputBatch, longest: int) -> None:
@@ -113,10 +144,11 @@ def build_batch(layout: Layout, rows: InputBatch, stager: Stager) -> Batch:
     `lag_rows`.
     """
     places, *fields = stager.upload(layout[:-2])
-    positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows = fields
+    positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows, slots = fields
     return Batch(
         rows.tokens.take(places).long(), positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows,
         query_lens_host=layout.query_lens, seq_lens_host=layout.seq_lens, is_lagging=layout.lag_rows is not None,
+        states=States(rows.states, *slots) if rows.states else None,
     )  # fmt: skip
 
 
@@ -138,6 +170,29 @@ def shift(batch: Batch, places: Tensor, lag: Tensor, owners: Tensor, rows: Input
         seq_lens=batch.seq_lens - lag.to(torch.int32),
         slot_mapping=torch.where(batch.slot_mapping < padding_slot, slots, batch.slot_mapping),
     )
+
+
+def select(batch: Batch, which: Sequence[int]) -> tuple[Batch, Tensor]:
+    """The step of some of the batch's sequences alone, and which of the S rows of logits are theirs, [s] int64.
+
+    Waits for the device.
+    """
+    chosen, all_counts = np.array(which, np.int64), batch.query_lens_host.astype(np.int64)
+    counts = all_counts[chosen]
+    rows = join_ranges(find_starts(all_counts)[chosen].astype(np.int64), counts)[1]  # [t]
+    logits_rows = batch.logits_rows.cpu().numpy()
+    outputs = np.flatnonzero(np.isin(logits_rows, rows))  # [s]
+    own_outputs = np.searchsorted(rows, logits_rows[outputs])
+    fields: list[NDArray[Any]] = [chosen, rows, outputs, find_starts(counts), own_outputs]
+    sequences, tokens, outputs_here, cu_seqlens_q, own_rows = upload(fields, batch.token_ids.device)
+    states = batch.states
+    part = Batch(
+        batch.token_ids[tokens], batch.positions[tokens], cu_seqlens_q, batch.seq_lens[sequences],
+        batch.page_table[sequences], batch.slot_mapping[tokens], own_rows, batch.query_lens_host[chosen],
+        batch.seq_lens_host[chosen],
+        states=states and states._replace(sources=states.sources[sequences], targets=states.targets[sequences]),
+    )  # fmt: skip
+    return part, outputs_here
 
 
 def count_right(drafts: Tensor, chosen: Tensor, num_drafts: Tensor) -> Tensor:

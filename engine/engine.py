@@ -27,11 +27,12 @@ from engine.ranks import ONE_RANK, Ranks
 from engine.runner import CHUNK_VALUES, Runner
 from engine.weights.fp8 import check_fp8
 from engine.weights.reader import OnProgress
-from wire.kv_layout import KvPart
+from wire.kv_layout import KvPart, PagePart, StatePart
 
 KvDType = Literal["auto", "fp8"]  # of pages; auto: the model's
 
 
+NO_DRAFTS = "the model's layers keep states, which cannot be taken back after a wrong draft"
 NO_STEPS_AHEAD = "no step is launched ahead"
 
 
@@ -53,12 +54,18 @@ class Engine:
     draft_runner: Runner | None  # the draft model over the second part of the same pages
     quantization: Quantization = "none"  # of both models
     why_unshared: str | None = None  # see Decoder
+    states: Pool | None = None  # slots of a model whose layers keep some; on a GPU the last is like the padding page
     trouble: dict[str, str] = field(default_factory=dict)  # what the warm-up found to be wrong |-> how
 
     @property
     def num_pages(self) -> int:
         """Pages of the pool that are available to sequences."""
         return self.pool.num_pages if self.padding_page is None else self.padding_page
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of state that are available to sequences."""
+        return 0 if self.states is None else self.states.num_pages - (self.padding_page is not None)
 
     @property
     def kv_dtype(self) -> str:
@@ -84,6 +91,7 @@ class Engine:
             return
         runners = [runner for runner in (self.runner, self.draft_runner) if runner is not None]
         max_rows = max(1, CHUNK_VALUES // self.rows.vocab_size)  # logits of more are computed in parts
+        max_drafts = 0 if self.states else max_drafts
         shapes = choose_shapes(graph_rows, max_drafts, max_rows)
         done = count(1)
         try:
@@ -118,6 +126,7 @@ class Engine:
             "attention": self.attention.backend.name,
             "attention_reason": self.attention.reason,
             "pool": f"{shape.num_pages} pages of {shape.page_tokens} tokens, {self.pool.all_page_bytes} bytes each",
+            **({"states": f"{self.num_slots} slots, {self.states.all_page_bytes} bytes each"} if self.states else {}),
             "draft_model": self.draft_weights[:12] or "none",
             **({"ranks": str(self.pool.num_ranks)} if self.pool.num_ranks > 1 else {}),
         }
@@ -127,6 +136,8 @@ class Engine:
         found = dict(self.trouble)
         if self.attention.is_fallback:
             found["slow attention"] = self.attention.reason
+        if self.states is not None:
+            found["no speculation"] = NO_DRAFTS
         if self.device.type == "cuda" and not self.attention.backend.is_capturable:
             found["no CUDA graphs"] = f"{self.attention.backend.name} cannot be captured: {self.attention.reason}"
         if isinstance(self.config, FallbackConfig):
@@ -138,9 +149,9 @@ class Engine:
         return found
 
 
-SizePool = Callable[[int, int, int, tuple[int, int, int] | None, int], int]
+SizePool = Callable[[int, int, int, tuple[int, int, int] | None, int, int], tuple[int, int]]
 """(model's context in tokens, bytes of a page of one rank, ranks, (all, held, needed by the largest step) bytes of the
-GPU or None, bytes of weights mapped from a file) |-> pages"""
+GPU or None, bytes of weights mapped from a file, bytes of a slot of one rank) |-> pages, slots"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +159,7 @@ class Place:
     """An engine's position among the ranks of its worker, and how its rows and runners are built."""
 
     ranks: Ranks = ONE_RANK
-    pool_fd: int = -1  # an empty memory file shared by all ranks; -1 with one rank
+    pool_fds: tuple[int, int] = (-1, -1)  # empty memory files shared by all ranks, for pages and for slots; -1 with one
     build_rows: Callable[..., InputBatch] = InputBatch
     build_runner: Callable[..., Runner] = lambda number, *parts: Runner(*parts)
     """(0: the model, 1: the draft model; Runner's arguments)"""
@@ -165,6 +176,7 @@ class Loaded:
     weights: str  # fingerprint
     decoder: Decoder
     kv_parts: tuple[KvPart, ...]  # over all ranks
+    state_parts: tuple[StatePart, ...] = ()  # the same
 
 
 def build_engine(
@@ -228,18 +240,30 @@ def assemble_engine(
     if draft and draft_shape:
         draft_attention = _choose_attention(draft.decoder, page_tokens, draft_shape.dtype)
         models.append((draft.decoder, draft_attention, draft_shape))
+    slots = PoolShape(1, config.state_parts, 1, torch.float32)
     gpu_memory = _gpu_memory(device)
     if gpu_memory is not None and largest_step is not None:
         gpu_memory = (*gpu_memory[:2], _measure_step(largest_step, models, rows))
-    num_pages = size_pool(config.context_tokens, page_bytes, ranks.size, gpu_memory, mapped_bytes)
-    num_pages = ranks.all_reduce_min(num_pages, device)
+    num_pages, num_slots = (
+        ranks.all_reduce_min(count, device)
+        for count in size_pool(
+            config.context_tokens, page_bytes, ranks.size, gpu_memory, mapped_bytes, slots.page_bytes
+        )
+    )
     has_padding = device.type == "cuda"
-    share = None
-    if ranks.size > 1:
-        shapes = ((model, shape), (draft, draft_shape))
-        parts = tuple(part for loaded, own in shapes if loaded and own for part in own.page_parts(loaded.kv_parts))
-        share = PoolShare(ranks.rank, ranks.size, parts, place.pool_fd, partial(ranks.all_reduce_min, 0, device))
-    pool = Pool(shape.with_pages(num_pages + has_padding), device, draft_shape, share=share)
+
+    def share(fd: int, parts: tuple[PagePart, ...]) -> PoolShare | None:
+        barrier = partial(ranks.all_reduce_min, 0, device)
+        return PoolShare(ranks.rank, ranks.size, parts, fd, barrier) if ranks.size > 1 else None
+
+    shapes = ((model, shape), (draft, draft_shape))
+    parts = tuple(part for loaded, own in shapes if loaded and own for part in own.page_parts(loaded.kv_parts))
+    pool = Pool(shape.with_pages(num_pages + has_padding), device, draft_shape, share=share(place.pool_fds[0], parts))
+    states = None
+    if config.state_parts:
+        whole = slots.page_parts(model.state_parts)
+        states = Pool(slots.with_pages(num_slots + has_padding), device, share=share(place.pool_fds[1], whole))
+        rows.states = states.shape.split(states.pages)
     return Engine(
         folder=model.folder,
         config=config,
@@ -248,6 +272,7 @@ def assemble_engine(
         device=device,
         attention=attention,
         pool=pool,
+        states=states,
         padding_page=num_pages if has_padding else None,
         rows=rows,
         runner=place.build_runner(0, decoder, attention.backend, pool.tensor, rows),
@@ -284,7 +309,7 @@ def _load(
     """This rank's part of a model."""
     decoder = load_model(folder, dtype, device, on_progress, quantization, ranks)
     whole = decoder.config if ranks.size == 1 else load_config(folder)
-    return Loaded(folder, weight_fingerprint(folder, quantization), decoder, whole.kv_parts)
+    return Loaded(folder, weight_fingerprint(folder, quantization), decoder, whole.kv_parts, whole.state_parts)
 
 
 def _load_draft(
@@ -297,6 +322,11 @@ def _load_draft(
     folder = resolve_model_folder(draft_model)
     loaded = _load(folder, _name(target.dtype), target.device, quantization, ranks)
     decoder = loaded.decoder
+    if target.config.state_parts or decoder.config.state_parts:
+        raise ValueError(
+            f"draft model {draft_model}: drafts need steps that can be undone, which layers with states cannot; "
+            "set --draft-model none"
+        )
     here, there = target.config.vocab_size, decoder.config.vocab_size
     if here != there:
         raise ValueError(
@@ -343,6 +373,9 @@ def _measure_step(
 ) -> int:
     """Bytes that it takes beyond what torch holds. ValueError if it cannot be run."""
     try:
+        if states := models[0][0].config.state_parts:  # one slot, which all sequences write
+            slot = PoolShape(1, states, 1, torch.float32)
+            rows.states = slot.split(torch.zeros(1, slot.page_elements, device=rows.device))
         runners = [
             Runner(decoder, attention.backend, torch.zeros(shape.sizes, dtype=shape.dtype, device=rows.device), rows)
             for decoder, attention, shape in models

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend
-from engine.batch import Batch, Layout, count_right, shift
+from engine.batch import Batch, Layout, States, count_right, shift
 from engine.graph_shapes import Shape
 from engine.input_batch import InputBatch
 from engine.kernels.sampling_fields import SamplingTensors
@@ -125,6 +125,7 @@ class DecodeGraph:
             logits_rows=every[:-1].clone(),
             query_lens_host=np.full(num_sequences, num_tokens, np.int32),
             seq_lens_host=np.full(num_sequences, num_tokens, np.int32),
+            states=States(self._rows.states, take("state_from"), take("state_to")) if self._rows.states else None,
         )
 
     def _build_sampling(self, num_rows: int) -> SamplingTensors:
@@ -170,6 +171,7 @@ class DecodeGraph:
                 arrays[name][outs] = getattr(sampling, name)
             if sampling.counts_line is not None:
                 arrays["counts_line"][outs] = sampling.counts_line
+            arrays["state_from"][: layout.slots.shape[1]], arrays["state_to"][: layout.slots.shape[1]] = layout.slots
             if layout.lag_rows is not None:
                 arrays["lag_rows"][:num_sequences] = layout.lag_rows
             if step.drafts is not None:
@@ -265,7 +267,10 @@ class DecodeGraph:
 
 
 def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArray[Any]]:
-    """The inputs of a row without a sequence: token 0 of the row after all others, alone on its own page."""
+    """The inputs of a row without a sequence: token 0 of the row after all others, alone on its own page.
+
+    Its state goes to the last slot, which no sequence has.
+    """
     place, size = rows.num_rows * rows.width, shape.num_sequences * shape.num_tokens
 
     def repeat(value: float, dtype: DTypeLike) -> NDArray[Any]:
@@ -279,6 +284,8 @@ def _build_padding(shape: Shape, rows: InputBatch, page: int) -> dict[str, NDArr
         "lag_rows": np.full(shape.num_sequences, rows.num_rows, np.int64),
         "judged_rows": np.full(shape.num_sequences, rows.num_rows, np.int64),
         "num_drafts": np.zeros(shape.num_sequences, np.int64),
+        "state_from": np.full(shape.num_sequences, -1, np.int64),
+        "state_to": np.full(shape.num_sequences, len(rows.states[0]) - 1 if rows.states else 0, np.int64),
         "answer_places": repeat(place + 1, np.int64),
         "answer_positions": repeat(1, np.int64),
         "temperature": repeat(0, np.float32),

@@ -40,6 +40,7 @@ class InputBatch:
         self.flat_tokens = self.tokens.view(-1)
         # How many drafts of the row's last step were wrong; 0 in the last row. Steps write and read it in launch order.
         self.lag = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        self.states: tuple[torch.Tensor, ...] = ()  # see `batch.States`; the engine sets it once
         self.page_table = np.zeros((num_rows, -(-self.width // page_tokens)), np.int32)
         self.pages_version = 0  # incremented by each change of `page_table`
         self.version = 0  # incremented by each change of a field below, except `counts` and `num_counted`

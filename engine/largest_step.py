@@ -53,7 +53,7 @@ def run(step: LargestStep, runner: Runner, rows: InputBatch) -> None:
     for row, count in enumerate(counts):
         rows.open(row, np.zeros(count, np.int32), SAMPLING, count)
         rows.write_pages(row, 0, [0] * -(-count // rows.page_tokens))
-    runner.launch([ForwardRow(row, 0, count, num_logits=1) for row, count in enumerate(counts)]).collect()
+    runner.launch([ForwardRow(row, 0, count, num_logits=1, state_to=0) for row, count in enumerate(counts)]).collect()
     for row in range(len(counts)):
         rows.close(row)
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from engine.batch import ForwardRow, Layout, check_ends, lay_out
+from engine.batch import STATE_FROM, ForwardRow, Layout, check_ends, find_slots, lay_out
 from engine.input_batch import InputBatch
 from engine.ranges import Ints
 from engine.sample_spec import DraftSpec, LogitsChunk, SampleSpec, plan_chunk, plan_drafts, plan_samples
 
 PLAIN = ForwardRow(row=0, begin=0, count=1, num_logits=1)  # every request of a plain step, except `row` and `begin`
-SIZES, MASK = (2, 3, 4, 5, 6, 8, 9), 7  # indices of the other fields
+SIZES, MASK = (2, 3, 4, 5, 6, 8, 9), 7  # indices of the other fields, but for slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Preparer:
         rows, last = self._rows, self._last
         made_of = columns[0], rows.version, chunk_rows
         if last is not None and last.made_of == made_of:
-            step, row_begins = follow(last, rows, columns[1]), last.row_begins
+            step, row_begins = follow(last, rows, columns[1], columns[STATE_FROM:]), last.row_begins
         else:
             step = prepare(rows, requests, chunk_rows)
             row_begins = step.outputs.rows * rows.width
@@ -83,8 +83,8 @@ def is_plain(columns: Sequence[tuple[Any, ...]]) -> bool:
     return all(columns[at] == (PLAIN[at],) * len(columns[at]) for at in SIZES)
 
 
-def follow(last: Plain, rows: InputBatch, begins: Sequence[int]) -> Prepared:
-    """[B] -> the step at those positions of the same sequences. ValueError if one ends beyond its row."""
+def follow(last: Plain, rows: InputBatch, begins: Sequence[int], slots: Sequence[Sequence[int]]) -> Prepared:
+    """[B], [2][B] -> the step at those positions of the same sequences. ValueError if one ends beyond its row."""
     layout, outputs, chunks = last.step.layout, last.step.outputs, last.step.chunks
     longest = max(begins) + 1
     check_ends(rows, longest)
@@ -103,6 +103,7 @@ def follow(last: Plain, rows: InputBatch, begins: Sequence[int]) -> Prepared:
             seq_lens=ends.astype(np.int32),
             page_table=page_table,
             slot_mapping=rows.slots(outputs.rows, positions),
+            slots=find_slots(rows, slots),
         ),
         outputs._replace(positions=ends, places=last.row_begins + ends, counted=ends),
         [chunk._replace(sampling=chunk.sampling._replace(positions=ends[chunk.span])) for chunk in chunks],

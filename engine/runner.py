@@ -131,7 +131,7 @@ class Runner:
             count = min(count, rows.width - MAX_DRAFT_TOKENS)
             rows.open(0, np.zeros(count, np.int32), SamplingParams(), count)
             rows.write_pages(0, 0, [padding_page] * -(-count // rows.page_tokens))
-            self.launch([ForwardRow(0, 0, count, num_logits=1)]).collect()
+            self.launch([ForwardRow(0, 0, count, num_logits=1, state_to=0)]).collect()
             rows.close(0)
 
     def find_lag_error(self) -> str | None:
@@ -232,6 +232,8 @@ class Runner:
         """[S, H], and the batch at the positions that it really has."""
         layout, rows = step.layout, self._rows
         pieces = None if self._pieces is None else self._pieces.find(len(layout.places))
+        if pieces is None and layout.lag_rows is None:
+            return self._model.forward(batch, self._pages, self._attention), batch
         run_planned = self._model.run_planned if pieces is None else pieces.run
         self._attention.plan(self._pages, batch)
         if layout.lag_rows is None:

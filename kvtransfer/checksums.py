@@ -5,7 +5,7 @@ checks it is the fastest (docs/BENCHMARKS.md#hand-off); NumPy's sums are faster,
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtransfer.layout import Run
 from kvtransfer.reader import PageStore, ReadError
@@ -34,16 +34,37 @@ def check_checksums(
 
     `runs`: of all our ranks; `landed`: a checksum per run and page, as in the offer; `way`: transport and peer.
     """
-    changed = [at for at, pair in enumerate(zip(offer.checksums, landed, strict=True)) if pair[0] != pair[1]]
+
+    def describe(index: int) -> str:
+        begin = offer.begin + index * page_tokens
+        return f"page {offer.pages[index].page} (positions {begin} to {min(begin + page_tokens, offer.end) - 1}"
+
+    _compare(offer.checksums, landed, runs, len(offer.pages), describe, way)
+
+
+def check_slot_checksums(
+    offer: kv_pb2.OfferRequest, runs: Sequence[tuple[int, Run]], landed: Sequence[int], way: str
+) -> None:
+    """The same for slots of state."""
+
+    def describe(index: int) -> str:
+        return f"slot {offer.slots[index].page} (state after {offer.end if not index else 'the last whole page'}"
+
+    _compare(offer.slot_checksums, landed, runs, len(offer.slots), describe, way)
+
+
+def _compare(
+    offered: Sequence[int], landed: Sequence[int], runs: Sequence[tuple[int, Run]], num_pages: int,
+    describe: Callable[[int], str], way: str,
+) -> None:  # fmt: skip
+    changed = [at for at, pair in enumerate(zip(offered, landed, strict=True)) if pair[0] != pair[1]]
     if not changed:
         return
-    number, index = divmod(changed[0], len(offer.pages))
+    number, index = divmod(changed[0], num_pages)
     rank, run = runs[number]
-    begin = offer.begin + index * page_tokens
     raise ReadError(
         "checksum",
-        f"page {offer.pages[index].page} (positions {begin} to {min(begin + page_tokens, offer.end) - 1}; bytes "
-        f"{run.source} to {run.source + run.num_bytes - 1} of rank {run.rank}, read by rank {rank}) changed on its way "
-        f"by {way}: checksum {offer.checksums[changed[0]]:08x} offered, {landed[changed[0]]:08x} landed; "
-        f"{len(changed)} of {len(landed)} checksums differ",
+        f"{describe(index)}; bytes {run.source} to {run.source + run.num_bytes - 1} of rank {run.rank}, read by rank "
+        f"{rank}) changed on its way by {way}: checksum {offered[changed[0]]:08x} offered, {landed[changed[0]]:08x} "
+        f"landed; {len(changed)} of {len(landed)} checksums differ",
     )

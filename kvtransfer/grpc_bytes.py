@@ -5,7 +5,7 @@ protobuf's copies, which halve the bandwidth. Tests compare `encode_data` and `d
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import grpc
 import numpy as np
@@ -79,11 +79,11 @@ def is_unreachable(channel: grpc.aio.Channel) -> bool:
 
 
 class PageServer:
-    """Serves this worker's pages to grpc readers."""
+    """Serves this worker's pages, and its slots, to grpc readers."""
 
-    def __init__(self, store: PageStore, incarnation: str) -> None:
-        self._store = store
-        self._incarnation = incarnation
+    def __init__(self, stores: Mapping[str, PageStore]) -> None:
+        """stores: incarnation |-> what it names."""
+        self._stores = stores
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register KvPages with raw bytes as the response type."""
@@ -98,30 +98,31 @@ class PageServer:
     async def _read(
         self, request: kv_pb2.ReadPagesRequest, context: grpc.aio.ServicerContext[kv_pb2.ReadPagesRequest, bytes]
     ) -> AsyncIterator[bytes]:
-        if request.incarnation != self._incarnation:
+        store = self._stores.get(request.incarnation)
+        if store is None:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"incarnation {request.incarnation} was asked for; this worker is {self._incarnation}",
+                f"incarnation {request.incarnation} was asked for; this worker is {next(iter(self._stores))}",
             )
-        beyond = [page for page in request.pages if page >= self._store.num_pages]
+        beyond = [page for page in request.pages if page >= store.num_pages]
         if beyond:
             await context.abort(
-                grpc.StatusCode.OUT_OF_RANGE, f"page {beyond[0]} is outside the pool of {self._store.num_pages} pages"
+                grpc.StatusCode.OUT_OF_RANGE, f"page {beyond[0]} is outside the pool of {store.num_pages} pages"
             )
         wanted = slice(request.begin, request.begin + request.num_bytes)
-        if not wanted.start < wanted.stop <= self._store.page_bytes:
+        if not wanted.start < wanted.stop <= store.page_bytes:
             await context.abort(
                 grpc.StatusCode.OUT_OF_RANGE,
-                f"bytes {wanted.start} to {wanted.stop} of a page of {self._store.page_bytes} bytes were asked for",
+                f"bytes {wanted.start} to {wanted.stop} of a page of {store.page_bytes} bytes were asked for",
             )
         pages_per_load = max(1, LOAD_BYTES // request.num_bytes)
         for first in range(0, len(request.pages), pages_per_load):
             pages = list(request.pages[first : first + pages_per_load])
-            rows = await asyncio.to_thread(self._store.load, pages, request.begin, request.num_bytes)
+            rows = await asyncio.to_thread(store.load, pages, request.begin, request.num_bytes)
             view = memoryview(rows.reshape(-1).data)
             for start in range(0, len(view), CHUNK_BYTES):
                 yield encode_data(view[start : start + CHUNK_BYTES])
-        generations = [int(self._store.generations[page]) for page in request.pages]
+        generations = [int(store.generations[page]) for page in request.pages]
         yield kv_pb2.ReadPagesResponse(generations=generations).SerializeToString()
 
 

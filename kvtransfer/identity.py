@@ -42,9 +42,10 @@ def build_rank(address: str, pid: int, gpu: GpuFacts | None = None, nixl: kv_pb2
 
 
 def build_peer(
-    role: str, address: str, incarnation: str, host_identity: str, facts: PoolFacts, ranks: Sequence[kv_pb2.Rank]
-) -> kv_pb2.Peer:
-    """The message for handshakes and Status. `ranks`: that of this process first."""
+    role: str, address: str, incarnation: str, host_identity: str, facts: PoolFacts, ranks: Sequence[kv_pb2.Rank],
+    states: kv_pb2.Peer | None = None,
+) -> kv_pb2.Peer:  # fmt: skip
+    """The message for handshakes and Status. `ranks`: that of this process first. `states`: the same of its slots."""
     return kv_pb2.Peer(
         role=role,
         address=address,
@@ -66,4 +67,10 @@ def build_peer(
             draft_weights=facts.draft_weights,
         ),
         ranks=ranks,
+        states=states,
     )
+
+
+def states_incarnation(incarnation: str) -> str:
+    """The incarnation of a worker's pool of states."""
+    return f"{incarnation}/states"

@@ -37,12 +37,24 @@ def find_mismatch(ours: kv_pb2.KvLayout, theirs: kv_pb2.KvLayout) -> str | None:
     return None
 
 
+def find_bad_states(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
+    """Why the slots of `theirs` do not fit ours; None if they do, or if both have none."""
+    if ours.HasField("states") != theirs.HasField("states"):
+        return f"states differ: {ours.HasField('states')} here, {theirs.HasField('states')} there"
+    if not ours.HasField("states"):
+        return None
+    states, expected = theirs.states, (theirs.pid, theirs.address, theirs.host, len(theirs.ranks))
+    if (states.pid, states.address, states.host, len(states.ranks)) != expected:
+        return "its states are of another process"
+    return find_mismatch(ours.states.layout, states.layout)
+
+
 def find_bad_ranks(parts: Sequence[PagePart], peer: kv_pb2.Peer) -> str | None:
     """Why a peer with such pages cannot have these ranks; None if it can."""
     num_ranks = len(peer.ranks)
     if not 0 < num_ranks <= MAX_RANKS:
         return f"{num_ranks} ranks: a worker has 1 to {MAX_RANKS}"
-    undivided = [part.num_kv_heads for part in parts if not can_divide(part.num_kv_heads, num_ranks)]
+    undivided = [part.num_heads for part in parts if not can_divide(part.num_heads, num_ranks)]
     if undivided:
         return f"{num_ranks} ranks cannot share {undivided[0]} KV heads"
     first = peer.ranks[0]
@@ -61,12 +73,12 @@ def plan_runs(parts: Sequence[PagePart], rank: int, size: int, their_size: int) 
     sources = [0] * their_size  # where the part begins in each rank's page
     target = 0
     for part in parts:
-        for head in heads_of(part.num_kv_heads, rank, size):
+        for head in heads_of(part.num_heads, rank, size):
             peer, head_there = _find_head(part, head, rank, their_size)
             _append(runs, Run(peer, sources[peer] + head_there * part.head_bytes, target, part.head_bytes))
             target += part.head_bytes
         for peer in range(their_size):
-            sources[peer] += len(heads_of(part.num_kv_heads, peer, their_size)) * part.head_bytes
+            sources[peer] += len(heads_of(part.num_heads, peer, their_size)) * part.head_bytes
     return runs
 
 
@@ -77,10 +89,10 @@ def plan_all_runs(parts: Sequence[PagePart], size: int, their_size: int) -> list
 
 def _find_head(part: PagePart, head: int, rank: int, their_size: int) -> tuple[int, int]:
     """The peer's rank to read a head from, and the head's index on that rank."""
-    num_copies = max(their_size // part.num_kv_heads, 1)
-    first = head * their_size // part.num_kv_heads
+    num_copies = max(their_size // part.num_heads, 1)
+    first = head * their_size // part.num_heads
     peer = first + rank % num_copies
-    return peer, head - heads_of(part.num_kv_heads, peer, their_size).start
+    return peer, head - heads_of(part.num_heads, peer, their_size).start
 
 
 def _append(runs: list[Run], run: Run) -> None:

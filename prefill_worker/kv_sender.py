@@ -11,6 +11,7 @@ from typing import TypeVar
 import grpc
 import structlog
 
+from engine.kv.pool import Pool
 from kvtransfer.layout import find_bad_ranks, plan_all_runs
 from prefill_worker.metrics import PrefillMetrics
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2
@@ -41,6 +42,7 @@ class _Target:
     incarnation: str = ""  # of the last handshake
     transport: str = ""
     checked: list[PageBytes] = field(default_factory=list)  # bytes of pages whose checksums it wants
+    checked_slots: list[PageBytes] = field(default_factory=list)  # the same of slots
     greeting: asyncio.Lock = field(default_factory=asyncio.Lock)  # one handshake at a time
 
 
@@ -50,7 +52,7 @@ class KVSender:
     def __init__(self, worker: Worker, timeout_s: float, metrics: PrefillMetrics) -> None:
         """`timeout_s`: the lease: how long pages stay held while a decode worker reads them."""
         self._me = worker.me
-        self._pool = worker.engine.pool
+        self._pool, self._states = worker.engine.pool, worker.engine.states
         self._children = worker.children
         self._timeout_s = timeout_s
         self._metrics = metrics
@@ -62,12 +64,13 @@ class KVSender:
         return {address: target.transport for address, target in self._targets.items() if target.transport}
 
     async def send(
-        self, request: prefill_pb2.RunRequest, positions: range, pages: list[int], result: prefill_pb2.RunResponse
-    ) -> None:
-        """Offer `pages`, which hold `positions`; returns when they have been read. Raises OfferFailedError.
+        self, request: prefill_pb2.RunRequest, positions: range, pages: list[int], slots: list[int],
+        result: prefill_pb2.RunResponse,
+    ) -> None:  # fmt: skip
+        """Offer `pages`, which hold `positions`, and `slots` with the states after them; returns when they are read.
 
-        The caller holds the pages until this returns or raises; the decode worker rejects later reads. Adds the
-        transfer's time and bytes to `result`.
+        The caller holds both until this returns or raises; the decode worker rejects later reads. Adds the transfer's
+        time and bytes to `result`. Raises OfferFailedError.
         """
         ticket = request.ticket
         target = await self._greet(ticket)
@@ -76,10 +79,15 @@ class KVSender:
             incarnation=self._me.incarnation,
             begin=positions.start,
             end=positions.stop,
-            pages=[kv_pb2.PageRef(page=page, generation=int(self._pool.generations[page])) for page in pages],
+            pages=_refer(self._pool, pages),
             request_id=request.request_id,
             checksums=await compute_over_ranks(self._pool, self._children, pages, target.checked),
         )
+        if self._states is not None and slots:
+            offer.slots.extend(_refer(self._states, slots))
+            places = target.checked_slots
+            checksums = await compute_over_ranks(self._states, self._children, slots, places, is_states=True)
+            offer.slot_checksums.extend(checksums)
         self._metrics.offers_sent.inc()
         answer: kv_pb2.OfferResponse = await self._ask(ticket, target.stub.Offer(offer, timeout=self._timeout_s))
         if not answer.accepted:
@@ -112,19 +120,23 @@ class KVSender:
                 request = decode_pb2.HandshakeRequest(peer=self._me)
                 call = target.stub.Handshake(request, timeout=self._timeout_s)
                 answer: decode_pb2.HandshakeResponse = await self._ask(ticket, call)
-                target.checked = self._plan_checksums(ticket, answer)
+                target.checked = self._plan_checksums(ticket, answer, self._pool)
+                if self._states is not None:
+                    target.checked_slots = self._plan_checksums(ticket, answer, self._states)
                 target.incarnation, target.transport = answer.peer.incarnation, answer.transport
                 log.info("handshake done", peer=ticket.address, transport=target.transport)
         return target
 
-    def _plan_checksums(self, ticket: kv_pb2.Ticket, answer: decode_pb2.HandshakeResponse) -> list[PageBytes]:
-        """What an offer's checksums are of, in order (kv.proto)."""
+    def _plan_checksums(
+        self, ticket: kv_pb2.Ticket, answer: decode_pb2.HandshakeResponse, pool: Pool
+    ) -> list[PageBytes]:
+        """What an offer's checksums of the pool are of, in order (kv.proto)."""
         if not answer.wants_checksums:
             return []
-        problem = find_bad_ranks(self._pool.parts, answer.peer)
+        problem = find_bad_ranks(pool.parts, answer.peer)
         if problem is not None:
             raise OfferFailedError(grpc.StatusCode.ABORTED, f"decode worker {ticket.address}: {problem}")
-        runs = plan_all_runs(self._pool.parts, len(answer.peer.ranks), self._pool.num_ranks)
+        runs = plan_all_runs(pool.parts, len(answer.peer.ranks), pool.num_ranks)
         return [PageBytes(run.rank, run.source, run.num_bytes) for _rank, run in runs]
 
     def _forget_lost(self) -> None:
@@ -144,3 +156,8 @@ class KVSender:
     async def close(self) -> None:
         for target in self._targets.values():
             await target.channel.close()
+
+
+def _refer(pool: Pool, pages: list[int]) -> list[kv_pb2.PageRef]:
+    """The pages as they are now."""
+    return [kv_pb2.PageRef(page=page, generation=int(pool.generations[page])) for page in pages]

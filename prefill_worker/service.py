@@ -93,7 +93,8 @@ class PrefillService(WorkerService, prefill_pb2_grpc.PrefillServicer):
             positions = self._scheduler.next_offer(sequence, offered)
             if positions is not None:
                 pages = self._scheduler.pages_of(sequence, positions)
-                await self._sender.send(request, positions, pages, result)
+                slots = self._scheduler.states_of(sequence, positions)
+                await self._sender.send(request, positions, pages, slots, result)
                 offered, heard_at = positions.stop, time.monotonic()
             elif (seconds_left := heard_at + self._heartbeat_s - time.monotonic()) > 0:
                 with suppress(TimeoutError):

@@ -29,7 +29,7 @@ class KvLayout(_message.Message):
     def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., weights: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., page_tokens: _Optional[int] = ..., head_dim: _Optional[int] = ..., draft_weights: _Optional[str] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("role", "address", "incarnation", "pid", "host", "layout", "num_pages", "pool_fd", "pages_offset", "ranks")
+    __slots__ = ("role", "address", "incarnation", "pid", "host", "layout", "num_pages", "pool_fd", "pages_offset", "ranks", "states")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +40,7 @@ class Peer(_message.Message):
     POOL_FD_FIELD_NUMBER: _ClassVar[int]
     PAGES_OFFSET_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
     role: str
     address: str
     incarnation: str
@@ -50,7 +51,8 @@ class Peer(_message.Message):
     pool_fd: int
     pages_offset: int
     ranks: _containers.RepeatedCompositeFieldContainer[Rank]
-    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_pages: _Optional[int] = ..., pool_fd: _Optional[int] = ..., pages_offset: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ...) -> None: ...
+    states: Peer
+    def __init__(self, role: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., num_pages: _Optional[int] = ..., pool_fd: _Optional[int] = ..., pages_offset: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., states: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
 class Rank(_message.Message):
     __slots__ = ("address", "pid", "gpu", "nixl")
@@ -113,7 +115,7 @@ class PageRef(_message.Message):
     def __init__(self, page: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class OfferRequest(_message.Message):
-    __slots__ = ("ticket", "incarnation", "begin", "end", "pages", "request_id", "checksums")
+    __slots__ = ("ticket", "incarnation", "begin", "end", "pages", "request_id", "checksums", "slots", "slot_checksums")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +123,8 @@ class OfferRequest(_message.Message):
     PAGES_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     ticket: Ticket
     incarnation: str
     begin: int
@@ -128,7 +132,9 @@ class OfferRequest(_message.Message):
     pages: _containers.RepeatedCompositeFieldContainer[PageRef]
     request_id: str
     checksums: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., incarnation: _Optional[str] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[PageRef, _Mapping]]] = ..., request_id: _Optional[str] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+    slots: _containers.RepeatedCompositeFieldContainer[PageRef]
+    slot_checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., incarnation: _Optional[str] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., pages: _Optional[_Iterable[_Union[PageRef, _Mapping]]] = ..., request_id: _Optional[str] = ..., checksums: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[_Union[PageRef, _Mapping]]] = ..., slot_checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OfferResponse(_message.Message):
     __slots__ = ("accepted", "reason", "detail", "bytes", "seconds")

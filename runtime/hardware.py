@@ -17,6 +17,8 @@ CPU_ISA = "BATON_CPU_ISA"  # what CPU kernels are built for, see engine/kernels/
 CGROUP = Path("/sys/fs/cgroup")
 MIB = 1 << 20
 USEFUL_TOKENS = 1024  # a context below this is no advice
+SLOTS_EACH, LEAST_SLOTS = 4, 4  # slots of state for a sequence: worker/states.py needs 3, the rest are checkpoints
+SLOTS_SHARE = 0.5  # of the memory for KV and states, at most
 
 
 class GpuRoom(NamedTuple):
@@ -77,6 +79,29 @@ def resolve_context(max_context_tokens: int, model_tokens: int) -> int:
     return max_context_tokens or model_tokens
 
 
+def resolve_slots(
+    config: PrefillConfig | DecodeConfig, slot_bytes: int, num_ranks: int, room: GpuRoom | None, host_bytes: int
+) -> int:
+    """Slots of state: some for each of `max_running` sequences, within half of the memory for KV. See `resolve_pool`.
+
+    Raises ConfigError if one sequence has not enough.
+    """
+    if config.kv_memory_mib:
+        memory_bytes = config.kv_memory_mib * MIB // num_ranks
+    elif room is None:
+        memory_bytes = int(host_bytes * config.kv_memory_share) // num_ranks
+    else:
+        memory_bytes = room.left_bytes(config.gpu_memory_share or GPU_SHARE)
+    num_slots = min(SLOTS_EACH * config.max_running + 1, int(memory_bytes * SLOTS_SHARE) // slot_bytes)
+    if num_slots >= LEAST_SLOTS:
+        return num_slots
+    needed_mib = -(-int(LEAST_SLOTS * slot_bytes * num_ranks / SLOTS_SHARE) // MIB)
+    raise ConfigError(
+        f"the model's states take {slot_bytes * num_ranks // MIB} MiB a sequence, {LEAST_SLOTS} times for one, and "
+        f"{int(memory_bytes * SLOTS_SHARE) * num_ranks // MIB} MiB are left: set --kv-memory-mib {needed_mib} or more"
+    )
+
+
 def resolve_pool(
     config: PrefillConfig | DecodeConfig,
     model_context_tokens: int,
@@ -84,22 +109,25 @@ def resolve_pool(
     num_ranks: int,
     room: GpuRoom | None,
     host_bytes: int,
+    states_bytes: int = 0,
 ) -> int:
     """Pages of a worker's pool: `kv_memory_mib` if set, else `max_running` full contexts within its share of memory.
 
     `config`: completed by worker/limits.py. `page_bytes`: of one rank. `room`: of a rank's GPU; None on a CPU, where
-    `host_bytes` are free for all ranks. Raises ConfigError if not even one full context fits.
+    `host_bytes` are free for all ranks. `states_bytes`: of one rank's slots, which take their part of the same memory.
+    Raises ConfigError if not even one full context fits.
     """
     context_tokens = resolve_context(config.max_context_tokens, model_context_tokens)
     pages_per_context = -(-context_tokens // config.page_tokens)
     most, host_page_bytes = config.max_running * pages_per_context, num_ranks * page_bytes
     if config.kv_memory_mib:
-        num_pages = config.kv_memory_mib * MIB // host_page_bytes
+        num_pages = (config.kv_memory_mib * MIB - num_ranks * states_bytes) // host_page_bytes
     elif room is None:
-        num_pages = min(most, int(host_bytes * config.kv_memory_share) // host_page_bytes)
+        num_pages = min(most, (int(host_bytes * config.kv_memory_share) - num_ranks * states_bytes) // host_page_bytes)
     else:
+        room = room._replace(taken_bytes=room.taken_bytes + states_bytes)
         num_pages = min(most, room.left_bytes(config.gpu_memory_share or GPU_SHARE) // page_bytes)
-    needed_mib = -(-pages_per_context * host_page_bytes // MIB)
+    needed_mib = -(-(pages_per_context * host_page_bytes + num_ranks * states_bytes) // MIB)
     if room is not None:
         advice = _advise_on_gpu(config, num_pages, pages_per_context, page_bytes, needed_mib, room)
         if advice:
@@ -160,10 +188,16 @@ def size_pool(
     num_ranks: int,
     room: GpuRoom | None,
     mapped_bytes: int,
-) -> int:
-    """`resolve_pool` with this host's free memory, less mapped weights: these count as free, but are needed."""
+    slot_bytes: int = 0,
+) -> tuple[int, int]:
+    """Pages, and slots of a model whose states take `slot_bytes` a sequence: `resolve_pool` and `resolve_slots`.
+
+    With this host's free memory, less mapped weights: these count as free, but are needed.
+    """
     host_bytes = max(0, available_memory_bytes() - mapped_bytes)
-    return resolve_pool(config, model_context_tokens, page_bytes, num_ranks, room, host_bytes)
+    num_slots = resolve_slots(config, slot_bytes, num_ranks, room, host_bytes) if slot_bytes else 0
+    states_bytes = num_slots * slot_bytes
+    return resolve_pool(config, model_context_tokens, page_bytes, num_ranks, room, host_bytes, states_bytes), num_slots
 
 
 def _meminfo_available_bytes() -> int:

@@ -37,15 +37,40 @@ class KvPart(NamedTuple):
     """Layers of one model whose KV is alike, on one rank. A page has their parts one after the other."""
 
     num_layers: int
-    num_kv_heads: int
+    num_heads: int  # KV heads
     head_dim: int  # of keys and of values; the narrower of the two is padded
+
+    def pool_sizes(self, num_pages: int, page_tokens: int) -> tuple[int, ...]:
+        """Of a tensor that holds the part in all pages."""
+        return pool_sizes(
+            num_pages=num_pages,
+            num_kv_heads=self.num_heads,
+            num_layers=self.num_layers,
+            page_tokens=page_tokens,
+            head_dim=self.head_dim,
+        )
+
+
+class StatePart(NamedTuple):
+    """A state that layers of one model keep of each sequence, on one rank. A slot has such parts one after the other.
+
+    Slots are pages of a pool of their own, whose size does not depend on tokens.
+    """
+
+    num_layers: int
+    num_heads: int
+    sizes: tuple[int, ...]  # of a head's state in one layer
+
+    def pool_sizes(self, num_pages: int, page_tokens: int) -> tuple[int, ...]:
+        """Of a tensor that holds the part in all slots."""
+        return (num_pages, self.num_heads, self.num_layers, *self.sizes)
 
 
 class PagePart(NamedTuple):
-    """One part of a page, over all ranks: the model's parts come first, then the draft model's."""
+    """One part of a page or slot, over all ranks: the model's parts come first, then the draft model's."""
 
-    num_kv_heads: int
-    head_bytes: int  # all layers, keys and values
+    num_heads: int  # that ranks divide
+    head_bytes: int  # all layers; of pages, keys and values
 
 
 def can_divide(num_kv_heads: int, size: int) -> bool:
@@ -62,4 +87,4 @@ def heads_of(num_kv_heads: int, rank: int, size: int) -> range:
 
 def page_bytes_of(parts: Sequence[PagePart], rank: int, size: int) -> int:
     """Bytes of one rank's page."""
-    return sum(len(heads_of(part.num_kv_heads, rank, size)) * part.head_bytes for part in parts)
+    return sum(len(heads_of(part.num_heads, rank, size)) * part.head_bytes for part in parts)

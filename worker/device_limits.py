@@ -70,7 +70,8 @@ def size_pool_here(
     num_ranks: int,
     gpu_memory: tuple[int, int, int] | None,
     mapped_bytes: int,
-) -> int:
+    slot_bytes: int = 0,
+) -> tuple[int, int]:
     """engine/engine.py: SizePool, after `config`. Of completed settings."""
     room = None
     if gpu_memory is not None:
@@ -83,4 +84,4 @@ def size_pool_here(
             largest_step_mib=step_bytes // MIB, step_estimated_mib=estimate_step_bytes(shape, limits, config.tp) // MIB,
             computing_mib=room.reserve_bytes // MIB,
         )  # fmt: skip
-    return size_pool(config, context_tokens, page_bytes, num_ranks, room, mapped_bytes)
+    return size_pool(config, context_tokens, page_bytes, num_ranks, room, mapped_bytes, slot_bytes)

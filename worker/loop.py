@@ -185,7 +185,7 @@ class WorkerLoop:
         mask = self._mask(step) if params.min_tokens else step.mask
         return ForwardRow(
             row, step.begin, step.count + step.num_drafted, step.num_scored + step.num_chosen, step.num_scored,
-            params.num_prompt_logprobs or 0, params.num_logprobs, mask, 0, step.num_unjudged,
+            params.num_prompt_logprobs or 0, params.num_logprobs, mask, 0, step.num_unjudged, *step.slots,
         )  # fmt: skip
 
     def _mask(self, step: ScheduledSequence) -> NDArray[np.int32] | None:

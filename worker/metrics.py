@@ -44,6 +44,10 @@ class WorkerMetrics:
         self.gauge("kv_cache_used_pages", "Pages that sequences hold", lambda: cache.num_held)
         self.gauge("kv_cache_cached_pages", "Pages that can be found or given out", lambda: cache.num_cached)
         self.gauge("kv_cache_usage_perc", "Share of pages held, 0 to 1", lambda: cache.num_held / cache.num_pages)
+        if scheduler.states is not None:
+            slots = scheduler.states.cache
+            self.gauge("state_slots_used", "Slots of states that sequences hold", lambda: slots.num_held)
+            self.gauge("state_slots_cached", "Slots with checkpoints that prompts may find", lambda: slots.num_cached)
         self.gauge("num_requests_waiting", "Sequences preempted or not begun", lambda: scheduler.num_waiting)
         self.gauge(
             "num_requests_running", "Sequences in steps",

@@ -54,17 +54,17 @@ def schedule(scheduler: Scheduler, budget: TokenBudget) -> list[ScheduledSequenc
         elif scheduler.make_room(sequence, sequence.launched + 1):
             planned.append(ScheduledSequence(sequence, sequence.launched, 1, sequence.num_to_score(1), True))
     if prompts:
-        planned += _plan_prompts(prompts, budget.beside(len(prompts), len(planned)))
+        planned += _plan_prompts(scheduler, prompts, budget.beside(len(prompts), len(planned)))
     for step in planned:
         scheduler.begin_step(step)
     return planned
 
 
-def _plan_prompts(prompts: Seq[Sequence], budget: int) -> list[ScheduledSequence]:
+def _plan_prompts(scheduler: Scheduler, prompts: Seq[Sequence], budget: int) -> list[ScheduledSequence]:
     active = [sequence for sequence in prompts if sequence.phase is Phase.ACTIVE]
     counts, score_budget = [], MAX_SCORED
     for sequence in active:  # upper limit of each; scores go to the oldest first
-        count = min(sequence.num_missing, sequence.num_until_scored(score_budget))
+        count = min(sequence.num_missing, sequence.num_until_scored(score_budget), scheduler.num_until_stop(sequence))
         score_budget -= sequence.num_to_score(count)
         counts.append(count)
     planned = []

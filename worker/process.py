@@ -14,7 +14,7 @@ import torch
 from engine.engine import ALONE, Engine, Place, build_engine, choose_device
 from engine.kv.pool import Pool
 from engine.ranks import end_group_member, join_group
-from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank
+from kvtransfer.identity import GpuFacts, PoolFacts, build_peer, build_rank, states_incarnation
 from kvtransfer.nixl_agent import NixlError, find_obstacle
 from kvtransfer.nixl_pool import NixlPool
 from kvtransfer.opener import Opener
@@ -27,6 +27,7 @@ from runtime.hardware import num_cores, resolve_context, resolve_threads
 from runtime.lifecycle import ReadyReporter, Shutdown, announce, run_worker
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
+from wire.kv_layout import KvPart
 from worker.device_limits import complete_here, largest_step_of, size_pool_here
 from worker.limits import limits_of
 from worker.loop import WorkerLoop
@@ -35,6 +36,7 @@ from worker.prefix_cache import PrefixCache
 from worker.rank_children import RankChildren
 from worker.ranks import Leader, LedInputBatch, LedRunner
 from worker.scheduler import Scheduler, num_rows_for
+from worker.states import StateSlots, choose_spacing
 from worker.thread import call_in_thread
 
 log = structlog.get_logger()
@@ -66,7 +68,7 @@ class Worker:
     context_tokens: int
     steps_ahead: int  # launched before the last one is collected
     threads: int  # CPU threads that compute steps; 0 on a GPU
-    nixl: NixlPool | None  # opens the pool to peers' NIXL
+    nixl: list[NixlPool]  # open the pools to peers' NIXL
     children: RankChildren | None = None
 
 
@@ -107,7 +109,7 @@ def _build(role: str, config: ConfigT, reporter: ReadyReporter) -> Built[ConfigT
     children = RankChildren(role, config, incarnation)
     leader = Leader(children.ring, lambda: children.is_closing)
     ranks = join_group(children.rendezvous, 0, config.tp, choose_rank_device(config, 0), RANKS_S)
-    place = Place(ranks, children.pool_fd, partial(LedInputBatch, leader), partial(LedRunner, leader))
+    place = Place(ranks, children.pool_fds, partial(LedInputBatch, leader), partial(LedRunner, leader))
     engine = build_rank_engine(config, place, reporter.loading)
     leader.is_leading = True
     return Built(config, engine, incarnation, children)
@@ -188,8 +190,8 @@ async def _serve(
     not_serving.cancel()
     await server.stop(rpc.STOP_GRACE_S)
     await parts.close()
-    if worker.nixl is not None:
-        worker.nixl.close()
+    for pool in worker.nixl:
+        pool.close()
     if children is not None:
         await children.close()
 
@@ -212,27 +214,78 @@ def build_worker(
     address: str,
     trust: Trust,
     incarnation: str,
-    others: Sequence[kv_pb2.Rank] = (),
+    others: Sequence[tuple[kv_pb2.Rank, kv_pb2.Rank]] = (),
     children: RankChildren | None = None,
 ) -> Worker:
-    """The engine as a named peer with an empty scheduler over its pages. `others`: ranks 1 and up."""
-    pool = engine.pool
-    first = pool.shape.parts[0]  # further parts follow from the weights
-    facts = PoolFacts(
-        engine.weights, engine.kv_dtype, first.num_layers, pool.parts[0].num_kv_heads, config.page_tokens,
-        first.head_dim, pool.num_pages, pool.fd, pool.pages_offset, engine.draft_weights,
-    )  # fmt: skip
-    nixl = open_to_nixl(incarnation, config, pool) if isinstance(config, PrefillConfig) else None
-    own = build_rank(address, os.getpid(), describe_gpu(pool), nixl.facts if nixl else None)
-    me = build_peer(role, address, incarnation, rpc.host_identity(), facts, [own, *others])
-    cache = PrefixCache(engine.num_pages, pool.generations)
+    """The engine as a named peer with an empty scheduler over its pages.
+
+    `others`: how peers reach the pages and the slots of ranks 1 and up.
+    """
+    pools = name_pools(engine, incarnation)
+    opened = [open_rank(address, name, config, pool) for name, pool in pools.items()]
+    peers = [
+        build_peer(role, address, name, rpc.host_identity(), facts, [own, *(other[index] for other in others)])
+        for index, (name, facts, (own, _)) in enumerate(zip(pools, describe_pools(engine), opened, strict=True))
+    ]
+    me = peers[0]
+    if len(peers) > 1:
+        me.states.CopyFrom(peers[1])
+    nixl = [pool for _own, pool in opened if pool is not None]
+    cache = PrefixCache(engine.num_pages, engine.pool.generations)
     scheduler = Scheduler(cache, config.page_tokens, config.max_running, config.lease_s, engine.weights)
+    scheduler.states = build_states(engine)
     shutdown = Shutdown(config.drain_s, lambda: len(scheduler))
     scheduler.on_empty = shutdown.look_soon
     context_tokens = resolve_context(config.max_context_tokens, engine.config.context_tokens)
     steps_ahead = engine.steps_ahead if config.steps_ahead is None else config.steps_ahead
     threads = resolve_threads(config.threads, num_cores()) if engine.device.type == "cpu" else 0
     return Worker(engine, me, scheduler, shutdown, trust, context_tokens, steps_ahead, threads, nixl, children)
+
+
+def build_states(engine: Engine) -> StateSlots | None:
+    """The owner of the engine's slots."""
+    pool, states = engine.pool, engine.states
+    if states is None:
+        return None
+    page_tokens = pool.shape.page_tokens
+    spacing = choose_spacing(states.all_page_bytes, pool.all_page_bytes, page_tokens)
+    return StateSlots(PrefixCache(engine.num_slots, states.generations), page_tokens, spacing)
+
+
+def name_pools(engine: Engine, incarnation: str) -> dict[str, Pool]:
+    """Incarnation |-> what peers read under it: the pages, and the slots of a model with states."""
+    pools = {incarnation: engine.pool}
+    return pools if engine.states is None else {**pools, states_incarnation(incarnation): engine.states}
+
+
+def describe_pools(engine: Engine) -> list[PoolFacts]:
+    """Of the pages and of the slots. What first parts do not show follows from the weights."""
+    pool, states = engine.pool, engine.states
+    first = pool.shape.parts[0]
+    assert isinstance(first, KvPart)
+    found = [
+        PoolFacts(
+            engine.weights, engine.kv_dtype, first.num_layers, pool.parts[0].num_heads, pool.shape.page_tokens,
+            first.head_dim, pool.num_pages, pool.fd, pool.pages_offset, engine.draft_weights,
+        )
+    ]  # fmt: skip
+    if states is not None:
+        kept = engine.config.state_parts[0]
+        found.append(
+            PoolFacts(
+                engine.weights, "float32", kept.num_layers, states.parts[0].num_heads, states.shape.page_tokens,
+                kept.sizes[-1], states.num_pages, states.fd, states.pages_offset,
+            )
+        )  # fmt: skip
+    return found
+
+
+def open_rank(
+    address: str, name: str, config: PrefillConfig | DecodeConfig, pool: Pool
+) -> tuple[kv_pb2.Rank, NixlPool | None]:  # fmt: skip
+    """How peers reach this process's pool, which `name` names; opened to NIXL on prefill workers that want it."""
+    nixl = open_to_nixl(name, config, pool) if isinstance(config, PrefillConfig) else None
+    return build_rank(address, os.getpid(), describe_gpu(pool), nixl.facts if nixl else None), nixl
 
 
 def describe_gpu(pool: Pool) -> GpuFacts | None:

@@ -19,9 +19,10 @@ class PageBytes(NamedTuple):
 
 
 async def compute_over_ranks(
-    pool: PageStore, children: RankChildren | None, pages: Sequence[int], places: Sequence[PageBytes]
-) -> list[int]:
-    """The checksums of all pages at the first place, then at the second and so on. `pool`: rank 0's.
+    pool: PageStore, children: RankChildren | None, pages: Sequence[int], places: Sequence[PageBytes],
+    is_states: bool = False,
+) -> list[int]:  # fmt: skip
+    """The checksums of all pages, or slots, at the first place, then at the second and so on. `pool`: rank 0's.
 
     Raises RuntimeError or ReadError if a GPU fails.
     """
@@ -30,6 +31,6 @@ async def compute_over_ranks(
         if place.rank == 0:
             return await asyncio.to_thread(compute_checksums, pool, pages, place.begin, place.num_bytes)
         assert children is not None
-        return await children.compute_checksums(place.rank, pages, place.begin, place.num_bytes)
+        return await children.compute_checksums(place.rank, pages, place.begin, place.num_bytes, is_states)
 
     return list(chain.from_iterable(await asyncio.gather(*map(compute, places))))

@@ -42,7 +42,7 @@ class RankChildren:
         """Starts them; they begin to load their parts of the model. Raises ValueError if memory cannot be shared."""
         try:
             meeting = os.memfd_create("baton-meeting", os.MFD_CLOEXEC)
-            self.pool_fd = create_file()
+            self.pool_fds = create_file(), create_file()
             self._ring_fds: RingFds = open_ring(config.tp - 1)
         except (OSError, AttributeError) as error:  # a sandbox or limit forbids it, or this is not Linux
             raise ValueError(
@@ -53,14 +53,14 @@ class RankChildren:
         self.is_closing = False  # failures after this are expected
         start = link.Start(
             role, msgspec.json.encode(asdict(config)), incarnation, 0, config.tp, self.rendezvous,
-            list(self._ring_fds.all), self.pool_fd,
+            list(self._ring_fds.all), list(self.pool_fds),
         )  # fmt: skip
         self._children = [self._start(msgspec.structs.replace(start, rank=rank)) for rank in range(1, config.tp)]
 
     def _start(self, start: link.Start) -> "RankChild":
         ours, theirs = socket.socketpair()
         with theirs:
-            fds = (theirs.fileno(), self.pool_fd, *self._ring_fds.all)
+            fds = (theirs.fileno(), *self.pool_fds, *self._ring_fds.all)
             command = [sys.executable, "-P", "-m", "worker.rank_main", str(theirs.fileno())]
             popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
         ours.sendall(link.encode(start))
@@ -73,13 +73,13 @@ class RankChildren:
             log.error("a rank ended; its worker ends with it", rank=rank, status=status)
             end_process()
 
-    async def connect(self, timeout_s: float) -> list[kv_pb2.Rank]:
-        """Wait until all children serve their pages; returns how peers reach these. `timeout_s`: of each later read."""
+    async def connect(self, timeout_s: float) -> list[tuple[kv_pb2.Rank, kv_pb2.Rank]]:
+        """Wait until all children serve their pages and slots; returns how peers reach them. `timeout_s`: of a read."""
         return [await child.connect(timeout_s + MARGIN_S) for child in self._children]
 
-    async def open(self, transport: Transport, peer: kv_pb2.Peer) -> list["ChildReader"]:
+    async def open(self, transport: Transport, peer: kv_pb2.Peer, is_states: bool) -> list["ChildReader"]:
         """Open a reader in each child. Raises ReadError if one cannot be opened, and closes the others."""
-        readers = [ChildReader(child) for child in self._children]
+        readers = [ChildReader(child, is_states) for child in self._children]
         try:
             await run_all([reader.open(transport, peer) for reader in readers])
         except BaseException:
@@ -87,10 +87,12 @@ class RankChildren:
             raise
         return readers
 
-    async def compute_checksums(self, rank: int, pages: Sequence[int], begin: int, num_bytes: int) -> list[int]:
+    async def compute_checksums(
+        self, rank: int, pages: Sequence[int], begin: int, num_bytes: int, is_states: bool
+    ) -> list[int]:
         """See kvtransfer/checksums.py; of the pool of `rank`. Raises ReadError with the driver's message."""
         child = self._children[rank - 1]
-        done = await child.ask(link.Checksum(child.next_number(), list(pages), begin, num_bytes))
+        done = await child.ask(link.Checksum(child.next_number(), list(pages), begin, num_bytes, is_states))
         if done.reason:
             raise ReadError(done.reason, done.detail)
         return done.checksums
@@ -118,14 +120,14 @@ class RankChild:
         self._timeout_s = 0.0
         self._receiving: asyncio.Task[None] | None = None
 
-    async def connect(self, timeout_s: float) -> kv_pb2.Rank:
+    async def connect(self, timeout_s: float) -> tuple[kv_pb2.Rank, kv_pb2.Rank]:
         """See `RankChildren.connect`. `timeout_s`: of any answer. If a child fails at start, this process ends."""
         self._timeout_s = timeout_s
         reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)
         ready = await link.receive(reader)
         assert isinstance(ready, link.Ready)
         self._receiving = asyncio.create_task(self._receive(reader))
-        return kv_pb2.Rank.FromString(ready.rank)
+        return kv_pb2.Rank.FromString(ready.rank), kv_pb2.Rank.FromString(ready.states_rank)
 
     async def _receive(self, reader: asyncio.StreamReader) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):  # the watcher thread reports it
@@ -176,15 +178,17 @@ class RankChild:
 class ChildReader:
     """One child's reader of one peer; see kvtransfer's Reader."""
 
-    def __init__(self, child: RankChild) -> None:
+    def __init__(self, child: RankChild, is_states: bool) -> None:
         self._child = child
+        self._is_states = is_states
         self.transport = ""  # the one in use
         self._number = child.next_number()
         self._is_gone = False
 
     async def open(self, transport: Transport, peer: kv_pb2.Peer) -> None:
         self.transport = transport
-        await self._ask(link.Open(self._child.next_number(), self._number, transport, peer.SerializeToString()))
+        number, packed = self._child.next_number(), peer.SerializeToString()
+        await self._ask(link.Open(number, self._number, transport, packed, self._is_states))
 
     async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
         pages, generations = [source.page for source in sources], [source.generation for source in sources]

@@ -28,13 +28,14 @@ class Start(msgspec.Struct, tag=True):
     size: int
     rendezvous: str  # a file's path
     ring_fds: list[int]  # inherited, in the order of parse_fds
-    pool_fd: int
+    pool_fds: list[int]  # of pages and of slots
 
 
 class Ready(msgspec.Struct, tag=True):
     """How peers reach the rank's pages."""
 
     rank: bytes  # kv_pb2.Rank
+    states_rank: bytes  # the same for its slots; empty without
 
 
 class Open(msgspec.Struct, tag=True):
@@ -44,6 +45,7 @@ class Open(msgspec.Struct, tag=True):
     reader: int
     transport: Transport
     peer: bytes  # kv_pb2.Peer
+    is_states: bool  # it reads slots
 
 
 class Read(msgspec.Struct, tag=True):
@@ -78,6 +80,7 @@ class Checksum(msgspec.Struct, tag=True):
     pages: list[int]
     begin: int
     num_bytes: int
+    is_states: bool  # of slots in the rank's pool of states
 
 
 class Done(msgspec.Struct, tag=True):

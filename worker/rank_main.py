@@ -18,13 +18,13 @@ import structlog
 import torch
 
 from engine.engine import Engine, Place
+from engine.kv.pool import Pool
 from engine.out_of_memory import end_process
 from engine.ranks import join_group
 from kvtransfer.checksums import compute_checksums
 from kvtransfer.grpc_bytes import PageServer
-from kvtransfer.identity import build_rank
 from kvtransfer.opener import Opener
-from kvtransfer.reader import PageRef, PageStore, Reader, ReadError
+from kvtransfer.reader import PageRef, Reader, ReadError
 from protos import kv_pb2
 from runtime import rpc
 from runtime.config import DecodeConfig, PrefillConfig
@@ -32,7 +32,7 @@ from runtime.lifecycle import die_with_parent, is_abandoned, spare_what_is_here
 from runtime.logs import setup_logging
 from runtime.trust import load_trust
 from worker import rank_link as link
-from worker.process import RANKS_S, build_opener, build_rank_engine, choose_rank_device, describe_gpu, open_to_nixl
+from worker.process import RANKS_S, build_opener, build_rank_engine, choose_rank_device, name_pools, open_rank
 from worker.rank_ring import RingFollower, parse_fds
 from worker.ranks import follow
 
@@ -52,7 +52,7 @@ def main(fd: int) -> None:
     setup_logging(f"{start.role} rank {start.rank}", config.log_level)
     try:
         ranks = join_group(start.rendezvous, start.rank, start.size, choose_rank_device(config, start.rank), RANKS_S)
-        engine = build_rank_engine(config, Place(ranks, start.pool_fd))
+        engine = build_rank_engine(config, Place(ranks, (start.pool_fds[0], start.pool_fds[1])))
     except (ValueError, OSError, RuntimeError) as error:
         log.error("cannot start", reason=str(error))
         sys.exit(1)
@@ -77,20 +77,20 @@ async def _serve(
     sock: socket.socket, start: link.Start, config: PrefillConfig | DecodeConfig, engine: Engine
 ) -> None:  # fmt: skip
     reader, writer = await asyncio.open_unix_connection(sock=sock)
-    trust, pool = load_trust(config), engine.pool
+    trust = load_trust(config)
     trust.watch_handshakes()
-    opener, nixl, address = None, None, ""
+    stores, openers, address = name_pools(engine, start.incarnation), [], ""
     if isinstance(config, DecodeConfig):
-        opener = build_opener(f"{start.incarnation}.{start.rank}", config, pool, trust)
+        openers = [build_opener(f"{name}.{start.rank}", config, pool, trust) for name, pool in stores.items()]
     else:
         server = trust.build_server()
-        PageServer(pool, start.incarnation).add_to(server)
+        PageServer(stores).add_to(server)
         address = f"{config.reachable_host}:{trust.bind(server, config.host, 0)}"
         await rpc.start(server)
-        nixl = open_to_nixl(start.incarnation, config, pool)
-    facts = build_rank(address, os.getpid(), describe_gpu(pool), nixl.facts if nixl else None)
-    writer.write(link.encode(link.Ready(facts.SerializeToString())))
-    readers = _Readers(opener, pool)
+    opened = [open_rank(address, name, config, pool) for name, pool in stores.items()]
+    packed = [facts.SerializeToString() for facts, _nixl in opened]
+    writer.write(link.encode(link.Ready(packed[0], packed[1] if len(packed) > 1 else b"")))
+    readers = _Readers(openers, list(stores.values()))
     try:
         while True:
             call = await link.receive(reader)
@@ -104,8 +104,8 @@ async def _serve(
 class _Readers:
     """The readers that rank 0 has opened here."""
 
-    opener: Opener | None  # on a decode worker
-    pool: PageStore
+    openers: list[Opener]  # of pages and of slots, on a decode worker
+    pools: list[Pool]  # the same
     opened: dict[int, Reader] = field(default_factory=dict)
     _going_on: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -131,9 +131,8 @@ class _Readers:
     async def _do(self, call: link.Call, done: link.Done) -> None:
         match call:
             case link.Open():
-                assert self.opener is not None
                 peer = kv_pb2.Peer.FromString(call.peer)
-                self.opened[call.reader] = await self.opener.open(call.transport, peer)
+                self.opened[call.reader] = await self.openers[call.is_states].open(call.transport, peer)
             case link.Read():
                 sources = [PageRef(*pair) for pair in zip(call.pages, call.generations, strict=True)]
                 await self.opened[call.reader].read(sources, call.into)
@@ -144,7 +143,7 @@ class _Readers:
                     await reader.close()
             case link.Checksum():
                 done.checksums = await asyncio.to_thread(
-                    compute_checksums, self.pool, call.pages, call.begin, call.num_bytes
+                    compute_checksums, self.pools[call.is_states], call.pages, call.begin, call.num_bytes
                 )
 
 

@@ -12,6 +12,7 @@ from wire.logprobs import TokenLogprobs
 from wire.page_keys import TOKEN_BYTES, PageKey, next_key, page_keys, root_key
 from worker.prefix_cache import NeverFitsError, NoRoomError, PrefixCache, num_pages_for
 from worker.sequences import ANY_NUMBER, AnswerFailedError, Phase, ScheduledSequence, Sequence, SequenceParams, Update
+from worker.states import StateSlots
 
 
 class OfferRefusedError(Exception):
@@ -34,6 +35,7 @@ class Scheduler:
     model: str = ""  # fingerprint of the weights
     max_offer_pages: int = ANY_NUMBER  # bounds the duration of a read
     on_empty: Callable[[], None] = lambda: None  # called when the last sequence is gone
+    states: StateSlots | None = None  # of a model whose layers keep some
     num_preemptions: int = 0
     num_expired: int = 0  # expired leases
     num_queried: int = 0  # prompt tokens looked up in the cache
@@ -86,15 +88,26 @@ class Scheduler:
             return self._sequences[self._by_handle[params.gateway, params.handle]]
         keys = self.keys_of(params) if keys is None else keys
         found = self.cache.find(keys) if params.num_prompt_logprobs is None else []  # scores need the computation
+        num_usable, checkpoint = self._find_checkpoint(keys[: len(found)])
+        is_here = self._computes_here(params, num_usable * self.page_tokens)
+        branch = len(found) * self.page_tokens
+        if is_here:
+            found = found[:num_usable]
+        elif self.states and branch == params.end:
+            found.pop()  # the state comes with some pages
         num_missing = num_pages_for(params.num_prompt if params.max_tokens else params.end, self.page_tokens) - len(
             found
         )
         self._check_room(params, found, num_missing)
+        state = None
+        if self.states and is_here:
+            state = self.states.open(checkpoint, num_usable * self.page_tokens, branch)
+        elif self.states:
+            state = self.states.open_receiving(has_checkpoint=params.end >= self.page_tokens)
         self.cache.hold(found)
         num_cached = len(found) * self.page_tokens
         self.num_queried += params.end if params.num_prompt_logprobs is None else 0
         self.num_hit += num_cached
-        is_here = self._computes_here(params, num_cached)
         sequence = Sequence(
             id=self._next_id,
             params=params,
@@ -108,6 +121,7 @@ class Scheduler:
             num_cached=num_cached,
             is_kept=is_kept,
             kv_at=now if num_cached == params.end else None,
+            state=state,
         )
         self._take_cached(sequence, num_cached)
         self._next_id += 1
@@ -141,6 +155,10 @@ class Scheduler:
         if (growing and is_tight) or not self.cache.can_take(found, needed):  # a growing sequence may soon need a page
             raise NoRoomError(f"{needed} pages are needed, {max(self.cache.num_spare - growing, 0)} are spare")
 
+    def _find_checkpoint(self, keys: Seq[PageKey]) -> tuple[int, int]:
+        """How many of the pages with these keys a step can continue, and the slot of their state."""
+        return self.states.find(keys) if self.states else (len(keys), -1)
+
     def _computes_here(self, params: SequenceParams, num_cached: int) -> bool:
         """Whether nothing comes from another worker. A partial page does not justify a transfer."""
         num_missing = params.end - num_cached
@@ -170,14 +188,25 @@ class Scheduler:
         """The pages that hold `positions`, which start on a page boundary."""
         return sequence.pages[positions.start // self.page_tokens : num_pages_for(positions.stop, self.page_tokens)]
 
+    def states_of(self, sequence: Sequence, positions: range) -> list[int]:
+        """The slots to offer with `positions`: with the last ones the state after them, and that after whole pages."""
+        state, end = sequence.state, sequence.params.end
+        if state is None or positions.stop < end:
+            return []
+        whole = end // self.page_tokens * self.page_tokens
+        return [state.source, *([state.checkpoint] if 0 < whole == state.checkpoint_at < end else [])]
+
     def renew(self, sequence_id: int, attempt: int, now: float) -> None:
         """The prompt is still being computed: restart the lease. Raises OfferRefusedError."""
         self._find_receiving(sequence_id, attempt).deadline = now + self.lease_s
 
-    def begin_read(self, sequence_id: int, attempt: int, begin: int, end: int, num_pages: int) -> list[int]:
-        """Accept an offer of positions [begin, end). Returns the pages to copy into, held until `finish_read`.
+    def begin_read(
+        self, sequence_id: int, attempt: int, begin: int, end: int, num_pages: int, num_slots: int = 0
+    ) -> tuple[list[int], list[int]]:
+        """Accept an offer of positions [begin, end), and of states as `states_of` has them.
 
-        A sequence's offers come in order, one at a time. Raises OfferRefusedError.
+        Returns the pages and the slots to copy into, held until `finish_read`. A sequence's offers come in order, one
+        at a time. Raises OfferRefusedError.
         """
         sequence = self._find_receiving(sequence_id, attempt)
         if sequence.is_read:
@@ -191,8 +220,12 @@ class Scheduler:
         targets = self.pages_of(sequence, range(begin, end))
         if len(targets) != num_pages:
             raise OfferRefusedError("bounds", f"{num_pages} pages offered for [{begin}, {end}), not {len(targets)}")
+        slots = sequence.state.targets if sequence.state else []
+        least = 1 if sequence.state and end == limit else 0
+        if not least <= num_slots <= (len(slots) - 1) * least:
+            raise OfferRefusedError("bounds", f"{num_slots} states offered with [{begin}, {end}) of [0, {limit})")
         sequence.is_read = True
-        return targets
+        return targets, slots[:num_slots]
 
     def _find_receiving(self, sequence_id: int, attempt: int) -> Sequence:
         sequence = self._sequences.get(sequence_id)
@@ -206,8 +239,8 @@ class Scheduler:
             raise OfferRefusedError("session", f"session {sequence_id} takes no offer now ({sequence.phase.value})")
         return sequence
 
-    def finish_read(self, sequence_id: int, end: int, now: float) -> None:
-        """The copy of an accepted offer is done and checked: KV up to `end` is here, for both models."""
+    def finish_read(self, sequence_id: int, end: int, now: float, num_slots: int = 0) -> None:
+        """The copy of an accepted offer is done and checked: KV up to `end` is here, for both models, and states."""
         sequence = self._sequences[sequence_id]
         sequence.is_read = False
         if sequence.phase is Phase.RECEIVING:
@@ -215,6 +248,9 @@ class Scheduler:
             if sequence.draft_computed == sequence.computed:  # no gap before it
                 self.advance_draft(sequence, end)
             sequence.launched = end
+            if self.states and sequence.state and num_slots:
+                whole = end // self.page_tokens * self.page_tokens
+                self.states.finish_receiving(sequence.state, whole if num_slots > 1 else 0)
             self._advance(sequence, end, now)
             if end == sequence.params.end:
                 sequence.phase = Phase.ACTIVE
@@ -234,9 +270,17 @@ class Scheduler:
             is_scored = sequence.scored > sequence.params.end  # unscored prompt positions must be computed again
             keys = sequence.keys if is_scored else sequence.keys[: (sequence.scored - 1) // self.page_tokens]
             found = self.cache.find(keys)
+            branch = len(found) * self.page_tokens
+            num_usable, checkpoint = self._find_checkpoint(keys[: len(found)])
+            found = found[:num_usable]
             needed = num_pages_for(len(sequence.tokens), self.page_tokens) - len(found)
             if not self.cache.can_take(found, needed):
                 return
+            if self.states:
+                try:
+                    sequence.state = self.states.open(checkpoint, num_usable * self.page_tokens, branch)
+                except NoRoomError:
+                    return
             self.cache.hold(found)
             sequence.pages = found + self.cache.allocate(needed)
             self._take_cached(sequence, len(found) * self.page_tokens)
@@ -283,6 +327,12 @@ class Scheduler:
             room += self.page_tokens
         return max(min(count, room), 0)
 
+    def num_until_stop(self, sequence: Sequence) -> int:
+        """Positions that the sequence's next step may compute: up to where its state is to be kept."""
+        if self.states is None or sequence.state is None:
+            return ANY_NUMBER
+        return self.states.find_stop(sequence.state, sequence.launched, sequence.num_known) - sequence.launched
+
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: ScheduledSequence) -> None:
@@ -291,6 +341,9 @@ class Scheduler:
         step.num_unjudged = sequence.num_unjudged
         if sequence.row < 0:
             sequence.row = self._free_rows.pop()
+        if self.states and sequence.state:
+            step.slots = self.states.begin_step(sequence.state, sequence.launched, sequence.num_known)
+            self._name_state(sequence)
         sequence.launched += step.count
         sequence.scored += step.num_scored
         sequence.num_coming += step.wants_token
@@ -318,6 +371,9 @@ class Scheduler:
         step.sequence.launched -= step.count
         step.sequence.scored -= step.num_scored
         step.sequence.num_coming -= step.wants_token
+        state = step.sequence.state
+        if state and state.source == step.slots[1]:  # otherwise a later step has begun on it, or one before it failed
+            state.source = step.slots[0]
 
     def end_dropped(self, step: ScheduledSequence) -> None:
         """A launched step that was taken back is over."""
@@ -332,6 +388,8 @@ class Scheduler:
         """Drop the step and end its sequence: with `error`, or as complete if None. None if it has already ended."""
         self._judge(step, 0)
         self.drop_step(step)
+        if step.sequence.state:
+            step.sequence.state.source = -1  # a later step may have begun on what this one left
         return None if step.sequence.phase is Phase.ENDED else self.end_answer(step.sequence, error, now)
 
     def end_answer(self, sequence: Sequence, error: Exception | None, now: float) -> Update:
@@ -401,6 +459,11 @@ class Scheduler:
                 sequence.keys.append(next_key(parent, sequence.tokens[at * size : (at + 1) * size].tobytes()))
             self.cache.name(sequence.pages[at], sequence.keys[at])
             sequence.num_named += 1
+        self._name_state(sequence)
+
+    def _name_state(self, sequence: Sequence) -> None:
+        if self.states and sequence.state:
+            self.states.name(sequence.state, sequence.computed, sequence.params.end, sequence.keys)
 
     def advance_draft(self, sequence: Sequence, computed: int) -> None:
         """The draft model's KV of positions [0, computed) is in the pages; a lower number invalidates the rest."""
@@ -468,6 +531,9 @@ class Scheduler:
             self.on_empty()
 
     def _release(self, sequence: Sequence) -> None:
+        if self.states and sequence.state:
+            self.states.close(sequence.state, sequence.computed, sequence.launched, sequence.keys)
+            sequence.state = None
         self.cache.release(sequence.pages)
         sequence.pages = []
         sequence.num_pages_in_row = min(sequence.num_pages_in_row, 0)
@@ -475,6 +541,8 @@ class Scheduler:
     def check(self) -> None:
         """Check holder counts, that no two sequences write to one page, and that KV counts fit the pages."""
         self.cache.check(page for sequence in self for page in sequence.pages)
+        if self.states:
+            self.states.check([sequence.state for sequence in self if sequence.state])
         writers: set[int] = set()
         for sequence in self:
             end = max(sequence.computed, sequence.launched, sequence.draft_computed)

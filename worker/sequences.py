@@ -23,6 +23,7 @@ from wire.logprobs import TokenLogprobs
 from wire.page_keys import TOKEN_BYTES, PageKey
 from wire.sampling import SamplingParams
 from wire.timing import Timing
+from worker.states import SequenceState
 
 ANY_NUMBER = 2**32
 
@@ -106,6 +107,7 @@ class Sequence:
     last_token_at: float | None = None
     num_steps: int = 0  # steps that yielded tokens
     num_preemptions: int = 0
+    state: SequenceState | None = None  # slots, while it holds pages of a model that keeps states
     row: int = -1  # in the engine's InputBatch, from the first step on
     num_pages_in_row: int = -1  # `pages` already in the row; -1: the row is not open. Set by the loop, like the next
     started_at: float | None = None  # start of the first step
@@ -129,6 +131,11 @@ class Sequence:
             return self.params.end - self.launched
         num_tokens = len(self.tokens) + self.num_coming
         return num_tokens - self.launched if num_tokens < self.most_tokens else 0
+
+    @property
+    def num_known(self) -> int:
+        """Positions whose KV is wanted and whose tokens are known: all but an answer's last one."""
+        return len(self.tokens) - 1 if self.params.max_tokens else self.params.end
 
     @property
     def needs_outcome(self) -> bool:
@@ -193,6 +200,7 @@ class ScheduledSequence:
     num_drafted: int = 0  # drafts in the step
     drafts: Seq[int] = ()  # their ids; empty also where only the device knows them
     draft_lead: int | None = None  # how far the draft model's KV goes beyond `count` positions; None: unchanged
+    slots: tuple[int, int] = (-1, -1)  # with the state before the step, and for that after it
     is_dropped: bool = False  # it was launched, and its result is not used
     mask: Any = None  # [1 + drafts, ceil(V / 32)] int32: allowed tokens; None: all
     num_accepted: int = 0  # of the drafts

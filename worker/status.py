@@ -33,6 +33,7 @@ class WorkerService:
         self._context_tokens = worker.context_tokens
         self._threads = worker.threads
         self._vocab_size = worker.engine.config.vocab_size
+        self._weaknesses = worker.engine.find_weaknesses()
         self._thread = thread
         self._transports = transports
         self._speed = speed
@@ -90,7 +91,12 @@ class WorkerService:
             cores=num_cores(),
             prompt_tokens_waiting=scheduler.num_tokens_waiting,
             prompt_tokens_per_second=self._speed.tokens_per_s,
+            weaknesses=self._weaknesses,
         )
+        if scheduler.states is not None:
+            slots = scheduler.states.cache
+            status.free_slots, status.used_slots = slots.num_spare, slots.num_held
+            status.cached_slots = slots.num_cached
         self.add_to_status(status)
         return status
 

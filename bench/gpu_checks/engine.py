@@ -57,7 +57,7 @@ def build_demo_engine(
     num_pages = num_rows_for(max_running) * ROW_PAGES
     engine = build_engine(
         str(TARGET_DIR), str(DRAFT_DIR), dtype, device.type, 1, PAGE_TOKENS,
-        num_rows_for(max_running), lambda *_: num_pages + (device.type == "cpu"), lambda _done, _total: None,
+        num_rows_for(max_running), lambda *_: (num_pages + (device.type == "cpu"), 0), lambda _done, _total: None,
         ROW_PAGES * PAGE_TOKENS - MAX_DRAFT_TOKENS, quantization, kv_dtype,
     )  # fmt: skip
     engine.warm_up(graph_rows, MAX_DRAFTS)

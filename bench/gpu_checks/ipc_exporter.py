@@ -41,8 +41,9 @@ def recycle(pool: Pool, page: int) -> None:
 def describe(pool: Pool, nixl: NixlPool | None = None, address: str = "127.0.0.1:1") -> kv_pb2.Peer:
     """This process as its peers see it. `nixl`: of incarnation "exporter". `address`: of its PageServer, if any."""
     shape, (part,) = pool.shape, pool.shape.parts
+    assert isinstance(part, KvPart)
     facts = PoolFacts(
-        "w", str(shape.dtype).removeprefix("torch."), part.num_layers, part.num_kv_heads, shape.page_tokens,
+        "w", str(shape.dtype).removeprefix("torch."), part.num_layers, part.num_heads, shape.page_tokens,
         part.head_dim, pool.num_pages, pool.fd, pool.pages_offset,
     )  # fmt: skip
     rank = build_rank(address, os.getpid(), describe_gpu(pool), nixl.facts if nixl else None)
@@ -60,7 +61,7 @@ def obey(pool: Pool, nixl: NixlPool | None = None, *address: str) -> None:
 async def serve(pool: Pool) -> None:
     """`obey`, while a PageServer gives pages to GrpcReaders."""
     server = build_server()
-    PageServer(pool, "exporter").add_to(server)
+    PageServer({"exporter": pool}).add_to(server)
     port = bind(server, "127.0.0.1", 0)
     await server.start()
     await asyncio.to_thread(obey, pool, None, f"127.0.0.1:{port}")

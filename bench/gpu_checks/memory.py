@@ -30,13 +30,14 @@ def check_memory(device: torch.device) -> str:
     limits, largest, seen = limits_of(config, shape.vocab_size), largest_step_of(config), [0]
 
     def size(
-        context: int, page_bytes: int, num_ranks: int, memory: tuple[int, int, int] | None, mapped_bytes: int
-    ) -> int:  # fmt: skip
+        context: int, page_bytes: int, num_ranks: int, memory: tuple[int, int, int] | None, mapped_bytes: int,
+        slot_bytes: int,
+    ) -> tuple[int, int]:  # fmt: skip
         room = None
         if memory is not None:
             seen[0] = memory[2]
             room = GpuRoom(memory[0], memory[1], reserve_bytes(shape, limits, 1, memory[2]))
-        return size_pool(config, context, page_bytes, num_ranks, room, mapped_bytes)
+        return size_pool(config, context, page_bytes, num_ranks, room, mapped_bytes, slot_bytes)
 
     loaded = load_random(name, device)
     engine = assemble_engine(loaded, None, PAGE_TOKENS, limits.num_rows, size, largest_step=largest)

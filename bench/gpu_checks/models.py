@@ -106,7 +106,7 @@ def build_random_engine(
         load_random(draft, device, quantization, context_tokens) if draft else None,
         page_tokens=PAGE_TOKENS,
         num_rows=num_rows_for(max_running),
-        size_pool=lambda *_sizes: max_running * -(-context_tokens // PAGE_TOKENS),
+        size_pool=lambda *_sizes: (max_running * -(-context_tokens // PAGE_TOKENS), 0),
         max_context_tokens=context_tokens,
     )
     engine.warm_up(max_running * has_graphs, max_drafts, PIECE_TOKENS * has_graphs)

@@ -86,7 +86,7 @@ def measure(out: Path, model: str, device: str, dtype: str, threads: int) -> Non
     pages, no_progress = -(-CONTEXT_TOKENS // PAGE_TOKENS), lambda _done, _total: None
     engine = build_engine(
         folder, "", dtype, device, threads, PAGE_TOKENS, num_rows_for(max(STREAMS)),
-        lambda *_sizes: max(STREAMS) * pages, no_progress, pages * PAGE_TOKENS,
+        lambda *_sizes: (max(STREAMS) * pages, 0), no_progress, pages * PAGE_TOKENS,
     )  # fmt: skip
     engine.warm_up(max(STREAMS))
     steps = measure_steps(engine)

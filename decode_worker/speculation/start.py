@@ -8,7 +8,7 @@ from decode_worker.speculation.costs import CostMeter
 from decode_worker.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
 from decode_worker.speculation.speculator import Speculator
 from engine.batch import ForwardRow
-from engine.engine import Engine
+from engine.engine import NO_DRAFTS, Engine
 from engine.input_batch import InputBatch
 from engine.runner import Runner
 from runtime.config import DecodeConfig
@@ -22,6 +22,10 @@ BUDGET_S = 1.0  # for each model; later steps are measured while they run, so a 
 
 def build_speculator(engine: Engine, config: DecodeConfig) -> Speculator:
     """A drafter for repeats and, with a draft model, one for that. Nobody may hold page 0 yet: it is written to."""
+    if engine.states is not None:
+        if config.speculate not in ("auto", "off"):
+            raise ConfigError(f"speculate={config.speculate!r} cannot be used: {NO_DRAFTS}: set --speculate off")
+        return Speculator({}, _measure_aside(engine.runner, engine.rows), "off", config.max_draft_tokens)
     is_ahead = bool(engine.steps_ahead if config.steps_ahead is None else config.steps_ahead)
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
     if engine.draft_runner is not None:
@@ -61,5 +65,5 @@ def measure(runner: Runner, rows: InputBatch) -> CostMeter:
 
 def _time(runner: Runner, count: int) -> float:
     started = time.perf_counter()
-    runner.launch([ForwardRow(row, 0, 1, num_logits=1) for row in range(count)]).collect()
+    runner.launch([ForwardRow(row, 0, 1, num_logits=1, state_to=0) for row in range(count)]).collect()
     return time.perf_counter() - started

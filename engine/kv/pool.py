@@ -23,18 +23,19 @@ from engine.kv.gpu import CudaGpu, Gpu
 from engine.kv.peer_pages import GpuPages, HostPages
 from engine.out_of_memory import end_process, is_device_lost
 from engine.staging import download, upload
-from wire.kv_layout import TEST_BYTES, KvPart, PagePart, find_test_bytes, pool_sizes
+from wire.kv_layout import TEST_BYTES, KvPart, PagePart, StatePart, find_test_bytes
 
 OS_PAGE_BYTES = 4096
+Part = KvPart | StatePart
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """The sizes of one model's pages; wire.kv_layout orders each part."""
+    """The sizes of one model's pages, or of its slots; wire.kv_layout orders each part."""
 
     num_pages: int
-    parts: tuple[KvPart, ...]
+    parts: tuple[Part, ...]
     page_tokens: int
     dtype: torch.dtype
 
@@ -46,28 +47,26 @@ class PoolShape:
     def page_bytes(self) -> int:
         return self.page_elements * self.dtype.itemsize
 
-    def head_bytes(self, part: KvPart) -> int:
+    def head_bytes(self, part: Part) -> int:
         """Bytes of one head in a page: all layers of the part, keys and values."""
-        return prod(self.part_sizes(part)[1:]) * self.dtype.itemsize // part.num_kv_heads
+        return prod(self.part_sizes(part)[1:]) * self.dtype.itemsize // part.num_heads
 
-    def page_parts(self, whole: Sequence[KvPart]) -> tuple[PagePart, ...]:
+    def page_parts(self, whole: Sequence[Part]) -> tuple[PagePart, ...]:
         """What peers are told. whole: the same parts over all ranks."""
-        return tuple(
-            PagePart(one.num_kv_heads, self.head_bytes(own)) for one, own in zip(whole, self.parts, strict=True)
-        )
+        return tuple(PagePart(one.num_heads, self.head_bytes(own)) for one, own in zip(whole, self.parts, strict=True))
 
     def with_pages(self, num_pages: int) -> "PoolShape":
         return replace(self, num_pages=num_pages)
 
-    def part_sizes(self, part: KvPart) -> tuple[int, ...]:
+    def part_sizes(self, part: Part) -> tuple[int, ...]:
         """Of a tensor that holds the part in all pages."""
-        return pool_sizes(
-            num_pages=self.num_pages,
-            num_kv_heads=part.num_kv_heads,
-            num_layers=part.num_layers,
-            page_tokens=self.page_tokens,
-            head_dim=part.head_dim,
-        )
+        return part.pool_sizes(self.num_pages, self.page_tokens)
+
+    def split(self, pages: Tensor) -> tuple[Tensor, ...]:
+        """[num_pages, page_elements] |-> views of the parts, see `part_sizes`."""
+        sizes = [self.part_sizes(part) for part in self.parts]
+        parts = torch.split(pages, [prod(size[1:]) for size in sizes], 1)
+        return tuple(part.view(size) for part, size in zip(parts, sizes, strict=True))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -136,12 +135,12 @@ class Pool:
         elements = self._allocate_shared() if self.gpu is None else self._allocate_on(self.gpu)
         if elements is None:
             elements = self._allocate_private(page_elements)
-        self._pages = elements.view(shape.num_pages, page_elements)
-        self.tensor: Tensor = self._pages[:, : shape.page_elements].view(shape.sizes)
+        self.pages = elements.view(shape.num_pages, page_elements)
+        self.tensor: Tensor = self.pages[:, : shape.page_elements].view(shape.sizes)
         self.draft_tensor: Tensor | None = None
         if draft_shape is not None:
             sizes = draft_shape.with_pages(shape.num_pages).sizes
-            self.draft_tensor = self._pages[:, shape.page_elements :].view(sizes)
+            self.draft_tensor = self.pages[:, shape.page_elements :].view(sizes)
 
     @property
     def size_mib(self) -> int:
@@ -213,12 +212,12 @@ class Pool:
     @property
     def address(self) -> int:
         """Address of the first page."""
-        return self._pages.data_ptr()
+        return self.pages.data_ptr()
 
     @property
     def device_index(self) -> int:
         """Index of the pages' GPU; -1 for main memory."""
-        return self._pages.get_device()
+        return self.pages.get_device()
 
     def open_peer(self, handle: bytes, num_pages: int, page_bytes: int) -> GpuPages:
         """Open the pool of another process on this host, with its test bytes. Raises RuntimeError, see GpuPages."""
@@ -226,7 +225,7 @@ class Pool:
             raise RuntimeError("this pool is not on a GPU")
         cudart = self.gpu.cudart
         address = cudart.open(handle, find_test_bytes(num_pages * page_bytes) + TEST_BYTES)
-        return GpuPages(self.gpu, self._pages.view(torch.int32), address, page_bytes, cudart.close)
+        return GpuPages(self.gpu, self.pages.view(torch.int32), address, page_bytes, cudart.close)
 
     def end_if_lost(self) -> None:
         """End this process if its GPU's context is lost, which even a copy of our own memory then says.
@@ -246,7 +245,7 @@ class Pool:
             return HostPages(self.store, num_pages, self.page_bytes)
         cudart = self.gpu.cudart
         address = cudart.allocate(num_pages * self.page_bytes)
-        return GpuPages(self.gpu, self._pages.view(torch.int32), address, self.page_bytes, cudart.free)
+        return GpuPages(self.gpu, self.pages.view(torch.int32), address, self.page_bytes, cudart.free)
 
     def load(self, pages: Sequence[int], begin: int = 0, num_bytes: int | None = None) -> NDArray[np.uint8]:
         """[len(pages), num_bytes]: a copy of `num_bytes` (default: all) of each page from byte `begin` on.
@@ -272,11 +271,11 @@ class Pool:
 
     def _select(self, pages: Sequence[int], part: slice) -> Tensor:
         """[len(pages), words of the part] int32, on the pool's device."""
-        words = self._pages.view(torch.int32)[:, part]
+        words = self.pages.view(torch.int32)[:, part]
         return words.index_select(0, upload([np.array(pages, np.int64)], words.device)[0])
 
     def _put(self, pages: Sequence[int], rows: NDArray[np.int32], begin: int) -> None:
-        words = self._pages.view(torch.int32)[:, begin : begin + rows.shape[1]]  # no index_copy_ for 8-bit types
+        words = self.pages.view(torch.int32)[:, begin : begin + rows.shape[1]]  # no index_copy_ for 8-bit types
         index, data = upload([np.array(pages, np.int64), rows], words.device)
         words.index_copy_(0, index, data)
 

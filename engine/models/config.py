@@ -5,22 +5,36 @@ from typing import Literal
 
 from engine.attention.shape import AttentionShape, group_layers
 from engine.layers.moe_config import Activation, Routing
+from engine.layers.recurrent_config import Recurrent
 from engine.layers.rope_config import RopeConfig
 from engine.weights.scheme import Scheme
-from wire.kv_layout import KvPart
+from wire.kv_layout import KvPart, StatePart
 
 QkNorm = Literal["none", "head", "width"]  # over each head of query and key, or over all heads together
-ExpertLayout = Literal["per_expert", "w1w2w3", "alternating", "stacked"]  # in a checkpoint, see models/table.py
+ExpertLayout = Literal["per_expert", "alternating", "stacked"]  # in a checkpoint, see models/table.py
 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """Names of a layer's norms in a checkpoint; None: the layer has none there."""
+    """Names of norms in a checkpoint, all but the last of a layer's; None: the layer has none there."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
+    query: str = "self_attn.q_norm"
+    key: str = "self_attn.k_norm"
+    final: str = "norm"
+
+
+@dataclass(frozen=True, slots=True)
+class MlpNames:
+    """Names in a checkpoint: a layer's module, and its products, which are those of its experts too."""
+
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +61,7 @@ class Moe:
     has_wide_router: bool = False  # logits are computed in float32
     shared: str | None = None  # module of an MLP for all rows
     shared_size: int = 0  # its inner size
+    shared_gate: str | None = None  # module of a product with one output, whose sigmoid multiplies what the MLP gives
     expert_scale: str | None = None  # tensor; multiplies the weights of the chosen experts
     norms: MoeNorms | None = None  # given: the shared MLP is the layer's own
 
@@ -63,6 +78,7 @@ class LayerConfig:
     intermediate_size: int | None = None
     has_values: bool = True  # False: keys, before their norm and rotation, are the values too
     kv_layer: int | None = None  # the earlier layer whose keys and values this one reads; None: it has its own
+    has_attention: bool = True  # False: it is what `ModelConfig.recurrent` says
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +107,11 @@ class ModelConfig:
     logits_softcap: float = 0.0  # 0: none
     qk_norm: QkNorm = "none"
     has_v_norm: bool = False  # over each head of values, without weights
+    has_output_gate: bool = False  # q_proj gives each head a gate too, whose sigmoid multiplies what is attended
+    recurrent: Recurrent | None = None  # in the place of attention; None: all layers have it
     norms: Norms = Norms()
+    mlp: MlpNames = MlpNames()
+    output_module: str = "o_proj"  # after attention
     norm_offset: float = 0.0  # added to all norms' weights
     activation: Activation = "silu"
     embedding_multiplier: float = 1.0
@@ -110,8 +130,8 @@ class ModelConfig:
 
     @property
     def kv_layers(self) -> tuple[LayerConfig, ...]:
-        """Those with keys and values of their own. They come first."""
-        return tuple(layer for layer in self.layers if layer.kv_layer is None)
+        """Those with keys and values of their own."""
+        return tuple(layer for layer in self.layers if layer.has_attention and layer.kv_layer is None)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -132,6 +152,12 @@ class ModelConfig:
         return group_layers(self.attention_shapes)
 
     @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """What layers without attention keep of a sequence; empty if there are none."""
+        num_layers = sum(not layer.has_attention for layer in self.layers)
+        return self.recurrent.state_parts(num_layers) if self.recurrent else ()
+
+    @property
     def divisible(self) -> dict[str, int]:
         """What ranks divide: its name |-> size."""
         sizes = {"num_heads": self.num_heads, "vocab_size": self.vocab_size}
@@ -141,4 +167,4 @@ class ModelConfig:
             sizes["moe_intermediate_size"] = self.moe.inner_size
         if self.moe is not None and self.moe.shared_size:
             sizes["shared experts' intermediate_size"] = self.moe.shared_size
-        return sizes
+        return sizes | (self.recurrent.divisible if self.recurrent else {})

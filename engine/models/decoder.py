@@ -17,9 +17,10 @@ from engine.attention.qkv import QKV, RopeArgs
 from engine.batch import Batch
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, SummedLinear
+from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from engine.layers.rope import build_rope_table, gather_rotation
 from engine.layers.token_inputs import InputBlock, TokenInputs
-from engine.models.config import ModelConfig
+from engine.models.config import LayerConfig, ModelConfig
 from engine.ops.base import Ops
 from engine.ranks import ONE_RANK, Ranks
 
@@ -28,11 +29,12 @@ from engine.ranks import ONE_RANK, Ranks
 class DecoderLayer:
     """One layer's weights; query, key and value are one product, gate and up another. A norm is [H], or not there.
 
-    Hkv is 0 in a layer that reads the keys and values of another.
+    Hkv is 0 in a layer that reads the keys and values of another. A layer with `recurrent` has no attention: qkv_proj
+    gives the rows of that operation, o_proj takes what it returns.
     """
 
     before_attention: Tensor | None
-    qkv_proj: Linear  # H -> (Hq + 2 Hkv) D: all query heads, then key heads, then value heads, if they are others
+    qkv_proj: Linear  # H -> all query heads, then key heads, then value heads, if they are others, then gates, if any
     qk_norm: Tensor | None  # [Hq + Hkv, D], the query norm's row Hq times, then the key norm's; or [1, (Hq + Hkv) D]
     sinks: Tensor | None  # [Hq] float32
     o_proj: Linear  # Hq D -> H
@@ -43,6 +45,7 @@ class DecoderLayer:
     input_block: InputBlock | None = None  # after the MLP
     after_input: Tensor | None = None
     scale: Tensor | None = None  # [1], of what leaves the layer
+    recurrent: DeltaNet | GatedConv | None = None
 
 
 @dataclass(slots=True)
@@ -53,12 +56,13 @@ class Flow:
     normed: Tensor  # [T, H] input of the next product
     rotations: Sequence[tuple[Tensor, Tensor]]  # of each rope
     inputs: Tensor | None  # [T, L, P]
+    gates: Tensor | None = None  # [T, Hq, D] of the layer whose attention runs
 
 
 class Attend(NamedTuple):
     """The arguments of `AttentionBackend.attend`."""
 
-    layer: int  # whose KV
+    layer: int  # whose KV, among those with KV of their own
     heads: QKV
     window: int | None
     sinks: Tensor | None
@@ -92,7 +96,8 @@ class Decoder:
         self._final_norm = final_norm
         self._lm_head = lm_head
         self._token_inputs = token_inputs
-        self._last_writer = len(config.kv_layers) - 1  # layer
+        self._last_writer = max(index for index, layer in enumerate(config.layers) if layer.kv_layer is None)
+        self._places = _find_places(config.layers)
         self._shapes = [config.shape_of(layer) for layer in config.layers]
         self.ranks = ranks
         self.mapped_bytes = 0  # bytes of packed weights mapped from a file
@@ -110,7 +115,8 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: Tensor, attention: AttentionBackend) -> Tensor:
-        """Run one step: write the KV of all new tokens into `pool`, return the rows that `logits` needs.
+        """Run one step: write the KV of all new tokens into `pool`, and the states after them into the batch's; return
+        the rows that `logits` needs.
 
         pool: axes as in wire.kv_layout, in the model's dtype; modifies only rows that the batch names. Positions must
         be below the context length. Returns [S, H], normed, for `batch.logits_rows`; [0, H] if S is 0.
@@ -122,11 +128,24 @@ class Decoder:
         """`forward` after the plan. Only launches; shapes follow from those of `batch`."""
         flow = self.embed(batch.token_ids, batch.positions)
         for index in range(len(self._layers)):
-            attended = attention.attend(*self.project(index, flow))
+            mixed = self._mix(index, flow, batch, attention)
             if self.is_done(index, batch):
                 return flow.normed[:0]
-            self.finish_layer(index, flow, attended, batch.logits_rows if index == len(self._layers) - 1 else None)
+            self.finish_layer(index, flow, mixed, batch.logits_rows if index == len(self._layers) - 1 else None)
         return flow.normed
+
+    def _mix(self, index: int, flow: Flow, batch: Batch, attention: AttentionBackend) -> Tensor:
+        """What the layer takes from other rows of the sequences: [T, Hq, D], or [T, N] without attention."""
+        layer, states = self._layers[index], batch.states
+        if layer.recurrent is None:
+            return attention.attend(*self.project(index, flow))
+        assert states is not None
+        rows = layer.qkv_proj(flow.normed)
+        at = StateRows(states.sources, states.targets, batch.cu_seqlens_q, batch.query_lens_host)
+        own = [part[:, :, self._places[index]] for part in states.parts]  # [num_slots, heads, ...] each
+        if isinstance(layer.recurrent, DeltaNet):
+            return self.ops.delta_net(rows, layer.recurrent, at, DeltaStates(*own))
+        return self.ops.gated_conv(rows, layer.recurrent, at, *own)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Flow:
         """Both [T] |-> what the first layer gets."""
@@ -141,17 +160,20 @@ class Decoder:
         )
 
     def is_done(self, index: int, batch: Batch) -> bool:
-        """Whether nothing after this layer's attention matters: all KV is written, and no logits are wanted."""
+        """Whether nothing after this layer's attention matters: all KV and states are written, no logits are wanted."""
         is_last = index == self._last_writer and not batch.logits_rows.numel()
         if is_last:
             self.ranks.barrier(self.device)  # no sum follows: this makes all ranks finish the step together
         return is_last
 
     def finish_layer(self, index: int, flow: Flow, attended: Tensor, rows: Tensor | None) -> None:
-        """The layer after attention. attended: [T, Hq, D]; rows: [S] the only ones that still matter; None: all."""
+        """The layer after attention. attended: [T, Hq, D], or [T, N] without attention; rows: [S] the only ones that
+        still matter; None: all."""
         layer, inputs = self._layers[index], flow.inputs
         is_last = index == len(self._layers) - 1
         next_norm = self._final_norm if is_last else self._layers[index + 1].before_attention
+        if flow.gates is not None:
+            attended, flow.gates = attended * flow.gates.sigmoid(), None
         attended = attended.view(len(attended), -1)  # [T, Hq D]
         if rows is not None:
             attended, flow.sums = _keep_rows(attended, rows), _keep_rows(flow.sums, rows)  # [S, ...]
@@ -214,8 +236,8 @@ class Decoder:
     def has_equal_pieces(self) -> bool:
         """Whether all layers ask attention for as many heads, and only products depend on the number of rows."""
         config = self.config
-        is_alike = len(set(self._shapes)) == 1 and all(layer.kv_layer is None for layer in config.layers)
-        return is_alike and config.moe is None and self._token_inputs is None
+        is_alike = len(set(self._shapes)) == 1 and len(config.kv_layers) == config.num_layers
+        return is_alike and not config.has_output_gate and config.moe is None and self._token_inputs is None
 
     def project(self, index: int, flow: Flow) -> Attend:
         """The layer before attention."""
@@ -227,12 +249,14 @@ class Decoder:
             self._norm_width_(qkv, qk_norm)
             qk_norm = None
         heads = qkv.view(len(qkv), qkv.shape[1] // shape.head_dim, shape.head_dim)
+        if config.has_output_gate:
+            heads, flow.gates = heads[:, : -shape.num_heads], heads[:, -shape.num_heads :]
         value = heads[:, heads.shape[1] - num_new :]
         if config.has_v_norm and num_new:
             value = functional.rms_norm(value, value.shape[-1:], None, config.rms_eps)
         rope = None if own.rope is None else RopeArgs(*flow.rotations[own.rope], qk_norm, config.rms_eps)
         new = QKV(heads[:, : shape.num_heads + num_new], value, rope)
-        return Attend(index if own.kv_layer is None else own.kv_layer, new, own.window, layer.sinks)
+        return Attend(self._places[index], new, own.window, layer.sinks)
 
     def _norm_width_(self, qkv: Tensor, weight: Tensor) -> None:
         """RMSNorm of all queries together and of all keys together, over all ranks. weight: [1, (Hq + Hkv) D]"""
@@ -247,6 +271,15 @@ class Decoder:
         scale = torch.rsqrt(squares + config.rms_eps)  # [T, 2]
         for part, own_weight, own_scale in zip(parts, torch.split(weight[0], sizes), scale.unbind(1), strict=True):
             part.copy_(part.float() * own_scale[:, None] * own_weight.float())
+
+
+def _find_places(layers: Sequence[LayerConfig]) -> list[int]:
+    """Each layer's index in the pool: of its keys and values or, without attention, of its state."""
+    places: list[int] = []
+    for index, layer in enumerate(layers):
+        alike = [one for one in layers[:index] if one.kv_layer is None and one.has_attention == layer.has_attention]
+        places.append(len(alike) if layer.kv_layer is None else places[layer.kv_layer])
+    return places
 
 
 def _keep_rows(rows: Tensor, wanted: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 SERVE, PROBE = "baton", "baton_probe"  # our names for `attn_implementation`; only PROBE gets masks
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Mapping[str, Any]], Tensor]
-"""query [1, Hq, T, D], keys [1, Hkv, T, D], values [1, Hkv, T, Dv], mask, options |-> [1, T, Hq, Dv]"""
+"""query [B, Hq, T, D], keys [B, Hkv, T, D], values [B, Hkv, T, Dv], mask, options |-> [B, T, Hq, Dv]"""
 
 # Where masks are compared: among these every window, chunk and look ahead below 2**21 tokens hides or shows some pair.
 POSITIONS = sorted({max(0, 2**power + by) for power in range(22) for by in (-1, 0, 1)})

@@ -59,10 +59,19 @@ def _compute_over_pages(model: FallbackModel, texts: Sequence[Tensor]) -> Tensor
         rows.open(row, text.numpy().astype(np.int32), SamplingParams(), 0)
         rows.write_pages(row, 0, range(row * TEXT_PAGES, min((row + 1) * TEXT_PAGES, shape.num_pages)))
     stager, begins = Stager(device), [0] * num_texts
+    if config.state_parts:  # two slots a row, read and written in turn
+        slots = PoolShape(2 * (num_texts + 1), config.state_parts, PAGE_TOKENS, torch.float32)
+        rows.states = slots.split(torch.zeros(slots.num_pages, slots.page_elements, device=device))
     parts: list[list[Tensor]] = [[] for _ in texts]
-    for counts in STEPS:
-        requests = [ForwardRow(row, begins[row], count, count) for row, count in enumerate(counts)]
-        layout = lay_out(rows, [*requests, ForwardRow(num_texts, 0, 1)])
+    for number, counts in enumerate(STEPS):
+        requests = [
+            ForwardRow(
+                row, begins[row], count, count, state_from=2 * row + 1 - number % 2 if begins[row] else -1,
+                state_to=2 * row + number % 2,
+            )
+            for row, count in enumerate(counts)
+        ]  # fmt: skip
+        layout = lay_out(rows, [*requests, ForwardRow(num_texts, 0, 1, state_to=2 * num_texts)])
         layout.positions[-1] = config.context_tokens - 1  # the decoy's
         logits = model.forward(build_batch(layout, rows, stager), pool, attention)
         for part, own in zip(parts, torch.split(logits, list(counts)), strict=True):

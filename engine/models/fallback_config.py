@@ -1,9 +1,21 @@
 """What the engine knows of a model without native code. Imports no torch; `fallback_probe` fills it."""
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.attention.shape import AttentionShape, group_layers
-from wire.kv_layout import KvPart
+from wire.kv_layout import KvPart, StatePart
+
+
+class KeptState(NamedTuple):
+    """One state tensor of one layer, in transformers' cache."""
+
+    layer: int
+    number: int  # among the layer's states of that kind
+    is_conv: bool  # else recurrent
+    sizes: tuple[int, ...]  # of one sequence
+    is_wide: bool  # float32 whatever the model's dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +29,7 @@ class FallbackConfig:
     windows: tuple[int | None, ...]  # L values, as in ModelConfig
     has_sinks: bool  # some layers pass sinks to attention
     attention_modules: tuple[str, ...]  # L names in transformers' module tree
+    kept_states: tuple[KeptState, ...] = ()  # of layers without attention, or beside it
 
     @property
     def num_layers(self) -> int:
@@ -26,3 +39,10 @@ class FallbackConfig:
     @property
     def kv_parts(self) -> tuple[KvPart, ...]:
         return group_layers(self.attention_shapes)
+
+    @property
+    def state_parts(self) -> tuple[StatePart, ...]:
+        """In the order of their first state. What the heads are is transformers' affair: each part has one."""
+        return tuple(
+            StatePart(count, 1, size) for size, count in Counter(one.sizes for one in self.kept_states).items()
+        )

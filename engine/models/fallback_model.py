@@ -8,15 +8,17 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV
-from engine.batch import Batch
+from engine.batch import Batch, select
 from engine.models.fallback_attention import SERVE
 from engine.models.fallback_config import FallbackConfig
+from engine.models.fallback_states import build_cache, find_cache_name, load_states, store_states
 from engine.ops.choose import ops_for
 from engine.ranks import ONE_RANK, Ranks
 
@@ -39,6 +41,8 @@ class FallbackModel:
             self.why_unshared = f"{config.family} runs by transformers' code, which shares no weights"
         self._model = model.eval().requires_grad_(False)
         self._chooses_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._cache_name = find_cache_name(model)
+        self._text_config = model.config.get_text_config(decoder=True)
         self._attention: AttentionBackend | None = None  # of the running step
         model.set_attn_implementation(SERVE)
         for layer, name in enumerate(config.attention_modules):
@@ -47,21 +51,46 @@ class FallbackModel:
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: Tensor, attention: AttentionBackend) -> Tensor:
         """See `Decoder.forward`, but returns the logits themselves: [S, V] float32, owned by the caller."""
-        attention.plan(pool, batch)
-        return self.run_planned(batch, attention)
+        if batch.states is None:
+            attention.plan(pool, batch)
+            return self._run(batch, attention, batch.token_ids[None], batch.positions[None])
+        logits = torch.empty(len(batch.logits_rows), self.config.vocab_size, device=self.device)
+        for which in _divide(batch):
+            part, outputs = select(batch, which)
+            attention.plan(pool, part)
+            logits.index_copy_(0, outputs, self._run_with_states(part, attention))
+        return logits
 
-    def run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
-        """`forward` after the plan."""
-        rows = {"logits_to_keep": batch.logits_rows} if self._chooses_rows else {}
+    def _run_with_states(self, batch: Batch, attention: AttentionBackend) -> Tensor:
+        """`forward` of a part that `_divide` made, after the plan."""
+        states, kept = batch.states, self.config.kept_states
+        assert states is not None
+        is_stacked, first = len(batch.query_lens_host) > 1, int(batch.seq_lens_host[0] - batch.query_lens_host[0])
+        cache = build_cache(self._text_config, first)
+        if first:
+            load_states(cache, kept, states, self.dtype)
+        shape = (-1, 1) if is_stacked else (1, -1)
+        logits = self._run(
+            batch, attention, batch.token_ids.view(shape), batch.positions.view(shape), **{self._cache_name: cache}
+        )
+        store_states(cache, kept, states)
+        return logits
+
+    def _run(
+        self, batch: Batch, attention: AttentionBackend, token_ids: Tensor, positions: Tensor, **cache: Any
+    ) -> Tensor:
+        """token_ids, positions: [B, T]; they and the attention's plan are of `batch` |-> [S, V] float32"""
+        if self._chooses_rows and len(token_ids) == 1:
+            cache["logits_to_keep"] = batch.logits_rows
         self._attention = attention
         try:
             output = self._model(
-                input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False, **rows
+                input_ids=token_ids, position_ids=positions, use_cache=self._cache_name in cache, **cache
             )
         finally:
             self._attention = None
-        logits: Tensor = output.logits[0]  # [S or T, V]
-        return (logits if self._chooses_rows else logits.index_select(0, batch.logits_rows)).float()
+        logits: Tensor = output.logits.flatten(0, 1)  # [S or B T, V]
+        return (logits if "logits_to_keep" in cache else logits.index_select(0, batch.logits_rows)).float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Rows from `forward` |-> the same: the class of the model has applied its head, scaling and softcap."""
@@ -85,14 +114,23 @@ class FallbackModel:
         """See `fallback_attention.Attend`. Copies the heads: a backend may overwrite them, layers may share them."""
         assert self._attention is not None
         head_dim, num_rotated = self.config.attention_shapes[layer].head_dim, query.shape[1] + key.shape[1]
-        joined = torch.cat([_widen(heads[0].transpose(0, 1), head_dim) for heads in (query, key, value)], 1)
-        joined = joined.to(self.dtype)  # [T, Hq + 2 Hkv, D]
+        flat = [heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]  # [B T, H, D] each
+        joined = torch.cat([_widen(heads, head_dim) for heads in flat], 1)
+        joined = joined.to(self.dtype)  # [B T, Hq + 2 Hkv, D]
         heads = QKV(joined[:, :num_rotated], joined[:, num_rotated:])
         sinks: Tensor | None = options.get("s_aux")
         if sinks is not None:
             sinks = sinks.flatten().float()  # [Hq]
-        attended = self._attention.attend(layer, heads, self.config.windows[layer], sinks)  # [T, Hq, D]
-        return attended[None, ..., : value.shape[-1]].to(query.dtype)
+        attended = self._attention.attend(layer, heads, self.config.windows[layer], sinks)  # [B T, Hq, D]
+        attended = attended[..., : value.shape[-1]].to(query.dtype)
+        return attended.unflatten(0, (len(query), -1))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _divide(batch: Batch) -> list[list[int]]:
+    """Forwards that transformers' code can do: all sequences with one new token and a state, and each other one."""
+    is_plain = (batch.query_lens_host == 1) & (batch.seq_lens_host > 1)
+    stacked, others = np.flatnonzero(is_plain).tolist(), np.flatnonzero(~is_plain).tolist()
+    return [*([stacked] if stacked else []), *([one] for one in others)]
 
 
 def _widen(heads: Tensor, head_dim: int) -> Tensor:

@@ -23,10 +23,17 @@ from transformers import (
 
 from engine.attention.shape import AttentionShape
 from engine.models.fallback_attention import POSITIONS, PROBE
-from engine.models.fallback_config import FallbackConfig
+from engine.models.fallback_config import FallbackConfig, KeptState
+from engine.models.fallback_states import build_cache, find_cache_name, keeps_states, read_kept
 from engine.models.json_values import read_json
 
-LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "attention", "hybrid"}
+LAYER_TYPES = {*ATTENTION_TYPES, "linear_attention", "conv", "moe", "mlp"}
+FORGETFUL = {
+    "jamba",
+    "mamba",
+    "falcon_mamba",
+}  # transformers' code of them begins each chunk of a prompt without a state
 USED_OPTIONS = {"scaling", "sliding_window", "softcap", "s_aux"}
 IDLE_OPTIONS = {  # passed along, without effect on attention: the mask says what is visible, and the probe checks it
     "dropout", "is_causal", "position_ids", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states",
@@ -74,12 +81,15 @@ def probe_config(config: PreTrainedConfig) -> FallbackConfig:
         raise refuse(family, "transformers has no causal language model for it")
     if config.is_encoder_decoder:
         raise refuse(family, "it has an encoder, and its layers attend to the encoder's output")
+    if family in FORGETFUL:
+        raise refuse(family, "between chunks of a prompt, its layers lose their state")
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     if unknown := sorted(set(kinds) - LAYER_TYPES):
         raise refuse(family, f"its layers are of type {', '.join(unknown)}, which need more than pages")
     calls = _Calls(family)
-    vocab_size = _run_on_meta(config, calls)
-    if len(calls.found) != text.num_hidden_layers:
+    vocab_size, kept = _run_on_meta(config, calls)
+    wanted = sum(kind in ATTENTION_TYPES for kind in kinds) if kept else text.num_hidden_layers
+    if len(calls.found) != wanted or not wanted:
         counted = f"{len(calls.found)} of its {text.num_hidden_layers} layers"
         raise refuse(family, f"{counted} use transformers' attention interface; no other attention or state is kept")
     layers = list(calls.found.values())
@@ -92,6 +102,7 @@ def probe_config(config: PreTrainedConfig) -> FallbackConfig:
         windows=tuple(layer.window for layer in layers),
         has_sinks=any(layer.has_sinks for layer in layers),
         attention_modules=tuple(calls.found),
+        kept_states=kept,
     )
 
 
@@ -121,8 +132,8 @@ def _find_context(family: str, text: PreTrainedConfig) -> int:
     return min(context, *limits) if limits else context
 
 
-def _run_on_meta(config: PreTrainedConfig, calls: "_Calls") -> int:
-    """One forward that fills `calls`. Returns the number of logits of a token."""
+def _run_on_meta(config: PreTrainedConfig, calls: "_Calls") -> tuple[int, tuple[KeptState, ...]]:
+    """One forward that fills `calls`. Returns the number of logits of a token, and the states that layers keep."""
     library: Any = AutoModelForCausalLM
     tokens = torch.zeros(1, len(POSITIONS), dtype=torch.int64, device="meta")
     try:
@@ -135,15 +146,21 @@ def _run_on_meta(config: PreTrainedConfig, calls: "_Calls") -> int:
             if getattr(module, "rope_type", None) == "dynamic":
                 module.rope_type = "default"  # the same within the context, and does not compare positions on the host
         with torch.inference_mode():
-            # with a mask of ones, transformers does not look for sequence borders in the positions
-            output = model.eval()(input_ids=tokens, position_ids=tokens, attention_mask=tokens + 1, use_cache=False)
+            text = config.get_text_config(decoder=True)
+            cache = build_cache(text) if keeps_states(text) else None
+            # with a mask of ones, or a cache, transformers does not look for sequence borders in the positions
+            mask = tokens + 1 if cache is None else None
+            output = model.eval()(
+                input_ids=tokens, position_ids=tokens, attention_mask=mask, use_cache=cache is not None,
+                **({} if cache is None else {find_cache_name(model): cache}),
+            )  # fmt: skip
     except _Unsupported as error:
         raise refuse(calls.family, str(error)) from error
     except Exception as error:  # transformers' code of any model
         stage = "" if calls.found else " before any layer called transformers' attention interface"
         described = f"{type(error).__name__}: {_first_line(error)}"
         raise refuse(calls.family, f"a trial run without weights failed{stage} ({described})") from error
-    return int(output.logits.shape[-1])
+    return int(output.logits.shape[-1]), read_kept(cache, torch.bfloat16) if cache is not None else ()
 
 
 def _first_line(error: Exception) -> str:

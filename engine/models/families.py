@@ -8,18 +8,23 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.layers.moe_config import Activation
-from engine.models.config import ExpertLayout, MoeNorms, Norms, QkNorm
+from engine.models.config import ExpertLayout, MlpNames, MoeNorms, Norms, QkNorm
 
 # all: every layer, from sliding_window. by_layer: use_sliding_window, max_window_layers, layer_types. switched:
 # use_sliding_window turns all layers on. by_type: layer_types, else every n-th layer is full.
 Windows = Literal["none", "all", "by_layer", "switched", "by_type"]
+Mixer = Literal["attention", "delta_net", "gated_conv"]
 
-LLAMA = Norms()
+LLAMA, LLAMA_MLP = Norms(), MlpNames()
 SANDWICH = Norms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 GLM4 = Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+LFM2_NORMS = Norms(
+    "operator_norm", before_mlp="ffn_norm", query="self_attn.q_layernorm", key="self_attn.k_layernorm",
+    final="embedding_norm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +44,11 @@ class Experts:
     scale: str | None = None
     has_biases: bool = False
     choice_bias: str | None = None
+    choice_bias_key: str | None = None  # must be true for `choice_bias`
     has_wide_router: bool = False
     shared: str | None = None
+    shared_size: str | None = None  # key; None: n_shared_experts times `inner`, or with norms the layer's own
+    shared_gate: str | None = None
     expert_scale: str | None = None
     norms: MoeNorms | None = None
 
@@ -51,14 +59,19 @@ class Family:
 
     architecture: str
     defaults: Mapping[str, Any] = field(default_factory=dict)  # config values that files may leave out
+    renamed: Mapping[str, str] = field(default_factory=dict)  # own keys |-> Llama's
     qkv_bias: bool | str = False
     output_bias: bool | str = False
     mlp_bias: bool | str = False
     norms: Norms = LLAMA
+    mlp: MlpNames = LLAMA_MLP
+    output_module: str = "o_proj"
     norm_offset: float = 0.0
     qk_norm: QkNorm = "none"
     qk_norm_key: str | None = None  # must be true for `qk_norm`
     has_v_norm: bool = False
+    has_output_gate: bool = False
+    mixer: Mixer = "attention"  # of layers whose type is not full_attention, see read_layers.py
     windows: Windows = "none"
     full_every: int = 0  # with windows by type: each n-th layer is full
     activation: Activation = "silu"
@@ -79,6 +92,7 @@ class Family:
     has_layer_scale: bool = False
     has_token_inputs: bool = False  # hidden_size_per_layer_input
     has_varied_layers: bool = False  # see read_layers.py; the last layer is full
+    adjusts_mlp: bool = False  # block_auto_adjust_ff_dim: intermediate_size is not that of the MLPs
     packs_qkv: bool = False
     packs_gate_up: bool = False
     experts: Experts | None = None
@@ -92,6 +106,27 @@ GEMMA: dict[str, Any] = ALL_BIASES | {
 }  # fmt: skip
 GLM: dict[str, Any] = {
     "qkv_bias": "attention_bias", "has_partial_rope": True, "rope_is_interleaved": True, "packs_gate_up": True,
+}  # fmt: skip
+W1_W3_W2 = MlpNames("feed_forward", "w1", "w3", "w2")
+QWEN3_5_DEFAULTS = {
+    "vocab_size": 248_320, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "hidden_size": 4096,
+    "intermediate_size": 12_288, "num_hidden_layers": 32, "max_position_embeddings": 32_768,
+    "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
+QWEN3_5: dict[str, Any] = ALL_BIASES | {
+    "norm_offset": 1.0, "qk_norm": "head", "has_partial_rope": True, "has_output_gate": True, "mixer": "delta_net",
+}  # fmt: skip
+LFM2_DEFAULTS = {
+    "num_key_value_heads": 8, "norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 128_000,
+    "tie_word_embeddings": True, "conv_L_cache": 3,
+}  # fmt: skip
+LFM2: dict[str, Any] = {
+    "norms": LFM2_NORMS, "mlp": W1_W3_W2, "output_module": "out_proj", "qk_norm": "head", "mixer": "gated_conv",
+    "renamed": {
+        "norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size",
+        "num_dense_layers": "first_k_dense_replace",
+    },
 }  # fmt: skip
 GLM_DEFAULTS = {"head_dim": 128, "attention_bias": True, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5}
 QWEN_EXPERTS = Experts(
@@ -136,8 +171,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "mixtral": Family(
         "MixtralForCausalLM", {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2},
-        windows="all", experts=Experts(
-            "block_sparse_moe.gate", "block_sparse_moe.experts", "w1w2w3", "num_local_experts", "intermediate_size"
+        windows="all", mlp=W1_W3_W2, experts=Experts(
+            "block_sparse_moe.gate", "block_sparse_moe.experts", "per_expert", "num_local_experts", "intermediate_size"
         ),
     ),
     "gpt_oss": Family(
@@ -189,6 +224,40 @@ FAMILIES: dict[str, Family] = {
         "Olmo3ForCausalLM",
         {"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 5e5, "rope_local_base_freq": 5e5},
         **ALL_BIASES, norms=AFTER, qk_norm="width", windows="by_type", full_every=4, ropes_by_type=True,
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM", QWEN3_5_DEFAULTS, **QWEN3_5, whole=("qwen3_5", "Qwen3_5ForConditionalGeneration")
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        QWEN3_5_DEFAULTS | {
+            "num_key_value_heads": 2, "hidden_size": 2048, "num_hidden_layers": 40, "intermediate_size": 512,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts_per_tok": 8,
+        },
+        **QWEN3_5, whole=("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"), experts=Experts(
+            "mlp.gate", "mlp.experts", "per_expert", "num_experts", routing={"precision": "rounded"},
+            shared="mlp.shared_expert", shared_size="shared_expert_intermediate_size",
+            shared_gate="mlp.shared_expert_gate",
+        ),
+    ),
+    "lfm2": Family(
+        "Lfm2ForCausalLM",
+        LFM2_DEFAULTS | {
+            "block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0,
+        },
+        **LFM2, adjusts_mlp=True,
+    ),
+    "lfm2_moe": Family(
+        "Lfm2MoeForCausalLM",
+        LFM2_DEFAULTS | {
+            "num_dense_layers": 2, "moe_intermediate_size": 1792, "num_experts_per_tok": 4, "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0, "use_expert_bias": True,
+        },
+        **LFM2, experts=Experts(
+            "feed_forward.gate", "feed_forward.experts", "per_expert", "num_experts", layers="after_first",
+            routing={"scoring": "sigmoid", "epsilon": 1e-6, "precision": "logits"}, renormalise="norm_topk_prob",
+            scale="routed_scaling_factor", choice_bias="feed_forward.expert_bias", choice_bias_key="use_expert_bias",
+        ),
     ),
     "glm": Family("GlmForCausalLM", GLM_DEFAULTS, **GLM),
     "glm4": Family("Glm4ForCausalLM", GLM_DEFAULTS, **GLM, norms=GLM4),

@@ -7,9 +7,9 @@ from engine.layers.moe_config import Routing
 from engine.models.config import LayerConfig, ModelConfig, Moe
 from engine.models.families import FAMILIES, Experts, Family
 from engine.models.json_values import Json, collection, flag, integer, number, number_unless_zero, read_json, rule
-from engine.models.read_layers import vary_layers
+from engine.models.read_layers import FULL, SLIDING, read_kinds, read_recurrent, vary_layers
 from engine.models.read_quantization import read_scheme
-from engine.models.read_rope import FULL, SLIDING, read_ropes
+from engine.models.read_rope import read_ropes
 
 DEFAULT_MAX_WINDOW_LAYERS = 28  # the default of Qwen's `max_window_layers`
 ACTIVATIONS = {"silu": ("silu",), "gelu_tanh": ("gelu_pytorch_tanh",), "clamped": ("silu",)}  # as files call them
@@ -33,6 +33,7 @@ def build_config(config: Json) -> ModelConfig:
     prefix = "language_model." if is_whole else ""
     name, family = _choose_family(config)
     config = {**family.defaults, **config}
+    config |= {name: config[own] for own, name in family.renamed.items() if own in config}
     _refuse_unsupported(config, family)
     num_layers = integer(config, "num_hidden_layers")
     num_heads = integer(config, "num_attention_heads")
@@ -48,9 +49,15 @@ def build_config(config: Json) -> ModelConfig:
     ropes, rope_of = read_ropes(config, family, windows, trained_context, head_dim)
     experts = family.experts
     moe = _build_moe(config, experts) if experts and rule(config, experts.enabled or True) else None
+    recurrent, has_attention = read_recurrent(config, family, num_layers)
     layers = tuple(
-        LayerConfig(window, rope, experts is not None and moe is not None and _is_moe(config, experts, layer))
-        for layer, (window, rope) in enumerate(zip(windows, rope_of, strict=True))
+        LayerConfig(
+            windows[layer],
+            rope_of[layer],
+            is_moe=experts is not None and moe is not None and _is_moe(config, experts, layer),
+            has_attention=has_attention[layer],
+        )
+        for layer in range(num_layers)
     )
     yarn = [int(rope.original_context * rope.factor) for rope in ropes if rope.kind == "yarn"]
     has_qk_norm = family.qk_norm_key is None or flag(config, family.qk_norm_key)
@@ -58,7 +65,7 @@ def build_config(config: Json) -> ModelConfig:
         family=name,
         vocab_size=integer(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=integer(config, "intermediate_size"),
+        intermediate_size=_inner_size(config, family),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -78,7 +85,11 @@ def build_config(config: Json) -> ModelConfig:
         logits_softcap=_optional(config, None if is_whole and not family.caps_whole else family.logits_softcap, 0.0),
         qk_norm=family.qk_norm if has_qk_norm else "none",
         has_v_norm=family.has_v_norm,
+        has_output_gate=family.has_output_gate,
+        recurrent=recurrent,
         norms=family.norms,
+        mlp=family.mlp,
+        output_module=family.output_module,
         norm_offset=family.norm_offset,
         activation=family.activation,
         embedding_multiplier=_embedding_multiplier(config, family, hidden_size),
@@ -143,16 +154,20 @@ def _build_windows(config: Json, family: Family, num_layers: int) -> tuple[int |
     else:
         every = integer(config, "sliding_window_pattern", family.full_every or 1)
         default = [FULL if window is None or (layer + 1) % every == 0 else SLIDING for layer in range(num_layers)]
-    kinds = collection(config, "layer_types", list) or default
-    if unknown := [kind for kind in kinds if kind not in (FULL, SLIDING)]:
-        raise ValueError(f"layer_types {unknown} not supported; supported: {FULL}, {SLIDING}")
-    if len(kinds) != num_layers:
-        raise ValueError(f"layer_types has {len(kinds)} entries for num_hidden_layers {num_layers}")
+    kinds = read_kinds(config, default, SLIDING)
     if family.has_varied_layers:
         kinds = [*kinds[:-1], FULL]
     if SLIDING in kinds and window is None:
         raise ValueError(f"layer_types asks for {SLIDING}, but use_sliding_window and sliding_window do not")
     return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _inner_size(config: Json, family: Family) -> int:
+    size = integer(config, "intermediate_size")
+    if not (family.adjusts_mlp and flag(config, "block_auto_adjust_ff_dim")):
+        return size
+    size, multiple = int(2 * size / 3), integer(config, "block_multiple_of")
+    return -(-int(number(config, "block_ffn_dim_multiplier") * size) // multiple) * multiple
 
 
 def _attention_scale(config: Json, family: Family, head_dim: int) -> float:
@@ -194,6 +209,7 @@ def _build_moe(config: Json, experts: Experts) -> Moe:
     count = experts.count if experts.count in config or not others else others[0]  # files and transformers differ
     num_groups = integer(config, "n_group", 1)
     inner = integer(config, experts.inner)
+    has_choice_bias = experts.choice_bias_key is None or flag(config, experts.choice_bias_key)
     return Moe(
         routing=Routing(
             num_experts=integer(config, count),
@@ -209,10 +225,18 @@ def _build_moe(config: Json, experts: Experts) -> Moe:
         experts=experts.module,
         layout=experts.layout,
         has_biases=experts.has_biases,
-        choice_bias=experts.choice_bias,
+        choice_bias=experts.choice_bias if has_choice_bias else None,
         has_wide_router=experts.has_wide_router,
         shared=experts.shared,
-        shared_size=inner * integer(config, "n_shared_experts") if experts.shared and not experts.norms else 0,
+        shared_size=_shared_size(config, experts, inner),
+        shared_gate=experts.shared_gate,
         expert_scale=experts.expert_scale,
         norms=experts.norms,
     )
+
+
+def _shared_size(config: Json, experts: Experts, inner: int) -> int:
+    """0: there is no shared MLP, or it is the layer's own."""
+    if experts.shared_size is not None:
+        return integer(config, experts.shared_size)
+    return inner * integer(config, "n_shared_experts") if experts.shared and not experts.norms else 0

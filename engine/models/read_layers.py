@@ -1,13 +1,71 @@
-"""config.json |-> what differs from layer to layer beside windows, ropes and experts: heads, shared keys and values."""
+"""config.json |-> what differs from layer to layer beside windows, ropes and experts.
+
+That is heads and shared keys and values (Gemma 4), and what stands in the place of attention (Qwen3.5, LFM2).
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from engine.layers.recurrent_config import DeltaNetConfig, GatedConvConfig, Recurrent
 from engine.models.config import LayerConfig
+from engine.models.families import Family
 from engine.models.json_values import Json, collection, flag, integer
 
+FULL, SLIDING, LINEAR, CONV = "full_attention", "sliding_attention", "linear_attention", "conv"  # in layer_types
 HEAD_KEYS = ("num_key_value_heads", "head_dim")
 WIDE_HEAD_DIM = 512  # of full layers, where no file says it
+
+
+def read_kinds(config: Json, default: list[str], other: str) -> list[str]:
+    """Each layer's type, full_attention or `other`: layer_types, or by default what other keys say."""
+    kinds = collection(config, "layer_types", list) or default
+    if unknown := [kind for kind in kinds if kind not in (FULL, other)]:
+        raise ValueError(f"layer_types {unknown} not supported; supported: {FULL}, {other}")
+    if len(kinds) != len(default):
+        raise ValueError(f"layer_types has {len(kinds)} entries for num_hidden_layers {len(default)}")
+    return kinds
+
+
+def read_recurrent(config: Json, family: Family, num_layers: int) -> tuple[Recurrent | None, list[bool]]:
+    """What stands in the place of attention, and whether each layer has attention. ValueError like `load_config`."""
+    layers = range(num_layers)
+    if family.mixer == "attention":
+        return None, [True for _ in layers]
+    if family.mixer == "delta_net":
+        every = integer(config, "full_attention_interval")
+        kinds = read_kinds(config, [LINEAR if (layer + 1) % every else FULL for layer in layers], LINEAR)
+    else:
+        indices = collection(config, "full_attn_idxs", list) or list(layers)
+        kinds = read_kinds(config, [FULL if layer in indices else CONV for layer in layers], CONV)
+    if FULL not in kinds:
+        raise ValueError(f"layer_types without {FULL} is not supported; supported: at least one such layer")
+    has_attention = [kind == FULL for kind in kinds]
+    if all(has_attention):
+        return None, has_attention
+    return (_read_delta_net(config) if family.mixer == "delta_net" else _read_gated_conv(config)), has_attention
+
+
+def _read_delta_net(config: Json) -> DeltaNetConfig:
+    num_key_heads, num_value_heads = integer(config, "linear_num_key_heads"), integer(config, "linear_num_value_heads")
+    if num_value_heads % num_key_heads:
+        raise ValueError(
+            f"linear_num_key_heads {num_key_heads} does not divide linear_num_value_heads {num_value_heads}"
+        )
+    return DeltaNetConfig(
+        num_key_heads,
+        num_value_heads,
+        key_dim=integer(config, "linear_key_head_dim"),
+        value_dim=integer(config, "linear_value_head_dim"),
+        kernel=integer(config, "linear_conv_kernel_dim", least=2),
+    )
+
+
+def _read_gated_conv(config: Json) -> GatedConvConfig:
+    hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+    if hidden_size % num_heads:
+        raise ValueError(f"num_attention_heads {num_heads} does not divide hidden_size {hidden_size}")
+    kernel = integer(config, "conv_L_cache", least=2)
+    return GatedConvConfig(num_heads, hidden_size // num_heads, kernel, flag(config, "conv_bias"))
 
 
 def vary_layers(config: Json, layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:

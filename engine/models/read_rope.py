@@ -7,11 +7,11 @@ from typing import Any
 from engine.layers.rope_config import ROPE_KINDS, RopeConfig, yarn_attention_factor
 from engine.models.families import Family
 from engine.models.json_values import Json, collection, flag, integer, number, number_unless_zero, numbers
+from engine.models.read_layers import FULL, SLIDING
 
 DEFAULT_THETA = 10000.0
 NEEDED = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"]}  # kind |-> keys
 ORIGINAL = "original_max_position_embeddings"
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_ropes(

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from engine.layers.rope_config import rope_order
 from engine.models.config import LayerConfig, ModelConfig, Moe, MoeNorms
-from engine.weights.table import Axis, Part, Product, Shard, Stored, Vector, Weight, module, packed
+from engine.models.mixer_table import MixerTable, build_mixer
+from engine.weights.table import Axis, Part, Product, Shard, Stored, Vector, Weight, module, packed, undivided
 from wire.kv_layout import can_divide, heads_of
 
 
@@ -26,6 +26,7 @@ class MoeTable:
     expert_scale: Vector | None
     experts: tuple[MlpTable, ...]
     shared: MlpTable | None
+    shared_gate: Product | None
     norms: "MoeNormTable | None"
 
 
@@ -63,11 +64,7 @@ class LayerTable:
     """See decoder.DecoderLayer."""
 
     before_attention: Vector | None
-    qkv_proj: Product
-    q_norm: Vector | None
-    k_norm: Vector | None
-    sinks: Vector | None
-    o_proj: Product
+    mixer: MixerTable
     after_attention: Vector | None
     before_mlp: Vector | None
     mlp: MlpTable | MoeTable
@@ -106,28 +103,28 @@ def list_weights(table: object) -> Iterator[Weight]:
 
 def build_table(config: ModelConfig) -> ModelTable:
     """config: of the whole model."""
-    hidden, words = _whole(config.hidden_size), Axis(config.vocab_size)
+    hidden, words = undivided(config.hidden_size), Axis(config.vocab_size)
     return ModelTable(
         embedding=Product((module(f"{config.prefix}embed_tokens", words),), hidden),
         token_inputs=_build_token_inputs(config) if config.token_input_size else None,
         layers=tuple(_build_layer(config, index) for index in range(config.num_layers)),
-        final_norm=Vector(f"{config.prefix}norm.weight", hidden),
+        final_norm=Vector(f"{config.prefix}{config.norms.final}.weight", hidden),
         lm_head=Product((module(config.head, words),), hidden),
     )
 
 
 def _build_token_inputs(config: ModelConfig) -> TokenInputTable:
     name, size = f"{config.prefix}per_layer", config.token_input_size
-    of_all = _whole(config.num_layers * size)
+    of_all = undivided(config.num_layers * size)
     return TokenInputTable(
         embedding=Product((module(f"{config.prefix}embed_tokens_per_layer", Axis(config.vocab_size)),), of_all),
-        projection=Product((module(f"{name}_model_projection", of_all),), _whole(config.hidden_size)),
-        norm=Vector(f"{name}_projection_norm.weight", _whole(size)),
+        projection=Product((module(f"{name}_model_projection", of_all),), undivided(config.hidden_size)),
+        norm=Vector(f"{name}_projection_norm.weight", undivided(size)),
     )
 
 
 def _build_input_block(config: ModelConfig, prefix: str) -> InputBlockTable:
-    hidden, own = _whole(config.hidden_size), _whole(config.token_input_size)
+    hidden, own = undivided(config.hidden_size), undivided(config.token_input_size)
     return InputBlockTable(
         gate=Product((module(f"{prefix}per_layer_input_gate", own),), hidden),
         projection=Product((module(f"{prefix}per_layer_projection", hidden),), own),
@@ -136,58 +133,38 @@ def _build_input_block(config: ModelConfig, prefix: str) -> InputBlockTable:
 
 
 def _build_layer(config: ModelConfig, index: int) -> LayerTable:
-    prefix, layer, hidden = f"{config.prefix}layers.{index}.", config.layers[index], _whole(config.hidden_size)
-    rope, shape = config.ropes[layer.rope or 0], config.shape_of(layer)
-    order = rope_order(rope.rotated_dims, shape.head_dim, is_interleaved=config.rope_is_interleaved)
-    queries = Axis(shape.num_heads, shape.head_dim, order=order)
-    keys = Axis(shape.num_kv_heads, shape.head_dim, order=order)
-    values, attended = replace(keys, order=()), replace(queries, order=())
-    norm_axes = [queries, keys] if config.qk_norm == "width" else [_whole(shape.head_dim, order)] * 2
+    prefix, layer, hidden = f"{config.prefix}layers.{index}.", config.layers[index], undivided(config.hidden_size)
     names, moe = config.norms, config.moe if layer.is_moe else None
 
-    def norm(name: str | None, axis: Axis = hidden) -> Vector | None:
-        return None if name is None else Vector(f"{prefix}{name}.weight", axis)
+    def norm(name: str | None) -> Vector | None:
+        return None if name is None else Vector(f"{prefix}{name}.weight", hidden)
 
-    attention, has_bias = f"{prefix}self_attn.", config.has_qkv_bias
-    if config.packs_qkv:
-        qkv = packed(f"{attention}qkv_proj", [queries, keys, values], has_bias)
-    else:
-        axes = {"q_proj": queries, "k_proj": keys, "v_proj": values}
-        num_parts = 1 if layer.kv_layer is not None else 3 if layer.has_values else 2
-        qkv = tuple(module(attention + name, rows, has_bias) for name, rows in [*axes.items()][:num_parts])
-    q_norm, k_norm = ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm != "none" else (None, None)
-    if layer.kv_layer is not None:
-        k_norm = None
     return LayerTable(
         before_attention=norm(names.before_attention),
-        qkv_proj=Product(qkv, hidden),
-        q_norm=norm(q_norm, norm_axes[0]),
-        k_norm=norm(k_norm, norm_axes[1]),
-        sinks=Vector(f"{attention}sinks", Axis(config.num_heads)) if config.has_sinks else None,
-        o_proj=Product((module(f"{attention}o_proj", hidden, config.has_output_bias),), attended),
+        mixer=build_mixer(config, layer, prefix),
         after_attention=norm(names.after_attention),
         before_mlp=None if moe and moe.norms else norm(names.before_mlp),
         mlp=_build_moe(config, moe, prefix, layer)
         if moe
-        else _build_mlp(config, prefix, inner_size=layer.intermediate_size),
+        else _build_mlp(config, prefix + config.mlp.module, layer.intermediate_size),
         after_mlp=norm(names.after_mlp),
         input_block=_build_input_block(config, prefix) if config.token_input_size else None,
-        scale=Vector(f"{prefix}layer_scalar", _whole(1)) if config.has_layer_scale else None,
+        scale=Vector(f"{prefix}layer_scalar", undivided(1)) if config.has_layer_scale else None,
     )
 
 
-def _build_mlp(config: ModelConfig, prefix: str, name: str = "mlp", inner_size: int | None = None) -> MlpTable:
-    hidden, inner = _whole(config.hidden_size), Axis(inner_size or config.intermediate_size)
-    has_bias = config.has_mlp_bias
+def _build_mlp(config: ModelConfig, name: str, inner_size: int | None) -> MlpTable:
+    hidden, inner = undivided(config.hidden_size), Axis(inner_size or config.intermediate_size)
+    names, has_bias = config.mlp, config.has_mlp_bias
     if config.packs_gate_up:
-        gate_up = packed(f"{prefix}{name}.gate_up_proj", [inner, inner], has_bias)
+        gate_up = packed(f"{name}.gate_up_proj", [inner, inner], has_bias)
     else:
-        gate_up = tuple(module(f"{prefix}{name}.{one}", inner, has_bias) for one in ("gate_proj", "up_proj"))
-    return MlpTable(Product(gate_up, hidden), Product((module(f"{prefix}{name}.down_proj", hidden, has_bias),), inner))
+        gate_up = tuple(module(f"{name}.{one}", inner, has_bias) for one in (names.gate, names.up))
+    return MlpTable(Product(gate_up, hidden), Product((module(f"{name}.{names.down}", hidden, has_bias),), inner))
 
 
 def _build_moe(config: ModelConfig, moe: Moe, prefix: str, layer: LayerConfig) -> MoeTable:
-    hidden, of_all = _whole(config.hidden_size), _whole(moe.routing.num_experts)
+    hidden, of_all = undivided(config.hidden_size), undivided(moe.routing.num_experts)
     shared_size = moe.shared_size or layer.intermediate_size
     router = module(prefix + moe.router, of_all, moe.has_biases)
     return MoeTable(
@@ -195,13 +172,14 @@ def _build_moe(config: ModelConfig, moe: Moe, prefix: str, layer: LayerConfig) -
         choice_bias=Vector(prefix + moe.choice_bias, of_all) if moe.choice_bias else None,
         expert_scale=Vector(prefix + moe.expert_scale, of_all) if moe.expert_scale else None,
         experts=tuple(_build_expert(config, moe, prefix, index) for index in range(moe.routing.num_experts)),
-        shared=_build_mlp(config, prefix, moe.shared, shared_size) if moe.shared else None,
+        shared=_build_mlp(config, prefix + moe.shared, shared_size) if moe.shared else None,
+        shared_gate=Product((module(prefix + moe.shared_gate, undivided(1)),), hidden) if moe.shared_gate else None,
         norms=_build_moe_norms(config, moe.norms, prefix) if moe.norms else None,
     )
 
 
 def _build_moe_norms(config: ModelConfig, names: MoeNorms, prefix: str) -> MoeNormTable:
-    hidden = _whole(config.hidden_size)
+    hidden = undivided(config.hidden_size)
     others = (config.norms.before_mlp, names.after_mlp, names.before_experts, names.after_experts)
     return MoeNormTable(
         Vector(prefix + names.router, hidden), *(Vector(f"{prefix}{name}.weight", hidden) for name in others)
@@ -209,29 +187,23 @@ def _build_moe_norms(config: ModelConfig, names: MoeNorms, prefix: str) -> MoeNo
 
 
 def _build_expert(config: ModelConfig, moe: Moe, prefix: str, index: int) -> MlpTable:
-    hidden, inner, name = _whole(config.hidden_size), Axis(moe.inner_size), prefix + moe.experts
+    hidden, inner, name = undivided(config.hidden_size), Axis(moe.inner_size), prefix + moe.experts
     if moe.layout in ("alternating", "stacked"):  # of all experts one tensor; alternating: transposed, with biases
         takes_turns = moe.layout == "alternating"  # gate and up rows; else all gate rows come first
 
-        def stacked(product: str, rows: Axis, **where: int) -> Part:
+        def stacked(product: str, rows: Axis) -> Part:
             return Part(
                 f"{name}.{product}", rows, f"{name}.{product}_bias" if takes_turns else None, index=index,
-                num_stacked=moe.routing.num_experts, is_transposed=takes_turns, **where,
+                num_stacked=moe.routing.num_experts, is_transposed=takes_turns,
             )  # fmt: skip
 
         step, second = (2, 1) if takes_turns else (1, inner.size)
-        halves = [
-            stacked("gate_up_proj", inner, num_stored=2 * inner.size, first=first, step=step) for first in (0, second)
-        ]
+        both = replace(stacked("gate_up_proj", inner), num_stored=2 * inner.size, step=step)
+        halves = [replace(both, first=first) for first in (0, second)]
         return MlpTable(Product(tuple(halves), hidden), Product((stacked("down_proj", hidden),), inner))
-    gate, up, down = ("w1", "w3", "w2") if moe.layout == "w1w2w3" else ("gate_proj", "up_proj", "down_proj")
-    gate_up = tuple(module(f"{name}.{index}.{one}", inner) for one in (gate, up))
-    return MlpTable(Product(gate_up, hidden), Product((module(f"{name}.{index}.{down}", hidden),), inner))
-
-
-def _whole(size: int, order: tuple[int, ...] = ()) -> Axis:
-    """An axis that each rank has whole, as one unit."""
-    return Axis(1, size, is_divided=False, order=order)
+    gate_up = tuple(module(f"{name}.{index}.{one}", inner) for one in (config.mlp.gate, config.mlp.up))
+    down = module(f"{name}.{index}.{config.mlp.down}", hidden)
+    return MlpTable(Product(gate_up, hidden), Product((down,), inner))
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
@@ -260,4 +232,5 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
             for layer in config.layers
         ),
         intermediate_size=config.intermediate_size // size,
+        recurrent=config.recurrent and config.recurrent.divide(size),
     )

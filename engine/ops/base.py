@@ -6,9 +6,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels.sampling_fields import SamplingTensors
+from engine.layers import recurrent
 from engine.layers.activation import activate
 from engine.layers.head import multiply_widened
 from engine.layers.moe_config import Activation
+from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from engine.sampling.batch import SamplingBatch
 from engine.sampling.sample import read_fields, sample
 from engine.weights.fp8_matrix import Fp8Matrix
@@ -53,6 +55,23 @@ class Ops:
         """rows: [T, K], weight: [N, K], bias: [N] |-> [T, N] in the dtype of the rows, to which weights are rounded."""
         product = multiply_widened(rows, weight.dense().to(rows.dtype))
         return (product if bias is None else product.add_(bias)).to(rows.dtype)
+
+    def gated_conv(self, rows: Tensor, layer: GatedConv, at: StateRows, states: Tensor) -> Tensor:
+        """LFM2's short convolution: out gate * conv(gate * value). Reads the states at `sources`, writes to `targets`.
+
+        rows: [T, 3 C], contiguous columns: gates, out gates, values |-> [T, C] in the dtype of the rows.
+        states: [num_slots, N, C / N, K - 1] float32, the last gate * value of each channel, oldest first; a head's are
+        contiguous.
+        """
+        return recurrent.gated_conv(rows, layer, at, states)
+
+    def delta_net(self, rows: Tensor, layer: DeltaNet, at: StateRows, states: DeltaStates) -> Tensor:
+        """Qwen3.5's Gated DeltaNet between its projections. Reads the states at `sources`, writes to `targets`.
+
+        rows: [T, 2 Hk Kd + 2 Hv Vd + 2 Hv], contiguous columns: queries, keys and values before the convolution, z of
+        the output's gate [Hv Vd], b [Hv] and a [Hv] |-> [T, Hv Vd] in the dtype of the rows.
+        """
+        return recurrent.delta_net(rows, layer, at, states)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """See `sampling.sample.sample`. [S, V] float32 |-> [S] int64 on the same device. May modify `logits`."""

@@ -1,9 +1,10 @@
-"""Operations on a CPU: cpu_layers.cpp for bfloat16, torch for other dtypes."""
+"""Operations on a CPU: cpu_layers.cpp for bfloat16, cpu_states.cpp for float32 too, torch for other dtypes."""
 
 import torch
 from torch import Tensor
 
-from engine.kernels import cpu_layers
+from engine.kernels import cpu_layers, cpu_states
+from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from engine.ops.base import Ops
 
 
@@ -20,3 +21,13 @@ class CpuOps(Ops):
         if is_sum and cpu_layers.fits(delta, weight):
             return cpu_layers.add_norm(hidden, delta, weight, eps)
         return super().add_norm_(hidden, delta, weight, eps)
+
+    def gated_conv(self, rows: Tensor, layer: GatedConv, at: StateRows, states: Tensor) -> Tensor:
+        if cpu_states.fits_gated_conv(rows, *layer, *at[:3], states):
+            return cpu_states.gated_conv(rows, *layer, *at[:3], states)
+        return super().gated_conv(rows, layer, at, states)
+
+    def delta_net(self, rows: Tensor, layer: DeltaNet, at: StateRows, states: DeltaStates) -> Tensor:
+        if cpu_states.fits_delta_net(rows, *layer[4:], *at[:3], *states):
+            return cpu_states.delta_net(rows, *layer[4:], *at[:3], *states)
+        return super().delta_net(rows, layer, at, states)

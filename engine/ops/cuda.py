@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from engine.kernels import gpu_blocks, gpu_experts, gpu_groups, gpu_layers, gpu_linear, gpu_sampling
+from engine.kernels import gpu_blocks, gpu_experts, gpu_groups, gpu_layers, gpu_linear, gpu_sampling, gpu_states
 from engine.kernels.sampling_fields import SamplingTensors
 from engine.layers.moe_config import Activation
+from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from engine.ops.base import Ops
 from engine.sampling import gpu
 from engine.sampling.batch import SamplingBatch
@@ -48,6 +49,12 @@ class CudaOps(Ops):
         """Few rows are multiplied by the codes; for many, a part of the weights at a time is widened to their dtype."""
         multiply = gpu_groups.multiply if len(rows) <= gpu_linear.MAX_ROWS else gpu_groups.multiply_many
         return multiply(rows, *weight, bias)
+
+    def gated_conv(self, rows: Tensor, layer: GatedConv, at: StateRows, states: Tensor) -> Tensor:
+        return gpu_states.gated_conv(rows, *layer, *at[:3], states)
+
+    def delta_net(self, rows: Tensor, layer: DeltaNet, at: StateRows, states: DeltaStates) -> Tensor:
+        return gpu_states.delta_net(rows, *layer[4:], *at[:3], *states)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         batch.check(logits)

@@ -140,6 +140,8 @@ class Reader:
 
 def _matrix(tensor: Tensor, part: Part) -> Tensor:
     """The part's own, if there are several."""
+    if part.is_conv:
+        return tensor.squeeze(1)
     return tensor if part.index is None else tensor[part.index]
 
 

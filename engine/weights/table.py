@@ -31,7 +31,7 @@ class Axis:
     count: int
     width: int = 1
     is_divided: bool = True
-    order: tuple[int, ...] = ()  # of the elements of each unit, once read; empty: as stored
+    order: tuple[int, ...] = ()  # the elements of each unit that are read, in order; empty: all, as stored
 
     @property
     def size(self) -> int:
@@ -41,6 +41,15 @@ class Axis:
         """The shard's elements."""
         units = heads_of(self.count, shard.rank, shard.size) if self.is_divided else range(self.count)
         return range(units.start * self.width, units.stop * self.width)
+
+    def num_read(self, shard: Shard) -> int:
+        """How many of them are read."""
+        return len(self.of(shard)) // self.width * (len(self.order) or self.width)
+
+
+def undivided(size: int, order: tuple[int, ...] = ()) -> Axis:
+    """An axis that each rank has whole, as one unit."""
+    return Axis(1, size, is_divided=False, order=order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +75,8 @@ class Vector:
 class Part:
     """Rows of a product, and their biases: all of the tensors `weight` and `bias`, or some of them.
 
-    Within the tensors: rows first, first + step, ... of matrix `index`. A transposed matrix is stored as [K, rows].
+    Within the tensors: rows first, first + step, ... of matrix `index`. A transposed matrix is stored as [K, rows], a
+    convolution of K positions as [rows, 1, K].
     """
 
     weight: str
@@ -78,10 +88,13 @@ class Part:
     index: int | None = None  # in stacked tensors
     num_stacked: int = 0
     is_transposed: bool = False
+    is_conv: bool = False
 
     def stored_shape(self, depth: int | None) -> tuple[int, ...]:
         """depth: K; None: of the bias."""
         num_rows = self.num_stored or self.rows.size
+        if depth is not None and self.is_conv:
+            return (num_rows, 1, depth)
         shape = (num_rows,) if depth is None else (depth, num_rows) if self.is_transposed else (num_rows, depth)
         return shape if self.index is None else (self.num_stacked, *shape)
 
@@ -119,7 +132,7 @@ class Product:
 
     def num_rows(self, shard: Shard) -> list[int]:
         """Of each part."""
-        return [len(part.rows.of(shard)) for part in self.parts]
+        return [part.rows.num_read(shard) for part in self.parts]
 
     def depth(self, shard: Shard) -> int:
         """K"""

@@ -43,7 +43,7 @@ SAMPLINGS = [SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingPa
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return build_engine(
-        str(TARGET_DIR), str(TARGET_DIR), "float32", "cpu", 1, 16, 128, lambda *_: 400,
+        str(TARGET_DIR), str(TARGET_DIR), "float32", "cpu", 1, 16, 128, lambda *_: (400, 0),
         lambda _done, _total: None,
     )  # fmt: skip
 

@@ -245,7 +245,7 @@ def test_the_thread_ends_with_its_owner() -> None:
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return build_engine(
-        str(TARGET_DIR), "", "float32", "cpu", 1, 16, 128, lambda *_: 200,
+        str(TARGET_DIR), "", "float32", "cpu", 1, 16, 128, lambda *_: (200, 0),
         lambda _done, _total: None,
     )  # fmt: skip
 

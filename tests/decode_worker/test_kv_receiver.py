@@ -37,11 +37,11 @@ class Readers:
     def __init__(self, worker: DecodeWorker) -> None:
         self.opened: list[Reader] = []
         self.closed: list[Reader] = []
-        self._open = worker.receiver._open_reader
-        worker.receiver._open_reader = self._note  # type: ignore[method-assign]
+        self._open = worker.receiver._open_readers
+        worker.receiver._open_readers = self._note  # type: ignore[method-assign]
 
-    async def _note(self, peer: kv_pb2.Peer) -> tuple[Reader, str]:
-        reader, why = await self._open(peer)
+    async def _note(self, peer: kv_pb2.Peer) -> tuple[list[Reader], str]:
+        (reader,), why = await self._open(peer)
         close = reader.close
 
         async def close_noting() -> None:
@@ -50,7 +50,7 @@ class Readers:
 
         reader.close = close_noting  # type: ignore[method-assign]
         self.opened.append(reader)
-        return reader, why
+        return [reader], why
 
 
 async def test_a_dead_peer_on_another_address_is_forgotten_and_its_reader_closed() -> None:
@@ -117,7 +117,7 @@ async def test_what_is_being_read_of_a_dead_process_is_read_to_its_end() -> None
         process, peer = await start_owner(pool)
         await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=peer))
         is_stuck = threading.Event()
-        decode.receiver._opener._executor.submit(is_stuck.wait, PATIENCE_S)  # the copy has to wait
+        decode.receiver._openers[0]._executor.submit(is_stuck.wait, PATIENCE_S)  # the copy has to wait
         ticket = await opened.reserve(1, PROMPT)
         refs = [kv_pb2.PageRef(page=page) for page in range(-(-ticket.end // PAGE_TOKENS))]
         offer = kv_pb2.OfferRequest(ticket=ticket, incarnation=peer.incarnation, end=ticket.end, pages=refs)

@@ -24,7 +24,9 @@ PROMPT = [1, 50, 60, 50, 60, 50, 60, 50]
 
 
 def build(model: Path, draft: Path | str) -> Engine:
-    return build_engine(str(model), str(draft), "float32", "cpu", 1, 16, 16, lambda *_: 60, lambda _done, _total: None)
+    return build_engine(
+        str(model), str(draft), "float32", "cpu", 1, 16, 16, lambda *_: (60, 0), lambda _done, _total: None
+    )
 
 
 @pytest.fixture(scope="module")

@@ -275,7 +275,12 @@ def test_only_captured_steps_limit_drafts(monkeypatch: pytest.MonkeyPatch) -> No
     def most_drafts(shapes: list[Shape], num_sequences: int, has_prompts: bool) -> int:
         runner = SimpleNamespace(graph_shapes=shapes)
         engine = SimpleNamespace(
-            steps_ahead=1, draft_runner=None, runner=runner, rows=None, device=torch.device("cuda")
+            steps_ahead=1,
+            draft_runner=None,
+            states=None,
+            runner=runner,
+            rows=None,
+            device=torch.device("cuda"),
         )
         return start.build_speculator(cast(Engine, engine), DecodeConfig()).most_drafts(num_sequences, has_prompts)
 

@@ -77,7 +77,7 @@ class LyingDrafter:
 def build(draft_model: str, num_pages: int, dtype: str = "float32") -> Engine:
     return build_engine(
         locate_model("demo"), draft_model, dtype, "cpu", 1, 16, 128,
-        lambda *_: num_pages, lambda _done, _total: None,
+        lambda *_: (num_pages, 0), lambda _done, _total: None,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 def build(model: Path, draft: Path | str, max_context_tokens: int) -> Engine:
     return build_engine(
-        str(model), str(draft), "float32", "cpu", 1, 16, 4, lambda *_: 4,
+        str(model), str(draft), "float32", "cpu", 1, 16, 4, lambda *_: (4, 0),
         lambda _done, _total: None,
         max_context_tokens,
     )  # fmt: skip
@@ -67,7 +67,7 @@ def test_a_config_that_is_no_object_is_told(tmp_path: Path) -> None:
 def score_prompt(kv_dtype: KvDType) -> tuple[Engine, torch.Tensor]:
     """The demo model and the log-probabilities of PROMPT's tokens, computed in two steps: the second reads pages."""
     engine = build_engine(
-        str(TARGET_DIR), "", "float32", "cpu", 1, 16, 1, lambda *_: 8, lambda _done, _total: None,
+        str(TARGET_DIR), "", "float32", "cpu", 1, 16, 1, lambda *_: (8, 0), lambda _done, _total: None,
         128, kv_dtype=kv_dtype,
     )  # fmt: skip
     open_row(engine.rows, 0, PROMPT, SamplingParams())

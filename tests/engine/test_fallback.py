@@ -41,14 +41,14 @@ from wire.sampling import SamplingParams
 __all__ = ["one_thread"]  # a fixture
 
 CPU = torch.device("cpu")
-PAGE_TOKENS, ROW_PAGES, NUM_PAGES = 16, 4, 9
+PAGE_TOKENS, ROW_PAGES, NUM_PAGES, NUM_SLOTS = 16, 4, 9, 4
 PROMPTS = [
     torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(count)).tolist() for count in (37, 18)
 ]
 CHUNKS = [(16, 7), (20, 11), (1, 0)]  # of the two prompts
 ANSWER_TOKENS = 8
 
-TYPES = (  # noqa: SIM905 # all that can be served of transformers 5.23
+TYPES = (  # noqa: SIM905 # all that can be served of transformers 5.24
     "afmoe apertus arcee aria_text axk1 beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 "
     "deepseek_v3 dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2 gemma3 "
     "gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 "
@@ -56,6 +56,7 @@ TYPES = (  # noqa: SIM905 # all that can be served of transformers 5.23
     "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama mellum "
     "mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder "
     "moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phi4_multimodal qwen2 "
+    "bamba falcon_h1 granitemoehybrid kimi_linear lfm3 nemotron_h olmo_hybrid qwen3_next "
     "qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu "
 ).split()
 
@@ -80,6 +81,9 @@ def serve(model: Any) -> list[list[int]]:
     shape = PoolShape(NUM_PAGES, config.kv_parts, PAGE_TOKENS, model.dtype)
     pages = torch.full(shape.sizes, float("nan"), dtype=shape.dtype)
     rows = InputBatch(2, PAGE_TOKENS * ROW_PAGES, PAGE_TOKENS, config.vocab_size, CPU)
+    if config.state_parts:
+        slots = PoolShape(NUM_SLOTS, config.state_parts, 1, torch.float32)
+        rows.states = slots.split(torch.full((NUM_SLOTS, slots.page_elements), float("nan")))
     return serve_by(Runner(model, attention, pages, rows), rows)
 
 
@@ -88,12 +92,15 @@ def serve_by(runner: Runner, rows: InputBatch) -> list[list[int]]:
         rows.open(row, np.array(prompt, np.int32), SamplingParams(temperature=0.0), len(prompt))
         rows.write_pages(row, 0, range(NUM_PAGES - 1 - row, 0, -2))
     ends, answers = [0, 0], [list[int](), list[int]()]
+    slots = [-1, -1]
     for step in [*CHUNKS, *[(1, 1)] * (ANSWER_TOKENS - 1)]:
         requests = []
         for row, count in enumerate(step):
             begin, ends[row] = ends[row], ends[row] + count
             if count:
-                requests.append(ForwardRow(row, begin, count, int(ends[row] >= len(PROMPTS[row]))))
+                has_token, before = int(ends[row] >= len(PROMPTS[row])), slots[row]
+                slots[row] = (before - 1) % 2 + 2 * row  # two for each, in turn
+                requests.append(ForwardRow(row, begin, count, has_token, state_from=before, state_to=slots[row]))
         tokens = iter(runner.launch(requests).collect().tokens)
         for request in requests:
             if request.num_logits:
@@ -125,14 +132,15 @@ def test_greedy_answers_equal_generate(model_type: str) -> None:
     assert serve(fallback) == expected
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "granite_swa", "deepseek_v3", "gemma3n_text"])
+@pytest.mark.parametrize("model_type", ["gpt2", "granite_swa", "deepseek_v3", "gemma3n_text", "olmo_hybrid"])
 def test_saved_checkpoints(model_type: str, tmp_path: Path) -> None:
     model = tiny_model(tiny_config(model_type))
     model.save_pretrained(tmp_path)
     progress: list[tuple[int, int]] = []
     engine = build_engine(
-        str(tmp_path), "", "auto", "cpu", 1, PAGE_TOKENS, 2, lambda *_: NUM_PAGES, lambda *done: progress.append(done)
-    )
+        str(tmp_path), "", "auto", "cpu", 1, PAGE_TOKENS, 2, lambda *_: (NUM_PAGES, NUM_SLOTS),
+        lambda *done: progress.append(done),
+    )  # fmt: skip
     assert serve_by(engine.runner, engine.rows) == generate(model)
     assert progress[-1][0] == progress[-1][1] > 0
     assert engine.find_weaknesses()["slow model"].startswith(f"Baton has no code for {model_type}: ")
@@ -184,9 +192,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no interface": ("falcon", {}, "failed before any layer called transformers' attention interface"),
     "alibi": ("bloom", {}, "failed before any layer called transformers' attention interface"),
     "no attention": ("rwkv", {}, "0 of its 2 layers use transformers' attention interface"),
-    "linear": ("qwen3_next", {}, "its layers are of type linear_attention"),
-    "conv": ("lfm3", {}, "its layers are of type conv"),
-    "mamba": ("jamba", {}, "its layers are of type linear_attention"),
+    "forgetful": ("jamba", {}, "between chunks of a prompt, its layers lose their state"),
+    "states of its own": ("minimax", {}, "MiniMax uses cache of its own"),
+    "states alone": ("mamba2", {"num_heads": 4, "head_dim": 32, "n_groups": 1}, "0 of its 2 layers"),
     "chunked": ("llama4_text", {}, "its layers are of type chunked_attention"),
     "compressed": ("deepseek_v4", {}, "compressed_sparse_attention"),
     "sparse": ("deepseek_v32", {}, "its layers are of type indexed_attention"),

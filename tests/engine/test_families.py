@@ -9,47 +9,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bench.batches import Part, pack
-from engine.attention.choose import choose_for_layers
-from engine.kv.pool import PoolShape
 from engine.layers.linear import Quantization
 from engine.models import load as weights
 from engine.models.json_values import read_json
-from engine.models.load import load_model
 from engine.models.read_config import build_config, load_config
 from engine.models.table import shard_config
 from engine.weights.table import Shard
 from tests.support.attention import needs_compiler
 from tests.support.checkpoints import write_checkpoint
-from tests.support.families import FAMILIES, VOCAB
-from wire.kv_layout import KvPart
+from tests.support.families import FAMILIES
+from tests.support.forward import PROMPTS, Steps
+from wire.kv_layout import KvPart, StatePart
 
-CPU = torch.device("cpu")
-PAGE_TOKENS = 16
-LENGTHS = (75, 41, 34)  # beyond the original context of phi4_mini: transformers has other frequencies below it
-PROMPTS = [torch.randint(2, VOCAB, (length,), generator=torch.Generator().manual_seed(length)) for length in LENGTHS]
-
-
-class Steps:
-    """A model over pages of its own, one run of pages for each of PROMPTS."""
-
-    def __init__(self, folder: Path, dtype: str = "float32", quantization: Quantization = "none") -> None:
-        self.decoder = load_model(folder, dtype, CPU, quantization=quantization)
-        config = self.decoder.config
-        shape = PoolShape(24, config.kv_parts, PAGE_TOKENS, self.decoder.dtype)
-        self.pool = torch.zeros(shape.sizes, dtype=shape.dtype)
-        self.attention = choose_for_layers(
-            config.attention_shapes, config.windows, PAGE_TOKENS, CPU, self.decoder.dtype, has_sinks=config.has_sinks
-        ).backend
-
-    def step(self, *spans: tuple[int, int, int]) -> list[Tensor]:
-        """(prompt, begin, end) of each sequence |-> logits [end - begin, V] of each."""
-        parts = [
-            Part(PROMPTS[which][begin:end].tolist(), begin, list(range(8 * which, 8 * which + 8)), end - begin)
-            for which, begin, end in spans
-        ]
-        logits = self.decoder.logits(self.decoder.forward(pack(parts, PAGE_TOKENS, CPU), self.pool, self.attention))
-        return list(torch.split(logits, [end - begin for _, begin, end in spans]))
+HYBRIDS = ["qwen3_5_text", "qwen3_5_moe", "lfm2", "lfm2_moe"]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -58,14 +30,18 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return name, write_checkpoint(tmp_path_factory.mktemp(name), name)
 
 
-def test_logits_are_those_of_transformers(family: tuple[str, Path]) -> None:
-    """Prompts in chunks, some tokens one at a time, several sequences in a batch."""
-    name, folder = family
+def compute_expected(name: str, folder: Path) -> list[Tensor]:
+    """Logits [n, V] of each of PROMPTS by transformers."""
     model_class: Any = getattr(transformers, FAMILIES[name].model)
     reference = model_class.from_pretrained(folder).eval()
-    steps = Steps(folder)
     with torch.inference_mode():
-        expected = [reference(prompt[None], use_cache=False).logits[0] for prompt in PROMPTS]
+        return [reference(prompt[None], use_cache=False).logits[0] for prompt in PROMPTS]
+
+
+def test_logits_are_those_of_transformers(family: tuple[str, Path]) -> None:
+    """Prompts in chunks, some tokens one at a time, several sequences in a batch."""
+    steps, expected = Steps(family[1]), compute_expected(*family)
+    with torch.inference_mode():
         found: list[list[Tensor]] = [[], [], []]
         for spans in (
             [(0, 0, 40)], [(1, 0, 20), (0, 40, 41), (2, 0, 34)], [(0, 41, 42), (1, 20, 41)], [(0, 42, 75)],
@@ -185,3 +161,83 @@ def test_the_last_layer_is_full_and_images_may_see_both_ways() -> None:
     assert config.windows == (512,) * 5 + (None, None)  # each sixth, and the last
     assert [shape.head_dim for shape in config.attention_shapes] == [256] * 5 + [512] * 2
     assert [rope.turned_share for rope in config.ropes] == [0.25, 1.0]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_states_go_from_step_to_step(name: str, tmp_path: Path) -> None:
+    """Chunks of several sizes without logits, then single tokens."""
+    expected = compute_expected(name, write_checkpoint(tmp_path, name))
+    with torch.inference_mode():
+        for size in (1, 5, 16):
+            steps = Steps(tmp_path)
+            for begin in range(0, 32, size):
+                steps.step(*((which, begin, min(begin + size, 32)) for which in range(3)), has_logits=False)
+            for position in (32, 33):
+                found = steps.step(*((which, position, position + 1) for which in (2, 0, 1)))
+                truth = [expected[which][position : position + 1] for which in (2, 0, 1)]
+                torch.testing.assert_close(torch.cat(found), torch.cat(truth), rtol=1e-4, atol=5e-4)
+
+
+def test_layers_without_attention_have_slots_and_no_pages(tmp_path: Path) -> None:
+    qwen = load_config(write_checkpoint(tmp_path / "qwen", "qwen3_5_text"))
+    assert qwen.kv_parts == (KvPart(1, 2, 32),) and qwen.windows == (None,)
+    convolution = StatePart(2, 2, (16, 3))
+    assert qwen.state_parts == (convolution, convolution, StatePart(2, 4, (32, 3)), StatePart(2, 4, (16, 32)))
+    lfm = load_config(write_checkpoint(tmp_path / "lfm", "lfm2"))
+    assert lfm.kv_parts == (KvPart(1, 2, 32),) and lfm.state_parts == (StatePart(2, 4, (32, 2)),)
+    assert [part.num_heads for part in shard_config(qwen, Shard(1, 2)).state_parts] == [1, 1, 2, 2]
+    assert [part.num_heads for part in shard_config(lfm, Shard(0, 4)).state_parts] == [1]
+
+
+def test_published_files_of_qwen_3_5_have_all_experts_in_one_tensor(tmp_path: Path) -> None:
+    """And layers that predict several tokens ahead."""
+    folder = write_checkpoint(tmp_path, "qwen3_5_moe")
+    expected = Steps(folder).step((0, 0, 20))[0]
+    tensors = load_file(folder / "model.safetensors")
+    stacked = {"mtp.fc.weight": torch.zeros(128, 256)}
+    for layer in range(3):
+        experts = f"model.language_model.layers.{layer}.mlp.experts."
+        each = {
+            part: torch.stack([tensors.pop(f"{experts}{expert}.{part}_proj.weight") for expert in range(8)])
+            for part in ("gate", "up", "down")
+        }
+        stacked[f"{experts}gate_up_proj"] = torch.cat([each["gate"], each["up"]], 1)
+        stacked[f"{experts}down_proj"] = each["down"]
+    save_file(tensors | stacked, folder / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(Steps(folder).step((0, 0, 20))[0], expected)
+
+
+@pytest.mark.parametrize("change", [{"block_ffn_dim_multiplier": 1.3}, {"block_auto_adjust_ff_dim": False}])
+def test_sizes_of_mlps_are_those_of_transformers(change: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "lfm2", block_multiple_of=48, **change)
+    (found,) = Steps(folder).step((0, 0, 20))
+    torch.testing.assert_close(found, compute_expected("lfm2", folder)[0][:20], rtol=1e-4, atol=5e-4)
+
+
+def test_what_first_files_of_lfm_2_say(tmp_path: Path) -> None:
+    config = dict(read_json(write_checkpoint(tmp_path, "lfm2", tied=False) / "config.json"))
+    config |= {"block_ff_dim": config.pop("intermediate_size"), "tie_embedding": config.pop("tie_word_embeddings")}
+    config |= {"full_attn_idxs": [1], "layer_types": None}
+    assert build_config(config) == load_config(tmp_path)
+    assert all(layer.has_attention for layer in build_config(config | {"full_attn_idxs": None}).layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("qwen3_5_text", {"layer_types": ["conv"] * 3}, "layer_types .*'conv'.* supported: full_attention, linear_att"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3}, "layer_types without full_attention"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"]}, "1 entries for num_hidden_layers 3"),
+        ("qwen3_5_text", {"layer_types": None}, "layer_types without full_attention"),  # each fourth has attention
+        ("qwen3_5_text", {"linear_num_key_heads": 3}, "key_heads 3 does not divide linear_num_value_heads 4"),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be an integer from 2"),
+        ("lfm2", {"layer_types": ["linear_attention"] * 3}, "supported: full_attention, conv"),
+        ("lfm2", {"conv_L_cache": "3"}, "conv_L_cache must be an integer from 2 .* not '3'"),
+        ("lfm2", {"conv_bias": 1}, "conv_bias must be true or false"),
+        ("lfm2", {"num_attention_heads": 6, "head_dim": 32}, "num_attention_heads 6 does not divide hidden_size 128"),
+    ],
+)
+def test_what_hybrids_cannot_be_is_named(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = read_json(write_checkpoint(tmp_path, name) / "config.json")
+    with pytest.raises(ValueError, match=message):
+        build_config({**config, **change})

@@ -277,7 +277,7 @@ def test_layers_are_rounded_and_fused_as_each_weight_alone(tmp_path: Path) -> No
 
 def build(folder: Path, quantization: Quantization) -> Engine:
     return build_engine(
-        str(folder), str(folder), "float32", "cpu", 1, 16, 4, lambda *_: 4,
+        str(folder), str(folder), "float32", "cpu", 1, 16, 4, lambda *_: (4, 0),
         lambda _done, _total: None, 64, quantization,
     )  # fmt: skip
 
@@ -312,4 +312,4 @@ def test_gpus_without_fp8_are_refused(
         load_model(folder, "auto", torch.device("cuda"), quantization="fp8")
     monkeypatch.setattr("engine.engine.choose_device", lambda *_: torch.device("cuda"))
     with pytest.raises(ValueError, match=f"--kv-dtype {said}--kv-dtype auto"):  # before weights are read
-        build_engine(str(folder), "", "auto", "auto", 1, 16, 4, lambda *_: 8, lambda *_: None, kv_dtype="fp8")
+        build_engine(str(folder), "", "auto", "auto", 1, 16, 4, lambda *_: (8, 0), lambda *_: None, kv_dtype="fp8")

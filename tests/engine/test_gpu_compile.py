@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels import gpu_pages
+from engine.kernels import gpu_pages, gpu_states
 from tests.support.cross_compile import CASES, HOPPER, SHARED_KIB, Compiled, compile_kernels
 
 KERNELS = Path(gpu_pages.__file__).parent
@@ -120,3 +120,13 @@ def test_every_kernel_compiles_for_other_cards_and_fits_into_them(architecture: 
         assert find_calls(kernel) == KNOWN_CALLS.get(kernel.name, set()), kernel.name
         if kernel.name.startswith("multiply_rows"):
             assert any(name in kernel.ptx for name in TENSOR_CORES), kernel.name
+
+
+def test_kernels_of_states_read_by_16_bytes_and_keep_memories_in_registers(
+    compiled: dict[str, list[Compiled]],
+) -> None:
+    kernels = {kernel.name: kernel for kernel in compiled["states"]}
+    for name, kernel in kernels.items():
+        assert "ld.global.v4.b32" in kernel.ptx and ".local" not in kernel.ptx, name
+    memory = kernels["delta_kernel"].ptx
+    assert memory.count("st.global.v4.b32") == 128 * gpu_states.VALUE_BLOCK // (4 * 32), "each of 32 threads"

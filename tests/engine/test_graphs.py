@@ -5,6 +5,7 @@ operations in the same order, on memory at the same addresses, none of which wai
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,12 @@ from engine.batch import ForwardRow
 from engine.graph_shapes import Shape, choose_shapes, powers_to
 from engine.graphs import Compute
 from engine.input_batch import InputBatch
+from engine.kv.pool import PoolShape
 from engine.models.decoder import Decoder
+from engine.models.load import load_model
 from engine.ops.base import Ops
 from engine.runner import ModelOutput, Runner
+from tests.support.checkpoints import write_checkpoint
 from tests.support.late_runner import LateRows, LateRunner
 from tests.support.steps import (
     CONTEXT,
@@ -333,3 +337,31 @@ def test_attention_that_takes_no_shorter_contexts_is_found_out_at_start(
     error = runner.find_lag_error()
     assert (error is None) == is_right
     assert error is None or error.startswith("a context of 16 tokens that was planned 3 longer gives token")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_states_go_through_graphs(family: str, tmp_path: Path) -> None:
+    """Rows without a sequence write the last slot and leave all others as they are."""
+    decoder = load_model(write_checkpoint(tmp_path, family, vocab=VOCAB), "auto", CPU)
+    told: list[list[list[int]]] = []
+    for has_graphs in (False, True):
+        rows = InputBatch(3, CONTEXT, PAGE_TOKENS, VOCAB, CPU)
+        slots = PoolShape(2 * 3 + 1, decoder.config.state_parts, 1, torch.float32)
+        rows.states = slots.split(torch.zeros(slots.num_pages, slots.page_elements))
+        shape = PoolShape(3 * ROW_PAGES + 1, decoder.config.kv_parts, PAGE_TOKENS, decoder.dtype)
+        runner = Runner(decoder, Unwatched(decoder.config.attention_shapes[0]), torch.zeros(shape.sizes), rows)
+        if has_graphs:
+            runner.capture_graphs(choose_shapes(3, 0, 256), lambda compute: compute, 3 * ROW_PAGES)
+        for row in range(3):
+            open_row(rows, row, row)
+        told.append([])
+        for step in range(NUM_TOKENS):
+            left = range(step // 6, 3)
+            requests = [
+                part._replace(
+                    state_from=2 * part.row + (step + 1) % 2 if step else -1, state_to=2 * part.row + step % 2
+                )
+                for part in plan(step, left, left)
+            ]
+            told[-1].append(runner.launch(requests).collect().tokens)
+    assert told[0] == told[1]

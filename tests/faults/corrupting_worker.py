@@ -42,8 +42,10 @@ def run() -> None:
             change(pool, page)
             changed.append((pool, page))
 
-    async def compute_and_change(pool: Any, children: Any, pages: Sequence[int], places: Any) -> list[int]:
-        checksums = await compute_over_ranks(pool, children, pages, places)
+    async def compute_and_change(
+        pool: Any, children: Any, pages: Sequence[int], places: Any, is_states: bool = False
+    ) -> list[int]:
+        checksums = await compute_over_ranks(pool, children, pages, places, is_states)
         change_once(pool, pages[-1])
         return checksums
 

@@ -92,7 +92,7 @@ async def grpc_server(pool: Pool, incarnation: str = "P1") -> AsyncIterator[str]
     """A real server with the pool's pages; returns its address."""
     server = build_server()
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
-    PageServer(pool, incarnation).add_to(server)
+    PageServer({incarnation: pool}).add_to(server)
     await server.start()
     try:
         yield address

@@ -193,7 +193,7 @@ async def test_a_run_cancelled_in_the_middle_of_an_offer_frees_pages_on_both_sid
     async with workers("shm") as (opened, prefill, decode):
         await opened.stub.Handshake(decode_pb2.HandshakeRequest(peer=prefill.peer))
         is_stuck = threading.Event()
-        decode.receiver._opener._executor.submit(is_stuck.wait, PATIENCE_S)  # the copy has to wait
+        decode.receiver._openers[0]._executor.submit(is_stuck.wait, PATIENCE_S)  # the copy has to wait
         ticket = await opened.reserve(1, PROMPT)
         call = prefill.run(ticket, PROMPT)
         running = asyncio.ensure_future(call)

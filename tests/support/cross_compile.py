@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -37,6 +38,7 @@ from engine.kernels.gpu_layers import join_pages, rope_and_write, round_rows
 from engine.kernels.gpu_linear import MAX_ROWS, multiply
 from engine.kernels.gpu_logits import BLOCK
 from engine.kernels.gpu_pages import copy_pages
+from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from engine.ops.cuda import CudaOps
 from engine.sampling.gpu import sample
 from engine.weights.fp8 import E4M3_MAX, NEEDED_CAPABILITY, SMALLEST_PEAK
@@ -198,6 +200,26 @@ def launch_sums(size: int) -> None:
     gpu_ranks.add_norm_(empty(4, 4096, dtype=torch.float32), rows, empty(4096), 1e-5, shared)
 
 
+def launch_states() -> None:
+    """Layers of LFM2-1.2B and Qwen3.5-9B over the second of three layers of a pool."""
+
+    def views(*parts: tuple[int, ...]) -> list[Tensor]:
+        sizes = [(9, part[0], 3, *part[1:]) for part in parts]
+        pool = empty(9, sum(prod(size[1:]) for size in sizes), dtype=torch.float32)
+        split = torch.split(pool, [prod(size[1:]) for size in sizes], dim=1)
+        return [part.view(size)[:, :, 1] for part, size in zip(split, sizes, strict=True)]
+
+    def weights(*sizes: int) -> Tensor:
+        return empty(*sizes, dtype=torch.float32)
+
+    slots, starts = empty(4, dtype=torch.int64), empty(5, dtype=torch.int32)
+    at, ops = StateRows(slots, slots, starts, np.full(4, 2, np.int32)), CudaOps()
+    ops.gated_conv(empty(8, 6144), GatedConv(weights(2048, 3), weights(2048)), at, *views((8, 256, 2)))
+    layer = DeltaNet(16, 32, 128, 128, weights(8192, 4), weights(32), weights(32), weights(128), 1e-6)
+    states = DeltaStates(*views((16, 128, 3), (16, 128, 3), (32, 128, 3), (32, 128, 128)))
+    ops.delta_net(empty(8, 8192 + 4096 + 64), layer, at, states)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "layers": launch_layers,
     **{
@@ -226,11 +248,12 @@ CASES: dict[str, Callable[[], None]] = {
     "experts gelu": partial(launch_experts, "gelu_tanh", 2816, 704, False),
     "experts clamped biased": partial(launch_experts, "clamped", 2880, 2880, True),
     **{f"sums of {size} ranks": partial(launch_sums, size) for size in (2, 8)},
+    "states": launch_states,
     "pages": launch_pages,
     "sampling": partial(launch_sampling, 128_256),
     "sampling from one block": launch_joins_of_one_block,
 }
-SMALL = {"layers", "write bf16 128 norm", "bf16 row", "widen 4 bits", "sums of 2 ranks", "pages", "sampling"}
+SMALL = {"layers", "write bf16 128 norm", "bf16 row", "widen 4 bits", "sums of 2 ranks", "states", "pages", "sampling"}
 TILES = {"bf16 rows in splits", "4 bits rows in splits", "8 bits row", "experts clamped biased"}
 FP8_TILES = {"write fp8 128 norm", "fp8 rounding", "fp8 row", "fp8 rows", "blocks rows", "blocks many"}
 

@@ -34,7 +34,7 @@ MAX_AT_ONCE = 9  # sequences: later ones find their prompts cached
 def build(folder: Path, draft_folder: Path, place: Place = ALONE) -> Engine:
     return build_engine(
         str(folder), str(draft_folder), "float32", "cpu", 1, PAGE_TOKENS, NUM_ROWS,
-        lambda *_: NUM_PAGES + 1, lambda _done, _total: None, CONTEXT, place=place,
+        lambda *_: (NUM_PAGES + 1, 0), lambda _done, _total: None, CONTEXT, place=place,
     )  # fmt: skip
 
 

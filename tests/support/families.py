@@ -10,7 +10,7 @@ from typing import Any
 
 VOCAB = 320
 WINDOW = 8  # tokens
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR, CONV = "sliding_attention", "full_attention", "linear_attention", "conv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,17 @@ GEMMA4_E = dict(
     hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB,
 )  # fmt: skip  # layers 4 and 5 read the keys and values of layers 2 and 3
 GEMMA4_LARGE = dict(GEMMA4, attention_k_eq_v=True, num_global_key_value_heads=1, hidden_size_per_layer_input=0)
+QWEN3_5 = dict(
+    layer_types=[LINEAR, FULL, LINEAR], rope_parameters=rope("default", 1e4, partial_rotary_factor=0.25),
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=32,
+)  # fmt: skip
+QWEN3_5_MOE = dict(
+    QWEN3_5, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=96
+)
+QWEN3_5_VISION = dict(
+    depth=1, hidden_size=16, intermediate_size=32, num_heads=2, out_hidden_size=128, num_position_embeddings=4
+)
+LFM2 = dict(layer_types=[CONV, FULL, CONV], conv_bias=True)
 VISION = dict(
     hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
 )
@@ -132,6 +143,24 @@ FAMILIES: dict[str, Family] = {
         dict(
             rope_parameters=HALF_ROTATED, attention_bias=True, use_qk_norm=True, n_routed_experts=8,
             num_experts_per_tok=2, moe_intermediate_size=64, routed_scaling_factor=2.5,
+        ),
+    ),
+    "qwen3_5_text": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", QWEN3_5, layers=3),
+    "qwen3_5": Family(
+        "Qwen3_5TextConfig", "Qwen3_5ForConditionalGeneration", QWEN3_5, layers=3,
+        whole_config="Qwen3_5Config", whole_extra=dict(vision_config=QWEN3_5_VISION),
+    ),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN3_5_MOE, layers=3),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeTextConfig", "Qwen3_5MoeForConditionalGeneration", QWEN3_5_MOE, layers=3,
+        whole_config="Qwen3_5MoeConfig", whole_extra=dict(vision_config=QWEN3_5_VISION),
+    ),
+    "lfm2": Family("Lfm2Config", "Lfm2ForCausalLM", dict(LFM2, block_multiple_of=32), layers=3, is_tied=True),
+    "lfm2_moe": Family(
+        "Lfm2MoeConfig", "Lfm2MoeForCausalLM", layers=3,
+        extra=dict(
+            LFM2, num_dense_layers=1, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
+            routed_scaling_factor=1.5,
         ),
     ),
     "mistral3": Family(

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
-from engine.kernels import build, cpu_layers, cpu_math
+from engine.kernels import build, cpu_layers, cpu_math, cpu_states
 from engine.kernels.build import NATIVE, runnable_instruction_sets
 from engine.kernels.cpu_math import Math
 from engine.sampling.cpu import load_cpu_sampling
@@ -48,5 +48,6 @@ def built_for(build_: Build) -> Iterator[None]:
 
 
 def forget_kernels() -> None:
-    for cached in (packed._load, packed_groups._load, cpu_layers.load, cpu_math._load, load_cpu_sampling):
+    loaders = (packed._load, packed_groups._load, cpu_layers.load, cpu_states.load, cpu_math._load, load_cpu_sampling)
+    for cached in loaders:
         cached.cache_clear()

@@ -33,7 +33,7 @@ def build_ranks(num_pages: int, size: int, gpu: Gpu | None = None) -> list[Pool]
     fd, pools = create_file(), []
     for rank in range(size):
         shape, draft_shape = (
-            PoolShape(num_pages, (KvPart(layers, max(part.num_kv_heads // size, 1), 8),), 4, torch.float32)
+            PoolShape(num_pages, (KvPart(layers, max(part.num_heads // size, 1), 8),), 4, torch.float32)
             for part, layers in zip(PARTS, NUM_LAYERS, strict=True)
         )
         share = PoolShare(rank, size, PARTS, fd, barrier=lambda: None)  # rank 0 sizes it before the next is built

@@ -24,7 +24,7 @@ def main(model: str, draft: str, rendezvous: str, rank: str, size: str, pool_fd:
     die_with_parent()
     ring = RingFollower(parse_fds(list(map(int, fds))), int(rank) - 1)
     ranks = join_group(rendezvous, int(rank), int(size), CPU, MEET_S)
-    engine = capture(build(Path(model), Path(draft), Place(ranks, int(pool_fd))))
+    engine = capture(build(Path(model), Path(draft), Place(ranks, (int(pool_fd), -1))))
     assert engine.draft_runner is not None
     with suppress(RingError):
         follow(ring, engine.rows, [engine.runner, engine.draft_runner])

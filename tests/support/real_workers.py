@@ -21,6 +21,7 @@ from decode_worker.kv_receiver import KVReceiver
 from decode_worker.main import DecodeRole
 from decode_worker.metrics import DecodeMetrics
 from demo.paths import TARGET_DIR
+from engine.attention.base import AttentionBackend
 from engine.attention.choose import AttentionChoice
 from engine.batch import ForwardRow
 from engine.engine import Engine
@@ -42,9 +43,11 @@ from runtime.rpc import bind, host_identity, new_incarnation, open_channel
 from runtime.trust import load_trust
 from tests.support.fake_workers import PATIENCE_S, Signal
 from tests.support.pool_process import build_pool
+from wire.kv_layout import KvPart
 from wire.logprobs import TokenLogprobs
 from wire.messages import pack_tokens
 from wire.page_keys import TOKEN_BYTES
+from worker.chunks import ChunkSizer
 from worker.prefix_cache import PrefixCache
 from worker.process import Worker, build_worker
 from worker.scheduler import Scheduler, num_rows_for
@@ -176,14 +179,15 @@ def build_kv_engine(
     """An engine over `KvRunner`, with the given vocabulary and the demo model's grammars."""
     pool = build_pool(num_pages, gpu)
     (part,) = pool.shape.parts
+    assert isinstance(part, KvPart)
     config = replace(
-        load_config(TARGET_DIR), vocab_size=VOCAB, num_layers=part.num_layers, num_kv_heads=part.num_kv_heads,
+        load_config(TARGET_DIR), vocab_size=VOCAB, num_layers=part.num_layers, num_kv_heads=part.num_heads,
         head_dim=part.head_dim, context_tokens=context_tokens,
     )  # fmt: skip
     device = torch.device("cpu")
     rows = InputBatch(num_rows_for(max_running), context_tokens, PAGE_TOKENS, VOCAB, device)
     runner = KvRunner(pool, rows)
-    nothing = cast(AttentionChoice, None)
+    nothing = AttentionChoice(cast(AttentionBackend, None), "none", is_fallback=False)
     engine = Engine(
         TARGET_DIR, config, "w", "float32", device, nothing, pool, None, rows, cast(Runner, runner), draft_weights="",
         draft_runner=None,
@@ -237,6 +241,7 @@ class DecodeWorker:
     runner: KvRunner
     receiver: KVReceiver
     metrics: DecodeMetrics
+    states: Pool | None
 
 
 @asynccontextmanager
@@ -251,7 +256,9 @@ async def decode_worker(
     )  # fmt: skip
     async with _serving("decode", config, DecodeRole, signal, port, built) as (worker, role, runner):
         role._receiver._is_transport_required = True
-        yield DecodeWorker(worker.me, worker.engine.pool, worker.scheduler, runner, role._receiver, role.metrics)
+        yield DecodeWorker(
+            worker.me, worker.engine.pool, worker.scheduler, runner, role._receiver, role.metrics, worker.engine.states
+        )
 
 
 @dataclass
@@ -264,6 +271,7 @@ class PrefillWorker:
     sender: KVSender
     service: PrefillService
     stub: prefill_pb2_grpc.PrefillStub
+    states: Pool | None
 
     def run(self, ticket: kv_pb2.Ticket, prompt: Sequence[int], **others: Any) -> "grpc.aio.UnaryUnaryCall[Any, Any]":
         request = prefill_pb2.RunRequest(request_id="r", prompt=packed(prompt), ticket=ticket, **others)
@@ -273,19 +281,26 @@ class PrefillWorker:
 
 @asynccontextmanager
 async def prefill_worker(
-    signal: Signal, heartbeat_s: float = PATIENCE_S, port: int = 0, offer_s: float = PATIENCE_S + 1
-) -> AsyncIterator[PrefillWorker]:
+    signal: Signal, heartbeat_s: float = PATIENCE_S, port: int = 0, offer_s: float = PATIENCE_S + 1,
+    built: tuple[Engine, KvRunner] | None = None, chunk_tokens: int = CHUNK_TOKENS, **others: Any,
+) -> AsyncIterator[PrefillWorker]:  # fmt: skip
     """`offer_s`: maximum time of an offer; must exceed `heartbeat_s`."""
     config = PrefillConfig(
-        **SETTINGS, chunk_tokens=CHUNK_TOKENS, lease_s=offer_s, heartbeat_s=heartbeat_s, stall_s=PATIENCE_S
+        **SETTINGS,
+        chunk_tokens=max(chunk_tokens, PAGE_TOKENS),
+        lease_s=offer_s,
+        heartbeat_s=heartbeat_s,
+        stall_s=PATIENCE_S,
+        **others,
     )
     async with (
-        _serving("prefill", config, PrefillRole, signal, port) as (worker, role, runner),
+        _serving("prefill", config, PrefillRole, signal, port, built) as (worker, role, runner),
         open_channel(worker.me.address) as channel,
     ):
+        role.loop.chunks = ChunkSizer(chunk_tokens, chunk_tokens)
         yield PrefillWorker(
             worker.me, worker.engine.pool, worker.scheduler, runner, role.metrics, role._sender, role._service,
-            prefill_pb2_grpc.PrefillStub(channel),
+            prefill_pb2_grpc.PrefillStub(channel), worker.engine.states,
         )  # fmt: skip
 
 

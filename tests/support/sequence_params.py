@@ -94,10 +94,9 @@ def awaited(handle: int, num_prompt: int, max_tokens: int, **others: Any) -> Seq
     return answer(handle, num_prompt, max_tokens, **{"local_prefill_max_tokens": 0, **others})
 
 
-def receive(scheduler: Scheduler, sequence: Sequence, now: float = 0.0) -> None:
-    """Receive all the KV it waits for, in one offer."""
+def receive(scheduler: Scheduler, sequence: Sequence, now: float = 0.0, num_slots: int = 0) -> None:
+    """Receive all the KV it waits for, in one offer, with so many slots of state."""
     begin, end = sequence.computed, sequence.params.end
-    scheduler.begin_read(
-        sequence.id, sequence.params.attempt, begin, end, num_pages_for(end - begin, scheduler.page_tokens)
-    )
-    scheduler.finish_read(sequence.id, end, now)
+    num_pages = num_pages_for(end - begin, scheduler.page_tokens)
+    scheduler.begin_read(sequence.id, sequence.params.attempt, begin, end, num_pages, num_slots)
+    scheduler.finish_read(sequence.id, end, now, num_slots)

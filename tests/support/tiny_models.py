@@ -23,10 +23,26 @@ MLA: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 8}
 FOUR: dict[str, Any] = {
     "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
 }  # fmt: skip
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+DELTA: dict[str, Any] = HYBRID | {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+MAMBA2: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16}
+MAMBA: dict[str, Any] = {"n_groups": 1, "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16}
 MIXED: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
 SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": MLA, "deepseek_v2": MLA, "deepseek_v3": MLA, "glm4_moe_lite": MLA, "minicpm3": MLA, "youtu": MLA,
     "gemma3n_text": FOUR, "gemma4_text": FOUR, "gemma4_unified_text": FOUR,
+    "granitemoehybrid": HYBRID | MAMBA2,
+    "bamba": MAMBA2 | {"attn_layer_indices": [1]}, "falcon_h1": MAMBA2 | {"mamba_d_ssm": 128},
+    "kimi_linear": HYBRID | {"num_key_value_heads": 4},
+    "nemotron_h": MAMBA | {
+        "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention", "moe", "linear_attention"],
+    },
+    "olmo_hybrid": DELTA, "qwen3_next": DELTA, "qwen3_5_text": DELTA, "qwen3_5_moe_text": DELTA,
     "dots1": MIXED, "laguna": MIXED, "mellum": MIXED, "smollm3": MIXED | {"use_sliding_window": True},
 }  # fmt: skip
 
@@ -45,7 +61,8 @@ def _shrink(kind: Any, special: Mapping[str, Any]) -> Any:
             own = {**SPECIAL.get(config.model_type, {}), **special.get(part, {})}
             given[part] = _shrink(type(config), own).to_dict()
     kinds = getattr(default, "layer_types", None)
-    if kinds and "layer_types" in known:  # one layer of each kind
+    is_derived = isinstance(getattr(kind, default.attribute_map.get("layer_types", ""), None), property)
+    if kinds and "layer_types" in known and not is_derived:  # one layer of each kind
         given["layer_types"] = (list(dict.fromkeys(kinds)) * 2)[: COMMON["num_hidden_layers"]]
     return kind(**{**given, **{key: value for key, value in special.items() if key not in kind.sub_configs}})
 

@@ -60,7 +60,7 @@ def led(folders: tuple[Path, Path], alone: Engine, tmp_path_factory: pytest.Temp
     follower = subprocess.Popen([*command, *map(str, passed)], pass_fds=passed)
     leader = Leader(RingLeader(fds))
     ranks = join_group(rendezvous, 0, 2, CPU, MEET_S)
-    place = Place(ranks, pool_fd, partial(LedInputBatch, leader), partial(LedRunner, leader))
+    place = Place(ranks, (pool_fd, -1), partial(LedInputBatch, leader), partial(LedRunner, leader))
     engine = capture(build(*folders, place))
     assert engine.pool.page_bytes * 2 == alone.pool.page_bytes  # each rank has one of two heads
     leader.is_leading = True

@@ -179,9 +179,9 @@ def test_a_worker_sizes_its_pool_as_the_plan_does() -> None:
     room = estimate_room(shape, found, card.memory_bytes, 1)
     page_bytes = shape.kv_token_bytes * config.page_tokens
     size = partial(size_pool_here, config, shape.context_tokens, page_bytes, 1)
-    pages = size((room.total_bytes, room.taken_bytes, step_bytes), 0)
+    pages, _ = size((room.total_bytes, room.taken_bytes, step_bytes), 0)
     assert pages == kv_tokens_that_fit(shape, card, 1, found) // config.page_tokens
-    fewer = size((room.total_bytes, room.taken_bytes, step_bytes + GIB), 0)
+    fewer, _ = size((room.total_bytes, room.taken_bytes, step_bytes + GIB), 0)
     assert (pages - fewer) * page_bytes == pytest.approx(GIB * (1 + limits.STEP_MARGIN), abs=page_bytes)
 
 
@@ -199,7 +199,7 @@ def test_the_largest_step_has_the_chunk_and_all_sequences(chunk: int, sequences:
 def test_it_is_run_for_both_models_and_leaves_rows_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     config = complete(DecodeConfig(max_running=6, local_prefill_chunk_tokens=150), None, None)
     engine = build_engine(
-        locate_model("demo"), locate_model("demo"), "float32", "cpu", 1, 16, num_rows_for(6), lambda *_: 8,
+        locate_model("demo"), locate_model("demo"), "float32", "cpu", 1, 16, num_rows_for(6), lambda *_: (8, 0),
         lambda done, total: None, 64,
     )  # fmt: skip
     assert engine.draft_runner is not None
@@ -232,8 +232,9 @@ def test_a_model_without_native_code_has_limits_too() -> None:
 def test_it_runs_over_one_page_and_an_error_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     step = LargestStep(100, 4, "--chunk-tokens")
     engine = build_engine(
-        locate_model("demo"), "", "float32", "cpu", 1, 16, num_rows_for(4), lambda *_: 8, lambda done, total: None, 64
-    )
+        locate_model("demo"), "", "float32", "cpu", 1, 16, num_rows_for(4), lambda *_: (8, 0),
+        lambda done, total: None, 64,
+    )  # fmt: skip
     models = [(engine.runner._model, engine.attention, engine.pool.shape.with_pages(1))]
 
     def measure(work: Callable[[], None], _device: torch.device) -> int:

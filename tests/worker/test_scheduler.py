@@ -81,7 +81,7 @@ def test_a_page_has_no_key_before_its_kv_is_complete() -> None:
     first = scheduler.admit(awaited(1, 13, 2, first=7), 0.0)
     scheduler.begin_read(first.id, first.params.attempt, 0, 4, 1)
     scheduler.finish_read(first.id, 4, 0.0)
-    targets = scheduler.begin_read(first.id, first.params.attempt, 4, 12, 2)
+    targets, _ = scheduler.begin_read(first.id, first.params.attempt, 4, 12, 2)
     second = scheduler.admit(awaited(2, 13, 2, first=7), 0.0)
     assert second.pages[:1] == first.pages[:1] and not {*second.pages} & {*targets}
     scheduler.fail_read(first.id)
@@ -314,7 +314,7 @@ def test_refusals_name_numbers_and_settings() -> None:
         scheduler.begin_read(sequence.id, 9, 0, 8, 2)
     with pytest.raises(OfferRefusedError, match=r"offer of \[4, 8\) where \[0, 8\) is wanted"):
         scheduler.begin_read(sequence.id, sequence.params.attempt, 4, 8, 1)
-    assert scheduler.begin_read(sequence.id, sequence.params.attempt, 0, 8, 2) == sequence.pages[:2]
+    assert scheduler.begin_read(sequence.id, sequence.params.attempt, 0, 8, 2) == (sequence.pages[:2], [])
     with pytest.raises(OfferRefusedError, match="is reading another offer"):
         scheduler.begin_read(sequence.id, sequence.params.attempt, 0, 8, 2)
 

@@ -55,10 +55,14 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     free_pages: int  # cached ones included
     used_pages: int
     cached_pages: int
+    free_slots: int  # of states, for models whose layers keep some; checkpoints included
+    used_slots: int
+    cached_slots: int
     prefix_hits: float  # share of the prompt tokens looked up that were there
     running: int
     alive: bool
     trouble: str
+    weaknesses: dict[str, str]  # what works worse than it could |-> why, and what to change
     source: str  # the DNS name that it has; empty: named by its address
 
 
@@ -93,9 +97,13 @@ def _describe(link: WorkerLink) -> WorkerStatus:
         free_pages=status.free_pages,
         used_pages=status.used_pages,
         cached_pages=status.cached_pages,
+        free_slots=status.free_slots,
+        used_slots=status.used_slots,
+        cached_slots=status.cached_slots,
         prefix_hits=round(status.prefix_hits / max(status.prefix_queries, 1), 3),
         running=status.num_running,
         alive=trouble is None,
         trouble=trouble or "",
+        weaknesses=dict(status.weaknesses),
         source=link.state.source,
     )

@@ -1,0 +1,88 @@
+"""transformers' cache as a view of our slots: layers that keep states load and store them, attention passes through.
+
+Knows transformers' cache interface, no family of models.
+"""
+
+import inspect
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+
+from engine.batch import States
+from engine.models.fallback_config import KeptState
+
+
+def build_cache(config: PreTrainedConfig, num_before: int = 0) -> Any:
+    """An empty cache of sequences with so many tokens before. config: of the model's text part.
+
+    Keys and values pass through: pages have the earlier ones.
+    """
+    cache: Any = DynamicCache(config=config)
+    for layer in cache.layers:
+        if isinstance(layer, DynamicLayer):
+            _let_pass(layer, num_before)
+    return cache
+
+
+def find_cache_name(model: torch.nn.Module) -> str:
+    """What the model's forward calls its cache; older transformers: past_key_values."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _let_pass(layer: Any, num_before: int) -> None:
+    layer.update = lambda keys, values, *_, **__: (keys, values)
+    layer.get_seq_length = lambda: num_before
+    layer.get_mask_sizes = lambda query_length: (query_length, 0)
+
+
+def keeps_states(config: PreTrainedConfig) -> bool:
+    """Whether some layers do. config: as above."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
+
+
+def read_kept(cache: Any, dtype: torch.dtype) -> tuple[KeptState, ...]:
+    """What a forward of a model of this dtype left in an empty cache."""
+    found = []
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            for is_conv, states in ((True, layer.conv_states), (False, layer.recurrent_states)):
+                for number, state in states.items():
+                    if state is not None:
+                        found.append(KeptState(index, number, is_conv, tuple(state.shape[1:]), state.dtype != dtype))
+    return tuple(found)
+
+
+def load_states(cache: Any, kept: tuple[KeptState, ...], states: States, dtype: torch.dtype) -> None:
+    """Fill an empty cache with the states that the sequences have, at least one token each."""
+    for state, stored in zip(kept, _views(kept, states), strict=True):
+        values = stored.index_select(0, states.sources).to(torch.float32 if state.is_wide else dtype)
+        layer, number = cache.layers[state.layer], state.number
+        if state.is_conv:
+            layer.lazy_initialization(conv_states=values, state_idx=number)
+            layer.conv_states[number].copy_(values)
+        else:
+            layer.lazy_initialization(recurrent_states=values, state_idx=number)
+            layer.recurrent_states[number].copy_(values)
+        layer.has_previous_state[number] = True
+
+
+def store_states(cache: Any, kept: tuple[KeptState, ...], states: States) -> None:
+    """Keep what a forward left."""
+    for state, stored in zip(kept, _views(kept, states), strict=True):
+        layer = cache.layers[state.layer]
+        values = (layer.conv_states if state.is_conv else layer.recurrent_states)[state.number]
+        stored.index_copy_(0, states.targets, values.float())
+
+
+def _views(kept: tuple[KeptState, ...], states: States) -> list[Tensor]:
+    """[num_slots, *sizes] of each state."""
+    parts, seen = list(dict.fromkeys(state.sizes for state in kept)), Counter[tuple[int, ...]]()
+    views = []
+    for state in kept:
+        views.append(states.parts[parts.index(state.sizes)][:, 0, seen[state.sizes]])
+        seen[state.sizes] += 1
+    return views

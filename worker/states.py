@@ -1,0 +1,135 @@
+"""Slots of state: which one a sequence's next step reads and writes, and which are kept as checkpoints. Pure: ints.
+
+Layers without attention keep a state of fixed size instead of keys and values. A slot holds it for all such layers. The
+slots of a pool are owned like its pages (prefix_cache.py), with one difference: a step reads one slot and writes
+another, so that it can be launched again, as long as no later step of its sequence was.
+
+    positions      0 ······ 32 ······ 48 ···· 55
+    slots                   C    A         B       C: checkpoint   step 55 reads B and writes A, step 56 reads A ...
+
+A checkpoint is the state at a page boundary. No step writes to it, and it has the key of the page that ends there: a
+prompt that finds pages continues at the last one that has a checkpoint.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from wire.page_keys import PageKey
+from worker.prefix_cache import PrefixCache
+
+MOST_SLOTS = 3  # of a sequence, but for a moment
+LEAST_SPACING = 512  # tokens: a step of fewer costs a worker more than a hit saves
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """One sequence's slots. Only `StateSlots` and `Scheduler` change it."""
+
+    held: list[int] = field(default_factory=list)  # the two below, and those that the next steps write to
+    source: int = -1  # has the state after all launched steps; -1: there were none, or it has not arrived
+    checkpoint: int = -1  # has the state after `checkpoint_at` positions
+    checkpoint_at: int = 0  # 0: there is no checkpoint
+    branch: int = 0  # pages were found up to here, beyond the checkpoint: other prompts probably branch off here too
+
+    @property
+    def targets(self) -> list[int]:
+        """Slots that may be written to."""
+        return [slot for slot in self.held if slot not in (self.source, self.checkpoint)]
+
+
+@dataclass(slots=True)
+class StateSlots:
+    """The slots of a worker."""
+
+    cache: PrefixCache  # of slots
+    page_tokens: int
+    spacing: int  # tokens between checkpoints within a prompt or answer; a multiple of page_tokens
+
+    def find(self, keys: Sequence[PageKey]) -> tuple[int, int]:
+        """(number of leading pages, slot): the last of these keys that has a checkpoint; (0, -1) if none has."""
+        for count in range(len(keys), 0, -1):
+            if found := self.cache.find(keys[count - 1 : count]):
+                return count, found[0]
+        return 0, -1
+
+    def open(self, checkpoint: int, checkpoint_at: int, branch: int = 0) -> SequenceState:
+        """Slots of a sequence that continues at a checkpoint, or at 0. NoRoomError, and nothing is held."""
+        found = [checkpoint] if checkpoint_at else []
+        self.cache.hold(found)
+        try:
+            fresh = self.cache.allocate(MOST_SLOTS - 1)
+        except BaseException:
+            self.cache.release(found)
+            raise
+        return SequenceState(found + fresh, checkpoint, checkpoint, checkpoint_at, branch)
+
+    def open_receiving(self, has_checkpoint: bool) -> SequenceState:
+        """Slots of a sequence whose state, and perhaps a checkpoint, comes from another worker. NoRoomError."""
+        return SequenceState(self.cache.allocate(MOST_SLOTS - (not has_checkpoint)))
+
+    def finish_receiving(self, state: SequenceState, checkpoint_at: int) -> None:
+        """The state has arrived in the first target; a checkpoint in the second, unless `checkpoint_at` is 0."""
+        state.source, *others = state.targets
+        if checkpoint_at:
+            state.checkpoint, state.checkpoint_at = others[0], checkpoint_at
+
+    def find_stop(self, state: SequenceState, launched: int, end: int) -> int:
+        """Where the next step has to end at the latest. end: tokens whose KV is wanted and known."""
+        spaced = (launched // self.spacing + 1) * self.spacing
+        stops = (end // self.page_tokens * self.page_tokens, state.branch, spaced)
+        return min((stop for stop in stops if stop > launched), default=end)
+
+    def begin_step(self, state: SequenceState, launched: int, end: int) -> tuple[int, int]:
+        """The slots that a step from `launched` on reads and writes. end: as in `find_stop`."""
+        is_border = launched % self.page_tokens == 0
+        is_last = launched >= end // self.page_tokens * self.page_tokens  # of the prompt, or anywhere in the answer
+        if is_border and (is_last or launched == state.branch or launched % self.spacing == 0):
+            self._keep(state, launched)
+        step = state.source, state.targets[0]
+        state.source = step[1]
+        return step
+
+    def _keep(self, state: SequenceState, at: int) -> None:
+        """The source becomes the checkpoint; the old one is released. Nothing changes if there is no slot to spare."""
+        if state.source < 0 or state.source == state.checkpoint or not self.cache.num_spare:
+            return
+        state.held += self.cache.allocate(1)
+        if state.checkpoint_at:
+            state.held.remove(state.checkpoint)
+            self.cache.release([state.checkpoint])
+        state.checkpoint, state.checkpoint_at = state.source, at
+
+    def name(self, state: SequenceState, computed: int, prompt_end: int, keys: Sequence[PageKey]) -> None:
+        """Let others find the checkpoint, if it is there and stays useful while this sequence goes on."""
+        at = state.checkpoint_at
+        is_lasting = at in (state.branch, prompt_end // self.page_tokens * self.page_tokens) or at % self.spacing == 0
+        if is_lasting and 0 < at <= computed:
+            self.cache.name(state.checkpoint, keys[at // self.page_tokens - 1])
+
+    def close(self, state: SequenceState, computed: int, launched: int, keys: Sequence[PageKey]) -> None:
+        """Release the slots. The last state at a page boundary stays as a checkpoint."""
+        if computed and computed == launched and computed % self.page_tokens == 0 and state.source >= 0:
+            self.cache.name(state.source, keys[computed // self.page_tokens - 1])
+        if 0 < state.checkpoint_at <= computed:
+            self.cache.name(state.checkpoint, keys[state.checkpoint_at // self.page_tokens - 1])
+        self.cache.release(state.held)
+        state.held, state.source, state.checkpoint, state.checkpoint_at = [], -1, -1, 0
+
+    def check(self, states: Sequence[SequenceState]) -> None:
+        """Check holder counts, and that steps write only to slots that nothing else reads."""
+        self.cache.check(slot for state in states for slot in state.held)
+        written = [slot for state in states for slot in state.targets]
+        kept = {slot for state in states for slot in (state.source, state.checkpoint)}
+        if len(set(written)) != len(written) or not kept.isdisjoint(written):
+            raise AssertionError("a step may write to a slot that is read elsewhere")
+        for state in states:
+            if not {state.source, state.checkpoint} <= {*state.held, -1}:
+                raise AssertionError("a sequence uses a slot that it does not hold")
+            if (state.checkpoint < 0) != (state.checkpoint_at == 0) or not state.targets:
+                raise AssertionError(f"a sequence's slots do not fit each other: {state}")
+
+
+def choose_spacing(slot_bytes: int, page_bytes: int, page_tokens: int) -> int:
+    """Tokens between checkpoints, so that these take no more memory than the pages they continue."""
+    pages = max(-(-slot_bytes // page_bytes), -(-LEAST_SPACING // page_tokens))
+    return pages * page_tokens
