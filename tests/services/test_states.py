@@ -3,11 +3,13 @@
 Real workers over real engines in this process, with pages of 4 tokens.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sized
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import grpc
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -150,3 +152,84 @@ async def test_tokens_are_transformers_and_bytes_are_prefills(
         for handle, prompt in enumerate(PROMPTS, 1):
             assert await opened.end_of(handle) == ("length", "")
             assert opened.tokens[handle] == oracle.answer(prompt, 9), f"{len(prompt)} tokens, beside others"
+
+
+async def test_equal_prompts_and_their_choices_continue_at_the_checkpoint(folder: Path) -> None:
+    oracle = Oracle(folder)
+    async with ring(folder) as (opened, prefill, decode):
+        expected = oracle.answer(PROMPTS[0], 9)
+        assert await ask(opened, prefill, 1, PROMPTS[0]) == (expected, 0)
+        again = [await opened.ask(handle, PROMPTS[0], 9) for handle in (2, 3)]
+        assert not any(answer.needs_prefill for answer in again)
+        for handle in (2, 3):
+            assert await opened.end_of(handle) == ("length", "")
+            assert opened.tokens[handle] == expected
+        assert decode.scheduler.num_hit == 2 * 20, "whole pages of 23 - 1 positions"
+        longer = [*PROMPTS[0], *expected, *PROMPTS[1]]
+        assert await ask(opened, prefill, 4, longer) == (oracle.answer(longer, 9), 20)
+        branch = [*PROMPTS[0][:14], *PROMPTS[2]]  # its pages end at 12, where nothing keeps a state yet
+        assert await ask(opened, prefill, 5, branch) == (oracle.answer(branch, 9), 0)
+        other = [*PROMPTS[0][:14], *PROMPTS[3]]
+        assert await ask(opened, prefill, 6, other) == (oracle.answer(other, 9), 12), "two prompts branched off here"
+
+
+@pytest.mark.parametrize("local", [0, 1000])
+async def test_a_conversation_computes_each_token_once_but_for_the_distance_to_its_checkpoint(
+    one_type: Path, local: int
+) -> None:
+    oracle, tokens, computed, turns = Oracle(one_type), list[int](), 0, 8
+    async with ring(one_type) as (opened, prefill, decode):
+        for turn in range(1, turns + 1):
+            tokens += random_prompt(5, VOCAB, seed=turn)
+            count = 4 if turn % 2 else 3
+            told, found = await ask(opened, prefill, turn, tokens, count, local=local)
+            assert told == oracle.answer(tokens, count, guess=told), f"turn {turn}"
+            assert (found < 0) == bool(local)
+            computed += len(tokens) - 1 - max(found, 0)
+            tokens += told
+        metrics = decode.metrics if local else prefill.metrics
+        computed = int(metrics.registry.get_sample_value("baton:prompt_tokens_total") or 0)
+        assert computed < len(tokens) + turns * PAGE_TOKENS
+
+
+async def test_few_pages_and_slots_cost_time_but_no_token(one_type: Path) -> None:
+    """Preempted answers are computed again from their checkpoints; without slots to spare there are none."""
+    oracle = Oracle(one_type)
+    prompts = [random_prompt(9 + number, VOCAB, seed=50 + number) for number in range(5)]
+    for num_pages, num_slots, preempts in ((16, 4 * MAX_RUNNING + 1, True), (60, 9, False), (60, 4, False)):
+        async with ring(one_type, num_pages=num_pages, num_slots=num_slots) as (opened, _, decode):
+            for handle, prompt in enumerate(prompts, 1):
+                await admit(opened, handle, prompt)
+            for handle, prompt in enumerate(prompts, 1):
+                assert await opened.end_of(handle) == ("length", "")
+                assert opened.tokens[handle] == oracle.answer(prompt, 17)
+            assert bool(decode.scheduler.num_preemptions) == preempts
+            assert decode.scheduler.states is not None and decode.scheduler.states.cache.num_cached <= num_slots
+
+
+async def admit(opened: Gateway, handle: int, prompt: list[int]) -> None:
+    """Ask again, whenever an answer ends, while there is no room."""
+    while True:
+        num_ended = len(opened.ends)
+        try:
+            await opened.ask(handle, prompt, 17, local=1000)
+            return
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await opened.signal.until(partial(has_more, opened.ends, num_ended))
+
+
+def has_more(values: Sized, count: int) -> bool:
+    return len(values) > count
+
+
+async def test_cancelled_sessions_and_runs_leave_no_slot(one_type: Path) -> None:
+    async with ring(one_type) as (opened, prefill, _):
+        ticket = await opened.reserve(1, PROMPTS[0], 40)
+        await opened.ask(2, PROMPTS[1], 40, local=1000)
+        await opened.signal.until(lambda: len(opened.tokens.get(2, ())) > 3)
+        await opened.abort(1, 2)
+        with pytest.raises(grpc.aio.AioRpcError, match="session"):
+            await prefill.run(ticket, PROMPTS[0])
+        told, _ = await ask(opened, prefill, 3, PROMPTS[0])
+        assert told == Oracle(one_type).answer(PROMPTS[0], 9)
