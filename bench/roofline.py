@@ -6,6 +6,7 @@ Data sheets give peaks. The shares below are assumptions, to be replaced by meas
 from bench.simulate.costs import Costs
 from runtime.cards import Card
 from runtime.config_parts import GPU_SHARE
+from runtime.hardware import SLOTS_EACH, SLOTS_SHARE
 from worker.limits import BANDWIDTH_SHARE, FLOPS_SHARE, ITEM_BYTES, Limits, ModelShape, estimate_room
 
 STEP_S = 0.0005  # per step: launches, sampling, the copy of its tokens
@@ -20,7 +21,7 @@ def build_costs(model: ModelShape, gpu: Card, tp: int) -> Costs:
     summed_bytes = num_sums * 2 * (tp - 1) / tp * model.hidden_size * ITEM_BYTES  # a ring sends nearly twice the data
     return Costs(
         step=STEP_S + num_sums * ALL_REDUCE_S,
-        row=0.0,
+        row=2 * model.slot_bytes / bandwidth,  # its states are read and written
         kv_token=model.kv_token_bytes_of(tp) * tp / bandwidth,
         token=2 * model.num_active / flops + summed_bytes / gpu.link_bytes_per_s,
         pair=4 * model.query_width / flops,
@@ -29,8 +30,10 @@ def build_costs(model: ModelShape, gpu: Card, tp: int) -> Costs:
 
 
 def kv_tokens_that_fit(model: ModelShape, gpu: Card, tp: int, limits: Limits) -> int:
-    """KV tokens that fit a worker's pool; 0 if not even the weights fit."""
-    return estimate_room(model, limits, gpu.memory_bytes, tp).left_bytes(GPU_SHARE) // model.kv_token_bytes_of(tp)
+    """KV tokens that fit a worker's pool beside its slots; 0 if not even the weights fit."""
+    left_bytes = estimate_room(model, limits, gpu.memory_bytes, tp).left_bytes(GPU_SHARE)
+    states_bytes = min((SLOTS_EACH * limits.max_running + 1) * model.slot_bytes_of(tp), int(left_bytes * SLOTS_SHARE))
+    return (left_bytes - states_bytes) // model.kv_token_bytes_of(tp)
 
 
 def handoff_token_s(model: ModelShape, gpu: Card, tp: int) -> float:

@@ -11,7 +11,7 @@ from protos import kv_pb2
 from runtime.cards import find_card
 from runtime.config import DecodeConfig, PrefillConfig, ServeConfig
 from runtime.config_parts import GPU_SHARE
-from runtime.hardware import GpuRoom, resolve_pool
+from runtime.hardware import GpuRoom, resolve_pools
 from runtime.settings import ConfigError
 from wire.kv_layout import page_bytes_of
 from worker.limits import complete, estimate_room, limits_of, with_context
@@ -156,7 +156,10 @@ def judge_worker(plan: WorkerPlan, machine: Machine, model: Model) -> Row:
             settings = complete(plan.settings, model.shape, card, gpu.total_bytes)
             shape = with_context(model.shape, settings)
             room = estimate_room(shape, limits_of(settings, shape.vocab_size), gpu.total_bytes, tp)
-        pages = resolve_pool(settings, model.context_tokens, page_bytes, tp, room, machine.memory_bytes)
+        slot_bytes = model.shape.slot_bytes_of(tp)
+        pages, slots = resolve_pools(
+            settings, model.context_tokens, page_bytes, tp, room, machine.memory_bytes, slot_bytes
+        )
     except ConfigError as error:
         return split_advice(plan.name, str(error))
     tokens, pool_bytes = pages * settings.page_tokens, pages * tp * page_bytes
@@ -166,6 +169,8 @@ def judge_worker(plan: WorkerPlan, machine: Machine, model: Model) -> Row:
         f"{where}; attention {model.attention} ({model.attention_reason}); {limits.chunk_tokens} prompt tokens in a "
         f"step; KV pool of {tokens} tokens in {pool_bytes / GIB:.2f} GiB: {explain_pool(settings, room)}"
     )
+    if slots:
+        found += f"; {slots} slots of states in {slots * tp * slot_bytes / GIB:.2f} GiB"
     return Row(plan.name, "warning" if model.is_fallback else "ok", found)
 
 

@@ -102,6 +102,21 @@ def resolve_slots(
     )
 
 
+def resolve_pools(
+    config: PrefillConfig | DecodeConfig,
+    model_context_tokens: int,
+    page_bytes: int,
+    num_ranks: int,
+    room: GpuRoom | None,
+    host_bytes: int,
+    slot_bytes: int,
+) -> tuple[int, int]:
+    """Pages, and slots of a model whose states take `slot_bytes` on a rank: `resolve_pool` and `resolve_slots`."""
+    num_slots = resolve_slots(config, slot_bytes, num_ranks, room, host_bytes) if slot_bytes else 0
+    states_bytes = num_slots * slot_bytes
+    return resolve_pool(config, model_context_tokens, page_bytes, num_ranks, room, host_bytes, states_bytes), num_slots
+
+
 def resolve_pool(
     config: PrefillConfig | DecodeConfig,
     model_context_tokens: int,
@@ -190,14 +205,9 @@ def size_pool(
     mapped_bytes: int,
     slot_bytes: int = 0,
 ) -> tuple[int, int]:
-    """Pages, and slots of a model whose states take `slot_bytes` a sequence: `resolve_pool` and `resolve_slots`.
-
-    With this host's free memory, less mapped weights: these count as free, but are needed.
-    """
+    """`resolve_pools` with this host's free memory, less mapped weights: these count as free, but are needed."""
     host_bytes = max(0, available_memory_bytes() - mapped_bytes)
-    num_slots = resolve_slots(config, slot_bytes, num_ranks, room, host_bytes) if slot_bytes else 0
-    states_bytes = num_slots * slot_bytes
-    return resolve_pool(config, model_context_tokens, page_bytes, num_ranks, room, host_bytes, states_bytes), num_slots
+    return resolve_pools(config, model_context_tokens, page_bytes, num_ranks, room, host_bytes, slot_bytes)
 
 
 def _meminfo_available_bytes() -> int:

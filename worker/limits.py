@@ -5,6 +5,7 @@ it. All else is the same arithmetic. Nothing here has been measured on a GPU yet
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -15,7 +16,8 @@ from engine.models.table import build_table
 from runtime.cards import Card
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import GPU_SHARE, NO_DRAFT, Quantization
-from runtime.hardware import GpuRoom, resolve_context
+from runtime.hardware import SLOTS_EACH, SLOTS_SHARE, GpuRoom, resolve_context
+from wire.kv_layout import StatePart
 
 MIB = 1 << 20
 ITEM_BYTES = 2  # bfloat16
@@ -69,6 +71,7 @@ class ModelShape:
     divisible: tuple[int, ...]  # sizes that the ranks of a worker must divide
     weight_bytes: float = ITEM_BYTES  # of one weight, on average
     kv_item_bytes: int = ITEM_BYTES
+    slot_bytes: int = 0  # of the states of a sequence, over all heads; 0: layers keep none
 
     @property
     def kv_token_bytes(self) -> int:
@@ -78,6 +81,10 @@ class ModelShape:
     def kv_token_bytes_of(self, tp: int) -> int:
         """KV of a token on each of `tp` ranks. With more ranks than KV heads, several hold the same ones."""
         return self.kv_token_bytes // min(tp, self.num_kv_heads)
+
+    def slot_bytes_of(self, tp: int) -> int:
+        """The states of a sequence on each of `tp` ranks."""
+        return self.slot_bytes // tp
 
     def can_have(self, tp: int) -> bool:
         """Whether a worker of `tp` ranks can compute it."""
@@ -117,6 +124,7 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
             num_weights, num_weights, config.num_layers, width, 4 * width, config.vocab_size,
             shapes[0].num_kv_heads, sum(shape.num_heads * shape.head_dim for shape in shapes),
             sum(shape.num_kv_heads * shape.head_dim for shape in shapes), config.context_tokens, (),
+            slot_bytes=count_slot_bytes(config.state_parts),
         )  # fmt: skip
     table = build_table(config)
     sizes = {stored.name: math.prod(stored.shape) for stored in table.stored()}
@@ -144,7 +152,13 @@ def shape_of(config: ModelConfig | FallbackConfig, file_bytes: int = 0) -> Model
         context_tokens=config.context_tokens,
         divisible=tuple(config.divisible.values()),
         weight_bytes=file_bytes / num_weights if file_bytes else ITEM_BYTES,
+        slot_bytes=count_slot_bytes(config.state_parts),
     )
+
+
+def count_slot_bytes(parts: Iterable[StatePart]) -> int:
+    """States are float32."""
+    return 4 * sum(part.num_layers * part.num_heads * math.prod(part.sizes) for part in parts)
 
 
 def with_context(shape: ModelShape, config: PrefillConfig | DecodeConfig) -> ModelShape:
@@ -195,11 +209,11 @@ def choose_chunk(shape: ModelShape, card: Card, memory_bytes: int, tp: int) -> i
 
 
 def choose_sessions(config: DecodeConfig, chunk: int, shape: ModelShape, memory_bytes: int) -> int:
-    """Sessions at once: the largest power of two for which the pool has 512 tokens each, and rows take little of it.
+    """Sessions at once: the largest power of two for which there are 512 tokens and slots each, and rows take little.
 
     Fewer if a whole context fits only so.
     """
-    token_bytes = shape.kv_token_bytes_of(config.tp)
+    token_bytes, states_bytes = shape.kv_token_bytes_of(config.tp), SLOTS_EACH * shape.slot_bytes_of(config.tp)
 
     def left_bytes(sessions: int) -> int:
         given = replace(config, max_running=sessions, local_prefill_chunk_tokens=chunk)
@@ -209,12 +223,14 @@ def choose_sessions(config: DecodeConfig, chunk: int, shape: ModelShape, memory_
 
     def is_filled(sessions: int) -> bool:
         left, row_bytes = left_bytes(sessions), estimate_row_bytes(shape, Limits(sessions, chunk))
-        return left >= sessions * SESSION_TOKENS * token_bytes and row_bytes <= ROWS_SHARE * left
+        taken = sessions * max(SESSION_TOKENS * token_bytes + states_bytes, states_bytes / SLOTS_SHARE)
+        return left >= taken and row_bytes <= ROWS_SHARE * left
 
     sizes = [MOST_SESSIONS >> power for power in range((MOST_SESSIONS // LEAST_SESSIONS).bit_length())]
     wanted = next(filter(is_filled, sizes), LEAST_SESSIONS)
     fewer = (size for size in sizes if size <= wanted)
-    return next((size for size in fewer if left_bytes(size) >= shape.context_tokens * token_bytes), wanted)
+    context_bytes = shape.context_tokens * token_bytes
+    return next((size for size in fewer if left_bytes(size) >= context_bytes + size * states_bytes), wanted)
 
 
 def limits_of(config: PrefillConfig | DecodeConfig, vocab_size: int) -> Limits:
