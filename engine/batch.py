@@ -21,6 +21,8 @@ from engine.staging import Stager, upload
 class ForwardRow(NamedTuple):
     """One row's request of a step: positions [begin, begin + count) of its sequence, drafts included.
 
+    A sequence may have two, if its state between them is wanted: all first ones come before all second ones.
+
     The row's pages already hold the KV of [0, begin); the step writes the rest. Each row of logits predicts
     the token after its position.
     """
@@ -51,7 +53,7 @@ NO_SLOTS: Ints = np.zeros((2, 0), np.int64)
 
 
 class Layout(NamedTuple):
-    """T new tokens of B sequences, on the host. All but the last two are uploaded, in this order.
+    """T new tokens of B sequences, on the host. All but the last three are uploaded, in this order.
 
     Where drafts are unjudged, positions and lengths are the most that they can be.
     """
@@ -65,6 +67,7 @@ class Layout(NamedTuple):
     logits_rows: Ints  # [S]
     slots: Ints  # [2, B] state_from and state_to of each sequence; [2, 0] if the model has no states
     query_lens: NDArray[np.int32]  # [B]
+    split: int | None  # see `States`
     lag_rows: Ints | None  # [B] rows whose lag counts, the row after all others where none does; None: nowhere
 
 
@@ -77,6 +80,7 @@ class States(NamedTuple):
     parts: tuple[Tensor, ...]  # of each of the model's StateParts: [num_slots, heads, layers, ...] float32
     sources: Tensor  # [B] int64, slots with the states before the step; -1: the sequence begins, its state is zeros
     targets: Tensor  # [B] int64, slots for the states after it
+    split: int | None = None  # sequences from here on begin with states that earlier ones leave in this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,7 @@ def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
     check_ends(rows, longest)
     owners, positions = join_ranges(begins, counts)
     token_rows = row[owners]
-    starts = find_starts(counts)
+    starts, slots = find_starts(counts), find_slots(rows, columns[STATE_FROM:])
     return Layout(
         places=token_rows * rows.width + positions,
         positions=positions,
@@ -114,8 +118,9 @@ def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
         page_table=rows.page_table[row, : -(-longest // rows.page_tokens)],
         slot_mapping=rows.slots(token_rows, positions),
         logits_rows=join_ranges(starts[1:] - num_logits, num_logits)[1],
-        slots=find_slots(rows, columns[STATE_FROM:]),
+        slots=slots,
         query_lens=counts.astype(np.int32),
+        split=find_split(slots),
         lag_rows=np.where(columns[UNJUDGED], row, rows.num_rows) if any(columns[UNJUDGED]) else None,
     )
 
@@ -131,6 +136,12 @@ def find_slots(rows: InputBatch, slots: Sequence[Sequence[int]]) -> Ints:
     return found
 
 
+def find_split(slots: Ints) -> int | None:
+    """[2, B], a sequence's later part after its earlier one |-> `States.split`."""
+    is_later = np.isin(slots[0], slots[1])
+    return int(is_later.argmax()) if is_later.any() else None
+
+
 def check_ends(rows: InputBatch, longest: int) -> None:
     """ValueError if no request can end at `longest`."""
     if longest >= rows.width:
@@ -143,12 +154,12 @@ def build_batch(layout: Layout, rows: InputBatch, stager: Stager) -> Batch:
     Arrays that are the same objects as in the stager's last layout keep their tensors. See `shift` for a layout with
     `lag_rows`.
     """
-    places, *fields = stager.upload(layout[:-2])
+    places, *fields = stager.upload(layout[:-3])
     positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows, slots = fields
     return Batch(
         rows.tokens.take(places).long(), positions, cu_seqlens_q, seq_lens, page_table, slot_mapping, logits_rows,
         query_lens_host=layout.query_lens, seq_lens_host=layout.seq_lens, is_lagging=layout.lag_rows is not None,
-        states=States(rows.states, *slots) if rows.states else None,
+        states=States(rows.states, slots[0], slots[1], layout.split) if rows.states else None,
     )  # fmt: skip
 
 

@@ -126,7 +126,7 @@ class WorkerLoop:
         planned, self._was_drained = self._plan_once(), False
         if self._in_flight and (self._scheduler.is_short or self._extras.needs_tokens(planned)):
             with self.thread.lock:
-                for step in planned:
+                for step in reversed(planned):
                     self._scheduler.drop_step(step)
             while self._in_flight:
                 updates += self._collect()

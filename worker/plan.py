@@ -64,17 +64,31 @@ def _plan_prompts(scheduler: Scheduler, prompts: Seq[Sequence], budget: int) -> 
     active = [sequence for sequence in prompts if sequence.phase is Phase.ACTIVE]
     counts, score_budget = [], MAX_SCORED
     for sequence in active:  # upper limit of each; scores go to the oldest first
-        count = min(sequence.num_missing, sequence.num_until_scored(score_budget), scheduler.num_until_stop(sequence))
+        count = min(sequence.num_missing, sequence.num_until_scored(score_budget))
         score_budget -= sequence.num_to_score(count)
         counts.append(count)
-    planned = []
+    planned, later = [], []
     for sequence, count in zip(active, share_prompt_tokens(counts, budget), strict=True):
         if count > 0:
-            wants_token = bool(sequence.params.max_tokens) and count == sequence.num_missing
-            planned.append(
-                ScheduledSequence(sequence, sequence.launched, count, sequence.num_to_score(count), wants_token)
-            )
-    return planned
+            first, *second = _divide(scheduler, sequence, count)
+            planned.append(first)
+            later += second
+    return planned + later
+
+
+def _divide(scheduler: Scheduler, sequence: Sequence, count: int) -> list[ScheduledSequence]:
+    """The next `count` positions, or fewer: in two parts where the state between them is to be kept."""
+    begin, missing = sequence.launched, sequence.num_missing
+    ends = scheduler.find_stops(sequence, count)
+    parts = []
+    for end in ends:
+        wants_token = bool(sequence.params.max_tokens) and end == begin + missing
+        parts.append(ScheduledSequence(sequence, begin, end - begin, 0, wants_token))
+        missing -= end - begin
+        begin = end
+    if len(parts) == 1:
+        parts[0].num_scored = sequence.num_to_score(parts[0].count)
+    return parts
 
 
 def share_prompt_tokens(missing: Seq[int], budget: int) -> list[int]:

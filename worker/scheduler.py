@@ -327,11 +327,15 @@ class Scheduler:
             room += self.page_tokens
         return max(min(count, room), 0)
 
-    def num_until_stop(self, sequence: Sequence) -> int:
-        """Positions that the sequence's next step may compute: up to where its state is to be kept."""
+    def find_stops(self, sequence: Sequence, count: int) -> list[int]:
+        """Where parts of the next `count` positions end: two parts at most, the first where its state is to be kept."""
+        begin, end = sequence.launched, sequence.launched + count
         if self.states is None or sequence.state is None:
-            return ANY_NUMBER
-        return self.states.find_stop(sequence.state, sequence.launched, sequence.num_known) - sequence.launched
+            return [end]
+        first = self.states.find_stop(sequence.state, begin, sequence.num_known)
+        if first >= end or sequence.num_to_score(count):
+            return [min(first, end)]
+        return [first, min(self.states.find_stop(sequence.state, first, sequence.num_known), end)]
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -371,9 +375,8 @@ class Scheduler:
         step.sequence.launched -= step.count
         step.sequence.scored -= step.num_scored
         step.sequence.num_coming -= step.wants_token
-        state = step.sequence.state
-        if state and state.source == step.slots[1]:  # otherwise a later step has begun on it, or one before it failed
-            state.source = step.slots[0]
+        if self.states and step.sequence.state:
+            self.states.take_back(step.sequence.state, step.slots, step.sequence.launched)
 
     def end_dropped(self, step: ScheduledSequence) -> None:
         """A launched step that was taken back is over."""
@@ -459,7 +462,9 @@ class Scheduler:
                 sequence.keys.append(next_key(parent, sequence.tokens[at * size : (at + 1) * size].tobytes()))
             self.cache.name(sequence.pages[at], sequence.keys[at])
             sequence.num_named += 1
-        self._name_state(sequence)
+        if self.states and sequence.state:
+            self._name_state(sequence)
+            self.states.finish_step(sequence.state, computed)
 
     def _name_state(self, sequence: Sequence) -> None:
         if self.states and sequence.state:

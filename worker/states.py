@@ -30,11 +30,13 @@ class SequenceState:
     checkpoint: int = -1  # has the state after `checkpoint_at` positions
     checkpoint_at: int = 0  # 0: there is no checkpoint
     branch: int = 0  # pages were found up to here, beyond the checkpoint: other prompts probably branch off here too
+    retired: list[tuple[int, int]] = field(default_factory=list)  # earlier checkpoints that a launched step may read
 
     @property
     def targets(self) -> list[int]:
         """Slots that may be written to."""
-        return [slot for slot in self.held if slot not in (self.source, self.checkpoint)]
+        read = {self.source, self.checkpoint, *(slot for slot, _at in self.retired)}
+        return [slot for slot in self.held if slot not in read]
 
 
 @dataclass(slots=True)
@@ -90,21 +92,34 @@ class StateSlots:
         return step
 
     def _keep(self, state: SequenceState, at: int) -> None:
-        """The source becomes the checkpoint; the old one is released. Nothing changes if there is no slot to spare."""
+        """The source becomes the checkpoint; the old one is retired. Nothing changes if there is no slot to spare."""
         if state.source < 0 or state.source == state.checkpoint or not self.cache.num_spare:
             return
         state.held += self.cache.allocate(1)
         if state.checkpoint_at:
-            state.held.remove(state.checkpoint)
-            self.cache.release([state.checkpoint])
+            state.retired.append((state.checkpoint, state.checkpoint_at))
         state.checkpoint, state.checkpoint_at = state.source, at
 
+    def take_back(self, state: SequenceState, slots: tuple[int, int], launched: int) -> None:
+        """The last launched step, with these slots, is to be launched again, from position `launched` on."""
+        if state.source == slots[1]:  # otherwise a later step has begun on it, or one before it failed
+            state.source = slots[0]
+        if state.checkpoint_at > launched:
+            state.checkpoint, state.checkpoint_at = state.retired.pop() if state.retired else (-1, 0)
+
+    def finish_step(self, state: SequenceState, computed: int) -> None:
+        """All steps from before `computed` on are collected: release the checkpoints that only they read."""
+        over = [slot for slot, at in state.retired if at < computed]
+        state.retired = [kept for kept in state.retired if kept[1] >= computed]
+        state.held = [slot for slot in state.held if slot not in over]
+        self.cache.release(over)
+
     def name(self, state: SequenceState, computed: int, prompt_end: int, keys: Sequence[PageKey]) -> None:
-        """Let others find the checkpoint, if it is there and stays useful while this sequence goes on."""
-        at = state.checkpoint_at
-        is_lasting = at in (state.branch, prompt_end // self.page_tokens * self.page_tokens) or at % self.spacing == 0
-        if is_lasting and 0 < at <= computed:
-            self.cache.name(state.checkpoint, keys[at // self.page_tokens - 1])
+        """Let others find checkpoints that are there and stay useful while this sequence goes on."""
+        lasting = (state.branch, prompt_end // self.page_tokens * self.page_tokens)
+        for slot, at in (*state.retired, (state.checkpoint, state.checkpoint_at)):
+            if 0 < at <= computed and (at in lasting or at % self.spacing == 0):
+                self.cache.name(slot, keys[at // self.page_tokens - 1])
 
     def close(self, state: SequenceState, computed: int, launched: int, keys: Sequence[PageKey]) -> None:
         """Release the slots. The last state at a page boundary stays as a checkpoint."""
@@ -113,17 +128,17 @@ class StateSlots:
         if 0 < state.checkpoint_at <= computed:
             self.cache.name(state.checkpoint, keys[state.checkpoint_at // self.page_tokens - 1])
         self.cache.release(state.held)
-        state.held, state.source, state.checkpoint, state.checkpoint_at = [], -1, -1, 0
+        state.held, state.retired, state.source, state.checkpoint, state.checkpoint_at = [], [], -1, -1, 0
 
     def check(self, states: Sequence[SequenceState]) -> None:
         """Check holder counts, and that steps write only to slots that nothing else reads."""
         self.cache.check(slot for state in states for slot in state.held)
         written = [slot for state in states for slot in state.targets]
-        kept = {slot for state in states for slot in (state.source, state.checkpoint)}
+        kept = {slot for state in states for slot in state.held} - set(written)
         if len(set(written)) != len(written) or not kept.isdisjoint(written):
             raise AssertionError("a step may write to a slot that is read elsewhere")
         for state in states:
-            if not {state.source, state.checkpoint} <= {*state.held, -1}:
+            if not {state.source, state.checkpoint, *(slot for slot, _at in state.retired)} <= {*state.held, -1}:
                 raise AssertionError("a sequence uses a slot that it does not hold")
             if (state.checkpoint < 0) != (state.checkpoint_at == 0) or not state.targets:
                 raise AssertionError(f"a sequence's slots do not fit each other: {state}")

@@ -80,7 +80,8 @@ class Constraints:
                 bound[number].num_drafted = len(bound[number].drafts)
             else:
                 standings[number] = one.result
-        return [standings.get(step.sequence.id, Standing.OPEN) for step in planned]
+        own = [standings.get(step.sequence.id, Standing.OPEN) for step in planned]
+        return [one if self.concerns(step) else Standing.OPEN for one, step in zip(own, planned, strict=True)]
 
     def follow(self, chosen: Seq[tuple[Sequence, Seq[int]]]) -> list[Standing | Exception]:
         """How each answer stands after its next tokens. `constrain` catches up with one that is late."""

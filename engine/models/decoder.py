@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from engine.attention.base import AttentionBackend
 from engine.attention.qkv import QKV, RopeArgs
-from engine.batch import Batch
+from engine.batch import Batch, States
 from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear, SummedLinear
 from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
@@ -141,11 +141,15 @@ class Decoder:
             return attention.attend(*self.project(index, flow))
         assert states is not None
         rows = layer.qkv_proj(flow.normed)
-        at = StateRows(states.sources, states.targets, batch.cu_seqlens_q, batch.query_lens_host)
         own = [part[:, :, self._places[index]] for part in states.parts]  # [num_slots, heads, ...] each
-        if isinstance(layer.recurrent, DeltaNet):
-            return self.ops.delta_net(rows, layer.recurrent, at, DeltaStates(*own))
-        return self.ops.gated_conv(rows, layer.recurrent, at, *own)
+        mixed = [self._recur(layer.recurrent, rows[part], at, own) for part, at in _divide(batch, states)]
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def _recur(self, layer: DeltaNet | GatedConv, rows: Tensor, at: StateRows, states: Sequence[Tensor]) -> Tensor:
+        """rows: [t, ...] of in_proj |-> [t, C]; updates the states."""
+        if isinstance(layer, DeltaNet):
+            return self.ops.delta_net(rows, layer, at, DeltaStates(*states))
+        return self.ops.gated_conv(rows, layer, at, *states)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Flow:
         """Both [T] |-> what the first layer gets."""
@@ -280,6 +284,17 @@ def _find_places(layers: Sequence[LayerConfig]) -> list[int]:
         alike = [one for one in layers[:index] if one.kv_layer is None and one.has_attention == layer.has_attention]
         places.append(len(alike) if layer.kv_layer is None else places[layer.kv_layer])
     return places
+
+
+def _divide(batch: Batch, states: States) -> list[tuple[slice, StateRows]]:
+    """Rows whose states can be computed at once, before the next ones: all, or all before and after the split."""
+    starts, counts, split = batch.cu_seqlens_q, batch.query_lens_host, states.split
+    if split is None:
+        return [(slice(None), StateRows(states.sources, states.targets, starts, counts))]
+    middle = int(counts[:split].sum())
+    first = StateRows(states.sources[:split], states.targets[:split], starts[: split + 1], counts[:split])
+    second = StateRows(states.sources[split:], states.targets[split:], starts[split:] - middle, counts[split:])
+    return [(slice(middle), first), (slice(middle, None), second)]
 
 
 def _keep_rows(rows: Tensor, wanted: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Schedulers for tests, requests for them, and a tiny model that computes their steps."""
 
 from array import array
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -78,14 +79,17 @@ def step(scheduler: Scheduler, prompt_tokens: int = 99, now: float = 0.0) -> lis
     return finish(scheduler, plan(scheduler, prompt_tokens), now)
 
 
-def run(scheduler: Scheduler) -> None:
+def run(scheduler: Scheduler, prompt_tokens: int = 99, steps_ahead: int = 0) -> None:
     """Run until all answers are whole."""
-    while any(
+    flights: deque[list[ScheduledSequence]] = deque()
+    while flights or any(
         sequence.num_missing for phase in (Phase.ACTIVE, Phase.PREEMPTED) for sequence in scheduler.in_phase(phase)
     ):
-        planned = plan(scheduler, 99)
-        assert planned, "no step is planned although tokens are missing"
-        finish(scheduler, planned)
+        planned = plan(scheduler, prompt_tokens)
+        assert planned or flights, "no step is planned although tokens are missing"
+        flights += [planned] if planned else []
+        while len(flights) > (steps_ahead if planned else 0):
+            finish(scheduler, flights.popleft())
         scheduler.check()
 
 
@@ -100,3 +104,8 @@ def receive(scheduler: Scheduler, sequence: Sequence, now: float = 0.0, num_slot
     num_pages = num_pages_for(end - begin, scheduler.page_tokens)
     scheduler.begin_read(sequence.id, sequence.params.attempt, begin, end, num_pages, num_slots)
     scheduler.finish_read(sequence.id, end, now, num_slots)
+
+
+def text_of(sequence: Sequence) -> tuple[int, ...]:
+    """Its tokens, and those that `finish` will give it."""
+    return (*sequence.tokens, *map(token_at, range(len(sequence.tokens), sequence.most_tokens)))
