@@ -124,9 +124,10 @@ def disturb(fleet: ProcessFleet, until: float, every_s: float, seed: int) -> Cou
     return kills
 
 
-def run(minutes: float, num_clients: int, every_s: float, seed: int) -> int:
-    tally = Tally()
-    with run_fleet(2, 2, lease_s=10, patience_s=HANG_S) as fleet:
+def run(minutes: float, num_clients: int, every_s: float, seed: int, model: str) -> int:
+    tally, flags = Tally(), [f"--model={model}"] if model else []
+    roles = dict.fromkeys(("gateway", "prefill", "decode"), flags)
+    with run_fleet(2, 2, flags=roles, lease_s=10, patience_s=HANG_S) as fleet:
         cases: queue.SimpleQueue[Case] = queue.SimpleQueue()
         for case in build_cases(fleet, 2 * num_clients, seed):
             cases.put(case)
@@ -148,6 +149,9 @@ def run(minutes: float, num_clients: int, every_s: float, seed: int) -> int:
         except AssertionError as error:
             unused = str(error)
             tally.outcomes["leaked"] += 1
+        if used_slots := sum(worker["used_slots"] for worker in fleet.status()):
+            unused += f"; {used_slots} slots of states"
+            tally.outcomes["leaked"] += 1
         failed_attempts = fleet.gateway.metric("attempts_failed_total")
     report(tally, kills, unused, failed_attempts, minutes)
     return 0 if set(tally.outcomes) == {"right"} else 1
@@ -165,7 +169,7 @@ def report(tally: Tally, kills: Counter[str], unused: str, failed_attempts: floa
         ("attempts that failed and were tried again", f"{failed_attempts:.0f}"),
         ("longest pause of a request, median", f"{pauses[len(pauses) // 2]:.2f} s"),
         ("longest pause of a request, worst", f"{pauses[-1]:.2f} s (bound {HANG_S:g} s)"),
-        ("used pages at the end", unused),
+        ("used pages and slots at the end", unused),
     ]
     for name, value in rows:
         print(f"| {name:<42} | {value} |")
@@ -177,8 +181,9 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--every-s", type=float, default=KILL_EVERY_S, help="seconds between two kills")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--model", default="", help="folder of a model with the demo's tokens; default: the demo")
     options = parser.parse_args()
-    return run(options.minutes, options.streams, options.every_s, options.seed)
+    return run(options.minutes, options.streams, options.every_s, options.seed, options.model)
 
 
 if __name__ == "__main__":
