@@ -1,6 +1,7 @@
 """A decode worker: the real scheduler, loop and speculation, with virtual steps, reads and streams."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 from decode_worker.loop import DraftsAndMasks
@@ -80,7 +81,7 @@ class SimDecode(SimWorker):
         self._peers = {}
 
     def build_loop(self) -> SteppedLoop:
-        runner: Any = VirtualRunner(self.world, self.rows, self.memory.main)
+        runner: Any = VirtualRunner(self.world, self.rows, self.memory.main, self.memory.states)
         drafters: dict[str, Drafter] = {}
         if self.has_draft:
             draft: Any = VirtualDraftRunner(self.world, self.rows, self.memory)
@@ -91,6 +92,10 @@ class SimDecode(SimWorker):
         return SteppedLoop(
             extras, self.scheduler, runner, rows, POOL, BUDGET, self.publish, NO_METRICS, self.steps_ahead
         )
+
+    def step_delay(self) -> float:
+        share = self.world.faults.slow_decode_steps
+        return self.world.slow_delay(share) if share else super().step_delay()
 
     def crash(self) -> None:
         for stream in self._streams.values():
@@ -166,7 +171,9 @@ class SimDecode(SimWorker):
             if memory is None:
                 raise OfferRefusedError("handshake", "not shaken hands")
             begin, end = offer.positions.start, offer.positions.stop
-            targets = self.scheduler.begin_read(ticket.session, ticket.attempt, begin, end, len(offer.pages))
+            pages, slots = self.scheduler.begin_read(
+                ticket.session, ticket.attempt, begin, end, len(offer.pages), len(offer.slots)
+            )
         except OfferRefusedError as error:
             answer(Failure(error.reason))
             return
@@ -175,32 +182,44 @@ class SimDecode(SimWorker):
             raise ViolationError(f"{sequence.params.request_id}#{ticket.attempt} reads an offer made for {offer.owner}")
         results: list[BaseException | None] = []
         for rank in range(self.num_ranks):
-            self._read(rank, offer, memory, targets, 0, results, answer)
+            copies = [partial(self.memory.read_page, rank, page, memory) for page in pages]
+            copies += [partial(self.memory.read_slot, rank, slot, memory) for slot in slots]
+            todo = list(zip(copies, [*offer.pages, *offer.slots], strict=True))
+            self._read_later(rank, offer, memory, todo[::-1], results, answer)
 
     def _check_ticket(self, ticket: kv_pb2.Ticket) -> None:
         if ticket.incarnation != self.incarnation:
             raise OfferRefusedError("incarnation", ticket.incarnation)
 
+    def _read_later(self, *args: Any) -> None:
+        """`_read` when the next copy is done."""
+        self.later(self.world.slow_delay(self.world.faults.slow_reads), lambda: self._read(*args))
+
     def _read(
-        self, rank: int, offer: Offer, memory: Memory, targets: Sequence[int], done: int,
+        self, rank: int, offer: Offer, memory: Memory, todo: list[tuple[Callable[[int], None], int]],
         results: list[BaseException | None], answer: Answer,
     ) -> None:  # fmt: skip
-        """`results`: of the ranks that are done. The read ends once all are."""
+        """`todo`: each copy and what it reads, last first. `results`: of the ranks that are done; all end the read."""
         if rank in self.memory.dead:
             return  # the worker is about to die, too
         try:
-            if done < len(targets):
-                self.memory.read_page(rank, targets[done], memory, offer.pages[done])
-                after = self.world.slow_delay(self.world.faults.slow_reads)
-                self.later(after, lambda: self._read(rank, offer, memory, targets, done + 1, results, answer))
+            copy, source = todo.pop()
+            copy(source)
+            if todo:
+                self._read_later(rank, offer, memory, todo, results, answer)
                 return
             sources = [reader.PageRef(*promised) for promised in zip(offer.pages, offer.generations, strict=True)]
             reader.check_generations(sources, [memory.generations[page] for page in offer.pages])
+            self._check_slots(offer, memory)
             results.append(None)
         except (reader.ReadError, RuntimeError) as error:
             results.append(error)
         if len(results) == self.num_ranks:
             self._end_read(offer, rank_reads.find_failure(results), answer)
+
+    def _check_slots(self, offer: Offer, memory: Memory) -> None:
+        sources = [reader.PageRef(*promised) for promised in zip(offer.slots, offer.slot_generations, strict=True)]
+        reader.check_generations(sources, [memory.slot_generations[slot] for slot in offer.slots])
 
     def _end_read(self, offer: Offer, failure: BaseException | None, answer: Answer) -> None:
         if failure is not None:
@@ -208,7 +227,7 @@ class SimDecode(SimWorker):
             self.scheduler.fail_read(offer.ticket.session)
             answer(Failure(getattr(failure, "reason", "transport")))
         else:
-            self.scheduler.finish_read(offer.ticket.session, offer.positions.stop, self.world.now)
+            self.scheduler.finish_read(offer.ticket.session, offer.positions.stop, self.world.now, len(offer.slots))
             sequence = self.scheduler._sequences.get(offer.ticket.session)
             if sequence is not None and sequence.phase is not Phase.ENDED:
                 self.check_kv(sequence)

@@ -71,13 +71,13 @@ class VirtualLaunched:
     def __init__(self, rows: VirtualRows, error: str) -> None:
         self.tokens: list[int] | None = None
         self.num_accepted: dict[int, int] = {}
+        self.error = error
         self._rows = rows
-        self._error = error
 
     def collect(self) -> ModelOutput:
         self._rows.run_until(lambda: self.tokens is not None)
-        if self._error:
-            raise RuntimeError(self._error)
+        if self.error:
+            raise RuntimeError(self.error)
         assert self.tokens is not None
         return ModelOutput(self.tokens, [], self.num_accepted)
 
@@ -87,15 +87,22 @@ class VirtualRunner:
 
     judges = True  # it checks drafts
 
-    def __init__(self, world: World, rows: VirtualRows, ranks: Sequence[Cells]) -> None:
+    def __init__(
+        self, world: World, rows: VirtualRows, ranks: Sequence[Cells], states: Sequence[list[int]] = ()
+    ) -> None:
         self._world = world
         self._rows = rows
         self._ranks = ranks
+        self._states = states  # of each rank
         self.vocab_size = rows.vocab_size
         self._poisoned = -1  # a row on which every launch fails
+        self._last: VirtualLaunched | None = None
 
     def launch(self, requests: Sequence[ForwardRow]) -> VirtualLaunched:
-        launched = VirtualLaunched(self._rows, self._fail(requests))
+        error = self._fail(requests)
+        if self._states and self._last is not None and self._last.tokens is None:
+            error = error or self._last.error  # a device that fails does not compute what follows either
+        launched = self._last = VirtualLaunched(self._rows, error)
         pages = [self._rows.pages_of(part.row, part.begin + part.count) for part in requests]
         parts = list(zip(requests, pages, strict=True))
         self._rows.enqueue(lambda: self._run(parts, launched))
@@ -103,7 +110,7 @@ class VirtualRunner:
 
     def _fail(self, requests: Sequence[ForwardRow]) -> str:
         """Sometimes a request cannot be computed (raises), sometimes the device fails later (returns its error)."""
-        share, rng = self._world.faults.loss / 4, self._world.rng
+        share, rng = self._world.faults.failing, self._world.rng
         error = ""
         if share and self._poisoned < 0 and rng.random() < share:
             if rng.random() < 0.5:
@@ -113,8 +120,17 @@ class VirtualRunner:
         if any(part.row == self._poisoned for part in requests):
             if len(requests) == 1:
                 self._poisoned = -1
+            else:  # the others are launched again
+                self._rows.enqueue(lambda: self._spoil(requests))
             raise RuntimeError("a request cannot be computed")
         return error
+
+    def _spoil(self, requests: Sequence[ForwardRow]) -> None:
+        """A launch that fails may have written states before."""
+        slots = [part.state_to for part in requests if part.state_to >= 0]
+        for states in self._states:
+            for slot in slots:
+                states[slot] = 0
 
     def begin(self, requests: Sequence[ForwardRow]) -> Any:
         """No grammars here: no step waits for masks."""
@@ -131,9 +147,13 @@ class VirtualRunner:
             drafts = tokens[end - part.num_drafts : end]
             contents = read(self._ranks[0], pages, begin)
             extend(contents, self._find_seed(part.row), tokens[begin:end])
+            added = [contents[begin:]] * len(self._ranks)
+            if part.state_to >= 0:
+                added = [self._step_state(part, states, tokens[begin:end]) for states in self._states]
+                contents[begin:] = added[0]
             for position in range(begin, end):
-                for cells in self._ranks:
-                    cells[pages[position // PAGE_TOKENS]][position % PAGE_TOKENS] = contents[position]
+                for cells, new in zip(self._ranks, added, strict=True):
+                    cells[pages[position // PAGE_TOKENS]][position % PAGE_TOKENS] = new[position - begin]
             for last in range(end - part.num_logits, end):
                 token = self._choose(part, pages, contents[: last + 1])
                 tokens[last + 1] = token
@@ -143,6 +163,14 @@ class VirtualRunner:
                 right = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
                 launched.num_accepted[index], self._rows.lag[part.row] = right, part.num_drafts - right
         launched.tokens = chosen
+
+    def _step_state(self, part: ForwardRow, states: list[int], token_ids: Sequence[int]) -> list[int]:
+        """The contents of a part's positions, which follow from one rank's state."""
+        contents: list[int] = []
+        last = states[part.state_from] if part.state_from >= 0 else self._find_seed(part.row)
+        extend(contents, last, token_ids)
+        states[part.state_to] = contents[-1]
+        return contents
 
     def _find_seed(self, row: int) -> int:
         return self._rows.seeds[row]

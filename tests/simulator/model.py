@@ -1,5 +1,7 @@
 """Pages with contents that depend on all earlier tokens, and a model whose next token depends on all the KV it reads.
 
+A model with states keeps a position's number in a slot, and computes the next position's from it.
+
 Like KV, a position's content is a number computed from the previous one and the token; the first depends on the cache
 salt. Each position has exactly one right number, so content that is missing or belongs to other tokens, another salt
 or another place is detected at once.
@@ -21,19 +23,30 @@ class Memory:
     A real rank has a part of every page; here it has the whole page, so that each part alone reveals errors.
     """
 
-    def __init__(self, num_pages: int, num_ranks: int = 1) -> None:
+    def __init__(self, num_pages: int, num_ranks: int = 1, num_slots: int = 0) -> None:
         self.main = [_empty(num_pages) for _ in range(num_ranks)]
         self.draft = [_empty(num_pages) for _ in range(num_ranks)]  # the draft model's part of the same pages
+        self.states = [[0] * num_slots for _ in self.main if num_slots]  # slot |-> content of the last position seen
         self.generations = [0] * num_pages
+        self.slot_generations = [0] * num_slots
         self.dead: set[int] = set()  # ranks; the rest of the worker dies a little later
 
     def read_page(self, rank: int, page: int, peer: "Memory", peer_page: int) -> None:
         """Copy into one rank's part. RuntimeError: the peer's rank that has it is dead."""
-        there = rank % len(peer.main)
-        if there in peer.dead:
-            raise RuntimeError(f"rank {there} is gone")
+        there = peer.find_rank(rank)
         self.main[rank][page] = list(peer.main[there][peer_page])
         self.draft[rank][page] = list(peer.draft[there][peer_page])
+
+    def read_slot(self, rank: int, slot: int, peer: "Memory", peer_slot: int) -> None:
+        """`read_page` for a slot."""
+        self.states[rank][slot] = peer.states[peer.find_rank(rank)][peer_slot]
+
+    def find_rank(self, reading: int) -> int:
+        """The rank that has what a peer's rank reads. RuntimeError: it is dead."""
+        rank = reading % len(self.main)
+        if rank in self.dead:
+            raise RuntimeError(f"rank {rank} is gone")
+        return rank
 
 
 def _empty(num_pages: int) -> Cells:
@@ -104,3 +117,5 @@ class Offer:
     positions: range
     pages: list[int]
     generations: list[int]
+    slots: list[int]
+    slot_generations: list[int]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 from gateway.ring.attempt_state import AttemptState
 from gateway.ring.request_machine import Request
@@ -26,6 +27,7 @@ from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler
 from worker.sequences import Phase, ScheduledSequence, SequenceParams, Update
 from worker.sequences import Sequence as Tokens
+from worker.states import SequenceState, StateSlots
 
 Mutation = Callable[[], AbstractContextManager[object]]
 ANY_GENERATION = -1
@@ -47,9 +49,14 @@ def _patched(*changes: tuple[Any, str, Any]) -> Mutation:
 admit = Scheduler.admit
 allocate = PrefixCache.allocate
 begin = AttemptState.begin
+begin_read = Scheduler.begin_read
+begin_state_step = StateSlots.begin_step
 begin_step = Scheduler.begin_step
 check_generations = reader.check_generations
 choose = Router.choose
+end_sequence = Scheduler._end
+find = StateSlots.find
+find_checkpoint = Scheduler._find_checkpoint
 find_receiving = Scheduler._find_receiving
 finish_read = Scheduler.finish_read
 finish_step = Scheduler.finish_step
@@ -57,7 +64,9 @@ generations_of = SimPrefill._generations_of
 make_room = Scheduler.make_room
 release = PrefixCache.release
 root_key = page_keys.root_key
+states_of = Scheduler.states_of
 step = Request.step
+take_back = Scheduler.take_back
 
 
 # -- pages and their generations -----------------------------------------------------------------------------------
@@ -178,16 +187,92 @@ def _make_room_in_flight(self: Scheduler, sequence: Tokens, num_tokens: int) -> 
 # -- the draft model's KV ------------------------------------------------------------------------------------------
 
 
-def _finish_read_with_draft(self: Scheduler, sequence_id: int, end: int, now: float) -> None:
+def _finish_read_with_draft(self: Scheduler, sequence_id: int, end: int, now: float, num_slots: int = 0) -> None:
     sequence = self._sequences[sequence_id]
     sequence.draft_computed = sequence.computed
-    finish_read(self, sequence_id, end, now)
+    finish_read(self, sequence_id, end, now, num_slots)
 
 
 def _launch_draft_last(self: Any, requests: Any) -> Any:
     launched = self._runner.launch(requests)
     self._draft_runner.launch([part._replace(num_logits=0, num_given=0) for part in requests])
     return launched
+
+
+# -- states --------------------------------------------------------------------------------------------------------
+
+
+def _keep_first(name: Callable[[Tokens], object]) -> Callable[[Scheduler, Tokens, list[int]], list[int]]:
+    """The slots that were first right for what `name` names."""
+    first: WeakKeyDictionary[PrefixCache, dict[object, list[int]]] = WeakKeyDictionary()
+
+    def keep(self: Scheduler, sequence: Tokens, slots: list[int]) -> list[int]:
+        kept = first.setdefault(self.cache, {})
+        return (kept.setdefault(name(sequence), slots) + slots)[: len(slots)] if slots else slots
+
+    return keep
+
+
+_find_early = _keep_first(lambda sequence: sequence.id)
+_find_old = _keep_first(lambda sequence: sequence.params.request_id)
+
+
+def _offer_states_early(self: Scheduler, sequence: Tokens, positions: range) -> list[int]:
+    slots = _find_early(self, sequence, states_of(self, sequence, range(sequence.params.end)))
+    return slots if positions.stop == sequence.params.end else []
+
+
+def _offer_states_of_request(self: Scheduler, sequence: Tokens, positions: range) -> list[int]:
+    return _find_old(self, sequence, states_of(self, sequence, positions))
+
+
+def _find_any_checkpoint(self: StateSlots, keys: Sequence[PageKey]) -> tuple[int, int]:
+    count, slot = find(self, keys)
+    return (count, next(iter(self.cache._page.values()))) if count else (count, slot)
+
+
+def _use_all_pages(self: Scheduler, keys: Sequence[PageKey]) -> tuple[int, int]:
+    count, slot = find_checkpoint(self, keys)
+    return (len(keys) if count else 0), slot
+
+
+def _end_freeing_slots(is_in_use: Callable[[Tokens], object]) -> Callable[[Scheduler, Tokens], None]:
+    def end(self: Scheduler, sequence: Tokens) -> None:
+        if self.states and sequence.state and is_in_use(sequence):
+            self.states.close(sequence.state, 0, 0, [])
+            sequence.state = None
+        end_sequence(self, sequence)
+
+    return end
+
+
+def _read_into_first(self: Scheduler, sequence_id: int, *args: int) -> tuple[list[int], list[int]]:
+    pages, slots = begin_read(self, sequence_id, *args)
+    return pages, _find_old(self, self._sequences[sequence_id], slots)
+
+
+def _write_in_place(is_wanted: Callable[[bool], bool]) -> Callable[..., tuple[int, int]]:
+    def begin_step(self: StateSlots, state: SequenceState, launched: int, end: int) -> tuple[int, int]:
+        source, target = begin_state_step(self, state, launched, end)
+        if source >= 0 and is_wanted(source == state.checkpoint):
+            state.source = target = source
+        return source, target
+
+    return begin_step
+
+
+def _keep_source(self: Scheduler, step: ScheduledSequence) -> None:
+    state = step.sequence.state
+    source = state.source if state else -1
+    take_back(self, step)
+    if state:
+        state.source = source
+
+
+def _restore_source(self: Scheduler, step: ScheduledSequence) -> None:
+    take_back(self, step)
+    if step.sequence.state:
+        step.sequence.state.source = step.slots[0]
 
 
 # -- attempts, incarnations, leases --------------------------------------------------------------------------------
@@ -273,6 +358,22 @@ MUTATIONS: dict[str, Mutation] = {
         (Scheduler, "_find_receiving", _find_any_attempt),
         (SimDecode, "_forget_peers", _nothing),
     ),
+    "a state is offered that was right at an earlier offer": _patched((Scheduler, "states_of", _offer_states_early)),
+    "a state's generation is not compared after a read": _patched((SimDecode, "_check_slots", _nothing)),
+    "a checkpoint is that of any key": _patched((StateSlots, "find", _find_any_checkpoint)),
+    "a hit goes on beyond its checkpoint": _patched((Scheduler, "_find_checkpoint", _use_all_pages)),
+    "slots are freed under a step": _patched((Scheduler, "_end", _end_freeing_slots(lambda it: it.num_steps_launched))),
+    "slots are freed under a read": _patched((Scheduler, "_end", _end_freeing_slots(lambda it: it.is_read))),
+    "prefill offers the slots of an earlier attempt": _patched((Scheduler, "states_of", _offer_states_of_request)),
+    "decode reads into the slots of an earlier attempt": _patched((Scheduler, "begin_read", _read_into_first)),
+    "a step writes into the slot that it reads": _patched(
+        (StateSlots, "begin_step", _write_in_place(lambda is_checkpoint: not is_checkpoint))
+    ),
+    "a step writes into a checkpoint": _patched(
+        (StateSlots, "begin_step", _write_in_place(lambda is_checkpoint: is_checkpoint))
+    ),
+    "a step begins on what a dropped one was to leave": _patched((Scheduler, "take_back", _keep_source)),
+    "what a failed step left becomes a checkpoint": _patched((Scheduler, "take_back", _restore_source)),
     "leases do not end": _patched((Scheduler, "expire", _none), (Scheduler, "next_deadline", _nothing)),
     "requests stay held back": _patched((Router, "end", _nothing)),
     "a gateway goes on believing a wrong memory": _patched(

@@ -41,11 +41,11 @@ class SimPrefill(SimWorker):
 
     def __init__(
         self, world: World, name: str, num_pages: int, max_running: int, steps_ahead: int, has_draft: bool,
-        num_ranks: int, max_offer_pages: int, decodes: dict[str, SimDecode],
+        num_ranks: int, num_slots: int, max_offer_pages: int, decodes: dict[str, SimDecode],
     ) -> None:  # fmt: skip
         self._max_offer_pages = max_offer_pages
         self._decodes = decodes
-        super().__init__(world, name, num_pages, max_running, steps_ahead, has_draft, num_ranks)
+        super().__init__(world, name, num_pages, max_running, steps_ahead, has_draft, num_ranks, num_slots)
 
     def boot(self) -> None:
         super().boot()
@@ -54,7 +54,7 @@ class SimPrefill(SimWorker):
         self._greeted: dict[str, str] = {}  # address |-> incarnation of the last handshake
 
     def build_loop(self) -> SteppedLoop:
-        runner: Any = VirtualRunner(self.world, self.rows, self.memory.main)
+        runner: Any = VirtualRunner(self.world, self.rows, self.memory.main, self.memory.states)
         if self.has_draft:
             draft: Any = VirtualDraftRunner(self.world, self.rows, self.memory)
             runner = BothRunners(runner, draft)
@@ -177,11 +177,15 @@ class SimPrefill(SimWorker):
         elif (positions := self.scheduler.next_offer(work.sequence, work.offered)) is not None:
             work.is_offering = True
             pages = self.scheduler.pages_of(work.sequence, positions)
-            self._greet(work, lambda: self._offer(work, positions, pages))
+            slots = self.scheduler.states_of(work.sequence, positions)
+            self._greet(work, lambda: self._offer(work, positions, pages, slots))
 
-    def _offer(self, work: HandOver, positions: range, pages: list[int]) -> None:
+    def _offer(self, work: HandOver, positions: range, pages: list[int], slots: list[int]) -> None:
         owner = work.sequence.params.request_id, work.sequence.params.attempt
-        offer = Offer(work.ticket, self.incarnation, owner, positions, pages, self._generations_of(work, pages))
+        offer = Offer(
+            work.ticket, self.incarnation, owner, positions, pages, self._generations_of(work, pages), slots,
+            [self.memory.slot_generations[slot] for slot in slots],
+        )  # fmt: skip
         self._ask(work, lambda decode, answer: decode.offer(offer, answer), lambda _: self._take_ack(work, positions))
 
     def _generations_of(self, work: HandOver, pages: Sequence[int]) -> list[int]:

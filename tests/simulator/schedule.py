@@ -53,23 +53,38 @@ class Schedule:
         if not self.is_calm:
             kinds = rng.choice([(0.0, 0.0, 0.0), (0.03, 0.03, 0.03), (0.0, 0.05, 0.0), (0.0, 0.0, 0.08)])
             self.world.faults = Faults(*kinds, rng.choice([0.0, 0.3]), rng.choice([0.0, 0.3]))
-        # crowded: reads are slow, clients leave without decode learning of it, other requests need prefill's few pages
-        self.is_crowded = not self.is_calm and rng.random() < 0.15
+        # drawn separately, so that schedules without states stay as they are
+        states_rng = random.Random(f"states {seed}")
+        self.has_states = states_rng.random() < 0.4
+        # crowded: reads are slow, clients leave without decode learning of it, other requests need prefill's few pages,
+        # or its few slots
+        self.is_crowded = not self.is_calm and rng.random() < (0.3 if self.has_states else 0.15)
         # uniform: prompts of one length that share nothing, so that offers are easily confused
         self.is_uniform = rng.random() < (0.15 if self.is_crowded else 0.35)
         if self.is_crowded:
             self.world.faults = Faults(0.0, 0.0, 0.0, 0.5, 0.0)
+        faults = self.world.faults
+        faults.failing = faults.loss / 4
+        if self.has_states and not self.is_calm:
+            faults.failing += 0.08
+            faults.slow_decode_steps = states_rng.choice([0.0, 0.3])
         num_pages, max_running = rng.randint(6, 7 if self.is_crowded else 11), rng.randint(2, 4)
-        has_draft = rng.random() < 0.5
-        # drawn separately, so that schedules without ranks stay as they are
+        has_draft = rng.random() < 0.5 and not self.has_states
+        # like states_rng
         self._ranks_rng = ranks_rng = random.Random(~seed)
         has_ranks = ranks_rng.random() < 0.3
 
         def draw_ranks() -> int:
             return ranks_rng.choice([1, 2, 2]) if has_ranks else 1
 
+        def draw_slots() -> int:
+            """A few, or enough."""
+            return states_rng.choice([states_rng.randint(4, 6), 4 * max_running]) if self.has_states else 0
+
         decodes = [
-            SimDecode(self.world, f"D{n}", num_pages, max_running, rng.randint(0, 1), has_draft, draw_ranks())
+            SimDecode(
+                self.world, f"D{n}", num_pages, max_running, rng.randint(0, 1), has_draft, draw_ranks(), draw_slots()
+            )
             for n in range(rng.randint(1, 2))
         ]
         by_name = {decode.name: decode for decode in decodes}
@@ -77,11 +92,11 @@ class Schedule:
         if self.is_uniform:
             max_offer_pages = 9
         if self.is_crowded:
-            num_prefill_pages, max_offer_pages = rng.randint(4, 5), 9
+            num_prefill_pages, max_offer_pages = 12 if self.has_states else rng.randint(4, 5), 9
         prefills = [
             SimPrefill(
                 self.world, f"P{n}", num_prefill_pages, max_running, rng.randint(0, 1), has_draft, draw_ranks(),
-                max_offer_pages, by_name,
+                3 if self.has_states and self.is_crowded else draw_slots(), max_offer_pages, by_name,
             )
             for n in range(1 if self.is_crowded else rng.randint(1, 2))
         ]  # fmt: skip
@@ -101,7 +116,10 @@ class Schedule:
         self._mean_prompt, self._most_answer, self._spread = (
             7 if self.is_crowded else rng.choice([3, 7]), rng.choice([4, 9]), rng.choice([0.05, 0.5])
         )  # fmt: skip
-        for number in range(rng.randint(4, 7) if self.is_crowded else rng.randint(2, 5)):
+        num_requests = rng.randint(4, 7) if self.is_crowded else rng.randint(2, 5)
+        if self.has_states and self.is_crowded:
+            num_requests, self._spread = num_requests + 2, 3.0
+        for number in range(num_requests):
             self._plan_request(number, rng)
         if not self.is_calm:
             if self.is_uniform:
@@ -145,7 +163,7 @@ class Schedule:
             leaves = asked.at + rng.random()
             self.world.at(leaves, gateway, -1, lambda: gateway.leave(client))
             if self.is_crowded and rng.random() < 0.7:
-                self._plan_cut(gateway, self.workers[-1], leaves - 0.01, 3.0)
+                self._plan_cut(gateway, self.workers[-1], leaves - 0.01, 6.0 if self.has_states else 3.0)
 
     def _plan_asked(self, rng: random.Random) -> "_Asked":
         """A new prompt, or one that shares a beginning: the same at once, the next turn, or a branch."""
@@ -264,6 +282,9 @@ class Schedule:
         for worker in self.workers:
             if worker.scheduler.cache.num_held or len(worker.scheduler):
                 raise ViolationError(f"{worker.name} still holds {worker.scheduler.cache.num_held} pages")
+            states = worker.scheduler.states
+            if states is not None and states.cache.num_held:
+                raise ViolationError(f"{worker.name} still holds {states.cache.num_held} slots")
             if len(worker.scheduler._free_rows) != len(worker.rows.tokens):
                 raise ViolationError(f"{worker.name} still has a row")
         for gateway in self.gateways:

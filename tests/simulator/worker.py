@@ -16,11 +16,13 @@ from worker.prefix_cache import PrefixCache
 from worker.scheduler import Scheduler, num_rows_for
 from worker.sequences import Phase, ScheduledSequence, Update
 from worker.sequences import Sequence as Tokens
+from worker.states import StateSlots
 from worker.thread import Progress
 
 WEIGHTS = "weights"  # fingerprint of the model
 LEASE_S = 4.0
 BUDGET = TokenBudget(4, "--chunk-tokens")
+SPACING = 2 * PAGE_TOKENS  # of checkpoints
 NO_LOCK = nullcontext()
 UNCOUNTED = SimpleNamespace(inc=lambda *_: None, observe=lambda *_: None)
 NO_METRICS: Any = SimpleNamespace(step_seconds=UNCOUNTED, count_step=lambda *_: None)
@@ -130,19 +132,23 @@ class SimWorker(Process):
 
     def __init__(
         self, world: World, name: str, num_pages: int, max_running: int, steps_ahead: int, has_draft: bool,
-        num_ranks: int,
+        num_ranks: int, num_slots: int,
     ) -> None:  # fmt: skip
         self.num_pages = num_pages
         self.max_running = max_running
         self.steps_ahead = steps_ahead
         self.has_draft = has_draft
         self.num_ranks = num_ranks
+        self.num_slots = num_slots  # 0: the model has no states
         super().__init__(world, name)
 
     def boot(self) -> None:
-        self.memory = Memory(self.num_pages, self.num_ranks)
+        self.memory = Memory(self.num_pages, self.num_ranks, self.num_slots)
         cache = PrefixCache(self.num_pages, self.memory.generations)
         self.scheduler = Scheduler(cache, PAGE_TOKENS, self.max_running, LEASE_S, WEIGHTS)
+        if self.num_slots:
+            slots = PrefixCache(self.num_slots, self.memory.slot_generations)
+            self.scheduler.states = StateSlots(slots, PAGE_TOKENS, SPACING)
         self.rows = VirtualRows(num_rows_for(self.max_running))
         self._truths: dict[int, Truth] = {}  # sequence id |-> its KV
         self.loop = self.build_loop()
@@ -179,7 +185,7 @@ class SimWorker(Process):
             raise ViolationError("a sequence is gone under a launched step")
 
     def check_kv(self, sequence: Tokens) -> None:
-        """The sequence's KV is that of its tokens and its salt, for both models."""
+        """The sequence's KV is that of its tokens and its salt, for both models, and so are its states."""
         truth = self._truths.get(sequence.id)
         if truth is None:
             truth = self._truths[sequence.id] = Truth(find_seed(sequence.params.cache_salt))
@@ -188,6 +194,11 @@ class SimWorker(Process):
         computed, pages = sequence.computed, sequence.pages
         if any(read(cells, pages, computed) != truth.main[:computed] for cells in self.memory.main):
             raise ViolationError(f"{name} runs on KV that is not its own")
+        if (state := sequence.state) is not None:
+            for slot, at in ((state.checkpoint, state.checkpoint_at), (state.source, sequence.launched)):
+                is_there = slot >= 0 and at <= computed
+                if is_there and any(slots[slot] != truth.main[at - 1] for slots in self.memory.states):
+                    raise ViolationError(f"{name} has a state that is not its own")
         computed = sequence.draft_computed
         if not self.has_draft or not computed:
             return

@@ -36,6 +36,8 @@ class Faults:
     late: float = 0.0  # share of messages and steps that take seconds
     slow_reads: float = 0.0  # like `late`, for reads, page by page
     slow_steps: float = 0.0  # like `late`, for prefill steps
+    slow_decode_steps: float = 0.0  # like `late`, for decode steps
+    failing: float = 0.0  # share of launches
     cut: set[frozenset[str]] = field(default_factory=set)  # pairs of names that cannot communicate now
 
 
