@@ -149,7 +149,8 @@ def run(minutes: float, num_clients: int, every_s: float, seed: int, model: str)
         except AssertionError as error:
             unused = str(error)
             tally.outcomes["leaked"] += 1
-        if used_slots := sum(worker["used_slots"] for worker in fleet.status()):
+        workers = fleet.workers() if model else []
+        if used_slots := sum(int(worker.metric("state_slots_used")) for worker in workers):
             unused += f"; {used_slots} slots of states"
             tally.outcomes["leaked"] += 1
         failed_attempts = fleet.gateway.metric("attempts_failed_total")

@@ -93,9 +93,12 @@ class StateSlots:
 
     def _keep(self, state: SequenceState, at: int) -> None:
         """The source becomes the checkpoint; the old one is retired. Nothing changes if there is no slot to spare."""
-        if state.source < 0 or state.source == state.checkpoint or not self.cache.num_spare:
+        if state.source < 0 or state.source == state.checkpoint:
             return
-        state.held += self.cache.allocate(1)
+        if len(state.targets) < 2:  # a dropped plan may have left one
+            if not self.cache.num_spare:
+                return
+            state.held += self.cache.allocate(1)
         if state.checkpoint_at:
             state.retired.append((state.checkpoint, state.checkpoint_at))
         state.checkpoint, state.checkpoint_at = state.source, at

@@ -15,7 +15,7 @@ from wire.page_keys import page_keys, root_key
 from worker.prefix_cache import NoRoomError, PrefixCache, num_pages_for
 from worker.scheduler import OfferRefusedError, Scheduler
 from worker.sequences import Phase, ScheduledSequence, Sequence
-from worker.states import StateSlots, choose_spacing
+from worker.states import MOST_SLOTS, StateSlots, choose_spacing
 
 PAGE, SPACING = 4, 12
 
@@ -229,6 +229,7 @@ class Device:
             state, text = sequence.state, text_of(sequence)
             if state is None or sequence.phase is Phase.ENDED or self.is_failing(sequence):
                 continue
+            assert len(state.held) <= MOST_SLOTS + len(state.retired)
             assert state.source >= 0 or not sequence.launched or sequence.phase is Phase.RECEIVING
             assert state.source < 0 or self.slots[state.source] == text[: sequence.launched]
             assert state.checkpoint < 0 or self.slots[state.checkpoint] == text[: state.checkpoint_at]
