@@ -120,7 +120,7 @@ class VirtualRunner:
         if any(part.row == self._poisoned for part in requests):
             if len(requests) == 1:
                 self._poisoned = -1
-            else:  # the others are launched again
+            elif any(part.row != self._poisoned for part in requests):  # others are launched again, so this runs first
                 self._rows.enqueue(lambda: self._spoil(requests))
             raise RuntimeError("a request cannot be computed")
         return error

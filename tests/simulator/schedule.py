@@ -55,7 +55,7 @@ class Schedule:
             self.world.faults = Faults(*kinds, rng.choice([0.0, 0.3]), rng.choice([0.0, 0.3]))
         # drawn separately, so that schedules without states stay as they are
         states_rng = random.Random(f"states {seed}")
-        self.has_states = states_rng.random() < 0.4
+        self.has_states = states_rng.random() < 0.33
         # crowded: reads are slow, clients leave without decode learning of it, other requests need prefill's few pages,
         # or its few slots
         self.is_crowded = not self.is_calm and rng.random() < (0.3 if self.has_states else 0.15)

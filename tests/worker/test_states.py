@@ -229,7 +229,7 @@ class Device:
             state, text = sequence.state, text_of(sequence)
             if state is None or sequence.phase is Phase.ENDED or self.is_failing(sequence):
                 continue
-            assert len(state.held) <= MOST_SLOTS + len(state.retired)
+            assert len(state.held) <= MOST_SLOTS + 1 + len(state.retired)
             assert state.source >= 0 or not sequence.launched or sequence.phase is Phase.RECEIVING
             assert state.source < 0 or self.slots[state.source] == text[: sequence.launched]
             assert state.checkpoint < 0 or self.slots[state.checkpoint] == text[: state.checkpoint_at]
