@@ -126,7 +126,7 @@ class VirtualRunner:
         return error
 
     def _spoil(self, requests: Sequence[ForwardRow]) -> None:
-        """A launch that fails may have written states before."""
+        """A forward that fails leaves states unfinished."""
         slots = [part.state_to for part in requests if part.state_to >= 0]
         for states in self._states:
             for slot in slots:
@@ -162,6 +162,8 @@ class VirtualRunner:
                 pairs = zip(drafts, chosen[-part.num_drafts - 1 :], strict=False)
                 right = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
                 launched.num_accepted[index], self._rows.lag[part.row] = right, part.num_drafts - right
+        if launched.error:
+            self._spoil([part for part, _ in parts])
         launched.tokens = chosen
 
     def _step_state(self, part: ForwardRow, states: list[int], token_ids: Sequence[int]) -> list[int]:

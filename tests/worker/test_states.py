@@ -33,8 +33,7 @@ def test_the_next_turn_continues_at_the_last_full_page(num_prompt: int, max_toke
     scheduler, states = build()
     first = scheduler.admit(answer(1, num_prompt, max_tokens, first=7), 0.0)
     run(scheduler, 6, steps_ahead)
-    tokens = [*first.tokens, 5]
-    turn = scheduler.admit(answer(2, len(tokens), 1, prompt=pack(tokens)), 0.0)
+    turn = scheduler.admit(answer(2, len(first.tokens) + 1, 1, prompt=pack([*first.tokens, 5])), 0.0)
     assert turn.num_cached == turn.computed == (num_prompt + max_tokens - 1) // PAGE * PAGE
     again = scheduler.admit(answer(3, num_prompt, 1, first=7), 0.0)
     assert again.num_cached == (num_prompt - 1) // PAGE * PAGE, "as far as the prompt alone goes"
