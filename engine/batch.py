@@ -40,7 +40,8 @@ class ForwardRow(NamedTuple):
     """Drafts of the row's last step if the host does not know yet which were right: `begin` counts all, and the device
     subtracts the wrong ones (InputBatch.lag)."""
     state_from: int = -1  # slot with the state after the positions before `begin`; -1: the sequence begins, or has none
-    state_to: int = -1  # slot for the state after the step: no sequence of the step reads it
+    state_to: int = -1  # slot for the state after the step. Only the row's second request may read it in the same step,
+    # or write to the slot that its first one reads
 
     @property
     def num_drafts(self) -> int:
@@ -109,7 +110,7 @@ def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
     check_ends(rows, longest)
     owners, positions = join_ranges(begins, counts)
     token_rows = row[owners]
-    starts, slots = find_starts(counts), find_slots(rows, columns[STATE_FROM:])
+    starts, num_sequences = find_starts(counts), len(set(columns[0]))
     return Layout(
         places=token_rows * rows.width + positions,
         positions=positions,
@@ -118,9 +119,9 @@ def lay_out(rows: InputBatch, requests: Sequence[ForwardRow]) -> Layout:
         page_table=rows.page_table[row, : -(-longest // rows.page_tokens)],
         slot_mapping=rows.slots(token_rows, positions),
         logits_rows=join_ranges(starts[1:] - num_logits, num_logits)[1],
-        slots=slots,
+        slots=find_slots(rows, columns[STATE_FROM:]),
         query_lens=counts.astype(np.int32),
-        split=find_split(slots),
+        split=num_sequences if num_sequences < len(row) else None,
         lag_rows=np.where(columns[UNJUDGED], row, rows.num_rows) if any(columns[UNJUDGED]) else None,
     )
 
@@ -134,12 +135,6 @@ def find_slots(rows: InputBatch, slots: Sequence[Sequence[int]]) -> Ints:
     if sources.min() < -1 or targets.min() < 0 or found.max() >= len(rows.states[0]):
         raise ValueError(f"slots {found.tolist()} of {len(rows.states[0])}")
     return found
-
-
-def find_split(slots: Ints) -> int | None:
-    """[2, B], a sequence's later part after its earlier one |-> `States.split`."""
-    is_later = np.isin(slots[0], slots[1])
-    return int(is_later.argmax()) if is_later.any() else None
 
 
 def check_ends(rows: InputBatch, longest: int) -> None:

@@ -79,3 +79,16 @@ def test_tokens_are_read_when_the_batch_is_built() -> None:
     layout = lay_out(rows, [ForwardRow(1, 5, 1, 1)])
     rows.tokens[1, 5] = 77
     assert build_batch(layout, rows, Stager(CPU)).token_ids.tolist() == [77]
+
+
+def test_second_requests_of_rows_wait_for_all_first_ones() -> None:
+    """Also if they write to the slots that the first ones read."""
+    rows = build_rows(4, np.random.default_rng(0))
+    rows.states = (torch.zeros(9, 1),)
+    first = [ForwardRow(row, 4, 4, state_from=2 * row, state_to=2 * row + 1) for row in range(3)]
+    second = [ForwardRow(row, 8, 2, state_from=2 * row + 1, state_to=2 * row) for row in (0, 2)]
+    for parts, split in ((first, None), (first + second, 3), (first[:1] + second[:1], 1)):
+        states = build_batch(lay_out(rows, parts), rows, Stager(CPU)).states
+        assert states is not None and states.split == split
+        assert states.sources.tolist() == [part.state_from for part in parts]
+        assert states.targets.tolist() == [part.state_to for part in parts]
