@@ -53,13 +53,17 @@ class FallbackModel:
         """See `Decoder.forward`, but returns the logits themselves: [S, V] float32, owned by the caller."""
         if batch.states is None:
             attention.plan(pool, batch)
-            return self._run(batch, attention, batch.token_ids[None], batch.positions[None])
+            return self.run_planned(batch, attention)
         logits = torch.empty(len(batch.logits_rows), self.config.vocab_size, device=self.device)
         for which in _divide(batch):
             part, outputs = select(batch, which)
             attention.plan(pool, part)
             logits.index_copy_(0, outputs, self._run_with_states(part, attention))
         return logits
+
+    def run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
+        """`forward` after the plan, of a model without states."""
+        return self._run(batch, attention, batch.token_ids[None], batch.positions[None])
 
     def _run_with_states(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """`forward` of a part that `_divide` made, after the plan."""

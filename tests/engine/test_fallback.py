@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.models import fallback_probe
 from engine.models.choose import load_any_config
+from engine.models.decoder import Decoder
 from engine.models.fallback_check import check, reference_attention
 from engine.models.fallback_model import FallbackModel
 from engine.models.fallback_probe import probe_config
@@ -146,6 +147,15 @@ def test_saved_checkpoints(model_type: str, tmp_path: Path) -> None:
     assert engine.find_weaknesses()["slow model"].startswith(f"Baton has no code for {model_type}: ")
     assert engine.config == load_any_config(tmp_path) and engine.pool.shape.parts == engine.config.kv_parts
     assert engine.dtype == "float32" and load_model(tmp_path, "bfloat16", CPU).dtype is torch.bfloat16
+
+
+def test_a_step_may_begin_earlier_than_planned() -> None:
+    """Where drafts of the last step were wrong, as on GPUs, which launch ahead."""
+    model = load("gpt_neox")
+    attention = reference_attention(model.config.attention_shapes, PAGE_TOKENS)
+    shape = PoolShape(NUM_PAGES, model.config.kv_parts, PAGE_TOKENS, model.dtype)
+    rows = InputBatch(2, PAGE_TOKENS * ROW_PAGES, PAGE_TOKENS, model.config.vocab_size, CPU)
+    assert Runner(cast(Decoder, model), attention, torch.zeros(shape.sizes), rows).find_lag_error() is None
 
 
 def test_models_of_one_process_do_not_meet() -> None:
