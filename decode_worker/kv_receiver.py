@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -38,16 +38,14 @@ class KnownPeer:
     """A prefill worker that shook hands."""
 
     peer: kv_pb2.Peer
-    reader: Reader
-    states_reader: Reader | None  # of its slots
+    readers: list[Reader]  # of its pages and, if there are states, of its slots
     why: str  # it is read by this transport
     bytes_per_s: float  # of a first large read
-    runs: list[tuple[int, Run]]  # (our rank, run): what checksums are of; empty if transfers are not verified
-    slot_runs: list[tuple[int, Run]]  # the same of slots
+    runs: list[list[tuple[int, Run]]]  # of each reader, (our rank, run): what checksums are of; empty: not verified
 
     @property
-    def readers(self) -> list[Reader]:
-        return [self.reader] if self.states_reader is None else [self.reader, self.states_reader]
+    def transport(self) -> str:
+        return self.readers[0].transport
 
 
 class Targets(NamedTuple):
@@ -65,15 +63,16 @@ class KVReceiver:
 
     def __init__(self, worker: Worker, config: DecodeConfig, thread: EngineThread, metrics: DecodeMetrics) -> None:
         self._me = worker.me
-        self._pool, self._states = worker.engine.pool, worker.engine.states
+        self._pool = worker.engine.pool
         self._scheduler = worker.scheduler
         self._thread = thread
         self._metrics = metrics
         self._transport = config.transport
         self._is_transport_required = config.require_transport
         self.wants_checksums = config.verify_transfers
-        pools = name_pools(worker.engine, worker.me.incarnation).items()
-        self._openers = [build_opener(f"{name}.0", config, pool, worker.trust) for name, pool in pools]
+        names = name_pools(worker.engine, worker.me.incarnation)
+        self._pools = list(names.values())  # pages and, if there are states, slots
+        self._openers = [build_opener(f"{name}.0", config, pool, worker.trust) for name, pool in names.items()]
         self._children = worker.children
         self._peers: dict[str, KnownPeer] = {}  # address |-> peer
         # address |-> held during a handshake; exists while a handshake runs or waits
@@ -83,7 +82,7 @@ class KVReceiver:
 
     def transports(self) -> dict[str, str]:
         """Every peer's address |-> transport."""
-        return {address: known.reader.transport for address, known in self._peers.items()}
+        return {address: known.transport for address, known in self._peers.items()}
 
     def transport_reasons(self) -> dict[str, str]:
         """Every peer's address |-> why it is read by its transport."""
@@ -107,34 +106,33 @@ class KVReceiver:
     async def _shake_hands(self, peer: kv_pb2.Peer) -> str:
         known = self._peers.get(peer.address)
         if known is not None and known.peer.incarnation == peer.incarnation:
-            return known.reader.transport
-        mismatch = find_mismatch(self._me.layout, peer.layout) or find_bad_ranks(self._pool.parts, peer)
-        mismatch = mismatch or find_bad_states(self._me, peer)
-        if self._states is not None and mismatch is None:
-            mismatch = find_bad_ranks(self._states.parts, peer.states)
+            return known.transport
+        mismatch = find_mismatch(self._me.layout, peer.layout) or find_bad_states(self._me, peer)
+        for pool, one in zip(self._pools, (peer, peer.states), strict=False):
+            mismatch = mismatch or find_bad_ranks(pool.parts, one)
         if mismatch is not None:
             raise HandshakeRefusedError(f"{peer.address} cannot hand over its KV: {mismatch}")
         try:
-            (reader, *states), why = await self._open_readers(peer)
-            rate = await self._measure([reader, *states], peer)
+            readers, why = await self._open_readers(peer)
+            rate = await self._measure(readers, peer)
         except (ReadError, ValueError) as error:
             raise HandshakeRefusedError(f"cannot read from {peer.address}: {error}") from error
         forgotten = self._forget(lambda other: other is known or self._is_dead(other))
-        runs, slot_runs = (
-            plan_all_runs(pool.parts, pool.num_ranks, len(peer.ranks)) if pool and self.wants_checksums else []
-            for pool in (self._pool, self._states)
-        )
-        self._peers[peer.address] = KnownPeer(peer, reader, next(iter(states), None), why, rate, runs, slot_runs)
-        self._metrics.probed_bytes_per_s.labels(reader.transport).set(rate)
+        runs = [
+            plan_all_runs(pool.parts, pool.num_ranks, len(peer.ranks)) if self.wants_checksums else []
+            for pool in self._pools
+        ]
+        known = self._peers[peer.address] = KnownPeer(peer, readers, why, rate, runs)
+        self._metrics.probed_bytes_per_s.labels(known.transport).set(rate)
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
         log.info(
-            "peer accepted", peer=peer.address, incarnation=peer.incarnation, transport=reader.transport, why=why,
+            "peer accepted", peer=peer.address, incarnation=peer.incarnation, transport=known.transport, why=why,
             gigabytes_per_s=round(rate / 1e9, 2),
         )  # fmt: skip
         for old in forgotten:
             await old.close()
-        return reader.transport
+        return known.transport
 
     async def _watch(self) -> None:
         """Forget dead peers until no peer is left. Handshakes alone would miss a peer that never returns."""
@@ -175,13 +173,14 @@ class KVReceiver:
         return readers, why
 
     async def _open_all(self, transport: Transport, peer: kv_pb2.Peer) -> list[Reader]:
-        readers = [await self._open(transport, peer, is_states=False)]
-        if self._states is not None:
-            try:
-                readers.append(await self._open(transport, peer.states, is_states=True))
-            except BaseException:
-                await readers[0].close()
-                raise
+        readers: list[Reader] = []
+        try:
+            for number, one in zip(range(len(self._pools)), (peer, peer.states), strict=False):
+                readers.append(await self._open(transport, one, is_states=bool(number)))
+        except BaseException:
+            for reader in readers:
+                await reader.close()
+            raise
         return readers
 
     async def _open(self, transport: Transport, peer: kv_pb2.Peer, is_states: bool) -> Reader:
@@ -239,9 +238,8 @@ class KVReceiver:
         known = next((peer for peer in self._peers.values() if peer.peer.incarnation == offer.incarnation), None)
         if known is None:
             raise OfferRefusedError("handshake", f"incarnation {offer.incarnation} has not shaken hands here")
-        for runs, refs, checksums in (
-            (known.runs, offer.pages, offer.checksums),
-            (known.slot_runs, offer.slots, offer.slot_checksums),
+        for runs, refs, checksums in zip(
+            known.runs, (offer.pages, offer.slots), (offer.checksums, offer.slot_checksums), strict=False
         ):
             if runs and len(checksums) != len(runs) * len(refs):
                 wanted = f"{len(checksums)} checksums offered by {known.peer.address}, not {len(runs) * len(refs)}"
@@ -256,10 +254,10 @@ class KVReceiver:
         session = offer.ticket.session
         started = time.perf_counter()
         try:
-            await known.reader.read(_sources(offer.pages), targets.pages)
-            if known.states_reader is not None and targets.slots:
-                await known.states_reader.read(_sources(offer.slots), targets.slots)
-            if known.runs:  # after the generations: a page that was recycled has other bytes too
+            for reader, refs, into in zip(known.readers, (offer.pages, offer.slots), targets, strict=False):
+                if into:
+                    await reader.read([PageRef(ref.page, ref.generation) for ref in refs], into)
+            if self.wants_checksums:  # after the generations: a page that was recycled has other bytes too
                 await self._verify(offer, known, targets)
         except Exception as error:
             with self._thread.lock:
@@ -273,23 +271,22 @@ class KVReceiver:
         with self._thread.lock:
             self._scheduler.finish_read(session, offer.end, time.monotonic(), len(targets.slots))
             self._thread.wake()
-        num_bytes = len(targets.pages) * self._pool.all_page_bytes
-        if self._states is not None:
-            num_bytes += len(targets.slots) * self._states.all_page_bytes
+        num_bytes = sum(len(into) * pool.all_page_bytes for pool, into in zip(self._pools, targets, strict=False))
         self._metrics.offers_accepted.inc()
-        self._metrics.transfer_bytes.labels(known.reader.transport).inc(num_bytes)
+        self._metrics.transfer_bytes.labels(known.transport).inc(num_bytes)
         self._metrics.transfer_seconds.observe(seconds)
         return kv_pb2.OfferResponse(accepted=True, bytes=num_bytes, seconds=seconds)
 
     async def _verify(self, offer: kv_pb2.OfferRequest, known: KnownPeer, targets: Targets) -> None:
         """Compare what landed in our ranks' pools with what was offered. Raises ReadError("checksum")."""
-        way = f"{known.reader.transport} from {known.peer.address}"
-        landed = await compute_over_ranks(self._pool, self._children, targets.pages, _places(known.runs))
-        check_checksums(offer, self._me.layout.page_tokens, known.runs, landed, way)
-        if self._states is not None and targets.slots:
-            places = _places(known.slot_runs)
-            landed = await compute_over_ranks(self._states, self._children, targets.slots, places, is_states=True)
-            check_slot_checksums(offer, known.slot_runs, landed, way)
+        way = f"{known.transport} from {known.peer.address}"
+        for number, (pool, runs, into) in enumerate(zip(self._pools, known.runs, targets, strict=False)):
+            places = [PageBytes(rank, run.target, run.num_bytes) for rank, run in runs]
+            landed = await compute_over_ranks(pool, self._children, into, places, is_states=bool(number))
+            if number:
+                check_slot_checksums(offer, runs, landed, way)
+            else:
+                check_checksums(offer, self._me.layout.page_tokens, runs, landed, way)
 
     def _refuse(self, offer: kv_pb2.OfferRequest, reason: str, detail: str) -> kv_pb2.OfferResponse:
         self._metrics.offers_refused.labels(reason).inc()
@@ -305,12 +302,3 @@ class KVReceiver:
                 await reader.close()
         for opener in self._openers:
             opener.close()
-
-
-def _sources(refs: Iterable[kv_pb2.PageRef]) -> list[PageRef]:
-    return [PageRef(ref.page, ref.generation) for ref in refs]
-
-
-def _places(runs: Sequence[tuple[int, Run]]) -> list[PageBytes]:
-    """Where our ranks keep them."""
-    return [PageBytes(rank, run.target, run.num_bytes) for rank, run in runs]

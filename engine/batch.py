@@ -72,6 +72,11 @@ class Layout(NamedTuple):
     lag_rows: Ints | None  # [B] rows whose lag counts, the row after all others where none does; None: nowhere
 
 
+def take_turns(row: int, step: int) -> tuple[int, int]:
+    """state_from and state_to of the `step`-th request of a row with two slots, 2 row and 2 row + 1, of its own."""
+    return (2 * row + (step + 1) % 2 if step else -1), 2 * row + step % 2
+
+
 class States(NamedTuple):
     """What layers without attention keep of each sequence, in slots of a pool.
 

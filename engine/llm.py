@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from engine.batch import ForwardRow
+from engine.batch import ForwardRow, take_turns
 from engine.engine import build_engine
 from wire.sampling import SamplingParams
 
@@ -29,17 +29,11 @@ class Running:
     pages: list[int] = field(default_factory=list)
 
     def ask(self) -> ForwardRow:
-        """A forward over what has no KV yet: the prompt, later the last token. It samples the next token.
-
-        A row has two slots of state, which steps read and write in turn.
-        """
-        num_answered = len(self.answer)
-        num_tokens = len(self.prompt) + num_answered
-        begin = num_tokens - 1 if num_answered else 0
-        slots = [2 * self.row + (num_answered + step) % 2 for step in (1, 0)]
-        return ForwardRow(
-            self.row, begin, num_tokens - begin, num_logits=1, state_from=slots[0] if begin else -1, state_to=slots[1]
-        )
+        """A forward over what has no KV yet: the prompt, later the last token. It samples the next token."""
+        num_tokens = len(self.prompt) + len(self.answer)
+        begin = num_tokens - 1 if self.answer else 0
+        source, target = take_turns(self.row, len(self.answer))
+        return ForwardRow(self.row, begin, num_tokens - begin, num_logits=1, state_from=source, state_to=target)
 
 
 class LLM:
@@ -56,7 +50,7 @@ class LLM:
 
         def size_pool(context: int, page_bytes: int, *_: object) -> tuple[int, int]:
             most = max_running * -(-min(context, context_tokens or context) // page_tokens)
-            return max(min(most, POOL_BYTES // page_bytes), 1), 2 * max_running  # slots: see Running.ask
+            return max(min(most, POOL_BYTES // page_bytes), 1), 2 * max_running  # slots: see `take_turns`
 
         self.engine = build_engine(
             model, "", dtype, device, torch.get_num_threads(), page_tokens, max_running, size_pool,

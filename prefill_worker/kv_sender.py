@@ -15,7 +15,7 @@ from engine.kv.pool import Pool
 from kvtransfer.layout import find_bad_ranks, plan_all_runs
 from prefill_worker.metrics import PrefillMetrics
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2
-from worker.process import Worker
+from worker.process import Worker, name_pools
 from worker.rank_checksums import PageBytes, compute_over_ranks
 
 log = structlog.get_logger()
@@ -41,8 +41,7 @@ class _Target:
     stub: decode_pb2_grpc.DecodeStub
     incarnation: str = ""  # of the last handshake
     transport: str = ""
-    checked: list[PageBytes] = field(default_factory=list)  # bytes of pages whose checksums it wants
-    checked_slots: list[PageBytes] = field(default_factory=list)  # the same of slots
+    checked: list[list[PageBytes]] = field(default_factory=list)  # of pages, and of slots: what it wants checksums of
     greeting: asyncio.Lock = field(default_factory=asyncio.Lock)  # one handshake at a time
 
 
@@ -52,7 +51,7 @@ class KVSender:
     def __init__(self, worker: Worker, timeout_s: float, metrics: PrefillMetrics) -> None:
         """`timeout_s`: the lease: how long pages stay held while a decode worker reads them."""
         self._me = worker.me
-        self._pool, self._states = worker.engine.pool, worker.engine.states
+        self._pools = list(name_pools(worker.engine, worker.me.incarnation).values())  # pages, and slots if there are
         self._children = worker.children
         self._timeout_s = timeout_s
         self._metrics = metrics
@@ -79,15 +78,15 @@ class KVSender:
             incarnation=self._me.incarnation,
             begin=positions.start,
             end=positions.stop,
-            pages=_refer(self._pool, pages),
             request_id=request.request_id,
-            checksums=await compute_over_ranks(self._pool, self._children, pages, target.checked),
         )
-        if self._states is not None and slots:
-            offer.slots.extend(_refer(self._states, slots))
-            places = target.checked_slots
-            checksums = await compute_over_ranks(self._states, self._children, slots, places, is_states=True)
-            offer.slot_checksums.extend(checksums)
+        parts = zip(
+            self._pools, (pages, slots), target.checked, (offer.pages, offer.slots),
+            (offer.checksums, offer.slot_checksums), strict=False,
+        )  # fmt: skip
+        for number, (pool, held, places, refs, checksums) in enumerate(parts):
+            refs.extend(kv_pb2.PageRef(page=page, generation=int(pool.generations[page])) for page in held)
+            checksums.extend(await compute_over_ranks(pool, self._children, held, places, is_states=bool(number)))
         self._metrics.offers_sent.inc()
         answer: kv_pb2.OfferResponse = await self._ask(ticket, target.stub.Offer(offer, timeout=self._timeout_s))
         if not answer.accepted:
@@ -120,9 +119,7 @@ class KVSender:
                 request = decode_pb2.HandshakeRequest(peer=self._me)
                 call = target.stub.Handshake(request, timeout=self._timeout_s)
                 answer: decode_pb2.HandshakeResponse = await self._ask(ticket, call)
-                target.checked = self._plan_checksums(ticket, answer, self._pool)
-                if self._states is not None:
-                    target.checked_slots = self._plan_checksums(ticket, answer, self._states)
+                target.checked = [self._plan_checksums(ticket, answer, pool) for pool in self._pools]
                 target.incarnation, target.transport = answer.peer.incarnation, answer.transport
                 log.info("handshake done", peer=ticket.address, transport=target.transport)
         return target
@@ -156,8 +153,3 @@ class KVSender:
     async def close(self) -> None:
         for target in self._targets.values():
             await target.channel.close()
-
-
-def _refer(pool: Pool, pages: list[int]) -> list[kv_pb2.PageRef]:
-    """The pages as they are now."""
-    return [kv_pb2.PageRef(page=page, generation=int(pool.generations[page])) for page in pages]

@@ -86,12 +86,7 @@ def resolve_slots(
 
     Raises ConfigError if one sequence has not enough.
     """
-    if config.kv_memory_mib:
-        memory_bytes = config.kv_memory_mib * MIB // num_ranks
-    elif room is None:
-        memory_bytes = int(host_bytes * config.kv_memory_share) // num_ranks
-    else:
-        memory_bytes = room.left_bytes(config.gpu_memory_share or GPU_SHARE)
+    memory_bytes = _memory_of_rank(config, num_ranks, room, host_bytes)
     num_slots = min(SLOTS_EACH * config.max_running + 1, int(memory_bytes * SLOTS_SHARE) // slot_bytes)
     if num_slots >= LEAST_SLOTS:
         return num_slots
@@ -134,16 +129,13 @@ def resolve_pool(
     """
     context_tokens = resolve_context(config.max_context_tokens, model_context_tokens)
     pages_per_context = -(-context_tokens // config.page_tokens)
-    most, host_page_bytes = config.max_running * pages_per_context, num_ranks * page_bytes
-    if config.kv_memory_mib:
-        num_pages = (config.kv_memory_mib * MIB - num_ranks * states_bytes) // host_page_bytes
-    elif room is None:
-        num_pages = min(most, (int(host_bytes * config.kv_memory_share) - num_ranks * states_bytes) // host_page_bytes)
-    else:
-        room = room._replace(taken_bytes=room.taken_bytes + states_bytes)
-        num_pages = min(most, room.left_bytes(config.gpu_memory_share or GPU_SHARE) // page_bytes)
-    needed_mib = -(-(pages_per_context * host_page_bytes + num_ranks * states_bytes) // MIB)
+    memory_bytes = _memory_of_rank(config, num_ranks, room, host_bytes)
+    num_pages = max(0, memory_bytes - states_bytes) // page_bytes
+    if not config.kv_memory_mib:
+        num_pages = min(config.max_running * pages_per_context, num_pages)
+    needed_mib = -(-num_ranks * (pages_per_context * page_bytes + states_bytes) // MIB)
     if room is not None:
+        room = room._replace(taken_bytes=room.taken_bytes + states_bytes)
         advice = _advise_on_gpu(config, num_pages, pages_per_context, page_bytes, needed_mib, room)
         if advice:
             raise ConfigError(f"{_describe_gpu(config, pages_per_context, page_bytes, room)}: set {advice}")
@@ -154,6 +146,15 @@ def resolve_pool(
         f"kv_memory_mib={config.kv_memory_mib} holds {num_pages * config.page_tokens} tokens, less than one "
         f"context of {context_tokens}: set --kv-memory-mib {needed_mib} or more, or a smaller --max-context-tokens"
     )
+
+
+def _memory_of_rank(config: PrefillConfig | DecodeConfig, num_ranks: int, room: GpuRoom | None, host_bytes: int) -> int:
+    """Bytes for pages and slots. Parameters: see `resolve_pool`."""
+    if config.kv_memory_mib:
+        return config.kv_memory_mib * MIB // num_ranks
+    if room is None:
+        return int(host_bytes * config.kv_memory_share) // num_ranks
+    return room.left_bytes(config.gpu_memory_share or GPU_SHARE)
 
 
 def _advise_on_gpu(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
 
 from worker.chunks import FEWEST, FEWEST_ON_GPU
 from worker.scheduler import Scheduler
@@ -78,17 +79,13 @@ def _plan_prompts(scheduler: Scheduler, prompts: Seq[Sequence], budget: int) -> 
 
 def _divide(scheduler: Scheduler, sequence: Sequence, count: int) -> list[ScheduledSequence]:
     """The next `count` positions, or fewer: in two parts where the state between them is to be kept."""
-    begin, missing = sequence.launched, sequence.num_missing
-    ends = scheduler.find_stops(sequence, count)
-    parts = []
-    for end in ends:
-        wants_token = bool(sequence.params.max_tokens) and end == begin + missing
-        parts.append(ScheduledSequence(sequence, begin, end - begin, 0, wants_token))
-        missing -= end - begin
-        begin = end
-    if len(parts) == 1:
-        parts[0].num_scored = sequence.num_to_score(parts[0].count)
-    return parts
+    begin = sequence.launched
+    ends, last = scheduler.find_stops(sequence, count), begin + sequence.num_missing
+    num_scored = sequence.num_to_score(ends[0] - begin)  # 0 where there are two parts
+    return [
+        ScheduledSequence(sequence, start, end - start, num_scored, bool(sequence.params.max_tokens) and end == last)
+        for start, end in pairwise([begin, *ends])
+    ]
 
 
 def share_prompt_tokens(missing: Seq[int], budget: int) -> list[int]:

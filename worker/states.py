@@ -33,10 +33,15 @@ class SequenceState:
     retired: list[tuple[int, int]] = field(default_factory=list)  # earlier checkpoints that a launched step may read
 
     @property
+    def sources(self) -> set[int]:
+        """Slots that are read, or may be: by steps or by others. -1 for what is not there."""
+        return {self.source, self.checkpoint, *(slot for slot, _at in self.retired)}
+
+    @property
     def targets(self) -> list[int]:
         """Slots that may be written to."""
-        read = {self.source, self.checkpoint, *(slot for slot, _at in self.retired)}
-        return [slot for slot in self.held if slot not in read]
+        sources = self.sources
+        return [slot for slot in self.held if slot not in sources]
 
 
 @dataclass(slots=True)
@@ -79,7 +84,7 @@ class StateSlots:
         """Where the next step has to end at the latest. end: tokens whose KV is wanted and known."""
         spaced = (launched // self.spacing + 1) * self.spacing
         stops = (end // self.page_tokens * self.page_tokens, state.branch, spaced)
-        return min((stop for stop in stops if stop > launched), default=end)
+        return min(stop for stop in stops if stop > launched)
 
     def begin_step(self, state: SequenceState, launched: int, end: int) -> tuple[int, int]:
         """The slots that a step from `launched` on reads and writes. end: as in `find_stop`."""
@@ -137,11 +142,11 @@ class StateSlots:
         """Check holder counts, and that steps write only to slots that nothing else reads."""
         self.cache.check(slot for state in states for slot in state.held)
         written = [slot for state in states for slot in state.targets]
-        kept = {slot for state in states for slot in state.held} - set(written)
-        if len(set(written)) != len(written) or not kept.isdisjoint(written):
+        read = {slot for state in states for slot in state.sources}
+        if len(set(written)) != len(written) or not read.isdisjoint(written):
             raise AssertionError("a step may write to a slot that is read elsewhere")
         for state in states:
-            if not {state.source, state.checkpoint, *(slot for slot, _at in state.retired)} <= {*state.held, -1}:
+            if not state.sources <= {*state.held, -1}:
                 raise AssertionError("a sequence uses a slot that it does not hold")
             if (state.checkpoint < 0) != (state.checkpoint_at == 0) or not state.targets:
                 raise AssertionError(f"a sequence's slots do not fit each other: {state}")

@@ -126,23 +126,29 @@ class Decoder:
 
     def run_planned(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """`forward` after the plan. Only launches; shapes follow from those of `batch`."""
-        flow = self.embed(batch.token_ids, batch.positions)
+        flow, parts = self.embed(batch.token_ids, batch.positions), _divide(batch)
         for index in range(len(self._layers)):
-            mixed = self._mix(index, flow, batch, attention)
+            mixed = self._mix(index, flow, batch.states, parts, attention)
             if self.is_done(index, batch):
                 return flow.normed[:0]
             self.finish_layer(index, flow, mixed, batch.logits_rows if index == len(self._layers) - 1 else None)
         return flow.normed
 
-    def _mix(self, index: int, flow: Flow, batch: Batch, attention: AttentionBackend) -> Tensor:
-        """What the layer takes from other rows of the sequences: [T, Hq, D], or [T, N] without attention."""
-        layer, states = self._layers[index], batch.states
+    def _mix(
+        self, index: int, flow: Flow, states: States | None, parts: Sequence[tuple[slice, StateRows]],
+        attention: AttentionBackend,
+    ) -> Tensor:  # fmt: skip
+        """What the layer takes from other rows of the sequences: [T, Hq, D], or [T, N] without attention.
+
+        states, parts: of the batch, see `_divide`.
+        """
+        layer = self._layers[index]
         if layer.recurrent is None:
             return attention.attend(*self.project(index, flow))
         assert states is not None
         rows = layer.qkv_proj(flow.normed)
         own = [part[:, :, self._places[index]] for part in states.parts]  # [num_slots, heads, ...] each
-        mixed = [self._recur(layer.recurrent, rows[part], at, own) for part, at in _divide(batch, states)]
+        mixed = [self._recur(layer.recurrent, rows[part], at, own) for part, at in parts]
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _recur(self, layer: DeltaNet | GatedConv, rows: Tensor, at: StateRows, states: Sequence[Tensor]) -> Tensor:
@@ -286,9 +292,15 @@ def _find_places(layers: Sequence[LayerConfig]) -> list[int]:
     return places
 
 
-def _divide(batch: Batch, states: States) -> list[tuple[slice, StateRows]]:
-    """Rows whose states can be computed at once, before the next ones: all, or all before and after the split."""
-    starts, counts, split = batch.cu_seqlens_q, batch.query_lens_host, states.split
+def _divide(batch: Batch) -> list[tuple[slice, StateRows]]:
+    """Rows whose states can be computed at once, before the next ones: all, or all before and after the split.
+
+    None of a model without states.
+    """
+    states, starts, counts = batch.states, batch.cu_seqlens_q, batch.query_lens_host
+    if states is None:
+        return []
+    split = states.split
     if split is None:
         return [(slice(None), StateRows(states.sources, states.targets, starts, counts))]
     middle = int(counts[:split].sum())

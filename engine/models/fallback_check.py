@@ -14,7 +14,7 @@ from engine.attention.base import AttentionBackend
 from engine.attention.layered import LayeredAttention
 from engine.attention.shape import AttentionShape
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.batch import ForwardRow, build_batch, lay_out
+from engine.batch import ForwardRow, build_batch, lay_out, take_turns
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.models.fallback_model import FallbackModel
@@ -60,17 +60,15 @@ def _compute_over_pages(model: FallbackModel, texts: Sequence[Tensor]) -> Tensor
         rows.write_pages(row, 0, range(row * TEXT_PAGES, min((row + 1) * TEXT_PAGES, shape.num_pages)))
     stager, begins = Stager(device), [0] * num_texts
     if config.state_parts:  # two slots a row, read and written in turn
-        slots = PoolShape(2 * (num_texts + 1), config.state_parts, PAGE_TOKENS, torch.float32)
-        rows.states = slots.split(torch.zeros(slots.num_pages, slots.page_elements, device=device))
+        states = PoolShape(2 * (num_texts + 1), config.state_parts, PAGE_TOKENS, torch.float32)
+        rows.states = states.split(torch.zeros(states.num_pages, states.page_elements, device=device))
     parts: list[list[Tensor]] = [[] for _ in texts]
     for number, counts in enumerate(STEPS):
+        slots = [take_turns(row, number) for row in range(num_texts)]
         requests = [
-            ForwardRow(
-                row, begins[row], count, count, state_from=2 * row + 1 - number % 2 if begins[row] else -1,
-                state_to=2 * row + number % 2,
-            )
-            for row, count in enumerate(counts)
-        ]  # fmt: skip
+            ForwardRow(row, begins[row], count, count, state_from=source, state_to=target)
+            for row, (count, (source, target)) in enumerate(zip(counts, slots, strict=True))
+        ]
         layout = lay_out(rows, [*requests, ForwardRow(num_texts, 0, 1, state_to=2 * num_texts)])
         layout.positions[-1] = config.context_tokens - 1  # the decoy's
         logits = model.forward(build_batch(layout, rows, stager), pool, attention)

@@ -29,11 +29,7 @@ from engine.models.json_values import read_json
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "attention", "hybrid"}
 LAYER_TYPES = {*ATTENTION_TYPES, "linear_attention", "conv", "moe", "mlp"}
-FORGETFUL = {
-    "jamba",
-    "mamba",
-    "falcon_mamba",
-}  # transformers' code of them begins each chunk of a prompt without a state
+FORGETFUL = ("jamba", "mamba", "falcon_mamba")  # in their code, each chunk of a prompt begins without a state
 USED_OPTIONS = {"scaling", "sliding_window", "softcap", "s_aux"}
 IDLE_OPTIONS = {  # passed along, without effect on attention: the mask says what is visible, and the probe checks it
     "dropout", "is_causal", "position_ids", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states",

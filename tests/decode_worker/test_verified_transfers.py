@@ -64,8 +64,8 @@ def flip(worker: PrefillWorker | DecodeWorker, page: int) -> None:
 def flip_in_prefill(patch: pytest.MonkeyPatch, prefill: PrefillWorker, _decode: DecodeWorker) -> None:
     """Between the checksum and the copy."""
 
-    async def compute_and_flip(pool: Any, children: Any, pages: Sequence[int], places: Any) -> list[int]:
-        checksums = await compute_over_ranks(pool, children, pages, places)
+    async def compute_and_flip(pool: Any, children: Any, pages: Sequence[int], places: Any, **which: bool) -> list[int]:
+        checksums = await compute_over_ranks(pool, children, pages, places, **which)
         flip(prefill, pages[0])
         return checksums
 
@@ -85,7 +85,7 @@ def flip_on_the_wire(patch: pytest.MonkeyPatch, _prefill: PrefillWorker, _decode
 
 def flip_after_landing(patch: pytest.MonkeyPatch, prefill: PrefillWorker, decode: DecodeWorker) -> None:
     """In decode's own pool: not in a buffer of the reader."""
-    reader = decode.receiver._peers[prefill.peer.address].reader
+    reader = decode.receiver._peers[prefill.peer.address].readers[0]
     read = reader.read
 
     async def read_and_flip(sources: Sequence[PageRef], into: Sequence[int]) -> None:
@@ -126,8 +126,10 @@ async def test_a_bit_that_flips_on_its_way_is_found_and_the_pages_are_not_used(
 async def test_a_recycled_page_is_called_recycled_and_not_changed() -> None:
     async with workers("shm", verify_transfers=True) as (opened, prefill, _decode):
 
-        async def compute_and_recycle(pool: Any, children: Any, pages: Sequence[int], places: Any) -> list[int]:
-            checksums = await compute_over_ranks(pool, children, pages, places)
+        async def compute_and_recycle(
+            pool: Any, children: Any, pages: Sequence[int], places: Any, **which: bool
+        ) -> list[int]:
+            checksums = await compute_over_ranks(pool, children, pages, places, **which)
             recycled.extend((page, generation_of(prefill, page)) for page in pages)
             pool.generations[pages] += 1
             flip(prefill, pages[0])

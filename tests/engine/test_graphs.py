@@ -19,7 +19,7 @@ from bench.batches import SAMPLINGS
 from engine import graphs as graphs_module
 from engine import pieces
 from engine.attention.torch_sdpa import TorchSdpaAttention
-from engine.batch import ForwardRow
+from engine.batch import ForwardRow, take_turns
 from engine.graph_shapes import Shape, choose_shapes, powers_to
 from engine.graphs import Compute
 from engine.input_batch import InputBatch
@@ -346,8 +346,8 @@ def test_states_go_through_graphs(family: str, tmp_path: Path) -> None:
     told: list[list[list[int]]] = []
     for has_graphs in (False, True):
         rows = InputBatch(3, CONTEXT, PAGE_TOKENS, VOCAB, CPU)
-        slots = PoolShape(2 * 3 + 1, decoder.config.state_parts, 1, torch.float32)
-        rows.states = slots.split(torch.zeros(slots.num_pages, slots.page_elements))
+        states = PoolShape(2 * 3 + 1, decoder.config.state_parts, 1, torch.float32)
+        rows.states = states.split(torch.zeros(states.num_pages, states.page_elements))
         shape = PoolShape(3 * ROW_PAGES + 1, decoder.config.kv_parts, PAGE_TOKENS, decoder.dtype)
         runner = Runner(decoder, Unwatched(decoder.config.attention_shapes[0]), torch.zeros(shape.sizes), rows)
         if has_graphs:
@@ -357,11 +357,10 @@ def test_states_go_through_graphs(family: str, tmp_path: Path) -> None:
         told.append([])
         for step in range(NUM_TOKENS):
             left = range(step // 6, 3)
+            slots = [take_turns(row, step) for row in left]
             requests = [
-                part._replace(
-                    state_from=2 * part.row + (step + 1) % 2 if step else -1, state_to=2 * part.row + step % 2
-                )
-                for part in plan(step, left, left)
+                part._replace(state_from=source, state_to=target)
+                for part, (source, target) in zip(plan(step, left, left), slots, strict=True)
             ]
             told[-1].append(runner.launch(requests).collect().tokens)
     assert told[0] == told[1]
