@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.roofline import build_costs, handoff_token_s, kv_tokens_that_fit
+from bench.simulate.channels import Wires
 from bench.simulate.costs import Costs, fit, mean_error, save
 from bench.simulate.figures import summarise
-from bench.simulate.gateway import Wires
 from bench.simulate.measure import CONTEXT_TOKENS, STREAMS, measure_steps
 from bench.simulate.run import Fleet, Simulation, Workers, colocate
 from bench.simulate.settings import FleetSettings, Workload

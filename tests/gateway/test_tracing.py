@@ -24,7 +24,7 @@ from gateway import tracing
 from gateway.errors import ApiError, not_ready, overloaded
 from gateway.request.raw import Prompt, RawRequest
 from gateway.request.record import RequestRecord, WriteRecord, open_record
-from gateway.ring.attempt_record import AttemptRecord, Part, WorkerName
+from gateway.router.attempt_record import AttemptRecord, Part, WorkerName
 from gateway.tracing import MAX_WRITTEN, Tracing, open_traces
 from protos import decode_pb2, prefill_pb2
 from tests.support.adapters import APIS

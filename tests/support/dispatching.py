@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry
 
 from gateway.errors import ApiError
 from gateway.ring.advice import Goals
-from gateway.ring.attempt_record import AttemptRecord
+from gateway.router.attempt_record import AttemptRecord
 from gateway.ring.dispatcher import Dispatcher
 from gateway.ring.fleet import Fleet
-from gateway.ring.generation import Admitted, Generation, Tokens
+from gateway.router.engine_client import Admitted, Generation, Tokens
 from gateway.ring.routing import Router
 from runtime import rpc
 from tests.support.fake_workers import PATIENCE_S, FakeDecode, FakePrefill, Signal, serving, token_at

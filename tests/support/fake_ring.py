@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from gateway.errors import ApiError
-from gateway.ring.attempt_record import AttemptRecord
-from gateway.ring.generation import Admitted, FinishReason, Generation, Tokens
+from gateway.router.attempt_record import AttemptRecord
+from gateway.router.engine_client import Admitted, FinishReason, Generation, Tokens
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from gateway.ring.attempt_state import AttemptState, Command
 from gateway.ring.decode_state import DecodeState
-from gateway.ring.generation import Generation, Tokens
+from gateway.router.engine_client import Generation, Tokens
 from gateway.ring.queue import Queue, Waiter
 from gateway.ring.request_machine import Request
 from gateway.ring.request_steps import SessionUpdate, update_of

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.ring.generation import Generation, Grammar, Tokens
+from gateway.router.engine_client import Generation, Grammar, Tokens
 from gateway.ring.policy import NO_LIMIT
 from gateway.ring.reasons import Reason, as_error
 from gateway.ring.request_machine import GRAMMAR_PAUSE_S, Phase

@@ -20,7 +20,7 @@ from decode_worker import service
 from gateway.ring import attempt, request_machine, worker_state
 from gateway.ring.admission import Admission
 from gateway.ring.fleet import Fleet
-from gateway.ring.generation import Generation, Grammar, Tokens
+from gateway.router.engine_client import Generation, Grammar, Tokens
 from gateway.ring.policy import NO_LIMIT
 from gateway.ring.queue import Queue, Waiter
 from gateway.ring.reasons import as_error

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.ring.generation import Admitted
+from gateway.router.engine_client import Admitted
 from gateway.ring.queue import Waiter
 from gateway.ring.reasons import Reason, as_error
 from gateway.ring.request_machine import GRAMMAR_PAUSE_S, Phase, Request

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gateway.ring.generation import Generation
+from gateway.router.engine_client import Generation
 from gateway.ring.policy import Placement, WorkerView
 from gateway.ring.request_machine import Phase, Request
 from gateway.ring.request_steps import EndAttempt, Forget, Placed

@@ -1,14 +1,11 @@
-"""One request after validation, and the tokens that come back: the border between text and the ring.
-
-Knows token ids only. Above it lie REST, gRPC and text; below it the dispatcher.
-"""
+"""The border between text and workers: a request in token ids, and the tokens that come back."""
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from gateway.ring.attempt_record import AttemptRecord
+from gateway.router.attempt_record import AttemptRecord
 from wire.logprobs import TokenLogprobs
 from wire.sampling import SamplingParams
 from wire.timing import Timing
@@ -36,8 +33,8 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """What to generate: one answer. Set by the validator, read by the dispatcher."""
+class TokenizedRequest:
+    """What to generate: one answer."""
 
     request_id: str
     prompt_ids: tuple[int, ...]  # at least one
@@ -67,12 +64,12 @@ class Tokens:
 
 @dataclass(slots=True, eq=False)
 class Admitted:
-    """A request that the queue has let in, until the block of `Ring.admit` ends."""
+    """A request that the queue has let in, until the block of `EngineClient.admit` ends."""
 
-    num_unplaced: int  # choices that count as waiting and have not been generated yet; changed by the ring only
+    num_unplaced: int  # choices that count as waiting and have not been generated yet; changed by the router only
 
 
-class Ring(Protocol):
+class EngineClient(Protocol):
     """Everything below the text."""
 
     def admit(self, num_choices: int) -> AbstractContextManager[Admitted]:
@@ -83,7 +80,7 @@ class Ring(Protocol):
         """
 
     def generate(
-        self, generation: Generation, admitted: Admitted, attempts: list[AttemptRecord] | None = None
+        self, request: TokenizedRequest, admitted: Admitted, attempts: list[AttemptRecord] | None = None
     ) -> AsyncIterator[Tokens]:
         """Stream one choice of an admitted request. Closing the iterator (aclose) ends the work everywhere and frees
         its pages.

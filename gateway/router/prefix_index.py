@@ -13,7 +13,7 @@ from wire.page_keys import PageKey
 MAX_KEYS = 1 << 16
 
 
-class PrefixMemory:
+class PrefixIndex:
     """A bounded memory for each incarnation of a worker. What was used longest ago goes first.
 
     Keys come as chains, each from the first page on. The first key of a chain counts as used last, so it is never

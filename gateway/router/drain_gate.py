@@ -1,23 +1,18 @@
-"""What the ring lets in. While the gateway drains: nothing new; what is inside ends, or is cut off.
-
-Must not know HTTP, gRPC, workers or why the gateway stops. Lives on the asyncio thread.
-"""
+"""Which requests are inside. While the gateway drains: nothing new; what is inside ends, or is cut off."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from gateway.errors import not_ready
 
 DRAINING = "the gateway is draining: it is about to stop and takes no new requests"
 CUT_OFF = "the gateway stopped before the answer was complete; try again"
 
-T = TypeVar("T")
 
-
-class Door:
-    """Counts the requests inside, and lets in no more once the gateway drains."""
+class DrainGate:
+    """Counts the requests inside, and lets in no more once the gateway drains. Lives on the asyncio thread."""
 
     def __init__(self) -> None:
         self.is_draining: Callable[[], bool] = lambda: False  # set by the owner
@@ -48,14 +43,16 @@ class Door:
         for task in self._waiting:
             task.cancel()
 
-    async def wait(self, work: Callable[[], Awaitable[T]]) -> T:
-        """What `work` returns. Raises ApiError, 503, when cut off before or meanwhile."""
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait for workers. Raises ApiError, 503, when cut off before or meanwhile."""
         if self._is_cut_off:
             raise not_ready(CUT_OFF)
-        task = cast("asyncio.Task[Any]", asyncio.current_task())
+        task = asyncio.current_task()
+        assert task is not None
         self._waiting.add(task)
         try:
-            return await work()
+            yield
         except asyncio.CancelledError:
             if self._is_cut_off and not task.uncancel():  # else its client left as well
                 raise not_ready(CUT_OFF) from None

@@ -1,10 +1,12 @@
-"""Looks workers up in DNS every LOOKUP_S seconds; opens and closes the fleet's links. Lives on the asyncio thread.
+"""Looks workers up in DNS every LOOKUP_S seconds; the fleet has those that it names. Lives on the asyncio thread.
 
-What follows from an answer is dns_names.py's.
+in an answer ──► used ──MISSES answers in a row without it──► leaving: no new work ──no work left──► forgotten
+                  ▲                                              │
+                  └────────────── in an answer again ────────────┘
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 
 import dns.asyncresolver
@@ -16,10 +18,9 @@ from dns.rdatatype import RdataType
 from dns.rdtypes.IN.SRV import SRV
 from prometheus_client import CollectorRegistry, Counter
 
-from gateway.ring.dns_names import is_leaving, reconcile
-from gateway.ring.fleet import Fleet
-from gateway.ring.request_steps import Role
-from gateway.ring.worker_link import WorkerLink
+from gateway.router.fleet import Fleet
+from gateway.router.placement import Role
+from gateway.router.worker_client import WorkerClient
 from runtime.addresses import DnsName, bare, bracketed
 from runtime.settings import ConfigError
 
@@ -27,11 +28,12 @@ log = structlog.get_logger()
 
 LOOKUP_S = 2.0  # between two lookups of a name
 ANSWER_S = 2.0  # for an answer
+MISSES = 2  # more than one, as a server may leave out an address by chance
 ANSWER_BYTES = 4096  # of an answer by UDP; without that, some servers name only the workers that fit into 512
 
 
 class Discovery:
-    """Keeps the fleet's links those that DNS names, besides those with fixed addresses."""
+    """Keeps the fleet to what DNS names, besides the workers with fixed addresses."""
 
     def __init__(
         self, fleet: Fleet, names: Iterable[tuple[Role, DnsName]], server: str, registry: CollectorRegistry
@@ -73,22 +75,22 @@ class Discovery:
             with suppress(ConfigError):
                 self._resolver = _build_resolver("")  # the system may have got another server
         answers = await asyncio.gather(*(self._look_up(name) for _role, name in self._known))
-        gone: list[WorkerLink] = []
+        gone: list[WorkerClient] = []
         for (role, name), (found, failure) in zip(list(self._known), answers, strict=True):
             self._note(role, name, found, failure)
             gone += self._apply(role, name, found, is_whole=not failure)
         self._fleet.mark_duplicates()
-        for link in gone:
-            await link.close()
+        for worker in gone:
+            await worker.close()
 
-    def _apply(self, role: Role, name: DnsName, found: set[str], is_whole: bool) -> Sequence[WorkerLink]:
-        """Open new links; returns the forgotten ones. Does not await, so no request is placed in between."""
+    def _apply(self, role: Role, name: DnsName, found: set[str], is_whole: bool) -> Sequence[WorkerClient]:
+        """Connect to new workers; returns the forgotten ones. Does not await, so no request is placed in between."""
         source, before = str(name), self._known[role, name]
-        links = self._fleet.links_of(role)
+        workers = self._fleet.of_role(role)
         if found and not is_whole:  # what is missing may be there: a worker that answers by itself is
-            found |= {address for address in before if links[address].find_trouble() is None}
-        busy = {address for address in before if links[address].state.num_mine}
-        elsewhere = {address for address, link in links.items() if link.state.source != source}
+            found |= {address for address in before if workers[address].find_trouble() is None}
+        busy = {address for address in before if workers[address].num_mine}
+        elsewhere = {address for address, worker in workers.items() if worker.source != source}
         now = self._known[role, name] = reconcile(before, found - elsewhere, busy)
         gone = [self._fleet.leave(role, address) for address in before.keys() - now.keys()]
         for address, num_missed in now.items():
@@ -159,3 +161,20 @@ def _build_resolver(server: str) -> dns.asyncresolver.Resolver:
     resolver.timeout = ANSWER_S / (2 * max(len(resolver.nameservers), 1))  # each server is asked twice
     resolver.use_edns(0, payload=ANSWER_BYTES)
     return resolver
+
+
+def reconcile(known: Mapping[str, int], found: Set[str], busy: Collection[str]) -> dict[str, int]:
+    """Addresses (host:port) to keep links to, the known ones first: address |-> answers in a row without it.
+
+    `found`: the addresses of an answer. `busy`: addresses where requests of this gateway run.
+    """
+    if not found:
+        return dict(known)
+    kept = {address: 0 if address in found else num + 1 for address, num in known.items()}
+    kept |= dict.fromkeys(sorted(found - kept.keys()), 0)
+    return {address: num for address, num in kept.items() if not is_leaving(num) or address in busy}
+
+
+def is_leaving(num_missed: int) -> bool:
+    """Whether an address that `num_missed` answers in a row left out gets no new work."""
+    return num_missed >= MISSES

@@ -1,7 +1,5 @@
 """The one queue where requests wait for places on workers: first come, first served, bounded. Pure.
 
-Where a request goes is routing.py's.
-
 Started answers go before new requests, and among them the one whose client has waited longest for a token: otherwise
 answers that move from one dying worker to the next would always stand behind those that were there before.
 """
@@ -12,16 +10,33 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Protocol
 
-from gateway.ring.decode_state import DecodeState
-from gateway.ring.generation import Admitted
-from gateway.ring.policy import Placement, Unready, WorkerView, find_unready
-from gateway.ring.reasons import Reason
-from gateway.ring.request_machine import Request
-from gateway.ring.request_steps import Role
-from gateway.ring.routing import Coming, Held, Router
-from gateway.ring.worker_state import WorkerState
+from gateway.errors import ApiError, not_ready, overloaded
+from gateway.router.engine_client import Admitted
+from gateway.router.placement import Placement, Role, Unready, WorkerView, find_unready
+from gateway.router.placer import Coming, Held, Placer
+from gateway.router.request import Request
 from wire.page_keys import PageKey
+
+
+class Worker(Protocol):
+    """What the queue needs of a WorkerClient."""
+
+    role: Role
+    address: str
+    duplicate_of: str
+    num_mine: int  # places held by requests of this gateway
+
+    @property
+    def incarnation(self) -> str:
+        """Of the worker that would get a request."""
+
+    def view(self) -> WorkerView:
+        """What a policy may know of it now."""
+
+    def release(self, is_refused: bool = False) -> None:
+        """A place there is free again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,41 +47,41 @@ class Places:
     """
 
     placement: Placement
-    decode: DecodeState
-    prefill: WorkerState | None
+    decode: Worker
+    prefill: Worker | None
     coming: Coming | None
-    held: list[WorkerState] = field(init=False)
+    held: list[Worker] = field(init=False)
 
     def __post_init__(self) -> None:
         self.held = [self.decode, self.prefill] if self.prefill else [self.decode]
         for worker in self.held:
             worker.num_mine += 1
 
-    def release(self, worker: WorkerState, refused_at: float | None = None) -> None:
-        """Give one place back. `refused_at`: when the worker refused the request, if it did. Idempotent."""
+    def release(self, worker: Worker, is_refused: bool = False) -> None:
+        """Give one place back. `is_refused`: the worker had no room for the request. Idempotent."""
         if worker in self.held:
             self.held.remove(worker)
-            worker.release(refused_at)
+            worker.release(is_refused)
 
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request in the queue; once decided, it has places or the reason why not."""
+    """A request in the queue; once decided, it has places or an error."""
 
     request: Request  # does not change while it waits
     places: Places | None = None
-    reason: Reason | None = None
+    error: ApiError | None = None
 
 
 class Queue:
     """Owns the waiting requests and the places of the others. `decide` gives places in turn."""
 
-    def __init__(self, workers: Iterable[WorkerState], router: Router, max_queue: int, patience_s: float) -> None:
+    def __init__(self, workers: Iterable[Worker], placer: Placer, max_queue: int, patience_s: float) -> None:
         """`patience_s`: how long requests wait while no worker can serve, counted from when one last could."""
-        self.router = router
+        self.placer = placer
         self.on_change: Callable[[], None] = lambda: None  # called when requests that were held back may go on
         self.num_fallbacks = 0  # prompts that decode computes because no prefill worker is alive
-        self._workers: dict[tuple[Role, str], WorkerState] = {}
+        self._workers: dict[tuple[Role, str], Worker] = {}
         self._max_queue = max_queue
         self._patience_s = patience_s
         self._last_ready: dict[Role, float] = {}  # when a worker of the role last could serve
@@ -78,11 +93,11 @@ class Queue:
         for worker in workers:
             self.add(worker)
 
-    def add(self, worker: WorkerState) -> None:
+    def add(self, worker: Worker) -> None:
         """It may get requests from now on."""
         self._workers[worker.role, worker.address] = worker
 
-    def remove(self, worker: WorkerState) -> None:
+    def remove(self, worker: Worker) -> None:
         """It gets no more. No request has a place there."""
         del self._workers[worker.role, worker.address]
 
@@ -100,17 +115,17 @@ class Queue:
     def num_placed(self) -> int:
         return len(self._placed)
 
-    def views(self, now: float) -> list[WorkerView]:
+    def views(self) -> list[WorkerView]:
         """Of all workers, each once."""
-        return [worker.view(now) for worker in self._workers.values() if not worker.duplicate_of]
+        return [worker.view() for worker in self._workers.values() if not worker.duplicate_of]
 
     # -- being let in ------------------------------------------------------------------------------------------------
 
-    def admit(self, num_choices: int) -> Admitted | Reason:
-        """As Ring.admit, until `dismiss`. Any number while none waits, so that no request is refused for ever."""
+    def admit(self, num_choices: int) -> Admitted:
+        """As EngineClient.admit, until `dismiss`. An empty queue admits any number."""
         num_waiting = self.num_waiting
         if num_waiting and num_waiting + num_choices > self._max_queue:
-            return Reason("queue full", _describe_full(num_waiting, num_choices, self._max_queue))
+            raise overloaded(_describe_full(num_waiting, num_choices, self._max_queue))
         self._num_apart += num_choices
         return Admitted(num_choices)
 
@@ -159,22 +174,22 @@ class Queue:
         """The worker of that role has the KV of all the request's tokens but the last."""
         worker = places.placement.decode if role == "decode" else places.placement.prefill
         assert worker is not None
-        self.router.remember(worker, request)
+        self.placer.remember(worker, request)
         if role == "decode":
             self._end_coming(places)
 
     def _end_coming(self, places: Places) -> None:
         if places.coming is not None:
-            self.router.end(places.coming)
+            self.placer.end(places.coming)
             places.coming = None
             self.on_change()
 
     # -- deciding ----------------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Waiter]:
-        """Requests whose wait is over: they have places, or a reason. Call it at each change and after each poll."""
-        views = self.views(now)
-        unready = find_unready(views, self.router.no_prefill)
+        """Requests whose wait is over: they have places, or an error. Call it at each change and after each poll."""
+        views = self.views()
+        unready = find_unready(views, self.placer.no_prefill)
         if unready is None or unready.role == "prefill":
             self._last_ready["decode"] = now
             if unready is None:
@@ -184,12 +199,12 @@ class Queue:
             return []
         refused, self._waiting, self._stuck = list(self._waiting), deque(), set()
         for waiter in refused:
-            waiter.reason = Reason("not ready", unready.detail)
+            waiter.error = not_ready(unready.detail)
         return refused
 
     def _is_given_up(self, role: Role, now: float) -> bool:
         """Whether requests stop waiting for a worker of the role: none could serve for too long."""
-        patience_s = 0.0 if role == "prefill" and self.router.no_prefill == "fail" else self._patience_s
+        patience_s = 0.0 if role == "prefill" and self.placer.no_prefill == "fail" else self._patience_s
         return now - self._last_ready.get(role, -float("inf")) >= patience_s
 
     def _place_all(self, views: Sequence[WorkerView], lacks_prefill: bool, now: float) -> list[Waiter]:
@@ -199,7 +214,7 @@ class Queue:
         back, or needs a prefill worker and none is alive.
         """
         decided: list[Waiter] = []
-        self.router.keep(views)
+        self.placer.keep(views)
         held = set[PageKey | None]()
         spared: frozenset[str] | None = None  # incarnations that no request before can use; None: none is before
         alive = frozenset(view.incarnation for view in views if view.is_alive) if lacks_prefill else frozenset()
@@ -207,22 +222,22 @@ class Queue:
             self._stuck_while, self._stuck = alive, set()
         for waiter in [waiter for waiter in self._waiting if waiter not in self._stuck]:
             request = waiter.request
-            if self.router.find_key(views, request) in held:
+            if self.placer.find_key(views, request) in held:
                 continue
             usable = views
             if spared is not None:
                 usable = [view for view in views if view.role == "prefill" or view.incarnation in spared]
-            choice = self.router.choose(usable, request)
+            choice = self.placer.choose(usable, request)
             if isinstance(choice, Placement):
                 self._place(waiter, choice)
                 decided.append(waiter)
-                views = self.views(now)
+                views = self.views()
             elif isinstance(choice, Held):
                 held.add(choice.key)
             elif isinstance(choice, Unready) and choice.role == "prefill" and lacks_prefill:
                 if self._is_given_up("prefill", now):
                     self._waiting.remove(waiter)
-                    waiter.reason = Reason("not ready", choice.detail)
+                    waiter.error = not_ready(choice.detail)
                     decided.append(waiter)
                 else:
                     self._stuck.add(waiter)
@@ -235,10 +250,9 @@ class Queue:
     def _place(self, waiter: Waiter, choice: Placement) -> None:
         self._waiting.remove(waiter)
         self._placed.add(waiter)
-        self.num_fallbacks += choice.is_fallback and self.router.expects_prefill
-        coming = self.router.begin(waiter.request, choice)
+        self.num_fallbacks += choice.is_fallback and self.placer.expects_prefill
+        coming = self.placer.begin(waiter.request, choice)
         decode = self._workers["decode", choice.decode.address]
-        assert isinstance(decode, DecodeState)
         prefill = self._workers["prefill", choice.prefill.address] if choice.prefill else None
         waiter.places = Places(choice, decode, prefill, coming)
 

@@ -1,4 +1,4 @@
-"""Where a request goes, by load and by what workers probably have of its prompt. Pure: remembers, and asks policy.py.
+"""Where a request goes, by load and by what workers probably have of its prompt. Pure.
 
 Equal prompts at the same time are computed once: a request waits while the decode worker to which it would go is about
 to have its KV for another one. That one has its places, so no two requests wait for each other.
@@ -7,9 +7,9 @@ to have its KV for another one. That one has its places, so no two requests wait
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.ring.policy import Placement, Unready, Wait, WorkerView, choose_placement, explain_no_hand_off
-from gateway.ring.prefix_memory import PrefixMemory
-from gateway.ring.request_machine import Request
+from gateway.router.placement import Placement, Unready, Wait, WorkerView, choose_placement, explain_no_hand_off
+from gateway.router.prefix_index import PrefixIndex
+from gateway.router.request import Request
 from runtime.config_parts import NoPrefill
 from wire.page_keys import PageKey
 
@@ -23,7 +23,7 @@ class Held:
     key: PageKey  # of the last one
 
 
-class Router:
+class Placer:
     """Chooses workers, and remembers which prompts they have."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Router:
         self.expects_prefill = expects_prefill
         self._local_prefill_max_tokens = local_prefill_max_tokens
         self._uses_cache = uses_cache
-        self._memory = PrefixMemory()
+        self._index = PrefixIndex()
         self._coming: dict[PageKey, set[str]] = {}  # the parts of Coming; no set is empty
 
     def explain_no_hand_off(self, workers: Sequence[WorkerView]) -> str:
@@ -54,7 +54,7 @@ class Router:
         """Changes nothing: the caller that takes the placement calls `begin`."""
         keys, page_tokens = self._find_keys(workers, request)
         coming = self._coming.get(keys[-1], set()) if keys else set()
-        found = self._memory.find(keys).items()
+        found = self._index.find(keys).items()
         cached = {name: count * page_tokens for name, count in found if name not in request.mistaken}
         cached |= dict.fromkeys(coming, len(keys) * page_tokens)
         choice = choose_placement(
@@ -84,16 +84,16 @@ class Router:
         """The worker has the KV of all the request's tokens but the last."""
         if self._uses_cache:
             keys = request.page_keys(worker.weights, worker.page_tokens)
-            self._memory.remember(worker.incarnation, keys, worker.num_pages)
+            self._index.remember(worker.incarnation, keys, worker.num_pages)
 
     def correct(self, worker: WorkerView, request: Request, num_cached: int) -> None:
         """The worker has no more than the first `num_cached` tokens of the request."""
         keys = request.page_keys(worker.weights, worker.page_tokens)
-        self._memory.forget(worker.incarnation, keys[num_cached // max(worker.page_tokens, 1) :])
+        self._index.forget(worker.incarnation, keys[num_cached // max(worker.page_tokens, 1) :])
 
     def keep(self, workers: Sequence[WorkerView]) -> None:
         """Forget the incarnations that are not among these."""
-        self._memory.keep({view.incarnation for view in workers})
+        self._index.keep({view.incarnation for view in workers})
 
     def _find_keys(self, workers: Sequence[WorkerView], request: Request) -> tuple[Sequence[PageKey], int]:
         """Keys of the request's whole pages, and the tokens in a page: as the first living decode worker has them."""

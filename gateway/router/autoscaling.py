@@ -1,4 +1,4 @@
-"""How many workers of each role the present load needs, for an autoscaler to read. Pure; nothing scales by itself.
+"""How many workers of each role the present load needs, for an autoscaler to read; nothing scales by itself.
 
     desired = load / goal for one worker, rounded up
     load of prefill: seconds of prompts that wait, at the workers' measured speed
@@ -7,12 +7,16 @@
 What waits in the gateway's queue belongs to decode while no decode worker has room, else to prefill.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from gateway.ring.policy import WorkerView
-from gateway.ring.request_steps import Role
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.router.placement import Role, WorkerView
+from gateway.router.queue import Queue
 
 CALM = 0.75  # of the goal: fewer workers only if those left stay below it, so that the number does not oscillate
 MAX_GROWTH = 2  # times those alive: a burst, or a speed measured on small prompts, asks for no more at once
@@ -71,3 +75,32 @@ def _decode_load(workers: Sequence[WorkerView], num_queued: int, tokens_queued: 
     pages = sum(1 - view.free_pages / max(view.num_pages, 1) for view in workers)
     places = sum(view.num_running / view.max_running for view in workers)
     return max(pages + tokens_queued / max(one.num_pages * one.page_tokens, 1), places + num_queued / one.max_running)
+
+
+class FleetMetrics(Collector):
+    """Metrics of the queue and of the fleet, read at scrape time on the asyncio thread."""
+
+    def __init__(self, queue: Queue, goals: Goals) -> None:
+        self._queue = queue
+        self._goals = goals
+
+    def collect(self) -> Iterable[Metric]:
+        queue = self._queue
+        views = queue.views()
+        num_queued, tokens_queued = queue.num_waiting, queue.num_tokens_waiting
+        yield GaugeMetricFamily("baton:num_requests_running", "Requests placed on workers", queue.num_placed)
+        yield GaugeMetricFamily("baton:num_requests_waiting", "Requests that wait for a worker", num_queued)
+        yield GaugeMetricFamily("baton:prompt_tokens_waiting", "Tokens of requests in the queue", tokens_queued)
+        text = "Prompts computed by decode workers as no prefill worker was alive"
+        yield CounterMetricFamily("baton:local_prefill_fallbacks", text, queue.num_fallbacks)
+        workers = GaugeMetricFamily("baton:workers", "Workers that take requests, or not", labels=("role", "state"))
+        counts = Counter((view.role, "alive" if view.is_alive else "not_alive") for view in views)
+        for role in ("prefill", "decode"):
+            for state in ("alive", "not_alive"):
+                workers.add_metric((role, state), counts[role, state])
+        yield workers
+        text = "Workers that the present load needs, by --goal-prefill-wait-s and --goal-kv-usage"
+        desired = GaugeMetricFamily("baton:desired_workers", text, labels=("role",))
+        for role, count in advise(views, num_queued, tokens_queued, self._goals, queue.placer.expects_prefill).items():
+            desired.add_metric((role,), count)
+        yield desired

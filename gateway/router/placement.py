@@ -14,10 +14,12 @@ requests have spreads over all workers.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
-from gateway.ring.local_prefill import UNMEASURED, ChunkCosts, Rate, prefers_local
-from gateway.ring.request_steps import Role
+from gateway.router.local_prefill import UNMEASURED, ChunkCosts, Rate, prefers_local
 from runtime.config_parts import NoPrefill
+
+Role = Literal["prefill", "decode"]
 
 # What a full worker costs more than an idle one, in tokens of prefill. A decode worker takes 64 sequences: 128 tokens
 # each. An answer of 250 tokens waits 250 times for what one more sequence adds to a step (on an H100 with an 8B model
