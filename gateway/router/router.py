@@ -120,6 +120,7 @@ class Router:
                     if error is not None:
                         raise error from failed
         except ApiError as error:
+            record.close(self._clock())
             record.reason, record.is_failure = error.message, True
             raise
         finally:

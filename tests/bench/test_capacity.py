@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from bench.capacity import Goals, Proposal, Role, UnreachableError, find_wait, propose
 from bench.roofline import handoff_token_s
-from bench.simulate.figures import summarise
 from bench.simulate.channels import Wires
+from bench.simulate.figures import summarise
 from bench.simulate.run import Fleet, Simulation, Workers
 from bench.simulate.settings import Workload
 from bench.simulate.worker import Limits

@@ -76,7 +76,7 @@ class Channel(MemoryChannel):
 
         return call
 
-    def unary_stream(self, path: str, *_: object, **__: object) -> Callable[..., Any]:  # type: ignore[override]
+    def unary_stream(self, path: str, *_: object, **__: object) -> Callable[..., Any]:
         async def stream(request: Any) -> AsyncIterator[Any]:
             worker: Any = self._find()
             async for one in worker.Steps(request, _Context()):
@@ -106,27 +106,35 @@ class VirtualFleet:
     def __init__(
         self, decode: int = 1, prefill: int = 0, max_running: int = 4, max_queue: int = 8, patience_s: float = 0.0,
         timeout_s: float = TIMEOUT_S, no_prefill: NoPrefill = "fallback", expects_prefill: bool = True,
-        local_prefill_max_tokens: int | None = 0, uses_cache: bool = True,
+        local_prefill_max_tokens: int | None = 0, uses_cache: bool = True, context_tokens: int = 0,
+        is_started: bool = True, now: float = 0.0,
     ) -> None:  # fmt: skip
-        self.now = 0.0
+        self.now = now
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self.loop = VirtualLoop(lambda: self.now, self._after)
         signal = Signal()
-        self.decodes = [FakeDecode(f"D{number}", signal, max_running, is_manual=True) for number in range(1, decode + 1)]
+        self.decodes = [
+            FakeDecode(f"D{number}", signal, max_running, is_manual=True) for number in range(1, decode + 1)
+        ]
         self.prefills = [FakePrefill(f"P{number}", signal, max_running) for number in range(1, prefill + 1)]
         self.workers: dict[str, FakeWorker] = {one.incarnation: one for one in (*self.prefills, *self.decodes)}
         for one in self.prefills:
             one.decodes = {decode.incarnation: decode for decode in self.decodes}
         self.fleet = Fleet(
             [one.incarnation for one in self.prefills], [one.incarnation for one in self.decodes],
-            HEARTBEAT_S, STALL_S, 0, self._open_channel, self.loop.time,
+            HEARTBEAT_S, STALL_S, context_tokens, self._open_channel, self.loop.time,
         )  # fmt: skip
         self.placer = Placer(local_prefill_max_tokens, uses_cache, no_prefill, expects_prefill)
         self.registry = CollectorRegistry()
         self.router = Router(
             self.fleet, max_queue, timeout_s, patience_s, self.registry, GOALS, self.placer, self.loop.time
         )
+        if is_started:
+            self.start()
+
+    def start(self) -> None:
+        """Connect to the workers."""
         self.loop.run(self.fleet.start)
         self.run()
 
@@ -178,6 +186,13 @@ class VirtualFleet:
             worker.break_streams()
         self.run()
 
+    def replace(self, worker: FakeDecode, incarnation: str) -> FakeDecode:
+        """A killed worker comes back at its address, with nothing cached."""
+        after = FakeDecode(incarnation, worker.signal, is_manual=True)
+        self.workers[worker.incarnation] = after
+        self.decodes.append(after)
+        return after
+
     def check(self) -> None:
         """All that requests held was given back."""
         self.router._queue.check()
@@ -193,6 +208,7 @@ def virtual_fleet(**options: Any) -> Iterator[VirtualFleet]:
     fleet = VirtualFleet(**options)
     try:
         yield fleet
+        fleet.run()
         fleet.check()
     finally:
         fleet.loop.kill()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.ring.local_prefill import MOST_TOKENS, ChunkCosts, Rate, prefers_local
+from gateway.router.local_prefill import MOST_TOKENS, ChunkCosts, Rate, prefers_local
 
 KV_BYTES = 131_072  # a token of an 8B model
 BY_IPC, BY_GRPC = KV_BYTES / 100e9, KV_BYTES / 0.8e9  # seconds a token

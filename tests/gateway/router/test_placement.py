@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.ring.local_prefill import ChunkCosts
-from gateway.ring.policy import (
+from gateway.router.local_prefill import ChunkCosts
+from gateway.router.placement import (
     BUSY_TOKENS,
     NO_LIMIT,
     Placement,

@@ -12,18 +12,19 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from gateway.ring import discovery
-from gateway.ring.discovery import Discovery
-from gateway.ring.dispatcher import Dispatcher
-from gateway.ring.dns_names import MISSES, is_leaving, reconcile
-from gateway.ring.fleet import Fleet
-from gateway.ring.request_steps import Role
-from gateway.ring.routing import Router
+from gateway.router import discovery
+from gateway.router.discovery import MISSES, Discovery, is_leaving, reconcile
+from gateway.router.fleet import Fleet
+from gateway.router.placement import Role
+from gateway.router.placer import Placer
+from gateway.router.router import Router
 from runtime import rpc
 from runtime.addresses import parse_dns_name
-from tests.support.dispatching import GOALS, Ring, answer, bounded, generation
+from tests.gateway.router.test_requests import answer
+from tests.support.dispatching import Routed, bounded
 from tests.support.dns_server import DnsServer, dns_server
 from tests.support.fake_workers import PATIENCE_S, FakeDecode, FakeWorker, Signal, serving
+from tests.support.virtual_fleet import GOALS, wanted
 
 PORTS = ("a:1", "b:1", "c:1")
 some_addresses = st.sets(st.sampled_from(PORTS))
@@ -54,15 +55,17 @@ def quick_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def named_ring(signal: Signal, server: DnsServer, *names: str, static: Sequence[str] = ()) -> AsyncIterator[Ring]:
+async def named_workers(
+    signal: Signal, server: DnsServer, *names: str, static: Sequence[str] = ()
+) -> AsyncIterator[Routed]:
     """A gateway whose decode workers have these names."""
     registry = CollectorRegistry()
     fleet = Fleet([], static, 30 * PATIENCE_S, PATIENCE_S, 0)
-    dispatcher = Dispatcher(fleet, 8, PATIENCE_S, PATIENCE_S, registry, GOALS, Router(0))
+    router = Router(fleet, 8, PATIENCE_S, PATIENCE_S, registry, GOALS, Placer(0))
     decode: Role = "decode"
     parsed = [(decode, name) for name in map(parse_dns_name, names) if name]
     looking = Discovery(fleet, parsed, server.address, registry)
-    built = Ring(fleet, dispatcher, signal)
+    built = Routed(fleet, router, signal)
     counter = "baton:dns_lookups_failed_total", {"name": names[0]}
     built.failed_lookups = lambda: registry.get_sample_value(*counter) or 0.0
     await looking.start()
@@ -81,8 +84,8 @@ async def until(is_true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-def alive(ring: Ring) -> list[str]:
-    return sorted(view.incarnation for view in ring.fleet.views() if view.is_alive)
+def alive(built: Routed) -> list[str]:
+    return sorted(view.incarnation for view in built.fleet.views() if view.is_alive)
 
 
 @bounded
@@ -97,10 +100,10 @@ async def test_workers_come_go_and_move_while_dns_answers_and_while_it_does_not(
             port = int(address.rpartition(":")[2])
             await stack.enter_async_context(serving(second, port, "127.0.0.3"))
             server.name_hosts("decode.test", "127.0.0.2")
-            built = await stack.enter_async_context(named_ring(signal, server, f"dns:decode.test:{port}"))
+            built = await stack.enter_async_context(named_workers(signal, server, f"dns:decode.test:{port}"))
             await until(lambda: alive(built) == ["D1"])
 
-            stream = await stack.enter_async_context(aclosing(built.generate(generation(max_tokens=4))))
+            stream = await stack.enter_async_context(aclosing(built.generate(wanted(max_tokens=4))))
             beginning = asyncio.ensure_future(anext(stream))
             await first.has_sessions(1)
             first.sessions[0].emit(1)
@@ -109,7 +112,7 @@ async def test_workers_come_go_and_move_while_dns_answers_and_while_it_does_not(
             server.name_hosts("decode.test", "127.0.0.3")  # the name moves: new requests go there
             await until(lambda: alive(built) == ["D2"])
             assert built.fleet.decode[address].find_trouble() == f"is no longer in dns:decode.test:{port}"
-            moved = built.start(generation("moved"))
+            moved = built.start(wanted("moved"))
             await second.has_sessions(1)
 
             failed = built.failed_lookups()
@@ -146,16 +149,16 @@ async def test_srv_records_name_ports_and_one_worker_is_used_at_one_of_its_addre
             server.name_services("_grpc._tcp.decode.test", port, host="localhost")
             server.name_hosts("decode.test", "127.0.0.1")
             names = "dns:_grpc._tcp.decode.test", f"dns:decode.test:{port}"
-            built = await stack.enter_async_context(named_ring(signal, server, *names))
+            built = await stack.enter_async_context(named_workers(signal, server, *names))
             by_service, by_host = f"localhost:{port}", f"127.0.0.1:{port}"
             await until(lambda: set(built.fleet.decode) == {by_service, by_host})
             trouble = {one: link.find_trouble for one, link in built.fleet.decode.items()}
             await until(lambda: trouble[by_service]() is None and "is the worker at" in (trouble[by_host]() or ""))
-            assert await built.collect(generation()) == (answer(4), "length")
+            assert await built.collect(wanted()) == (answer(4), "length")
             del server.records["_grpc._tcp.decode.test", "SRV"]
             server.name_services("_grpc._tcp.decode.test", 1, host="localhost")
             await until(lambda: trouble[by_host]() is None)
-            assert await built.collect(generation()) == (answer(4), "length")
+            assert await built.collect(wanted()) == (answer(4), "length")
 
 
 @bounded
@@ -168,7 +171,7 @@ async def test_half_an_answer_takes_no_living_worker_away() -> None:
             port = int(address.rpartition(":")[2])
             dead = f"127.0.0.9:{port}"
             server.name_hosts("decode.test", "127.0.0.1", "127.0.0.9", "::2")
-            built = await stack.enter_async_context(named_ring(signal, server, f"dns:decode.test:{port}"))
+            built = await stack.enter_async_context(named_workers(signal, server, f"dns:decode.test:{port}"))
             await until(lambda: alive(built) == ["D1"])
             await until(lambda: set(built.fleet.decode) == {address, dead, f"[::2]:{port}"})
             server.failing.add("A")
@@ -189,9 +192,9 @@ def test_srv_records_that_are_not_offered_or_for_later_are_left_out() -> None:
 async def test_names_that_nothing_knows_are_logged_once_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     signal = Signal()
     with dns_server() as server, capture_logs() as logs:
-        async with named_ring(signal, server, "dns:nothing.test:9000") as built:
+        async with named_workers(signal, server, "dns:nothing.test:9000") as built:
             await until(lambda: built.failed_lookups() >= 3)
-            reason = built.dispatcher.check_ready()
+            reason = built.router.check_ready()
             assert reason is not None and "no decode worker is known" in reason
             monkeypatch.setattr(discovery, "ANSWER_S", 0.1)
             server.is_silent = True
@@ -209,9 +212,9 @@ async def test_an_address_given_by_hand_outranks_dns() -> None:
         async with serving(worker) as address:
             server.name_hosts("decode.test", "127.0.0.1")
             name = f"dns:decode.test:{address.rpartition(':')[2]}"
-            async with named_ring(signal, server, name, static=[address]) as built:
+            async with named_workers(signal, server, name, static=[address]) as built:
                 await until(lambda: alive(built) == ["D1"])
-                assert [link.state.source for link in built.fleet.links()] == [""]
+                assert [one.source for one in built.fleet.workers()] == [""]
                 server.name_hosts("decode.test", "127.0.0.9")
                 await until(lambda: len(built.fleet.decode) == 2)
                 assert alive(built) == ["D1"]
@@ -231,10 +234,10 @@ async def test_a_worker_that_moves_under_its_own_name_is_reached_again() -> None
             fleet = Fleet([], [f"decode.test:{port}"], PATIENCE_S, PATIENCE_S, 0, open_channel)
             stack.push_async_callback(fleet.close)
             fleet.start()
-            (link,) = fleet.links()
+            (link,) = fleet.workers()
             await until(lambda: link.find_trouble() is None)
             await before.aclose()
             await stack.enter_async_context(serving(FakeDecode("D2", signal), port, "127.0.0.3"))
             server.name_hosts("decode.test", "127.0.0.3")
             async with asyncio.timeout(15.0):
-                await until(lambda: link.state.status.peer.incarnation == "D2")
+                await until(lambda: link.status.peer.incarnation == "D2")

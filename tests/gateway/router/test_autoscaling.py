@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.ring.advice import Goals, advise
-from gateway.ring.policy import WorkerView
+from gateway.router.autoscaling import Goals, advise
+from gateway.router.placement import WorkerView
 from tests.support.worker_views import DECODE, DECODE_2, PREFILL, PREFILL_2
 
 GOALS = Goals(prefill_wait_s=1.0, kv_usage=0.8)
