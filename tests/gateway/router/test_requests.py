@@ -326,6 +326,43 @@ def test_a_request_that_finds_no_worker_gives_up_in_time(
         assert client.error and client.error.code == code
 
 
+def test_what_was_accepted_once_is_tried_elsewhere_when_a_worker_calls_it_invalid() -> None:
+    with virtual_fleet() as fleet:
+        (decode,) = fleet.decodes
+        client = fleet.ask()
+        decode.sessions[0].emit(1)
+        decode.refusals.append(INVALID)
+        decode.sessions[0].say([], "error", "a step failed")
+        fleet.run()
+        decode.sessions[1].emit(3, "length")
+        fleet.run()
+        assert client.tokens == answer(4) and client.attempts[1].reason == "too long"
+
+
+def test_lost_streams_are_not_the_requests_fault_until_there_were_many() -> None:
+    with virtual_fleet(patience_s=9.0) as fleet:
+        (decode,) = fleet.decodes
+        client = fleet.ask()
+        for number in range(1, 11):
+            assert client.error is None and len(decode.sessions) == number
+            decode.break_streams()
+            fleet.run(1.0)
+        check_error(client, 503, "gave up after 10 attempts; the last: D1 closed its stream")
+
+
+def test_patience_begins_anew_once_a_worker_took_the_request() -> None:
+    with virtual_fleet(patience_s=2.0) as fleet:
+        (decode,) = fleet.decodes
+        decode.refusals.extend([GONE] * 5)  # asked five times a second
+        client = fleet.ask()
+        fleet.run(1.5)
+        decode.refusals.extend([GONE] * 5)
+        decode.sessions[0].say([], "error", "a step failed")
+        fleet.run(1.5)
+        finish(fleet)
+        assert client.tokens == answer(4)
+
+
 @pytest.mark.parametrize("where", ["reserve", "answer"])
 def test_a_request_that_takes_too_long_ends_with_504(where: str) -> None:
     with virtual_fleet(timeout_s=5.0) as fleet:
@@ -424,6 +461,29 @@ def test_a_wrong_memory_costs_one_more_try_with_a_prefill_worker() -> None:
         assert [(one.request_id, one.attempt) for one in requests] == [("r0", 1), ("r1", 1), ("r1", 2), ("r2", 1)]
         assert requests[1].handle in decode.aborted and len(prefill.runs) == 2
         assert fleet.registry.get_sample_value("baton:attempts_failed_total") == 0
+
+
+def test_what_a_worker_had_not_is_not_expected_of_it_again() -> None:
+    with virtual_fleet(prefill=2) as fleet:
+        (decode,), (first, second) = fleet.decodes, fleet.prefills
+        first.status = {"num_running": 3}
+        fleet.run(1.0)
+        for number in range(3):
+            client = fleet.ask(wanted(f"r{number}", prompt=LONG))
+            if number == 0:
+                decode.sessions[-1].emit(4, "length")
+                fleet.run()
+                decode.cached.clear()  # evicted
+                first.status = {}
+                second.may_finish.clear()
+                fleet.run(1.0)
+            elif number == 1:
+                client.leave()  # in its second attempt, whose KV never came
+                fleet.run()
+        requests = [one.request for one in decode.sessions]
+        assert [(one.request_id, one.attempt) for one in requests] == [("r0", 1), ("r1", 1), ("r1", 2), ("r2", 1)]
+        assert (len(first.runs), len(second.runs)) == (0, 3), "prompts go where they were computed"
+        finish(fleet)
 
 
 # -- log-probabilities and timing ------------------------------------------------------------------------------------
