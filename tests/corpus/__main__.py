@@ -80,12 +80,11 @@ def record_service(service: Service) -> Iterator[dict[str, Any]]:
     with grpc.insecure_channel(service.grpc) as channel:
         for case in build_cases(service.name):
             answer = record_rpc(service, channel, case) if case.method == "rpc" else record_http(service, case)
-            body = case.path.encode("latin-1") if case.method == "raw" else case.body or b""
+            body = case.body or b""
             asked = body.decode("utf-8", "backslashreplace")[:KEPT_BYTES]
-            path = "" if case.method == "raw" else case.path
             request = {
                 "method": case.method,
-                "path": path,
+                "path": case.path,
                 "headers": dict(case.headers),
                 "body": asked,
                 "bytes": len(body),
@@ -98,9 +97,8 @@ def record_service(service: Service) -> Iterator[dict[str, Any]]:
 
 
 def record_http(service: Service, case: Case) -> dict[str, Any]:
-    if case.method == "raw":
-        head, method = case.path.encode("latin-1"), "GET"
-    else:
+    head, method = b"", "GET"
+    if case.method != "raw":
         own = {"host": "x", **service.metadata}
         if case.body is not None:
             own |= {"content-type": "application/json", "content-length": str(len(case.body))}
@@ -111,6 +109,8 @@ def record_http(service: Service, case: Case) -> dict[str, Any]:
     headers = {key.lower(): tidy_text(value) for key, value in given if key.lower() not in LEFT_OUT_HEADERS}
     if headers.get("content-length") == str(len(content)):
         headers["content-length"] = "right"
+    if "allow" in headers:  # methods of a set
+        headers["allow"] = ", ".join(sorted(headers["allow"].split(", ")))
     text, kind = content.decode("utf-8", "backslashreplace"), headers.get("content-type", "")
     body: Any = tidy_text(text)
     if kind.startswith("application/json") and text:

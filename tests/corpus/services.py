@@ -112,11 +112,11 @@ def read_log(process: subprocess.Popen[str], service: Service) -> None:
     assert process.stderr is not None
     for line in process.stderr:
         service.log.append(line)
-        if '"event": "listening"' not in line:
-            continue
-        event = json.loads(line)
+        event = json.loads(line) if line.startswith("{") else {}
+        if "ops" not in event:
+            continue  # neither a worker's "ready" nor a gateway's "listening"
         service.ops[event["role"]] = event["ops"]
-        if event["role"] == "gateway":
+        if event["event"] == "listening":
             service.http, service.grpc = event["address"], event["grpc"]
             service.is_up.set()
     service.is_up.set()  # it has ended
