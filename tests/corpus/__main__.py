@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from protos import inference_pb2
@@ -40,12 +41,15 @@ VOLATILE_TEXT = (
 ID_KEYS = {"id", "call_id", "item_id", "tool_use_id"}
 DRAWN_ID = re.compile(r"((chatcmpl|cmpl)-|(msg|resp|rs|fc|ctc|call|toolu)_)[0-9A-Za-z]{9,}|[0-9A-Za-z]{9}")
 # In streams, events of choices are grouped by choice; neighbours that differ only under these keys become one event in
-# which the texts and lists of these keys are joined. Sequence numbers that count the events are left out.
+# which the texts and lists of these keys are joined. Deltas without text count as such of any key, and the ids of a
+# completion's prompt as an event of their own. Sequence numbers that count the events are right.
 JOINED_KEYS = {
     "text", "content", "reasoning_content", "reasoning", "arguments", "delta", "partial_json", "thinking", "token_ids",
     "logprobs", "tokens", "token_logprobs", "top_logprobs", "text_offset",
 }  # fmt: skip
-METRIC_VALUE = re.compile(r"^([^#\s][^ {]*(\{.*\})?) \S+$", re.M)  # metrics are recorded without values
+# Metrics are sorted and have no values; a sample that there is only after a race is left out.
+METRIC_VALUE = re.compile(r"^([^#\s][^ {]*(\{.*\})?) \S+$")
+RACING_SAMPLE = "baton:cancelled_"
 TOLERANCE = 2e-4  # log-probabilities change with the batch in which a token was computed
 SHOWN_CHARS, SHOWN_PLACES, KEPT_BYTES = 160, 4, 3000
 
@@ -90,10 +94,10 @@ def record_service(service: Service) -> Iterator[dict[str, Any]]:
                 "bytes": len(body),
             }
             yield {"name": f"{service.name} {case.name}", "request": request, **answer}
-    for role, address in sorted(service.ops.items()):
+    for process, address in sorted(service.ops.items()):
         for path in ("/live", "/ready", "/metrics", "/none"):
             answer = record_http(Service(service.name, address), Case("", "GET", path))
-            yield {"name": f"{service.name} ops {role} {path}", "request": {"path": path}, **answer}
+            yield {"name": f"{service.name} ops {process} {path}", "request": {"path": path}, **answer}
 
 
 def record_http(service: Service, case: Case) -> dict[str, Any]:
@@ -118,7 +122,8 @@ def record_http(service: Service, case: Case) -> dict[str, Any]:
     elif kind.startswith("text/event-stream"):
         body = tidy_stream(text)
     elif "version=" in kind:
-        body = METRIC_VALUE.sub(r"\1", body)
+        lines = [METRIC_VALUE.sub(r"\1", line) for line in body.splitlines()]
+        body = sorted(line for line in lines if not line.startswith(RACING_SAMPLE))
     return {"status": status, "headers": headers, "body": body}
 
 
@@ -129,7 +134,7 @@ def record_rpc(service: Service, channel: grpc.Channel, case: Case) -> dict[str,
     status = status_pb2.Status.FromString(given.pop("grpc-status-details-bin", b""))
     kind = getattr(inference_pb2, f"{case.path.rpartition('/')[2]}Response", None)
     if kind:
-        body = Tidier().tidy(join_messages([MessageToDict(kind.FromString(one)) for one in messages]))
+        body = Tidier().tidy(join_messages([to_dict(kind.FromString(one)) for one in messages]))
     else:
         body = [one.hex() for one in messages]
     return {
@@ -139,6 +144,13 @@ def record_rpc(service: Service, channel: grpc.Channel, case: Case) -> dict[str,
         "details": [read_detail(one) for one in status.details],
         "body": body,
     }
+
+
+def to_dict(message: Message) -> dict[str, Any]:
+    found: dict[str, Any] = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return found
 
 
 def read_detail(packed: AnyMessage) -> Any:
@@ -186,6 +198,12 @@ def tidy_stream(text: str) -> list[Any]:
         value = tidier.tidy(json.loads(data)) if data.startswith("{") else data
         if isinstance(value, dict) and value.get("sequence_number") == len(events):
             value["sequence_number"] = "right"
+        choice = value["choices"][0] if isinstance(value, dict) and value.get("choices") else {}
+        if "prompt_token_ids" in choice:
+            ids = {"index": choice["index"], "prompt_token_ids": choice.pop("prompt_token_ids")}
+            events.append({"data": {"choices": [ids]}})
+        if choice.get("delta") == {"content": ""}:
+            choice["delta"] = {}
         events.append({**lines, "data": value})
     joined: list[Any] = []
     for _, run in groupby(events, key=lambda event: choice_of(event) is not None):
@@ -203,6 +221,8 @@ def choice_of(event: Mapping[str, Any]) -> int | None:
 
 def merge(a: Any, b: Any, key: str = "") -> Any:
     """Two values as one; None if they differ in more than what is joined."""
+    if key == "delta" and {} in (a, b) and "role" not in (a or b):
+        return a or b
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
         merged = {name: merge(a[name], b[name], name) for name in a}
         return None if any(merged[name] is None and a[name] is not None for name in a) else merged

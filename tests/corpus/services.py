@@ -20,7 +20,7 @@ from typing import Any
 
 import grpc
 
-START_S, ANSWER_S, STOP_S = 300.0, 120.0, 60.0
+START_S, ANSWER_S, STOP_S = 120.0, 120.0, 60.0
 EARLY_S = 0.5  # a refusal that needs only a request's head comes within this time
 LARGE = 60_000  # bytes of a body, before which we look for such a refusal
 DEMO = Path("demo")
@@ -50,7 +50,7 @@ class Service:
     name: str
     http: str = ""  # host:port
     grpc: str = ""
-    ops: dict[str, str] = field(default_factory=dict)  # role |-> host:port of its probes, of the last one that started
+    ops: dict[str, str] = field(default_factory=dict)  # process |-> host:port of its probes
     log: list[str] = field(default_factory=list)
     is_up: threading.Event = field(default_factory=threading.Event)
 
@@ -113,10 +113,11 @@ def read_log(process: subprocess.Popen[str], service: Service) -> None:
     for line in process.stderr:
         service.log.append(line)
         event = json.loads(line) if line.startswith("{") else {}
-        if "ops" not in event:
-            continue  # neither a worker's "ready" nor a gateway's "listening"
-        service.ops[event["role"]] = event["ops"]
-        if event["event"] == "listening":
+        if "metrics" in event:  # "ready" of a process under `baton serve`
+            service.ops[event["process"]] = event["metrics"].split("/")[2]
+        elif "ops" in event:  # "listening" of a gateway without it
+            service.ops["gateway"] = event["ops"]
+        if "grpc" in event:
             service.http, service.grpc = event["address"], event["grpc"]
             service.is_up.set()
     service.is_up.set()  # it has ended
