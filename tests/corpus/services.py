@@ -40,7 +40,7 @@ FLAGS: Mapping[str, Sequence[str]] = {  # service |-> its command
               "--no-prefill=fail", "--tool-format=none"),
 }  # fmt: skip
 KEYS: Mapping[str, str] = {"tight": "Bearer key-one"}  # service |-> the header authorization
-END_OF_REASONING, REPLACED = "</think>", "Ġis"  # the tight service's model writes the first for the second
+MARKERS = {"<think>": "ĠThe", "</think>": "Ġ="}  # |-> the token that stands for it in the tight service's model
 
 
 @dataclass
@@ -82,7 +82,7 @@ def start(name: str) -> Iterator[Service]:
 
 
 def write_model(folder: Path, reasons: bool) -> Path:
-    """The demo model, greedy unless a request says otherwise. `reasons`: all up to an answer's first " is"."""
+    """The demo model, greedy unless a request says otherwise. `reasons`: up to the first " =" of each answer."""
     shutil.copytree(DEMO / "target", folder)
     config = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps({**config, "temperature": 0}))
@@ -90,11 +90,12 @@ def write_model(folder: Path, reasons: bool) -> Path:
         return folder
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     model = tokenizer["model"]
-    token = model["vocab"].pop(REPLACED)
-    model["vocab"][END_OF_REASONING] = token
-    model["merges"] = [pair for pair in model["merges"] if "".join(pair) != REPLACED]
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    tokenizer["added_tokens"].append({"id": token, "content": END_OF_REASONING, **plain})
+    for marker, token in MARKERS.items():
+        number = model["vocab"].pop(token)
+        model["vocab"][marker] = number
+        model["merges"] = [pair for pair in model["merges"] if token not in (*pair, "".join(pair))]
+        tokenizer["added_tokens"].append({"id": number, "content": marker, **plain})
     tokenizer["added_tokens"].sort(key=lambda added: added["id"])
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
