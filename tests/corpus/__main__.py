@@ -268,12 +268,16 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> int:
 
 def differences(a: Any, b: Any, path: str) -> Iterator[str]:
     if isinstance(a, dict) and isinstance(b, dict):
+        if [key for key in a if key in b] != [key for key in b if key in a]:
+            yield f"{path}: keys in another order"
         for key in {**a, **b}:
             yield from differences(a.get(key, "(none)"), b.get(key, "(none)"), f"{path}.{key}")
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         for index, (one, other) in enumerate(zip(a, b, strict=True)):
             yield from differences(one, other, f"{path}[{index}]")
-    elif a != b and not (isinstance(a, float) and isinstance(b, float) and abs(a - b) < TOLERANCE):
+    elif isinstance(a, float) and isinstance(b, float) and abs(a - b) < TOLERANCE:
+        return
+    elif a != b or type(a) is not type(b):
         yield f"{path}: {show(a, b)} | {show(b, a)}"
 
 
