@@ -47,9 +47,9 @@ JOINED_KEYS = {
     "text", "content", "reasoning_content", "reasoning", "arguments", "delta", "partial_json", "thinking", "token_ids",
     "logprobs", "tokens", "token_logprobs", "top_logprobs", "text_offset",
 }  # fmt: skip
-# Metrics are sorted and have no values; a sample that there is only after a race is left out.
+# Metrics are sorted and have no values; one of which there are samples only after a race is left out.
 METRIC_VALUE = re.compile(r"^([^#\s][^ {]*(\{.*\})?) \S+$")
-RACING_SAMPLE = "baton:cancelled_"
+RACING_METRIC = "baton:cancelled_"
 TOLERANCE = 2e-4  # log-probabilities change with the batch in which a token was computed
 SHOWN_CHARS, SHOWN_PLACES, KEPT_BYTES = 160, 4, 3000
 
@@ -123,7 +123,7 @@ def record_http(service: Service, case: Case) -> dict[str, Any]:
         body = tidy_stream(text)
     elif "version=" in kind:
         lines = [METRIC_VALUE.sub(r"\1", line) for line in body.splitlines()]
-        body = sorted(line for line in lines if not line.startswith(RACING_SAMPLE))
+        body = sorted(line for line in lines if RACING_METRIC not in line)
     return {"status": status, "headers": headers, "body": body}
 
 
@@ -134,7 +134,8 @@ def record_rpc(service: Service, channel: grpc.Channel, case: Case) -> dict[str,
     status = status_pb2.Status.FromString(given.pop("grpc-status-details-bin", b""))
     kind = getattr(inference_pb2, f"{case.path.rpartition('/')[2]}Response", None)
     if kind:
-        body = Tidier().tidy(join_messages([to_dict(kind.FromString(one)) for one in messages]))
+        joined = join_messages([to_dict(kind.FromString(one)) for one in messages])
+        body = Tidier().tidy(json.loads(json.dumps(joined, sort_keys=True)))  # the order of fields means nothing
     else:
         body = [one.hex() for one in messages]
     return {
