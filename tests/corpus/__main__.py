@@ -31,7 +31,7 @@ LEFT_OUT_HEADERS = {"date"}
 # Values of these keys become the name of their type: times, what depends on times, and what each start draws anew.
 VOLATILE_KEYS = re.compile(
     r"created|created_at|completed_at|pid|incarnation|\w+_seconds|draft_tokens|accepted_tokens|prefix_hits"
-    r"|(free|used|cached)_pages|running"
+    r"|(free|used|cached)_pages|running|transfer_bytes|transport"
 )
 VOLATILE_TEXT = (
     (re.compile(r"\b(req|chatcmpl|cmpl)-[0-9a-f]{24}"), r"\1-ID"),
