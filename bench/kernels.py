@@ -18,7 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench import attention, sampling
-from bench.gpu_checks.ipc_exporter import describe
+from bench.gpu_checks.ipc_exporter import build_local, describe
 from bench.products import Calls, Ceilings, Products, Rate, cycle, measure_ceilings, rate, take_turns
 from bench.transports import build_pool
 from engine.attention.choose import choose_attention
@@ -122,7 +122,7 @@ def build_hand_off(rounds: int) -> Table:
     num_bytes = HANDED_PAGES * ours.page_bytes
     source, target = (torch.empty(num_bytes, dtype=torch.uint8).fill_(1) for _ in range(2))
     with asyncio.Runner() as runner, ThreadPoolExecutor(1) as executor:
-        reader = ShmReader(describe(theirs), ours, executor)
+        reader = ShmReader(describe(theirs, build_local(theirs)), ours, executor)
         pages = list(range(HANDED_PAGES))
         calls: Calls = {
             "plain copy": lambda _number: target.copy_(source),

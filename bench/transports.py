@@ -25,12 +25,11 @@ from statistics import median
 import torch
 from google.protobuf.json_format import MessageToJson, Parse
 
-from bench.gpu_checks.ipc_exporter import describe
+from bench.gpu_checks.ipc_exporter import build_local, describe
 from engine.kv.pool import Pool, PoolShape
 from kvtransfer.checksums import compute_checksums
 from kvtransfer.grpc_bytes import GrpcReader, PageServer
 from kvtransfer.nixl import NixlReader
-from kvtransfer.nixl_pool import NixlPool
 from kvtransfer.reader import PageRef, Reader
 from kvtransfer.shm import ShmReader
 from protos import kv_pb2
@@ -50,14 +49,12 @@ async def own_pool() -> None:
     PageServer({"exporter": pool}).add_to(server)
     port = bind(server, "127.0.0.1", 0)
     await server.start()
-    nixl = NixlPool("exporter", pool, is_local=True)
-    peer = describe(pool, nixl)
-    peer.address = peer.ranks[0].address = f"127.0.0.1:{port}"
-    print(MessageToJson(peer, indent=None), flush=True)
+    local = build_local(pool, "nixl")
+    print(MessageToJson(describe(pool, local, f"127.0.0.1:{port}"), indent=None), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         print(json.dumps(compute_checksums(pool, json.loads(line), 0, pool.page_bytes)), flush=True)
     await server.stop(None)
-    nixl.close()
+    local.close()
 
 
 def build_pool() -> Pool:

@@ -1,10 +1,12 @@
-"""The part of NIXL's agent that reads need, over UCX. The only file that uses NIXL's API.
+"""The part of NIXL's agent that reads need, over UCX, and UCX's log. The only file that uses NIXL's API.
 
-Knows memory and transfers, not pages or peers. Imports NIXL when the first agent is created.
+Imports NIXL when the first agent is created.
 """
 
+import ctypes
 import importlib
 import os
+import re
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -12,20 +14,63 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.ucx_log import TABLES, UcxLog
-
 PACKAGES = ("nixl_cu13", "nixl_cu12")  # by the CUDA of torch
 PROGRESS_S = 0.01  # UCX wakes its thread for events but misses some: it also looks this often
 NOT_INSTALLED = "NIXL is not installed: pip install 'baton[nixl]'"
+TABLES = "remote memory read*"  # what UCX logs, in the syntax of UCX_PROTO_INFO
+UNKNOWN = "unknown"
+_MAX_LOG_BYTES = 1 << 20  # limit of log parsed
+_LANE = re.compile(r"\b([a-z][a-z0-9_]*)/\S+")
 
 
 class NixlError(Exception):
     """A call of NIXL failed; the message has its text and UCX's last log line."""
 
 
-def find_obstacle() -> str | None:
-    """Why this process cannot use NIXL; does not import it."""
-    return None if any(map(find_spec, PACKAGES)) else NOT_INSTALLED
+def is_installed() -> bool:
+    """Whether this process can use NIXL; does not import it."""
+    return any(map(find_spec, PACKAGES))
+
+
+class UcxLog:
+    """A memory file that UCX writes its log to. Created before UCX is loaded; one per process."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("baton-ucx-log", os.MFD_CLOEXEC)
+        self._begin = 0  # of the unread part
+        os.environ["UCX_LOG_FILE"] = f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def read(self) -> list[str]:
+        """The lines since the last call, without time and process."""
+        ctypes.CDLL(None).fflush(None)  # UCX's lines are buffered in a libc stream
+        written = os.pread(self._fd, _MAX_LOG_BYTES, self._begin)
+        self._begin = os.fstat(self._fd).st_size
+        os.ftruncate(self._fd, 0)  # later writes leave a hole before them, which takes no memory
+        return [line.partition("]   ")[2] for line in written.decode(errors="replace").splitlines()]
+
+
+def find_link(lines: Sequence[str], agent: str) -> str:
+    """The transports by which `agent` reads large pieces of peers' memory, such as "rc_mlx5" or "cma+tcp"; or UNKNOWN.
+
+    From UCX's tables, since UCX reports it nowhere else; the last one counts: the agent's own comes before the peer's.
+
+        | AGENT inter-node cfg#2 |                                         a title: the agent, and the direction
+        | remote memory read by ucp_get*(multi) into host memory from host |
+        | 0..inf | zero-copy | rc_mlx5/mlx5_0:1 |                          message sizes, protocol, transport/device
+    """
+    link, is_its = UNKNOWN, False
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) == 1 and " cfg#" in cells[0]:
+            is_its = cells[0].startswith(f"{agent} ") and not cells[0].startswith(f"{agent} self ")
+        elif is_its and len(cells) == 3 and cells[0].endswith("..inf"):
+            link = "+".join(sorted(set(_LANE.findall(cells[2])))) or UNKNOWN
+    return link
+
+
+def is_fast(link: str) -> bool:
+    """Whether the link is known and does not use TCP."""
+    return link != UNKNOWN and "tcp" not in link.split("+")
 
 
 @cache
@@ -62,20 +107,20 @@ class Agent:
         except Exception as error:  # NIXL's errors have no common class
             raise NixlError(f"NIXL cannot be started: {error}") from error
         devices = ",NET_DEVICES=lo" if is_local else ""
-        self._call("createBackend", "UCX", {"engine_config": f"PROTO_INFO={TABLES}{devices}"})
+        self.call("createBackend", "UCX", {"engine_config": f"PROTO_INFO={TABLES}{devices}"})
 
     def register(self, address: int, num_bytes: int, device_index: int) -> None:
         """Register memory with UCX: on a GPU, or in main memory if `device_index` is -1."""
         regions = np.array([[address, num_bytes, max(device_index, 0)]], np.uint64)
-        self._call("registerMem", self._nixl.nixlRegDList(self._kind(device_index), regions))
+        self.call("registerMem", self._nixl.nixlRegDList(self._kind(device_index), regions))
 
     def metadata(self) -> bytes:
         """How peers reach this agent, and the keys to its registered memory."""
-        return bytes(self._call("getLocalMD"))
+        return bytes(self.call("getLocalMD"))
 
     def connect(self, metadata: bytes) -> str:
         """Connect to the agent with this metadata; returns its name."""
-        return bytes(self._call("loadRemoteMD", metadata)).decode(errors="replace")
+        return bytes(self.call("loadRemoteMD", metadata)).decode(errors="replace")
 
     def prepare(
         self, peer: str | None, address: int, count: int, stride: int, num_bytes: int, device_index: int
@@ -89,27 +134,23 @@ class Agent:
         pieces[:, 1:] = num_bytes, max(device_index, 0)
         listed = self._nixl.nixlXferDList(self._kind(device_index), pieces)
         whose = () if peer is None else (peer,)
-        return int(self._call("prepXferDlist", *whose, listed))
+        return int(self.call("prepXferDlist", *whose, listed))
 
     def begin_read(self, remote: int, pieces: Sequence[int], local: int) -> "Transfer":
         """Read these pieces of `remote` into the first pieces of `local`; both are handles from `prepare`."""
         there, here = np.array(pieces, np.int32), np.arange(len(pieces), dtype=np.int32)
-        handle = self._call("makeXferReq", self._nixl.NIXL_READ, local, here, remote, there)
-        return Transfer(self, handle)
+        return Transfer(self, self.call("makeXferReq", self._nixl.NIXL_READ, local, here, remote, there))
 
     def is_in_progress(self, ask: str, handle: int) -> bool:
         """Whether a transfer is still running, from the call `ask`. False: all data is here."""
-        status = self._call(ask, handle)
+        status = self.call(ask, handle)
         if status not in (self._nixl.NIXL_IN_PROG, self._nixl.NIXL_SUCCESS):
             raise NixlError(f"NIXL: {status}")
         return bool(status == self._nixl.NIXL_IN_PROG)
 
-    def release(self, handle: int) -> None:
-        self._call("releaseXferReq", handle)
-
-    def read_log(self) -> list[str]:
-        """UCX's log lines since the last call, for all agents of the process."""
-        return self._log.read()
+    def find_link(self) -> str:
+        """See `find_link`; call it once, after the first read."""
+        return find_link(self._log.read(), self.name)
 
     def close(self) -> None:
         """End the agent and its transfers. Idempotent. Its handles become invalid."""
@@ -118,16 +159,13 @@ class Agent:
     def _kind(self, device_index: int) -> Any:
         return self._nixl.DRAM_SEG if device_index == -1 else self._nixl.VRAM_SEG
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """Call by name, since an exception keeps this frame's variables alive, and must not keep the agent alive."""
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call NIXL by name: an exception keeps this frame's variables alive, and must not keep the agent alive."""
         try:
             return getattr(self._agent, name)(*arguments)
         except Exception as error:  # NIXL's errors have no common class
-            raise NixlError(f"NIXL: {error}{self._last_words()}") from error
-
-    def _last_words(self) -> str:
-        words = [line for line in self._log.read() if line and not line.startswith(("|", "+"))]
-        return f" ({words[-1]})" if words else ""
+            words = [line for line in self._log.read() if line and not line.startswith(("|", "+"))]
+            raise NixlError(f"NIXL: {error}{f' ({words[-1]})' if words else ''}") from error
 
 
 class Transfer:
@@ -146,5 +184,5 @@ class Transfer:
     def _look(self, ask: str) -> bool:
         if self._agent.is_in_progress(ask, self._handle):
             return False
-        self._agent.release(self._handle)
+        self._agent.call("releaseXferReq", self._handle)
         return True

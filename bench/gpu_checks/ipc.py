@@ -23,11 +23,11 @@ from bench.gpu_checks.card import MissedError, require, scale_for
 from bench.gpu_checks.ipc_exporter import SHAPE_8B, page_content
 from bench.gpu_checks.loop import build_requests, run_jobs
 from bench.gpu_checks.models import build_random_engine
-from engine.kv import peer_pages
+from engine.kv import gpu as gpu_module
 from engine.kv.pool import Pool
-from kvtransfer.cuda_ipc import CudaIpcReader
+from kvtransfer.cuda_ipc import CudaIpcReader, GpuMemory
 from kvtransfer.grpc_bytes import GrpcReader
-from kvtransfer.reader import PageRef, Reader, ReadError
+from kvtransfer.reader import PageRef, Reader, ReadError, read_advert
 from protos import kv_pb2
 from runtime.rpc import open_channel
 
@@ -195,7 +195,9 @@ def kill_exporters(pool: Pool, command: Sequence[str], num_kills: int = NUM_KILL
     copy_s = 0.0  # of an undisturbed copy, the first
     for kill in range(-1, num_kills):
         with Exporter(command, pool.num_pages) as exporter, ThreadPoolExecutor(1) as executor:
-            opened = pool.open_peer(exporter.peer.ranks[0].gpu.ipc_handle, pool.num_pages, pool.page_bytes)
+            memory = read_advert(exporter.peer.ranks[0], CudaIpcReader.transport, GpuMemory)
+            assert memory
+            opened = pool.open_peer(memory.handle, pool.num_pages, pool.page_bytes)
             started = time.perf_counter()
             copying = executor.submit(opened.copy, pages, pages)
             if kill < 0:
@@ -233,7 +235,7 @@ def time_copies(pool: Pool, command: Sequence[str]) -> str:
             return seconds
 
     engine_s = asyncio.run(run())
-    with patch.object(peer_pages, "ENGINE_BYTES", 1 << 62):  # never
+    with patch.object(gpu_module, "ENGINE_BYTES", 1 << 62):  # never
         kernel_s = asyncio.run(run())
     target, source = pool.tensor[:count], pool.tensor[count : 2 * count]
     times = []

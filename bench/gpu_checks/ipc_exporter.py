@@ -9,6 +9,8 @@ It ends when stdin does.
 import asyncio
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,13 +19,14 @@ from numpy.typing import NDArray
 
 from engine.kv.pool import Pool, PoolShape
 from kvtransfer.grpc_bytes import PageServer
-from kvtransfer.identity import PoolFacts, build_peer, build_rank
-from kvtransfer.nixl_pool import NixlPool
+from kvtransfer.layout import build_layout
+from kvtransfer.reader import Local
+from kvtransfer.transports import describe_rank
 from protos import kv_pb2
-from runtime.rpc import bind, build_server, host_identity
+from runtime.rpc import bind, build_server, host_identity, open_channel
 from wire.kv_layout import KvPart
-from worker.process import describe_gpu
 
+READ_S = 30.0
 SHAPE_8B = PoolShape(1, (KvPart(32, 8, 128),), 16, torch.bfloat16)  # 2 MiB
 
 
@@ -38,23 +41,31 @@ def recycle(pool: Pool, page: int) -> None:
     pool.store([page], [page_content(page, int(pool.generations[page]), pool.page_bytes)])
 
 
-def describe(pool: Pool, nixl: NixlPool | None = None, address: str = "127.0.0.1:1") -> kv_pb2.Peer:
-    """This process as its peers see it. `nixl`: of incarnation "exporter". `address`: of its PageServer, if any."""
+def build_local(pool: Pool, transport: str = "auto") -> Local:
+    """For peers of this host."""
+    return Local(pool, f"exporter.{pool.rank}", True, transport, open_channel, True, True, READ_S)
+
+
+def describe(pool: Pool, local: Local, address: str = "127.0.0.1:1") -> kv_pb2.Peer:
+    """This process as its peers see it: incarnation "exporter". `local`: kept open. `address`: of a PageServer."""
     shape, (part,) = pool.shape, pool.shape.parts
     assert isinstance(part, KvPart)
-    facts = PoolFacts(
-        "w", str(shape.dtype).removeprefix("torch."), part.num_layers, part.num_heads, shape.page_tokens,
-        part.head_dim, pool.num_pages, pool.fd, pool.pages_offset,
+    layout = build_layout(
+        weights="w", dtype=str(shape.dtype).removeprefix("torch."), num_layers=part.num_layers,
+        num_kv_heads=part.num_heads, page_tokens=shape.page_tokens, head_dim=part.head_dim,
     )  # fmt: skip
-    rank = build_rank(address, os.getpid(), describe_gpu(pool), nixl.facts if nixl else None)
-    return build_peer("prefill", address, "exporter", host_identity(), facts, [rank])
+    return kv_pb2.Peer(
+        role="prefill", address=address, incarnation="exporter", pid=os.getpid(), host=host_identity(), layout=layout,
+        num_pages=pool.num_pages, pool_fd=pool.fd, pages_offset=pool.pages_offset,
+        ranks=[describe_rank(local, address)],
+    )  # fmt: skip
 
 
-def obey(pool: Pool, nixl: NixlPool | None = None, *address: str) -> None:
+def obey(peer: kv_pb2.Peer, recycle_page: Callable[[int], None]) -> None:
     """Print this process's Peer, then obey commands until stdin ends."""
-    print(MessageToJson(describe(pool, nixl, *address), indent=None), flush=True)
+    print(MessageToJson(peer, indent=None), flush=True)
     for line in sys.stdin:
-        recycle(pool, int(line.split()[1]))
+        recycle_page(int(line.split()[1]))
         print("done", flush=True)
 
 
@@ -62,9 +73,9 @@ async def serve(pool: Pool) -> None:
     """`obey`, while a PageServer gives pages to GrpcReaders."""
     server = build_server()
     PageServer({"exporter": pool}).add_to(server)
-    port = bind(server, "127.0.0.1", 0)
+    address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
     await server.start()
-    await asyncio.to_thread(obey, pool, None, f"127.0.0.1:{port}")
+    await asyncio.to_thread(obey, describe(pool, build_local(pool), address), partial(recycle, pool))
     await server.stop(None)
 
 
@@ -74,4 +85,5 @@ if __name__ == "__main__":
     if way == "grpc":
         asyncio.run(serve(pool))
     else:
-        obey(pool, NixlPool("exporter", pool, is_local=True) if way == "nixl" else None)
+        local = build_local(pool, way or "auto")
+        obey(describe(pool, local), partial(recycle, pool))

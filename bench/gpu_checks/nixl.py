@@ -14,7 +14,7 @@ from bench.gpu_checks.ipc import Exporter, check_reader, run_apart, time_reads
 from bench.gpu_checks.ipc_exporter import SHAPE_8B
 from engine.kv.pool import Pool
 from kvtransfer.nixl import NixlReader
-from kvtransfer.nixl_agent import find_obstacle
+from kvtransfer.nixl_agent import NOT_INSTALLED, is_installed
 from runtime.rpc import open_channel
 
 NUM_PAGES = {"cuda": 128, "cpu": 8}  # of 2 MiB: a prompt of 2,048 tokens; few on a CPU, where speed does not matter
@@ -23,8 +23,8 @@ READ_S = 30.0
 
 def check_nixl(device: torch.device) -> str:
     """Pages through NIXL arrive as they are there, and a recycled one is refused: by what UCX uses, and how fast."""
-    if (obstacle := find_obstacle()) is not None:
-        return f"skipped: {obstacle}"
+    if not is_installed():
+        return f"skipped: {NOT_INSTALLED}"
     return run_apart("bench.gpu_checks.nixl", device.type)
 
 

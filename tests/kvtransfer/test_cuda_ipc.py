@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast
 
 import grpc
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -25,11 +26,11 @@ from structlog.testing import capture_logs
 from bench.gpu_checks import ipc
 from bench.gpu_checks.ipc import Exporter
 from bench.gpu_checks.ipc_exporter import page_content
-from decode_worker import kv_receiver
+from decode_worker import kv_peers
 from engine.kv import pool as pool_module
 from kvtransfer import cuda_ipc
-from kvtransfer.cuda_ipc import CudaIpcReader
-from kvtransfer.reader import PageRef, PageStore, PeerPages, ReadError
+from kvtransfer.cuda_ipc import CudaIpcReader, GpuMemory
+from kvtransfer.reader import PageRef, PageStore, PeerPages, ReadError, read_advert
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
 from runtime.lifecycle import spare_what_is_here
 from tests.support.fake_cuda import FakeGpu, count_opened
@@ -119,8 +120,8 @@ class Peer:
 def with_peer(scenario: Callable[[Peer, CudaIpcReader], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
     async def test() -> None:
         peer, message = Peer(), kv_pb2.Peer(num_pages=9)
-        gpu = message.ranks.add(pid=77).gpu
-        gpu.ipc_handle, gpu.test_checksum = b"a handle", zlib.crc32(b"test")
+        memory = GpuMemory("gpu-0", ("gpu-0",), b"a handle", zlib.crc32(b"test"))
+        message.ranks.add(pid=77, transports={"cuda_ipc": msgspec.msgpack.encode(memory)})
         with ThreadPoolExecutor(1) as executor, pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda_ipc, "PeerFile", lambda _message, page_bytes, rank: peer)
             await scenario(peer, await CudaIpcReader.open(message, cast(PageStore, peer), executor))
@@ -235,19 +236,30 @@ def lasting() -> Iterator[kv_pb2.Peer]:
 def changed(peer: kv_pb2.Peer, **values: object) -> kv_pb2.Peer:
     copied = kv_pb2.Peer()
     copied.CopyFrom(peer)
+    memory = gpu_of(peer)
     for field, value in values.items():
         if field in ("pid", "address"):  # of its only rank
             setattr(copied.ranks[0], field, value)
-        setattr(copied.ranks[0].gpu if field in ("ipc_handle", "test_checksum") else copied, field, value)
+        if field in ("handle", "test_checksum"):
+            memory = msgspec.structs.replace(memory, **{field: value})
+        else:
+            setattr(copied, field, value)
+    copied.ranks[0].transports["cuda_ipc"] = msgspec.msgpack.encode(memory)
     return copied
+
+
+def gpu_of(peer: kv_pb2.Peer) -> GpuMemory:
+    memory = read_advert(peer.ranks[0], "cuda_ipc", GpuMemory)
+    assert memory
+    return memory
 
 
 @pytest.mark.parametrize(
     ("lie", "reason", "words"),
     [
-        ({"ipc_handle": bytes(63)}, "transport", "an IPC handle has 64 bytes, not 63"),
-        ({"ipc_handle": bytes(65)}, "transport", "an IPC handle has 64 bytes, not 65"),
-        ({"ipc_handle": bytes(64)}, "transport", "cudaIpcOpenMemHandle: invalid resource handle"),
+        ({"handle": bytes(63)}, "transport", "an IPC handle has 64 bytes, not 63"),
+        ({"handle": bytes(65)}, "transport", "an IPC handle has 64 bytes, not 65"),
+        ({"handle": bytes(64)}, "transport", "cudaIpcOpenMemHandle: invalid resource handle"),
         ({"num_pages": NUM_PAGES + 400}, "transport", f"fewer than {(NUM_PAGES + 400) * 512 + TEST_BYTES} bytes"),
         ({"test_checksum": 0x1234}, "transport", "reads wrong here: its 65536 test bytes have checksum 00001234 there"),
         ({"num_pages": 0}, "layout", "without pages"),
@@ -272,7 +284,7 @@ async def test_peers_that_lie_are_refused_and_nothing_stays_open(
 def test_a_pool_is_closed_once_and_then_no_longer_read(lasting: kv_pb2.Peer) -> None:
     store = build_pool(3, FakeGpu())
     before = count_opened()
-    pages = store.open_peer(lasting.ranks[0].gpu.ipc_handle, NUM_PAGES, store.page_bytes)
+    pages = store.open_peer(gpu_of(lasting).handle, NUM_PAGES, store.page_bytes)
     assert count_opened() == before + 1
     for _again in range(2):
         pages.close()
@@ -310,7 +322,7 @@ async def shake_hands(stub: decode_pb2_grpc.DecodeStub, peer: kv_pb2.Peer) -> st
 async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_dies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_receiver, "LOOK_S", 0.005)
+    monkeypatch.setattr(kv_peers, "LOOK_S", 0.005)
     news, before = Signal(), count_opened()
     built = build_kv_engine(gpu=FakeGpu())
     with Exporter(GPU_PROCESS, NUM_PAGES) as exporter, ThreadPoolExecutor(1) as executor:
@@ -329,7 +341,7 @@ async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_d
             whole = [bytes(page_content(ref.page, 1, decode.pool.page_bytes)) for ref in refs[:-1]]
             assert there.issuperset(whole), "decode continues in the last one"
             moved = decode.metrics.registry.get_sample_value("baton:kv_transfer_bytes_total", {"transport": "cuda_ipc"})
-            assert moved == answer.bytes and decode.receiver.transports() == {peer.address: "cuda_ipc"}
+            assert moved == answer.bytes and decode.peers.transports() == {peer.address: "cuda_ipc"}
             ours = await CudaIpcReader.open(peer, build_pool(3, FakeGpu()), executor)
             assert not ours.is_gone()
             os.kill(peer.pid, signal.SIGKILL)
@@ -339,7 +351,7 @@ async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_d
                 await ours.read([PageRef(0, 0)], [0])
             await ours.close()
             del ours
-            while decode.receiver.transports() or count_opened() > before + 1:  # noqa: ASYNC110, no event for it
+            while decode.peers.transports() or count_opened() > before + 1:  # noqa: ASYNC110, no event for it
                 await asyncio.sleep(0.005)
             await opened.abort(1)
 
@@ -356,12 +368,12 @@ async def test_a_peer_that_cannot_be_opened_is_refused_or_read_otherwise_by_name
         assert "cuda_ipc is not possible" in str(refused.value.details())
         assert "the peer's pool is not on a GPU; drop --require-transport" in str(refused.value.details())
         # another process' GPU, a handle that opens nothing, and pages served at its address
-        peer = changed(lasting, address=prefill.peer.address, ipc_handle=bytes(64))
+        peer = changed(lasting, address=prefill.peer.address, handle=bytes(64))
         peer.incarnation = prefill.peer.incarnation
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await shake_hands(opened.stub, peer)
         assert "cudaIpcOpenMemHandle: invalid resource handle" in str(refused.value.details())
-        decode.receiver._is_transport_required = False
+        decode.peers._is_required = False
         with capture_logs() as logs:
             assert await shake_hands(opened.stub, peer) == "grpc"
         (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
@@ -379,10 +391,10 @@ async def test_auto_reads_gpu_memory_if_its_test_bytes_are_right_and_tells_why_n
         decode_worker(news, "auto", built=build_kv_engine(gpu=FakeGpu())) as decode,
         gateway(decode, news) as opened,
     ):
-        peer = changed(lasting, address=prefill.peer.address)  # which serves pages by gRPC
+        checksum = gpu_of(lasting).test_checksum ^ is_wrong
+        peer = changed(lasting, address=prefill.peer.address, test_checksum=checksum)  # which serves pages by gRPC
         peer.incarnation = prefill.peer.incarnation
-        peer.ranks[0].gpu.test_checksum ^= is_wrong
-        decode.receiver._is_transport_required = False  # as auto has it
+        decode.peers._is_required = False  # as auto has it
         with capture_logs() as logs:
             assert await shake_hands(opened.stub, peer) == ("grpc" if is_wrong else "cuda_ipc")
         warnings = [entry["why"] for entry in logs if entry["log_level"] == "warning"]

@@ -25,11 +25,10 @@ from engine.kv.pool import Pool
 from kvtransfer import grpc_bytes
 from kvtransfer.checksums import compute_checksums
 from kvtransfer.grpc_bytes import METHOD, GrpcReader, PageServer, cut_pages, decode, encode_data
-from kvtransfer.identity import PoolFacts, build_peer, build_rank
 from kvtransfer.layout import plan_runs
-from kvtransfer.opener import Opener
-from kvtransfer.reader import PageRef, PageStore, Reader, ReadError, Transport
+from kvtransfer.reader import Local, PageRef, PageStore, Reader, ReadError
 from kvtransfer.shm import ShmReader
+from kvtransfer.transports import open_reader as open_by_name
 from protos import kv_pb2
 from runtime.rpc import bind, build_server, open_channel
 from tests.support.fake_cuda import FakeGpu
@@ -51,8 +50,11 @@ OWNER_WORDS = {"cuda_ipc": ("fake-gpu",), "shm": (), "nixl:cma": ("nixl",)}  # a
 
 
 def peer(address: str = "p:1", num_pages: int = NUM_REMOTE, fd: int | None = 5) -> kv_pb2.Peer:
-    facts = PoolFacts("weights-1", "float32", 2, 1, 4, 8, num_pages, fd=fd, pages_offset=4096)
-    return build_peer("prefill", address, "P1", "host-1", facts, [build_rank(address, os.getpid())])
+    ranks = [kv_pb2.Rank(address=address, pid=os.getpid())]
+    return kv_pb2.Peer(
+        address=address, incarnation="P1", pid=os.getpid(), num_pages=num_pages, pool_fd=fd, pages_offset=4096,
+        ranks=ranks,
+    )  # fmt: skip
 
 
 class Owner:
@@ -116,7 +118,7 @@ async def open_owner(transport: str, num_ranks: int) -> AsyncIterator[Owner]:
             pools = build_ranks(NUM_REMOTE, num_ranks)
             addresses = [await stack.enter_async_context(grpc_server(pool)) for pool in pools]
             message = peer(addresses[0])
-            message.ranks.extend(build_rank(address, 1) for address in addresses[1:])
+            message.ranks.extend(kv_pb2.Rank(address=address) for address in addresses[1:])
             yield Owner(message, partial(recycle_ranks, pools))
         else:
             words = [*POOL_PROCESS, *OWNER_WORDS[transport], f"ranks={num_ranks}"]
@@ -126,14 +128,14 @@ async def open_owner(transport: str, num_ranks: int) -> AsyncIterator[Owner]:
 
 @asynccontextmanager
 async def open_reader(transport: str, theirs: kv_pb2.Peer, local: Pool) -> AsyncIterator[Reader]:
-    opener = Opener(f"reader {local.rank}", local, open_channel, True, False, PATIENCE_S)
-    reader = await opener.open(cast(Transport, transport.partition(":")[0]), theirs)
+    ours = Local(local, f"reader {local.rank}", False, "auto", open_channel, True, False, PATIENCE_S)
+    reader = await open_by_name(ours, transport.partition(":")[0], theirs)
     assert reader.transport == transport
     try:
         yield reader
     finally:
         await reader.close()
-        opener.close()
+        ours.close()
 
 
 SIZES = [(name, size, ours) for name in (*OWNER_WORDS, "grpc") for size, ours in ((2, [1, 4]), (4, [2]))]

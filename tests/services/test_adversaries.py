@@ -127,11 +127,11 @@ async def test_handshakes_that_lie_are_refused(
     for lie in lies:
         code = await shake_hands(stub, prefill.peer, **lie)
         assert code is grpc.StatusCode.FAILED_PRECONDITION, lie
-    decode.receiver._openers[0]._timeout_s = 1.0  # resolving them may get no answer
+    decode.peers._pools[0].local.timeout_s = 1.0  # resolving them may get no answer
     for address in ("", "unix:/etc/passwd", "127.0.0.1:1", "127.0.0.1", "a b", "x\0y", "%41:1", "[::1]:1"):
         code = await shake_hands(stub, prefill.peer, address=address, host="elsewhere")
         assert code is grpc.StatusCode.FAILED_PRECONDITION, address
-    assert decode.receiver.transports() == {}
+    assert decode.peers.transports() == {}
 
 
 async def shake_hands(stub: decode_pb2_grpc.DecodeStub, peer: kv_pb2.Peer, **lie: object) -> grpc.StatusCode:
