@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
 from cli.doctor_facts import Machine, Model, Row
 from cli.doctor_gpu_rules import explain_no_gpu, judge_flashinfer, judge_gpus, judge_peers, judge_triton
 from cli.plan import WorkerPlan, choose_prefill_workers, plan_workers
@@ -209,7 +207,7 @@ def describe_peer(config: ServeConfig, machine: Machine, model: Model, plan: Wor
     for gpu in plan.gpus:
         entries = {"nixl": b"registered"} if config.transport == "nixl" and machine.nixl else {}
         if model.device == "cuda":
-            entries["cuda_ipc"] = msgspec.msgpack.encode(describe_gpu(machine, gpu))
+            entries["cuda_ipc"] = describe_gpu(machine, gpu).pack()
         elif pool_fd is not None:
             entries["shm"] = b""
         ranks.append(kv_pb2.Rank(transports=entries))

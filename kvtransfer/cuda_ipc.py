@@ -6,32 +6,18 @@ a card yet.
 
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from contextlib import suppress
 
-import msgspec
-
 from kvtransfer.memory_file import PeerFile
-from kvtransfer.reader import (
-    Local,
-    PageRef,
-    PageStore,
-    PeerPages,
-    PeerReader,
-    ReadError,
-    Transport,
-    check_generations,
-    copy_in_thread,
-    read_advert,
-)
+from kvtransfer.reader import Advert, Local, PageRef, PeerPages, ReadError, TransportReader, check_generations
 from protos import kv_pb2
 from wire.kv_layout import TEST_BYTES, find_test_bytes
 
 PIECE_BYTES = 16 << 20  # copied at once: 50 us over NVLink, 0.7 ms over PCIe, beside some 20 us for the wait at its end
 
 
-class GpuMemory(msgspec.Struct, frozen=True):
-    """A rank's entry in Rank.transports: its pool's GPU."""
+class GpuMemory(Advert, frozen=True):
+    """A pool's GPU."""
 
     uuid: str  # the driver's identifier
     readable: tuple[str, ...]  # UUIDs of the GPUs whose memory it can read: itself, and visible ones with peer access
@@ -39,7 +25,7 @@ class GpuMemory(msgspec.Struct, frozen=True):
     test_checksum: int = 0  # CRC-32 of the TEST_BYTES random bytes behind the last page: peers that open it check them
 
 
-class CudaIpcReader(PeerReader):
+class CudaIpcReader(TransportReader):
     """Keeps one incarnation's pool open; as with shm, its generations are in a memory file.
 
     A peer offers only pages whose step it has collected, so their content is written before a copy starts. The copy is
@@ -52,34 +38,47 @@ class CudaIpcReader(PeerReader):
     ends.
     """
 
-    transport = "cuda_ipc"
+    name, why = "cuda_ipc", "the peer's GPU memory can be opened on this host"
 
-    def __init__(self, peer: kv_pb2.Peer, store: PageStore, executor: Executor) -> None:
-        """`executor` has one thread. See `open`."""
-        super().__init__(peer, store)
-        self._executor = executor
+    @staticmethod
+    def advertise(local: Local) -> bytes | None:
+        store = local.store
+        memory = GpuMemory(store.gpu_uuid, store.readable_gpus, store.ipc_handle, store.test_checksum)
+        return memory.pack() if store.gpu_uuid else None
+
+    @staticmethod
+    def find_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
+        here, there = ([GpuMemory.read(rank, CudaIpcReader.name) for rank in peer.ranks] for peer in (ours, theirs))
+        if not any(here):
+            return "this worker's pool is not on a GPU"
+        if not any(there):
+            return "the peer's pool is not on a GPU"
+        if ours.host != theirs.host:
+            return "the workers share no host and PID namespace"
+        if ours.pid == theirs.pid:
+            return "the workers are one process, which cannot open its own handles"
+        for their in there:
+            if their is None or not their.handle or not theirs.HasField("pool_fd"):
+                return "the peer gives no handle of its GPU memory"
+            for our in here:
+                if our is None or their.uuid not in our.readable:
+                    pair = f"GPU {our.uuid if our else ''} has no peer access to the peer's {their.uuid}"
+                    return f"{pair}, or this process cannot see it"
+        return None
+
+    def __init__(self, local: Local, peer: kv_pb2.Peer) -> None:
+        super().__init__(local, peer)
         ranks = sorted({run.rank for run in self._runs})  # those that have bytes for us
         self._files = {rank: PeerFile(peer, page_bytes=0, rank=rank) for rank in ranks}
         self._pages: dict[int, PeerPages] = {}  # rank |-> its memory
 
-    @classmethod
-    async def open(cls, peer: kv_pb2.Peer, store: PageStore, executor: Executor) -> "CudaIpcReader":
-        """Raises ReadError: "transport" if the peer's memory cannot be opened, "layout" if it is not as announced.
-
-        "transport" too if bytes that the peer wrote behind its pages read otherwise here.
-        """
-        reader = cls(peer, store, executor)
-        try:
-            await reader._run(reader._open_pages)
-        except BaseException:  # also if cancelled, since the open completes anyway
-            await reader.close()
-            raise
-        return reader
+    async def _connect(self, local: Local) -> None:
+        await self._run(self._open_pages)
 
     def _open_pages(self) -> None:
         num_pages, page_bytes = self._peer.num_pages, self._page_bytes
         for rank in self._files:
-            memory = read_advert(self._peer.ranks[rank], self.transport, GpuMemory)
+            memory = GpuMemory.read(self._peer.ranks[rank], self.name)
             if memory is None:
                 raise ReadError("layout", f"rank {rank} of the peer has no GPU memory")
             self._pages[rank] = pages = self._store.open_peer(memory.handle, num_pages, page_bytes)
@@ -133,49 +132,12 @@ class CudaIpcReader(PeerReader):
                 with suppress(RuntimeError):  # the context is broken: the engine's next step reports it
                     pages.close()
 
-        await copy_in_thread(self._executor, close)
+        await self._copy(close)
 
     async def _run(self, work: Callable[[], None]) -> None:
-        """Like copy_in_thread; CUDA errors become ReadErrors, or end the process if nothing works after them."""
+        """Like `_copy`; CUDA errors become ReadErrors, or end the process if nothing works after them."""
         try:
-            await copy_in_thread(self._executor, work)
+            await self._copy(work)
         except RuntimeError as error:
-            await copy_in_thread(self._executor, self._store.end_if_lost)
+            await self._copy(self._store.end_if_lost)
             raise ReadError("transport", str(error)) from error
-
-
-def _advertise(local: Local) -> bytes | None:
-    store = local.store
-    if not store.gpu_uuid:
-        return None
-    memory = GpuMemory(store.gpu_uuid, store.readable_gpus, store.ipc_handle, store.test_checksum)
-    return msgspec.msgpack.encode(memory)
-
-
-def _find_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
-    here, there = ([read_advert(rank, CUDA_IPC.name, GpuMemory) for rank in peer.ranks] for peer in (ours, theirs))
-    if not any(here):
-        return "this worker's pool is not on a GPU"
-    if not any(there):
-        return "the peer's pool is not on a GPU"
-    if ours.host != theirs.host:
-        return "the workers share no host and PID namespace"
-    if ours.pid == theirs.pid:
-        return "the workers are one process, which cannot open its own handles"
-    for their in there:
-        if their is None or not their.handle or not theirs.HasField("pool_fd"):
-            return "the peer gives no handle of its GPU memory"
-        for our in here:
-            if our is None or their.uuid not in our.readable:
-                pair = f"GPU {our.uuid if our else ''} has no peer access to the peer's {their.uuid}"
-                return f"{pair}, or this process cannot see it"
-    return None
-
-
-CUDA_IPC = Transport(
-    "cuda_ipc",
-    "the peer's GPU memory can be opened on this host",
-    _advertise,
-    _find_obstacle,
-    lambda local, peer: CudaIpcReader.open(peer, local.store, local.executor),
-)

@@ -5,7 +5,7 @@ protobuf's copies, which halve the bandwidth. Tests compare `encode_data` and `d
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import grpc
 import numpy as np
@@ -13,16 +13,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from kvtransfer.layout import Run
-from kvtransfer.reader import (
-    Local,
-    PageRef,
-    PageStore,
-    PeerReader,
-    ReadError,
-    Transport,
-    check_generations,
-    copy_in_thread,
-)
+from kvtransfer.reader import Local, PageRef, PageStore, ReadError, TransportReader, check_generations
 from protos import kv_pb2
 
 SERVICE = "baton.v1.KvPages"
@@ -129,19 +120,25 @@ class PageServer:
         yield kv_pb2.ReadPagesResponse(generations=generations).SerializeToString()
 
 
-class GrpcReader(PeerReader):
-    """Reads a peer's pages through the KvPages services of its ranks."""
+class GrpcReader(TransportReader):
+    """Reads a peer's pages through the KvPages services of its ranks. Every worker has them."""
 
-    transport = "grpc"
+    name, why = "grpc", ""
 
-    def __init__(
-        self, peer: kv_pb2.Peer, store: PageStore, open_channel: Callable[[str], grpc.aio.Channel], timeout_s: float
-    ) -> None:
-        """`timeout_s` bounds each read."""
-        super().__init__(peer, store)
-        self._timeout_s = timeout_s
+    @staticmethod
+    def advertise(local: Local) -> bytes | None:
+        return b""
+
+    @staticmethod
+    def find_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
+        return None
+
+    def __init__(self, local: Local, peer: kv_pb2.Peer) -> None:
+        super().__init__(local, peer)
+        self._executor = None
+        self._timeout_s = local.timeout_s
         addresses = sorted({peer.ranks[run.rank].address for run in self._runs})
-        self._channels = {address: open_channel(address) for address in addresses}
+        self._channels = {address: local.open_channel(address) for address in addresses}
 
     async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
         self._check_bounds(sources)
@@ -153,7 +150,7 @@ class GrpcReader(PeerReader):
             for run, (parts, _generations) in zip(self._runs, received, strict=True):
                 self._store.store(into, cut_pages(parts, run.num_bytes), run.target)
 
-        await copy_in_thread(None, store)
+        await self._copy(store)
 
     async def probe(self, num_pages: int) -> None:
         await self._receive_all(range(num_pages))
@@ -211,10 +208,3 @@ class GrpcReader(PeerReader):
     async def close(self) -> None:
         for channel in self._channels.values():
             await channel.close()
-
-
-async def _open(local: Local, peer: kv_pb2.Peer) -> GrpcReader:
-    return GrpcReader(peer, local.store, local.open_channel, local.timeout_s)
-
-
-GRPC = Transport("grpc", "", lambda _local: b"", lambda _ours, _theirs: None, _open)  # every worker serves its pages

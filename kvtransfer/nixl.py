@@ -9,28 +9,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-import grpc
-import msgspec
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
 from kvtransfer.grpc_bytes import is_unreachable
-from kvtransfer.layout import Run
 from kvtransfer.memory_file import GENERATION_BYTES
-from kvtransfer.nixl_agent import NOT_INSTALLED, Agent, NixlError, Transfer, is_fast, is_installed
-from kvtransfer.reader import (
-    Landing,
-    Local,
-    PageRef,
-    PageStore,
-    PeerReader,
-    ReadError,
-    Transport,
-    check_generations,
-    copy_in_thread,
-    read_advert,
-)
+from kvtransfer.nixl_agent import NOT_INSTALLED, Agent, NixlError, is_fast, is_installed
+from kvtransfer.reader import Advert, Landing, Local, PageRef, ReadError, TransportReader, check_generations
 from protos import kv_pb2
 
 log = structlog.get_logger()
@@ -42,11 +28,8 @@ MAX_DEVICES = 1024
 ADDRESS_END = 1 << 64
 
 
-class NixlMemory(msgspec.Struct, frozen=True):
-    """A rank's entry in Rank.transports: its registered pool. Only its agent uses the addresses.
-
-    The entry of a process that reads by NIXL, and is not read, is empty.
-    """
+class NixlMemory(Advert, frozen=True):
+    """A registered pool. Only its agent uses the addresses."""
 
     metadata: bytes  # of its agent, named by `agent_name`: UCX's addresses, and keys to the registered memory
     pages_address: int  # of the first page; the others follow without gaps
@@ -75,7 +58,7 @@ def agent_name(incarnation: str, rank: int) -> str:
     return f"{incarnation}.{rank}"
 
 
-class NixlReader(PeerReader):
+class NixlReader(TransportReader):
     """Reads into a landing area, compares generations, and only then copies into the store.
 
         landing:  free ──begin──► being written ──done, copied──► free
@@ -87,52 +70,64 @@ class NixlReader(PeerReader):
     An agent and a thread per peer: a peer that hangs delays no other, and closing it ends its transfers.
     """
 
-    def __init__(self, peer: kv_pb2.Peer, store: PageStore, channel: grpc.aio.Channel, timeout_s: float) -> None:
-        """See `open`."""
-        super().__init__(peer, store)
-        self._channel = channel
-        self._timeout_s = timeout_s
-        self._num_slots = max(1, min(store.num_pages, LANDING_BYTES // store.page_bytes))  # pages of the landing
+    name, why = "nixl", "the peer's pool is open to NIXL"
+
+    @staticmethod
+    def advertise(local: Local) -> bytes | None:
+        """Empty if it only reads. Opens the pool to peers if they are to read it; with a warning if it cannot."""
+        if not local.is_offered:
+            return b"" if is_installed() else None
+        if local.wanted != NixlReader.name:
+            return None
+        try:
+            if is_installed():
+                return open_pool(local).pack()
+            obstacle = NOT_INSTALLED
+        except NixlError as error:
+            obstacle = str(error)
+        log.warning("the pool is not open to NIXL", reason=obstacle)
+        return None
+
+    @staticmethod
+    def find_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
+        if not all(NixlReader.name in rank.transports for rank in ours.ranks):
+            return NOT_INSTALLED
+        if not all(rank.transports.get(NixlReader.name) for rank in theirs.ranks):
+            return "the peer's pool is not open to NIXL: start the peer with --transport nixl, and look into its log"
+        return None
+
+    def __init__(self, local: Local, peer: kv_pb2.Peer) -> None:
+        super().__init__(local, peer)
+        self._executor = self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-nixl")
+        self._channel = local.open_channel(peer.address)  # only to check that the peer is alive
+        self._timeout_s = local.timeout_s
+        self._num_slots = max(1, min(self._store.num_pages, LANDING_BYTES // self._store.page_bytes))  # of the landing
         self._found: NDArray[np.uint64] = np.zeros(self._num_slots, np.uint64)  # target of generations
-        self._landing: Landing  # this and the following exist after `_connect`
+        self._landing: Landing  # this, agent and lists exist after `_open_agent`
         self._agent: Agent
-        self._lists: list[tuple[int, int]] = []  # prepared lists of each run over all pages: (ours, theirs)
+        self._lists: list[tuple[int, int]]  # prepared lists of each run over all pages: (ours, theirs)
         self._generations: tuple[int, int]
-        self._running: list[Transfer] = []  # may write to the landing
         self._opened = ExitStack()  # the agent, then the landing; used only on the thread
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-nixl")
         self._end = threading.Event()  # once set, all waits end
         self._is_lost = False
-        self.link = ""  # UCX's transport, such as "rc_mlx5" or "tcp"
+        self._link = ""  # UCX's transport, such as "rc_mlx5" or "tcp"
 
     @property
     def transport(self) -> str:
-        return f"nixl:{self.link}"
+        return f"nixl:{self._link}"
 
-    @classmethod
-    async def open(
-        cls, peer: kv_pb2.Peer, name: str, is_local: bool, store: PageStore, channel: grpc.aio.Channel,
-        timeout_s: float,
-    ) -> "NixlReader":  # fmt: skip
-        """`name`: of a new agent, never reused. `is_local`: the peer is on this host. `timeout_s`: of each read.
+    async def _connect(self, local: Local) -> None:
+        """ReadError also if UCX has only TCP and that is not allowed."""
+        name = f"{local.name}-{next(local.numbers)}"
+        await self._run(lambda deadline: self._open_agent(name, local.is_loopback, deadline))
+        if not is_fast(self._link) and not local.nixl_allow_tcp:
+            raise ReadError("transport", f"UCX reads by {self._link}: set --nixl-allow-tcp, or use RDMA on both hosts")
 
-        Owns `channel`, which is used only to check that the peer is alive. Raises ReadError: "layout" if there can be
-        no such pool, "transport" if it cannot be read.
-        """
-        reader = cls(peer, store, channel, timeout_s)
-        try:
-            await reader._run(lambda deadline: reader._connect(name, is_local, deadline))
-        except BaseException:  # cancelled too
-            await reader.close()
-            raise
-        return reader
-
-    def _connect(self, name: str, is_local: bool, deadline: float) -> None:
-        """Raises NixlError, ReadError, or RuntimeError from the store's device."""
+    def _open_agent(self, name: str, is_local: bool, deadline: float) -> None:
         store, num_pages, num_slots = self._store, self._peer.num_pages, self._num_slots
-        memories = [read_advert(rank, NIXL.name, NixlMemory) for rank in self._peer.ranks]
-        there = [memory for memory in memories if memory is not None]
-        if len(there) < len(memories):
+        entries = [NixlMemory.read(rank, self.name) for rank in self._peer.ranks]
+        there = [memory for memory in entries if memory is not None]
+        if len(there) < len(entries):
             raise ReadError("layout", "a rank of the peer has no pool open to NIXL")
         for memory in there:
             memory.check(num_pages, self._page_bytes, len(self._runs))
@@ -144,23 +139,18 @@ class NixlReader(PeerReader):
         agent.register(self._landing.address, num_slots * store.page_bytes, store.device_index)
         agent.register(found, num_slots * size, -1)
         names = {rank: self._connect_rank(rank, there[rank]) for rank in sorted({run.rank for run in self._runs})}
-
-        def prepare(run: Run) -> tuple[int, int]:
-            memory, count = there[run.rank], run.num_bytes
-            here, address = self._landing.address + run.target, memory.pages_address + run.source
-            return (
-                agent.prepare(None, here, num_slots, store.page_bytes, count, store.device_index),
-                agent.prepare(names[run.rank], address, num_pages, self._page_bytes, count, memory.device_index),
-            )
-
-        self._lists = [prepare(run) for run in self._runs]
+        self._lists = []
+        for rank, source, target, count in self._runs:
+            memory, here = there[rank], self._landing.address + target
+            ours = agent.prepare(None, here, num_slots, store.page_bytes, count, store.device_index)
+            address, device = memory.pages_address + source, memory.device_index
+            theirs = agent.prepare(names[rank], address, num_pages, self._page_bytes, count, device)
+            self._lists.append((ours, theirs))
         rank = self._runs[0].rank  # all ranks have the same generations
-        self._generations = (
-            agent.prepare(None, found, num_slots, size, size, -1),
-            agent.prepare(names[rank], there[rank].generations_address, num_pages, size, size, -1),
-        )
+        theirs = agent.prepare(names[rank], there[rank].generations_address, num_pages, size, size, -1)
+        self._generations = agent.prepare(None, found, num_slots, size, size, -1), theirs
         self._fetch(range(1), deadline)  # UCX logs its transport at the first read
-        self.link = agent.find_link()
+        self._link = agent.find_link()
 
     def _connect_rank(self, rank: int, memory: NixlMemory) -> str:
         """Connect to a rank's agent so that it can be read; returns its name."""
@@ -198,23 +188,18 @@ class NixlReader(PeerReader):
 
     def _transfer(self, lists: Sequence[tuple[int, int]], pages: Sequence[int], deadline: float) -> None:
         """Run all lists in parallel: from several ranks, perhaps over several network cards."""
-        if self._goes_on():
+        if self._agent.is_reading():
             raise TimeoutError("an earlier read has not ended yet: the peer does not answer")
         for here, there in lists:
-            self._running.append(self._agent.begin_read(there, pages, here))
+            self._agent.begin_read(there, pages, here)
         began = time.monotonic()
-        while self._goes_on():
+        while self._agent.is_reading():
             now = time.monotonic()
             if now >= deadline:
                 raise TimeoutError(f"{len(pages)} pages were not there in time: the peer does not answer")
             pause = min(max((now - began) * PAUSE_SHARE, MIN_PAUSE_S), MAX_PAUSE_S)
             if self._end.wait(min(pause, deadline - now)):
                 raise TimeoutError("closed during the read")
-
-    def _goes_on(self) -> bool:
-        """Whether any transfer may still write. Makes progress on all of them."""
-        self._running = [transfer for transfer in self._running if not transfer.is_done()]
-        return bool(self._running)
 
     async def _run(self, work: Callable[[float], None]) -> None:
         """Run `work(deadline)` on the thread. Errors become ReadErrors.
@@ -233,7 +218,7 @@ class NixlReader(PeerReader):
                 raise
 
         try:
-            await copy_in_thread(self._executor, run)
+            await self._copy(run)
         except (NixlError, TimeoutError, RuntimeError) as error:
             raise ReadError("transport", f"{self._peer.address}: {error}") from error
 
@@ -244,25 +229,9 @@ class NixlReader(PeerReader):
     async def close(self) -> None:
         """Also ends a running read."""
         self._end.set()
-        await copy_in_thread(self._executor, self._opened.close)
-        self._executor.shutdown()
+        await self._copy(self._opened.close)
+        self._thread.shutdown()
         await self._channel.close()
-
-
-def _advertise(local: Local) -> bytes | None:
-    """Opens the pool to peers' NIXL if they read it and --transport says so; with a warning if that is not possible."""
-    if not local.is_offered:
-        return b"" if is_installed() else None
-    if local.wanted != NIXL.name:
-        return None
-    try:
-        if is_installed():
-            return msgspec.msgpack.encode(open_pool(local))
-        obstacle = NOT_INSTALLED
-    except NixlError as error:
-        obstacle = str(error)
-    log.warning("the pool is not open to NIXL", reason=obstacle)
-    return None
 
 
 def open_pool(local: Local) -> NixlMemory:
@@ -273,24 +242,3 @@ def open_pool(local: Local) -> NixlMemory:
     agent.register(store.address, store.num_pages * store.page_bytes, store.device_index)
     agent.register(generations, store.num_pages * GENERATION_BYTES, -1)
     return NixlMemory(agent.metadata(), store.address, generations, store.device_index)
-
-
-def _find_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
-    if not all(NIXL.name in rank.transports for rank in ours.ranks):
-        return NOT_INSTALLED
-    if not all(rank.transports.get(NIXL.name) for rank in theirs.ranks):
-        return "the peer's pool is not open to NIXL: start the peer with --transport nixl, and look into its log"
-    return None
-
-
-async def _open(local: Local, peer: kv_pb2.Peer) -> NixlReader:
-    """Raises ReadError, also if UCX has only TCP and that is not allowed."""
-    name, channel = f"{local.name}-{next(local.numbers)}", local.open_channel(peer.address)
-    reader = await NixlReader.open(peer, name, local.is_loopback, local.store, channel, local.timeout_s)
-    if not is_fast(reader.link) and not local.nixl_allow_tcp:
-        await reader.close()
-        raise ReadError("transport", f"UCX reads by {reader.link}: set --nixl-allow-tcp, or use RDMA on both hosts")
-    return reader
-
-
-NIXL = Transport("nixl", "the peer's pool is open to NIXL", _advertise, _find_obstacle, _open)

@@ -96,6 +96,7 @@ class Agent:
         `is_local`: UCX listens on loopback only. Every connection it accepts can read and write this process's memory.
         """
         self.name = name
+        self.running: list[int] = []  # handles of reads; they may write until `is_reading` says otherwise, or `close`
         try:
             self._nixl, self._log = _load()
             config = self._nixl.nixlAgentConfig()
@@ -107,20 +108,20 @@ class Agent:
         except Exception as error:  # NIXL's errors have no common class
             raise NixlError(f"NIXL cannot be started: {error}") from error
         devices = ",NET_DEVICES=lo" if is_local else ""
-        self.call("createBackend", "UCX", {"engine_config": f"PROTO_INFO={TABLES}{devices}"})
+        self._call("createBackend", "UCX", {"engine_config": f"PROTO_INFO={TABLES}{devices}"})
 
     def register(self, address: int, num_bytes: int, device_index: int) -> None:
         """Register memory with UCX: on a GPU, or in main memory if `device_index` is -1."""
         regions = np.array([[address, num_bytes, max(device_index, 0)]], np.uint64)
-        self.call("registerMem", self._nixl.nixlRegDList(self._kind(device_index), regions))
+        self._call("registerMem", self._nixl.nixlRegDList(self._kind(device_index), regions))
 
     def metadata(self) -> bytes:
         """How peers reach this agent, and the keys to its registered memory."""
-        return bytes(self.call("getLocalMD"))
+        return bytes(self._call("getLocalMD"))
 
     def connect(self, metadata: bytes) -> str:
         """Connect to the agent with this metadata; returns its name."""
-        return bytes(self.call("loadRemoteMD", metadata)).decode(errors="replace")
+        return bytes(self._call("loadRemoteMD", metadata)).decode(errors="replace")
 
     def prepare(
         self, peer: str | None, address: int, count: int, stride: int, num_bytes: int, device_index: int
@@ -134,22 +135,31 @@ class Agent:
         pieces[:, 1:] = num_bytes, max(device_index, 0)
         listed = self._nixl.nixlXferDList(self._kind(device_index), pieces)
         whose = () if peer is None else (peer,)
-        return int(self.call("prepXferDlist", *whose, listed))
+        return int(self._call("prepXferDlist", *whose, listed))
 
-    def begin_read(self, remote: int, pieces: Sequence[int], local: int) -> "Transfer":
+    def begin_read(self, remote: int, pieces: Sequence[int], local: int) -> None:
         """Read these pieces of `remote` into the first pieces of `local`; both are handles from `prepare`."""
         there, here = np.array(pieces, np.int32), np.arange(len(pieces), dtype=np.int32)
-        return Transfer(self, self.call("makeXferReq", self._nixl.NIXL_READ, local, here, remote, there))
+        handle = self._call("makeXferReq", self._nixl.NIXL_READ, local, here, remote, there)
+        if self._is_running("postXferReq", handle):
+            self.running.append(handle)
 
-    def is_in_progress(self, ask: str, handle: int) -> bool:
-        """Whether a transfer is still running, from the call `ask`. False: all data is here."""
-        status = self.call(ask, handle)
-        if status not in (self._nixl.NIXL_IN_PROG, self._nixl.NIXL_SUCCESS):
+    def is_reading(self) -> bool:
+        """Whether any read may still write to its target. Makes progress. Raises NixlError if one failed."""
+        self.running = [handle for handle in self.running if self._is_running("getXferStatus", handle)]
+        return bool(self.running)
+
+    def _is_running(self, ask: str, handle: int) -> bool:
+        status = self._call(ask, handle)
+        if status == self._nixl.NIXL_IN_PROG:
+            return True
+        if status != self._nixl.NIXL_SUCCESS:
             raise NixlError(f"NIXL: {status}")
-        return bool(status == self._nixl.NIXL_IN_PROG)
+        self._call("releaseXferReq", handle)
+        return False
 
     def find_link(self) -> str:
-        """See `find_link`; call it once, after the first read."""
+        """See `find_link`. Call it once, after the first read."""
         return find_link(self._log.read(), self.name)
 
     def close(self) -> None:
@@ -159,30 +169,10 @@ class Agent:
     def _kind(self, device_index: int) -> Any:
         return self._nixl.DRAM_SEG if device_index == -1 else self._nixl.VRAM_SEG
 
-    def call(self, name: str, *arguments: Any) -> Any:
+    def _call(self, name: str, *arguments: Any) -> Any:
         """Call NIXL by name: an exception keeps this frame's variables alive, and must not keep the agent alive."""
         try:
             return getattr(self._agent, name)(*arguments)
         except Exception as error:  # NIXL's errors have no common class
             words = [line for line in self._log.read() if line and not line.startswith(("|", "+"))]
             raise NixlError(f"NIXL: {error}{f' ({words[-1]})' if words else ''}") from error
-
-
-class Transfer:
-    """A running read. It may write to its target until `is_done`, or until the agent is closed."""
-
-    def __init__(self, agent: Agent, handle: int) -> None:
-        self._agent = agent
-        self._handle = handle
-        self._is_done = self._look("postXferReq")
-
-    def is_done(self) -> bool:
-        """Whether all data is here. Makes progress. Raises NixlError if the read failed."""
-        self._is_done = self._is_done or self._look("getXferStatus")
-        return self._is_done
-
-    def _look(self, ask: str) -> bool:
-        if self._agent.is_in_progress(ask, self._handle):
-            return False
-        self._agent.call("releaseXferReq", self._handle)
-        return True

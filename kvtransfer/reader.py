@@ -1,15 +1,12 @@
-"""What a transport is: how a process makes one pool readable, and a reader of a peer's pool.
-
-Knows pages as bytes through PageStore; nothing of sessions, offers or models. The transports are in transports.py.
-"""
+"""What a transport is: how a process makes a pool readable, and a reader of a peer's pool. Pages are bytes here."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 import grpc
 import msgspec
@@ -19,8 +16,6 @@ from numpy.typing import NDArray
 from kvtransfer.layout import plan_runs
 from protos import kv_pb2
 from wire.kv_layout import PagePart, page_bytes_of
-
-AdvertT = TypeVar("AdvertT", bound=msgspec.Struct)
 
 
 class Landing(Protocol):
@@ -113,6 +108,28 @@ class ReadError(Exception):
         self.detail = detail
 
 
+@dataclass(slots=True)
+class Local:
+    """One pool of this process, and what transports use to read into it, or to let peers read it."""
+
+    store: PageStore
+    name: str  # unique over all processes
+    is_offered: bool  # peers read it
+    wanted: str  # --transport
+    open_channel: Callable[[str], grpc.aio.Channel]
+    is_loopback: bool  # all peers are on this host
+    nixl_allow_tcp: bool
+    timeout_s: float  # of each read
+    executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "kv-read"))  # copies here
+    cleanup: ExitStack = field(default_factory=ExitStack)  # ends what `advertise` began
+    numbers: Iterator[int] = field(default_factory=count)  # for names that are never reused
+
+    def close(self) -> None:
+        """Call after all readers are closed, and when no peer reads the pool any more."""
+        self.cleanup.close()
+        self.executor.shutdown(wait=True)
+
+
 class Reader(Protocol):
     """Reads pages of one incarnation of one peer into the local store."""
 
@@ -137,14 +154,47 @@ class Reader(Protocol):
         """Release the peer's memory or connection."""
 
 
-class PeerReader:
-    """What the transports' readers begin with."""
+class TransportReader(Reader):
+    """A transport is a subclass, in a file of its own and in transports.TRANSPORTS; its instances are readers."""
 
-    def __init__(self, peer: kv_pb2.Peer, store: PageStore) -> None:
+    name: ClassVar[str]  # in --transport and kv_pb2.Rank.transports
+    why: ClassVar[str]  # the reason of --transport auto for it
+
+    @staticmethod
+    def advertise(local: Local) -> bytes | None:
+        """The pool's entry in Rank.transports; None: it takes no part."""
+        raise NotImplementedError
+
+    @staticmethod
+    def find_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
+        """Why `theirs` cannot be read by `ours`. Pure. Raises ReadError if an entry is malformed."""
+        raise NotImplementedError
+
+    def __init__(self, local: Local, peer: kv_pb2.Peer) -> None:
+        """See `open`."""
         self._peer = peer
-        self._store = store
+        self._store = store = local.store
+        self._executor: Executor | None = local.executor  # None: asyncio's own
         self._runs = plan_runs(store.parts, store.rank, store.num_ranks, len(peer.ranks))  # who has which of our bytes
         self._page_bytes = page_bytes_of(store.parts, 0, len(peer.ranks))  # of each of the peer's ranks
+
+    @classmethod
+    async def open(cls, local: Local, peer: kv_pb2.Peer) -> Self:
+        """Raises ReadError: "layout" if the peer's pool is not as announced, "transport" if it cannot be read."""
+        reader = cls(local, peer)
+        try:
+            await reader._connect(local)
+        except BaseException:  # also if cancelled, since what began completes anyway
+            await reader.close()
+            raise
+        return reader
+
+    async def _connect(self, local: Local) -> None:
+        """Open what takes time."""
+
+    @property
+    def transport(self) -> str:
+        return self.name
 
     def _check_bounds(self, sources: Sequence[PageRef]) -> None:
         """Raise ReadError if a source is outside the peer's pool."""
@@ -153,47 +203,33 @@ class PeerReader:
             if not 0 <= source.page < num_pages:
                 raise ReadError("bounds", f"page {source.page} is outside the peer's pool of {num_pages} pages")
 
+    async def _copy(self, copy: Callable[[], None]) -> None:
+        """Run `copy` in a thread. Even if cancelled, return only after the copy.
 
-@dataclass(slots=True)
-class Local:
-    """One pool of this process, and what transports use to read into it, or to let peers read it."""
-
-    store: PageStore
-    name: str  # unique over all processes
-    is_offered: bool  # peers read it
-    wanted: str  # --transport
-    open_channel: Callable[[str], grpc.aio.Channel]
-    is_loopback: bool  # all peers are on this host
-    nixl_allow_tcp: bool
-    timeout_s: float  # of each read
-    executor: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "kv-read"))  # copies here
-    cleanup: ExitStack = field(default_factory=ExitStack)  # ends what `advertise` began
-    numbers: Iterator[int] = field(default_factory=count)  # for names that are never reused
-
-    def close(self) -> None:
-        """Call after all readers are closed, and when no peer reads the pool any more."""
-        self.cleanup.close()
-        self.executor.shutdown(wait=True)
+        A running copy cannot be stopped, and until it ends the caller must own the pages that it writes to.
+        """
+        copying = asyncio.get_running_loop().run_in_executor(self._executor, copy)
+        try:
+            await asyncio.shield(copying)
+        except asyncio.CancelledError:
+            await asyncio.wait([copying])
+            raise
 
 
-@dataclass(frozen=True, slots=True)
-class Transport:
-    """One way to read a peer's pages. Each has a file, and a place in transports.TRANSPORTS."""
+class Advert(msgspec.Struct, frozen=True):
+    """A rank's entry for a transport."""
 
-    name: str  # in --transport and kv_pb2.Rank.transports
-    why: str  # the reason of --transport auto for it
-    advertise: Callable[[Local], bytes | None]  # the pool's entry in Rank.transports; None: takes no part
-    find_obstacle: Callable[[kv_pb2.Peer, kv_pb2.Peer], str | None]  # (ours, theirs) |-> why not. Pure. ReadError
-    open: Callable[[Local, kv_pb2.Peer], Awaitable[Reader]]  # raises ReadError
+    @classmethod
+    def read(cls, rank: kv_pb2.Rank, name: str) -> Self | None:
+        """None if there is none. Raises ReadError("layout") if it is malformed."""
+        packed = rank.transports.get(name)
+        try:
+            return msgspec.msgpack.decode(packed, type=cls) if packed else None
+        except msgspec.MsgspecError as error:
+            raise ReadError("layout", f"the peer's entry for {name} is malformed: {error}") from error
 
-
-def read_advert(rank: kv_pb2.Rank, name: str, kind: type[AdvertT]) -> AdvertT | None:
-    """A rank's entry for a transport; None if it has none. Raises ReadError("layout") if it is malformed."""
-    packed = rank.transports.get(name)
-    try:
-        return msgspec.msgpack.decode(packed, type=kind) if packed else None
-    except msgspec.MsgspecError as error:
-        raise ReadError("layout", f"the peer's entry for {name} is malformed: {error}") from error
+    def pack(self) -> bytes:
+        return msgspec.msgpack.encode(self)
 
 
 def check_generations(sources: Sequence[PageRef], found: Sequence[int]) -> None:
@@ -204,16 +240,3 @@ def check_generations(sources: Sequence[PageRef], found: Sequence[int]) -> None:
                 "generation",
                 f"page {source.page} was recycled: offered at generation {source.generation}, now {generation}",
             )
-
-
-async def copy_in_thread(executor: Executor | None, copy: Callable[[], None]) -> None:
-    """Run `copy` in a thread of `executor` (None: asyncio's own). Even if cancelled, return only after the copy.
-
-    A running copy cannot be stopped, and until it ends the caller must own the pages that it writes to.
-    """
-    copying = asyncio.get_running_loop().run_in_executor(executor, copy)
-    try:
-        await asyncio.shield(copying)
-    except asyncio.CancelledError:
-        await asyncio.wait([copying])
-        raise

@@ -2,33 +2,44 @@
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Executor
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.memory_file import PeerFile
-from kvtransfer.reader import Local, PageRef, PageStore, PeerReader, Transport, check_generations, copy_in_thread
+from kvtransfer.reader import Local, PageRef, TransportReader, check_generations
 from protos import kv_pb2
 
 
-class ShmReader(PeerReader):
+class ShmReader(TransportReader):
     """Maps a peer's pool read-only through /proc/PID/fd/FD, and only if it is a memory file that cannot shrink.
 
     The mapping stays valid after the peer's death and keeps its last content; only the prefill side misses the
     acknowledgement.
     """
 
-    transport = "shm"
+    name, why = "shm", "the peer's pool is shared memory on this host"
 
-    def __init__(self, peer: kv_pb2.Peer, store: PageStore, executor: Executor) -> None:
-        """Raises ReadError("transport") if it cannot be opened, "layout" if it is not what was announced."""
-        super().__init__(peer, store)
-        self._executor = executor
-        self._file = PeerFile(peer, len(peer.ranks) * self._page_bytes)
+    @staticmethod
+    def advertise(local: Local) -> bytes | None:
+        """Nothing to add to Peer.pool_fd and pages_offset."""
+        return None if local.store.gpu_uuid or local.store.fd is None else b""
+
+    @staticmethod
+    def find_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
+        if ours.host != theirs.host:
+            return "the workers share no host and PID namespace"
+        if not all(ShmReader.name in rank.transports for rank in theirs.ranks):
+            return "the peer's pool is not shared memory"
+        return None
+
+    def __init__(self, local: Local, peer: kv_pb2.Peer) -> None:
+        super().__init__(local, peer)
+        num_ranks = len(peer.ranks)
+        self._file = PeerFile(peer, num_ranks * self._page_bytes)
         self._generations = self._file.generations
         self._pages: NDArray[np.uint8] = np.frombuffer(self._file.memory, np.uint8, offset=peer.pages_offset).reshape(
-            len(peer.ranks), peer.num_pages, self._page_bytes
+            num_ranks, peer.num_pages, self._page_bytes
         )
 
     async def read(self, sources: Sequence[PageRef], into: Sequence[int]) -> None:
@@ -39,7 +50,7 @@ class ShmReader(PeerReader):
                 theirs = self._pages[rank, :, begin : begin + num_bytes]
                 self._store.store(into, [theirs[source.page] for source in sources], target)
 
-        await copy_in_thread(self._executor, copy)
+        await self._copy(copy)
         # The generations must be read after the bytes. A weakly ordered CPU (ARM, POWER) does not guarantee that for
         # two reads of one thread. Here they are reads of two threads: the copying thread ends with a release (it passes
         # its result under a lock) and this one begins with an acquire (it takes that result), so all reads of the copy
@@ -54,7 +65,7 @@ class ShmReader(PeerReader):
                 for page in self._pages[rank, :num_pages, begin : begin + num_bytes]:
                     np.copyto(scratch[target : target + num_bytes], page)
 
-        await copy_in_thread(self._executor, copy)
+        await self._copy(copy)
 
     def is_gone(self) -> bool:
         return not self._file.is_held()
@@ -63,23 +74,3 @@ class ShmReader(PeerReader):
         held = [self._file, self._pages, self._generations]
         del self._file, self._pages, self._generations
         await asyncio.to_thread(held.clear)  # the last holder of a pool frees it: 0.5 s per GiB (measured)
-
-
-def _advertise(local: Local) -> bytes | None:
-    """Nothing to add to Peer.pool_fd and pages_offset."""
-    return None if local.store.gpu_uuid or local.store.fd is None else b""
-
-
-def _find_obstacle(ours: kv_pb2.Peer, theirs: kv_pb2.Peer) -> str | None:
-    if ours.host != theirs.host:
-        return "the workers share no host and PID namespace"
-    if not all(SHM.name in rank.transports for rank in theirs.ranks):
-        return "the peer's pool is not shared memory"
-    return None
-
-
-async def _open(local: Local, peer: kv_pb2.Peer) -> ShmReader:
-    return ShmReader(peer, local.store, local.executor)
-
-
-SHM = Transport("shm", "the peer's pool is shared memory on this host", _advertise, _find_obstacle, _open)

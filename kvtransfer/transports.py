@@ -2,14 +2,15 @@
 
 import os
 
-from kvtransfer.cuda_ipc import CUDA_IPC
-from kvtransfer.grpc_bytes import GRPC
-from kvtransfer.nixl import NIXL
-from kvtransfer.reader import Local, Reader, Transport
-from kvtransfer.shm import SHM
+from kvtransfer.cuda_ipc import CudaIpcReader
+from kvtransfer.grpc_bytes import GrpcReader
+from kvtransfer.nixl import NixlReader
+from kvtransfer.reader import Local, Reader, TransportReader
+from kvtransfer.shm import ShmReader
 from protos import kv_pb2
 
-TRANSPORTS: tuple[Transport, ...] = (CUDA_IPC, SHM, NIXL, GRPC)  # fastest first; the last is always possible
+# fastest first; the last is always possible
+TRANSPORTS: tuple[type[TransportReader], ...] = (CudaIpcReader, ShmReader, NixlReader, GrpcReader)
 
 
 def describe_rank(local: Local, address: str) -> kv_pb2.Rank:
@@ -52,4 +53,4 @@ def choose_transport(ours: kv_pb2.Peer, theirs: kv_pb2.Peer, wanted: str, is_req
 def _explain_last(theirs: kv_pb2.Peer, obstacles: dict[str, str | None]) -> str:
     """What is in the way of the fastest transport that the peer takes part in."""
     taken = [name for name in obstacles if theirs.ranks and name in theirs.ranks[0].transports]
-    return obstacles[taken[0] if taken else SHM.name] or ""
+    return obstacles[taken[0] if taken else ShmReader.name] or ""

@@ -11,7 +11,6 @@ import sys
 import threading
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
@@ -19,18 +18,17 @@ import grpc
 import msgspec
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 from structlog.testing import capture_logs
 
 from bench.gpu_checks import ipc
-from bench.gpu_checks.ipc import Exporter
-from bench.gpu_checks.ipc_exporter import page_content
+from bench.gpu_checks.ipc_exporter import Exporter, build_local, page_content
 from decode_worker import kv_peers
 from engine.kv import pool as pool_module
+from engine.kv.pool import Pool
 from kvtransfer import cuda_ipc
 from kvtransfer.cuda_ipc import CudaIpcReader, GpuMemory
-from kvtransfer.reader import PageRef, PageStore, PeerPages, ReadError, read_advert
+from kvtransfer.reader import PageRef, PeerPages, ReadError
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
 from runtime.lifecycle import spare_what_is_here
 from tests.support.fake_cuda import FakeGpu, count_opened
@@ -121,10 +119,10 @@ def with_peer(scenario: Callable[[Peer, CudaIpcReader], Awaitable[None]]) -> Cal
     async def test() -> None:
         peer, message = Peer(), kv_pb2.Peer(num_pages=9)
         memory = GpuMemory("gpu-0", ("gpu-0",), b"a handle", zlib.crc32(b"test"))
-        message.ranks.add(pid=77, transports={"cuda_ipc": msgspec.msgpack.encode(memory)})
-        with ThreadPoolExecutor(1) as executor, pytest.MonkeyPatch.context() as patch:
+        message.ranks.add(pid=77, transports={"cuda_ipc": memory.pack()})
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda_ipc, "PeerFile", lambda _message, page_bytes, rank: peer)
-            await scenario(peer, await CudaIpcReader.open(message, cast(PageStore, peer), executor))
+            await scenario(peer, await CudaIpcReader.open(build_local(cast(Pool, peer), "reader"), message))
 
     return test
 
@@ -244,12 +242,12 @@ def changed(peer: kv_pb2.Peer, **values: object) -> kv_pb2.Peer:
             memory = msgspec.structs.replace(memory, **{field: value})
         else:
             setattr(copied, field, value)
-    copied.ranks[0].transports["cuda_ipc"] = msgspec.msgpack.encode(memory)
+    copied.ranks[0].transports["cuda_ipc"] = memory.pack()
     return copied
 
 
 def gpu_of(peer: kv_pb2.Peer) -> GpuMemory:
-    memory = read_advert(peer.ranks[0], "cuda_ipc", GpuMemory)
+    memory = GpuMemory.read(peer.ranks[0], "cuda_ipc")
     assert memory
     return memory
 
@@ -276,8 +274,8 @@ async def test_peers_that_lie_are_refused_and_nothing_stays_open(
 ) -> None:
     store = build_pool(3, FakeGpu())
     before = count_opened()
-    with ThreadPoolExecutor(1) as executor, pytest.raises(ReadError, match=words) as error:
-        await CudaIpcReader.open(changed(lasting, **lie), store, executor)
+    with pytest.raises(ReadError, match=words) as error:
+        await CudaIpcReader.open(build_local(store, "reader"), changed(lasting, **lie))
     assert error.value.reason == reason and count_opened() == before
 
 
@@ -305,12 +303,11 @@ async def test_an_opening_that_is_cancelled_is_closed(lasting: kv_pb2.Peer, monk
 
     monkeypatch.setattr(pool, "open_peer", open_slowly)
     before = count_opened()
-    with ThreadPoolExecutor(1) as executor:
-        opening = asyncio.create_task(CudaIpcReader.open(lasting, pool, executor))
-        await asyncio.to_thread(has_begun.wait, PATIENCE_S)
-        opening.cancel()
-        may_end.set()
-        await asyncio.wait([opening])
+    opening = asyncio.create_task(CudaIpcReader.open(build_local(pool, "reader"), lasting))
+    await asyncio.to_thread(has_begun.wait, PATIENCE_S)
+    opening.cancel()
+    may_end.set()
+    await asyncio.wait([opening])
     assert opening.cancelled() and count_opened() == before
 
 
@@ -325,7 +322,7 @@ async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_d
     monkeypatch.setattr(kv_peers, "LOOK_S", 0.005)
     news, before = Signal(), count_opened()
     built = build_kv_engine(gpu=FakeGpu())
-    with Exporter(GPU_PROCESS, NUM_PAGES) as exporter, ThreadPoolExecutor(1) as executor:
+    with Exporter(GPU_PROCESS, NUM_PAGES) as exporter:
         peer = exporter.peer
         async with decode_worker(news, "cuda_ipc", built=built) as decode, gateway(decode, news) as opened:
             for _again in range(2):
@@ -342,7 +339,7 @@ async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_d
             assert there.issuperset(whole), "decode continues in the last one"
             moved = decode.metrics.registry.get_sample_value("baton:kv_transfer_bytes_total", {"transport": "cuda_ipc"})
             assert moved == answer.bytes and decode.peers.transports() == {peer.address: "cuda_ipc"}
-            ours = await CudaIpcReader.open(peer, build_pool(3, FakeGpu()), executor)
+            ours = await CudaIpcReader.open(build_local(build_pool(3, FakeGpu()), "reader"), peer)
             assert not ours.is_gone()
             os.kill(peer.pid, signal.SIGKILL)
             await asyncio.to_thread(os.waitid, os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
@@ -356,29 +353,19 @@ async def test_offered_pages_are_read_from_the_gpu_of_another_process_until_it_d
             await opened.abort(1)
 
 
-async def test_a_peer_that_cannot_be_opened_is_refused_or_read_otherwise_by_name(lasting: kv_pb2.Peer) -> None:
+async def test_a_peer_that_cannot_be_read_by_the_required_transport_is_refused(lasting: kv_pb2.Peer) -> None:
     news = Signal()
     async with (
         prefill_worker(news) as prefill,
         decode_worker(news, "cuda_ipc", built=build_kv_engine(gpu=FakeGpu())) as decode,
         gateway(decode, news) as opened,
     ):
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await shake_hands(opened.stub, prefill.peer)
-        assert "cuda_ipc is not possible" in str(refused.value.details())
-        assert "the peer's pool is not on a GPU; drop --require-transport" in str(refused.value.details())
-        # another process' GPU, a handle that opens nothing, and pages served at its address
-        peer = changed(lasting, address=prefill.peer.address, handle=bytes(64))
-        peer.incarnation = prefill.peer.incarnation
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await shake_hands(opened.stub, peer)
-        assert "cudaIpcOpenMemHandle: invalid resource handle" in str(refused.value.details())
-        decode.peers._is_required = False
-        with capture_logs() as logs:
-            assert await shake_hands(opened.stub, peer) == "grpc"
-        (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
-        assert (warning["asked"], warning["used"]) == ("cuda_ipc", "grpc")
-        assert warning["why"].startswith("cuda_ipc failed: cudaIpcOpenMemHandle: invalid resource handle")
+        for peer, words in (
+            (prefill.peer, "cuda_ipc is not possible with .*: the peer's pool is not on a GPU; drop --require-trans"),
+            (changed(lasting, handle=bytes(64)), "cudaIpcOpenMemHandle: invalid resource handle"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=words):
+                await shake_hands(opened.stub, peer)
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
@@ -397,14 +384,16 @@ async def test_auto_reads_gpu_memory_if_its_test_bytes_are_right_and_tells_why_n
         decode.peers._is_required = False  # as auto has it
         with capture_logs() as logs:
             assert await shake_hands(opened.stub, peer) == ("grpc" if is_wrong else "cuda_ipc")
-        warnings = [entry["why"] for entry in logs if entry["log_level"] == "warning"]
+        warnings = [(it["asked"], it["used"], it["why"]) for it in logs if it["log_level"] == "warning"]
         status: decode_pb2.WorkerStatus = await opened.stub.Status(decode_pb2.StatusRequest())
         why, costs = status.transport_reasons[peer.address], status.chunk_costs
         assert costs.tokens == CHUNK_TOKENS and costs.read_token_seconds == pytest.approx(
             decode.pool.page_bytes / PAGE_TOKENS / status.probed_bytes_per_s[peer.address]
         )
         if is_wrong:
-            assert warnings == [why] and why.startswith("cuda_ipc failed: the GPU memory of process ")
+            assert warnings == [("cuda_ipc", "grpc", why)] and why.startswith(
+                "cuda_ipc failed: the GPU memory of process "
+            )
             assert f"reads wrong here: its {TEST_BYTES} test bytes have checksum" in why
         else:
             assert not warnings and why == "the peer's GPU memory can be opened on this host"
@@ -413,7 +402,7 @@ async def test_auto_reads_gpu_memory_if_its_test_bytes_are_right_and_tells_why_n
 def test_the_checks_for_a_card_hold_on_the_fake_one() -> None:
     pool = build_pool(8, FakeGpu())
     before = count_opened()
-    assert ipc.copy_pages(pool, GPU_PROCESS) == "8 pages of 512 bytes equal, a recycled one refused"
+    assert "8 pages of 512 bytes equal, a recycled one refused" in ipc.read_pages(pool, GPU_PROCESS, "cuda_ipc")
     report = ipc.kill_exporters(pool, GPU_PROCESS, num_kills=1, repeats=5)
     assert report.startswith("1 owners killed, ") and report.endswith("context works, no call failed")
     assert ipc.time_copies(pool, GPU_PROCESS).startswith("4 pages: ")
@@ -429,8 +418,3 @@ def test_what_a_killed_owner_does_to_its_reader_is_reported(monkeypatch: pytest.
     monkeypatch.setattr(pool, "load", load)
     report = ipc.kill_exporters(pool, GPU_PROCESS, num_kills=1, repeats=1)
     assert report.startswith("FINDING: the reader's context is lost after kill 0: CUDA error: unspecified launch")
-
-
-@pytest.mark.parametrize("check", [ipc.check_ipc_copy, ipc.check_ipc_kill, ipc.time_ipc])
-def test_the_checks_say_that_they_are_skipped_without_a_card(check: Callable[[torch.device], str]) -> None:
-    assert check(torch.device("cpu")) == "skipped: CUDA IPC needs a GPU"

@@ -60,7 +60,7 @@ def build(
     """`uuid`: its pool's GPU, which can read itself and the GPU `near`. All have NIXL; `nixl`: and let it read."""
     entries = {"nixl": b"open" if nixl else b"", "grpc": b""}
     if uuid is not None:
-        entries["cuda_ipc"] = msgspec.msgpack.encode(GpuMemory(uuid, (uuid, "near"), handle))
+        entries["cuda_ipc"] = GpuMemory(uuid, (uuid, "near"), handle).pack()
     elif fd is not None:
         entries["shm"] = b""
     rank = kv_pb2.Rank(address="p:1", pid=pid, transports=entries)

@@ -3,7 +3,6 @@
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -11,6 +10,7 @@ from typing import cast
 import grpc
 import pytest
 
+from bench.gpu_checks.ipc_exporter import build_local
 from kvtransfer.reader import ReadError
 from kvtransfer.shm import ShmReader
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2
@@ -180,11 +180,11 @@ def opened_file(kind: str, folder: Path, size: int) -> Iterator[int]:
 def test_only_sealed_memory_is_mapped(kind: str, tmp_path: Path) -> None:
     store = build_pool(NUM_PAGES)
     size = store.pages_offset + NUM_PAGES * store.page_bytes
-    with opened_file(kind, tmp_path, size) as fd, ThreadPoolExecutor(1) as executor:
+    with opened_file(kind, tmp_path, size) as fd:
         peer = kv_pb2.Peer(pool_fd=fd, num_pages=NUM_PAGES, pages_offset=store.pages_offset)
         peer.ranks.add(pid=os.getpid())
         with pytest.raises(ReadError) as refusal:
-            ShmReader(peer, store, executor)
+            ShmReader(build_local(store, "reader"), peer)
     assert refusal.value.reason in ("layout", "transport")
     assert "pool" in refusal.value.detail
 

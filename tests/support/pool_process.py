@@ -68,10 +68,10 @@ def main(*words: str) -> None:
     num_pages, gpu = int(words[-1]), FakeGpu() if "fake-gpu" in words else None
     sizes = [int(word.removeprefix("ranks=")) for word in words if word.startswith("ranks=")]
     pools = build_ranks(num_pages, sizes[0], gpu) if sizes else [build_pool(num_pages, gpu)]
-    locals_ = [build_local(pool, "nixl" if "nixl" in words else "auto") for pool in pools]
-    peer, *others = [describe(pool, local) for pool, local in zip(pools, locals_, strict=True)]
+    locals_ = [build_local(pool, transport="nixl" if "nixl" in words else "auto") for pool in pools]
+    peer, *others = [describe(local) for local in locals_]
     peer.ranks.extend(other.ranks[0] for other in others)
-    obey(peer, partial(recycle_ranks, pools) if sizes else partial(recycle, pools[0]))
+    obey(pools[0], peer, partial(recycle_ranks, pools) if sizes else partial(recycle, pools[0]))
 
 
 if __name__ == "__main__":

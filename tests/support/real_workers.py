@@ -197,7 +197,7 @@ def build_kv_engine(
 
 def build_identity(role: str, address: str, pool: Pool) -> kv_pb2.Peer:
     """What a worker with this pool reports in a handshake."""
-    peer = describe(pool, build_local(pool), address)
+    peer = describe(build_local(pool), address)
     peer.role, peer.incarnation = role, new_incarnation()
     return peer
 
