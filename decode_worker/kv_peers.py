@@ -10,13 +10,12 @@ from weakref import WeakValueDictionary
 import structlog
 
 from decode_worker.metrics import DecodeMetrics
-from kvtransfer.layout import Run, find_bad_ranks, find_bad_states, find_mismatch, plan_all_runs
+from kvtransfer.layout import find_bad_ranks, find_bad_states, find_mismatch
 from kvtransfer.reader import Reader, ReadError
 from kvtransfer.transports import choose_transport
 from protos import decode_pb2, kv_pb2
 from runtime.config import DecodeConfig
 from worker.process import Worker
-from worker.ranked_pool import RankedPool
 
 log = structlog.get_logger()
 
@@ -28,31 +27,22 @@ class HandshakeRefusedError(Exception):
     """The peer's pages cannot be read here; the message names both values."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerPool:
-    """A peer's pages, or its slots, and the pool here that they are read into."""
-
-    ours: RankedPool
-    reader: Reader
-    runs: list[tuple[int, Run]]  # by our ranks: what checksums are of; empty: not verified
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownPeer:
     """A prefill worker that shook hands."""
 
     peer: kv_pb2.Peer
-    pools: list[PeerPool]  # its pages and, if there are states, its slots
+    readers: list[Reader]  # of its pages and, if there are states, of its slots
     why: str  # it is read by this transport
     bytes_per_s: float  # of a first large read
 
     @property
     def transport(self) -> str:
-        return self.pools[0].reader.transport
+        return self.readers[0].transport
 
     async def close(self) -> None:
-        for pool in self.pools:
-            await pool.reader.close()
+        for reader in self.readers:
+            await reader.close()
 
 
 class KVPeers:
@@ -67,7 +57,6 @@ class KVPeers:
         self._metrics = metrics
         self._wanted = config.transport
         self._is_required = config.require_transport
-        self._verifies = config.verify_transfers
         self._known: dict[str, KnownPeer] = {}  # address |-> peer
         # address |-> held during a handshake; exists while a handshake runs or waits
         self._greeting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -128,43 +117,41 @@ class KVPeers:
         transport, why = choose_transport(self._me, peer, self._wanted, self._is_required)
         wanted = transport if self._wanted == "auto" else self._wanted
         try:
-            pools = await self._open_pools(transport, peer)
+            readers = await self._open_readers(transport, peer)
         except ReadError as error:
             if self._is_required:
                 raise
             wanted, transport, why = transport, "grpc", f"{transport} failed: {error}"
-            pools = await self._open_pools(transport, peer)
+            readers = await self._open_readers(transport, peer)
         if transport != wanted:
             log.warning(
                 "transport differs from the requested one", peer=peer.address, asked=wanted,
-                used=pools[0].reader.transport, why=why,
+                used=readers[0].transport, why=why,
             )  # fmt: skip
-        return KnownPeer(peer, pools, why, await self._measure(pools, peer.num_pages))
+        return KnownPeer(peer, readers, why, await self._measure(readers, peer.num_pages))
 
-    async def _open_pools(self, transport: str, peer: kv_pb2.Peer) -> list[PeerPool]:
-        """Its pages and, by the same transport, its slots."""
-        opened: list[PeerPool] = []
+    async def _open_readers(self, transport: str, peer: kv_pb2.Peer) -> list[Reader]:
+        """Of its pages and, by the same transport, of its slots."""
+        readers: list[Reader] = []
         try:
             for ours, theirs in zip(self._pools, (peer, peer.states), strict=False):
-                pool = ours.pool
-                runs = plan_all_runs(pool.parts, pool.num_ranks, len(peer.ranks)) if self._verifies else []
-                opened.append(PeerPool(ours, await ours.open(transport, theirs), runs))
+                readers.append(await ours.open(transport, theirs))
         except BaseException:
-            for one in opened:
-                await one.reader.close()
+            for reader in readers:
+                await reader.close()
             raise
-        return opened
+        return readers
 
-    async def _measure(self, pools: list[PeerPool], num_pages: int) -> float:
+    async def _measure(self, readers: list[Reader], num_pages: int) -> float:
         """Read the peer's first pages and drop them; returns bytes per second. Closes the readers if that fails."""
-        page_bytes = pools[0].ours.pool.all_page_bytes
+        page_bytes = self._pools[0].pool.all_page_bytes
         num_pages = max(1, min(num_pages, PROBE_BYTES // page_bytes))
         started = time.perf_counter()
         try:
-            await pools[0].reader.probe(num_pages)
+            await readers[0].probe(num_pages)
         except BaseException:  # cancelled too, if the peer stops waiting
-            for pool in pools:
-                await pool.reader.close()
+            for reader in readers:
+                await reader.close()
             raise
         return num_pages * page_bytes / (time.perf_counter() - started)
 
@@ -177,7 +164,7 @@ class KVPeers:
 
     def _is_dead(self, known: KnownPeer) -> bool:
         """Whether its process is dead, and no read of its pool is running."""
-        return known not in self.reading.values() and any(pool.reader.is_gone() for pool in known.pools)
+        return known not in self.reading.values() and any(reader.is_gone() for reader in known.readers)
 
     def _forget(self, is_meant: Callable[[KnownPeer], bool]) -> list[KnownPeer]:
         """Remove matching peers; the caller closes them."""

@@ -7,7 +7,7 @@ import structlog
 
 from decode_worker.kv_peers import KnownPeer, KVPeers
 from decode_worker.metrics import DecodeMetrics
-from kvtransfer.checksums import check_checksums, parts_of, places_here
+from kvtransfer.checksums import parts_of
 from kvtransfer.reader import PageRef, ReadError
 from protos import kv_pb2
 from runtime.config import DecodeConfig
@@ -26,6 +26,7 @@ class KVReceiver:
         self.peers = KVPeers(worker, config, metrics)
         self.wants_checksums = config.verify_transfers
         self._me = worker.me
+        self._pools = worker.pools
         self._scheduler = worker.scheduler
         self._thread = thread
         self._metrics = metrics
@@ -61,9 +62,9 @@ class KVReceiver:
         known = self.peers.find(offer.incarnation)
         if known is None:
             raise OfferRefusedError("handshake", f"incarnation {offer.incarnation} has not shaken hands here")
-        for pool, part in zip(known.pools, parts_of(offer), strict=False):
-            wanted = len(pool.runs) * len(part.refs)
-            if pool.runs and len(part.checksums) != wanted:
+        for pool, part in zip(self._pools if self.wants_checksums else [], parts_of(offer), strict=False):
+            wanted = len(pool.plan_runs(known.peer)) * len(part.refs)
+            if len(part.checksums) != wanted:
                 found = f"{len(part.checksums)} checksums offered by {known.peer.address}, not {wanted}"
                 raise OfferRefusedError("handshake", found)
         with self._thread.lock:
@@ -97,15 +98,13 @@ class KVReceiver:
     async def _copy(self, offer: kv_pb2.OfferRequest, known: KnownPeer, targets: Targets) -> int:
         """Read pages and slots and, if that is wanted, compare what landed with what was offered. Returns bytes."""
         num_bytes = 0
-        for theirs, part, into in zip(known.pools, parts_of(offer), targets, strict=False):
-            if not into:
-                continue
-            await theirs.reader.read([PageRef(ref.page, ref.generation) for ref in part.refs], into)
-            if theirs.runs:  # after the generations: a page that was recycled has other bytes too
-                landed = await theirs.ours.compute_checksums(into, places_here(theirs.runs))
+        for pool, reader, part, into in zip(self._pools, known.readers, parts_of(offer), targets, strict=False):
+            if into:
+                await reader.read([PageRef(ref.page, ref.generation) for ref in part.refs], into)
+            if into and self.wants_checksums:  # after the generations: a page that was recycled has other bytes too
                 way = f"{known.transport} from {known.peer.address}"
-                check_checksums(offer, part, self._me.layout.page_tokens, theirs.runs, landed, way)
-            num_bytes += len(into) * theirs.ours.pool.all_page_bytes
+                await pool.verify(offer, part, into, known.peer, way)
+            num_bytes += len(into) * pool.pool.all_page_bytes
         return num_bytes
 
     def _refuse(self, offer: kv_pb2.OfferRequest, reason: str, detail: str) -> kv_pb2.OfferResponse:

@@ -1,4 +1,4 @@
-"""Checksums of pages and slots: what they are of, computed from a pool, and compared with those of an offer.
+"""Checksums of pages and slots: computed from a pool, and compared with those of an offer.
 
 CRC-32 notices every change confined to 32 consecutive bits, and misses others once in 2^32. Of the standard library's
 checks it is the fastest (docs/BENCHMARKS.md#hand-off); NumPy's sums are faster, and miss pairs of flipped sign bits.
@@ -23,27 +23,9 @@ class OfferPart(NamedTuple):
     checksums: MutableSequence[int]  # for each run (plan_all_runs), one per page
 
 
-class PageBytes(NamedTuple):
-    """Bytes of each page in one rank's pool: what a run's checksums are of, on either side."""
-
-    rank: int
-    begin: int
-    num_bytes: int
-
-
 def parts_of(offer: kv_pb2.OfferRequest) -> tuple[OfferPart, OfferPart]:
     """Views of the offer, which change it."""
     return OfferPart("page", offer.pages, offer.checksums), OfferPart("slot", offer.slots, offer.slot_checksums)
-
-
-def places_there(runs: Sequence[tuple[int, Run]]) -> list[PageBytes]:
-    """Where the runs begin. runs: from `plan_all_runs`."""
-    return [PageBytes(run.rank, run.source, run.num_bytes) for _rank, run in runs]
-
-
-def places_here(runs: Sequence[tuple[int, Run]]) -> list[PageBytes]:
-    """Where the runs land."""
-    return [PageBytes(rank, run.target, run.num_bytes) for rank, run in runs]
 
 
 def compute_checksums(store: PageStore, pages: Sequence[int], begin: int, num_bytes: int) -> list[int]:

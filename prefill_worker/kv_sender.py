@@ -11,12 +11,11 @@ from typing import TypeVar
 import grpc
 import structlog
 
-from kvtransfer.checksums import PageBytes, parts_of, places_there
-from kvtransfer.layout import find_bad_ranks, plan_all_runs
+from kvtransfer.checksums import parts_of
+from kvtransfer.layout import find_bad_ranks
 from prefill_worker.metrics import PrefillMetrics
 from protos import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2
 from worker.process import Worker
-from worker.ranked_pool import RankedPool
 
 log = structlog.get_logger()
 
@@ -41,7 +40,7 @@ class _Target:
     stub: decode_pb2_grpc.DecodeStub
     incarnation: str = ""  # of the last handshake
     transport: str = ""
-    checked: list[list[PageBytes]] = field(default_factory=list)  # of pages, and of slots: what it wants checksums of
+    num_summed: int = 0  # its ranks, if it wants checksums
     greeting: asyncio.Lock = field(default_factory=asyncio.Lock)  # one handshake at a time
 
 
@@ -76,10 +75,8 @@ class KVSender:
             ticket=ticket, incarnation=self._me.incarnation, begin=positions.start, end=positions.stop,
             request_id=request.request_id,
         )  # fmt: skip
-        for ours, held, places, part in zip(self._pools, (pages, slots), target.checked, parts_of(offer), strict=False):
-            generations = ours.pool.generations
-            part.refs.extend(kv_pb2.PageRef(page=page, generation=int(generations[page])) for page in held)
-            part.checksums.extend(await ours.compute_checksums(held, places))
+        for pool, part, held in zip(self._pools, parts_of(offer), (pages, slots), strict=False):
+            await pool.offer(part, held, target.num_summed)
         self._metrics.offers_sent.inc()
         answer: kv_pb2.OfferResponse = await self._ask(ticket, target.stub.Offer(offer, timeout=self._timeout_s))
         if not answer.accepted:
@@ -112,22 +109,17 @@ class KVSender:
                 request = decode_pb2.HandshakeRequest(peer=self._me)
                 call = target.stub.Handshake(request, timeout=self._timeout_s)
                 answer: decode_pb2.HandshakeResponse = await self._ask(ticket, call)
-                target.checked = [self._plan_checksums(ticket, answer, ours) for ours in self._pools]
+                if answer.wants_checksums:
+                    self._check_ranks(answer.peer)
+                target.num_summed = len(answer.peer.ranks) if answer.wants_checksums else 0
                 target.incarnation, target.transport = answer.peer.incarnation, answer.transport
                 log.info("handshake done", peer=ticket.address, transport=target.transport)
         return target
 
-    def _plan_checksums(
-        self, ticket: kv_pb2.Ticket, answer: decode_pb2.HandshakeResponse, ours: RankedPool
-    ) -> list[PageBytes]:
-        """What an offer's checksums of the pool are of, in order (kv.proto)."""
-        if not answer.wants_checksums:
-            return []
-        pool = ours.pool
-        problem = find_bad_ranks(pool.parts, answer.peer)
-        if problem is not None:
-            raise OfferFailedError(grpc.StatusCode.ABORTED, f"decode worker {ticket.address}: {problem}")
-        return places_there(plan_all_runs(pool.parts, len(answer.peer.ranks), pool.num_ranks))
+    def _check_ranks(self, peer: kv_pb2.Peer) -> None:
+        for pool in self._pools:
+            if (problem := find_bad_ranks(pool.pool.parts, peer)) is not None:
+                raise OfferFailedError(grpc.StatusCode.ABORTED, f"decode worker {peer.address}: {problem}")
 
     def _forget_lost(self) -> None:
         """Drop decode workers without a connection; live ones shake hands again. Channels close after their calls."""

@@ -8,11 +8,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from engine.engine import Engine
 from engine.kv.pool import Pool
-from kvtransfer.checksums import PageBytes, compute_checksums
-from kvtransfer.layout import build_layout
+from kvtransfer.checksums import OfferPart, check_checksums, compute_checksums
+from kvtransfer.layout import Run, build_layout, plan_all_runs
 from kvtransfer.reader import Local, Reader
 from kvtransfer.transports import describe_rank, open_reader
 from protos import kv_pb2
@@ -23,6 +24,14 @@ from runtime.trust import Trust
 from wire.kv_layout import KvPart
 from worker.rank_children import RankChildren
 from worker.rank_reads import RanksReader
+
+
+class PageBytes(NamedTuple):
+    """Bytes of each page in one rank's pool."""
+
+    rank: int
+    begin: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,27 @@ class RankedPool:
             await own.close()
             raise
 
+    async def offer(self, part: OfferPart, held: Sequence[int], num_readers: int) -> None:
+        """Add pages that the caller holds; with checksums for a worker of `num_readers` ranks, unless that is 0."""
+        generations = self.pool.generations
+        part.refs.extend(kv_pb2.PageRef(page=page, generation=int(generations[page])) for page in held)
+        if num_readers:
+            runs = plan_all_runs(self.pool.parts, num_readers, self.pool.num_ranks)
+            places = [PageBytes(run.rank, run.source, run.num_bytes) for _rank, run in runs]
+            part.checksums.extend(await self.compute_checksums(held, places))
+
+    def plan_runs(self, peer: kv_pb2.Peer) -> list[tuple[int, Run]]:
+        """What our ranks read from a peer's, and an offer has checksums of."""
+        return plan_all_runs(self.pool.parts, self.pool.num_ranks, len(peer.ranks))
+
+    async def verify(
+        self, offer: kv_pb2.OfferRequest, part: OfferPart, into: Sequence[int], peer: kv_pb2.Peer, way: str
+    ) -> None:
+        """Compare what landed in our ranks' pools with what `peer` offered. Raises ReadError("checksum")."""
+        runs = self.plan_runs(peer)
+        landed = await self.compute_checksums(into, [PageBytes(rank, run.target, run.num_bytes) for rank, run in runs])
+        check_checksums(offer, part, self.layout.page_tokens, runs, landed, way)
+
     async def compute_checksums(self, pages: Sequence[int], places: Sequence[PageBytes]) -> list[int]:
         """The checksums of all pages at the first place, then at the second and so on; each rank computes its own.
 
@@ -63,12 +93,10 @@ class RankedPool:
         """
 
         async def compute(place: PageBytes) -> list[int]:
-            if place.rank == 0:
-                return await asyncio.to_thread(compute_checksums, self.pool, pages, place.begin, place.num_bytes)
-            assert self.children is not None
-            return await self.children.compute_checksums(
-                place.rank, pages, place.begin, place.num_bytes, self.is_states
-            )
+            rank, begin, num_bytes = place
+            if self.children is None or rank == 0:
+                return await asyncio.to_thread(compute_checksums, self.pool, pages, begin, num_bytes)
+            return await self.children.compute_checksums(rank, pages, begin, num_bytes, self.is_states)
 
         return list(chain.from_iterable(await asyncio.gather(*map(compute, places))))
 

@@ -49,10 +49,10 @@ class PoolShape:
     def page_parts(self, whole: Sequence[Part]) -> tuple[PagePart, ...]:
         """What peers are told. whole: the same parts over all ranks."""
         pairs = zip(whole, self.parts, strict=True)
-        return tuple(PagePart(one.num_heads, self._part_bytes(own) // own.num_heads) for one, own in pairs)
-
-    def _part_bytes(self, part: Part) -> int:
-        return prod(self.part_sizes(part)[1:]) * self.dtype.itemsize
+        return tuple(
+            PagePart(one.num_heads, prod(self.part_sizes(own)[1:]) * self.dtype.itemsize // own.num_heads)
+            for one, own in pairs
+        )
 
     def with_pages(self, num_pages: int) -> "PoolShape":
         return replace(self, num_pages=num_pages)

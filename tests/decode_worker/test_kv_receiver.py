@@ -10,7 +10,6 @@ import grpc
 import pytest
 
 from decode_worker import kv_peers
-from decode_worker.kv_peers import PeerPool
 from engine.kv.pool import Pool
 from kvtransfer.grpc_bytes import GrpcReader
 from kvtransfer.reader import Reader
@@ -38,12 +37,11 @@ class Readers:
     def __init__(self, worker: DecodeWorker) -> None:
         self.opened: list[Reader] = []
         self.closed: list[Reader] = []
-        self._open = worker.peers._open_pools
-        worker.peers._open_pools = self._note  # type: ignore[method-assign]
+        self._open = worker.peers._open_readers
+        worker.peers._open_readers = self._note  # type: ignore[method-assign]
 
-    async def _note(self, transport: str, peer: kv_pb2.Peer) -> list[PeerPool]:
-        (pool,) = await self._open(transport, peer)
-        reader = pool.reader
+    async def _note(self, transport: str, peer: kv_pb2.Peer) -> list[Reader]:
+        (reader,) = await self._open(transport, peer)
         close = reader.close
 
         async def close_noting() -> None:
@@ -52,7 +50,7 @@ class Readers:
 
         reader.close = close_noting  # type: ignore[method-assign]
         self.opened.append(reader)
-        return [pool]
+        return [reader]
 
 
 async def test_a_dead_peer_on_another_address_is_forgotten_and_its_reader_closed() -> None:

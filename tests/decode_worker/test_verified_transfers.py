@@ -86,7 +86,7 @@ def flip_on_the_wire(patch: pytest.MonkeyPatch, _prefill: PrefillWorker, _decode
 
 def flip_after_landing(patch: pytest.MonkeyPatch, prefill: PrefillWorker, decode: DecodeWorker) -> None:
     """In decode's own pool: not in a buffer of the reader."""
-    reader = decode.peers._known[prefill.peer.address].pools[0].reader
+    reader = decode.peers._known[prefill.peer.address].readers[0]
     read = reader.read
 
     async def read_and_flip(sources: Sequence[PageRef], into: Sequence[int]) -> None:

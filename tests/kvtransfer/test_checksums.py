@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvtransfer import checksums
-from kvtransfer.checksums import check_checksums, compute_checksums, parts_of, places_here, places_there
+from kvtransfer.checksums import check_checksums, compute_checksums, parts_of
 from kvtransfer.layout import plan_all_runs
 from kvtransfer.reader import PageStore, ReadError
 from protos import kv_pb2
@@ -57,8 +57,8 @@ def test_every_byte_is_checked_whatever_the_numbers_of_ranks(parts: list[PagePar
     theirs, ours = split(parts, whole, their_size), split(parts, whole, size)
     runs = plan_all_runs(parts, size, their_size)
     offer = kv_pb2.OfferRequest(begin=32, end=32 + 2 * PAGE_TOKENS + 3, pages=[kv_pb2.PageRef(page=p) for p in PAGES])
-    offer.checksums.extend(sum_all(theirs, places_there(runs)))
-    here = places_here(runs)
+    offer.checksums.extend(sum_all(theirs, [(run.rank, run.source, run.num_bytes) for _rank, run in runs]))
+    here = [(rank, run.target, run.num_bytes) for rank, run in runs]
     check_checksums(offer, parts_of(offer)[0], PAGE_TOKENS, runs, sum_all(ours, here), "x")
     rank, index = dice.randrange(size), dice.randrange(len(PAGES))
     byte = dice.randrange(ours[rank].shape[1])
