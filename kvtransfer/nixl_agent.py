@@ -83,7 +83,7 @@ def _load() -> tuple[Any, UcxLog]:
 
 
 class Agent:
-    """One agent: its registered memory, connections and transfers. One call at a time.
+    """Registered memory, connections and transfers. One call at a time.
 
     After `close` nothing writes to registered memory any more, not even a running transfer: UCX's worker is gone, with
     its sockets, queue pairs and registrations. Nothing less guarantees this. NIXL "releases" a running transfer without
@@ -116,20 +116,16 @@ class Agent:
         self._call("registerMem", self._nixl.nixlRegDList(self._kind(device_index), regions))
 
     def metadata(self) -> bytes:
-        """How peers reach this agent, and the keys to its registered memory."""
         return bytes(self._call("getLocalMD"))
 
     def connect(self, metadata: bytes) -> str:
-        """Connect to the agent with this metadata; returns its name."""
+        """Returns the name of the agent with this metadata."""
         return bytes(self._call("loadRemoteMD", metadata)).decode(errors="replace")
 
     def prepare(
         self, peer: str | None, address: int, count: int, stride: int, num_bytes: int, device_index: int
     ) -> int:  # fmt: skip
-        """A handle for `count` pieces of `num_bytes`, `stride` bytes apart; in our memory if `peer` is None.
-
-        All of it must be registered.
-        """
+        """A handle for `count` pieces of registered memory, `stride` bytes apart; of our own if `peer` is None."""
         pieces = np.empty((count, 3), np.uint64)
         pieces[:, 0] = np.uint64(address) + np.arange(count, dtype=np.uint64) * np.uint64(stride)
         pieces[:, 1:] = num_bytes, max(device_index, 0)

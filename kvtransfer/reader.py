@@ -26,10 +26,7 @@ class Landing(Protocol):
         """Address of the first page; the others follow without gaps."""
 
     def copy(self, pages: Sequence[int], into: Sequence[int]) -> None:
-        """Copy pages[i] to the store's page into[i]; returns when the bytes are there.
-
-        The caller checks bounds and holds the store's pages.
-        """
+        """Copy pages[i] to the store's page into[i], which the caller holds; returns when the bytes are there."""
 
     def close(self) -> None:
         """Free the pages; nothing may write to them any more. Idempotent. Copies after it raise."""
@@ -80,10 +77,7 @@ class PageStore(Protocol):
         """Overwrite each page from byte `begin` on with its row. The caller holds the pages."""
 
     def open_peer(self, handle: bytes, num_pages: int, page_bytes: int) -> PeerPages:
-        """Open the GPU memory of another process on this host, the test bytes too. The first time may take seconds.
-
-        Raises RuntimeError with the driver's message, or if this pool is not on a GPU.
-        """
+        """The GPU memory of another process on this host, test bytes included. RuntimeError if that is not possible."""
 
     def open_landing(self, num_pages: int) -> Landing:
         """New pages of page_bytes on this pool's device. Raises RuntimeError with the driver's message."""

@@ -90,10 +90,7 @@ def plan_spans(
 
 
 class GpuPages:
-    """Owns memory on a GPU beside a pool: another process's pool, opened here, or our own. One caller at a time.
-
-    kvtransfer's PeerPages and Landing.
-    """
+    """Owns memory on a GPU beside a pool: another process's pool, opened here, or our own. kvtransfer's PeerPages."""
 
     def __init__(
         self, gpu: Gpu, ours: Tensor, address: int, page_bytes: int, let_go: Callable[[int], None]
@@ -116,20 +113,15 @@ class GpuPages:
     def copy(
         self, pages: Sequence[int], into: Sequence[int], source: int = 0, target: int = 0, num_bytes: int | None = None
     ) -> None:
-        """Copy pages[i] to the pool's page into[i]; returns when the bytes are there. The caller checks bounds.
-
-        Copies `num_bytes` of each page (default: all), from byte `source` to byte `target`.
-        """
         words = slice(target // WORD_BYTES, None if num_bytes is None else (target + num_bytes) // WORD_BYTES)
         self._copy(lambda: self._ours[:, words], pages, into, source)
 
     def probe(self, num_pages: int, source: int, num_bytes: int) -> None:
-        """Copy from the first pages what `copy` would, and drop it."""
         sizes, device, pages = (num_pages, num_bytes // WORD_BYTES), self._ours.device, range(num_pages)
         self._copy(lambda: torch.empty(sizes, dtype=torch.int32, device=device), pages, pages, source)
 
     def load(self, begin: int, num_bytes: int) -> list[NDArray[np.uint8]]:
-        """`num_bytes` from byte `begin` on, in each way that `copy` may take: by the kernel and by a copy engine."""
+        """By the kernel, and by a copy engine."""
 
         def read() -> Tensor:
             target = torch.empty(2, num_bytes // WORD_BYTES, dtype=torch.int32, device=self._ours.device)
@@ -164,7 +156,6 @@ class GpuPages:
         self._gpu.run(launch)
 
     def close(self) -> None:
-        """Idempotent."""
         address, self.address = self.address, 0
         if address:
             self._let_go(address)

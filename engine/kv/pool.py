@@ -1,7 +1,4 @@
-"""The memory of a worker's KV cache, and its pages as bytes for transfer.
-
-Knows shapes and memory, not the owners of pages (worker/prefix_cache.py) nor how peers read them (kvtransfer/).
-"""
+"""The memory of a worker's KV cache, and its pages as bytes for transfer. Who owns a page: worker/prefix_cache.py."""
 
 import fcntl
 import mmap
@@ -140,7 +137,7 @@ class Pool:
 
     @property
     def all_page_bytes(self) -> int:
-        """Bytes of a page over all ranks."""
+        """Over all ranks."""
         return self.num_ranks * self.page_bytes
 
     def _allocate_private(self) -> Tensor:

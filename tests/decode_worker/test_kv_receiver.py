@@ -20,7 +20,6 @@ from tests.support.real_workers import (
     NUM_PAGES,
     PAGE_TOKENS,
     DecodeWorker,
-    Gateway,
     build_identity,
     decode_worker,
     expected_answer,
@@ -174,15 +173,6 @@ async def test_a_peer_that_cannot_be_read_leaves_no_reader_behind() -> None:
         assert not decode.peers._greeting
 
 
-async def test_a_session_whose_abort_came_first_ends_with_its_lease() -> None:
-    signal = Signal()
-    async with decode_worker(signal, lease_s=0.1) as decode, gateway(decode, signal) as opened:
-        await opened.abort(1)
-        await opened.reserve(1, PROMPT)
-        assert await opened.end_of(1) == ("expired", "no KV arrived within the lease of 0.1 s (--lease-s)")
-        assert decode.scheduler.cache.num_held == 0
-
-
 async def test_a_session_whose_abort_came_first_ends_at_its_first_token() -> None:
     signal = Signal()
     async with decode_worker(signal) as decode, gateway(decode, signal) as opened:
@@ -191,12 +181,7 @@ async def test_a_session_whose_abort_came_first_ends_at_its_first_token() -> Non
         await opened.reserve(1, PROMPT, count=40, local=len(PROMPT))
         decode.runner.may_run.set()
         await signal.until(lambda: bool(opened.tokens.get(1)))
-        await abort_as_gateways_do(opened)
+        await opened.abort(1)  # for the gateway's side see test_tokens_of_a_forgotten_session_have_it_aborted
         await signal.until(lambda: decode.scheduler.cache.num_held == 0)
         told = opened.tokens[1]
         assert told == expected_answer(PROMPT, 40)[: len(told)]
-
-
-async def abort_as_gateways_do(opened: Gateway) -> None:
-    """For the gateway's side see test_tokens_of_a_forgotten_session_have_it_aborted."""
-    await opened.abort(1)

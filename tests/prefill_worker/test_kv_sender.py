@@ -72,13 +72,6 @@ async def test_a_mismatched_pair_is_refused_naming_both_values() -> None:
         await opened.signal.until(lambda: used(prefill) == 0)  # just after the refusal is sent
 
 
-async def test_a_transport_that_cannot_be_had_is_refused() -> None:
-    async with workers("shm") as (opened, prefill, _decode):
-        prefill.peer.ranks[0].transports.clear()
-        _code, detail = await refusal(prefill.run(await opened.reserve(1, PROMPT), PROMPT))
-        assert "shm is not possible" in detail and "not shared memory" in detail
-
-
 async def test_a_decode_worker_that_cannot_be_reached_fails_the_run_and_not_the_prefill_worker() -> None:
     async with prefill_worker(Signal()) as prefill:
         ticket = kv_pb2.Ticket(address="127.0.0.1:1", incarnation="gone", session=1, attempt=1, end=len(PROMPT) - 1)
