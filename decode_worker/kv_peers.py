@@ -79,7 +79,7 @@ class KVPeers:
     def read_token_s(self) -> float:
         """Seconds to read one token's KV from the slowest peer; 0 without peers."""
         slowest = min((known.bytes_per_s for known in self._known.values()), default=inf)
-        return self._pools[0].pool.all_page_bytes / self._pools[0].pool.shape.page_tokens / slowest
+        return self._pools[0].own.all_page_bytes / self._pools[0].own.shape.page_tokens / slowest
 
     async def shake_hands(self, peer: kv_pb2.Peer) -> str:
         """Compare layouts, open readers and measure. Returns the transport. Idempotent per incarnation."""
@@ -92,7 +92,7 @@ class KVPeers:
     async def _add(self, peer: kv_pb2.Peer, before: KnownPeer | None) -> KnownPeer:
         mismatch = find_mismatch(self._me.layout, peer.layout) or find_bad_states(self._me, peer)
         for ours, theirs in zip(self._pools, (peer, peer.states), strict=False):
-            mismatch = mismatch or find_bad_ranks(ours.pool.parts, theirs)
+            mismatch = mismatch or find_bad_ranks(ours.own.parts, theirs)
         if mismatch is not None:
             raise HandshakeRefusedError(f"{peer.address} cannot hand over its KV: {mismatch}")
         try:
@@ -144,7 +144,7 @@ class KVPeers:
 
     async def _measure(self, readers: list[Reader], num_pages: int) -> float:
         """Read the peer's first pages and drop them; returns bytes per second. Closes the readers if that fails."""
-        page_bytes = self._pools[0].pool.all_page_bytes
+        page_bytes = self._pools[0].own.all_page_bytes
         num_pages = max(1, min(num_pages, PROBE_BYTES // page_bytes))
         started = time.perf_counter()
         try:

@@ -104,7 +104,7 @@ class KVReceiver:
             if into and self.wants_checksums:  # after the generations: a page that was recycled has other bytes too
                 way = f"{known.transport} from {known.peer.address}"
                 await pool.verify(offer, part, into, known.peer, way)
-            num_bytes += len(into) * pool.pool.all_page_bytes
+            num_bytes += len(into) * pool.own.all_page_bytes
         return num_bytes
 
     def _refuse(self, offer: kv_pb2.OfferRequest, reason: str, detail: str) -> kv_pb2.OfferResponse:

@@ -31,7 +31,7 @@ ADDRESS_END = 1 << 64
 class NixlMemory(Advert, frozen=True):
     """A registered pool. Only its agent uses the addresses."""
 
-    metadata: bytes  # of its agent, named by `agent_name`: UCX's addresses, and keys to the registered memory
+    metadata: bytes  # of its agent, named by Local.name: UCX's addresses, and keys to the registered memory
     pages_address: int  # of the first page; the others follow without gaps
     generations_address: int  # in its main memory: one uint64 per page, in host order
     device_index: int  # of the pages' GPU in its process; -1 for main memory
@@ -51,11 +51,6 @@ class NixlMemory(Advert, frozen=True):
                 raise ReadError("layout", f"{num_pages} {name} cannot lie at address {address:#x}")
         if not -1 <= self.device_index < MAX_DEVICES:
             raise ReadError("layout", f"there is no GPU {self.device_index}")
-
-
-def agent_name(incarnation: str, rank: int) -> str:
-    """The name of a rank's agent."""
-    return f"{incarnation}.{rank}"
 
 
 class NixlReader(TransportReader):
@@ -153,8 +148,8 @@ class NixlReader(TransportReader):
         self._link = agent.find_link()
 
     def _connect_rank(self, rank: int, memory: NixlMemory) -> str:
-        """Connect to a rank's agent so that it can be read; returns its name."""
-        name, expected = self._agent.connect(memory.metadata), agent_name(self._peer.incarnation, rank)
+        """Returns the name of the rank's agent."""
+        name, expected = self._agent.connect(memory.metadata), f"{self._peer.incarnation}.{rank}"
         if name != expected:
             raise NixlError(f"the metadata is of agent {name[:64]!r}, not of {expected}")
         return name

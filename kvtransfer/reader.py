@@ -107,7 +107,7 @@ class Local:
     """One pool of this process, and what transports use to read into it, or to let peers read it."""
 
     store: PageStore
-    name: str  # unique over all processes
+    name: str  # unique over all processes: the incarnation that peers know the pool by, a dot and the rank
     is_offered: bool  # peers read it
     wanted: str  # --transport
     open_channel: Callable[[str], grpc.aio.Channel]

@@ -118,7 +118,7 @@ class KVSender:
 
     def _check_ranks(self, peer: kv_pb2.Peer) -> None:
         for pool in self._pools:
-            if (problem := find_bad_ranks(pool.pool.parts, peer)) is not None:
+            if (problem := find_bad_ranks(pool.own.parts, peer)) is not None:
                 raise OfferFailedError(grpc.StatusCode.ABORTED, f"decode worker {peer.address}: {problem}")
 
     def _forget_lost(self) -> None:

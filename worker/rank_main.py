@@ -82,7 +82,7 @@ async def _serve(
     pools, address = build_pools(engine, config, start.incarnation, trust), ""
     if isinstance(config, PrefillConfig):
         server = trust.build_server()
-        PageServer({pool.incarnation: pool.pool for pool in pools}).add_to(server)
+        PageServer({pool.incarnation: pool.own for pool in pools}).add_to(server)
         address = f"{config.reachable_host}:{trust.bind(server, config.host, 0)}"
         await rpc.start(server)
     packed = [describe_rank(pool.local, address).SerializeToString() for pool in pools]
@@ -139,7 +139,7 @@ class _Readers:
                     await reader.close()
             case link.Checksum():
                 done.checksums = await asyncio.to_thread(
-                    compute_checksums, self.pools[call.is_states].pool, call.pages, call.begin, call.num_bytes
+                    compute_checksums, self.pools[call.is_states].own, call.pages, call.begin, call.num_bytes
                 )
 
 

@@ -39,7 +39,7 @@ class RankedPool:
     """`children`: the other ranks; None if there are none, or in one of them."""
 
     incarnation: str  # what peers read it under
-    pool: Pool  # this rank's
+    own: Pool  # this rank's
     layout: kv_pb2.KvLayout
     local: Local
     children: RankChildren | None
@@ -47,7 +47,7 @@ class RankedPool:
 
     def describe(self, role: str, address: str, others: Sequence[kv_pb2.Rank]) -> kv_pb2.Peer:
         """The worker with this pool, for handshakes and Status. `others`: ranks 1 and up."""
-        pool = self.pool
+        pool = self.own
         return kv_pb2.Peer(
             role=role, address=address, incarnation=self.incarnation, pid=os.getpid(), host=rpc.host_identity(),
             layout=self.layout, num_pages=pool.num_pages, pool_fd=pool.fd, pages_offset=pool.pages_offset,
@@ -67,16 +67,16 @@ class RankedPool:
 
     async def offer(self, part: OfferPart, held: Sequence[int], num_readers: int) -> None:
         """Add pages that the caller holds; with checksums for a worker of `num_readers` ranks, unless that is 0."""
-        generations = self.pool.generations
+        generations = self.own.generations
         part.refs.extend(kv_pb2.PageRef(page=page, generation=int(generations[page])) for page in held)
         if num_readers:
-            runs = plan_all_runs(self.pool.parts, num_readers, self.pool.num_ranks)
+            runs = plan_all_runs(self.own.parts, num_readers, self.own.num_ranks)
             places = [PageBytes(run.rank, run.source, run.num_bytes) for _rank, run in runs]
             part.checksums.extend(await self.compute_checksums(held, places))
 
     def plan_runs(self, peer: kv_pb2.Peer) -> list[tuple[int, Run]]:
         """What our ranks read from a peer's, and an offer has checksums of."""
-        return plan_all_runs(self.pool.parts, self.pool.num_ranks, len(peer.ranks))
+        return plan_all_runs(self.own.parts, self.own.num_ranks, len(peer.ranks))
 
     async def verify(
         self, offer: kv_pb2.OfferRequest, part: OfferPart, into: Sequence[int], peer: kv_pb2.Peer, way: str
@@ -95,7 +95,7 @@ class RankedPool:
         async def compute(place: PageBytes) -> list[int]:
             rank, begin, num_bytes = place
             if self.children is None or rank == 0:
-                return await asyncio.to_thread(compute_checksums, self.pool, pages, begin, num_bytes)
+                return await asyncio.to_thread(compute_checksums, self.own, pages, begin, num_bytes)
             return await self.children.compute_checksums(rank, pages, begin, num_bytes, self.is_states)
 
         return list(chain.from_iterable(await asyncio.gather(*map(compute, places))))

@@ -66,7 +66,7 @@ def flip_in_prefill(patch: pytest.MonkeyPatch, prefill: PrefillWorker, _decode: 
 
     async def compute_and_flip(ours: RankedPool, pages: Sequence[int], places: Any) -> list[int]:
         checksums = await compute(ours, pages, places)
-        if ours.pool is prefill.pool:
+        if ours.own is prefill.pool:
             flip(prefill, pages[0])
         return checksums
 
@@ -131,7 +131,7 @@ async def test_a_recycled_page_is_called_recycled_and_not_changed() -> None:
         async def compute_and_recycle(ours: RankedPool, pages: Sequence[int], places: Any) -> list[int]:
             checksums = await compute(ours, pages, places)
             recycled.extend((page, generation_of(prefill, page)) for page in pages)
-            ours.pool.generations[pages] += 1
+            ours.own.generations[pages] += 1
             flip(prefill, pages[0])
             return checksums
 

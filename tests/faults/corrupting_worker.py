@@ -46,7 +46,7 @@ def run() -> None:
 
     async def compute_and_change(ours: Any, pages: Sequence[int], places: Any) -> list[int]:
         checksums = await compute(ours, pages, places)
-        change_once(ours.pool, pages[-1])
+        change_once(ours.own, pages[-1])
         return checksums
 
     async def send_and_mend(*arguments: Any) -> None:
