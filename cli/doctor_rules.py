@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from cli.doctor_facts import Machine, Model, Row
 from cli.doctor_gpu_rules import explain_no_gpu, judge_flashinfer, judge_gpus, judge_peers, judge_triton
 from cli.plan import WorkerPlan, choose_prefill_workers, plan_workers
-from kvtransfer.nixl_agent import NOT_INSTALLED
-from kvtransfer.reader import choose_transport
+from kvtransfer.cuda_ipc import GpuMemory
+from kvtransfer.transports import choose_transport
 from protos import kv_pb2
 from runtime.cards import find_card
 from runtime.config import DecodeConfig, PrefillConfig, ServeConfig
@@ -192,8 +192,7 @@ def judge_hand_off(config: ServeConfig, plans: Sequence[WorkerPlan], machine: Ma
         return Row("hand-off", "ok", "none: decode workers prefill by themselves")
     ours, theirs = (describe_peer(config, machine, model, plan) for plan in (plans[-1], plans[0]))
     try:
-        obstacle = None if machine.nixl else NOT_INSTALLED
-        transport, why = choose_transport(ours, theirs, config.transport, config.require_transport, obstacle)
+        transport, why = choose_transport(ours, theirs, config.transport, config.require_transport)
     except ValueError as error:
         return Row("hand-off", "missing", str(error), "drop --require-transport")
     if config.transport not in ("auto", transport):
@@ -204,19 +203,23 @@ def judge_hand_off(config: ServeConfig, plans: Sequence[WorkerPlan], machine: Ma
 
 def describe_peer(config: ServeConfig, machine: Machine, model: Model, plan: WorkerPlan) -> kv_pb2.Peer:
     """A worker of `baton serve` on this machine, as far as the choice of a transport looks at it."""
-    gpus = [describe_gpu(machine, gpu) if model.device == "cuda" else None for gpu in plan.gpus]
-    nixl = kv_pb2.Nixl() if config.transport == "nixl" and machine.nixl else None
+    ranks, pool_fd = [], None if machine.memory_file_error else 0
+    for gpu in plan.gpus:
+        entries = {"nixl": b"registered"} if config.transport == "nixl" and machine.nixl else {}
+        if model.device == "cuda":
+            entries["cuda_ipc"] = describe_gpu(machine, gpu).pack()
+        elif pool_fd is not None:
+            entries["shm"] = b""
+        ranks.append(kv_pb2.Rank(transports=entries))
     pid = 1 if plan.role == "prefill" else 2  # two processes
-    pool_fd = None if machine.memory_file_error else 0
-    ranks = [kv_pb2.Rank(gpu=gpu, nixl=nixl) for gpu in gpus]
     return kv_pb2.Peer(address="another worker", pid=pid, pool_fd=pool_fd, ranks=ranks)
 
 
-def describe_gpu(machine: Machine, gpu: int) -> kv_pb2.Gpu:
+def describe_gpu(machine: Machine, gpu: int) -> GpuMemory:
     """The GPU of a pool whose memory can be exported."""
     others = (other for other in range(len(machine.gpus)) if (gpu, other) not in machine.strangers)
-    readable = [machine.gpus[other].uuid for other in others]
-    return kv_pb2.Gpu(uuid=machine.gpus[gpu].uuid, ipc_handle=b"a handle", readable=readable)
+    readable = tuple(machine.gpus[other].uuid for other in others)
+    return GpuMemory(machine.gpus[gpu].uuid, readable, b"a handle")
 
 
 def split_advice(part: str, error: str) -> Row:
