@@ -11,7 +11,6 @@ import shutil
 import sysconfig
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from importlib.util import find_spec
 from itertools import combinations, permutations
 from pathlib import Path
@@ -19,26 +18,23 @@ from pathlib import Path
 import torch
 
 from bench.products import check_products
-from cli.doctor_facts import Gpu, Machine, Model
-from cli.models import check_models
+from cli.doctor_rules import Gpu, Machine, Model
 from engine.attention.choose import choose_for_layers
 from engine.attention.modules import HEAD_DIMS, SHORT, BuiltAhead, explain_no_compiler, find_built, name_modules
-from engine.engine import check_kv_dtype, choose_device, resolve_kv_dtype
+from engine.engine import check_kv_dtype, choose_device
 from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
 from engine.kv.pool import PoolShape
 from engine.models.choose import load_any_config
 from engine.models.config import ModelConfig
 from engine.models.fallback_config import FallbackConfig
-from engine.models.load import choose_dtype
-from engine.models.sources import open_any_model
 from engine.models.table import shard_config
-from engine.weights.files import list_shards
 from engine.weights.table import Shard
 from runtime.config import ServeConfig
 from runtime.gpus import NVML, VISIBLE, ask_driver, visible_gpus
-from runtime.hardware import available_memory_bytes, num_cores
-from runtime.version import find_version
-from worker.limits import shape_of, shrink
+from runtime.hardware import available_memory_bytes, find_version, num_cores
+from wire.kv_layout import PagePart
+from worker.device_limits import read_headers
+from worker.models import check_models
 
 HOST_NAMESPACE = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}  # fixed in the kernel's proc_ns.h
 P2P_NVLINK, P2P_OK = 2, 0  # NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK
@@ -100,20 +96,19 @@ def examine_model(config: ServeConfig) -> Model:
     folders = [folder for folder in found if folder is not None]
     if len(folders) < len(found):
         raise FileNotFoundError("its files are still to be fetched")
-    folder = folders[0]
-    model, checkpoint = open_any_model(folder)
-    dtype = choose_dtype(model, checkpoint, config.dtype)
-    kv_dtype = resolve_kv_dtype(config.kv_dtype, dtype)
-    shapes = []
+    draft = folders[1] if len(folders) > 1 else None
+    headers = read_headers(folders[0], draft, config.dtype, config.kv_dtype, config.quantization)
+    model, dtype, kv_dtype = headers.config, headers.dtype, headers.kv_dtype
+    parts: list[PagePart] = []
     for one in map(load_any_config, folders):
         for size in (config.prefill_tp, config.decode_tp):
             if isinstance(one, ModelConfig):
                 shard_config(one, Shard(0, size))
-        shapes.append(PoolShape(1, one.kv_parts, config.page_tokens, kv_dtype))
+        shape = PoolShape(1, one.kv_parts, config.page_tokens, kv_dtype)
+        parts += shape.page_parts(shape.parts)
     attention = choose_for_layers(
         model.attention_shapes, model.windows, config.page_tokens, device, dtype, kv_dtype, model.has_sinks
     )
-    weight_bytes = sum(path.stat().st_size for one in folders for path in list_shards(one))
     return Model(
         device=device.type,
         dtype=str(dtype).removeprefix("torch."),
@@ -122,12 +117,12 @@ def examine_model(config: ServeConfig) -> Model:
         modules=tuple(find_modules(model, dtype, kv_dtype)) if device.type == "cuda" else (),
         has_native_code=isinstance(model, ModelConfig),
         context_tokens=model.context_tokens,
-        parts=tuple(part for shape in shapes for part in shape.page_parts(shape.parts)),
-        weight_bytes=weight_bytes,
+        parts=tuple(parts),
+        weight_bytes=headers.file_bytes,
         attention=attention.backend.name,
         attention_reason=attention.reason,
         is_fallback=attention.is_fallback,
-        shape=replace(shape_of(model, shrink(weight_bytes, config.quantization)), kv_item_bytes=kv_dtype.itemsize),
+        shape=headers.shape,
     )
 
 

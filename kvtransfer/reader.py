@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from protos import kv_pb2
 from wire.kv_layout import PagePart
-
-Transport = Literal["cuda_ipc", "shm", "nixl", "grpc"]
+from wire.names import Transport as Transport
 
 
 class PeerPages(Protocol):

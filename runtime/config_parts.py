@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 
 from runtime.addresses import bracketed, is_any, is_loopback
 from runtime.settings import MAX_PORT, ConfigError, Port, Positive, Seconds, SecondsOrZero, Settings, count
+from wire import names
+from wire.names import KvDType, Quantization
 from wire.sampling import MAX_DRAFT_TOKENS
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "fp8", "int8", "int4"]
-KvDType = Literal["auto", "fp8"]
 Device = Literal["auto", "cpu", "cuda"]
-Transport = Literal["auto", "cuda_ipc", "shm", "nixl", "grpc"]
+Transport = Literal["auto", names.Transport]
 ToolFormat = Literal["auto", "none", "hermes", "inline", "llama3", "mistral", "mistral-args"]
 ReasoningFormat = Literal["auto", "none", "think", "mistral", "seed", "minimax-m3", "gemma4"]
 LogLevel = Literal["debug", "info", "warning", "error"]

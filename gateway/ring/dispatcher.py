@@ -20,7 +20,7 @@ from gateway.ring.queue import Queue
 from gateway.ring.reasons import as_error
 from gateway.ring.request_machine import Phase, Request
 from gateway.ring.routing import Router
-from runtime.metrics import SECONDS_BUCKETS
+from runtime.ops import SECONDS_BUCKETS
 
 log = structlog.get_logger()
 

@@ -13,11 +13,11 @@ import torch
 from rich.console import Console
 
 from cli import doctor_probe
+from cli.bench import load_shape
 from cli.doctor import show
-from cli.doctor_facts import Gpu, Machine, Model, Row
+from cli.doctor_plan import judge
 from cli.doctor_probe import examine_flashinfer, examine_machine, find_linked, find_modules, read_architectures
-from cli.doctor_rules import judge
-from cli.shapes import load_shape
+from cli.doctor_rules import Gpu, Machine, Model, Row
 from engine.attention.modules import BuiltAhead, name_modules
 from engine.attention.shape import AttentionShape
 from engine.models.config import ModelConfig

@@ -13,12 +13,11 @@ from runtime.config import DecodeConfig, GatewayConfig, PrefillConfig, ServeConf
 from runtime.hardware import (
     available_memory_bytes,
     num_cores,
-    resolve_context,
-    resolve_pool,
     resolve_threads,
 )
 from runtime.settings import MAX_COUNT, ConfigError, Settings, field_names, flag
-from worker.limits import complete
+from worker.limits import complete, resolve_context
+from worker.pool_size import resolve_pools
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "CONFIGURATION.md").read_text()
 CONFIG_TYPES = (PrefillConfig, DecodeConfig, GatewayConfig, ServeConfig)
@@ -171,7 +170,7 @@ class TestNumPages:
     @staticmethod
     def resolve(config: DecodeConfig, available_mib: int) -> int:
         completed = complete(config, None, None)
-        return resolve_pool(completed, 1000, 1 << 20, 1, None, available_mib << 20)  # one context is 63 pages
+        return resolve_pools(completed, 1000, 1 << 20, 1, None, available_mib << 20)[0]  # one context is 63 pages
 
     def test_automatic_is_room_for_every_session_when_memory_allows(self) -> None:
         assert self.resolve(DecodeConfig(max_running=4), 100_000) == 4 * 63

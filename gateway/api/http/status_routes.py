@@ -11,7 +11,7 @@ from gateway.request.prepare import ServedModel
 from gateway.ring.dispatcher import Dispatcher
 from gateway.ring.fleet import Fleet
 from gateway.ring.worker_link import WorkerLink
-from runtime.version import OWN_VERSION
+from runtime.hardware import OWN_VERSION
 
 
 def build_status_router(served: ServedModel) -> APIRouter:
