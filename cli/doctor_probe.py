@@ -44,7 +44,16 @@ def examine_machine() -> Machine:
     """Takes seconds: builds the CPU kernel where that was not done yet, and opens each GPU."""
     driver = ask_driver()
     gpus = tuple(map(examine_gpu, range(torch.cuda.device_count() if torch.cuda.is_available() else 0)))
-    cpp_compiler, kernel_error = try_kernel()
+    cpp_compiler, kernel_error, memory_file_error = "", "", ""
+    try:
+        cpp_compiler = " ".join(find_compiler())
+        load_kernel("cpu_paged")
+    except BuildError as error:
+        kernel_error = str(error)
+    try:
+        os.close(os.memfd_create("baton-doctor"))
+    except (OSError, AttributeError) as error:
+        memory_file_error = str(error)
     products, are_products_slow, reading_rate = try_products() if not kernel_error and not gpus else ("", False, 0.0)
     flashinfer, flashinfer_error, built = examine_flashinfer()
     pairs = permutations(range(len(gpus)), 2)
@@ -62,7 +71,7 @@ def examine_machine() -> Machine:
         has_python_header=(Path(sysconfig.get_path("include")) / "Python.h").exists(),
         has_own_pid_namespace=has_own_namespace("pid"),
         has_own_ipc_namespace=has_own_namespace("ipc"),
-        memory_file_error=try_memory_file(),
+        memory_file_error=memory_file_error,
         locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         torch=torch.__version__,
         torch_cuda=torch.version.cuda or "",
@@ -176,17 +185,6 @@ def find_linked(uuids: Sequence[str]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def try_kernel() -> tuple[str, str]:
-    """The C++ compiler, and why the attention kernel cannot be built; empty where it can."""
-    compiler = ""
-    try:
-        compiler = " ".join(find_compiler())
-        load_kernel("cpu_paged")
-    except BuildError as error:
-        return compiler, str(error)
-    return compiler, ""
-
-
 def try_products() -> tuple[str, bool, float]:
     """What products reach, in words, whether that is slow, and how many bytes a second the machine reads."""
     torch.set_num_threads(num_cores())
@@ -197,15 +195,6 @@ def try_products() -> tuple[str, bool, float]:
         f"{many.num_rows} rows multiply at {many.multiplying:.2f}"
     )
     return reached, any(one.is_slow for one in rates), ceilings.num_bytes
-
-
-def try_memory_file() -> str:
-    """Why the system gives no memory file; empty when it does."""
-    try:
-        os.close(os.memfd_create("baton-doctor"))
-    except (OSError, AttributeError) as error:
-        return str(error)
-    return ""
 
 
 def has_own_namespace(kind: str) -> bool:

@@ -34,9 +34,13 @@ class PoolPlan(NamedTuple):
 
 
 def plan_pools(
-    config: PrefillConfig | DecodeConfig, shape: ModelShape, page_bytes: int, card: Card | None, memory_bytes: int,
+    config: PrefillConfig | DecodeConfig,
+    shape: ModelShape,
+    page_bytes: int,
+    card: Card | None,
+    memory_bytes: int,
     host_bytes: int,
-) -> PoolPlan:  # fmt: skip
+) -> PoolPlan:
     """What a worker does at its start, before it is started. Raises ConfigError.
 
     `page_bytes`: of a rank. `card`, `memory_bytes`: of its GPU; None and 0 on a CPU.
