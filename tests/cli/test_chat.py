@@ -113,7 +113,7 @@ class FakeHandler(BaseHTTPRequestHandler):
 @pytest.fixture
 def service() -> Iterator[FakeService]:
     with FakeService() as fake:
-        threading.Thread(target=fake.serve_forever, daemon=True).start()
+        threading.Thread(target=fake.serve_forever, args=(0.02,), daemon=True).start()
         yield fake
         fake.shutdown()
 
