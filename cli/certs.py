@@ -1,6 +1,5 @@
 """`baton certs`: a test authority and one certificate for a whole fleet."""
 
-import ipaddress
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,7 +11,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from cli.service import CommandError
-from runtime.addresses import bare
+from runtime.addresses import find_ip
 from runtime.settings import ConfigError
 
 SECRET_MODE, PUBLIC_MODE = 0o600, 0o644
@@ -86,12 +85,9 @@ def build_files(hosts: tuple[str, ...], now: datetime, lifetime: timedelta) -> d
 
 
 def _alternative_name(host: str) -> x509.GeneralName:
+    address = find_ip(host)
     try:
-        return x509.IPAddress(ipaddress.ip_address(bare(host)))
-    except ValueError:
-        pass
-    try:
-        return x509.DNSName(host)
+        return x509.DNSName(host) if address is None else x509.IPAddress(address)
     except ValueError as error:
         raise ConfigError(f"host={host!r} cannot be used: --host needs an ASCII name or an IP address") from error
 

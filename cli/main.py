@@ -1,7 +1,4 @@
-"""The `baton` program: finds the command and its options, and says what was wrong with them.
-
-One file per kind of command; this one knows none of their work.
-"""
+"""The `baton` program: finds the command and its options, and says what was wrong with them."""
 
 import os
 import sys

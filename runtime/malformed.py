@@ -1,7 +1,7 @@
 """Answers malformed protobuf messages with INVALID_ARGUMENT; gRPC would log a traceback and answer UNKNOWN.
 
 Also shortens errors that quote too much of a request, so that they fit a header; gRPC would fail with INTERNAL or
-nothing. Knows handlers and request deserializers, not the services.
+nothing.
 """
 
 import inspect
