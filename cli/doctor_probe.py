@@ -3,16 +3,14 @@
 A question that fails has an answer too: the error's text, or nothing where there is nothing. Imports torch.
 """
 
-import ctypes
 import importlib
 import os
 import resource
 import shutil
 import sysconfig
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.util import find_spec
-from itertools import combinations, permutations
+from itertools import permutations
 from pathlib import Path
 
 import torch
@@ -30,14 +28,13 @@ from engine.models.fallback_config import FallbackConfig
 from engine.models.table import shard_config
 from engine.weights.table import Shard
 from runtime.config import ServeConfig
-from runtime.gpus import NVML, VISIBLE, ask_driver, visible_gpus
+from runtime.gpus import VISIBLE, ask_driver, find_linked, visible_gpus
 from runtime.hardware import available_memory_bytes, find_version, num_cores
 from wire.kv_layout import PagePart
 from worker.device_limits import read_headers
 from worker.models import check_models
 
 HOST_NAMESPACE = {"pid": "pid:[4026531836]", "ipc": "ipc:[4026531839]"}  # fixed in the kernel's proc_ns.h
-P2P_NVLINK, P2P_OK = 2, 0  # NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK
 
 
 def examine_machine() -> Machine:
@@ -162,26 +159,6 @@ def read_architectures(listed: Sequence[str]) -> tuple[str, ...]:
         kind, _, number = name.partition("_")
         digits = number.rstrip("af")
         found.append(f"{digits[:-1]}.{digits[-1]}{'+PTX' if kind == 'compute' else number[len(digits) :]}")
-    return tuple(found)
-
-
-def find_linked(uuids: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Pairs of GPUs that NVLink joins, through a switch too; none if NVML does not say."""
-    nvml = None
-    with suppress(OSError):
-        nvml = ctypes.CDLL(NVML)
-    if nvml is None or nvml.nvmlInit_v2():
-        return ()
-    handles = [ctypes.c_void_p() for _ in uuids]
-    for uuid, handle in zip(uuids, handles, strict=True):
-        nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}".encode(), ctypes.byref(handle))
-    found = []
-    for pair in combinations(range(len(uuids)), 2):
-        status = ctypes.c_uint(P2P_OK + 1)  # stays so if the call fails
-        nvml.nvmlDeviceGetP2PStatus(*(handles[gpu] for gpu in pair), P2P_NVLINK, ctypes.byref(status))
-        if status.value == P2P_OK:
-            found.append(pair)
-    nvml.nvmlShutdown()
     return tuple(found)
 
 

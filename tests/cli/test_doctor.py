@@ -1,7 +1,6 @@
 """`baton doctor`: conclusions from facts about made-up machines, and a run on this one."""
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -16,7 +15,7 @@ from cli import doctor_probe
 from cli.bench import load_shape
 from cli.doctor import show
 from cli.doctor_plan import judge
-from cli.doctor_probe import examine_flashinfer, examine_machine, find_linked, find_modules, read_architectures
+from cli.doctor_probe import examine_flashinfer, examine_machine, find_modules, read_architectures
 from cli.doctor_rules import Gpu, Machine, Model, Row
 from engine.attention.modules import BuiltAhead, name_modules
 from engine.attention.shape import AttentionShape
@@ -320,32 +319,6 @@ class MixedModel:
     attention_shapes: tuple[AttentionShape, ...] = (HEADS, HEADS, WIDE, WIDE)
     windows: tuple[int | None, ...] = (None, 8, None, 8)
     has_sinks: bool = False
-
-
-NVML = """
-#include <string.h>
-int nvmlInit_v2(void) { return 0; }
-int nvmlShutdown(void) { return 0; }
-int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
-    if (strncmp(uuid, "GPU-", 4) || strstr(uuid, "GPU-GPU-")) return 2;
-    *handle = (void *)(long)uuid[4];
-    return 0;
-}
-int nvmlDeviceGetP2PStatus(void *one, void *other, int index, int *status) {
-    if (!one || !other) return 2;
-    *status = index == 2 && (long)one + (long)other == 'a' + 'c' ? 0 : 3;
-    return 0;
-}
-"""
-
-
-def test_nvml_says_which_gpus_nvlink_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = tmp_path / "nvml.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-xc", "-", "-o", library], input=NVML, text=True, check=True, timeout=60)
-    monkeypatch.setattr(doctor_probe, "NVML", str(library))
-    assert find_linked(["a", "GPU-b", "c"]) == ((0, 2),)
-    monkeypatch.setattr(doctor_probe, "NVML", str(tmp_path / "none.so"))
-    assert find_linked(["a", "b", "c"]) == ()
 
 
 @pytest.mark.parametrize(
