@@ -37,7 +37,6 @@ class Stats:
     usage: dict[str, Any] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """One line for people."""
         if self.first is None or self.last is None:
             return "no answer yet"
         tokens = self.usage.get("completion_tokens", self.num_chunks)

@@ -34,10 +34,9 @@ _TLS_SIGNS = ("handshake failed", "SSL", "Hostname Verification")  # substrings 
 
 
 class OpenChannel(Protocol):
-    """Opens channels with this process's credentials."""
+    """`open_channel` with this process's credentials."""
 
-    def __call__(self, address: str, server_name: str = "") -> grpc.aio.Channel:
-        """As `open_channel`."""
+    def __call__(self, address: str, server_name: str = "") -> grpc.aio.Channel: ...
 
 
 def new_incarnation() -> str:

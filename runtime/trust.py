@@ -147,7 +147,6 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
         continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]]",
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """Serve or reject one call."""
         metadata = handler_call_details.invocation_metadata or ()
         given = next((value for key, value in metadata if key == SECRET_KEY), "")
         is_known = hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._secret)
