@@ -16,12 +16,12 @@ from protos import kv_pb2
 from runtime import rpc
 from runtime.config import DecodeConfig, PrefillConfig
 from runtime.config_parts import NO_DRAFT
-from runtime.hardware import num_cores, resolve_context, resolve_threads
+from runtime.hardware import num_cores, resolve_threads
 from runtime.lifecycle import ReadyReporter, Shutdown, announce, run_worker
 from runtime.ops import OpsServer, Probes
 from runtime.trust import Trust, load_trust
 from worker.device_limits import complete_here, largest_step_of, size_pool_here
-from worker.limits import limits_of
+from worker.limits import limits_of, resolve_context
 from worker.loop import WorkerLoop
 from worker.metrics import WorkerMetrics
 from worker.prefix_cache import PrefixCache

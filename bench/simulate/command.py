@@ -16,13 +16,13 @@ from bench.simulate.measure import CONTEXT_TOKENS, STREAMS, measure_steps
 from bench.simulate.run import Fleet, Simulation, Workers, colocate
 from bench.simulate.settings import FleetSettings, Workload
 from bench.simulate.worker import Limits
-from cli.models import locate_model
 from engine.engine import build_engine
 from prefill_worker.kv_sender import MAX_OFFER_BYTES
-from runtime.cards import Card
+from runtime.gpus import Card
 from runtime.hardware import num_cores, resolve_threads
 from worker.limits import Limits as RowLimits
 from worker.limits import ModelShape
+from worker.models import locate_model
 from worker.scheduler import num_rows_for
 
 PAGE_TOKENS = 16

@@ -1,7 +1,7 @@
 """Linear layers that own the memory layout of their weights. Models call them and never see the layout."""
 
 from collections.abc import Callable
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from torch.nn import functional
 from engine.layers.moe_config import Activation
 from engine.ops.base import Ops
 from engine.ranks import Ranks
-
-Quantization = Literal["none", "fp8", "int8", "int4"]  # of layers; on CPUs int8 and int4 of embedding and head too
+from wire.names import Quantization as Quantization
 
 
 class Linear(Protocol):

@@ -19,7 +19,7 @@ from gateway.router.placement import find_no_prefill, find_unready
 from gateway.router.placer import Placer
 from gateway.router.queue import Queue, Waiter
 from gateway.router.request import AttemptFailed, Request
-from runtime.metrics import SECONDS_BUCKETS
+from runtime.ops import SECONDS_BUCKETS
 
 log = structlog.get_logger()
 

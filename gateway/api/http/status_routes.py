@@ -11,7 +11,7 @@ from gateway.request.prepare import ServedModel
 from gateway.router.fleet import Fleet
 from gateway.router.router import Router
 from gateway.router.worker_client import WorkerClient
-from runtime.version import OWN_VERSION
+from runtime.hardware import OWN_VERSION
 
 
 def build_status_router(served: ServedModel) -> APIRouter:
