@@ -9,14 +9,11 @@ from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
 
 from gateway.api.access import REQUEST_ID_HEADER, WARNING_HEADER
-from gateway.api.anthropic.routes import build_messages_router
 from gateway.api.http.errors import add_error_handlers
-from gateway.api.http.middleware import OPEN_PATHS, KeyCheck, OriginCheck, RequestScope
-from gateway.api.http.page_routes import PAGE_PATHS, build_page_router
-from gateway.api.http.status_routes import build_status_router
-from gateway.api.openai.routes import build_count_router, build_openai_router
+from gateway.api.http.middleware import OPEN_PATHS, AccessCheck, RequestScope
+from gateway.api.http.service_routes import PAGE_PATHS, build_page_router, build_status_router
 from gateway.api.openapi import add_document
-from gateway.api.responses.routes import build_responses_router
+from gateway.api.routes import build_api_router
 from gateway.metrics import RequestMetrics
 from gateway.request.prepare import ApiOptions, ServedModel
 from gateway.request.record import WriteRecord
@@ -63,17 +60,17 @@ def build_served_model(
 def build_app(served: ServedModel) -> FastAPI:
     """The REST API, to be served by uvicorn."""
     app = FastAPI(title="Baton", version="1", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
-    app.include_router(build_openai_router(served))
-    app.include_router(build_messages_router(served))
-    app.include_router(build_responses_router(served))
-    app.include_router(build_count_router(served))
+    app.include_router(build_api_router(served))
     app.include_router(build_status_router(served))
     app.include_router(build_page_router(served.tokenizer.examples))
     add_error_handlers(app)
-    app.add_middleware(OriginCheck, cors_origins=served.options.cors_origins)
-    open_paths = {*OPEN_PATHS, *PAGE_PATHS}
-    app.add_middleware(KeyCheck, api_keys=served.options.api_keys, open_paths=open_paths)  # preflights need no key
     app.add_middleware(
+        AccessCheck,
+        api_keys=served.options.api_keys,
+        open_paths={*OPEN_PATHS, *PAGE_PATHS},
+        cors_origins=served.options.cors_origins,
+    )
+    app.add_middleware(  # around the check: preflights need no key
         CORSMiddleware,
         allow_origins=served.options.cors_origins,
         allow_methods=["GET", "POST"],

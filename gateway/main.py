@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.api.grpc.service import add_inference_services, build_interceptors
 from gateway.api.http.connection import ServerConfig
-from gateway.api.http.status_routes import build_fleet_router
+from gateway.api.http.service_routes import build_fleet_router
 from gateway.app import build_app, build_served_model
 from gateway.request.prepare import ApiOptions
 from gateway.request.record import WriteRecord

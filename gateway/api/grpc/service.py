@@ -1,10 +1,12 @@
-"""The public gRPC service: the same requests, rules and errors as REST. Must not know where text comes from."""
+"""The public gRPC service: the same requests, rules and errors as REST."""
 
 # ruff: noqa: N802 (rpcs have the names of their proto)
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import grpc
 import structlog
@@ -12,19 +14,19 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from gateway.answer.calls import CallCollector
 from gateway.answer.choice_text import Piece
-from gateway.answer.choices import begin, stream_choices
-from gateway.api.access import unique_id, warning_headers
-from gateway.api.grpc.answers import AnswerMessages
+from gateway.answer.choices import Totals, begin, stream_choices, timing_fields
+from gateway.api.access import unique_id, waking_timeout, warning_headers
 from gateway.api.grpc.errors import Context, KeyInterceptor, abort_with, pick_call_id, refuse_malformed, send_call_id
 from gateway.api.grpc.requests import chat_request, check_known, generate_request, tokenize_request
-from gateway.api.waking_timeout import waking_timeout
 from gateway.errors import ApiError
 from gateway.request.counting import detokenize, tokenize
 from gateway.request.prepare import ServedModel
 from gateway.request.raw import RawRequest
 from protos import inference_pb2, inference_pb2_grpc
 from runtime.malformed import MalformedInterceptor
+from wire.logprobs import TokenLogprobs
 
 _log = structlog.get_logger()
 
@@ -58,11 +60,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
         """Streams continuations of one prompt."""
-        await self._stream(context, lambda: generate_request(request), AnswerMessages.generate)
+        await self._stream(context, lambda: generate_request(request), _AnswerMessages.generate)
 
     async def Chat(self, request: inference_pb2.ChatRequest, context: Context) -> None:
         """Streams answers to one conversation."""
-        await self._stream(context, lambda: chat_request(request), AnswerMessages.chat)
+        await self._stream(context, lambda: chat_request(request), _AnswerMessages.chat)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
@@ -93,42 +95,79 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.ListModelsResponse(models=models)
 
     async def _stream(
-        self, context: Context, read: Callable[[], RawRequest], write: Callable[[AnswerMessages, int, Piece], Message]
+        self,
+        context: Context,
+        read: Callable[[], RawRequest],
+        write: "Callable[[_AnswerMessages, int, Piece], Message]",
     ) -> None:
         """Serves a streamed call. Closes the ring's iterators if it is cancelled or its client stops reading.
 
         Writes instead of yielding: a cancelled write is then raised here, where the iterator is closed.
         """
-        try:
-            async with (
-                _serving(context) as request_id,
-                aclosing(self._responses(context, request_id, read, write)) as responses,
-            ):
-                async for response in responses:
+        async with _serving(context) as request_id:
+            arrived_s = time.perf_counter()
+            raw = read()
+            totals = await begin(self._served, raw, unique_id(request_id), arrived_s, context.invocation_metadata)
+            context.set_trailing_metadata(tuple(warning_headers(totals.job.warnings).items()))
+            messages = _AnswerMessages(totals, with_timing=raw.with_timing)
+            async with aclosing(stream_choices(self._served, totals)) as pieces:
+                async for index, piece in pieces:
+                    message = write(messages, index, piece)
                     try:
                         async with waking_timeout(self._served.options.stalled_client_s):
-                            await context.write(response)
+                            await context.write(message)
                     except TimeoutError as error:
                         raise _StalledClientError from error
-        except _StalledClientError:
-            _log.warning("client stopped reading; request cancelled")
-            await context.abort(grpc.StatusCode.CANCELLED, "the client stopped reading")
 
-    async def _responses(
-        self,
-        context: Context,
-        request_id: str,
-        read: Callable[[], RawRequest],
-        write: Callable[[AnswerMessages, int, Piece], Message],
-    ) -> AsyncGenerator[Message, None]:
-        arrived_s = time.perf_counter()
-        raw = read()
-        totals = await begin(self._served, raw, unique_id(request_id), arrived_s, context.invocation_metadata)
-        context.set_trailing_metadata(tuple(warning_headers(totals.job.warnings).items()))
-        messages = AnswerMessages(totals, with_timing=raw.with_timing)
-        async with aclosing(stream_choices(self._served, totals)) as pieces:
-            async for index, piece in pieces:
-                yield write(messages, index, piece)
+
+class _AnswerMessages:
+    """Writes the choices of one request."""
+
+    def __init__(self, totals: Totals, *, with_timing: bool) -> None:
+        """`totals` must count a piece before it is written here."""
+        self._totals = totals
+        self._with_timing = with_timing
+        self._calls: defaultdict[int, CallCollector] = defaultdict(CallCollector)
+
+    def generate(self, index: int, piece: Piece) -> inference_pb2.GenerateResponse:
+        """A piece of a choice."""
+        return inference_pb2.GenerateResponse(finish_reason=piece.finish_reason or "", **self._shared(index, piece))
+
+    def chat(self, index: int, piece: Piece) -> inference_pb2.ChatResponse:
+        """A piece of a choice, with the tool calls that it completes."""
+        calls = self._calls[index].push(piece.calls)
+        return inference_pb2.ChatResponse(
+            finish_reason=piece.ending or "",
+            tool_calls=[inference_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in calls],
+            reasoning=piece.reasoning,
+            **self._shared(index, piece),
+        )
+
+    def _shared(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Fields of both messages. The request's last one has the token counts."""
+        fields: dict[str, Any] = {"text": piece.text, "token_ids": piece.token_ids, "index": index}
+        if piece.logprobs:
+            pairs = zip(piece.token_ids, piece.logprobs, strict=True)
+            fields["logprobs"] = [_logprob(token_id, given) for token_id, given in pairs]
+        if not self._totals.num_open:
+            fields["usage"] = inference_pb2.Usage(
+                prompt_tokens=self._totals.num_prompt,
+                completion_tokens=self._totals.num_completion,
+                cached_tokens=self._totals.num_cached,
+                reasoning_tokens=self._totals.num_reasoning,
+            )
+        if self._with_timing and piece.timing:
+            names = inference_pb2.Timing.DESCRIPTOR.fields_by_name
+            fields["timing"] = inference_pb2.Timing(**timing_fields(piece.timing, names))
+        if piece.stop is not None:
+            fields["stop_string" if isinstance(piece.stop, str) else "stop_token_id"] = piece.stop
+        return fields
+
+
+def _logprob(token_id: int, given: TokenLogprobs) -> inference_pb2.TokenLogprob:
+    pairs = zip(given.top_ids, given.top_logprobs, strict=True)
+    top = [inference_pb2.TokenLogprob(token_id=other, logprob=logprob) for other, logprob in pairs]
+    return inference_pb2.TokenLogprob(token_id=token_id, logprob=given.logprob, top=top)
 
 
 class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -157,8 +196,11 @@ async def _serving(context: Context) -> AsyncIterator[str]:
             yield request_id
         except ApiError as error:
             await abort_with(context, error)
-        except (grpc.aio.BaseError, _StalledClientError):  # the call is over, or the caller ends it
+        except grpc.aio.BaseError:  # the call is over
             raise
+        except _StalledClientError:
+            _log.warning("client stopped reading; request cancelled")
+            await context.abort(grpc.StatusCode.CANCELLED, "the client stopped reading")
         except Exception:
             _log.exception("call failed")
             message = f"call {request_id} failed inside the service; its log says why"

@@ -1,6 +1,6 @@
-"""OpenAI's wire format of chunks and whole answers, for chats and completions. Must not know HTTP."""
+"""Answers of OpenAI's chats and completions, and of vLLM's /tokenize and /detokenize: types."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -71,31 +71,6 @@ class ToolCallBody(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-class FunctionDelta(msgspec.Struct):
-    """What a chunk adds to a call's function."""
-
-    arguments: str
-    name: str | UnsetType = UNSET
-
-
-class ToolCallDelta(msgspec.Struct):
-    """What a chunk adds to a call. The first of each call has its id, type and function's name."""
-
-    index: int
-    function: FunctionDelta
-    id: str | UnsetType = UNSET
-    type: Literal["function"] | UnsetType = UNSET
-
-
-class Delta(msgspec.Struct):
-    """What a chunk adds to the message."""
-
-    role: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
-
-
 class AssistantMessage(msgspec.Struct):
     """The whole answer to a chat."""
 
@@ -110,7 +85,7 @@ class ChunkChoice(msgspec.Struct):
     """What a chunk adds to one choice of a chat."""
 
     index: int
-    delta: Delta
+    delta: dict[str, object]
     finish_reason: Ending | None = None
     logprobs: ChatLogprobs | None = None
     timing: TimingBody | UnsetType = UNSET
@@ -180,15 +155,29 @@ class ModelList(msgspec.Struct):
     object: str = "list"
 
 
-def call_deltas(events: Iterable[CallEvent]) -> list[ToolCallDelta]:
-    """One per chunk."""
-    deltas = []
+class TokenizeAnswer(msgspec.Struct):
+    """The tokens."""
+
+    count: int
+    max_model_len: int
+    tokens: tuple[int, ...]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    """The text."""
+
+    prompt: str
+
+
+def call_deltas(events: Iterable[CallEvent]) -> Iterator[dict[str, object]]:
+    """What chunks add to calls. The first of each call has its id, type and function's name."""
     for event in events:
         if isinstance(event, CallBegin):
-            deltas.append(ToolCallDelta(event.index, FunctionDelta("", event.name), event.id, "function"))
+            function = {"arguments": "", "name": event.name}
+            yield {"index": event.index, "function": function, "id": event.id, "type": "function"}
         elif isinstance(event, Arguments):
-            deltas.append(ToolCallDelta(event.index, FunctionDelta(event.text)))
-    return deltas
+            yield {"index": event.index, "function": {"arguments": event.text}}
 
 
 def usage_of(totals: Totals) -> Usage:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from gateway.answer.choice_text import ShownToken
-from gateway.api.http.json_answer import encode
+from gateway.api.http.answer import encode
 
 _LOWEST = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
@@ -70,23 +70,22 @@ def prompt_logprob(token: ShownToken, token_bytes: TokenBytes) -> msgspec.Raw:
     ranked = enumerate(zip(token.logprobs.top_ids, token.logprobs.top_logprobs, strict=True), 1)
     places: dict[int, tuple[float, int | None]] = {token_id: (logprob, rank) for rank, (token_id, logprob) in ranked}
     places.setdefault(token.token_id, (token.logprobs.logprob, None))
-    return msgspec.Raw(encode({
-        token_id: PromptLogprob(_finite(logprob), rank, token_bytes(token_id).decode(errors="replace"))
-        for token_id, (logprob, rank) in places.items()
-    }))  # fmt: skip
+    by_id = {}
+    for token_id, (logprob, rank) in places.items():
+        by_id[token_id] = PromptLogprob(_finite(logprob), rank, token_bytes(token_id).decode(errors="replace"))
+    return msgspec.Raw(encode(by_id))
 
 
 def _chat_token(token: ShownToken, token_bytes: TokenBytes) -> TokenLogprob:
     if token.logprobs is None:
         raise ValueError("every token of a chat's answer has log-probabilities")
     pairs = zip(token.logprobs.top_ids, token.logprobs.top_logprobs, strict=True)
-    top = [_chat_top(token_bytes(token_id), logprob) for token_id, logprob in pairs]
-    own = _chat_top(token_bytes(token.token_id), token.logprobs.logprob)
-    return TokenLogprob(own.token, own.logprob, own.bytes, top)
+    top = [TopLogprob(*_chat_fields(token_bytes(token_id), logprob)) for token_id, logprob in pairs]
+    return TokenLogprob(*_chat_fields(token_bytes(token.token_id), token.logprobs.logprob), top)
 
 
-def _chat_top(token: bytes, logprob: float) -> TopLogprob:
-    return TopLogprob(token.decode(errors="replace"), _finite(logprob), list(token))
+def _chat_fields(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
+    return token.decode(errors="replace"), _finite(logprob), list(token)
 
 
 def _text_top(token: ShownToken, token_bytes: TokenBytes) -> msgspec.Raw | None:

@@ -16,9 +16,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.answer.choice_text import Piece
+from gateway.api.http.answer import EventStream, until_disconnect
 from gateway.api.http.connection import BoundedConnection, ServerConfig
-from gateway.api.http.disconnect import until_disconnect
-from gateway.api.http.sse import EventStream
 from gateway.errors import ApiError
 
 CLIENT_S = 1.5
@@ -30,15 +30,24 @@ RESET = struct.pack("ii", 1, 0)  # for SO_LINGER: closing sends RST instead of F
 
 
 class Endless:
-    """A stream that neither ends nor fails by itself."""
+    """Writes a stream that neither ends nor fails by itself."""
 
-    done = ping = b""
+    id, done, ping = "", b"", b""
 
     def begin(self) -> list[bytes]:
         return []
 
+    def events(self, index: int, piece: Piece) -> list[bytes]:
+        return [bytes(10_000)]
+
     def failure(self, error: ApiError) -> bytes:
         raise error
+
+    def add(self, index: int, piece: Piece) -> None:
+        raise AssertionError
+
+    async def whole(self) -> bytes:
+        raise AssertionError
 
 
 class App:
@@ -77,11 +86,11 @@ class App:
         """End the work that has begun."""
         self._loop.call_soon_threadsafe(self._is_finished.set)
 
-    async def _events(self) -> AsyncGenerator[list[bytes], None]:
+    async def _events(self) -> AsyncGenerator[tuple[int, Piece], None]:
         self.begun.put("/stream")
         try:
             while True:
-                yield [bytes(10_000)]
+                yield 0, Piece("")
                 await asyncio.sleep(0.01)
         finally:
             self.given_up.put("/stream")

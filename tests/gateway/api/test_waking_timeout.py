@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from gateway.api.waking_timeout import waking_timeout
+from gateway.api.access import waking_timeout
 
 
 def test_it_ends_what_takes_too_long() -> None:
