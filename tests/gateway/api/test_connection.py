@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.answer.choice_text import Piece
+from gateway.api.access import waking_timeout
 from gateway.api.http.answer import EventStream, until_disconnect
 from gateway.api.http.connection import BoundedConnection, ServerConfig
 from gateway.errors import ApiError
@@ -282,3 +283,32 @@ def test_early_bytes_stay_few_while_requests_are_answered(server: uvicorn.Server
             app.finish()
         client.shutdown(socket.SHUT_RDWR)
         sender.join()
+
+
+# -- the timeout of bodies, and of messages over gRPC -----------------------------------------------------------------
+
+
+def test_a_timeout_ends_what_takes_too_long_and_nothing_else() -> None:
+    async def wait() -> int:
+        with pytest.raises(TimeoutError):
+            async with waking_timeout(0.05):
+                await asyncio.Event().wait()
+        async with waking_timeout(0.05):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.1)  # past the limit, outside the block
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(wait()) == 1
+
+
+def test_a_timeout_excuses_a_stop_of_this_process() -> None:
+    """On waking both the awaited result and the deadline have arrived."""
+
+    async def wait() -> None:
+        is_there = asyncio.Event()
+        async with waking_timeout(1.0):
+            asyncio.get_running_loop().call_later(0.01, is_there.set)
+            time.sleep(1.5)  # noqa: ASYNC251, as SIGSTOP would
+            await is_there.wait()
+
+    asyncio.run(wait())

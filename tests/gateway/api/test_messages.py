@@ -1,18 +1,13 @@
 """Anthropic's Messages API only: its events and blocks, counts, keys, and official client."""
 
-import asyncio
-import json
 from typing import Any
 
-import anthropic
 import httpx
-import pydantic
 import pytest
 
-from gateway.errors import not_ready, overloaded
 from tests.support.adapters import APIS
-from tests.support.api_server import ANSWER, KEYS, SERVED, WAIT_S, Served
-from tests.support.fake_ring import TIMING, Script
+from tests.support.api_server import ANSWER, KEYS, SERVED, Served
+from tests.support.fake_ring import TIMING
 from tests.support.rest_adapters import read_events
 from tests.support.words import CALL, HELLO, NOW, TOOLS
 
@@ -26,11 +21,6 @@ def post(served: Served, **fields: Any) -> Any:
     answer = served.http.post("/v1/messages?beta=true", json={**API.body({}), **fields})
     assert answer.status_code == 200, answer.text
     return read_events(answer.text) if fields.get("stream") else answer.json()
-
-
-@pytest.fixture
-def client(served: Served) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=served.url, api_key=KEYS[0], auth_token=None, max_retries=0, timeout=WAIT_S)
 
 
 def test_an_answer(served: Served) -> None:
@@ -70,52 +60,6 @@ def test_events(served: Served, group: int) -> None:
     assert end["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
 
-@pytest.mark.parametrize("bug", [None, RuntimeError("secret detail")])
-def test_a_fault_in_mid_stream(client: anthropic.Anthropic, served: Served, bug: Exception | None) -> None:
-    served.ring.reset(Script(served.ids("hello"), error=None if bug else not_ready("no worker is left"), bug=bug))
-    last = post(served, stream=True)[-1]
-    assert (last["type"], last["error"]["type"]) == ("error", "api_error" if bug else "overloaded_error")
-    with pytest.raises(anthropic.APIStatusError, match="failed inside" if bug else "no worker is left"):
-        list(client.messages.create(**ASKED, stream=True))
-
-
-def test_blocks_of_a_conversation(served: Served) -> None:
-    uses = [
-        {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Köln 🙂"}},
-        {"type": "tool_use", "id": "b", "name": "now", "input": {}},
-    ]
-    results: list[Any] = [
-        {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "sunny"}]},
-        {"type": "tool_result", "tool_use_id": "b", "content": "broken", "is_error": True},
-        {"type": "text", "text": "and?", "cache_control": {"type": "ephemeral"}},
-    ]
-    said = [
-        *HELLO,
-        {"role": "assistant", "content": [{"type": "text", "text": "Look:"}, *uses]},
-        {"role": "user", "content": results},
-    ]
-    post(served, system=[{"type": "text", "text": "be "}, {"type": "text", "text": "short"}], messages=said)
-    prompt = (
-        '<|system|>be short<|end|><|user|>hello<|end|><|assistant|>Look:aweather{"city": "Köln 🙂"}bnow{}<|end|>'
-        "<|tool|>asunny<|end|><|tool|>bError: broken<|end|><|user|>and?<|end|><|assistant|>"
-    )
-    assert list(served.ring.sent[0]["prompt_ids"]) == served.ids(prompt)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_cut_off_by_the_limit(client: anthropic.Anthropic, served: Served, stream: bool) -> None:
-    """In a whole answer it has no input."""
-    served.ring.reset(served.script(CALL))
-    asked: Any = {**CALLING, "max_tokens": len(served.ids(CALL)) - 30, "tool_choice": {"type": "any"}}
-    if stream:
-        with client.messages.stream(**asked) as opened:
-            message: Any = opened.get_final_message()
-    else:
-        message = client.messages.create(**asked)
-        assert message.content[0].input == {}
-    assert message.stop_reason == "max_tokens"
-
-
 def test_tokens_are_counted(served: Served) -> None:
     more = {"system": "be short", "tools": CALLING["tools"]}
     usage = post(served, **more)["usage"]
@@ -151,49 +95,3 @@ def test_errors_of_its_paths_have_its_shape(served: Served) -> None:
     for answer, status, kind in answers:
         assert (answer.status_code, answer.json()["type"]) == (status, "error")
         assert (answer.json()["error"].keys(), answer.json()["error"]["type"]) == ({"type", "message"}, kind)
-
-
-def test_the_official_client(client: anthropic.Anthropic, served: Served) -> None:
-    class City(pydantic.BaseModel):
-        name: str
-
-    served.ring.reset(served.script(BOTH))
-    with client.messages.stream(**CALLING) as stream:
-        streamed: Any = stream.get_final_message()
-    whole = client.messages.create(**CALLING)
-    for message in (streamed, whole):
-        text, weather, now = message.content
-        assert (text.type, text.text, message.stop_reason) == ("text", "Let me look.", "tool_use")
-        assert (weather.type, weather.name, weather.input) == ("tool_use", "weather", {"city": "Köln 🙂"})
-        assert (now.type, now.name, now.input) == ("tool_use", "now", {})
-    assert streamed.usage.output_tokens == whole.usage.output_tokens
-    results = [{"type": "tool_result", "tool_use_id": use.id, "content": "?"} for use in whole.content[1:]]
-    said: Any = [*HELLO, {"role": "assistant", "content": whole.content}, {"role": "user", "content": results}]
-    client.messages.create(**{**ASKED, "messages": said})
-    served.ring.reset(served.script('{"name": "Ulm"}'))
-    assert client.messages.parse(**ASKED, output_format=City).parsed_output == City(name="Ulm")
-
-
-def test_the_official_asyncio_client(served: Served) -> None:
-    async def talk() -> str:
-        async with (
-            anthropic.AsyncAnthropic(base_url=served.url, api_key=KEYS[0], max_retries=0) as client,
-            client.messages.stream(**ASKED) as stream,
-        ):
-            return "".join([text async for text in stream.text_stream])
-
-    assert asyncio.run(talk()) == ANSWER
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_official_client_raises(client: anthropic.Anthropic, served: Served, stream: bool) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="'gpt' is not served"):
-        client.messages.create(**{**ASKED, "model": "gpt"}, stream=stream)
-    served.ring.reset(Script(error=overloaded("the queue is full")))
-    with pytest.raises(anthropic.RateLimitError) as limited:
-        client.messages.create(**ASKED, stream=stream)
-    assert limited.value.response.headers["retry-after"] == "1"
-    served.ring.reset(Script(bug=RuntimeError("secret")))
-    with pytest.raises(anthropic.InternalServerError) as broken:
-        client.messages.create(**ASKED, stream=stream)
-    assert "secret" not in json.dumps(broken.value.body)

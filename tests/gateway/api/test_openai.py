@@ -1,22 +1,20 @@
 """Chats and completions only: chunks, several prompts, log-probabilities, echo, and the official client."""
 
-import asyncio
 import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import openai
 import pytest
 
 from gateway.answer.choice_text import ShownToken
 from gateway.api.openai.logprobs import ChatLogprobs, TextLogprobs
-from gateway.errors import ApiError, overloaded
+from gateway.errors import ApiError
 from gateway.request.raw import RawRequest
 from gateway.request.rules import check_num_logprobs
 from tests.support.adapters import APIS
-from tests.support.api_server import ANSWER, KEYS, SERVED, WAIT_S, Served
+from tests.support.api_server import ANSWER, SERVED, Served
 from tests.support.fake_ring import TIMING, Script, likely
 from tests.support.rest_adapters import read_events
 from tests.support.tiny_tokenizer import CONTEXT, END
@@ -47,12 +45,6 @@ def read_columns(events: Sequence[Any], index: int = 0) -> dict[str, list[Any]]:
             for name, column in (choice["logprobs"] or {}).items() if choice["index"] == index else ():
                 columns[name] += column
     return dict(columns)
-
-
-@pytest.fixture
-def client(served: Served) -> openai.OpenAI:
-    """The official client, which never retries."""
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEYS[0], max_retries=0, timeout=WAIT_S)
 
 
 # -- chunks ----------------------------------------------------------------------------------------------------------
@@ -368,57 +360,3 @@ def test_the_first_space_is_the_answers(sentence: Served, kind: str, echo: bool,
 def test_the_answer_to_a_prompt_without_text_begins_one(sentence: Served) -> None:
     sentence.ring.reset(sentence.script("how are you"))
     assert ask(sentence, prompt=[END])[0]["choices"][0]["text"] == "how are you"
-
-
-# -- official clients ------------------------------------------------------------------------------------------------
-
-
-def test_the_official_client(client: openai.OpenAI, served: Served) -> None:
-    asked: Any = {"model": SERVED, "messages": HELLO, "logprobs": True, "top_logprobs": 1}
-    answer = client.chat.completions.create(**asked)
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (ANSWER, "stop")
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == ANSWER
-    assert chunks[-1].usage == answer.usage and not chunks[-1].choices
-    assert client.completions.create(model=SERVED, prompt="hello", max_tokens=3).choices[0].finish_reason == "length"
-    parts = client.completions.create(model=SERVED, prompt="hello", stream=True)
-    assert "".join(part.choices[0].text for part in parts) == ANSWER
-    assert [model.id for model in client.models.list()] == [client.models.retrieve(SERVED).id] == [SERVED]
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("other")
-
-
-def test_the_official_asyncio_client(served: Served) -> None:
-    async def talk() -> tuple[str, str]:
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=KEYS[0], max_retries=0) as client:
-            whole = await client.chat.completions.create(model=SERVED, messages=HELLO)
-            stream = await client.completions.create(model=SERVED, prompt="hi", stream=True)
-            parts = [chunk.choices[0].text async for chunk in stream]
-            return whole.choices[0].message.content or "", "".join(parts)
-
-    assert asyncio.run(talk()) == (ANSWER, ANSWER)
-
-
-def test_a_conversation_with_calls_by_the_official_client(client: openai.OpenAI, served: Served) -> None:
-    """Its own message is sent back as an object, as a dict without nulls, and as a dict with them."""
-    served.ring.reset(served.script(f"{CALL}\n{NOW}"))
-    with client.chat.completions.stream(**CALLING) as stream:
-        message = stream.get_final_completion().choices[0].message
-    assert [call.function.name for call in message.tool_calls or ()] == ["weather", "now"]
-    whole: Any = client.chat.completions.create(**CALLING).choices[0].message
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in whole.tool_calls]
-    said = {**whole.model_dump(), "provider_specific_fields": {"refusal": None}}  # litellm adds this
-    for form in (whole, whole.model_dump(exclude_none=True), said):
-        client.chat.completions.create(**{**CALLING, "messages": [*HELLO, form, *results]})
-    assert len({sent["prompt_ids"] for sent in served.ring.sent[-3:]}) == 1
-
-
-def test_the_official_client_raises(client: openai.OpenAI, served: Served) -> None:
-    for stream in (False, True):
-        served.ring.reset(Script(error=overloaded("the queue is full")))
-        with pytest.raises(openai.RateLimitError) as caught:
-            client.chat.completions.create(model=SERVED, messages=HELLO, stream=stream)
-        assert caught.value.response.headers["retry-after"] == "1" and caught.value.code == "overloaded"
-    served.ring.reset(Script(served.ids("hello"), error=ApiError(503, "no worker is left")))
-    with pytest.raises(openai.APIError, match="no worker is left"):
-        list(client.chat.completions.create(model=SERVED, messages=HELLO, stream=True))

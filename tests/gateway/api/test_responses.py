@@ -1,14 +1,12 @@
 """OpenAI's Responses API only: its events, its items, echoed fields of the request, and its official client."""
 
-import asyncio
 import json
 from typing import Any
 
 import openai
-import pydantic
 import pytest
 
-from gateway.errors import not_ready, overloaded
+from gateway.errors import not_ready
 from tests.support.adapters import APIS
 from tests.support.api_server import ANSWER, KEYS, SERVED, WAIT_S, Served
 from tests.support.fake_ring import Script
@@ -127,27 +125,6 @@ def test_a_fault_in_mid_stream(client: openai.OpenAI, served: Served, bug: Excep
         list(client.responses.create(model=SERVED, input="hello", stream=True))
 
 
-def test_items_of_a_conversation(served: Served) -> None:
-    served.ring.reset(served.script(f"Look: {CALL}{NOW}"))
-    said = post(served, **CALLING)["output"]
-    items = [
-        {"role": "user", "content": [{"type": "input_text", "text": "hel"}, {"type": "input_text", "text": "lo"}]},
-        *said,
-        {"type": "function_call_output", "call_id": "a", "output": "sunny"},
-        {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "noon"}]},
-        {"type": "message", "role": "developer", "content": "go on"},
-        {"type": "function_call", "call_id": "x", "name": "now", "arguments": "", "id": "fc_1", "status": "completed"},
-    ]
-    for item, call_id in zip([one for one in said if one["type"] == "function_call"], "ab", strict=True):
-        item["call_id"] = call_id
-    post(served, instructions="be short", input=items)
-    prompt = (
-        '<|system|>be short<|end|><|user|>hello<|end|><|assistant|>Look:aweather{"city": "Köln 🙂"}bnow{}<|end|>'
-        "<|tool|>asunny<|end|><|tool|>bnoon<|end|><|system|>go on<|end|><|assistant|>xnow{}<|end|><|assistant|>"
-    )
-    assert list(served.ring.sent[-1]["prompt_ids"]) == served.ids(prompt)
-
-
 AGENTS_TOOLS: Any = [
     {"type": "namespace", "name": "crew", "description": "Helpers.", "tools": [{"type": "function", "name": "send"}]},
     {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "regex", "definition": "[+-].*"}},
@@ -185,45 +162,3 @@ def test_calls_of_namespaces_and_custom_tools(client: openai.OpenAI, served: Ser
     assert all(f"{name}{json.dumps(given, ensure_ascii=False)}" in text for name, given in calls)
     assert "The input matches this grammar:" in text
     assert (first["grammar"]["kind"], '"pattern":"[+-].*"' in first["grammar"]["text"]) == ("structural_tag", True)
-
-
-def test_the_official_client(client: openai.OpenAI, served: Served) -> None:
-    class City(pydantic.BaseModel):
-        name: str
-
-    asked: Any = {"model": SERVED, "input": "hello"}
-    served.ring.reset(served.script(BOTH))
-    with client.responses.stream(**asked, **CALLING) as stream:
-        streamed: Any = stream.get_final_response()
-    whole: Any = client.responses.create(**asked, **CALLING)
-    for answer in (streamed, whole):
-        text, weather, now = answer.output
-        assert text.content[0].text == answer.output_text == "Let me look."
-        assert (weather.name, json.loads(weather.arguments)) == ("weather", {"city": "Köln 🙂"})
-        assert (now.name, now.arguments) == ("now", "{}")
-    results: Any = [
-        {"type": "function_call_output", "call_id": call.call_id, "output": "?"} for call in whole.output[1:]
-    ]
-    client.responses.create(model=SERVED, input=[*whole.output, *results])
-    served.ring.reset(served.script('{"name": "Ulm"}'))
-    assert client.responses.parse(**asked, text_format=City).output_parsed == City(name="Ulm")
-    with client.responses.stream(**asked, text_format=City) as parsing:
-        assert parsing.get_final_response().output_parsed == City(name="Ulm")
-    assert [sent["grammar"]["kind"] for sent in served.ring.sent] == ["json_schema"] * 2
-
-
-def test_the_official_asyncio_client(served: Served) -> None:
-    async def talk() -> str:
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=KEYS[0], max_retries=0) as client:
-            stream = await client.responses.create(model=SERVED, input="hello", stream=True)
-            return "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
-
-    assert asyncio.run(talk()) == ANSWER
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_official_client_raises(client: openai.OpenAI, served: Served, stream: bool) -> None:
-    served.ring.reset(Script(error=overloaded("the queue is full")))
-    with pytest.raises(openai.RateLimitError) as limited:
-        client.responses.create(model=SERVED, input="hello", stream=stream)
-    assert limited.value.response.headers["retry-after"] == "1"
