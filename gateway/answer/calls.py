@@ -5,7 +5,7 @@ import string
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gateway.answer.choice_text import Piece
+from gateway.answer.choice_text import OutputDelta
 from gateway.tools.formats import Format
 from gateway.tools.json_text import JsonText
 from gateway.tools.parse import Arguments, CallBegin, CallEvent, CallParser, Content, Event
@@ -25,7 +25,7 @@ class CallReader:
         self._is_required = use.is_required
         self._json_text = JsonText() if is_json else None
 
-    def read(self, piece: Piece) -> list[Piece]:
+    def read(self, piece: OutputDelta) -> list[OutputDelta]:
         """Returns the piece with its calls separated from its text. Text that may be part of a call is held back.
 
         Returns several pieces if text follows a call: the first has the tokens, the last the finish reason.
@@ -39,7 +39,7 @@ class CallReader:
         is_whole = piece.finish_reason == "stop" and not isinstance(piece.stop, str)
         is_calling = is_whole and bool(self._parser.num_calls) and not self._is_named
         *earlier, (text, calls) = _runs([self._readable(event) for event in events])
-        parts: list[Piece] = []
+        parts: list[OutputDelta] = []
         for before, between in earlier:
             parts.append(replace(piece, text=before, calls=between, finish_reason=None, timing=None, stop=None))
             piece = replace(piece, reasoning="", token_ids=(), num_reasoning_tokens=0, logprobs=(), shown_tokens=())

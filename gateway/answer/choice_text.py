@@ -26,7 +26,7 @@ class ShownToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OutputDelta:
     """One piece of a choice, in this order: reasoning, text, calls."""
 
     text: str  # whole characters; what may be the start of a stop string is held back
@@ -80,7 +80,7 @@ class PieceReader:
         self._unshown: deque[ShownToken] = deque()
         self._timing: Timing | None = None
 
-    def read(self, tokens: Tokens) -> Piece:
+    def read(self, tokens: Tokens) -> OutputDelta:
         """Returns the next piece. Must not be called after a piece with a finish reason."""
         if self._with_logprobs and len(tokens.logprobs) != len(tokens.token_ids):
             raise ValueError(f"{len(tokens.token_ids)} tokens came with {len(tokens.logprobs)} log-probabilities")
@@ -109,8 +109,8 @@ class PieceReader:
         shown: tuple[ShownToken, ...],
         finish_reason: FinishReason | None = None,
         stop: str | int | None = None,
-    ) -> Piece:
-        return Piece(
+    ) -> OutputDelta:
+        return OutputDelta(
             "".join(self._texts),
             "".join(self._reasonings),
             tokens.token_ids,
@@ -139,7 +139,7 @@ class PieceReader:
         self._texts.append(text)
         return is_stopped
 
-    def _stopped(self, tokens: Tokens, count: int) -> Piece:
+    def _stopped(self, tokens: Tokens, count: int) -> OutputDelta:
         cut = replace(tokens, token_ids=tokens.token_ids[:count], logprobs=tokens.logprobs[:count])
         return self._piece(cut, self._take_shown(), finish_reason="stop", stop=self._stops.met)
 

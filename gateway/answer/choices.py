@@ -10,14 +10,13 @@ from typing import Any, cast
 import structlog
 
 from gateway.answer.calls import CallReader
-from gateway.answer.choice_text import Piece, PieceReader, ShownToken
+from gateway.answer.choice_text import OutputDelta, PieceReader, ShownToken
 from gateway.answer.merge import MergedStreams
 from gateway.errors import ApiError
 from gateway.metrics import ChoiceMeter
-from gateway.request.job import Echo, Job
 from gateway.request.prepare import ServedModel
-from gateway.request.raw import RawRequest
 from gateway.request.record import ReadHeaders, RequestRecord, open_record
+from gateway.request.types import Echo, GenerateRequest, PreparedRequest
 from gateway.ring.generation import Generation, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
@@ -34,7 +33,7 @@ _PROMPT_TOKENS_AT_ONCE = 512  # writing them blocks the event loop, up to 30 us 
 class Totals:
     """A job and its token counts so far. `stream_choices` counts each piece before it yields it."""
 
-    def __init__(self, job: Job, arrived_s: float, record: RequestRecord | None = None) -> None:
+    def __init__(self, job: PreparedRequest, arrived_s: float, record: RequestRecord | None = None) -> None:
         """`arrived_s`: when the request arrived, by time.perf_counter; `record`: for its trace, if there is to be."""
         self.job = job
         self.arrived_s = arrived_s
@@ -45,7 +44,7 @@ class Totals:
         self.num_cached = 0  # prompt tokens whose KV was cached
         self.num_open = len(job.generations)  # unfinished choices
 
-    def add(self, index: int, piece: Piece) -> None:
+    def add(self, index: int, piece: OutputDelta) -> None:
         self.num_completion += len(piece.token_ids)
         self.num_reasoning += piece.num_reasoning_tokens
         self.num_open -= piece.finish_reason is not None
@@ -70,7 +69,7 @@ def timing_fields(timing: Timing, names: Iterable[str]) -> dict[str, Any]:
 
 
 async def begin(
-    served: ServedModel, raw: RawRequest, request_id: str, arrived_s: float, headers: ReadHeaders
+    served: ServedModel, raw: GenerateRequest, request_id: str, arrived_s: float, headers: ReadHeaders
 ) -> Totals:
     """Checks a request, for `stream_choices`. Raises ApiError.
 
@@ -85,7 +84,7 @@ async def begin(
         raise
 
 
-async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[tuple[int, Piece], None]:
+async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[tuple[int, OutputDelta], None]:
     """Yields (index of its choice, piece) as pieces arrive. Closing this iterator closes the ring's.
 
     Raises the ring's ApiError: the first choice that fails ends the others.
@@ -141,7 +140,7 @@ def _recorded(totals: Totals) -> Iterator[None]:
 class _Choice:
     """Reads one choice's tokens."""
 
-    def __init__(self, job: Job, index: int, tokenizer: Tokenizer, meter: ChoiceMeter) -> None:
+    def __init__(self, job: PreparedRequest, index: int, tokenizer: Tokenizer, meter: ChoiceMeter) -> None:
         prompt = job.prompts[job.prompt_of(index)]
         generation, reasoning = job.generations[index], job.reasoning
         self._meter = meter
@@ -161,7 +160,7 @@ class _Choice:
         self._calls = CallReader(job.tools, is_trusted=is_trusted, is_json=job.is_json) if job.tools else None
         self._json_text = JsonText() if job.is_json and reasoning and not job.tools else None
 
-    def read(self, tokens: Tokens) -> Iterator[Piece]:
+    def read(self, tokens: Tokens) -> Iterator[OutputDelta]:
         if not self._is_begun:
             self._is_begun = True
             yield from _prompt_pieces(self._generation, self._echo, tokens.prompt_logprobs)
@@ -174,25 +173,25 @@ class _Choice:
             piece = replace(piece, text=self._json_text.push(piece.text))
         yield from self._calls.read(piece) if self._calls else (piece,)
 
-    def _finished(self, piece: Piece, tokens: Tokens) -> Piece:
+    def _finished(self, piece: OutputDelta, tokens: Tokens) -> OutputDelta:
         if piece.timing is not None and tokens.finish_reason is None:  # a stop string: the ring reports no final timing
             piece = replace(piece, timing=replace(piece.timing, decode_s=self._meter.decode_s))
         is_named = isinstance(piece.stop, str) or piece.stop in self._job.stop_token_ids
         return piece if is_named else replace(piece, stop=None)
 
 
-def _without_text(tokens: Tokens) -> Piece:
+def _without_text(tokens: Tokens) -> OutputDelta:
     """The piece for a request that wants only its prompt."""
-    return Piece("", finish_reason=None if tokens.finish_reason is None else "length", timing=tokens.timing)
+    return OutputDelta("", finish_reason=None if tokens.finish_reason is None else "length", timing=tokens.timing)
 
 
 def _prompt_pieces(
     generation: Generation, echo: Echo | None, logprobs: Sequence[TokenLogprobs] | None
-) -> Iterator[Piece]:
+) -> Iterator[OutputDelta]:
     """Yields the prompt: its text if it is echoed, its tokens if their log-probabilities are requested."""
     if generation.num_prompt_logprobs is None:
         if echo is not None:
-            yield Piece(echo.text)
+            yield OutputDelta(echo.text)
         return
     ids = generation.prompt_ids
     if logprobs is None or len(logprobs) != len(ids) - 1:
@@ -203,6 +202,6 @@ def _prompt_pieces(
             for at in range(start, min(start + _PROMPT_TOKENS_AT_ONCE, len(ids)))
         )
         if echo is None:
-            yield Piece("", prompt_tokens=tokens)
+            yield OutputDelta("", prompt_tokens=tokens)
         else:
-            yield Piece("" if start else echo.text, shown_tokens=tokens)
+            yield OutputDelta("" if start else echo.text, shown_tokens=tokens)

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 from gateway.errors import bad_request
 from gateway.request.prepare import ServedModel
-from gateway.request.raw import RawRequest
 from gateway.request.rules import check_vocabulary
+from gateway.request.types import GenerateRequest
 from gateway.tools.request import check_tools
 
 _DECODE_COST = 4  # detokenising a token costs as much as tokenising this many characters
 
 
-async def tokenize(served: ServedModel, raw: RawRequest) -> tuple[int, ...]:
+async def tokenize(served: ServedModel, raw: GenerateRequest) -> tuple[int, ...]:
     """Returns the token ids of its one prompt, possibly more than the context holds. Raises ApiError."""
     served.names.check(raw.model)
     tools = check_tools(raw.tools, served.tool_format)

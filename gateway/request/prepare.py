@@ -8,9 +8,7 @@ from itertools import product
 
 from gateway.errors import bad_request
 from gateway.metrics import RequestMetrics
-from gateway.request.job import Echo, Job
 from gateway.request.prompts import Prompts
-from gateway.request.raw import Chat, RawRequest
 from gateway.request.record import WriteRecord
 from gateway.request.rules import (
     ServedNames,
@@ -27,6 +25,7 @@ from gateway.request.rules import (
 )
 from gateway.request.sampling import check_sampling, check_speculation
 from gateway.request.structured_output import check_form
+from gateway.request.types import Chat, Echo, GenerateRequest, PreparedRequest
 from gateway.ring.generation import Generation, Grammar, Ring
 from gateway.tools.grammar import after_reasoning, call_grammar
 from gateway.tools.reasoning import ReasoningFormat
@@ -62,7 +61,7 @@ class ServedModel(Prompts):
     created_s: int  # Unix time at which the gateway started
     write_record: WriteRecord | None = None  # for traces, if there are to be any
 
-    async def prepare(self, raw: RawRequest, request_id: str) -> Job:
+    async def prepare(self, raw: GenerateRequest, request_id: str) -> PreparedRequest:
         """Checks a request, cheap rules before expensive ones, and tokenises its prompts. Raises ApiError."""
         name = self.names.check(raw.model)
         n = check_choices(raw)
@@ -104,7 +103,7 @@ class ServedModel(Prompts):
         echoes: Sequence[Echo | None] = [None] * len(prompts)
         if raw.is_echoed:
             echoes = await self.echo(raw.prompts, prompts, raw.num_logprobs is not None)
-        return Job(
+        return PreparedRequest(
             model=name,
             generations=tuple(generations),
             num_per_prompt=n,
@@ -120,7 +119,7 @@ class ServedModel(Prompts):
             visible_controls=self._visible_controls(grammar, tools, reasoning),
         )
 
-    def _chat_warnings(self, raw: RawRequest) -> Iterator[str]:
+    def _chat_warnings(self, raw: GenerateRequest) -> Iterator[str]:
         """What a conversation has without effect on this model. Counts the headers that are left out."""
         for chat in [prompt.content for prompt in raw.prompts if isinstance(prompt.content, Chat)]:
             for name in self.find_unmet(chat):
@@ -148,7 +147,7 @@ def _grammar(answer: Grammar | None, tools: ToolUse | None) -> Grammar | None:
     return call_grammar(tools, answer)
 
 
-def _seed(raw: RawRequest, sampling: SamplingParams, rank: int) -> int:
+def _seed(raw: GenerateRequest, sampling: SamplingParams, rank: int) -> int:
     """The seed of a prompt's `rank`th answer. Without a given seed, equal prompts of one request get different ones."""
     return (sampling.seed + rank) % 2**64 if "seed" in raw.sampling else secrets.randbits(63)
 

@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 from gateway.errors import ApiError, bad_request
-from gateway.request.job import Echo, EncodedPrompt
-from gateway.request.raw import Chat, Prompt
 from gateway.request.rules import check_prompt_tokens, check_text_bytes, check_vocabulary
+from gateway.request.types import Chat, Echo, EncodedPrompt, Prompt
 from gateway.text.detokenize import last_with_text
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import TemplateRefusalError, Tokenizer

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from gateway.errors import ApiError
-from gateway.request.raw import Chat, RawRequest
+from gateway.request.types import Chat, GenerateRequest
 from gateway.ring.attempt_record import AttemptRecord
 
 _log = structlog.get_logger()
@@ -75,7 +75,12 @@ WriteRecord = Callable[[RequestRecord], None]  # once, at the request's end; doe
 
 
 def open_record(
-    write: WriteRecord | None, raw: RawRequest, served: str, request_id: str, arrived_s: float, headers: ReadHeaders
+    write: WriteRecord | None,
+    raw: GenerateRequest,
+    served: str,
+    request_id: str,
+    arrived_s: float,
+    headers: ReadHeaders,
 ) -> RequestRecord | None:
     """None without `write`. `served`: the model's name."""
     if write is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
 from gateway.errors import ApiError, bad_request, check_count, model_not_found
-from gateway.request.raw import RawRequest
+from gateway.request.types import GenerateRequest
 from gateway.ring.generation import Grammar
 from runtime.config_parts import ANY_NAME
 from runtime.peer_input import MAX_LOGPROBS
@@ -64,7 +64,7 @@ class ServedNames:
         raise model_not_found(name[:MAX_NAME_CHARS], self.listed)
 
 
-def check_choices(raw: RawRequest) -> int:
+def check_choices(raw: GenerateRequest) -> int:
     """Returns the number of answers per prompt."""
     n = pick(raw.n, 1)
     if not raw.prompts:
@@ -78,7 +78,7 @@ def check_choices(raw: RawRequest) -> int:
     return n
 
 
-def check_stops(raw: RawRequest) -> tuple[str, ...]:
+def check_stops(raw: GenerateRequest) -> tuple[str, ...]:
     """Returns the stop strings."""
     param = raw.stop_param
     check_count(param, len(raw.stop), MAX_STOP_STRINGS, "strings")
@@ -90,7 +90,7 @@ def check_stops(raw: RawRequest) -> tuple[str, ...]:
     return tuple(raw.stop)
 
 
-def check_stop_ids(raw: RawRequest, eos_token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
+def check_stop_ids(raw: GenerateRequest, eos_token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
     """Returns the token ids that end the answer: the request's and, unless `ignore_eos`, the model's own."""
     check_count("stop_token_ids", len(raw.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
     check_vocabulary(raw.stop_token_ids, "stop_token_ids", vocab_size)
@@ -130,7 +130,7 @@ def check_prompt_tokens(num_prompt: int, param: str, context_tokens: int) -> Non
         )
 
 
-def check_max_tokens(raw: RawRequest) -> None:
+def check_max_tokens(raw: GenerateRequest) -> None:
     """Checks of max_tokens and min_tokens that do not need the prompt's length."""
     lowest = 0 if raw.is_echoed else 1
     if raw.max_tokens is not None and raw.max_tokens < lowest:
@@ -141,14 +141,14 @@ def check_max_tokens(raw: RawRequest) -> None:
         raise bad_request(f"min_tokens is {shown(raw.min_tokens)}; it must be at least 0", "min_tokens")
 
 
-def check_ends(raw: RawRequest, grammar: Grammar | None) -> None:
+def check_ends(raw: GenerateRequest, grammar: Grammar | None) -> None:
     """A grammar decides where the answer ends: min_tokens and ignore_eos cannot."""
     if grammar is not None and (raw.min_tokens or raw.ignore_eos):
         name = "min_tokens" if raw.min_tokens else "ignore_eos"
         raise bad_request(f"{name} cannot be combined with {grammar.param}, which says where the answer ends", name)
 
 
-def resolve_max_tokens(raw: RawRequest, num_prompt: int, context_tokens: int) -> int:
+def resolve_max_tokens(raw: GenerateRequest, num_prompt: int, context_tokens: int) -> int:
     """Returns the most tokens to generate: as requested, or the rest of the context. 0 only with echo."""
     rest = context_tokens - num_prompt
     if raw.max_tokens is not None and raw.max_tokens > rest and not raw.is_max_tokens_clamped:
@@ -160,7 +160,7 @@ def resolve_max_tokens(raw: RawRequest, num_prompt: int, context_tokens: int) ->
     return min(pick(raw.max_tokens, rest), rest)
 
 
-def resolve_min_tokens(raw: RawRequest, max_tokens: int) -> int:
+def resolve_min_tokens(raw: GenerateRequest, max_tokens: int) -> int:
     """Returns the fewest tokens before the answer may end."""
     min_tokens = pick(raw.min_tokens, 0)
     if min_tokens > max_tokens:
@@ -171,7 +171,7 @@ def resolve_min_tokens(raw: RawRequest, max_tokens: int) -> int:
     return min_tokens
 
 
-def check_logprobs(raw: RawRequest) -> None:
+def check_logprobs(raw: GenerateRequest) -> None:
     """Checks how many likely tokens are reported at each position."""
     if raw.num_logprobs is not None:
         check_range(raw.logprobs_param, raw.num_logprobs, 0, MAX_LOGPROBS)
@@ -181,13 +181,13 @@ def check_logprobs(raw: RawRequest) -> None:
             raise bad_request("prompt_logprobs and echo are both given; drop one", "prompt_logprobs")
 
 
-def check_cache_salt(raw: RawRequest) -> str:
+def check_cache_salt(raw: GenerateRequest) -> str:
     """Returns the salt; empty if there is none."""
     check_count("cache_salt", len(raw.cache_salt), MAX_CACHE_SALT_CHARS, "characters")
     return raw.cache_salt
 
 
-def check_num_logprobs(raw: RawRequest, num_choices: int, num_places: int) -> None:
+def check_num_logprobs(raw: GenerateRequest, num_choices: int, num_places: int) -> None:
     """Limits the memory of several choices; the context limits one. `num_places`: tokens of all choices."""
     if num_choices == 1:
         return

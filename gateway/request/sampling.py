@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from gateway.errors import bad_request, check_count
-from gateway.request.raw import RawRequest
 from gateway.request.rules import check_range, check_vocabulary, shown
+from gateway.request.types import GenerateRequest
 from gateway.ring.generation import Drafter, Speculation
 from wire.sampling import ABOVE_LOWEST, CLIENT_RANGES, MAX_DRAFT_TOKENS, SamplingParams
 
@@ -15,7 +15,7 @@ MAX_BIASED_TOKENS = 1024
 DRAFTERS = ("auto", "off", "ngram", "draft")
 
 
-def check_sampling(raw: RawRequest, defaults: SamplingParams, vocab_size: int) -> SamplingParams:
+def check_sampling(raw: GenerateRequest, defaults: SamplingParams, vocab_size: int) -> SamplingParams:
     """Returns the given parameters, with defaults for the rest. Raises ApiError naming the field."""
     given: dict[str, Any] = dict(raw.sampling)
     for name, value in given.items():
@@ -37,7 +37,7 @@ def check_sampling(raw: RawRequest, defaults: SamplingParams, vocab_size: int) -
     )
 
 
-def check_speculation(raw: RawRequest) -> Speculation:
+def check_speculation(raw: GenerateRequest) -> Speculation:
     """Returns how tokens are drafted. Raises ApiError naming the field."""
     drafter = raw.speculation or "auto"
     if drafter not in DRAFTERS:

@@ -22,8 +22,8 @@ from structlog.testing import capture_logs
 
 from gateway import tracing
 from gateway.errors import ApiError, not_ready, overloaded
-from gateway.request.raw import Prompt, RawRequest
 from gateway.request.record import RequestRecord, WriteRecord, open_record
+from gateway.request.types import GenerateRequest, Prompt
 from gateway.ring.attempt_record import AttemptRecord, Part, WorkerName
 from gateway.tracing import MAX_WRITTEN, Tracing, open_traces
 from protos import decode_pb2, prefill_pb2
@@ -68,7 +68,7 @@ class Book:
 
 def write(to: WriteRecord, *choices: list[AttemptRecord], error: ApiError | None = None) -> None:
     """A request of these attempts, which arrived long ago."""
-    raw = RawRequest("m", [Prompt("a secret prompt", "prompt")])
+    raw = GenerateRequest("m", [Prompt("a secret prompt", "prompt")])
     record = open_record(to, raw, "m", "r", time.perf_counter() - 1000, tuple)
     assert record is not None
     record.choices.extend(choices)
@@ -328,7 +328,7 @@ def test_what_ends_a_request_without_an_answer(
 
 def test_values_that_the_protocol_cannot_say_lose_no_trace() -> None:
     book = Book()
-    raw = RawRequest("\ud800" * 1000, [Prompt("x", "prompt")], max_tokens=10**30, sampling={"top_k": -(10**30)})
+    raw = GenerateRequest("\ud800" * 1000, [Prompt("x", "prompt")], max_tokens=10**30, sampling={"top_k": -(10**30)})
     made = open_record(book.write, raw, "m", "r", time.perf_counter(), tuple)
     assert made is not None
     made.close(None)

@@ -19,8 +19,8 @@ from gateway.api.http.body import (
     sampling_field,
 )
 from gateway.request.left_out import split_header
-from gateway.request.raw import AnswerForm, Chat, Prompt, RawRequest
 from gateway.request.rules import MAX_MESSAGES, MAX_STOP_STRINGS
+from gateway.request.types import AnswerForm, Chat, GenerateRequest, Prompt
 from gateway.tools.history import Message, keep_reasoning
 from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools, Tool
 from gateway.tools.template_options import Option, check_effort, switch_options
@@ -116,7 +116,7 @@ class CountTokensRequest(Body):
     thinking: Thinking | None = None
     context_management: ContextManagement | None = None
 
-    def raw(self) -> RawRequest:
+    def raw(self) -> GenerateRequest:
         """The request without its wire format. Raises ApiError."""
         blocks = self.system or []
         texts = [blocks] if isinstance(blocks, str) else [block.text for block in blocks]
@@ -154,7 +154,7 @@ class CountTokensRequest(Body):
         )
         tools = RawTools(self._tools(), self._choice(), self._is_parallel)
         prompt = Prompt(chat, "messages")
-        return RawRequest(self.model, [prompt], "messages", tools=tools, warnings=tuple(self.warnings()))
+        return GenerateRequest(self.model, [prompt], "messages", tools=tools, warnings=tuple(self.warnings()))
 
     def _tools(self) -> list[Tool]:
         given = enumerate(self.tools or ())
@@ -181,7 +181,7 @@ class MessagesRequest(CountTokensRequest):
     top_k: int | None = Field(None, json_schema_extra={"minimum": -1})
     cache_salt: str | None = CACHE_SALT_FIELD
 
-    def raw(self) -> RawRequest:
+    def raw(self) -> GenerateRequest:
         form = self.output_config.format if self.output_config else None
         return replace(
             super().raw(),

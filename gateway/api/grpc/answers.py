@@ -4,7 +4,7 @@ from collections import defaultdict
 from typing import Any
 
 from gateway.answer.calls import CallCollector
-from gateway.answer.choice_text import Piece
+from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals, timing_fields
 from protos import inference_pb2
 from wire.logprobs import TokenLogprobs
@@ -20,11 +20,11 @@ class AnswerMessages:
         self._with_timing = with_timing
         self._calls: defaultdict[int, CallCollector] = defaultdict(CallCollector)
 
-    def generate(self, index: int, piece: Piece) -> inference_pb2.GenerateResponse:
+    def generate(self, index: int, piece: OutputDelta) -> inference_pb2.GenerateResponse:
         """A piece of a choice."""
         return inference_pb2.GenerateResponse(finish_reason=piece.finish_reason or "", **self._shared(index, piece))
 
-    def chat(self, index: int, piece: Piece) -> inference_pb2.ChatResponse:
+    def chat(self, index: int, piece: OutputDelta) -> inference_pb2.ChatResponse:
         """A piece of a choice, with the tool calls that it completes."""
         calls = self._calls[index].push(piece.calls)
         return inference_pb2.ChatResponse(
@@ -34,7 +34,7 @@ class AnswerMessages:
             **self._shared(index, piece),
         )
 
-    def _shared(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _shared(self, index: int, piece: OutputDelta) -> dict[str, Any]:
         """Fields of both messages."""
         fields = {
             "text": piece.text,
@@ -63,7 +63,7 @@ def _timing(timing: Timing) -> inference_pb2.Timing:
     return inference_pb2.Timing(**timing_fields(timing, inference_pb2.Timing.DESCRIPTOR.fields_by_name))
 
 
-def _logprobs(piece: Piece) -> list[inference_pb2.TokenLogprob]:
+def _logprobs(piece: OutputDelta) -> list[inference_pb2.TokenLogprob]:
     """One per token of the piece."""
     return [_logprob(token_id, given) for token_id, given in zip(piece.token_ids, piece.logprobs, strict=True)]
 

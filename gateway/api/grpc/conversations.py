@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.errors import bad_request, check_count
-from gateway.request.raw import Chat, Prompt
 from gateway.request.rules import MAX_MESSAGES
+from gateway.request.types import Chat, Prompt
 from gateway.tools.history import template_call
 from gateway.tools.json_object import read_object
 from gateway.tools.request import MAX_TOOLS_BYTES, Choice, NamedChoice, RawTools, Tool

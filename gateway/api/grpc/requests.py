@@ -10,7 +10,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from gateway.api.grpc.conversations import chat_prompt, raw_tools
 from gateway.errors import bad_request
-from gateway.request.raw import AnswerForm, Prompt, RawRequest
+from gateway.request.types import AnswerForm, GenerateRequest, Prompt
 from protos import inference_pb2
 from wire.sampling import SCALARS
 
@@ -59,7 +59,7 @@ def _count_unknown_bytes(request: Message) -> int:
     return request.ByteSize() - known.ByteSize()
 
 
-def generate_request(request: inference_pb2.GenerateRequest) -> RawRequest:
+def generate_request(request: inference_pb2.GenerateRequest) -> GenerateRequest:
     """Raises ApiError if it has no prompt."""
     check_known(request)
     kind = request.WhichOneof("prompt")
@@ -68,13 +68,13 @@ def generate_request(request: inference_pb2.GenerateRequest) -> RawRequest:
     return _raw_request(request, Prompt(request.text if kind == "text" else tuple(request.token_ids.ids), kind))
 
 
-def chat_request(request: inference_pb2.ChatRequest) -> RawRequest:
+def chat_request(request: inference_pb2.ChatRequest) -> GenerateRequest:
     """Raises ApiError if a message or a tool is invalid."""
     check_known(request)
     return replace(_raw_request(request, chat_prompt(request)), tools=raw_tools(request))
 
 
-def tokenize_request(request: inference_pb2.TokenizeRequest) -> RawRequest:
+def tokenize_request(request: inference_pb2.TokenizeRequest) -> GenerateRequest:
     """Raises ApiError if text and messages are both given, or a field of one with the other."""
     check_known(request)
     if request.messages and request.text:
@@ -85,7 +85,7 @@ def tokenize_request(request: inference_pb2.TokenizeRequest) -> RawRequest:
     if request.tools and not request.messages:
         raise bad_request("tools go into a conversation; send messages, too", "tools")
     prompt = chat_prompt(request) if request.messages else Prompt(request.text, "text")
-    return RawRequest(
+    return GenerateRequest(
         request.model or None,
         [prompt],
         tools=raw_tools(request),
@@ -93,10 +93,12 @@ def tokenize_request(request: inference_pb2.TokenizeRequest) -> RawRequest:
     )
 
 
-def _raw_request(request: "inference_pb2.GenerateRequest | inference_pb2.ChatRequest", prompt: Prompt) -> RawRequest:
+def _raw_request(
+    request: "inference_pb2.GenerateRequest | inference_pb2.ChatRequest", prompt: Prompt
+) -> GenerateRequest:
     """Reads fields 4 to 23 and 27, which both types have."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _OPTIONAL_FIELDS if request.HasField(name)}
-    return RawRequest(
+    return GenerateRequest(
         model=request.model or None,
         prompts=[prompt],
         prompts_param=prompt.param,

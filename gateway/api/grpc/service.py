@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from gateway.answer.choice_text import Piece
+from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import begin, stream_choices
 from gateway.api.access import unique_id, warning_headers
 from gateway.api.grpc.answers import AnswerMessages
@@ -22,7 +22,7 @@ from gateway.api.waking_timeout import waking_timeout
 from gateway.errors import ApiError
 from gateway.request.counting import detokenize, tokenize
 from gateway.request.prepare import ServedModel
-from gateway.request.raw import RawRequest
+from gateway.request.types import GenerateRequest
 from protos import inference_pb2, inference_pb2_grpc
 from runtime.malformed import MalformedInterceptor
 
@@ -93,7 +93,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.ListModelsResponse(models=models)
 
     async def _stream(
-        self, context: Context, read: Callable[[], RawRequest], write: Callable[[AnswerMessages, int, Piece], Message]
+        self,
+        context: Context,
+        read: Callable[[], GenerateRequest],
+        write: Callable[[AnswerMessages, int, OutputDelta], Message],
     ) -> None:
         """Serves a streamed call. Closes the ring's iterators if it is cancelled or its client stops reading.
 
@@ -118,8 +121,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self,
         context: Context,
         request_id: str,
-        read: Callable[[], RawRequest],
-        write: Callable[[AnswerMessages, int, Piece], Message],
+        read: Callable[[], GenerateRequest],
+        write: Callable[[AnswerMessages, int, OutputDelta], Message],
     ) -> AsyncGenerator[Message, None]:
         arrived_s = time.perf_counter()
         raw = read()

@@ -7,16 +7,16 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.answer.choice_text import Piece
+from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals, begin, stream_choices
 from gateway.api.access import unique_id, warning_headers
 from gateway.api.http.disconnect import until_disconnect
 from gateway.api.http.json_answer import json_response
 from gateway.api.http.sse import PING_S, Batches, EventStream, StreamFrame
 from gateway.request.prepare import ServedModel
-from gateway.request.raw import RawRequest
+from gateway.request.types import GenerateRequest
 
-Pieces = AsyncGenerator[tuple[int, Piece], None]
+Pieces = AsyncGenerator[tuple[int, OutputDelta], None]
 
 
 HOLD_S = 0.1  # a request that is refused at once gets a status; all others see their stream begin
@@ -27,10 +27,10 @@ class Writer(StreamFrame, Protocol):
 
     id: str  # of the answer
 
-    def events(self, index: int, piece: Piece) -> list[bytes]:
+    def events(self, index: int, piece: OutputDelta) -> list[bytes]:
         """Events for a piece of a choice."""
 
-    def add(self, index: int, piece: Piece) -> None:
+    def add(self, index: int, piece: OutputDelta) -> None:
         """Adds a piece of a choice to an answer that is not streamed."""
 
     async def whole(self) -> bytes:
@@ -38,7 +38,12 @@ class Writer(StreamFrame, Protocol):
 
 
 async def respond(
-    served: ServedModel, request: Request, raw: RawRequest, new_writer: Callable[[Totals], Writer], *, is_streamed: bool
+    served: ServedModel,
+    request: Request,
+    raw: GenerateRequest,
+    new_writer: Callable[[Totals], Writer],
+    *,
+    is_streamed: bool,
 ) -> Response:
     """Returns the response. Raises ApiError, and ClientDisconnect if the client leaves before a whole answer."""
     state = request.state

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from msgspec import UNSET, Raw, UnsetType
 
 from gateway.answer.calls import Call, CallCollector
-from gateway.answer.choice_text import Piece, ShownToken
+from gateway.answer.choice_text import OutputDelta, ShownToken
 from gateway.api.openai.answers import (
     AssistantMessage,
     ChatChoice,
@@ -23,7 +23,7 @@ from gateway.api.openai.answers import (
     timing_of,
 )
 from gateway.api.openai.logprobs import ChatLogprobs, TextLogprobs, TokenBytes, prompt_logprob
-from gateway.request.job import EncodedPrompt
+from gateway.request.types import EncodedPrompt
 
 Logprobs = TypeVar("Logprobs", ChatLogprobs, TextLogprobs)
 
@@ -37,7 +37,7 @@ class Extras:
     with_timing: bool = False
     with_token_ids: bool = False
 
-    def timing(self, piece: Piece) -> TimingBody | UnsetType:
+    def timing(self, piece: OutputDelta) -> TimingBody | UnsetType:
         """The `timing` field of a choice with this last piece."""
         return timing_of(piece.timing) if self.with_timing and piece.timing is not None else UNSET
 
@@ -69,9 +69,9 @@ class _Writer(Generic[Logprobs]):
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: Logprobs | None = extras.logprobs(self.kind, ())
-        self._last = Piece("")
+        self._last = OutputDelta("")
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: OutputDelta) -> None:
         """Adds a piece of a choice that is not streamed."""
         self._texts.append(piece.text)
         self._last = piece
@@ -80,7 +80,7 @@ class _Writer(Generic[Logprobs]):
         if self._logprobs is not None:
             self._logprobs.extend(piece.shown_tokens, self._extras.token_bytes)
 
-    def _says_more(self, piece: Piece) -> bool:
+    def _says_more(self, piece: OutputDelta) -> bool:
         """Whether a piece needs a chunk besides those for calls and the finish reason."""
         has_ids = self._extras.with_token_ids and piece.token_ids
         return bool(piece.text or piece.reasoning or piece.shown_tokens or has_ids)
@@ -102,7 +102,7 @@ class ChatWriter(_Writer[ChatLogprobs]):
         """The chunk with the role."""
         return [ChunkChoice(self._index, Delta(role="assistant", content=""))]
 
-    def chunks(self, piece: Piece) -> list[Choice]:
+    def chunks(self, piece: OutputDelta) -> list[Choice]:
         chunks: list[Choice] = []
         if self._says_more(piece):
             delta = Delta(content=piece.text) if piece.text or not piece.reasoning else Delta()
@@ -116,7 +116,7 @@ class ChatWriter(_Writer[ChatLogprobs]):
             chunks.append(ChunkChoice(self._index, Delta(), piece.ending, timing=timing, stop_reason=piece.stop))
         return chunks
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: OutputDelta) -> None:
         super().add(piece)
         self._reasoning.append(piece.reasoning)
         self._calls += self._collector.push(piece.calls)
@@ -145,7 +145,7 @@ class TextWriter(_Writer[TextLogprobs]):
         """Nothing is known before the first text."""
         return []
 
-    def chunks(self, piece: Piece) -> list[Choice]:
+    def chunks(self, piece: OutputDelta) -> list[Choice]:
         chunks: list[Choice] = []
         if self._says_more(piece):
             logprobs = self._extras.logprobs(TextLogprobs, piece.shown_tokens)
@@ -159,7 +159,7 @@ class TextWriter(_Writer[TextLogprobs]):
             chunks.append(TextChoice(self._index, "", piece.finish_reason, timing=timing, stop_reason=piece.stop))
         return chunks
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: OutputDelta) -> None:
         super().add(piece)
         self._prompt_logprobs += [prompt_logprob(token, self._extras.token_bytes) for token in piece.prompt_tokens]
 

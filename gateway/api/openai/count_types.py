@@ -10,8 +10,8 @@ from gateway.api.http.body import Body, FirstErrorOnly, Ids
 from gateway.api.openai.tool_types import TOOLS_FIELD, Tools, raw_tools
 from gateway.api.openai.types import Message, TemplateFields, chat_prompt
 from gateway.errors import bad_request
-from gateway.request.raw import Prompt, RawRequest
 from gateway.request.rules import MAX_MESSAGES
+from gateway.request.types import GenerateRequest, Prompt
 
 _FOR_CHATS = ("tools", *TemplateFields.model_fields)
 
@@ -30,7 +30,7 @@ class TokenizeRequest(TemplateFields):
     return_token_strs: bool | None = Field(None, description="Report how the vocabulary writes each token.")
     tools: Tools | None = TOOLS_FIELD
 
-    def raw(self) -> RawRequest:
+    def raw(self) -> GenerateRequest:
         """The request without its wire format. Raises ApiError unless it has a prompt or messages, and not both."""
         if (self.prompt is None) == (self.messages is None):
             given = "neither prompt nor messages are" if self.prompt is None else "prompt and messages are both"
@@ -43,7 +43,7 @@ class TokenizeRequest(TemplateFields):
                     raise bad_request(f"{name} is for messages; leave it out or send them instead of a prompt", name)
             prompt = Prompt(self.prompt or "", "prompt")
         tools = raw_tools(self.tools, None, None)
-        return RawRequest(self.model, [prompt], tools=tools, add_special_tokens=self.add_special_tokens)
+        return GenerateRequest(self.model, [prompt], tools=tools, add_special_tokens=self.add_special_tokens)
 
 
 class DetokenizeRequest(Body):

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from gateway.api.http.body import Body, Texts
 from gateway.errors import bad_request
-from gateway.request.raw import AnswerForm
+from gateway.request.types import AnswerForm
 
 STRICT = "Refuses a schema of which a part cannot be enforced; otherwise that part is left to the model."
 

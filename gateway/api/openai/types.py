@@ -23,9 +23,9 @@ from gateway.api.openai.forms import ResponseFormat, StructuredOutputs, pick_for
 from gateway.api.openai.tool_types import TOOLS_FIELD, MessageToolCalls, ToolChoice, Tools, raw_tools
 from gateway.errors import bad_request
 from gateway.request.left_out import FIELDS, Ignored
-from gateway.request.raw import Chat, Prompt, RawRequest
 from gateway.request.rules import MAX_CHOICES, MAX_MESSAGES, MAX_STOP_STRINGS
 from gateway.request.sampling import MAX_BIAS, MAX_BIASED_TOKENS
+from gateway.request.types import Chat, GenerateRequest, Prompt
 from gateway.tools.template_options import Option, check_options, effort_options
 from runtime.peer_input import MAX_LOGPROBS
 from wire.sampling import MAX_DRAFT_TOKENS
@@ -238,7 +238,7 @@ class ChatCompletionRequest(_GenerationBody, TemplateFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several functions.")
 
-    def raw(self) -> RawRequest:
+    def raw(self) -> GenerateRequest:
         """The request without its wire format."""
         max_tokens, param = self.max_completion_tokens, "max_completion_tokens"
         if max_tokens is None:
@@ -247,7 +247,7 @@ class ChatCompletionRequest(_GenerationBody, TemplateFields):
             raise bad_request("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-        return RawRequest(
+        return GenerateRequest(
             prompts=[chat_prompt(self.messages, self)],
             prompts_param="messages",
             max_tokens=max_tokens,
@@ -275,9 +275,9 @@ class CompletionRequest(_GenerationBody):
     echo: bool | None = Field(None, description="Begin each answer with its prompt; max_tokens may then be 0.")
     logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
 
-    def raw(self) -> RawRequest:
+    def raw(self) -> GenerateRequest:
         """The request without its wire format."""
-        return RawRequest(
+        return GenerateRequest(
             prompts=self._prompts(),
             max_tokens=self.max_tokens,
             num_logprobs=self.logprobs,

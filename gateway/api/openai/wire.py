@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, Raw, UnsetType
 
-from gateway.answer.choice_text import Piece
+from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals
 from gateway.api.http.errors import build_error
 from gateway.api.http.json_answer import encode
@@ -42,13 +42,13 @@ class AnswerWriter:
     def begin(self) -> list[bytes]:
         return [self._chunk([first]) for choice in self._choices for first in choice.begin()]
 
-    def events(self, index: int, piece: Piece) -> list[bytes]:
+    def events(self, index: int, piece: OutputDelta) -> list[bytes]:
         chunks = [self._chunk([choice]) for choice in self._choices[index].chunks(piece)]
         if self._streamed_usage != "none" and not self._totals.num_open:
             chunks.append(self._chunk([], is_last=True))
         return chunks
 
-    def add(self, index: int, piece: Piece) -> None:
+    def add(self, index: int, piece: OutputDelta) -> None:
         self._choices[index].add(piece)
         if self._kind is ChatWriter and not index:
             self._prompt_logprobs += [prompt_logprob(token, self._extras.token_bytes) for token in piece.prompt_tokens]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.answer.choice_text import Piece, PieceReader
+from gateway.answer.choice_text import OutputDelta, PieceReader
 from gateway.ring.generation import FinishReason, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
@@ -16,12 +16,14 @@ def _likely(ids: list[int]) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(-float(token_id)) for token_id in ids)
 
 
-def _read(tokenizer: Tokenizer, ids: list[int], stops: list[str], cuts: list[int], ending: FinishReason) -> list[Piece]:
+def _read(
+    tokenizer: Tokenizer, ids: list[int], stops: list[str], cuts: list[int], ending: FinishReason
+) -> list[OutputDelta]:
     """Pieces of an answer whose tokens arrive in groups that end at the cuts."""
     reader = PieceReader(
         tokenizer.detokenizer(), StopStrings(stops), frozenset(ids[-1:]), with_logprobs=True, text_offset=7
     )
-    pieces: list[Piece] = []
+    pieces: list[OutputDelta] = []
     for start, end in edges(len(ids), cuts):
         reason = ending if end == len(ids) else None
         pieces.append(reader.read(Tokens(tuple(ids[start:end]), reason, _likely(ids[start:end]))))
@@ -60,7 +62,7 @@ def test_told_tokens(kind: str, words: list[str], cuts: list[int], ending: Finis
     _check_chunks(tokenizer, pieces)
 
 
-def _check_chunks(tokenizer: Tokenizer, pieces: list[Piece]) -> None:
+def _check_chunks(tokenizer: Tokenizer, pieces: list[OutputDelta]) -> None:
     """Every token arrives in the chunk that has its text's first character."""
     num_shown = 7
     for piece in pieces:
