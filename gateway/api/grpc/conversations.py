@@ -7,7 +7,7 @@ from gateway.errors import bad_request, check_count
 from gateway.request.rules import MAX_MESSAGES
 from gateway.request.types import Chat, Prompt
 from gateway.tools.history import template_call
-from gateway.tools.json_object import read_object
+from gateway.tools.json_text import read_object
 from gateway.tools.request import MAX_TOOLS_BYTES, Choice, NamedChoice, RawTools, Tool
 from gateway.tools.template_options import Option, check_options
 from protos import inference_pb2
