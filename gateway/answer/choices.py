@@ -15,13 +15,13 @@ from gateway.answer.merge import MergedStreams
 from gateway.errors import ApiError
 from gateway.metrics import ChoiceMeter
 from gateway.request.prepare import ServedModel
-from gateway.request.record import ReadHeaders, RequestRecord, open_record
 from gateway.request.types import Echo, GenerateRequest, PreparedRequest
 from gateway.ring.generation import Generation, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.json_text import JsonText
 from gateway.tools.reasoning_reader import ReasoningReader
+from gateway.tracing import ReadHeaders, RequestTrace
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
 
@@ -33,11 +33,11 @@ _PROMPT_TOKENS_AT_ONCE = 512  # writing them blocks the event loop, up to 30 us 
 class Totals:
     """A job and its token counts so far. `stream_choices` counts each piece before it yields it."""
 
-    def __init__(self, job: PreparedRequest, arrived_s: float, record: RequestRecord | None = None) -> None:
-        """`arrived_s`: when the request arrived, by time.perf_counter; `record`: for its trace, if there is to be."""
+    def __init__(self, job: PreparedRequest, arrived_s: float, trace: RequestTrace | None = None) -> None:
+        """`arrived_s`: when the request arrived, by time.perf_counter; `trace`: if it is traced."""
         self.job = job
         self.arrived_s = arrived_s
-        self.record = record
+        self.trace = trace
         self.num_prompt = job.num_prompt_tokens
         self.num_completion = 0
         self.num_reasoning = 0  # of num_completion
@@ -50,8 +50,8 @@ class Totals:
         self.num_open -= piece.finish_reason is not None
         if piece.timing is not None and index % self.job.num_per_prompt == 0:  # each prompt counts once
             self.num_cached += piece.timing.cached_tokens
-        if self.record is not None and piece.ending is not None:
-            self.record.endings[index] = piece.ending
+        if self.trace is not None and piece.ending is not None:
+            self.trace.endings[index] = piece.ending
 
     def log(self, event: str, **fields: object) -> None:
         _log.info(
@@ -75,12 +75,12 @@ async def begin(
 
     `arrived_s`: as in Totals; `headers`: returns the request's.
     """
-    record = open_record(served.write_record, raw, served.names.listed[0], request_id, arrived_s, headers)
+    trace = served.begin_trace(raw, request_id, arrived_s, headers)
     try:
-        return Totals(await served.prepare(raw, request_id), arrived_s, record)
+        return Totals(await served.prepare(raw, request_id), arrived_s, trace)
     except BaseException as error:
-        if record is not None:
-            record.close(error)
+        if trace is not None:
+            trace.close(error)
         raise
 
 
@@ -94,8 +94,8 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
     meters = [ChoiceMeter(served.metrics, totals.arrived_s) for _ in job.generations]
     choices = [_Choice(job, index, served.tokenizer, meter) for index, meter in enumerate(meters)]
     try:
-        with _recorded(totals), served.ring.admit(len(choices)) as admitted:
-            new_attempts = totals.record.add_choice if totals.record else lambda: None
+        with _traced(totals), served.ring.admit(len(choices)) as admitted:
+            new_attempts = totals.trace.add_choice if totals.trace else lambda: None
             streams = [served.ring.generate(generation, admitted, new_attempts()) for generation in job.generations]
             async with MergedStreams(cast("Sequence[AsyncGenerator[Tokens, None]]", streams)) as merged:
                 while totals.num_open:
@@ -121,9 +121,9 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
 
 
 @contextmanager
-def _recorded(totals: Totals) -> Iterator[None]:
-    """Around the answer: in the end its record is written, if there is one."""
-    if totals.record is None:
+def _traced(totals: Totals) -> Iterator[None]:
+    """Around the answer: ends its trace, if there is one."""
+    if totals.trace is None:
         yield
         return
     failure: BaseException | None = None
@@ -133,8 +133,8 @@ def _recorded(totals: Totals) -> Iterator[None]:
         failure = error if totals.num_open else None  # else the client left with the whole answer
         raise
     finally:
-        totals.record.note_usage(totals.num_prompt, totals.num_cached, totals.num_completion)
-        totals.record.close(failure)
+        totals.trace.note_usage(totals.num_prompt, totals.num_cached, totals.num_completion)
+        totals.trace.close(failure)
 
 
 class _Choice:

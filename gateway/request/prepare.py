@@ -9,8 +9,8 @@ from itertools import product
 from gateway.errors import bad_request
 from gateway.metrics import RequestMetrics
 from gateway.request.prompts import Prompts
-from gateway.request.record import WriteRecord
 from gateway.request.rules import (
+    MAX_NAME_CHARS,
     ServedNames,
     check_cache_salt,
     check_choices,
@@ -30,7 +30,10 @@ from gateway.ring.generation import Generation, Grammar, Ring
 from gateway.tools.grammar import after_reasoning, call_grammar
 from gateway.tools.reasoning import ReasoningFormat
 from gateway.tools.request import ToolUse, check_tools
+from gateway.tracing import ReadHeaders, RequestTrace, Tracing
 from wire.sampling import SamplingParams
+
+_TRACED_SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,27 @@ class ServedModel(Prompts):
     options: ApiOptions
     metrics: RequestMetrics
     created_s: int  # Unix time at which the gateway started
-    write_record: WriteRecord | None = None  # for traces, if there are to be any
+    tracing: Tracing | None = None
+
+    def begin_trace(
+        self, raw: GenerateRequest, request_id: str, arrived_s: float, headers: ReadHeaders
+    ) -> RequestTrace | None:
+        """`arrived_s`, `headers`: as in Tracing.begin. None without tracing."""
+        if self.tracing is None:
+            return None
+        served = self.names.listed[0]
+        operation = "chat" if any(isinstance(prompt.content, Chat) for prompt in raw.prompts) else "text_completion"
+        attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "baton",
+            "gen_ai.request.model": (raw.model or served)[:MAX_NAME_CHARS],
+            "gen_ai.response.model": served,
+            "gen_ai.request.max_tokens": raw.max_tokens,
+            "gen_ai.request.choice.count": raw.n,
+            "baton.request_id": request_id,
+            **{f"gen_ai.request.{name}": raw.sampling.get(name) for name in _TRACED_SAMPLING},
+        }
+        return self.tracing.begin(f"{operation} {served}", arrived_s, headers, attributes)
 
     async def prepare(self, raw: GenerateRequest, request_id: str) -> PreparedRequest:
         """Checks a request, cheap rules before expensive ones, and tokenises its prompts. Raises ApiError."""

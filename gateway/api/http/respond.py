@@ -49,8 +49,8 @@ async def respond(
     state = request.state
     totals = await begin(served, raw, unique_id(state.request_id), state.arrived_s, request.headers.items)
     writer, pieces = new_writer(totals), stream_choices(served, totals)
-    if totals.record is not None:
-        totals.record.attributes["gen_ai.response.id"] = writer.id
+    if totals.trace is not None:
+        totals.trace.note({"gen_ai.response.id": writer.id})
     if is_streamed:
         has_grammar = any(generation.grammar for generation in totals.job.generations)
         hold_s = PING_S if has_grammar else HOLD_S  # the decode worker may refuse a grammar
