@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from gateway.answer.choice_text import OutputDelta
 from gateway.tools.formats import Format
-from gateway.tools.json_text import JsonText
 from gateway.tools.parse import Arguments, CallBegin, CallEvent, CallParser, Content, Event
 from gateway.tools.request import ToolUse
 
@@ -16,14 +15,13 @@ _NUM_ID_CHARS = 24  # as many as OpenAI's
 
 
 class CallReader:
-    """Reads one choice. `is_trusted`: a grammar makes calls well-formed; `is_json`: it also makes other text JSON."""
+    """Reads one choice. `is_trusted`: a grammar makes calls well-formed."""
 
-    def __init__(self, use: ToolUse, *, is_trusted: bool, is_json: bool = False) -> None:
+    def __init__(self, use: ToolUse, *, is_trusted: bool) -> None:
         names = [tool.name for tool in use.callable_tools]
         self._parser = CallParser(use.format, names, lambda: _new_id(use.format), is_trusted=is_trusted)
         self._is_named = use.named is not None
         self._is_required = use.is_required
-        self._json_text = JsonText() if is_json else None
 
     def read(self, piece: OutputDelta) -> list[OutputDelta]:
         """Returns the piece with its calls separated from its text. Text that may be part of a call is held back.
@@ -38,17 +36,12 @@ class CallReader:
         # An answer with a named call ends with "stop", as in OpenAI's API.
         is_whole = piece.finish_reason == "stop" and not isinstance(piece.stop, str)
         is_calling = is_whole and bool(self._parser.num_calls) and not self._is_named
-        *earlier, (text, calls) = _runs([self._readable(event) for event in events])
+        *earlier, (text, calls) = _runs(events)
         parts: list[OutputDelta] = []
         for before, between in earlier:
             parts.append(replace(piece, text=before, calls=between, finish_reason=None, timing=None, stop=None))
             piece = replace(piece, reasoning="", token_ids=(), num_reasoning_tokens=0, logprobs=(), shown_tokens=())
         return [*parts, replace(piece, text=text, calls=calls, is_calling=is_calling)]
-
-    def _readable(self, event: Event) -> Event:
-        if self._json_text is None or not isinstance(event, Content):
-            return event
-        return Content(self._json_text.push(event.text))
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,9 +156,9 @@ class _Choice:
             reasoning=ReasoningReader(reasoning, is_inside=prompt.reasoning == "inside") if reasoning else None,
             text_offset=len(self._echo.text) if self._echo else 0,
         )
-        is_trusted = generation.grammar is not None
-        self._calls = CallReader(job.tools, is_trusted=is_trusted, is_json=job.is_json) if job.tools else None
-        self._json_text = JsonText() if job.is_json and reasoning and not job.tools else None
+        self._calls = CallReader(job.tools, is_trusted=generation.grammar is not None) if job.tools else None
+        # A grammar that also allows calls or reasoning lets JSON's strings have control characters.
+        self._json_text = JsonText() if job.is_json and (reasoning or job.tools) else None
 
     def read(self, tokens: Tokens) -> Iterator[OutputDelta]:
         if not self._is_begun:
@@ -169,9 +169,12 @@ class _Choice:
         if piece.finish_reason is not None:
             self._meter.finish(piece.finish_reason)
             piece = self._finished(piece, tokens)
-        if self._json_text is not None:
-            piece = replace(piece, text=self._json_text.push(piece.text))
-        yield from self._calls.read(piece) if self._calls else (piece,)
+        for part in self._calls.read(piece) if self._calls else (piece,):
+            if self._json_text is None:
+                yield part
+            else:
+                is_last = part.finish_reason is not None
+                yield replace(part, text=self._json_text.push(part.text, is_last=is_last))
 
     def _finished(self, piece: OutputDelta, tokens: Tokens) -> OutputDelta:
         if piece.timing is not None and tokens.finish_reason is None:  # a stop string: the ring reports no final timing

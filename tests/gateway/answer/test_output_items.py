@@ -1,6 +1,5 @@
 """Items of an answer, text and calls, from pieces of its text: the same for every split of the text."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -60,13 +59,6 @@ def test_a_call_that_a_stop_string_cuts_off_is_not_to_be_answered() -> None:
     (part,) = CallReader(USE, is_trusted=True).read(piece)
     assert (part.text, part.is_calling) == ("Let me look.", False)
     assert part.calls
-
-
-def test_json_beside_tools_is_made_readable() -> None:
-    reader = CallReader(USE, is_trusted=True, is_json=True)
-    pieces = [OutputDelta('{"a":\n"x'), OutputDelta('\ny"'), OutputDelta("}", finish_reason="stop")]
-    text = "".join(part.text for piece in pieces for part in reader.read(piece))
-    assert json.loads(text) == {"a": "x\ny"}
 
 
 @pytest.mark.parametrize("is_trusted", [False, True])
