@@ -8,7 +8,7 @@ from gateway.ring.generation import FinishReason, Tokens
 from gateway.text.detokenize import IncrementalDetokenizer
 from gateway.text.stops import StopStrings
 from gateway.tools.parse import CallEvent
-from gateway.tools.reasoning_reader import Parts, ReasoningReader
+from gateway.tools.reasoning import Parts, ReasoningReader
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
 

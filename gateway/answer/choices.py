@@ -20,7 +20,7 @@ from gateway.ring.generation import Generation, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.json_text import JsonText
-from gateway.tools.reasoning_reader import ReasoningReader
+from gateway.tools.reasoning import ReasoningReader
 from gateway.tracing import ReadHeaders, RequestTrace
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing

@@ -8,7 +8,7 @@ from itertools import product
 
 from gateway.errors import bad_request
 from gateway.metrics import RequestMetrics
-from gateway.request.prompts import Prompts
+from gateway.request.prompts import DECODE_COST, Prompts
 from gateway.request.rules import (
     MAX_NAME_CHARS,
     ServedNames,
@@ -18,12 +18,14 @@ from gateway.request.rules import (
     check_logprobs,
     check_max_tokens,
     check_num_logprobs,
+    check_sampling,
+    check_speculation,
     check_stop_ids,
     check_stops,
+    check_vocabulary,
     resolve_max_tokens,
     resolve_min_tokens,
 )
-from gateway.request.sampling import check_sampling, check_speculation
 from gateway.request.structured_output import check_form
 from gateway.request.types import Chat, Echo, GenerateRequest, PreparedRequest
 from gateway.ring.generation import Generation, Grammar, Ring
@@ -158,6 +160,29 @@ class ServedModel(Prompts):
         named = self.tokenizer.control_tokens_in(grammar.text) if grammar else frozenset[str]()
         markers = frozenset({reasoning.begin, reasoning.end}) if reasoning else frozenset[str]()
         return named | markers | (tools.format.markers if tools else frozenset[str]())
+
+
+async def tokenize(served: ServedModel, raw: GenerateRequest) -> tuple[int, ...]:
+    """Returns the token ids of its one prompt, possibly more than the context holds. Raises ApiError."""
+    served.names.check(raw.model)
+    tools = check_tools(raw.tools, served.tool_format)
+    return await served.tokenize(raw.prompts[0], tools, add_special_tokens=raw.add_special_tokens)
+
+
+async def detokenize(
+    served: ServedModel, model: str | None, token_ids: Sequence[int], param: str, *, with_control_tokens: bool
+) -> str:
+    """Returns the text of at most `context_tokens` tokens. Raises ApiError naming `param`."""
+    served.names.check(model)
+    context_tokens = served.tokenizer.context_tokens
+    if len(token_ids) > context_tokens:
+        message = f"{param} has {len(token_ids)} ids; at most {context_tokens} are turned into text at once"
+        raise bad_request(message, param, "context_length_exceeded")
+    check_vocabulary(token_ids, param, served.tokenizer.vocab_size)
+    return await served.offload.run(
+        DECODE_COST * len(token_ids),
+        lambda: served.tokenizer.decode(token_ids, with_control_tokens=with_control_tokens),
+    )
 
 
 def _grammar(answer: Grammar | None, tools: ToolUse | None) -> Grammar | None:

@@ -1,17 +1,18 @@
-"""Rules for a request's lengths, counts and stops, the same for REST and gRPC. Pure; must not know either.
+"""Rules for a request's lengths, counts, stops and sampling, the same for REST and gRPC. Pure.
 
-Each returns checked values or raises ApiError naming the field. Other rules: sampling.py, structured_output.py.
+Each returns checked values or raises ApiError naming the field. Other rules: structured_output.py, tools/request.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from gateway.errors import ApiError, bad_request, check_count, model_not_found
 from gateway.request.types import GenerateRequest
-from gateway.ring.generation import Grammar
+from gateway.ring.generation import Drafter, Grammar, Speculation
 from runtime.config_parts import ANY_NAME
 from runtime.peer_input import MAX_LOGPROBS
+from wire.sampling import ABOVE_LOWEST, CLIENT_RANGES, MAX_DRAFT_TOKENS, SamplingParams
 
 MAX_NAME_CHARS = 200  # each chunk of an answer has the name
 MAX_MESSAGES = 4096  # of a conversation
@@ -21,6 +22,9 @@ MAX_STOP_CHARS = 1024  # of one stop string
 MAX_STOP_TOKEN_IDS = 256
 MAX_CACHE_SALT_CHARS = 1024
 MAX_TOLD_LOGPROBS = 2**21  # of all choices together, if there are several; each takes about 100 bytes while it waits
+MAX_BIAS = 100.0
+MAX_BIASED_TOKENS = 1024
+DRAFTERS = ("auto", "off", "ngram", "draft")
 TEXT_BYTES_OF_TOKEN = 4  # of English and code, about: for errors of text that is not tokenised
 TEXT_BYTES_PER_TOKEN = 16  # four times what English needs; longer text cannot fit the context and is not tokenised
 
@@ -65,7 +69,7 @@ class ServedNames:
 
 
 def check_choices(raw: GenerateRequest) -> int:
-    """Returns the number of answers per prompt."""
+    """The number of answers per prompt."""
     n = pick(raw.n, 1)
     if not raw.prompts:
         raise bad_request(f"{raw.prompts_param} is empty; send at least one prompt", raw.prompts_param)
@@ -79,7 +83,6 @@ def check_choices(raw: GenerateRequest) -> int:
 
 
 def check_stops(raw: GenerateRequest) -> tuple[str, ...]:
-    """Returns the stop strings."""
     param = raw.stop_param
     check_count(param, len(raw.stop), MAX_STOP_STRINGS, "strings")
     for stop in raw.stop:
@@ -182,7 +185,6 @@ def check_logprobs(raw: GenerateRequest) -> None:
 
 
 def check_cache_salt(raw: GenerateRequest) -> str:
-    """Returns the salt; empty if there is none."""
     check_count("cache_salt", len(raw.cache_salt), MAX_CACHE_SALT_CHARS, "characters")
     return raw.cache_salt
 
@@ -198,6 +200,46 @@ def check_num_logprobs(raw: GenerateRequest, num_choices: int, num_places: int) 
             f"so lower {raw.max_tokens_param} or the number of answers",
             "prompt_logprobs" if raw.num_logprobs is None else raw.logprobs_param,
         )
+
+
+def check_sampling(raw: GenerateRequest, defaults: SamplingParams, vocab_size: int) -> SamplingParams:
+    """The given parameters, with defaults for the rest."""
+    given: dict[str, Any] = dict(raw.sampling)
+    for name, value in given.items():
+        if name in CLIENT_RANGES:
+            given[name] = check_range(name, float(value), *CLIENT_RANGES[name])
+        if name in ABOVE_LOWEST and value <= CLIENT_RANGES[name][0]:
+            raise bad_request(f"{name} is {value:g}; it must be above {CLIENT_RANGES[name][0]:g}", name)
+    top_k, seed = given.pop("top_k", defaults.top_k), given.pop("seed", defaults.seed)
+    if top_k < -1:
+        raise bad_request(f"top_k is {shown(top_k)}; it must be at least 0, or -1; both keep all tokens", "top_k")
+    if not -(2**63) <= seed < 2**64:
+        raise bad_request(f"seed is {shown(seed)}; it must fit 64 bits", "seed")
+    return replace(
+        defaults,
+        top_k=top_k if 0 <= top_k < vocab_size else 0,
+        seed=seed % 2**64,
+        logit_bias=_check_bias(raw.logit_bias, vocab_size),
+        **given,
+    )
+
+
+def check_speculation(raw: GenerateRequest) -> Speculation:
+    """How tokens are drafted."""
+    drafter = raw.speculation or "auto"
+    if drafter not in DRAFTERS:
+        raise bad_request(f"speculation is {drafter[:40]!r}; it must be one of {', '.join(DRAFTERS)}", "speculation")
+    if raw.max_draft_tokens is not None:
+        check_range("max_draft_tokens", raw.max_draft_tokens, 1, MAX_DRAFT_TOKENS)
+    return Speculation(cast(Drafter, drafter), raw.max_draft_tokens or 0)
+
+
+def _check_bias(bias: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    check_count("logit_bias", len(bias), MAX_BIASED_TOKENS, "entries")
+    check_vocabulary(list(bias), "logit_bias", vocab_size)
+    for token_id, value in bias.items():
+        check_range(f"logit_bias.{token_id}", value, -MAX_BIAS, MAX_BIAS)
+    return tuple((token_id, float(value)) for token_id, value in sorted(bias.items()))
 
 
 def _too_long(message: str, param: str, overflow: tuple[int, int] | None = None) -> ApiError:

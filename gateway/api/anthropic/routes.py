@@ -11,8 +11,7 @@ from gateway.api.http.errors import MESSAGES_PATH
 from gateway.api.http.json_answer import json_response
 from gateway.api.http.json_body import limited_route
 from gateway.api.http.respond import respond
-from gateway.request.counting import tokenize
-from gateway.request.prepare import ServedModel
+from gateway.request.prepare import ServedModel, tokenize
 
 
 def build_messages_router(served: ServedModel) -> APIRouter:

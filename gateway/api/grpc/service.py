@@ -20,8 +20,7 @@ from gateway.api.grpc.errors import Context, KeyInterceptor, abort_with, pick_ca
 from gateway.api.grpc.requests import chat_request, check_known, generate_request, tokenize_request
 from gateway.api.waking_timeout import waking_timeout
 from gateway.errors import ApiError
-from gateway.request.counting import detokenize, tokenize
-from gateway.request.prepare import ServedModel
+from gateway.request.prepare import ServedModel, detokenize, tokenize
 from gateway.request.types import GenerateRequest
 from protos import inference_pb2, inference_pb2_grpc
 from runtime.malformed import MalformedInterceptor

@@ -15,8 +15,7 @@ from gateway.api.openai.count_types import DetokenizeAnswer, DetokenizeRequest, 
 from gateway.api.openai.types import ChatCompletionRequest, CompletionRequest
 from gateway.api.openai.wire import AnswerWriter
 from gateway.errors import bad_request
-from gateway.request.counting import detokenize, tokenize
-from gateway.request.prepare import ServedModel
+from gateway.request.prepare import ServedModel, detokenize, tokenize
 
 
 def build_openai_router(served: ServedModel) -> APIRouter:

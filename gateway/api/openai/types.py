@@ -23,8 +23,7 @@ from gateway.api.openai.forms import ResponseFormat, StructuredOutputs, pick_for
 from gateway.api.openai.tool_types import TOOLS_FIELD, MessageToolCalls, ToolChoice, Tools, raw_tools
 from gateway.errors import bad_request
 from gateway.request.left_out import FIELDS, Ignored
-from gateway.request.rules import MAX_CHOICES, MAX_MESSAGES, MAX_STOP_STRINGS
-from gateway.request.sampling import MAX_BIAS, MAX_BIASED_TOKENS
+from gateway.request.rules import MAX_BIAS, MAX_BIASED_TOKENS, MAX_CHOICES, MAX_MESSAGES, MAX_STOP_STRINGS
 from gateway.request.types import Chat, GenerateRequest, Prompt
 from gateway.tools.template_options import Option, check_options, effort_options
 from runtime.peer_input import MAX_LOGPROBS

@@ -10,8 +10,7 @@ from gateway.api.http.respond import respond
 from gateway.api.responses.answers import InputTokens
 from gateway.api.responses.types import CountInputRequest, ResponsesRequest
 from gateway.api.responses.wire import ResponseWriter, asked_of
-from gateway.request.counting import tokenize
-from gateway.request.prepare import ServedModel
+from gateway.request.prepare import ServedModel, tokenize
 
 
 def build_responses_router(served: ServedModel) -> APIRouter:

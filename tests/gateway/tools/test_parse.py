@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from demo.tokens import CHAT_TEMPLATE_FILE
-from gateway.tools.formats import FORMATS, Format, choose_format
+from gateway.tools.formats import FORMATS, Format, resolve_format
 from gateway.tools.parse import HELD_ARGUMENTS_CHARS, Arguments, CallBegin, CallEnd, CallParser, Content, Event
 from runtime.config_parts import ToolFormat
 from runtime.peer_input import MAX_JSON_DEPTH
@@ -240,11 +240,11 @@ LLAMA = """{{- '<|start_header_id|>' }}{% if tools %}{{- '{"name": "' + call.nam
     ],
 )
 def test_the_format_is_told_by_the_template(template: str, name: str | None) -> None:
-    assert choose_format(template) == (FORMATS[name] if name else None)
+    assert resolve_format("auto", template) == (FORMATS[name] if name else None)
 
 
 def test_the_demo_models_format() -> None:
-    assert choose_format(CHAT_TEMPLATE_FILE.read_text()) == FORMATS["inline"]
+    assert resolve_format("auto", CHAT_TEMPLATE_FILE.read_text()) == FORMATS["inline"]
 
 
 def test_the_setting_names_all_formats() -> None:

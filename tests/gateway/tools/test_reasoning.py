@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.reasoning import (
     REASONING_FORMATS,
+    Parts,
     ReasoningFormat,
+    ReasoningReader,
     ReasoningStart,
-    choose_reasoning,
     reasoning_start,
     resolve_reasoning,
 )
-from gateway.tools.reasoning_reader import Parts, ReasoningReader
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE, THINKING_TEMPLATE, write_thinking
 
 THINK = REASONING_FORMATS["think"]
@@ -43,9 +43,8 @@ GEMMA = REASONING_FORMATS["gemma4"]
     ],
 )
 def test_the_format_is_what_the_template_shows(template: str, tokens: Collection[str], name: str | None) -> None:
-    found = choose_reasoning(template, tokens.__contains__)
+    found = resolve_reasoning("auto", template, tokens.__contains__)
     assert (found and found.name) == name
-    assert resolve_reasoning("auto", template, tokens.__contains__) is found
     assert resolve_reasoning("none", template, tokens.__contains__) is None
     assert resolve_reasoning("seed", template, tokens.__contains__) is REASONING_FORMATS["seed"]
 

@@ -14,8 +14,7 @@ from gateway.ring.generation import Grammar
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.formats import FORMATS
 from gateway.tools.grammar import after_reasoning, call_grammar
-from gateway.tools.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningStart
-from gateway.tools.reasoning_reader import ReasoningReader
+from gateway.tools.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningReader, ReasoningStart
 from gateway.tools.request import Tool, ToolUse
 from tests.support.grammars import allowed_in
 from tests.support.tiny_tokenizer import END, write_thinking
