@@ -1,6 +1,8 @@
-"""From the ring's tokens to the choices of a request, piece by piece. Must not know REST or gRPC."""
+"""From the ring's tokens to the choices of a request, delta by delta."""
 
 import asyncio
+import secrets
+import string
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,8 +11,7 @@ from typing import Any, cast
 
 import structlog
 
-from gateway.answer.calls import CallReader
-from gateway.answer.choice_text import OutputDelta, PieceReader, ShownToken
+from gateway.answer.choice_text import OutputDelta, OutputReader, ShownToken
 from gateway.answer.merge import MergedStreams
 from gateway.errors import ApiError
 from gateway.metrics import ChoiceMeter
@@ -19,14 +20,19 @@ from gateway.request.types import Echo, GenerateRequest, PreparedRequest
 from gateway.ring.generation import Generation, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
+from gateway.tools.formats import Format
 from gateway.tools.json_text import JsonText
+from gateway.tools.parse import CallEvent, CallParser, Content, Event
 from gateway.tools.reasoning import ReasoningReader
+from gateway.tools.request import ToolUse
 from gateway.tracing import ReadHeaders, RequestTrace
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
 
 _log = structlog.get_logger()
 
+_ID_CHARS = string.ascii_letters + string.digits
+_NUM_ID_CHARS = 24  # as many as OpenAI's
 _PROMPT_TOKENS_AT_ONCE = 512  # writing them blocks the event loop, up to 30 us each
 
 
@@ -148,7 +154,7 @@ class _Choice:
         self._generation = generation
         self._echo = job.echoes[job.prompt_of(index)]
         self._is_begun = False
-        self._reader = PieceReader(
+        self._reader = OutputReader(
             tokenizer.detokenizer(job.visible_controls, prompt.before),
             StopStrings(job.stop_strings),
             generation.stop_token_ids,
@@ -208,3 +214,53 @@ def _prompt_pieces(
             yield OutputDelta("", prompt_tokens=tokens)
         else:
             yield OutputDelta("" if start else echo.text, shown_tokens=tokens)
+
+
+class CallReader:
+    """Reads one choice. `is_trusted`: a grammar makes calls well-formed."""
+
+    def __init__(self, use: ToolUse, *, is_trusted: bool) -> None:
+        names = [tool.name for tool in use.callable_tools]
+        self._parser = CallParser(use.format, names, lambda: _new_id(use.format), is_trusted=is_trusted)
+        self._is_named = use.named is not None
+        self._is_required = use.is_required
+
+    def read(self, piece: OutputDelta) -> list[OutputDelta]:
+        """Returns the piece with its calls separated from its text. Text that may be part of a call is held back.
+
+        Returns several pieces if text follows a call: the first has the tokens, the last the finish reason.
+        """
+        events = self._parser.push(piece.text)
+        if piece.finish_reason is not None:
+            events += self._parser.flush()
+        if self._is_required:  # the grammar allows only calls: content is a call that was cut off
+            events = [event for event in events if not isinstance(event, Content)]
+        # An answer with a named call ends with "stop", as in OpenAI's API.
+        is_whole = piece.finish_reason == "stop" and not isinstance(piece.stop, str)
+        is_calling = is_whole and bool(self._parser.num_calls) and not self._is_named
+        *earlier, (text, calls) = _runs(events)
+        parts: list[OutputDelta] = []
+        for before, between in earlier:
+            parts.append(replace(piece, text=before, calls=between, finish_reason=None, timing=None, stop=None))
+            piece = replace(piece, reasoning="", token_ids=(), num_reasoning_tokens=0, logprobs=(), shown_tokens=())
+        return [*parts, replace(piece, text=text, calls=calls, is_calling=is_calling)]
+
+
+def _runs(events: Sequence[Event]) -> list[tuple[str, tuple[CallEvent, ...]]]:
+    """Groups events, in order, into pairs of a text and the calls after it; at least one pair."""
+    runs: list[tuple[list[str], list[CallEvent]]] = [([], [])]
+    for event in events:
+        texts, calls = runs[-1]
+        if not isinstance(event, Content):
+            calls.append(event)
+        elif calls:
+            runs.append(([event.text], []))
+        else:
+            texts.append(event.text)
+    return [("".join(texts), tuple(calls)) for texts, calls in runs]
+
+
+def _new_id(format: Format) -> str:
+    size = format.num_id_chars
+    text = "".join(secrets.choice(_ID_CHARS) for _ in range(size or _NUM_ID_CHARS))
+    return text if size else f"call_{text}"

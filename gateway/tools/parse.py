@@ -49,9 +49,12 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The end of a call. Its arguments are complete unless the answer was cut off or they are malformed."""
+    """The end of a call, and all of it. Its arguments are complete unless they were cut off or are malformed."""
 
     index: int
+    id: str
+    name: str
+    arguments: str
 
 
 CallEvent = CallBegin | Arguments | CallEnd
@@ -64,7 +67,7 @@ class _Call:
 
     name: str = ""
     arguments: str | None = None  # JSON; None: none read yet
-    is_out: bool = False  # it was emitted, though it has not ended
+    begun: CallBegin | None = None  # once it is emitted, though it has not ended
 
 
 class CallParser(Scanner):
@@ -126,19 +129,22 @@ class CallParser(Scanner):
         elif text:
             self._events.append(Content(text))
 
-    def _begin(self, name: str) -> None:
-        self._events.append(CallBegin(self.num_calls, self._new_id(), name))
+    def _begin(self, call: _Call) -> CallBegin:
+        call.begun = CallBegin(self.num_calls, self._new_id(), call.name)
+        self._events.append(call.begun)
         self.num_calls += 1
+        return call.begun
 
     def _begin_stream(self) -> None:
         """Emits a call whose arguments are too long to be held back."""
-        self._begin(self._call.name)
-        self._call.is_out, self._stream = True, JsonText(replaces_halves=True)
+        self._begin(self._call)
+        self._call.arguments, self._stream = "", JsonText(replaces_halves=True)
         del self._held[: self._max_held - self._held_chars]
         self._max_held = _ANY_NUMBER
 
     def _emit_arguments(self, *, is_last: bool = False) -> None:
         if self._stream is not None and (text := self._stream.push(self._drop(), is_last=is_last)):
+            self._call.arguments = f"{self._call.arguments}{text}"
             self._events.append(Arguments(self.num_calls - 1, text))
 
     # Answers and calls. A reading that returns False leaves content in `_held`.
@@ -241,16 +247,18 @@ class CallParser(Scanner):
         is_whole = yield from self._value()
         self._emit_arguments(is_last=True)
         self._max_held, self._stream = _ANY_NUMBER, None
-        call.arguments = JsonText(replaces_halves=True).push("".join(self._held[start:]), is_last=True)
+        if call.begun is None:
+            call.arguments = JsonText(replaces_halves=True).push("".join(self._held[start:]), is_last=True)
         return is_whole
 
     def _end(self, call: _Call, is_whole: bool) -> bool:
         """Emits a call that was held back, or ends one that was streamed."""
+        begun = call.begun
         if is_whole:
             self._drop()
-            if not call.is_out:
-                self._begin(call.name)
-                self._events.append(Arguments(self.num_calls - 1, call.arguments or "{}"))
-        if is_whole or call.is_out:
-            self._events.append(CallEnd(self.num_calls - 1))
+            if begun is None:
+                begun, call.arguments = self._begin(call), call.arguments or "{}"
+                self._events.append(Arguments(begun.index, call.arguments))
+        if begun is not None:
+            self._events.append(CallEnd(begun.index, begun.id, begun.name, call.arguments or ""))
         return is_whole

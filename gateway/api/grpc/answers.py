@@ -1,11 +1,10 @@
 """Answers as protobuf messages. Must not know gRPC's calls or where values come from."""
 
-from collections import defaultdict
 from typing import Any
 
-from gateway.answer.calls import CallCollector
 from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals, timing_fields
+from gateway.tools.parse import CallEnd
 from protos import inference_pb2
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
@@ -18,7 +17,6 @@ class AnswerMessages:
         """`totals` must count a piece before it is written here."""
         self._totals = totals
         self._with_timing = with_timing
-        self._calls: defaultdict[int, CallCollector] = defaultdict(CallCollector)
 
     def generate(self, index: int, piece: OutputDelta) -> inference_pb2.GenerateResponse:
         """A piece of a choice."""
@@ -26,7 +24,7 @@ class AnswerMessages:
 
     def chat(self, index: int, piece: OutputDelta) -> inference_pb2.ChatResponse:
         """A piece of a choice, with the tool calls that it completes."""
-        calls = self._calls[index].push(piece.calls)
+        calls = [event for event in piece.calls if isinstance(event, CallEnd)]
         return inference_pb2.ChatResponse(
             finish_reason=piece.ending or "",
             tool_calls=[inference_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in calls],

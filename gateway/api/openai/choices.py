@@ -6,7 +6,6 @@ from typing import Generic, TypeVar
 
 from msgspec import UNSET, Raw, UnsetType
 
-from gateway.answer.calls import Call, CallCollector
 from gateway.answer.choice_text import OutputDelta, ShownToken
 from gateway.api.openai.answers import (
     AssistantMessage,
@@ -24,6 +23,7 @@ from gateway.api.openai.answers import (
 )
 from gateway.api.openai.logprobs import ChatLogprobs, TextLogprobs, TokenBytes, prompt_logprob
 from gateway.request.types import EncodedPrompt
+from gateway.tools.parse import CallEnd
 
 Logprobs = TypeVar("Logprobs", ChatLogprobs, TextLogprobs)
 
@@ -95,8 +95,7 @@ class ChatWriter(_Writer[ChatLogprobs]):
     def __init__(self, index: int, prompt: EncodedPrompt, extras: Extras) -> None:
         super().__init__(index, prompt, extras)
         self._reasoning: list[str] = []
-        self._calls: list[Call] = []
-        self._collector = CallCollector()
+        self._calls: list[CallEnd] = []
 
     def begin(self) -> list[Choice]:
         """The chunk with the role."""
@@ -119,7 +118,7 @@ class ChatWriter(_Writer[ChatLogprobs]):
     def add(self, piece: OutputDelta) -> None:
         super().add(piece)
         self._reasoning.append(piece.reasoning)
-        self._calls += self._collector.push(piece.calls)
+        self._calls += [event for event in piece.calls if isinstance(event, CallEnd)]
 
     def whole(self) -> ChatChoice:
         text = "".join(self._texts)

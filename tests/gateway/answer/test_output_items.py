@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.answer.calls import CallReader
 from gateway.answer.choice_text import OutputDelta
+from gateway.answer.choices import CallReader
 from gateway.answer.output_items import Begun, Ended, Grown, Item, ItemReader
 from gateway.tools.formats import FORMATS
 from gateway.tools.request import Tool, ToolUse
