@@ -1,14 +1,11 @@
 """Reasoning is detected in templates and prompts, and removed from an answer for every split."""
 
-import itertools
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.text.tokenizer import Tokenizer
 from gateway.tools.reasoning import (
     REASONING_FORMATS,
     Parts,
@@ -18,7 +15,8 @@ from gateway.tools.reasoning import (
     reasoning_start,
     resolve_reasoning,
 )
-from tests.support.tiny_tokenizer import CHAT_TEMPLATE, THINKING_TEMPLATE, write_thinking
+from tests.support.texts import split
+from tests.support.tiny_tokenizer import CHAT_TEMPLATE, THINKING_TEMPLATE
 
 THINK = REASONING_FORMATS["think"]
 MISTRAL = REASONING_FORMATS["mistral"]
@@ -77,23 +75,6 @@ def test_where_an_answer_begins(format: ReasoningFormat, prompt: str, opened: st
     assert reasoning_start(format, prompt, opened) == start
 
 
-@pytest.mark.parametrize(
-    ("options", "start"),
-    [
-        ({}, "possible"),
-        ({"enable_thinking": True}, "possible"),
-        ({"enable_thinking": False}, "off"),
-        ({"opens_thinking": True}, "inside"),
-    ],
-)
-def test_what_a_template_begins(tmp_path: Path, options: dict[str, bool], start: ReasoningStart) -> None:
-    tokenizer = Tokenizer(write_thinking(tmp_path))
-    format = resolve_reasoning("auto", tokenizer.chat_templates, tokenizer.has_token)
-    assert format is THINK
-    prompt = tokenizer.render_chat([{"role": "user", "content": "What is <think>?"}], options=options)
-    assert reasoning_start(format, prompt) == start
-
-
 # The reader.
 
 
@@ -150,9 +131,7 @@ _bits = st.sampled_from(["<think>", "</think>", "<", "</", "think", ">", "</thi"
 @given(st.lists(_bits, max_size=12).map("".join), st.booleans(), st.lists(st.integers(0, 60), max_size=8))
 @example("\n<think>\n\na\n\n</think>\n\nb", True, [3, 9, 11, 12, 13, 20, 22])
 def test_any_split_gives_the_same(text: str, is_inside: bool, cuts: list[int]) -> None:
-    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
-    assert read(THINK, is_inside, pieces) == read_slowly(THINK, is_inside, text)
+    assert read(THINK, is_inside, split(text, cuts)) == read_slowly(THINK, is_inside, text)
 
 
 def test_little_is_held_back() -> None:
