@@ -16,13 +16,13 @@ from gateway.api.openapi import add_document
 from gateway.api.routes import build_api_router
 from gateway.metrics import RequestMetrics
 from gateway.request.prepare import ApiOptions, ServedModel
-from gateway.request.record import WriteRecord
 from gateway.request.rules import ServedNames
 from gateway.ring.generation import Ring
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.formats import resolve_format
 from gateway.tools.reasoning import resolve_reasoning
+from gateway.tracing import Tracing
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {}}  # replaces FastAPI's own 422, which is never sent
 _CHEAP_CHARS = 4096  # tokenised in 1-3 ms; longer text goes to a thread
@@ -34,7 +34,7 @@ def build_served_model(
     served_names: Sequence[str],
     options: ApiOptions,
     registry: CollectorRegistry,
-    write_record: WriteRecord | None = None,
+    tracing: Tracing | None = None,
 ) -> ServedModel:
     """Builds what REST and gRPC share. Registers metrics: call it once per registry. End it with `offload.close()`."""
     offload = Offload(_CHEAP_CHARS, options.tokenise_threads, options.max_waiting_tokenise, options.tokenise_timeout_s)
@@ -53,7 +53,7 @@ def build_served_model(
         options=options,
         metrics=metrics,
         created_s=created_s,
-        write_record=write_record,
+        tracing=tracing,
     )
 
 

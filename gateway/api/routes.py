@@ -17,8 +17,7 @@ from gateway.api.responses.answers import InputTokens
 from gateway.api.responses.types import CountInputRequest, ResponsesRequest
 from gateway.api.responses.writer import ResponseWriter
 from gateway.errors import bad_request
-from gateway.request.counting import detokenize, tokenize
-from gateway.request.prepare import ServedModel
+from gateway.request.prepare import ServedModel, detokenize, tokenize
 
 
 def build_api_router(served: ServedModel) -> APIRouter:

@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 from gateway.errors import ApiError, bad_request
-from gateway.request.job import Echo, EncodedPrompt
-from gateway.request.raw import Chat, Prompt
 from gateway.request.rules import check_prompt_tokens, check_text_bytes, check_vocabulary
+from gateway.request.types import Chat, Echo, EncodedPrompt, Prompt
 from gateway.text.detokenize import last_with_text
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
@@ -30,7 +29,7 @@ TemplateInput = Mapping[str, Any]  # a tool as chat templates take it
 
 _TEXTS = ("content", "name", "tool_call_id", "reasoning_content")  # fields of a message that a template may print
 _MARKER_CHARS = 16  # a role and its markers
-_ECHO_COST = 4  # detokenising a token costs as much as tokenising this many characters
+DECODE_COST = 4  # detokenising a token costs as much as tokenising this many characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,9 @@ class Prompts:
         """Echoes of the prompts: texts as given, token ids as their text."""
         pairs = [(prompt, found.ids) for prompt, found in zip(prompts, encoded, strict=True)]
         num_ids = sum(len(ids) for prompt, ids in pairs if with_offsets or not isinstance(prompt.content, str))
-        return await self.offload.run(_ECHO_COST * num_ids, lambda: [self._echo(*pair, with_offsets) for pair in pairs])
+        return await self.offload.run(
+            DECODE_COST * num_ids, lambda: [self._echo(*pair, with_offsets) for pair in pairs]
+        )
 
     def _check_size(self, prompt: Prompt, tools: Sequence[TemplateInput]) -> int:
         """Refuses a prompt that cannot fit. Returns how many characters to tokenise."""

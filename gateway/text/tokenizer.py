@@ -14,7 +14,7 @@ import msgspec
 from transformers import AutoTokenizer
 
 from gateway.text.checkpoint import read_model_facts
-from gateway.text.detokenize import IncrementalDetokenizer, ShownTokens
+from gateway.text.detokenize import IncrementalDetokenizer
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>\Z")  # how sentencepiece writes a byte that has no piece
 
@@ -109,9 +109,8 @@ class Tokenizer:
 
     def detokenizer(self, shown: Collection[str] = (), before: Sequence[int] = ()) -> IncrementalDetokenizer:
         """A detokenizer for one answer. `shown`: names of control tokens to show; `before`: as in its constructor."""
-        ids = {text: self._backend.token_to_id(text) for text in shown}
-        texts = {token_id: text for text, token_id in ids.items() if token_id in self._silent_ids}
-        return IncrementalDetokenizer(ShownTokens(self, texts) if texts else self, before)
+        ids = {self._backend.token_to_id(text): text.encode() for text in shown}
+        return IncrementalDetokenizer(self, before, {id: text for id, text in ids.items() if id in self._silent_ids})
 
     def control_tokens_in(self, text: str) -> frozenset[str]:
         """Names of control tokens that occur in the text."""

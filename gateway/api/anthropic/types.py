@@ -27,8 +27,8 @@ from gateway.api.http.body import (
     only_null,
     sampling_field,
 )
-from gateway.request.raw import AnswerForm, Chat, Prompt, RawRequest
 from gateway.request.rules import MAX_MESSAGES, MAX_STOP_STRINGS
+from gateway.request.types import AnswerForm, Chat, GenerateRequest, Prompt
 from gateway.tools.history import Message, keep_reasoning
 from gateway.tools.request import MAX_TOOLS, RawTools
 from gateway.tools.template_options import Option, check_effort, switch_options
@@ -123,7 +123,7 @@ class CountTokensRequest(Body):
     thinking: Thinking | None = None
     context_management: ContextManagement | None = None
 
-    def raw(self) -> RawRequest:
+    def raw(self) -> GenerateRequest:
         """The request without its wire format. Raises ApiError."""
         blocks = self.system or []
         texts = [blocks] if isinstance(blocks, str) else [block.text for block in blocks]
@@ -159,7 +159,9 @@ class CountTokensRequest(Body):
             is_open=said[-1]["role"] == "assistant",  # the answer continues it
         )
         warnings = tuple(self.warnings())
-        return RawRequest(self.model, [Prompt(chat, "messages")], "messages", tools=self._tools(), warnings=warnings)
+        return GenerateRequest(
+            self.model, [Prompt(chat, "messages")], "messages", tools=self._tools(), warnings=warnings
+        )
 
     def _tools(self) -> RawTools:
         """Raises ApiError."""
@@ -183,7 +185,7 @@ class MessagesRequest(CountTokensRequest):
     top_k: int | None = Field(None, json_schema_extra={"minimum": -1})
     cache_salt: str | None = CACHE_SALT_FIELD
 
-    def raw(self) -> RawRequest:
+    def raw(self) -> GenerateRequest:
         form = self.output_config.format if self.output_config else None
         return replace(
             super().raw(),

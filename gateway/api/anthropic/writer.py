@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from gateway.answer.choice_text import Piece
+from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals
 from gateway.answer.output_items import Begun, Grown, Item, ItemEvent, ItemReader
 from gateway.api.http.answer import encode, named_event
@@ -81,19 +81,19 @@ class MessageWriter:
         self.id = f"msg_{secrets.token_hex(12)}"
         self._totals = totals
         self._reader = ItemReader()
-        self._last = Piece("")
+        self._last = OutputDelta("")
 
     def begin(self) -> list[bytes]:
         return [named_event("message_start", message=self._message())]
 
-    def events(self, index: int, piece: Piece) -> list[bytes]:
+    def events(self, index: int, piece: OutputDelta) -> list[bytes]:
         events = [_block_event(event) for event in self._reader.read(piece)]
         if piece.finish_reason is not None:
             stop = {"stop_reason": self._stop_reason(piece), "stop_sequence": _stop_sequence(piece)}
             events += [named_event("message_delta", delta=stop, usage=self._usage()), named_event("message_stop")]
         return events
 
-    def add(self, index: int, piece: Piece) -> None:
+    def add(self, index: int, piece: OutputDelta) -> None:
         self._reader.read(piece)
         self._last = piece
 
@@ -114,7 +114,7 @@ class MessageWriter:
         totals = self._totals
         return MessageUsage(totals.num_prompt - totals.num_cached, totals.num_completion, totals.num_cached)
 
-    def _stop_reason(self, last: Piece) -> StopReason:
+    def _stop_reason(self, last: OutputDelta) -> StopReason:
         if last.finish_reason == "length":
             return "max_tokens"
         if _stop_sequence(last) is not None:
@@ -122,7 +122,7 @@ class MessageWriter:
         return "tool_use" if self._reader.has_calls else "end_turn"
 
 
-def _stop_sequence(last: Piece) -> str | None:
+def _stop_sequence(last: OutputDelta) -> str | None:
     return last.stop if isinstance(last.stop, str) else None
 
 

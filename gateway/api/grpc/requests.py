@@ -9,10 +9,10 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from gateway.errors import bad_request, check_count
-from gateway.request.raw import AnswerForm, Chat, Prompt, RawRequest
 from gateway.request.rules import MAX_MESSAGES
+from gateway.request.types import AnswerForm, Chat, GenerateRequest, Prompt
 from gateway.tools.history import template_call
-from gateway.tools.json_object import read_object
+from gateway.tools.json_text import read_object
 from gateway.tools.request import MAX_TOOLS_BYTES, Choice, NamedChoice, RawTools, Tool
 from gateway.tools.template_options import check_options
 from protos import inference_pb2
@@ -65,7 +65,7 @@ def _count_unknown_bytes(request: Message) -> int:
     return request.ByteSize() - known.ByteSize()
 
 
-def generate_request(request: inference_pb2.GenerateRequest) -> RawRequest:
+def generate_request(request: inference_pb2.GenerateRequest) -> GenerateRequest:
     """Raises ApiError if it has no prompt."""
     check_known(request)
     kind = request.WhichOneof("prompt")
@@ -74,7 +74,7 @@ def generate_request(request: inference_pb2.GenerateRequest) -> RawRequest:
     return _raw_request(request, Prompt(request.text if kind == "text" else tuple(request.token_ids.ids), kind))
 
 
-def chat_request(request: inference_pb2.ChatRequest) -> RawRequest:
+def chat_request(request: inference_pb2.ChatRequest) -> GenerateRequest:
     """Raises ApiError if a message or a tool is invalid."""
     check_known(request)
     chat, given = _chat(request.messages), request.chat_template_kwargs
@@ -91,7 +91,7 @@ def chat_request(request: inference_pb2.ChatRequest) -> RawRequest:
     return replace(_raw_request(request, Prompt(chat, "messages")), tools=tools)
 
 
-def tokenize_request(request: inference_pb2.TokenizeRequest) -> RawRequest:
+def tokenize_request(request: inference_pb2.TokenizeRequest) -> GenerateRequest:
     """Raises ApiError if text and messages are both given, or a field of one with the other."""
     check_known(request)
     if request.messages and request.text:
@@ -102,7 +102,7 @@ def tokenize_request(request: inference_pb2.TokenizeRequest) -> RawRequest:
     if request.tools and not request.messages:
         raise bad_request("tools go into a conversation; send messages, too", "tools")
     prompt = Prompt(_chat(request.messages), "messages") if request.messages else Prompt(request.text, "text")
-    return RawRequest(
+    return GenerateRequest(
         request.model or None,
         [prompt],
         tools=RawTools(_tools(request.tools)),
@@ -110,10 +110,10 @@ def tokenize_request(request: inference_pb2.TokenizeRequest) -> RawRequest:
     )
 
 
-def _raw_request(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, prompt: Prompt) -> RawRequest:
+def _raw_request(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, prompt: Prompt) -> GenerateRequest:
     """Reads fields 4 to 23 and 27, which both types have."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _OPTIONAL_FIELDS if request.HasField(name)}
-    return RawRequest(
+    return GenerateRequest(
         model=request.model or None,
         prompts=[prompt],
         prompts_param=prompt.param,

@@ -3,7 +3,6 @@
 # ruff: noqa: N802 (rpcs have the names of their proto)
 
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -14,16 +13,15 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from gateway.answer.calls import CallCollector
-from gateway.answer.choice_text import Piece
+from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals, begin, stream_choices, timing_fields
 from gateway.api.access import unique_id, waking_timeout, warning_headers
 from gateway.api.grpc.errors import Context, KeyInterceptor, abort_with, pick_call_id, refuse_malformed, send_call_id
 from gateway.api.grpc.requests import chat_request, check_known, generate_request, tokenize_request
 from gateway.errors import ApiError
-from gateway.request.counting import detokenize, tokenize
-from gateway.request.prepare import ServedModel
-from gateway.request.raw import RawRequest
+from gateway.request.prepare import ServedModel, detokenize, tokenize
+from gateway.request.types import GenerateRequest
+from gateway.tools.parse import CallEnd
 from protos import inference_pb2, inference_pb2_grpc
 from runtime.malformed import MalformedInterceptor
 from wire.logprobs import TokenLogprobs
@@ -97,8 +95,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _stream(
         self,
         context: Context,
-        read: Callable[[], RawRequest],
-        write: "Callable[[_AnswerMessages, int, Piece], Message]",
+        read: Callable[[], GenerateRequest],
+        write: "Callable[[_AnswerMessages, int, OutputDelta], Message]",
     ) -> None:
         """Serves a streamed call. Closes the ring's iterators if it is cancelled or its client stops reading.
 
@@ -127,15 +125,14 @@ class _AnswerMessages:
         """`totals` must count a piece before it is written here."""
         self._totals = totals
         self._with_timing = with_timing
-        self._calls: defaultdict[int, CallCollector] = defaultdict(CallCollector)
 
-    def generate(self, index: int, piece: Piece) -> inference_pb2.GenerateResponse:
+    def generate(self, index: int, piece: OutputDelta) -> inference_pb2.GenerateResponse:
         """A piece of a choice."""
         return inference_pb2.GenerateResponse(finish_reason=piece.finish_reason or "", **self._shared(index, piece))
 
-    def chat(self, index: int, piece: Piece) -> inference_pb2.ChatResponse:
+    def chat(self, index: int, piece: OutputDelta) -> inference_pb2.ChatResponse:
         """A piece of a choice, with the tool calls that it completes."""
-        calls = self._calls[index].push(piece.calls)
+        calls = [event for event in piece.calls if isinstance(event, CallEnd)]
         return inference_pb2.ChatResponse(
             finish_reason=piece.ending or "",
             tool_calls=[inference_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in calls],
@@ -143,7 +140,7 @@ class _AnswerMessages:
             **self._shared(index, piece),
         )
 
-    def _shared(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _shared(self, index: int, piece: OutputDelta) -> dict[str, Any]:
         """Fields of both messages. The request's last one has the token counts."""
         fields: dict[str, Any] = {"text": piece.text, "token_ids": piece.token_ids, "index": index}
         if piece.logprobs:

@@ -11,13 +11,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.answer.choice_text import Piece
+from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals, begin, stream_choices
 from gateway.api.access import unique_id, warning_headers
 from gateway.api.http.errors import error_response
 from gateway.errors import ApiError
 from gateway.request.prepare import ServedModel
-from gateway.request.raw import RawRequest
+from gateway.request.types import GenerateRequest
 
 _log = structlog.get_logger()
 
@@ -27,8 +27,8 @@ COMMENT_PING = b": ping\n\n"
 _CLEANUP_S = 10.0  # for cancelled work to clean up; after that we do not wait for it
 
 T = TypeVar("T")
-Pieces = AsyncGenerator[tuple[int, Piece], None]  # (index of its choice, piece)
-First = asyncio.Future[tuple[int, Piece]]
+Pieces = AsyncGenerator[tuple[int, OutputDelta], None]  # (index of its choice, piece)
+First = asyncio.Future[tuple[int, OutputDelta]]
 encode = msgspec.json.Encoder().encode  # any value of an answer |-> bytes
 
 
@@ -42,13 +42,13 @@ class Writer(Protocol):
     def begin(self) -> list[bytes]:
         """Events that need no piece yet."""
 
-    def events(self, index: int, piece: Piece) -> list[bytes]:
+    def events(self, index: int, piece: OutputDelta) -> list[bytes]:
         """Events for a piece of a choice."""
 
     def failure(self, error: ApiError) -> bytes:
         """Events that end a stream after an error."""
 
-    def add(self, index: int, piece: Piece) -> None:
+    def add(self, index: int, piece: OutputDelta) -> None:
         """Adds a piece of a choice to an answer that is not streamed."""
 
     async def whole(self) -> bytes:
@@ -71,14 +71,19 @@ def named_event(kind: str, **fields: object) -> bytes:
 
 
 async def respond(
-    served: ServedModel, request: Request, raw: RawRequest, new_writer: Callable[[Totals], Writer], *, is_streamed: bool
+    served: ServedModel,
+    request: Request,
+    raw: GenerateRequest,
+    new_writer: Callable[[Totals], Writer],
+    *,
+    is_streamed: bool,
 ) -> Response:
     """Returns the response. Raises ApiError, and ClientDisconnect if the client leaves before a whole answer."""
     state = request.state
     totals = await begin(served, raw, unique_id(state.request_id), state.arrived_s, request.headers.items)
     writer, pieces = new_writer(totals), stream_choices(served, totals)
-    if totals.record is not None:
-        totals.record.attributes["gen_ai.response.id"] = writer.id
+    if totals.trace is not None:
+        totals.trace.note({"gen_ai.response.id": writer.id})
     if is_streamed:
         has_grammar = any(generation.grammar for generation in totals.job.generations)
         hold_s = PING_S if has_grammar else HOLD_S  # the decode worker may refuse a grammar
@@ -161,7 +166,7 @@ class EventStream(Response):
             return self._writer.failure(bug)
         return self._writer.done
 
-    async def _send_piece(self, index: int, piece: Piece, send: Send) -> None:
+    async def _send_piece(self, index: int, piece: OutputDelta, send: Send) -> None:
         if events := self._writer.events(index, piece):
             await send(_body(b"".join(events)))
 

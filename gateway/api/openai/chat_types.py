@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from gateway.api.http.body import Body, Many, TextOr, Texts, WordOr, any_value, joined, only_null
 from gateway.errors import bad_request
-from gateway.request.raw import AnswerForm, Chat, Prompt
+from gateway.request.types import AnswerForm, Chat, Prompt
 from gateway.tools.history import read_arguments, template_call
 from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools, Tool
 from gateway.tools.template_options import Option, check_options, effort_options

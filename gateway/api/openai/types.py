@@ -31,9 +31,8 @@ from gateway.api.openai.chat_types import (
     raw_tools,
 )
 from gateway.errors import bad_request
-from gateway.request.raw import Prompt, RawRequest
-from gateway.request.rules import MAX_CHOICES, MAX_MESSAGES, MAX_STOP_STRINGS
-from gateway.request.sampling import MAX_BIAS, MAX_BIASED_TOKENS
+from gateway.request.rules import MAX_BIAS, MAX_BIASED_TOKENS, MAX_CHOICES, MAX_MESSAGES, MAX_STOP_STRINGS
+from gateway.request.types import GenerateRequest, Prompt
 from runtime.peer_input import MAX_LOGPROBS
 from wire.sampling import MAX_DRAFT_TOKENS
 
@@ -159,7 +158,7 @@ class ChatCompletionRequest(_GenerationBody, TemplateFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several functions.")
 
-    def raw(self) -> RawRequest:
+    def raw(self) -> GenerateRequest:
         """The request without its wire format. Raises ApiError."""
         max_tokens, param = self.max_completion_tokens, "max_completion_tokens"
         if max_tokens is None:
@@ -168,7 +167,7 @@ class ChatCompletionRequest(_GenerationBody, TemplateFields):
             raise bad_request("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-        return RawRequest(
+        return GenerateRequest(
             prompts=[self.chat_prompt(self.messages)],
             prompts_param="messages",
             max_tokens=max_tokens,
@@ -202,14 +201,14 @@ class CompletionRequest(_GenerationBody):
     echo: bool | None = Field(None, description="Begin each answer with its prompt; max_tokens may then be 0.")
     logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
 
-    def raw(self) -> RawRequest:
+    def raw(self) -> GenerateRequest:
         """The request without its wire format. Raises ApiError."""
         given: Any = self.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             prompts = [Prompt(given, "prompt")]
         else:
             prompts = [Prompt(prompt, f"prompt[{index}]") for index, prompt in enumerate(given)]
-        return RawRequest(
+        return GenerateRequest(
             prompts=prompts,
             max_tokens=self.max_tokens,
             num_logprobs=self.logprobs,
@@ -232,7 +231,7 @@ class TokenizeRequest(TemplateFields):
     return_token_strs: bool | None = Field(None, description="Report how the vocabulary writes each token.")
     tools: Tools | None = TOOLS_FIELD
 
-    def raw(self) -> RawRequest:
+    def raw(self) -> GenerateRequest:
         """The request without its wire format. Raises ApiError unless it has a prompt or messages, and not both."""
         if (self.prompt is None) == (self.messages is None):
             given = "neither prompt nor messages are" if self.prompt is None else "prompt and messages are both"
@@ -245,7 +244,7 @@ class TokenizeRequest(TemplateFields):
                     raise bad_request(f"{name} is for messages; leave it out or send them instead of a prompt", name)
             prompt = Prompt(self.prompt or "", "prompt")
         tools = raw_tools(self.tools, None, None)
-        return RawRequest(self.model, [prompt], tools=tools, add_special_tokens=self.add_special_tokens)
+        return GenerateRequest(self.model, [prompt], tools=tools, add_special_tokens=self.add_special_tokens)
 
 
 class DetokenizeRequest(Body):

@@ -9,8 +9,7 @@ from typing import Generic, TypeVar
 
 from msgspec import UNSET, Raw, UnsetType
 
-from gateway.answer.calls import Call, CallCollector
-from gateway.answer.choice_text import Piece, ShownToken
+from gateway.answer.choice_text import OutputDelta, ShownToken
 from gateway.answer.choices import Totals
 from gateway.api.http.answer import COMMENT_PING, data_event, encode
 from gateway.api.http.errors import build_error
@@ -18,7 +17,8 @@ from gateway.api.openai import answers
 from gateway.api.openai.logprobs import ChatLogprobs, TextLogprobs, TokenBytes, prompt_logprob
 from gateway.api.openai.types import StreamedUsage
 from gateway.errors import ApiError
-from gateway.request.raw import RawRequest
+from gateway.request.types import GenerateRequest
+from gateway.tools.parse import CallEnd
 
 Logprobs = TypeVar("Logprobs", ChatLogprobs, TextLogprobs)
 
@@ -31,7 +31,7 @@ class ChoiceWriter(Generic[Logprobs]):
     chunk_kind: answers.ObjectKind
     whole_kind: answers.ObjectKind
 
-    def __init__(self, index: int, prompt_ids: Sequence[int], raw: RawRequest, token_bytes: TokenBytes) -> None:
+    def __init__(self, index: int, prompt_ids: Sequence[int], raw: GenerateRequest, token_bytes: TokenBytes) -> None:
         self._index = index
         self._prompt_ids = prompt_ids
         self._raw = raw
@@ -39,18 +39,18 @@ class ChoiceWriter(Generic[Logprobs]):
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: Logprobs | None = self._logprobs_of(())
-        self._last = Piece("")
+        self._last = OutputDelta("")
         self.prompt_logprobs: list[Raw] = []
 
     def begin(self) -> list[answers.Choice]:
         """Chunks that need no piece."""
         return []
 
-    def chunks(self, piece: Piece) -> list[answers.Choice]:
+    def chunks(self, piece: OutputDelta) -> list[answers.Choice]:
         """Chunks of a piece of a choice that is streamed."""
         raise NotImplementedError
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: OutputDelta) -> None:
         """Adds a piece of a choice that is not streamed."""
         self._texts.append(piece.text)
         self._token_ids += piece.token_ids if self._raw.with_token_ids else ()
@@ -63,12 +63,12 @@ class ChoiceWriter(Generic[Logprobs]):
         """The choice, after its last piece."""
         raise NotImplementedError
 
-    def _says_more(self, piece: Piece) -> bool:
+    def _says_more(self, piece: OutputDelta) -> bool:
         """Whether a piece needs a chunk besides those for calls and the finish reason."""
         has_ids = self._raw.with_token_ids and piece.token_ids
         return bool(piece.text or piece.reasoning or piece.shown_tokens or has_ids)
 
-    def _timing(self, piece: Piece) -> answers.TimingBody | UnsetType:
+    def _timing(self, piece: OutputDelta) -> answers.TimingBody | UnsetType:
         return answers.timing_of(piece.timing) if self._raw.with_timing and piece.timing is not None else UNSET
 
     def _ids(self, ids: Sequence[int]) -> Sequence[int] | UnsetType:
@@ -88,16 +88,15 @@ class ChatWriter(ChoiceWriter[ChatLogprobs]):
     logprobs_kind = ChatLogprobs
     id_prefix, chunk_kind, whole_kind = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
-    def __init__(self, index: int, prompt_ids: Sequence[int], raw: RawRequest, token_bytes: TokenBytes) -> None:
+    def __init__(self, index: int, prompt_ids: Sequence[int], raw: GenerateRequest, token_bytes: TokenBytes) -> None:
         super().__init__(index, prompt_ids, raw, token_bytes)
         self._reasoning: list[str] = []
-        self._calls: list[Call] = []
-        self._collector = CallCollector()
+        self._calls: list[CallEnd] = []
 
     def begin(self) -> list[answers.Choice]:
         return [answers.ChunkChoice(self._index, {"role": "assistant", "content": ""})]
 
-    def chunks(self, piece: Piece) -> list[answers.Choice]:
+    def chunks(self, piece: OutputDelta) -> list[answers.Choice]:
         chunks: list[answers.Choice] = []
         if self._says_more(piece):
             delta: dict[str, object] = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
@@ -113,10 +112,10 @@ class ChatWriter(ChoiceWriter[ChatLogprobs]):
             chunks.append(last)
         return chunks
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: OutputDelta) -> None:
         super().add(replace(piece, prompt_tokens=()) if self._index else piece)  # a chat has one prompt
         self._reasoning.append(piece.reasoning)
-        self._calls += self._collector.push(piece.calls)
+        self._calls += [event for event in piece.calls if isinstance(event, CallEnd)]
 
     def whole(self) -> answers.Choice:
         text, last = "".join(self._texts), self._last
@@ -133,7 +132,7 @@ class TextWriter(ChoiceWriter[TextLogprobs]):
     logprobs_kind = TextLogprobs
     id_prefix, chunk_kind, whole_kind = "cmpl", "text_completion", "text_completion"
 
-    def chunks(self, piece: Piece) -> list[answers.Choice]:
+    def chunks(self, piece: OutputDelta) -> list[answers.Choice]:
         chunks: list[answers.Choice] = []
         if self._says_more(piece):
             choice = answers.TextChoice(self._index, piece.text, logprobs=self._logprobs_of(piece.shown_tokens))
@@ -172,7 +171,7 @@ class AnswerWriter:
         self,
         kind: type[ChatWriter | TextWriter],
         totals: Totals,
-        raw: RawRequest,
+        raw: GenerateRequest,
         streamed_usage: StreamedUsage,
         token_bytes: TokenBytes,
     ) -> None:
@@ -192,13 +191,13 @@ class AnswerWriter:
     def begin(self) -> list[bytes]:
         return [self._chunk([first]) for choice in self._choices for first in choice.begin()]
 
-    def events(self, index: int, piece: Piece) -> list[bytes]:
+    def events(self, index: int, piece: OutputDelta) -> list[bytes]:
         chunks = [self._chunk([choice]) for choice in self._choices[index].chunks(piece)]
         if self._streamed_usage != "none" and not self._totals.num_open:
             chunks.append(self._chunk([], is_last=True))
         return chunks
 
-    def add(self, index: int, piece: Piece) -> None:
+    def add(self, index: int, piece: OutputDelta) -> None:
         self._choices[index].add(piece)
 
     async def whole(self) -> bytes:

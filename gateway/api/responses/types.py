@@ -34,7 +34,7 @@ from gateway.api.responses.item_types import (
     flat_name,
 )
 from gateway.errors import bad_request
-from gateway.request.raw import AnswerForm, Chat, Prompt, RawRequest
+from gateway.request.types import AnswerForm, Chat, GenerateRequest, Prompt
 from gateway.tools.history import template_call
 from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools
 from gateway.tools.template_options import effort_options
@@ -99,7 +99,7 @@ class CountInputRequest(Body):
     tool_choice: WordOr[Choice, FunctionChoice] | None = None
     parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several functions.")
 
-    def raw(self) -> RawRequest:
+    def raw(self) -> GenerateRequest:
         """The request without its wire format. Raises ApiError."""
         items = () if isinstance(self.input, str) else self.input
         results = [f"input[{at}].call_id" for at, item in enumerate(items) if isinstance(item, CallOutput)]
@@ -113,7 +113,7 @@ class CountInputRequest(Body):
             is_parallel=self.parallel_tool_calls,
         )
         prompt = Prompt(Chat(self._messages(), results, "input", options, wishes=wishes), "input")
-        return RawRequest(self.model, [prompt], "input", tools=tools, warnings=tuple(self.warnings()))
+        return GenerateRequest(self.model, [prompt], "input", tools=tools, warnings=tuple(self.warnings()))
 
     def called(self) -> CalledByName:
         """What the client calls the tools that the model sees."""
@@ -179,7 +179,7 @@ class ResponsesRequest(CountInputRequest):
     metadata: dict[str, str] | None = Field(None, description="Comes back with the answer.")
     cache_salt: str | None = CACHE_SALT_FIELD
 
-    def raw(self) -> RawRequest:
+    def raw(self) -> GenerateRequest:
         has_logprobs = _LOGPROBS in (self.include or ())
         if self.top_logprobs and not has_logprobs:
             raise bad_request(f"top_logprobs needs {_LOGPROBS} in include", "top_logprobs")

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw
 
-from gateway.answer.choice_text import Piece, ShownToken
+from gateway.answer.choice_text import OutputDelta, ShownToken
 from gateway.answer.choices import Totals
 from gateway.answer.output_items import Begun, Ended, Grown, Item, ItemEvent, ItemReader
 from gateway.api.http.answer import COMMENT_PING, encode, named_event
@@ -20,7 +20,7 @@ from gateway.api.responses import answers
 from gateway.api.responses.item_types import Called, FunctionTool
 from gateway.api.responses.types import ResponsesRequest
 from gateway.errors import ApiError
-from gateway.request.job import Job
+from gateway.request.types import PreparedRequest
 
 _KINDS = {  # kind of item |-> prefix of its ids, and its events
     "text": ("msg", "response.output_text"),
@@ -44,7 +44,7 @@ class _Sent:
         return "custom" if self.called and self.called.is_custom else self.item.kind
 
 
-def _asked_of(request: ResponsesRequest, job: Job) -> dict[str, Any]:
+def _asked_of(request: ResponsesRequest, job: PreparedRequest) -> dict[str, Any]:
     """The fields of a request that its answer repeats."""
     sampling = job.generations[0].sampling
     text = request.text.model_dump(by_alias=True, exclude_none=True) if request.text else {}
@@ -83,21 +83,21 @@ class ResponseWriter:
         self._token_bytes = token_bytes
         self._reader = ItemReader()
         self._items: list[_Sent] = []
-        self._last = Piece("")
+        self._last = OutputDelta("")
         self._num_events = 0
 
     def begin(self) -> list[bytes]:
         begun = self._response("in_progress")
         return [self._event(f"response.{kind}", response=begun) for kind in ("created", "in_progress")]
 
-    def events(self, index: int, piece: Piece) -> list[bytes]:
+    def events(self, index: int, piece: OutputDelta) -> list[bytes]:
         events = [sent for event in self._read(piece) for sent in self._item_events(event)]
         if piece.finish_reason is not None:
             kind = "incomplete" if piece.finish_reason == "length" else "completed"
             events.append(self._event(f"response.{kind}", response=self._finished(piece)))
         return events
 
-    def add(self, index: int, piece: Piece) -> None:
+    def add(self, index: int, piece: OutputDelta) -> None:
         self._read(piece)
         self._last = piece
 
@@ -113,7 +113,7 @@ class ResponseWriter:
         # OpenAI's clients raise an exception only for `error`
         return failed + self._event("error", message=body.message, code=body.code, param=body.param, error=body)
 
-    def _read(self, piece: Piece) -> list[ItemEvent]:
+    def _read(self, piece: OutputDelta) -> list[ItemEvent]:
         """Returns the events of a piece. An item cut off by the token limit is incomplete."""
         events = self._reader.read(piece)
         for event in events:
@@ -191,7 +191,7 @@ class ResponseWriter:
             **self._asked,
         )
 
-    def _finished(self, last: Piece) -> answers.ResponseBody:
+    def _finished(self, last: OutputDelta) -> answers.ResponseBody:
         is_cut_off = last.finish_reason == "length"
         response = self._response("incomplete" if is_cut_off else "completed")
         response.incomplete_details = answers.Incomplete() if is_cut_off else None

@@ -217,6 +217,8 @@ CASES = [
     Case("half of a surrogate pair in the history", {"messages": [*HISTORY[:1], {**HISTORY[1], "calls": [
         {"id": "x", "name": "weather", "arguments": HALF}]}, *HISTORY[2:]]}, only=("chat", "responses", "Chat"),
          prompt=TOLD.replace("Ulm", "\ufffd") + "<|assistant|>"),
+    *(Case(f"JSON beside tools: {says!r}", {"tools": TOOLS, "form": {"json_object": True}}, says, text, only=CHATS)
+      for says, text in (('{"a":\n"x\ny"}', '{"a":\n"x\\u000ay"}'), ('{"a": "\\ud83d\\', '{"a": "\\ud83d\\'))),
     Case("half of a surrogate pair", {"tools": TOOLS}, call(HALF), "", [("weather", {"city": "\ufffd"})], "tool_calls"),
     Case("as deep as it may be", {"tools": TOOLS}, call(deep(MAX_JSON_DEPTH)), "",
          [("weather", json.loads(deep(MAX_JSON_DEPTH)))], "tool_calls"),

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.answer.choice_text import Piece
+from gateway.answer.choice_text import OutputDelta
 from gateway.api.access import waking_timeout
 from gateway.api.http.answer import EventStream, until_disconnect
 from gateway.api.http.connection import BoundedConnection, ServerConfig
@@ -38,13 +38,13 @@ class Endless:
     def begin(self) -> list[bytes]:
         return []
 
-    def events(self, index: int, piece: Piece) -> list[bytes]:
+    def events(self, index: int, piece: OutputDelta) -> list[bytes]:
         return [bytes(10_000)]
 
     def failure(self, error: ApiError) -> bytes:
         raise error
 
-    def add(self, index: int, piece: Piece) -> None:
+    def add(self, index: int, piece: OutputDelta) -> None:
         raise AssertionError
 
     async def whole(self) -> bytes:
@@ -87,11 +87,11 @@ class App:
         """End the work that has begun."""
         self._loop.call_soon_threadsafe(self._is_finished.set)
 
-    async def _events(self) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def _events(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         self.begun.put("/stream")
         try:
             while True:
-                yield 0, Piece("")
+                yield 0, OutputDelta("")
                 await asyncio.sleep(0.01)
         finally:
             self.given_up.put("/stream")

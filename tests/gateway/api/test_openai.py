@@ -11,8 +11,8 @@ import pytest
 from gateway.answer.choice_text import ShownToken
 from gateway.api.openai.logprobs import ChatLogprobs, TextLogprobs
 from gateway.errors import ApiError
-from gateway.request.raw import RawRequest
 from gateway.request.rules import check_num_logprobs
+from gateway.request.types import GenerateRequest
 from tests.support.adapters import APIS
 from tests.support.api_server import ANSWER, SERVED, Served
 from tests.support.fake_ring import TIMING, Script, likely
@@ -250,7 +250,7 @@ def test_what_is_impossible_is_a_number_too() -> None:
 
 
 def test_more_log_probabilities_than_memory_may_hold_are_refused() -> None:
-    raw = RawRequest("m", [], num_logprobs=20, logprobs_param="top_logprobs")
+    raw = GenerateRequest("m", [], num_logprobs=20, logprobs_param="top_logprobs")
     check_num_logprobs(raw, 1, 10**9)  # bounded by the context
     check_num_logprobs(raw, 2, 2**21 // 21)
     with pytest.raises(ApiError, match="lower max_tokens") as caught:
