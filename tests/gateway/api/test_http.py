@@ -217,3 +217,15 @@ def test_the_document_has_the_bodies(served: Served) -> None:
     assert bodies <= schemas.keys()
     assert set(schemas["ChatCompletionRequest"]["required"]) == {"model", "messages"}
     assert "~" not in json.dumps(schemas)
+
+
+def test_errors_of_messages_have_a_shape_of_their_own(served: Served) -> None:
+    answers = [
+        (served.http.get("/v1/messages"), 405, "invalid_request_error"),
+        (served.http.post("/v1/messages/huh"), 404, "not_found_error"),
+        (served.http.post("/v1/messages", content=b"{"), 400, "invalid_request_error"),
+        (served.http.post("/v1/messages", data={"a": "b"}), 415, "invalid_request_error"),
+    ]
+    for answer, status, kind in answers:
+        assert (answer.status_code, answer.json()["type"]) == (status, "error")
+        assert (answer.json()["error"].keys(), answer.json()["error"]["type"]) == ({"type", "message"}, kind)

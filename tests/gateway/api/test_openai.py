@@ -18,7 +18,7 @@ from tests.support.api_server import ANSWER, SERVED, Served
 from tests.support.fake_ring import TIMING, Script, likely
 from tests.support.rest_adapters import read_events
 from tests.support.tiny_tokenizer import CONTEXT, END
-from tests.support.words import CALL, HELLO, NOW, TOOLS
+from tests.support.words import HELLO, TOOLS
 from wire.logprobs import TokenLogprobs
 
 CHAT, TEXT = APIS["chat"].body({}), APIS["completions"].body({})
@@ -50,38 +50,6 @@ def read_columns(events: Sequence[Any], index: int = 0) -> dict[str, list[Any]]:
 # -- chunks ----------------------------------------------------------------------------------------------------------
 
 
-def test_chunks_of_a_chat(served: Served) -> None:
-    events = ask(served, "chat/completions", stream=True)
-    assert [event["choices"][0]["delta"] for event in events[:: len(events) - 1]] == [
-        {"role": "assistant", "content": ""},
-        {},
-    ]
-    assert all("role" not in event["choices"][0]["delta"] for event in events[1:])
-    assert [event["choices"][0]["finish_reason"] for event in events] == [None] * (len(events) - 1) + ["stop"]
-    assert all("usage" not in event for event in events)
-    assert len({event["id"] for event in events}) == 1 and events[0]["id"].startswith("chatcmpl-")
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("is_continuous", [False, True])
-def test_token_counts_in_a_stream(served: Served, path: str, is_continuous: bool) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": is_continuous}
-    *usages, last = [event["usage"] for event in ask(served, path, stream=True, stream_options=options)]
-    assert last["completion_tokens"] == len(served.ring.script.token_ids)
-    if not is_continuous:
-        assert usages == [None] * len(usages)
-        return
-    counts = [usage["completion_tokens"] for usage in usages]
-    assert counts == sorted(counts) and counts[-1] == last["completion_tokens"] > counts[0]
-    assert {usage["prompt_tokens"] for usage in usages} == {last["prompt_tokens"]}
-
-
-@pytest.mark.parametrize("value", [None, False])
-def test_obfuscation_that_is_not_wanted(served: Served, value: object) -> None:
-    for path in PATHS:
-        ask(served, path, stream=True, stream_options={"include_obfuscation": value})
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_streamed_choices_come_as_they_are_ready(served: Served, path: str) -> None:
     served.ring.reset(served.script(ANSWER, delay_s=0.001))
@@ -91,28 +59,6 @@ def test_streamed_choices_come_as_they_are_ready(served: Served, path: str) -> N
     if path == "chat/completions":
         roles = [at for at, event in enumerate(events) if "role" in event["choices"][0]["delta"]]
         assert roles == sorted(indices.index(index) for index in range(3))
-
-
-@pytest.mark.parametrize("group", [1, 3, 1000])
-def test_a_streamed_call_begins_with_its_id_type_and_name(served: Served, group: int) -> None:
-    served.ring.reset(served.script(f"Let me look. {CALL}\n{NOW}", group=group))
-    events = ask(served, "chat/completions", stream=True, tools=CALLING["tools"])
-    calls = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", ())]
-    for index, name in enumerate(("weather", "now")):
-        first, *rest = [call for call in calls if call["index"] == index]
-        assert (first["type"], first["function"]) == ("function", {"name": name, "arguments": ""})
-        assert all(call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"} for call in rest)
-
-
-def test_content_beside_calls_is_null_where_there_is_none(served: Served) -> None:
-    served.ring.reset(served.script(CALL))
-    for tools, content in ((CALLING["tools"], None), (None, CALL)):
-        message = ask(served, "chat/completions", tools=tools)[0]["choices"][0]["message"]
-        assert (message["role"], message["content"], "tool_calls" in message) == (
-            "assistant",
-            content,
-            tools is not None,
-        )
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -164,13 +110,6 @@ def test_equal_prompts_get_seeds_of_their_own(served: Served) -> None:
 def test_most_prompts(served: Served) -> None:
     (answer,) = ask(served, prompt=["a"] * 64, n=2)
     assert [choice["text"] for choice in answer["choices"]] == [ANSWER] * 128
-
-
-def test_a_client_that_leaves_ends_all_prompts(served: Served) -> None:
-    served.ring.reset(Script(served.ids("hello"), is_hanging=True))
-    api = APIS["completions"]
-    api.leave(served, {"prompt": ["x", "y"], "n": 4}, stream=True, num_choices=8)
-    assert [served.ring.wait_ending() for _ in range(8)] == ["closed"] * 8
 
 
 # -- log-probabilities -----------------------------------------------------------------------------------------------
