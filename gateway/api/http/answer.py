@@ -28,7 +28,6 @@ _CLEANUP_S = 10.0  # for cancelled work to clean up; after that we do not wait f
 
 T = TypeVar("T")
 Pieces = AsyncGenerator[tuple[int, OutputDelta], None]  # (index of its choice, piece)
-First = asyncio.Future[tuple[int, OutputDelta]]
 encode = msgspec.json.Encoder().encode  # any value of an answer |-> bytes
 
 
@@ -36,7 +35,7 @@ class Writer(Protocol):
     """Writes the answer to one request, either as a stream or as a whole."""
 
     id: str  # of the answer
-    ping: bytes  # says nothing; while the first piece is not there
+    ping: bytes  # says nothing; while the first events are not there
     done: bytes  # after the last event of a complete stream
 
     def begin(self) -> list[bytes]:
@@ -102,7 +101,7 @@ async def _whole(writer: Writer, pieces: Pieces) -> bytes:
 
 
 class EventStream(Response):
-    """Begins without waiting for the first piece, then sends each piece's events as it arrives.
+    """Begins without waiting for the first events, then sends those of each piece as it arrives.
 
     An error within `hold_s`, or while `can_serve` is false, becomes an ordinary error response; the writer writes a
     later one. `pieces` is always closed, also when the client leaves or is cut off because it stopped reading
@@ -128,34 +127,42 @@ class EventStream(Response):
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = b"".join(self._writer.begin())  # before the first piece is counted
         async with aclosing(self._pieces):
-            first = asyncio.ensure_future(anext(self._pieces))
+            first = asyncio.create_task(self._next_events())
             try:
                 if await self._is_there(first):
                     first.result()
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await send(_body(begun))
                 await send(_body(await self._send_rest(first, send), is_last=True))
-            except ApiError as error:  # in the first piece's place
+            except ApiError as error:  # in the first events' place
                 await error_response(error, scope["path"])(scope, receive, send)
             finally:
                 first.cancel()
                 await asyncio.gather(first, return_exceptions=True)  # it reads `_pieces`, which are closed next
 
-    async def _is_there(self, first: First) -> bool:
-        """Whether the first piece, or an error in its place, came while the status could wait for it."""
+    async def _next_events(self) -> bytes:
+        """The events of the next piece that has some; empty at the end."""
+        async for index, piece in self._pieces:
+            if events := self._writer.events(index, piece):
+                return b"".join(events)
+        return b""
+
+    async def _is_there(self, first: asyncio.Task[bytes]) -> bool:
+        """Whether the first events, or an error in their place, came while the status could wait for them."""
         await asyncio.wait({first}, timeout=self._hold_s)
         while not (first.done() or self._can_serve()):
             await asyncio.wait({first}, timeout=PING_S)
         return first.done()
 
-    async def _send_rest(self, first: First, send: Send) -> bytes:
+    async def _send_rest(self, first: asyncio.Task[bytes], send: Send) -> bytes:
         """Returns the bytes that end the stream."""
         try:
             while not (await asyncio.wait({first}, timeout=PING_S))[0]:
                 await send(_body(self._writer.ping))
-            await self._send_piece(*first.result(), send)
-            async for index, piece in self._pieces:
-                await self._send_piece(index, piece, send)
+            events = first.result()
+            while events:
+                await send(_body(events))
+                events = await self._next_events()
         except ApiError as error:
             return self._writer.failure(error)
         except OSError:
@@ -165,10 +172,6 @@ class EventStream(Response):
             bug = ApiError(500, "the answer failed inside the service; its log says why", None, "internal_error")
             return self._writer.failure(bug)
         return self._writer.done
-
-    async def _send_piece(self, index: int, piece: OutputDelta, send: Send) -> None:
-        if events := self._writer.events(index, piece):
-            await send(_body(b"".join(events)))
 
 
 def _body(data: bytes, is_last: bool = False) -> Message:

@@ -50,9 +50,7 @@ def test_token_strings(served: Served) -> None:
     assert len(answer["token_strs"]) == answer["count"]
 
 
-@pytest.mark.parametrize(
-    ("name", "path"), [("messages", "messages/count_tokens"), ("responses", "responses/input_tokens")]
-)
+@pytest.mark.parametrize(("name", "path"), [("messages", "count_tokens"), ("responses", "input_tokens")])
 def test_a_prompt_has_as_many_tokens_as_its_request(served: Served, name: str, path: str) -> None:
     asked = {"system": "be short", "tools": TOOLS}
     usage = APIS[name].ask(served, asked).usage

@@ -17,6 +17,7 @@ from runtime.version import OWN_VERSION
 from tests.support.adapters import APIS
 from tests.support.api_server import Served
 from tests.support.fake_ring import Script
+from tests.support.tiny_tokenizer import byte_token
 from tests.support.words import CALL, NOW, TOOLS
 
 FILE = Path(__file__).with_name("exact_answers.jsonl")
@@ -26,6 +27,7 @@ CHAT, TEXT, RESPONSES, MESSAGES = (
 STARTS = {CHAT: "chat", TEXT: "completions", RESPONSES: "responses", MESSAGES: "messages"}
 BOTH = f"Look. {CALL}{NOW}"
 LIMIT = {CHAT: "max_tokens", TEXT: "max_tokens", RESPONSES: "max_output_tokens", MESSAGES: "max_tokens"}
+A = byte_token("a")
 FORCED = {MESSAGES: {"type": "any"}}
 USAGE = {"include_usage": True, "include_obfuscation": False}
 ASKED: dict[str, Any] = {
@@ -70,10 +72,10 @@ CASES: dict[str, tuple[str, Mapping[str, Any], str | Script, str]] = {
     },
     **{f"{STARTS[path]}: reasoning": (path, {}, "<think>\nHm.\n</think>\n\nhi", "thinking") for path in STARTS},
     **{
-        f"{STARTS[path]}: a fault": (path, {}, Script([5], error=not_ready("no worker is left")), "full")
+        f"{STARTS[path]}: a fault": (path, {}, Script([A], error=not_ready("no worker is left")), "full")
         for path in STARTS
     },
-    **{f"{STARTS[path]}: a bug": (path, {}, Script([5], bug=RuntimeError("secret")), "full") for path in STARTS},
+    **{f"{STARTS[path]}: a bug": (path, {}, Script([A], bug=RuntimeError("secret")), "full") for path in STARTS},
     **{
         f"{STARTS[path]}: choices": (path, {"n": 2, "return_token_ids": True, "include_timing": True}, "hi", "full")
         for path in (CHAT, TEXT)
