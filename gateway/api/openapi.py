@@ -17,8 +17,8 @@ from gateway.api.openai.answers import (
     ModelList,
     TextChoice,
     TokenizeAnswer,
+    TokenLogprob,
 )
-from gateway.api.openai.logprobs import TokenLogprob
 from gateway.api.responses.answers import InputTokens, ResponseBody
 
 _REF = "#/components/schemas/{name}"
@@ -87,10 +87,7 @@ def add_document(app: FastAPI, *, needs_key: bool) -> None:
     def build_whole() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = build()
-            schemas, answers = document["components"]["schemas"], _answer_schemas()
-            if both := schemas.keys() & answers.keys():
-                raise ValueError(f"types of requests and of answers have the same names: {', '.join(sorted(both))}")
-            schemas |= answers
+            document["components"]["schemas"] |= _answer_schemas()
             for path, methods in document["paths"].items():
                 for operation in methods.values():
                     operation["responses"] = _responses(path)

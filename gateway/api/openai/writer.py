@@ -14,13 +14,12 @@ from gateway.answer.choices import Totals
 from gateway.api.http.answer import COMMENT_PING, data_event, encode
 from gateway.api.http.errors import build_error
 from gateway.api.openai import answers
-from gateway.api.openai.logprobs import ChatLogprobs, TextLogprobs, TokenBytes, prompt_logprob
 from gateway.api.openai.types import StreamedUsage
 from gateway.errors import ApiError
 from gateway.request.types import GenerateRequest
 from gateway.tools.parse import CallEnd
 
-Logprobs = TypeVar("Logprobs", ChatLogprobs, TextLogprobs)
+Logprobs = TypeVar("Logprobs", answers.ChatLogprobs, answers.TextLogprobs)
 
 
 class ChoiceWriter(Generic[Logprobs]):
@@ -31,7 +30,9 @@ class ChoiceWriter(Generic[Logprobs]):
     chunk_kind: answers.ObjectKind
     whole_kind: answers.ObjectKind
 
-    def __init__(self, index: int, prompt_ids: Sequence[int], raw: GenerateRequest, token_bytes: TokenBytes) -> None:
+    def __init__(
+        self, index: int, prompt_ids: Sequence[int], raw: GenerateRequest, token_bytes: answers.TokenBytes
+    ) -> None:
         self._index = index
         self._prompt_ids = prompt_ids
         self._raw = raw
@@ -57,7 +58,7 @@ class ChoiceWriter(Generic[Logprobs]):
         self._last = piece
         if self._logprobs is not None:
             self._logprobs.extend(piece.shown_tokens, self._token_bytes)
-        self.prompt_logprobs += [prompt_logprob(token, self._token_bytes) for token in piece.prompt_tokens]
+        self.prompt_logprobs += [answers.prompt_logprob(token, self._token_bytes) for token in piece.prompt_tokens]
 
     def whole(self) -> answers.Choice:
         """The choice, after its last piece."""
@@ -82,13 +83,15 @@ class ChoiceWriter(Generic[Logprobs]):
         return logprobs
 
 
-class ChatWriter(ChoiceWriter[ChatLogprobs]):
+class ChatWriter(ChoiceWriter[answers.ChatLogprobs]):
     """Of /v1/chat/completions."""
 
-    logprobs_kind = ChatLogprobs
+    logprobs_kind = answers.ChatLogprobs
     id_prefix, chunk_kind, whole_kind = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
-    def __init__(self, index: int, prompt_ids: Sequence[int], raw: GenerateRequest, token_bytes: TokenBytes) -> None:
+    def __init__(
+        self, index: int, prompt_ids: Sequence[int], raw: GenerateRequest, token_bytes: answers.TokenBytes
+    ) -> None:
         super().__init__(index, prompt_ids, raw, token_bytes)
         self._reasoning: list[str] = []
         self._calls: list[CallEnd] = []
@@ -126,10 +129,10 @@ class ChatWriter(ChoiceWriter[ChatLogprobs]):
         return answers.ChatChoice(self._index, message, last.ending, self._logprobs, timing, last.stop, token_ids)
 
 
-class TextWriter(ChoiceWriter[TextLogprobs]):
+class TextWriter(ChoiceWriter[answers.TextLogprobs]):
     """Of /v1/completions. A choice begins with its prompt's token ids, if they are requested."""
 
-    logprobs_kind = TextLogprobs
+    logprobs_kind = answers.TextLogprobs
     id_prefix, chunk_kind, whole_kind = "cmpl", "text_completion", "text_completion"
 
     def chunks(self, piece: OutputDelta) -> list[answers.Choice]:
@@ -173,7 +176,7 @@ class AnswerWriter:
         totals: Totals,
         raw: GenerateRequest,
         streamed_usage: StreamedUsage,
-        token_bytes: TokenBytes,
+        token_bytes: answers.TokenBytes,
     ) -> None:
         self.id = f"{kind.id_prefix}-{secrets.token_hex(12)}"
         self._created_s = int(time.time())

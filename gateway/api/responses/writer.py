@@ -15,7 +15,7 @@ from gateway.answer.output_items import Begun, Ended, Grown, Item, ItemEvent, It
 from gateway.api.http.answer import COMMENT_PING, encode, named_event
 from gateway.api.http.body import Body
 from gateway.api.http.errors import build_error
-from gateway.api.openai.logprobs import ChatLogprobs, TokenBytes
+from gateway.api.openai.answers import ChatLogprobs, TokenBytes
 from gateway.api.responses import answers
 from gateway.api.responses.item_types import Called, FunctionTool
 from gateway.api.responses.types import ResponsesRequest
