@@ -14,6 +14,7 @@ from gateway.answer.choices import Totals
 from gateway.api.http.answer import COMMENT_PING, data_event, encode
 from gateway.api.http.errors import build_error
 from gateway.api.openai import answers
+from gateway.api.openai.answers import TokenBytes
 from gateway.api.openai.types import StreamedUsage
 from gateway.errors import ApiError
 from gateway.request.types import GenerateRequest
@@ -30,9 +31,7 @@ class ChoiceWriter(Generic[Logprobs]):
     chunk_kind: answers.ObjectKind
     whole_kind: answers.ObjectKind
 
-    def __init__(
-        self, index: int, prompt_ids: Sequence[int], raw: GenerateRequest, token_bytes: answers.TokenBytes
-    ) -> None:
+    def __init__(self, index: int, prompt_ids: Sequence[int], raw: GenerateRequest, token_bytes: TokenBytes) -> None:
         self._index = index
         self._prompt_ids = prompt_ids
         self._raw = raw
@@ -89,9 +88,7 @@ class ChatWriter(ChoiceWriter[answers.ChatLogprobs]):
     logprobs_kind = answers.ChatLogprobs
     id_prefix, chunk_kind, whole_kind = "chatcmpl", "chat.completion.chunk", "chat.completion"
 
-    def __init__(
-        self, index: int, prompt_ids: Sequence[int], raw: GenerateRequest, token_bytes: answers.TokenBytes
-    ) -> None:
+    def __init__(self, index: int, prompt_ids: Sequence[int], raw: GenerateRequest, token_bytes: TokenBytes) -> None:
         super().__init__(index, prompt_ids, raw, token_bytes)
         self._reasoning: list[str] = []
         self._calls: list[CallEnd] = []
@@ -176,7 +173,7 @@ class AnswerWriter:
         totals: Totals,
         raw: GenerateRequest,
         streamed_usage: StreamedUsage,
-        token_bytes: answers.TokenBytes,
+        token_bytes: TokenBytes,
     ) -> None:
         self.id = f"{kind.id_prefix}-{secrets.token_hex(12)}"
         self._created_s = int(time.time())

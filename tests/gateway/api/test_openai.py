@@ -123,37 +123,6 @@ def token_name(served: Served, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-@pytest.mark.parametrize("group", [1, 4])
-def test_log_probabilities_of_a_chat(served: Served, group: int) -> None:
-    ids = list(served.ring.script.token_ids)
-    served.ring.reset(Script(ids, group=group))
-    asked: Any = {"path": "chat/completions", "logprobs": True, "top_logprobs": 3}
-    whole = ask(served, **asked)[0]["choices"][0]["logprobs"]["content"]
-    assert b"".join(bytes(token["bytes"]) for token in whole) == ANSWER.encode() + b"<|end|>"
-    for token_id, told, truth in zip(ids, whole, likely(ids, 3), strict=True):
-        assert bytes(told["bytes"]) == served.tokenizer.token_bytes(token_id)
-        assert told["token"] == bytes(told["bytes"]).decode(errors="replace")
-        assert told["logprob"] == truth.logprob
-        assert [top["logprob"] for top in told["top_logprobs"]] == list(truth.top_logprobs)
-        names = [served.tokenizer.token_bytes(other) for other in truth.top_ids]
-        assert [bytes(top["bytes"]) for top in told["top_logprobs"]] == names
-    streamed: list[Any] = []
-    for event in ask(served, **asked, stream=True):
-        (choice,) = event["choices"]
-        tokens = (choice["logprobs"] or {}).get("content") or []
-        text = b"".join(bytes(token["bytes"]) for token in tokens).removesuffix(b"<|end|>")
-        assert text.decode() == choice["delta"].get("content", "")
-        streamed += tokens
-    assert streamed == whole
-
-
-def test_a_chat_without_likely_tokens(served: Served) -> None:
-    for more in ({}, {"top_logprobs": 0}, {"top_logprobs": None}):
-        (choice,) = ask(served, "chat/completions", logprobs=True, **more)[0]["choices"]
-        assert all(token["top_logprobs"] == [] for token in choice["logprobs"]["content"])
-    assert ask(served, "chat/completions", logprobs=False)[0]["choices"][0]["logprobs"] is None
-
-
 @pytest.mark.parametrize("num_top", [0, 1, 20])
 def test_log_probabilities_of_a_completion(served: Served, num_top: int) -> None:
     ids = list(served.ring.script.token_ids)
