@@ -1,6 +1,6 @@
 """What agents send and this service has no use for: one table for all APIs of what is taken, left out and warned of.
 
-What is neither here nor a field of a body is refused by name. Pure; must not know how bodies are read.
+What is neither here nor a field of a body is refused by name. Pure.
 """
 
 import re

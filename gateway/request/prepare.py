@@ -1,4 +1,4 @@
-"""What REST and gRPC share: the served model, its options, and the way from a raw request to a job."""
+"""What REST and gRPC share: the served model, its options, and the way from a client's request to a prepared one."""
 
 import secrets
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Turns prompts into token ids, and back if they are echoed. Must not know HTTP, gRPC or generations."""
+"""Turns prompts into token ids, and back if they are echoed."""
 
 import json
 from collections.abc import Mapping, Sequence
