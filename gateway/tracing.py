@@ -21,6 +21,7 @@ from gateway.errors import ApiError
 from gateway.ring.attempt_record import AttemptRecord, Part, WorkerName
 from runtime.peer_input import shorten
 from runtime.version import OWN_VERSION
+from wire.timing import Timing
 
 _log = structlog.get_logger()
 
@@ -187,32 +188,29 @@ def _describe(attempt: AttemptRecord, part: Part) -> Mapping[str, Attribute]:
     """What is known of a part. Seconds are as measured by workers: there the parts may overlap."""
     if part == "queue":
         return {}
-    prefilled, decoded = attempt.prefilled, attempt.decoded
     if part == "prefill":
-        timing = prefilled if attempt.is_handed_off else decoded
-        return _name(attempt.prefill if attempt.is_handed_off else attempt.decode) | {
-            "baton.cached_tokens": attempt.num_cached,
-            "baton.prefill_seconds": timing.prefill_s if timing else None,
-            "baton.grammar_seconds": decoded.grammar_s if decoded else None,
-        }
-    worker = _name(attempt.decode)
-    if part == "transfer" and prefilled is not None:
-        return worker | {
-            "baton.transport": prefilled.transport,
-            "baton.transfer_bytes": prefilled.transfer_bytes,
-            "baton.transfer_seconds": prefilled.transfer_s,
-        }
-    worker["baton.output_tokens"] = attempt.num_tokens
-    if decoded is None:
-        return worker
-    return worker | {
-        "baton.first_step_seconds": decoded.first_step_s,
-        "baton.decode_seconds": decoded.decode_s,
-        "baton.steps": decoded.steps,
-        "baton.draft_tokens": decoded.draft_tokens,
-        "baton.accepted_tokens": decoded.accepted_tokens,
-        "baton.preemptions": decoded.preemptions,
-    }
+        worker, timing = attempt.decode, attempt.decoded
+        if attempt.is_handed_off:
+            worker, timing = attempt.prefill, attempt.prefilled
+        cached = {"baton.cached_tokens": attempt.num_cached}
+        return (
+            _name(worker)
+            | cached
+            | _measured(timing, "prefill_seconds")
+            | _measured(attempt.decoded, "grammar_seconds")
+        )
+    if part == "transfer":
+        return _name(attempt.decode) | _measured(attempt.prefilled, "transport", "transfer_bytes", "transfer_seconds")
+    measured = _measured(
+        attempt.decoded,
+        *("first_step_seconds", "decode_seconds", "steps", "draft_tokens", "accepted_tokens", "preemptions"),
+    )
+    return _name(attempt.decode) | {"baton.output_tokens": attempt.num_tokens} | measured
+
+
+def _measured(timing: Timing | None, *names: str) -> dict[str, Attribute]:
+    """Parts of a worker's timing, by their names in traces."""
+    return {f"baton.{name}": getattr(timing, name.replace("_seconds", "_s")) for name in names if timing is not None}
 
 
 def _name(worker: WorkerName | None) -> dict[str, Attribute]:

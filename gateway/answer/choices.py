@@ -5,7 +5,6 @@ import secrets
 import string
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -99,8 +98,9 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
     served.metrics.prompt_tokens.inc(totals.num_prompt)
     meters = [ChoiceMeter(served.metrics, totals.arrived_s) for _ in job.generations]
     choices = [_Choice(job, index, served.tokenizer, meter) for index, meter in enumerate(meters)]
+    failure: BaseException | None = None
     try:
-        with _traced(totals), served.ring.admit(len(choices)) as admitted:
+        with served.ring.admit(len(choices)) as admitted:
             new_attempts = totals.trace.add_choice if totals.trace else lambda: None
             streams = [served.ring.generate(generation, admitted, new_attempts()) for generation in job.generations]
             async with MergedStreams(cast("Sequence[AsyncGenerator[Tokens, None]]", streams)) as merged:
@@ -118,29 +118,18 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
                         if num_before:
                             await asyncio.sleep(0)  # lets other requests run while a long prompt is echoed
                         yield index, piece
-    except (CancelledError, GeneratorExit):
-        for meter in meters:
-            meter.cancel()
-        if totals.num_open:
-            totals.log("cancelled")
-        raise
-
-
-@contextmanager
-def _traced(totals: Totals) -> Iterator[None]:
-    """Around the answer: ends its trace, if there is one."""
-    if totals.trace is None:
-        yield
-        return
-    failure: BaseException | None = None
-    try:
-        yield
     except BaseException as error:
         failure = error if totals.num_open else None  # else the client left with the whole answer
+        if isinstance(error, CancelledError | GeneratorExit):
+            for meter in meters:
+                meter.cancel()
+            if totals.num_open:
+                totals.log("cancelled")
         raise
     finally:
-        totals.trace.note_usage(totals.num_prompt, totals.num_cached, totals.num_completion)
-        totals.trace.close(failure)
+        if totals.trace is not None:
+            totals.trace.note_usage(totals.num_prompt, totals.num_cached, totals.num_completion)
+            totals.trace.close(failure)
 
 
 class _Choice:
@@ -152,7 +141,7 @@ class _Choice:
         self._meter = meter
         self._job = job
         self._generation = generation
-        self._echo = job.echoes[job.prompt_of(index)]
+        self._echo = prompt.echo
         self._is_begun = False
         self._reader = OutputReader(
             tokenizer.detokenizer(job.visible_controls, prompt.before),

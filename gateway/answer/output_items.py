@@ -1,4 +1,4 @@
-"""Splits an answer into items (reasoning, text, calls) for Messages and Responses. Pure; knows no wire format."""
+"""Splits an answer into items (reasoning, text, calls) for Messages and Responses. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

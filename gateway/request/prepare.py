@@ -1,4 +1,4 @@
-"""What REST and gRPC share: the served model, its options, and the way from a raw request to a job."""
+"""What REST and gRPC share: the served model, its options, and the way from a client's request to a prepared one."""
 
 import secrets
 from collections.abc import Iterator, Sequence
@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
-from gateway.errors import bad_request
+from gateway.errors import bad_request, check_count
 from gateway.metrics import RequestMetrics
 from gateway.request.prompts import DECODE_COST, Prompts
 from gateway.request.rules import (
+    MAX_CACHE_SALT_CHARS,
     MAX_NAME_CHARS,
     ServedNames,
-    check_cache_salt,
     check_choices,
     check_ends,
     check_logprobs,
@@ -27,7 +27,7 @@ from gateway.request.rules import (
     resolve_min_tokens,
 )
 from gateway.request.structured_output import check_form
-from gateway.request.types import Chat, Echo, GenerateRequest, PreparedRequest
+from gateway.request.types import Chat, GenerateRequest, PreparedRequest
 from gateway.ring.generation import Generation, Grammar, Ring
 from gateway.tools.grammar import after_reasoning, call_grammar
 from gateway.tools.reasoning import ReasoningFormat
@@ -92,7 +92,7 @@ class ServedModel(Prompts):
         n = check_choices(raw)
         check_max_tokens(raw)
         check_logprobs(raw)
-        stop_strings = check_stops(raw)
+        check_stops(raw)
         tools = check_tools(raw.tools, self.tool_format)
         form = check_form(raw.form)
         grammar = _grammar(form, tools)
@@ -105,8 +105,9 @@ class ServedModel(Prompts):
             num_logprobs=raw.num_logprobs,
             num_prompt_logprobs=raw.num_logprobs if raw.is_echoed else raw.num_prompt_logprobs,
             speculation=check_speculation(raw),
-            cache_salt=check_cache_salt(raw),
+            cache_salt=raw.cache_salt,
         )
+        check_count("cache_salt", len(raw.cache_salt), MAX_CACHE_SALT_CHARS, "characters")
         prompts = await self.encode(raw.prompts, tools)
         reasoning = self.reasoning if isinstance(raw.prompts[0].content, Chat) else None
         warnings = [*raw.warnings, *self._chat_warnings(raw)]
@@ -125,16 +126,14 @@ class ServedModel(Prompts):
             )
             generations.append(one)
         check_num_logprobs(raw, len(generations), sum(map(_num_logprob_places, generations)))
-        echoes: Sequence[Echo | None] = [None] * len(prompts)
         if raw.is_echoed:
-            echoes = await self.echo(raw.prompts, prompts, raw.num_logprobs is not None)
+            prompts = await self.with_echoes(raw.prompts, prompts, raw.num_logprobs is not None)
         return PreparedRequest(
             model=name,
             generations=tuple(generations),
             num_per_prompt=n,
             prompts=tuple(prompts),
-            echoes=tuple(echoes),
-            stop_strings=stop_strings,
+            stop_strings=tuple(raw.stop),
             stop_token_ids=frozenset(raw.stop_token_ids) - (frozenset() if raw.ignore_eos else model.eos_token_ids),
             is_prompt_only=raw.max_tokens == 0,
             reasoning=reasoning,

@@ -31,10 +31,6 @@ TEXT_BYTES_PER_TOKEN = 16  # four times what English needs; longer text cannot f
 Number = TypeVar("Number", int, float)
 
 
-def pick(given: Number | None, default: Number) -> Number:
-    return default if given is None else given
-
-
 def check_range(name: str, value: Number, lowest: Number, highest: Number) -> Number:
     """Returns the value if it is from `lowest` to `highest`. Raises ApiError naming the field."""
     if not lowest <= value <= highest:  # also true for NaN
@@ -70,7 +66,7 @@ class ServedNames:
 
 def check_choices(raw: GenerateRequest) -> int:
     """The number of answers per prompt."""
-    n = pick(raw.n, 1)
+    n = 1 if raw.n is None else raw.n
     if not raw.prompts:
         raise bad_request(f"{raw.prompts_param} is empty; send at least one prompt", raw.prompts_param)
     check_range("n", n, 1, MAX_CHOICES)
@@ -82,7 +78,7 @@ def check_choices(raw: GenerateRequest) -> int:
     return n
 
 
-def check_stops(raw: GenerateRequest) -> tuple[str, ...]:
+def check_stops(raw: GenerateRequest) -> None:
     param = raw.stop_param
     check_count(param, len(raw.stop), MAX_STOP_STRINGS, "strings")
     for stop in raw.stop:
@@ -90,7 +86,6 @@ def check_stops(raw: GenerateRequest) -> tuple[str, ...]:
             raise bad_request(
                 f"a string of {param} has {len(stop)} characters; it must have between 1 and {MAX_STOP_CHARS}", param
             )
-    return tuple(raw.stop)
 
 
 def check_stop_ids(raw: GenerateRequest, eos_token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
@@ -160,12 +155,12 @@ def resolve_max_tokens(raw: GenerateRequest, num_prompt: int, context_tokens: in
             f"the model's context of {context_tokens}; ask for {rest} or fewer",
             raw.max_tokens_param,
         )
-    return min(pick(raw.max_tokens, rest), rest)
+    return rest if raw.max_tokens is None else min(raw.max_tokens, rest)
 
 
 def resolve_min_tokens(raw: GenerateRequest, max_tokens: int) -> int:
     """Returns the fewest tokens before the answer may end."""
-    min_tokens = pick(raw.min_tokens, 0)
+    min_tokens = raw.min_tokens or 0
     if min_tokens > max_tokens:
         raise bad_request(
             f"min_tokens is {shown(min_tokens)}; it must not exceed the {max_tokens} tokens that the answer may have",
@@ -182,11 +177,6 @@ def check_logprobs(raw: GenerateRequest) -> None:
         check_range("prompt_logprobs", raw.num_prompt_logprobs, 0, MAX_LOGPROBS)
         if raw.is_echoed:
             raise bad_request("prompt_logprobs and echo are both given; drop one", "prompt_logprobs")
-
-
-def check_cache_salt(raw: GenerateRequest) -> str:
-    check_count("cache_salt", len(raw.cache_salt), MAX_CACHE_SALT_CHARS, "characters")
-    return raw.cache_salt
 
 
 def check_num_logprobs(raw: GenerateRequest, num_choices: int, num_places: int) -> None:

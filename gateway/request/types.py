@@ -97,6 +97,7 @@ class EncodedPrompt:
     ids: tuple[int, ...]
     before: tuple[int, ...] = ()  # its last tokens with text, if its answers continue that text
     reasoning: ReasoningStart = "off"
+    echo: Echo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,6 @@ class PreparedRequest:
     generations: tuple[Generation, ...]  # by choice: n for the first prompt, then n for the second
     num_per_prompt: int  # n
     prompts: tuple[EncodedPrompt, ...]
-    echoes: tuple[Echo | None, ...]  # by prompt
     stop_strings: tuple[str, ...] = ()  # text that ends a choice early
     is_prompt_only: bool = False  # max_tokens was 0: the one token generated is not shown
     stop_token_ids: frozenset[int] = frozenset()  # named by the request

@@ -1,4 +1,4 @@
-"""Rules for tools and tool_choice, the same for REST and gRPC. Pure; must not know either or how calls are written."""
+"""Rules for tools and tool_choice, the same for REST and gRPC. Pure."""
 
 import json
 import re

@@ -86,17 +86,6 @@ def test_a_held_back_token_is_told_when_its_text_is_shown() -> None:
     assert (last.text, [token.token_id for token in last.shown_tokens]) == ("EN", end)
 
 
-def test_tokens_of_a_stop_string_are_not_told() -> None:
-    tokenizer = tiny("byte_level")
-    ids = tokenizer.encode("hello", add_special_tokens=False), tokenizer.encode("END", add_special_tokens=False)
-    reader = OutputReader(tokenizer.detokenizer(), StopStrings(["END"]), frozenset(), with_logprobs=True)
-    both = [*ids[0], *ids[1]]
-    piece = reader.read(Tokens(tuple(both), None, _likely(both)))
-    assert (piece.text, piece.finish_reason) == ("hello", "stop")
-    assert [token.token_id for token in piece.shown_tokens] == ids[0]
-    assert list(piece.token_ids) == both
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("stop", "text", "offsets"), [("none", "\ufffdx", [0, 1]), ("x", "\ufffd", [0]), ("\ufffd", "", [])]

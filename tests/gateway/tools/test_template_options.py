@@ -13,6 +13,7 @@ from gateway.text.tokenizer import Tokenizer
 from gateway.tools.template_options import MAX_INTEGER, RESERVED, check_options, effort_options
 from tests.support.tiny_tokenizer import write_thinking
 
+NO_OPTIONS: list[object] = [[], {}, float("nan"), float("inf"), MAX_INTEGER + 1]
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -32,12 +33,11 @@ def test_scalars_are_taken(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "param"),
     [
-        *((given, "") for given in (None, [], {f"name{rank}": rank for rank in range(33)})),
-        *(({"a": value}, ".a") for value in ([], {}, float("nan"), float("inf"), MAX_INTEGER + 1)),
-        *(
-            ({name: None}, f".{name}")
-            for name in ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize")
-        ),
+        (None, ""),
+        ([], ""),
+        ({f"name{rank}": rank for rank in range(33)}, ""),
+        *(({"a": value}, ".a") for value in NO_OPTIONS),
+        *(({name: None}, f".{name}") for name in ("messages", "tools", "chat_template", "tokenize")),
         *(({name: "x"}, "") for name in ("", "a b", "__class__", "é", "a" * 65)),
         ({"bos_token": ""}, ".bos_token"),
         ({"a": "x" * 4096}, ""),
