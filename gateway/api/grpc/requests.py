@@ -15,7 +15,7 @@ from gateway.tools.history import template_call
 from gateway.tools.json_text import read_object
 from gateway.tools.request import MAX_TOOLS_BYTES, Choice, NamedChoice, RawTools, Tool
 from gateway.tools.template_options import check_options
-from protos import inference_pb2
+from protos import inference_pb2 as pb
 from wire.sampling import SCALARS
 
 _OPTIONAL_FIELDS = ("max_tokens", "min_tokens", "n", "speculation", "max_draft_tokens")
@@ -65,7 +65,7 @@ def _count_unknown_bytes(request: Message) -> int:
     return request.ByteSize() - known.ByteSize()
 
 
-def generate_request(request: inference_pb2.GenerateRequest) -> GenerateRequest:
+def generate_request(request: pb.GenerateRequest) -> GenerateRequest:
     """Raises ApiError if it has no prompt."""
     check_known(request)
     kind = request.WhichOneof("prompt")
@@ -74,7 +74,7 @@ def generate_request(request: inference_pb2.GenerateRequest) -> GenerateRequest:
     return _raw_request(request, Prompt(request.text if kind == "text" else tuple(request.token_ids.ids), kind))
 
 
-def chat_request(request: inference_pb2.ChatRequest) -> GenerateRequest:
+def chat_request(request: pb.ChatRequest) -> GenerateRequest:
     """Raises ApiError if a message or a tool is invalid."""
     check_known(request)
     chat, given = _chat(request.messages), request.chat_template_kwargs
@@ -91,7 +91,7 @@ def chat_request(request: inference_pb2.ChatRequest) -> GenerateRequest:
     return replace(_raw_request(request, Prompt(chat, "messages")), tools=tools)
 
 
-def tokenize_request(request: inference_pb2.TokenizeRequest) -> GenerateRequest:
+def tokenize_request(request: pb.TokenizeRequest) -> GenerateRequest:
     """Raises ApiError if text and messages are both given, or a field of one with the other."""
     check_known(request)
     if request.messages and request.text:
@@ -110,7 +110,7 @@ def tokenize_request(request: inference_pb2.TokenizeRequest) -> GenerateRequest:
     )
 
 
-def _raw_request(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, prompt: Prompt) -> GenerateRequest:
+def _raw_request(request: pb.GenerateRequest | pb.ChatRequest, prompt: Prompt) -> GenerateRequest:
     """Reads fields 4 to 23 and 27, which both types have."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _OPTIONAL_FIELDS if request.HasField(name)}
     return GenerateRequest(
@@ -130,7 +130,7 @@ def _raw_request(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequ
     )
 
 
-def _form(given: inference_pb2.ResponseFormat) -> AnswerForm | None:
+def _form(given: pb.ResponseFormat) -> AnswerForm | None:
     kind = given.WhichOneof("form")
     if kind is None:
         raise bad_request("response_format has no form; set one of its fields", "response_format", "missing_field")
@@ -140,14 +140,14 @@ def _form(given: inference_pb2.ResponseFormat) -> AnswerForm | None:
     return AnswerForm(kind, value, f"response_format.{kind}")
 
 
-def _chat(messages: Sequence[inference_pb2.ChatMessage]) -> Chat:
+def _chat(messages: Sequence[pb.ChatMessage]) -> Chat:
     """As chat templates take it. Raises ApiError."""
     check_count("messages", len(messages), MAX_MESSAGES, "messages")
     plain = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     return Chat(plain, [f"messages[{at}].tool_call_id" for at, one in enumerate(messages) if one.role == "tool"])
 
 
-def _message(given: inference_pb2.ChatMessage, path: str) -> Mapping[str, Any]:
+def _message(given: pb.ChatMessage, path: str) -> Mapping[str, Any]:
     """As chat templates take it."""
     if given.role not in _ROLES:
         raise bad_request(f"{path}.role is {given.role[:40]!r}; it must be one of {', '.join(_ROLES)}", f"{path}.role")
@@ -161,7 +161,7 @@ def _message(given: inference_pb2.ChatMessage, path: str) -> Mapping[str, Any]:
     return {"role": given.role, "content": given.content} | {name: value for name, value in optional.items() if value}
 
 
-def _call(given: inference_pb2.ToolCall, path: str) -> dict[str, Any]:
+def _call(given: pb.ToolCall, path: str) -> dict[str, Any]:
     for field in ("id", "name"):
         if not getattr(given, field):
             raise bad_request(f"{path}.{field} is empty", f"{path}.{field}", "missing_field")
@@ -171,7 +171,7 @@ def _call(given: inference_pb2.ToolCall, path: str) -> dict[str, Any]:
         raise bad_request(f"{path}.arguments: {error}", f"{path}.arguments") from error
 
 
-def _tools(given: Sequence[inference_pb2.Tool]) -> list[Tool]:
+def _tools(given: Sequence[pb.Tool]) -> list[Tool]:
     """Raises ApiError if the parameters of a tool are not a JSON object."""
     tools = []
     for index, tool in enumerate(given):

@@ -22,7 +22,8 @@ from gateway.errors import ApiError
 from gateway.request.prepare import ServedModel, detokenize, tokenize
 from gateway.request.types import GenerateRequest
 from gateway.tools.parse import CallEnd
-from protos import inference_pb2, inference_pb2_grpc
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
 from runtime.malformed import MalformedInterceptor
 from wire.logprobs import TokenLogprobs
 
@@ -43,7 +44,7 @@ def add_inference_services(server: grpc.aio.Server, served: ServedModel) -> None
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(served), server)
     health_pb2_grpc.add_HealthServicer_to_server(ReadinessService(served), server)
     names = [
-        inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
+        pb.DESCRIPTOR.services_by_name["Inference"].full_name,
         health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
         reflection.SERVICE_NAME,
     ]
@@ -56,41 +57,35 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     def __init__(self, served: ServedModel) -> None:
         self._served = served
 
-    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Streams continuations of one prompt."""
         await self._stream(context, lambda: generate_request(request), _AnswerMessages.generate)
 
-    async def Chat(self, request: inference_pb2.ChatRequest, context: Context) -> None:
+    async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
         """Streams answers to one conversation."""
         await self._stream(context, lambda: chat_request(request), _AnswerMessages.chat)
 
-    async def Tokenize(
-        self, request: inference_pb2.TokenizeRequest, context: Context
-    ) -> inference_pb2.TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Turns text or a conversation into token ids."""
         async with _serving(context):
             token_ids = await tokenize(self._served, tokenize_request(request))
-        return inference_pb2.TokenizeResponse(token_ids=token_ids, context_tokens=self._served.tokenizer.context_tokens)
+        return pb.TokenizeResponse(token_ids=token_ids, context_tokens=self._served.tokenizer.context_tokens)
 
-    async def Detokenize(
-        self, request: inference_pb2.DetokenizeRequest, context: Context
-    ) -> inference_pb2.DetokenizeResponse:
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Turns token ids into text."""
         async with _serving(context):
             check_known(request)
             model, token_ids = request.model or None, tuple(request.token_ids)
             text = await detokenize(self._served, model, token_ids, "token_ids", with_control_tokens=False)
-        return inference_pb2.DetokenizeResponse(text=text)
+        return pb.DetokenizeResponse(text=text)
 
-    async def ListModels(
-        self, request: inference_pb2.ListModelsRequest, context: Context
-    ) -> inference_pb2.ListModelsResponse:
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """The models served."""
         async with _serving(context):
             check_known(request)
         context_tokens = self._served.tokenizer.context_tokens
-        models = [inference_pb2.Model(id=name, context_tokens=context_tokens) for name in self._served.names.listed]
-        return inference_pb2.ListModelsResponse(models=models)
+        models = [pb.Model(id=name, context_tokens=context_tokens) for name in self._served.names.listed]
+        return pb.ListModelsResponse(models=models)
 
     async def _stream(
         self,
@@ -126,16 +121,16 @@ class _AnswerMessages:
         self._totals = totals
         self._with_timing = with_timing
 
-    def generate(self, index: int, piece: OutputDelta) -> inference_pb2.GenerateResponse:
+    def generate(self, index: int, piece: OutputDelta) -> pb.GenerateResponse:
         """A piece of a choice."""
-        return inference_pb2.GenerateResponse(finish_reason=piece.finish_reason or "", **self._shared(index, piece))
+        return pb.GenerateResponse(finish_reason=piece.finish_reason or "", **self._shared(index, piece))
 
-    def chat(self, index: int, piece: OutputDelta) -> inference_pb2.ChatResponse:
+    def chat(self, index: int, piece: OutputDelta) -> pb.ChatResponse:
         """A piece of a choice, with the tool calls that it completes."""
         calls = [event for event in piece.calls if isinstance(event, CallEnd)]
-        return inference_pb2.ChatResponse(
+        return pb.ChatResponse(
             finish_reason=piece.ending or "",
-            tool_calls=[inference_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in calls],
+            tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in calls],
             reasoning=piece.reasoning,
             **self._shared(index, piece),
         )
@@ -147,24 +142,24 @@ class _AnswerMessages:
             pairs = zip(piece.token_ids, piece.logprobs, strict=True)
             fields["logprobs"] = [_logprob(token_id, given) for token_id, given in pairs]
         if not self._totals.num_open:
-            fields["usage"] = inference_pb2.Usage(
+            fields["usage"] = pb.Usage(
                 prompt_tokens=self._totals.num_prompt,
                 completion_tokens=self._totals.num_completion,
                 cached_tokens=self._totals.num_cached,
                 reasoning_tokens=self._totals.num_reasoning,
             )
         if self._with_timing and piece.timing:
-            names = inference_pb2.Timing.DESCRIPTOR.fields_by_name
-            fields["timing"] = inference_pb2.Timing(**timing_fields(piece.timing, names))
+            names = pb.Timing.DESCRIPTOR.fields_by_name
+            fields["timing"] = pb.Timing(**timing_fields(piece.timing, names))
         if piece.stop is not None:
             fields["stop_string" if isinstance(piece.stop, str) else "stop_token_id"] = piece.stop
         return fields
 
 
-def _logprob(token_id: int, given: TokenLogprobs) -> inference_pb2.TokenLogprob:
+def _logprob(token_id: int, given: TokenLogprobs) -> pb.TokenLogprob:
     pairs = zip(given.top_ids, given.top_logprobs, strict=True)
-    top = [inference_pb2.TokenLogprob(token_id=other, logprob=logprob) for other, logprob in pairs]
-    return inference_pb2.TokenLogprob(token_id=token_id, logprob=given.logprob, top=top)
+    top = [pb.TokenLogprob(token_id=other, logprob=logprob) for other, logprob in pairs]
+    return pb.TokenLogprob(token_id=token_id, logprob=given.logprob, top=top)
 
 
 class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
