@@ -9,23 +9,20 @@ from prometheus_client import CollectorRegistry
 from starlette.middleware.cors import CORSMiddleware
 
 from gateway.api.access import REQUEST_ID_HEADER, WARNING_HEADER
-from gateway.api.anthropic.routes import build_messages_router
 from gateway.api.http.errors import add_error_handlers
-from gateway.api.http.middleware import OPEN_PATHS, KeyCheck, OriginCheck, RequestScope
-from gateway.api.http.page_routes import PAGE_PATHS, build_page_router
-from gateway.api.http.status_routes import build_status_router
-from gateway.api.openai.routes import build_count_router, build_openai_router
+from gateway.api.http.middleware import OPEN_PATHS, AccessCheck, RequestScope
+from gateway.api.http.service_routes import PAGE_PATHS, build_page_router, build_status_router
 from gateway.api.openapi import add_document
-from gateway.api.responses.routes import build_responses_router
+from gateway.api.routes import build_api_router
 from gateway.metrics import RequestMetrics
 from gateway.request.prepare import ApiOptions, ServedModel
-from gateway.request.record import WriteRecord
 from gateway.request.rules import ServedNames
 from gateway.router.engine_client import EngineClient
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import Tokenizer
 from gateway.tools.formats import resolve_format
 from gateway.tools.reasoning import resolve_reasoning
+from gateway.tracing import Tracing
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {}}  # replaces FastAPI's own 422, which is never sent
 _CHEAP_CHARS = 4096  # tokenised in 1-3 ms; longer text goes to a thread
@@ -37,7 +34,7 @@ def build_served_model(
     served_names: Sequence[str],
     options: ApiOptions,
     registry: CollectorRegistry,
-    write_record: WriteRecord | None = None,
+    tracing: Tracing | None = None,
 ) -> ServedModel:
     """Builds what REST and gRPC share. Registers metrics: call it once per registry. End it with `offload.close()`."""
     offload = Offload(_CHEAP_CHARS, options.tokenise_threads, options.max_waiting_tokenise, options.tokenise_timeout_s)
@@ -56,24 +53,24 @@ def build_served_model(
         options=options,
         metrics=metrics,
         created_s=created_s,
-        write_record=write_record,
+        tracing=tracing,
     )
 
 
 def build_app(served: ServedModel) -> FastAPI:
     """The REST API, to be served by uvicorn."""
     app = FastAPI(title="Baton", version="1", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
-    app.include_router(build_openai_router(served))
-    app.include_router(build_messages_router(served))
-    app.include_router(build_responses_router(served))
-    app.include_router(build_count_router(served))
+    app.include_router(build_api_router(served))
     app.include_router(build_status_router(served))
     app.include_router(build_page_router(served.tokenizer.examples))
     add_error_handlers(app)
-    app.add_middleware(OriginCheck, cors_origins=served.options.cors_origins)
-    open_paths = {*OPEN_PATHS, *PAGE_PATHS}
-    app.add_middleware(KeyCheck, api_keys=served.options.api_keys, open_paths=open_paths)  # preflights need no key
     app.add_middleware(
+        AccessCheck,
+        api_keys=served.options.api_keys,
+        open_paths={*OPEN_PATHS, *PAGE_PATHS},
+        cors_origins=served.options.cors_origins,
+    )
+    app.add_middleware(  # around the check: preflights need no key
         CORSMiddleware,
         allow_origins=served.options.cors_origins,
         allow_methods=["GET", "POST"],

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +13,9 @@ from prometheus_client import CollectorRegistry
 
 from gateway.api.grpc.service import add_inference_services, build_interceptors
 from gateway.api.http.connection import ServerConfig
-from gateway.api.http.status_routes import build_fleet_router
+from gateway.api.http.service_routes import build_fleet_router
 from gateway.app import build_app, build_served_model
 from gateway.request.prepare import ApiOptions
-from gateway.request.record import WriteRecord
 from gateway.router.autoscaling import Goals
 from gateway.router.discovery import Discovery
 from gateway.router.fleet import Fleet
@@ -24,6 +23,7 @@ from gateway.router.placement import Role
 from gateway.router.placer import Placer
 from gateway.router.router import Router
 from gateway.text.tokenizer import Tokenizer
+from gateway.tracing import Tracing, open_traces
 from runtime import rpc
 from runtime.addresses import DnsName, bracketed, parse_dns_name
 from runtime.config import GatewayConfig
@@ -44,21 +44,13 @@ def run(config: GatewayConfig) -> int:
     setup_logging("gateway", config.log_level)
     take_open_files()
     try:
-        with OpsServer(config.ops_host, config.ops_port) as ops, _open_traces(config.otlp_endpoint) as write_record:
+        with OpsServer(config.ops_host, config.ops_port) as ops, open_traces(config.otlp_endpoint) as tracing:
             tokenizer = Tokenizer(Path(config.model), config.max_context_tokens or None)
-            uvloop.run(_serve(config, tokenizer, ReadyReporter(config.ready_fd, "gateway"), ops, write_record))
+            uvloop.run(_serve(config, tokenizer, ReadyReporter(config.ready_fd, "gateway"), ops, tracing))
     except (ValueError, OSError) as error:
         log.error("cannot start", reason=str(error))
         return 1
     return 0
-
-
-def _open_traces(endpoint: str) -> AbstractContextManager[WriteRecord | None]:
-    if not endpoint:
-        return nullcontext()
-    from gateway.tracing import open_traces  # here, as OpenTelemetry is an extra and takes time to import
-
-    return open_traces(endpoint)
 
 
 async def _serve(
@@ -66,7 +58,7 @@ async def _serve(
     tokenizer: Tokenizer,
     reporter: ReadyReporter,
     ops: OpsServer,
-    write_record: WriteRecord | None,
+    tracing: Tracing | None,
 ) -> None:
     registry = CollectorRegistry()
     trust = load_trust(config)
@@ -77,7 +69,7 @@ async def _serve(
     shutdown = Shutdown(config.drain_s, lambda: len(gate))
     gate.is_draining, gate.on_empty = lambda: shutdown.is_draining, shutdown.look_soon
     options = _api_options(config)
-    served = build_served_model(router, tokenizer, config.served_name, options, registry, write_record)
+    served = build_served_model(router, tokenizer, config.served_name, options, registry, tracing)
     app = build_app(served)
     app.include_router(build_fleet_router(fleet, router))
 

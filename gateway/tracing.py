@@ -1,67 +1,118 @@
-"""Records of requests as OpenTelemetry spans, built when a request is over and sent by a thread of the SDK's.
+"""Requests as OpenTelemetry spans: one for each, and below it one for each part of each attempt. Never their texts.
 
-The only file that imports OpenTelemetry, and imported only when --otlp-endpoint is set.
+OpenTelemetry's interface is always there. Its SDK is an extra, needed only where traces are opened.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from asyncio import CancelledError
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import structlog
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer, TracerProvider, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from gateway.request.record import Attribute, RequestRecord, WriteRecord
+from gateway.errors import ApiError
 from gateway.router.attempt_record import AttemptRecord, Part, WorkerName
 from runtime.hardware import OWN_VERSION
 from runtime.peer_input import shorten
+from wire.timing import Timing
 
 _log = structlog.get_logger()
+
+Attribute = str | int | float | Sequence[str] | None  # None: unknown
+ReadHeaders = Callable[[], Iterable[tuple[str, str | bytes]] | None]  # of HTTP, or metadata of gRPC
 
 FLUSH_S = 3.0  # for the last spans when the gateway stops
 WARN_S = 60.0  # at most one line of log in so many seconds
 MAX_WRITTEN = 40  # attempts of a request, each choice's last ones: a request for a large grammar makes two a second
 _MAX_INT64 = 2**63 - 1  # what the protocol can say
+_CONTEXT = ("traceparent", "tracestate")  # of the W3C
 
 
 class Tracing:
-    """Writes a trace for each request, on the asyncio thread; the SDK sends it on a thread of its own."""
+    """Begins traces, on the asyncio thread; the provider's processors send them on threads of their own."""
 
-    def __init__(self, processor: SpanProcessor) -> None:
-        """`processor`: takes the spans, and is owned from now on."""
-        defaults = {"service.name": "baton", "service.version": OWN_VERSION}
-        resource = Resource.create({**defaults, **OTELResourceDetector().detect().attributes})  # OTEL_SERVICE_NAME, ...
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # the sampler is the environment's
-        self._provider.add_span_processor(processor)
-        self._tracer = self._provider.get_tracer("baton.gateway", OWN_VERSION)
-        self._propagator = TraceContextTextMapPropagator()
+    def __init__(self, provider: TracerProvider) -> None:
+        self._tracer = provider.get_tracer("baton.gateway", OWN_VERSION)
 
-    def write(self, record: RequestRecord) -> None:
-        """As record.WriteRecord: one span for the request, and below it one for each part of each attempt."""
+    def begin(
+        self, name: str, arrived_s: float, headers: ReadHeaders, attributes: Mapping[str, Attribute]
+    ) -> "RequestTrace | None":
+        """A request's trace, part of the one that its `headers` name; None if that is not sampled.
+
+        `arrived_s`: by time.perf_counter.
+        """
+        context: dict[str, str] = {}
+        for header, value in headers() or ():
+            if header in _CONTEXT and isinstance(value, str):
+                context[header] = f"{context[header]},{value}" if header in context else value
+        parent = TraceContextTextMapPropagator().extract(context)
+        begun_ns = time.time_ns() - _nanoseconds(time.perf_counter() - arrived_s)
+        span = self._tracer.start_span(name, parent, SpanKind.SERVER, _valid(attributes), start_time=begun_ns)
+        return RequestTrace(self._tracer, span, arrived_s) if span.is_recording() else None
+
+
+class RequestTrace:
+    """One request's. Attributes have the names of OpenTelemetry's conventions for generative AI."""
+
+    def __init__(self, tracer: Tracer, span: Span, arrived_s: float) -> None:
+        self._tracer = tracer
+        self._span = span
+        self._arrived_s = arrived_s
+        self.choices: list[list[AttemptRecord]] = []  # attempts of each choice, oldest first
+        self.endings: dict[int, str] = {}  # choice |-> its finish reason
+
+    def add_choice(self) -> list[AttemptRecord]:
+        """The list for the attempts of the next choice."""
+        self.choices.append([])
+        return self.choices[-1]
+
+    def note(self, attributes: Mapping[str, Attribute]) -> None:
+        self._span.set_attributes(_valid(attributes))
+
+    def note_usage(self, num_prompt: int, num_cached: int, num_completion: int) -> None:
+        firsts = [one.first_token_s for attempts in self.choices for one in attempts if one.first_token_s is not None]
+        since_first_s = time.monotonic() - min(firsts, default=0)
+        self.note(
+            {
+                "gen_ai.usage.input_tokens": num_prompt,
+                "gen_ai.usage.cache_read.input_tokens": num_cached,
+                "gen_ai.usage.output_tokens": num_completion,
+                "gen_ai.response.finish_reasons": [reason for _, reason in sorted(self.endings.items())] or None,
+                "gen_ai.response.time_to_first_chunk": time.perf_counter() - self._arrived_s - since_first_s
+                if firsts
+                else None,
+            }
+        )
+
+    def close(self, error: BaseException | None) -> None:
+        """The request is over. `error`: what ended it, if not its whole answer."""
+        try:
+            self._write(error)
+        except Exception:  # a trace that cannot be written must not cost the request
+            _log.exception("no trace was written")
+
+    def _write(self, error: BaseException | None) -> None:
         now_ns, now_s = time.time_ns(), time.monotonic()
-        arrived_ns = now_ns - _nanoseconds(time.perf_counter() - record.arrived_s)
-        parent = self._propagator.extract(record.context)
-        attributes = _valid(record.attributes)
-        root = self._tracer.start_span(record.name, parent, SpanKind.SERVER, attributes, start_time=arrived_ns)
-        if root.is_recording():
-            num_attempts = max(1, MAX_WRITTEN // max(len(record.choices), 1))
-            for choice, attempts in enumerate(record.choices[:MAX_WRITTEN]):
-                self._write_choice(root, choice, attempts[-num_attempts:], now_ns - _nanoseconds(now_s))
-        if record.is_failed:
-            root.set_status(Status(StatusCode.ERROR))
-        root.end(now_ns)
+        num_attempts = max(1, MAX_WRITTEN // max(len(self.choices), 1))
+        for choice, attempts in enumerate(self.choices[:MAX_WRITTEN]):
+            self._write_choice(choice, attempts[-num_attempts:], now_ns - _nanoseconds(now_s))
+        if error is not None:
+            kind, is_our_fault = _classify(error)
+            self._span.set_attribute("error.type", kind)
+            if is_our_fault:
+                self._span.set_status(Status(StatusCode.ERROR))
+        self._span.end(now_ns)
 
-    def _write_choice(self, root: Span, choice: int, attempts: list[AttemptRecord], epoch_ns: int) -> None:
+    def _write_choice(self, choice: int, attempts: list[AttemptRecord], epoch_ns: int) -> None:
         """`epoch_ns`: what time.time_ns was when time.monotonic was 0."""
-        context = set_span_in_context(root)
+        context = set_span_in_context(self._span)
         links: list[Link] = []  # to where the attempt before ended
         for attempt in attempts:
             parts = attempt.parts()
@@ -76,25 +127,39 @@ class Tracing:
                 span.end(end_ns)
             links = [Link(span.get_span_context())]
 
-    def close(self) -> None:
-        """Send what is left, within FLUSH_S."""
-        flushing = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
-        flushing.start()
-        flushing.join(FLUSH_S)
-
 
 @contextmanager
-def open_traces(endpoint: str) -> Iterator[WriteRecord]:
-    """`endpoint`: where OTLP is taken over HTTP; without a path, at /v1/traces."""
+def open_traces(endpoint: str) -> Iterator[Tracing | None]:
+    """`endpoint`: where OTLP is taken over HTTP; without a path, at /v1/traces; empty: no traces."""
+    if not endpoint:
+        yield None
+        return
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
     complaints = logging.getLogger("opentelemetry")
     complaints.handlers, complaints.propagate = [_SdkWarnings()], False
     url = urlsplit(endpoint)
     exporter = OTLPSpanExporter(urlunsplit(url._replace(path="/v1/traces")) if url.path in ("", "/") else endpoint)
-    tracing = Tracing(BatchSpanProcessor(exporter))
+    provider = build_provider(BatchSpanProcessor(exporter))
     try:
-        yield tracing.write
+        yield Tracing(provider)
     finally:
-        tracing.close()
+        flushing = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
+        flushing.start()
+        flushing.join(FLUSH_S)
+
+
+def build_provider(processor: Any) -> Any:
+    """The SDK's provider of tracers for this processor of spans. The environment sets its sampler."""
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+
+    defaults = {"service.name": "baton", "service.version": OWN_VERSION}
+    resource = Resource.create({**defaults, **OTELResourceDetector().detect().attributes})  # OTEL_SERVICE_NAME, ...
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(processor)
+    return provider
 
 
 class _SdkWarnings(logging.Handler):
@@ -110,36 +175,42 @@ class _SdkWarnings(logging.Handler):
             _log.warning("trouble with traces", reason=shorten(record.getMessage()))
 
 
+def _classify(error: BaseException) -> tuple[str, bool]:
+    """(the name of what ended a request, whether it is the service's fault)."""
+    if isinstance(error, ApiError):
+        return error.code or str(error.status), error.status >= 500
+    if isinstance(error, CancelledError | GeneratorExit):  # the client left
+        return "cancelled", False
+    return type(error).__name__, True
+
+
 def _describe(attempt: AttemptRecord, part: Part) -> Mapping[str, Attribute]:
     """What is known of a part. Seconds are as measured by workers: there the parts may overlap."""
     if part == "queue":
         return {}
-    prefilled, decoded = attempt.prefilled, attempt.decoded
     if part == "prefill":
-        timing = prefilled if attempt.is_handed_off else decoded
-        return _name(attempt.prefill if attempt.is_handed_off else attempt.decode) | {
-            "baton.cached_tokens": attempt.num_cached,
-            "baton.prefill_seconds": timing.prefill_s if timing else None,
-            "baton.grammar_seconds": decoded.grammar_s if decoded else None,
-        }
-    worker = _name(attempt.decode)
-    if part == "transfer" and prefilled is not None:
-        return worker | {
-            "baton.transport": prefilled.transport,
-            "baton.transfer_bytes": prefilled.transfer_bytes,
-            "baton.transfer_seconds": prefilled.transfer_s,
-        }
-    worker["baton.output_tokens"] = attempt.num_tokens
-    if decoded is None:
-        return worker
-    return worker | {
-        "baton.first_step_seconds": decoded.first_step_s,
-        "baton.decode_seconds": decoded.decode_s,
-        "baton.steps": decoded.steps,
-        "baton.draft_tokens": decoded.draft_tokens,
-        "baton.accepted_tokens": decoded.accepted_tokens,
-        "baton.preemptions": decoded.preemptions,
-    }
+        worker, timing = attempt.decode, attempt.decoded
+        if attempt.is_handed_off:
+            worker, timing = attempt.prefill, attempt.prefilled
+        cached = {"baton.cached_tokens": attempt.num_cached}
+        return (
+            _name(worker)
+            | cached
+            | _measured(timing, "prefill_seconds")
+            | _measured(attempt.decoded, "grammar_seconds")
+        )
+    if part == "transfer":
+        return _name(attempt.decode) | _measured(attempt.prefilled, "transport", "transfer_bytes", "transfer_seconds")
+    measured = _measured(
+        attempt.decoded,
+        *("first_step_seconds", "decode_seconds", "steps", "draft_tokens", "accepted_tokens", "preemptions"),
+    )
+    return _name(attempt.decode) | {"baton.output_tokens": attempt.num_tokens} | measured
+
+
+def _measured(timing: Timing | None, *names: str) -> dict[str, Attribute]:
+    """Parts of a worker's timing, by their names in traces."""
+    return {f"baton.{name}": getattr(timing, name.replace("_seconds", "_s")) for name in names if timing is not None}
 
 
 def _name(worker: WorkerName | None) -> dict[str, Attribute]:

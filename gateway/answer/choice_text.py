@@ -1,4 +1,4 @@
-"""Turns a choice's tokens into pieces of its text. Pure; must not know REST, gRPC or where tokens come from."""
+"""Turns a choice's tokens into deltas of its text. Pure."""
 
 from collections import deque
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from gateway.router.engine_client import FinishReason, Tokens
 from gateway.text.detokenize import IncrementalDetokenizer
 from gateway.text.stops import StopStrings
 from gateway.tools.parse import CallEvent
-from gateway.tools.reasoning_reader import Parts, ReasoningReader
+from gateway.tools.reasoning import Parts, ReasoningReader
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
 
@@ -26,21 +26,21 @@ class ShownToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One piece of a choice, in this order: reasoning, text, calls."""
+class OutputDelta:
+    """More of a choice, in this order: reasoning, text, calls."""
 
     text: str  # whole characters; what may be the start of a stop string is held back
     reasoning: str = ""
     token_ids: tuple[int, ...] = ()  # up to and including the one that completed a stop string
     num_reasoning_tokens: int = 0  # of token_ids
-    finish_reason: FinishReason | None = None  # set on the last piece only
+    finish_reason: FinishReason | None = None  # set on the last delta only
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token of token_ids, if requested
-    shown_tokens: tuple[ShownToken, ...] = ()  # tokens whose text begins in this piece, if requested
+    shown_tokens: tuple[ShownToken, ...] = ()  # tokens whose text begins in this delta, if requested
     prompt_tokens: tuple[ShownToken, ...] = ()  # next tokens of the prompt, before all else, if requested
-    timing: Timing | None = None  # on the last piece: the latest received
+    timing: Timing | None = None  # on the last delta: the latest received
     calls: tuple[CallEvent, ...] = ()  # tool calls
-    stop: str | int | None = None  # on the last piece: the request's stop string or token id that ended it
-    is_calling: bool = False  # on the last piece: the client must answer its calls
+    stop: str | int | None = None  # on the last delta: the request's stop string or token id that ended it
+    is_calling: bool = False  # on the last delta: the client must answer its calls
 
     @property
     def ending(self) -> Ending | None:
@@ -48,8 +48,8 @@ class Piece:
         return "tool_calls" if self.is_calling else self.finish_reason
 
 
-class PieceReader:
-    """Turns a choice's tokens into pieces. The stop token has no text, and nothing follows a stop string.
+class OutputReader:
+    """Reads the deltas of a choice from its tokens. The stop token has no text, and nothing follows a stop string.
 
     A token is shown with its first character; one without text, with the next text or at the end. A stop string hides
     the tokens that begin at its start or later. Stop strings are not searched in reasoning.
@@ -76,16 +76,15 @@ class PieceReader:
         self._num_content = 0  # characters of text returned
         self._texts: list[str] = []  # of the tokens being read
         self._reasonings: list[str] = []
-        self._num_reasoning_tokens = 0
         self._unshown: deque[ShownToken] = deque()
         self._timing: Timing | None = None
 
-    def read(self, tokens: Tokens) -> Piece:
-        """Returns the next piece. Must not be called after a piece with a finish reason."""
+    def read(self, tokens: Tokens) -> OutputDelta:
+        """Returns the next delta. Must not be called after one with a finish reason."""
         if self._with_logprobs and len(tokens.logprobs) != len(tokens.token_ids):
             raise ValueError(f"{len(tokens.token_ids)} tokens came with {len(tokens.logprobs)} log-probabilities")
         self._timing = tokens.timing or self._timing
-        self._texts, self._reasonings, self._num_reasoning_tokens = [], [], 0
+        self._texts, self._reasonings, num_reasoning = [], [], 0
         is_stopped = tokens.finish_reason == "stop" and self._stop_token_ids.issuperset(tokens.token_ids[-1:])
         num_with_text = len(tokens.token_ids) - is_stopped  # an answer that its grammar ends has no stop token
         for rank, token_id in enumerate(tokens.token_ids):
@@ -93,55 +92,45 @@ class PieceReader:
             if self._with_logprobs:
                 self._unshown.append(ShownToken(token_id, tokens.logprobs[rank], self._num_decoded + len(before)))
             if self._show(before + text):
-                return self._stopped(tokens, rank + 1)
-            self._num_reasoning_tokens += self._reasoning is not None and self._reasoning.is_reasoning
+                cut = replace(tokens, token_ids=tokens.token_ids[: rank + 1], logprobs=tokens.logprobs[: rank + 1])
+                return self._delta(cut, num_reasoning, "stop", self._stops.met)
+            num_reasoning += self._reasoning is not None and self._reasoning.is_reasoning
         if tokens.finish_reason is None:
-            return self._piece(tokens, self._take_shown() if self._unshown else ())
+            return self._delta(tokens, num_reasoning)
         if self._show(self._detokenizer.flush()) or (self._reasoning and self._add(self._reasoning.flush())):
-            return self._stopped(tokens, len(tokens.token_ids))
+            return self._delta(tokens, num_reasoning, "stop", self._stops.met)
         self._texts.append(self._stops.flush())
         last_id = tokens.token_ids[-1] if is_stopped and tokens.token_ids else None
-        return self._piece(tokens, tuple(self._unshown), finish_reason=tokens.finish_reason, stop=last_id)
+        shown, self._unshown = tuple(self._unshown), deque()
+        return replace(self._delta(tokens, num_reasoning, tokens.finish_reason, last_id), shown_tokens=shown)
 
-    def _piece(
-        self,
-        tokens: Tokens,
-        shown: tuple[ShownToken, ...],
-        finish_reason: FinishReason | None = None,
-        stop: str | int | None = None,
-    ) -> Piece:
-        return Piece(
+    def _delta(
+        self, tokens: Tokens, num_reasoning: int, reason: FinishReason | None = None, stop: str | int | None = None
+    ) -> OutputDelta:
+        """`tokens`: those that the delta counts."""
+        return OutputDelta(
             "".join(self._texts),
             "".join(self._reasonings),
             tokens.token_ids,
-            self._num_reasoning_tokens,
-            finish_reason,
+            num_reasoning,
+            reason,
             tokens.logprobs,
-            shown,
-            timing=None if finish_reason is None else self._timing,
+            self._take_shown() if self._unshown else (),
+            timing=None if reason is None else self._timing,
             stop=stop,
         )
 
     def _show(self, decoded: str) -> bool:
         """Adds the text that may be shown. Returns True at a stop string."""
         self._num_decoded += len(decoded)
-        if self._reasoning is not None:
-            return self._add(self._reasoning.push(decoded))
-        return self._add_text(decoded)
+        return self._add(self._reasoning.push(decoded) if self._reasoning else Parts("", decoded))
 
     def _add(self, part: Parts) -> bool:
         self._reasonings.append(part.reasoning)
-        return self._add_text(part.content)
-
-    def _add_text(self, content: str) -> bool:
-        text, is_stopped = self._stops.push(content)
+        text, is_stopped = self._stops.push(part.content)
         self._num_content += len(text)
         self._texts.append(text)
         return is_stopped
-
-    def _stopped(self, tokens: Tokens, count: int) -> Piece:
-        cut = replace(tokens, token_ids=tokens.token_ids[:count], logprobs=tokens.logprobs[:count])
-        return self._piece(cut, self._take_shown(), finish_reason="stop", stop=self._stops.met)
 
     def _take_shown(self) -> tuple[ShownToken, ...]:
         """Removes and returns the tokens that begin in the text shown so far."""

@@ -1,58 +1,62 @@
-"""From the ring's tokens to the choices of a request, piece by piece. Must not know REST or gRPC."""
+"""From the ring's tokens to the choices of a request, delta by delta."""
 
 import asyncio
+import secrets
+import string
 from asyncio import CancelledError
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
 import structlog
 
-from gateway.answer.calls import CallReader
-from gateway.answer.choice_text import Piece, PieceReader, ShownToken
+from gateway.answer.choice_text import OutputDelta, OutputReader, ShownToken
 from gateway.answer.merge import MergedStreams
 from gateway.errors import ApiError
 from gateway.metrics import ChoiceMeter
-from gateway.request.job import Echo, Job
 from gateway.request.prepare import ServedModel
-from gateway.request.raw import RawRequest
-from gateway.request.record import ReadHeaders, RequestRecord, open_record
+from gateway.request.types import Echo, GenerateRequest, PreparedRequest
 from gateway.router.engine_client import TokenizedRequest, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
+from gateway.tools.formats import Format
 from gateway.tools.json_text import JsonText
-from gateway.tools.reasoning_reader import ReasoningReader
+from gateway.tools.parse import CallEvent, CallParser, Content, Event
+from gateway.tools.reasoning import ReasoningReader
+from gateway.tools.request import ToolUse
+from gateway.tracing import ReadHeaders, RequestTrace
 from wire.logprobs import TokenLogprobs
 from wire.timing import Timing
 
 _log = structlog.get_logger()
 
+_ID_CHARS = string.ascii_letters + string.digits
+_NUM_ID_CHARS = 24  # as many as OpenAI's
 _PROMPT_TOKENS_AT_ONCE = 512  # writing them blocks the event loop, up to 30 us each
 
 
 class Totals:
     """A job and its token counts so far. `stream_choices` counts each piece before it yields it."""
 
-    def __init__(self, job: Job, arrived_s: float, record: RequestRecord | None = None) -> None:
-        """`arrived_s`: when the request arrived, by time.perf_counter; `record`: for its trace, if there is to be."""
+    def __init__(self, job: PreparedRequest, arrived_s: float, trace: RequestTrace | None = None) -> None:
+        """`arrived_s`: when the request arrived, by time.perf_counter; `trace`: if it is traced."""
         self.job = job
         self.arrived_s = arrived_s
-        self.record = record
+        self.trace = trace
         self.num_prompt = job.num_prompt_tokens
         self.num_completion = 0
         self.num_reasoning = 0  # of num_completion
         self.num_cached = 0  # prompt tokens whose KV was cached
         self.num_open = len(job.generations)  # unfinished choices
 
-    def add(self, index: int, piece: Piece) -> None:
+    def add(self, index: int, piece: OutputDelta) -> None:
         self.num_completion += len(piece.token_ids)
         self.num_reasoning += piece.num_reasoning_tokens
         self.num_open -= piece.finish_reason is not None
         if piece.timing is not None and index % self.job.num_per_prompt == 0:  # each prompt counts once
             self.num_cached += piece.timing.cached_tokens
-        if self.record is not None and piece.ending is not None:
-            self.record.endings[index] = piece.ending
+        if self.trace is not None and piece.ending is not None:
+            self.trace.endings[index] = piece.ending
 
     def log(self, event: str, **fields: object) -> None:
         _log.info(
@@ -70,22 +74,22 @@ def timing_fields(timing: Timing, names: Iterable[str]) -> dict[str, Any]:
 
 
 async def begin(
-    served: ServedModel, raw: RawRequest, request_id: str, arrived_s: float, headers: ReadHeaders
+    served: ServedModel, raw: GenerateRequest, request_id: str, arrived_s: float, headers: ReadHeaders
 ) -> Totals:
     """Checks a request, for `stream_choices`. Raises ApiError.
 
     `arrived_s`: as in Totals; `headers`: returns the request's.
     """
-    record = open_record(served.write_record, raw, served.names.listed[0], request_id, arrived_s, headers)
+    trace = served.begin_trace(raw, request_id, arrived_s, headers)
     try:
-        return Totals(await served.prepare(raw, request_id), arrived_s, record)
+        return Totals(await served.prepare(raw, request_id), arrived_s, trace)
     except BaseException as error:
-        if record is not None:
-            record.close(error)
+        if trace is not None:
+            trace.close(error)
         raise
 
 
-async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[tuple[int, Piece], None]:
+async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[tuple[int, OutputDelta], None]:
     """Yields (index of its choice, piece) as pieces arrive. Closing this iterator closes the ring's.
 
     Raises the ring's ApiError: the first choice that fails ends the others.
@@ -94,9 +98,10 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
     served.metrics.prompt_tokens.inc(totals.num_prompt)
     meters = [ChoiceMeter(served.metrics, totals.arrived_s) for _ in job.generations]
     choices = [_Choice(job, index, served.tokenizer, meter) for index, meter in enumerate(meters)]
+    failure: BaseException | None = None
     try:
-        with _recorded(totals), served.ring.admit(len(choices)) as admitted:
-            new_attempts = totals.record.add_choice if totals.record else lambda: None
+        with served.ring.admit(len(choices)) as admitted:
+            new_attempts = totals.trace.add_choice if totals.trace else lambda: None
             streams = [served.ring.generate(generation, admitted, new_attempts()) for generation in job.generations]
             async with MergedStreams(cast("Sequence[AsyncGenerator[Tokens, None]]", streams)) as merged:
                 while totals.num_open:
@@ -113,43 +118,32 @@ async def stream_choices(served: ServedModel, totals: Totals) -> AsyncGenerator[
                         if num_before:
                             await asyncio.sleep(0)  # lets other requests run while a long prompt is echoed
                         yield index, piece
-    except (CancelledError, GeneratorExit):
-        for meter in meters:
-            meter.cancel()
-        if totals.num_open:
-            totals.log("cancelled")
-        raise
-
-
-@contextmanager
-def _recorded(totals: Totals) -> Iterator[None]:
-    """Around the answer: in the end its record is written, if there is one."""
-    if totals.record is None:
-        yield
-        return
-    failure: BaseException | None = None
-    try:
-        yield
     except BaseException as error:
         failure = error if totals.num_open else None  # else the client left with the whole answer
+        if isinstance(error, CancelledError | GeneratorExit):
+            for meter in meters:
+                meter.cancel()
+            if totals.num_open:
+                totals.log("cancelled")
         raise
     finally:
-        totals.record.note_usage(totals.num_prompt, totals.num_cached, totals.num_completion)
-        totals.record.close(failure)
+        if totals.trace is not None:
+            totals.trace.note_usage(totals.num_prompt, totals.num_cached, totals.num_completion)
+            totals.trace.close(failure)
 
 
 class _Choice:
     """Reads one choice's tokens."""
 
-    def __init__(self, job: Job, index: int, tokenizer: Tokenizer, meter: ChoiceMeter) -> None:
+    def __init__(self, job: PreparedRequest, index: int, tokenizer: Tokenizer, meter: ChoiceMeter) -> None:
         prompt = job.prompts[job.prompt_of(index)]
         generation, reasoning = job.generations[index], job.reasoning
         self._meter = meter
         self._job = job
         self._generation = generation
-        self._echo = job.echoes[job.prompt_of(index)]
+        self._echo = prompt.echo
         self._is_begun = False
-        self._reader = PieceReader(
+        self._reader = OutputReader(
             tokenizer.detokenizer(job.visible_controls, prompt.before),
             StopStrings(job.stop_strings),
             generation.stop_token_ids,
@@ -157,11 +151,11 @@ class _Choice:
             reasoning=ReasoningReader(reasoning, is_inside=prompt.reasoning == "inside") if reasoning else None,
             text_offset=len(self._echo.text) if self._echo else 0,
         )
-        is_trusted = generation.grammar is not None
-        self._calls = CallReader(job.tools, is_trusted=is_trusted, is_json=job.is_json) if job.tools else None
-        self._json_text = JsonText() if job.is_json and reasoning and not job.tools else None
+        self._calls = CallReader(job.tools, is_trusted=generation.grammar is not None) if job.tools else None
+        # A grammar that also allows calls or reasoning lets JSON's strings have control characters.
+        self._json_text = JsonText() if job.is_json and (reasoning or job.tools) else None
 
-    def read(self, tokens: Tokens) -> Iterator[Piece]:
+    def read(self, tokens: Tokens) -> Iterator[OutputDelta]:
         if not self._is_begun:
             self._is_begun = True
             yield from _prompt_pieces(self._generation, self._echo, tokens.prompt_logprobs)
@@ -170,29 +164,32 @@ class _Choice:
         if piece.finish_reason is not None:
             self._meter.finish(piece.finish_reason)
             piece = self._finished(piece, tokens)
-        if self._json_text is not None:
-            piece = replace(piece, text=self._json_text.push(piece.text))
-        yield from self._calls.read(piece) if self._calls else (piece,)
+        for part in self._calls.read(piece) if self._calls else (piece,):
+            if self._json_text is None:
+                yield part
+            else:
+                is_last = part.finish_reason is not None
+                yield replace(part, text=self._json_text.push(part.text, is_last=is_last))
 
-    def _finished(self, piece: Piece, tokens: Tokens) -> Piece:
+    def _finished(self, piece: OutputDelta, tokens: Tokens) -> OutputDelta:
         if piece.timing is not None and tokens.finish_reason is None:  # a stop string: the ring reports no final timing
             piece = replace(piece, timing=replace(piece.timing, decode_s=self._meter.decode_s))
         is_named = isinstance(piece.stop, str) or piece.stop in self._job.stop_token_ids
         return piece if is_named else replace(piece, stop=None)
 
 
-def _without_text(tokens: Tokens) -> Piece:
+def _without_text(tokens: Tokens) -> OutputDelta:
     """The piece for a request that wants only its prompt."""
-    return Piece("", finish_reason=None if tokens.finish_reason is None else "length", timing=tokens.timing)
+    return OutputDelta("", finish_reason=None if tokens.finish_reason is None else "length", timing=tokens.timing)
 
 
 def _prompt_pieces(
     generation: TokenizedRequest, echo: Echo | None, logprobs: Sequence[TokenLogprobs] | None
-) -> Iterator[Piece]:
+) -> Iterator[OutputDelta]:
     """Yields the prompt: its text if it is echoed, its tokens if their log-probabilities are requested."""
     if generation.num_prompt_logprobs is None:
         if echo is not None:
-            yield Piece(echo.text)
+            yield OutputDelta(echo.text)
         return
     ids = generation.prompt_ids
     if logprobs is None or len(logprobs) != len(ids) - 1:
@@ -203,6 +200,56 @@ def _prompt_pieces(
             for at in range(start, min(start + _PROMPT_TOKENS_AT_ONCE, len(ids)))
         )
         if echo is None:
-            yield Piece("", prompt_tokens=tokens)
+            yield OutputDelta("", prompt_tokens=tokens)
         else:
-            yield Piece("" if start else echo.text, shown_tokens=tokens)
+            yield OutputDelta("" if start else echo.text, shown_tokens=tokens)
+
+
+class CallReader:
+    """Reads one choice. `is_trusted`: a grammar makes calls well-formed."""
+
+    def __init__(self, use: ToolUse, *, is_trusted: bool) -> None:
+        names = [tool.name for tool in use.callable_tools]
+        self._parser = CallParser(use.format, names, lambda: _new_id(use.format), is_trusted=is_trusted)
+        self._is_named = use.named is not None
+        self._is_required = use.is_required
+
+    def read(self, piece: OutputDelta) -> list[OutputDelta]:
+        """Returns the piece with its calls separated from its text. Text that may be part of a call is held back.
+
+        Returns several pieces if text follows a call: the first has the tokens, the last the finish reason.
+        """
+        events = self._parser.push(piece.text)
+        if piece.finish_reason is not None:
+            events += self._parser.flush()
+        if self._is_required:  # the grammar allows only calls: content is a call that was cut off
+            events = [event for event in events if not isinstance(event, Content)]
+        # An answer with a named call ends with "stop", as in OpenAI's API.
+        is_whole = piece.finish_reason == "stop" and not isinstance(piece.stop, str)
+        is_calling = is_whole and bool(self._parser.num_calls) and not self._is_named
+        *earlier, (text, calls) = _runs(events)
+        parts: list[OutputDelta] = []
+        for before, between in earlier:
+            parts.append(replace(piece, text=before, calls=between, finish_reason=None, timing=None, stop=None))
+            piece = replace(piece, reasoning="", token_ids=(), num_reasoning_tokens=0, logprobs=(), shown_tokens=())
+        return [*parts, replace(piece, text=text, calls=calls, is_calling=is_calling)]
+
+
+def _runs(events: Sequence[Event]) -> list[tuple[str, tuple[CallEvent, ...]]]:
+    """Groups events, in order, into pairs of a text and the calls after it; at least one pair."""
+    runs: list[tuple[list[str], list[CallEvent]]] = [([], [])]
+    for event in events:
+        texts, calls = runs[-1]
+        if not isinstance(event, Content):
+            calls.append(event)
+        elif calls:
+            runs.append(([event.text], []))
+        else:
+            texts.append(event.text)
+    return [("".join(texts), tuple(calls)) for texts, calls in runs]
+
+
+def _new_id(format: Format) -> str:
+    size = format.num_id_chars
+    text = "".join(secrets.choice(_ID_CHARS) for _ in range(size or _NUM_ID_CHARS))
+    return text if size else f"call_{text}"

@@ -1,4 +1,4 @@
-"""Merges several streams into one. Knows only asyncio."""
+"""Merges several streams into one."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence

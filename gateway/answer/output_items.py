@@ -1,10 +1,10 @@
-"""Splits an answer into items (reasoning, text, calls) for Messages and Responses. Pure; knows no wire format."""
+"""Splits an answer into items (reasoning, text, calls) for Messages and Responses. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.answer.choice_text import Piece, ShownToken
+from gateway.answer.choice_text import OutputDelta, ShownToken
 from gateway.tools.parse import Arguments, CallBegin, CallEvent
 
 ItemKind = Literal["reasoning", "text", "call"]
@@ -65,7 +65,7 @@ class ItemReader:
         """Whether any function is called."""
         return any(item.call is not None for item in self.items)
 
-    def read(self, piece: Piece) -> list[ItemEvent]:
+    def read(self, piece: OutputDelta) -> list[ItemEvent]:
         """Returns the events of a piece. The last piece ends the open item."""
         events: list[ItemEvent] = []
         self._tokens += [token for token in piece.shown_tokens if not token.is_reasoning]

@@ -1,8 +1,10 @@
-"""API keys and request ids, the same for REST and gRPC. Pure except for random ids; must not know HTTP or gRPC."""
+"""What REST and gRPC share: API keys, request ids, warnings, and how long a client may take."""
 
+import asyncio
 import hmac
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from gateway.errors import ApiError
 
@@ -10,6 +12,7 @@ REQUEST_ID_HEADER = "x-request-id"
 WARNING_HEADER = "x-baton-warning"
 MAX_WARNING_CHARS = 1024
 _MAX_ID_CHARS = 128
+_SLICES = 10
 
 
 def check_key(authorization: bytes, api_keys: Sequence[str], api_key: bytes | None = None) -> None:
@@ -25,9 +28,8 @@ def check_key(authorization: bytes, api_keys: Sequence[str], api_key: bytes | No
         is_bearer = hmac.compare_digest(given.strip(), key.encode()) and scheme.lower() == b"bearer"
         is_known |= is_bearer or (api_key is not None and hmac.compare_digest(api_key.strip(), key.encode()))
     if not is_known:
-        raise ApiError(
-            401, "a valid API key is needed; send it as 'Authorization: Bearer <key>'", None, "invalid_api_key"
-        )
+        message = "a valid API key is needed; send it as 'Authorization: Bearer <key>'"
+        raise ApiError(401, message, None, "invalid_api_key")
 
 
 def pick_request_id(given: str | None) -> str:
@@ -47,3 +49,30 @@ def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
     text = "; ".join(warnings)
     shown = "".join(char if " " <= char <= "~" else f"\\u{ord(char):04x}" for char in text)
     return {WARNING_HEADER: shown[:MAX_WARNING_CHARS]} if shown else {}
+
+
+@asynccontextmanager
+async def waking_timeout(seconds: float) -> AsyncIterator[None]:
+    """Like asyncio.timeout, but a stop of this process counts as a tenth of the limit at most.
+
+    A plain deadline would blame the client for our pause. Raises TimeoutError at the end of the block.
+    """
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+
+    def begin_slice(num_left: int) -> None:
+        nonlocal timer
+        timer = loop.call_later(seconds / _SLICES, end_slice, num_left - 1)
+
+    def end_slice(num_left: int) -> None:
+        if num_left:
+            begin_slice(num_left)
+        else:
+            limit.reschedule(loop.time())
+
+    async with asyncio.timeout(None) as limit:
+        begin_slice(_SLICES)
+        try:
+            yield
+        finally:
+            timer.cancel()

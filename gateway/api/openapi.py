@@ -5,13 +5,20 @@ from typing import Any, Literal
 import msgspec
 from fastapi import FastAPI
 
-from gateway.api.anthropic.answers import CountAnswer, MessageBody
-from gateway.api.http.errors import MESSAGES_PATH, ErrorEnvelope, ErrorEvent
+from gateway.api.anthropic.writer import CountAnswer, MessageBody
+from gateway.api.http.errors import MESSAGES_PATH, RESPONSES_PATH, ErrorEnvelope, ErrorEvent
 from gateway.api.http.middleware import OPEN_PATHS
-from gateway.api.http.status_routes import WorkerStatus
-from gateway.api.openai.answers import ChatChoice, Envelope, ModelCard, ModelList, TextChoice
-from gateway.api.openai.count_types import DetokenizeAnswer, TokenizeAnswer
-from gateway.api.openai.logprobs import TokenLogprob
+from gateway.api.http.service_routes import WorkerStatus
+from gateway.api.openai.answers import (
+    ChatChoice,
+    DetokenizeAnswer,
+    Envelope,
+    ModelCard,
+    ModelList,
+    TextChoice,
+    TokenizeAnswer,
+    TokenLogprob,
+)
 from gateway.api.responses.answers import InputTokens, ResponseBody
 
 _REF = "#/components/schemas/{name}"
@@ -54,8 +61,8 @@ _ANSWERS: dict[str, type[msgspec.Struct]] = {  # path |-> JSON body of a 200
     "/v1/completions": TextCompletion,
     "/v1/models": ModelList,
     "/v1/models/{model_id}": ModelCard,
-    "/v1/responses": ResponseBody,
-    "/v1/responses/input_tokens": InputTokens,
+    RESPONSES_PATH: ResponseBody,
+    f"{RESPONSES_PATH}/input_tokens": InputTokens,
     MESSAGES_PATH: MessageBody,
     f"{MESSAGES_PATH}/count_tokens": CountAnswer,
     "/tokenize": TokenizeAnswer,
@@ -66,7 +73,7 @@ _ANSWERS: dict[str, type[msgspec.Struct]] = {  # path |-> JSON body of a 200
     "/version": Version,
     "/status": FleetStatus,
 }
-_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", MESSAGES_PATH)
+_STREAMED = ("/v1/chat/completions", "/v1/completions", RESPONSES_PATH, MESSAGES_PATH)
 _KEY_SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -80,10 +87,7 @@ def add_document(app: FastAPI, *, needs_key: bool) -> None:
     def build_whole() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = build()
-            schemas, answers = document["components"]["schemas"], _answer_schemas()
-            if both := schemas.keys() & answers.keys():
-                raise ValueError(f"types of requests and of answers have the same names: {', '.join(sorted(both))}")
-            schemas |= answers
+            document["components"]["schemas"] |= _answer_schemas()
             for path, methods in document["paths"].items():
                 for operation in methods.values():
                     operation["responses"] = _responses(path)

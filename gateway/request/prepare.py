@@ -1,4 +1,4 @@
-"""What REST and gRPC share: the served model, its options, and the way from a raw request to a job."""
+"""What REST and gRPC share: the served model, its options, and the way from a client's request to a prepared one."""
 
 import secrets
 from collections.abc import Iterator, Sequence
@@ -6,32 +6,36 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
-from gateway.errors import bad_request
+from gateway.errors import bad_request, check_count
 from gateway.metrics import RequestMetrics
-from gateway.request.job import Echo, Job
-from gateway.request.prompts import Prompts
-from gateway.request.raw import Chat, RawRequest
-from gateway.request.record import WriteRecord
+from gateway.request.prompts import DECODE_COST, Prompts
 from gateway.request.rules import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_NAME_CHARS,
     ServedNames,
-    check_cache_salt,
     check_choices,
     check_ends,
     check_logprobs,
     check_max_tokens,
     check_num_logprobs,
+    check_sampling,
+    check_speculation,
     check_stop_ids,
     check_stops,
+    check_vocabulary,
     resolve_max_tokens,
     resolve_min_tokens,
 )
-from gateway.request.sampling import check_sampling, check_speculation
 from gateway.request.structured_output import check_form
+from gateway.request.types import Chat, GenerateRequest, PreparedRequest
 from gateway.router.engine_client import EngineClient, Grammar, TokenizedRequest
 from gateway.tools.grammar import after_reasoning, call_grammar
 from gateway.tools.reasoning import ReasoningFormat
 from gateway.tools.request import ToolUse, check_tools
+from gateway.tracing import ReadHeaders, RequestTrace, Tracing
 from wire.sampling import SamplingParams
+
+_TRACED_SAMPLING = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +64,35 @@ class ServedModel(Prompts):
     options: ApiOptions
     metrics: RequestMetrics
     created_s: int  # Unix time at which the gateway started
-    write_record: WriteRecord | None = None  # for traces, if there are to be any
+    tracing: Tracing | None = None
 
-    async def prepare(self, raw: RawRequest, request_id: str) -> Job:
+    def begin_trace(
+        self, raw: GenerateRequest, request_id: str, arrived_s: float, headers: ReadHeaders
+    ) -> RequestTrace | None:
+        """`arrived_s`, `headers`: as in Tracing.begin. None without tracing."""
+        if self.tracing is None:
+            return None
+        served = self.names.listed[0]
+        operation = "chat" if any(isinstance(prompt.content, Chat) for prompt in raw.prompts) else "text_completion"
+        attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "baton",
+            "gen_ai.request.model": (raw.model or served)[:MAX_NAME_CHARS],
+            "gen_ai.response.model": served,
+            "gen_ai.request.max_tokens": raw.max_tokens,
+            "gen_ai.request.choice.count": raw.n,
+            "baton.request_id": request_id,
+            **{f"gen_ai.request.{name}": raw.sampling.get(name) for name in _TRACED_SAMPLING},
+        }
+        return self.tracing.begin(f"{operation} {served}", arrived_s, headers, attributes)
+
+    async def prepare(self, raw: GenerateRequest, request_id: str) -> PreparedRequest:
         """Checks a request, cheap rules before expensive ones, and tokenises its prompts. Raises ApiError."""
         name = self.names.check(raw.model)
         n = check_choices(raw)
         check_max_tokens(raw)
         check_logprobs(raw)
-        stop_strings = check_stops(raw)
+        check_stops(raw)
         tools = check_tools(raw.tools, self.tool_format)
         form = check_form(raw.form)
         grammar = _grammar(form, tools)
@@ -81,8 +105,9 @@ class ServedModel(Prompts):
             num_logprobs=raw.num_logprobs,
             num_prompt_logprobs=raw.num_logprobs if raw.is_echoed else raw.num_prompt_logprobs,
             speculation=check_speculation(raw),
-            cache_salt=check_cache_salt(raw),
+            cache_salt=raw.cache_salt,
         )
+        check_count("cache_salt", len(raw.cache_salt), MAX_CACHE_SALT_CHARS, "characters")
         prompts = await self.encode(raw.prompts, tools)
         reasoning = self.reasoning if isinstance(raw.prompts[0].content, Chat) else None
         warnings = [*raw.warnings, *self._chat_warnings(raw)]
@@ -101,16 +126,14 @@ class ServedModel(Prompts):
             )
             generations.append(one)
         check_num_logprobs(raw, len(generations), sum(map(_num_logprob_places, generations)))
-        echoes: Sequence[Echo | None] = [None] * len(prompts)
         if raw.is_echoed:
-            echoes = await self.echo(raw.prompts, prompts, raw.num_logprobs is not None)
-        return Job(
+            prompts = await self.with_echoes(raw.prompts, prompts, raw.num_logprobs is not None)
+        return PreparedRequest(
             model=name,
             generations=tuple(generations),
             num_per_prompt=n,
             prompts=tuple(prompts),
-            echoes=tuple(echoes),
-            stop_strings=stop_strings,
+            stop_strings=tuple(raw.stop),
             stop_token_ids=frozenset(raw.stop_token_ids) - (frozenset() if raw.ignore_eos else model.eos_token_ids),
             is_prompt_only=raw.max_tokens == 0,
             reasoning=reasoning,
@@ -120,7 +143,7 @@ class ServedModel(Prompts):
             visible_controls=self._visible_controls(grammar, tools, reasoning),
         )
 
-    def _chat_warnings(self, raw: RawRequest) -> Iterator[str]:
+    def _chat_warnings(self, raw: GenerateRequest) -> Iterator[str]:
         """What a conversation has without effect on this model. Counts the headers that are left out."""
         for chat in [prompt.content for prompt in raw.prompts if isinstance(prompt.content, Chat)]:
             for name in self.find_unmet(chat):
@@ -138,6 +161,29 @@ class ServedModel(Prompts):
         return named | markers | (tools.format.markers if tools else frozenset[str]())
 
 
+async def tokenize(served: ServedModel, raw: GenerateRequest) -> tuple[int, ...]:
+    """Returns the token ids of its one prompt, possibly more than the context holds. Raises ApiError."""
+    served.names.check(raw.model)
+    tools = check_tools(raw.tools, served.tool_format)
+    return await served.tokenize(raw.prompts[0], tools, add_special_tokens=raw.add_special_tokens)
+
+
+async def detokenize(
+    served: ServedModel, model: str | None, token_ids: Sequence[int], param: str, *, with_control_tokens: bool
+) -> str:
+    """Returns the text of at most `context_tokens` tokens. Raises ApiError naming `param`."""
+    served.names.check(model)
+    context_tokens = served.tokenizer.context_tokens
+    if len(token_ids) > context_tokens:
+        message = f"{param} has {len(token_ids)} ids; at most {context_tokens} are turned into text at once"
+        raise bad_request(message, param, "context_length_exceeded")
+    check_vocabulary(token_ids, param, served.tokenizer.vocab_size)
+    return await served.offload.run(
+        DECODE_COST * len(token_ids),
+        lambda: served.tokenizer.decode(token_ids, with_control_tokens=with_control_tokens),
+    )
+
+
 def _grammar(answer: Grammar | None, tools: ToolUse | None) -> Grammar | None:
     """What the whole answer must match: calls, `answer` or either."""
     if tools is None:
@@ -148,7 +194,7 @@ def _grammar(answer: Grammar | None, tools: ToolUse | None) -> Grammar | None:
     return call_grammar(tools, answer)
 
 
-def _seed(raw: RawRequest, sampling: SamplingParams, rank: int) -> int:
+def _seed(raw: GenerateRequest, sampling: SamplingParams, rank: int) -> int:
     """The seed of a prompt's `rank`th answer. Without a given seed, equal prompts of one request get different ones."""
     return (sampling.seed + rank) % 2**64 if "seed" in raw.sampling else secrets.randbits(63)
 

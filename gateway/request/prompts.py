@@ -1,15 +1,14 @@
-"""Turns prompts into token ids, and back if they are echoed. Must not know HTTP, gRPC or generations."""
+"""Turns prompts into token ids, and back if they are echoed."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from gateway.errors import ApiError, bad_request
-from gateway.request.job import Echo, EncodedPrompt
-from gateway.request.raw import Chat, Prompt
 from gateway.request.rules import check_prompt_tokens, check_text_bytes, check_vocabulary
+from gateway.request.types import Chat, Echo, EncodedPrompt, Prompt
 from gateway.text.detokenize import last_with_text
 from gateway.text.offload import Offload
 from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
@@ -30,7 +29,7 @@ TemplateInput = Mapping[str, Any]  # a tool as chat templates take it
 
 _TEXTS = ("content", "name", "tool_call_id", "reasoning_content")  # fields of a message that a template may print
 _MARKER_CHARS = 16  # a role and its markers
-_ECHO_COST = 4  # detokenising a token costs as much as tokenising this many characters
+DECODE_COST = 4  # detokenising a token costs as much as tokenising this many characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +67,15 @@ class Prompts:
             name for name, variable in chat.wishes.items() if not (variable in known if variable else self.reasoning)
         ]
 
-    async def echo(self, prompts: Sequence[Prompt], encoded: Sequence[EncodedPrompt], with_offsets: bool) -> list[Echo]:
-        """Echoes of the prompts: texts as given, token ids as their text."""
-        pairs = [(prompt, found.ids) for prompt, found in zip(prompts, encoded, strict=True)]
-        num_ids = sum(len(ids) for prompt, ids in pairs if with_offsets or not isinstance(prompt.content, str))
-        return await self.offload.run(_ECHO_COST * num_ids, lambda: [self._echo(*pair, with_offsets) for pair in pairs])
+    async def with_echoes(
+        self, prompts: Sequence[Prompt], encoded: Sequence[EncodedPrompt], with_offsets: bool
+    ) -> list[EncodedPrompt]:
+        """The encoded prompts with their echoes: texts as given, token ids as their text."""
+        pairs = list(zip(prompts, encoded, strict=True))
+        num_ids = sum(len(found.ids) for prompt, found in pairs if with_offsets or not isinstance(prompt.content, str))
+        return await self.offload.run(
+            DECODE_COST * num_ids, lambda: [self._echo(*pair, with_offsets) for pair in pairs]
+        )
 
     def _check_size(self, prompt: Prompt, tools: Sequence[TemplateInput]) -> int:
         """Refuses a prompt that cannot fit. Returns how many characters to tokenise."""
@@ -152,19 +155,19 @@ class Prompts:
         except TemplateRefusalError as error:
             raise _refused(error, param) from error
 
-    def _echo(self, prompt: Prompt, ids: tuple[int, ...], with_offsets: bool) -> Echo:
+    def _echo(self, prompt: Prompt, encoded: EncodedPrompt, with_offsets: bool) -> EncodedPrompt:
         given = prompt.content if isinstance(prompt.content, str) else None
         if given is not None and not with_offsets:
-            return Echo(given, ())
+            return replace(encoded, echo=Echo(given, ()))
         shown = self.tokenizer.control_tokens_in(given or "")
         detokenizer, texts, offsets, num_chars = self.tokenizer.detokenizer(shown), list[str](), list[int](), 0
-        for token_id in ids:
+        for token_id in encoded.ids:
             before, text = detokenizer.push_token(token_id)
             offsets.append(num_chars + len(before))
             texts.append(before + text)
             num_chars += len(texts[-1])
         decoded = "".join(texts) + detokenizer.flush()
-        return Echo(decoded if given is None else given, offsets if with_offsets else ())
+        return replace(encoded, echo=Echo(decoded if given is None else given, offsets if with_offsets else ()))
 
 
 def _refused(error: TemplateRefusalError, param: str) -> ApiError:

@@ -1,17 +1,18 @@
-"""Rules for a request's lengths, counts and stops, the same for REST and gRPC. Pure; must not know either.
+"""Rules for a request's lengths, counts, stops and sampling, the same for REST and gRPC. Pure.
 
-Each returns checked values or raises ApiError naming the field. Other rules: sampling.py, structured_output.py.
+Each returns checked values or raises ApiError naming the field. Other rules: structured_output.py, tools/request.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from gateway.errors import ApiError, bad_request, check_count, model_not_found
-from gateway.request.raw import RawRequest
-from gateway.router.engine_client import Grammar
+from gateway.request.types import GenerateRequest
+from gateway.router.engine_client import Drafter, Grammar, Speculation
 from runtime.config_parts import ANY_NAME
 from runtime.peer_input import MAX_LOGPROBS
+from wire.sampling import ABOVE_LOWEST, CLIENT_RANGES, MAX_DRAFT_TOKENS, SamplingParams
 
 MAX_NAME_CHARS = 200  # each chunk of an answer has the name
 MAX_MESSAGES = 4096  # of a conversation
@@ -21,14 +22,13 @@ MAX_STOP_CHARS = 1024  # of one stop string
 MAX_STOP_TOKEN_IDS = 256
 MAX_CACHE_SALT_CHARS = 1024
 MAX_TOLD_LOGPROBS = 2**21  # of all choices together, if there are several; each takes about 100 bytes while it waits
+MAX_BIAS = 100.0
+MAX_BIASED_TOKENS = 1024
+DRAFTERS = ("auto", "off", "ngram", "draft")
 TEXT_BYTES_OF_TOKEN = 4  # of English and code, about: for errors of text that is not tokenised
 TEXT_BYTES_PER_TOKEN = 16  # four times what English needs; longer text cannot fit the context and is not tokenised
 
 Number = TypeVar("Number", int, float)
-
-
-def pick(given: Number | None, default: Number) -> Number:
-    return default if given is None else given
 
 
 def check_range(name: str, value: Number, lowest: Number, highest: Number) -> Number:
@@ -64,9 +64,9 @@ class ServedNames:
         raise model_not_found(name[:MAX_NAME_CHARS], self.listed)
 
 
-def check_choices(raw: RawRequest) -> int:
-    """Returns the number of answers per prompt."""
-    n = pick(raw.n, 1)
+def check_choices(raw: GenerateRequest) -> int:
+    """The number of answers per prompt."""
+    n = 1 if raw.n is None else raw.n
     if not raw.prompts:
         raise bad_request(f"{raw.prompts_param} is empty; send at least one prompt", raw.prompts_param)
     check_range("n", n, 1, MAX_CHOICES)
@@ -78,8 +78,7 @@ def check_choices(raw: RawRequest) -> int:
     return n
 
 
-def check_stops(raw: RawRequest) -> tuple[str, ...]:
-    """Returns the stop strings."""
+def check_stops(raw: GenerateRequest) -> None:
     param = raw.stop_param
     check_count(param, len(raw.stop), MAX_STOP_STRINGS, "strings")
     for stop in raw.stop:
@@ -87,10 +86,9 @@ def check_stops(raw: RawRequest) -> tuple[str, ...]:
             raise bad_request(
                 f"a string of {param} has {len(stop)} characters; it must have between 1 and {MAX_STOP_CHARS}", param
             )
-    return tuple(raw.stop)
 
 
-def check_stop_ids(raw: RawRequest, eos_token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
+def check_stop_ids(raw: GenerateRequest, eos_token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
     """Returns the token ids that end the answer: the request's and, unless `ignore_eos`, the model's own."""
     check_count("stop_token_ids", len(raw.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
     check_vocabulary(raw.stop_token_ids, "stop_token_ids", vocab_size)
@@ -130,7 +128,7 @@ def check_prompt_tokens(num_prompt: int, param: str, context_tokens: int) -> Non
         )
 
 
-def check_max_tokens(raw: RawRequest) -> None:
+def check_max_tokens(raw: GenerateRequest) -> None:
     """Checks of max_tokens and min_tokens that do not need the prompt's length."""
     lowest = 0 if raw.is_echoed else 1
     if raw.max_tokens is not None and raw.max_tokens < lowest:
@@ -141,14 +139,14 @@ def check_max_tokens(raw: RawRequest) -> None:
         raise bad_request(f"min_tokens is {shown(raw.min_tokens)}; it must be at least 0", "min_tokens")
 
 
-def check_ends(raw: RawRequest, grammar: Grammar | None) -> None:
+def check_ends(raw: GenerateRequest, grammar: Grammar | None) -> None:
     """A grammar decides where the answer ends: min_tokens and ignore_eos cannot."""
     if grammar is not None and (raw.min_tokens or raw.ignore_eos):
         name = "min_tokens" if raw.min_tokens else "ignore_eos"
         raise bad_request(f"{name} cannot be combined with {grammar.param}, which says where the answer ends", name)
 
 
-def resolve_max_tokens(raw: RawRequest, num_prompt: int, context_tokens: int) -> int:
+def resolve_max_tokens(raw: GenerateRequest, num_prompt: int, context_tokens: int) -> int:
     """Returns the most tokens to generate: as requested, or the rest of the context. 0 only with echo."""
     rest = context_tokens - num_prompt
     if raw.max_tokens is not None and raw.max_tokens > rest and not raw.is_max_tokens_clamped:
@@ -157,12 +155,12 @@ def resolve_max_tokens(raw: RawRequest, num_prompt: int, context_tokens: int) ->
             f"the model's context of {context_tokens}; ask for {rest} or fewer",
             raw.max_tokens_param,
         )
-    return min(pick(raw.max_tokens, rest), rest)
+    return rest if raw.max_tokens is None else min(raw.max_tokens, rest)
 
 
-def resolve_min_tokens(raw: RawRequest, max_tokens: int) -> int:
+def resolve_min_tokens(raw: GenerateRequest, max_tokens: int) -> int:
     """Returns the fewest tokens before the answer may end."""
-    min_tokens = pick(raw.min_tokens, 0)
+    min_tokens = raw.min_tokens or 0
     if min_tokens > max_tokens:
         raise bad_request(
             f"min_tokens is {shown(min_tokens)}; it must not exceed the {max_tokens} tokens that the answer may have",
@@ -171,7 +169,7 @@ def resolve_min_tokens(raw: RawRequest, max_tokens: int) -> int:
     return min_tokens
 
 
-def check_logprobs(raw: RawRequest) -> None:
+def check_logprobs(raw: GenerateRequest) -> None:
     """Checks how many likely tokens are reported at each position."""
     if raw.num_logprobs is not None:
         check_range(raw.logprobs_param, raw.num_logprobs, 0, MAX_LOGPROBS)
@@ -181,13 +179,7 @@ def check_logprobs(raw: RawRequest) -> None:
             raise bad_request("prompt_logprobs and echo are both given; drop one", "prompt_logprobs")
 
 
-def check_cache_salt(raw: RawRequest) -> str:
-    """Returns the salt; empty if there is none."""
-    check_count("cache_salt", len(raw.cache_salt), MAX_CACHE_SALT_CHARS, "characters")
-    return raw.cache_salt
-
-
-def check_num_logprobs(raw: RawRequest, num_choices: int, num_places: int) -> None:
+def check_num_logprobs(raw: GenerateRequest, num_choices: int, num_places: int) -> None:
     """Limits the memory of several choices; the context limits one. `num_places`: tokens of all choices."""
     if num_choices == 1:
         return
@@ -198,6 +190,46 @@ def check_num_logprobs(raw: RawRequest, num_choices: int, num_places: int) -> No
             f"so lower {raw.max_tokens_param} or the number of answers",
             "prompt_logprobs" if raw.num_logprobs is None else raw.logprobs_param,
         )
+
+
+def check_sampling(raw: GenerateRequest, defaults: SamplingParams, vocab_size: int) -> SamplingParams:
+    """The given parameters, with defaults for the rest."""
+    given: dict[str, Any] = dict(raw.sampling)
+    for name, value in given.items():
+        if name in CLIENT_RANGES:
+            given[name] = check_range(name, float(value), *CLIENT_RANGES[name])
+        if name in ABOVE_LOWEST and value <= CLIENT_RANGES[name][0]:
+            raise bad_request(f"{name} is {value:g}; it must be above {CLIENT_RANGES[name][0]:g}", name)
+    top_k, seed = given.pop("top_k", defaults.top_k), given.pop("seed", defaults.seed)
+    if top_k < -1:
+        raise bad_request(f"top_k is {shown(top_k)}; it must be at least 0, or -1; both keep all tokens", "top_k")
+    if not -(2**63) <= seed < 2**64:
+        raise bad_request(f"seed is {shown(seed)}; it must fit 64 bits", "seed")
+    return replace(
+        defaults,
+        top_k=top_k if 0 <= top_k < vocab_size else 0,
+        seed=seed % 2**64,
+        logit_bias=_check_bias(raw.logit_bias, vocab_size),
+        **given,
+    )
+
+
+def check_speculation(raw: GenerateRequest) -> Speculation:
+    """How tokens are drafted."""
+    drafter = raw.speculation or "auto"
+    if drafter not in DRAFTERS:
+        raise bad_request(f"speculation is {drafter[:40]!r}; it must be one of {', '.join(DRAFTERS)}", "speculation")
+    if raw.max_draft_tokens is not None:
+        check_range("max_draft_tokens", raw.max_draft_tokens, 1, MAX_DRAFT_TOKENS)
+    return Speculation(cast(Drafter, drafter), raw.max_draft_tokens or 0)
+
+
+def _check_bias(bias: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    check_count("logit_bias", len(bias), MAX_BIASED_TOKENS, "entries")
+    check_vocabulary(list(bias), "logit_bias", vocab_size)
+    for token_id, value in bias.items():
+        check_range(f"logit_bias.{token_id}", value, -MAX_BIAS, MAX_BIAS)
+    return tuple((token_id, float(value)) for token_id, value in sorted(bias.items()))
 
 
 def _too_long(message: str, param: str, overflow: tuple[int, int] | None = None) -> ApiError:

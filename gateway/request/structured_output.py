@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import pydantic_core
 
 from gateway.errors import bad_request, check_count
-from gateway.request.raw import AnswerForm
+from gateway.request.types import AnswerForm
 from gateway.router.engine_client import Grammar
 from gateway.tools.json_schema import check_enforced
 

@@ -1,4 +1,4 @@
-"""Reads a model's limits, sampling defaults and example prompts from its checkpoint folder. Knows no requests."""
+"""Reads a model's limits, sampling defaults and example prompts from its checkpoint folder."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Turns tokens into text as they arrive, in whole UTF-8 characters. Must not know stop strings or requests.
+"""Turns tokens into text as they arrive, in whole UTF-8 characters. Pure.
 
 A token has fixed bytes (all of a byte-level vocabulary, sentencepiece's `<0xE2>`), or its text depends on its context.
 """
@@ -28,24 +28,6 @@ def last_with_text(pieces: Pieces, token_ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(islice(backwards, 2))[::-1]
 
 
-class ShownTokens:
-    """A vocabulary in which some control tokens have text: their names."""
-
-    def __init__(self, pieces: Pieces, texts: Mapping[int, str]) -> None:
-        self._pieces = pieces
-        self._texts = {token_id: text.encode() for token_id, text in texts.items()}
-
-    def is_silent(self, token_id: int) -> bool:
-        return token_id not in self._texts and self._pieces.is_silent(token_id)
-
-    def raw_bytes(self, token_id: int) -> bytes | None:
-        return self._texts.get(token_id) or self._pieces.raw_bytes(token_id)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without the shown tokens, which have fixed bytes."""
-        return self._pieces.decode(token_ids)
-
-
 class IncrementalDetokenizer:
     """All results of `push` and of a last `flush` form the full text; each has whole characters only.
 
@@ -55,12 +37,13 @@ class IncrementalDetokenizer:
     them; these may already be sent.)
     """
 
-    def __init__(self, pieces: Pieces, before: Iterable[int] = ()) -> None:
+    def __init__(self, pieces: Pieces, before: Iterable[int] = (), shown: Mapping[int, bytes] = {}) -> None:
         """`before`: `last_with_text` of the tokens before the pushed ones; empty at the start of a text.
 
-        If `before` ends with an incomplete character, its bytes are dropped.
+        If `before` ends with an incomplete character, its bytes are dropped. `shown`: control tokens |-> their text.
         """
         self._pieces = pieces
+        self._shown = shown
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._context: list[int] = []  # decodes to text that is not empty, or holds all tokens so far
         self.push(before)
@@ -72,9 +55,10 @@ class IncrementalDetokenizer:
 
     def push_token(self, token_id: int) -> tuple[str, str]:
         """Returns (U+FFFD if this token breaks off a character before it, the text that this token completes)."""
-        if self._pieces.is_silent(token_id):
+        raw = self._shown.get(token_id)
+        if raw is None and self._pieces.is_silent(token_id):
             return "", ""
-        raw = self._pieces.raw_bytes(token_id)
+        raw = raw or self._pieces.raw_bytes(token_id)
         if raw is None:
             return self.flush(), self._text_after_context(token_id)
         self._context = [token_id]

@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives in pieces; how it is split does not matter. Pure; must not know tokens."""
+"""Finds stop strings in text that arrives in pieces; how it is split does not matter. Pure."""
 
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""The model's tokenizer and chat template: text to token ids and back. Must not know requests or import torch.
+"""The model's tokenizer and chat template: text to token ids and back.
 
 The only file of the gateway that imports transformers.
 """
@@ -12,12 +12,13 @@ from typing import Any
 import jinja2
 import msgspec
 from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from gateway.text.checkpoint import read_model_facts
-from gateway.text.detokenize import IncrementalDetokenizer, ShownTokens
+from gateway.text.detokenize import IncrementalDetokenizer
 
+_BYTE_OF_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>\Z")  # how sentencepiece writes a byte that has no piece
-
 _WORD_MARK = "\u2581"  # how sentencepiece writes a space
 
 
@@ -109,9 +110,8 @@ class Tokenizer:
 
     def detokenizer(self, shown: Collection[str] = (), before: Sequence[int] = ()) -> IncrementalDetokenizer:
         """A detokenizer for one answer. `shown`: names of control tokens to show; `before`: as in its constructor."""
-        ids = {text: self._backend.token_to_id(text) for text in shown}
-        texts = {token_id: text for text, token_id in ids.items() if token_id in self._silent_ids}
-        return IncrementalDetokenizer(ShownTokens(self, texts) if texts else self, before)
+        ids = {self._backend.token_to_id(text): text.encode() for text in shown}
+        return IncrementalDetokenizer(self, before, {id: text for id, text in ids.items() if id in self._silent_ids})
 
     def control_tokens_in(self, text: str) -> frozenset[str]:
         """Names of control tokens that occur in the text."""
@@ -148,7 +148,8 @@ class Tokenizer:
 
 def _bytes_of_pieces(backend: Any) -> Callable[[int], bytes | None]:
     """Returns a cached function: id of an existing token |-> its fixed bytes, or None."""
-    kinds = _decoder_kinds(backend.decoder)
+    state = msgspec.json.decode(backend.decoder.__getstate__()) if backend.decoder else {"decoders": []}
+    kinds = [step["type"] for step in state.get("decoders", [state])]
 
     @cache
     def byte_level(token_id: int) -> bytes:
@@ -165,22 +166,3 @@ def _bytes_of_pieces(backend: Any) -> Callable[[int], bytes | None]:
     if kinds == ["ByteLevel"]:
         return byte_level
     return byte_fallback if "ByteFallback" in kinds else lambda token_id: None
-
-
-def _decoder_kinds(decoder: Any) -> list[str]:
-    """Names of the decoding steps, in order."""
-    if decoder is None:
-        return []
-    state = msgspec.json.decode(decoder.__getstate__())
-    return [step["type"] for step in state.get("decoders", [state])]
-
-
-def _build_byte_of_char() -> dict[str, int]:
-    """Byte-level vocabularies write printable Latin-1 bytes as themselves, the 68 others as U+0100 and up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    return table | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _build_byte_of_char()

@@ -58,14 +58,9 @@ FORMATS: Mapping[str, Format] = {
 
 
 def resolve_format(setting: str, template: str) -> Format | None:
-    """The format named by `setting`, None for "none", or the template's for "auto"."""
-    if setting == "auto":
-        return choose_format(template)
-    return None if setting == "none" else FORMATS[setting]
-
-
-def choose_format(template: str) -> Format | None:
-    """The format of calls in a chat template; None if it knows no tools, or uses another format."""
+    """The format named by `setting`; None for "none"; for "auto" the chat template's, or None if it shows none."""
+    if setting != "auto":
+        return FORMATS.get(setting)
     if not re.search(r"\btools\b", template):
         return None
     if _MISTRAL.opener in template:

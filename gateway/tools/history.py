@@ -6,7 +6,7 @@ from typing import Any
 
 from gateway.errors import bad_request
 from gateway.tools.formats import Format
-from gateway.tools.json_object import read_object
+from gateway.tools.json_text import read_object
 
 _SYSTEM = ("system", "developer")
 Message = Mapping[str, Any]  # role, content and perhaps name, tool_call_id, tool_calls, reasoning_content

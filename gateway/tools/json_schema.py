@@ -4,10 +4,12 @@ The compiler (xgrammar 0.2) makes a grammar of the types and of most keywords ab
 it does not know, and most that stand beside `$ref`, `enum` or `anyOf`. Compiles nothing itself.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import NamedTuple
 
 from gateway.errors import bad_request
-from gateway.tools.schema_facts import SchemaFacts, implied_types, mapping, named_types, names, widened
 from wire.json_schema import MAX_SHOWN, Schema, inner_schemas, written
 
 _RANGE = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
@@ -38,6 +40,16 @@ _NOT_TOGETHER = (  # of each pair, the second is ignored
     ({"properties"}, {"patternProperties"}),
 )
 _LOOKAROUND = ("(?=", "(?!", "(?<=", "(?<!")
+_TYPES = frozenset(("object", "array", "string", "integer", "number", "boolean", "null"))
+_IMPLIED_BY = {  # type |-> keywords from which the compiler infers it if none is named
+    "object": ("properties", "additionalProperties", "unevaluatedProperties"),
+    "array": ("items", "prefixItems", "unevaluatedItems"),
+}
+_TYPE_OF_JSON = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
+_MAX_HOPS = 4  # from reference to reference
+_MAX_BRANCHES = 20  # that are compared with each other
+_MAX_COMPARISONS = 50_000  # of values or properties, in all of a schema; takes some 20 ms
+_NOTHING: Schema = {}
 
 
 def check_enforced(schema: Schema, param: str, *, is_strict: bool) -> tuple[str, ...]:
@@ -50,16 +62,19 @@ def check_enforced(schema: Schema, param: str, *, is_strict: bool) -> tuple[str,
 
 def find_unenforced(schema: Schema) -> str | None:
     """What is not enforced, and where, such as "'uniqueItems' at #/properties/a"; None: all is."""
-    facts = SchemaFacts(schema)
-    for place, part in _parts(schema):
+    facts = _Facts(schema)
+    left: list[tuple[tuple[str, ...], Schema]] = [((), schema)]
+    while left:
+        place, part = left.pop()
         if (problem := _find_in(part, facts)) is not None:
             return f"{problem} at {written(place)}"
+        left += [(place + keys, inner) for keys, inner in inner_schemas(part)]
     return None
 
 
 def takes_objects_only(schema: Schema) -> bool:
     """Whether all answers to the schema are objects."""
-    facts = SchemaFacts(schema)
+    facts = _Facts(schema)
     left: list[object] = [schema]
     seen = set[int]()
     while left:
@@ -70,7 +85,7 @@ def takes_objects_only(schema: Schema) -> bool:
         whole = next((key for key in _WHOLE if key in part), "type")
         if whole in ("anyOf", "oneOf") and isinstance(part[whole], list) and part[whole]:
             left += part[whole]
-        elif whole not in ("type", "const", "enum") or facts.types(part) != {"object"}:
+        elif whole not in ("type", "const", "enum") or facts.of(part).types != {"object"}:
             return False
     return True
 
@@ -80,16 +95,125 @@ def as_object(schema: Schema) -> Schema:
     return {"type": "object", **schema} if schema.keys().isdisjoint((*_WHOLE, "type")) else schema
 
 
-def _parts(root: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
-    """The schema and all within it, each with the keys that lead to it."""
-    left: list[tuple[tuple[str, ...], Schema]] = [((), root)]
-    while left:
-        place, schema = left.pop()
-        yield place, schema
-        left += [(place + keys, part) for keys, part in inner_schemas(schema)]
+class _Shown(NamedTuple):
+    """What a schema shows of its values without a search."""
+
+    types: frozenset[str]  # all of them if it does not show any
+    values: frozenset[str] | None  # those that it lists, as JSON that is equal for equal values: 1 and 1.0, not true
+    required: Mapping[str, object]  # name |-> schema, of its required properties
 
 
-def _find_in(schema: Schema, facts: SchemaFacts) -> str | None:
+class _Facts:
+    """Of the schema `root` and the parts in it. `root` must not change meanwhile.
+
+    Clients write schemas: each part is read once, however many references lead to it, and comparisons are limited.
+    """
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._num_left = _MAX_COMPARISONS
+        self._targets: dict[int, Schema] = {}  # of references, by the id of their part: parts live as long as the root
+        self._shown: dict[int, _Shown] = {}  # by the id of a part
+
+    def followed(self, part: object) -> Schema:
+        """The schema at the end of the references; an empty one if there is none."""
+        schema = _mapping(part)
+        for _ in range(_MAX_HOPS):
+            if not isinstance(schema.get("$ref"), str):
+                break
+            if id(schema) not in self._targets:
+                found: object = self._root
+                for name in schema["$ref"].split("/")[1:]:
+                    found = _mapping(found).get(name)
+                self._targets[id(schema)] = _mapping(found)
+            schema = self._targets[id(schema)]
+        return schema
+
+    def of(self, part: object) -> _Shown:
+        schema = self.followed(part)
+        if id(schema) not in self._shown:
+            self._shown[id(schema)] = _read(schema)
+        return self._shown[id(schema)]
+
+    def are_apart(self, parts: Sequence[object]) -> bool:
+        """Whether no value can match two of them: they differ in type, in listed values, or in a required property.
+
+        Also False if there is too much to compare.
+        """
+        if len(parts) > _MAX_BRANCHES:
+            return False
+        return all(self._differ(*pair) for pair in combinations([self.of(part) for part in parts], 2))
+
+    def _differ(self, one: _Shown, other: _Shown) -> bool:
+        if _widened(one.types).isdisjoint(_widened(other.types)) or self._differ_in_values(one, other):
+            return True
+        self._num_left -= 1 + min(len(one.required), len(other.required))
+        return one.types == other.types == {"object"} and any(
+            self._differ_in_values(self.of(one.required[name]), self.of(other.required[name]))
+            for name in one.required.keys() & other.required.keys()
+            if self._num_left > 0
+        )
+
+    def _differ_in_values(self, one: _Shown, other: _Shown) -> bool:
+        if one.values is None or other.values is None:
+            return False
+        self._num_left -= 1 + min(len(one.values), len(other.values))
+        return self._num_left > 0 and one.values.isdisjoint(other.values)
+
+
+def _read(schema: Schema) -> _Shown:
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    values = frozenset(map(_as_json, listed)) if isinstance(listed, list) else None
+    types = _own_types(schema) or _TYPES if values is None else frozenset(map(_type_of, values))
+    properties = _mapping(schema.get("properties"))
+    return _Shown(types, values, {n: properties[n] for n in _texts(schema.get("required")) if n in properties})
+
+
+def _own_types(schema: Schema) -> frozenset[str]:
+    """Those that the schema names, or the one that the compiler infers."""
+    if "type" in schema:
+        return frozenset(_texts(schema["type"] if isinstance(schema["type"], list) else [schema["type"]]))
+    implied = [name for name, keys in _IMPLIED_BY.items() if not schema.keys().isdisjoint(keys)]
+    return frozenset(implied[:1])
+
+
+def _widened(types: frozenset[str]) -> frozenset[str]:
+    """With the types that others include."""
+    return types | {"integer"} if "number" in types else types
+
+
+def _type_of(written: str) -> str:
+    """Of a value that `_as_json` wrote."""
+    return _TYPE_OF_JSON.get(written[0]) or ("integer" if written.lstrip("-").isdigit() else "number")
+
+
+def _as_json(value: object) -> str:
+    return json.dumps(_plain(value), sort_keys=True)
+
+
+def _plain(value: object) -> object:
+    """With whole numbers as such."""
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case list():
+            return [_plain(inner) for inner in value]
+        case dict():
+            return {name: _plain(inner) for name, inner in value.items()}
+    return value
+
+
+def _mapping(value: object) -> Schema:
+    """The value, or an empty object if it is not one."""
+    return value if isinstance(value, Mapping) else _NOTHING
+
+
+def _texts(value: object) -> list[str]:
+    """Those of a list."""
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
+
+
+def _find_in(schema: Schema, facts: _Facts) -> str | None:
     """What is not enforced of the schema itself, apart from the schemas in it."""
     if _ASSERTIONS.isdisjoint(schema):
         return None
@@ -101,7 +225,7 @@ def _find_in(schema: Schema, facts: SchemaFacts) -> str | None:
     return _find_of_types(schema)
 
 
-def _find_beside(whole: str, schema: Schema, facts: SchemaFacts) -> str | None:
+def _find_beside(whole: str, schema: Schema, facts: _Facts) -> str | None:
     beside = next((key for key in schema if key in _ASSERTIONS and key not in (whole, "type")), None)
     if beside is not None:
         return f"{beside!r} beside {whole!r}"
@@ -115,14 +239,14 @@ def _find_beside(whole: str, schema: Schema, facts: SchemaFacts) -> str | None:
         return "'oneOf' of schemas that may match at once"
     if "type" in schema:
         parts = branches or [schema if whole in ("$ref", "const", "enum") else None]
-        types = frozenset[str]().union(*map(facts.types, parts))
-        if not types <= widened(named_types(schema["type"])):
+        types = frozenset[str]().union(*[facts.of(part).types for part in parts])
+        if not types <= _widened(_own_types(schema)):
             return f"'type' beside {whole!r}"
     return None
 
 
 def _find_of_types(schema: Schema) -> str | None:
-    types = named_types(schema["type"]) if "type" in schema else implied_types(schema)
+    types = _own_types(schema)
     enforced = set[str]().union(*(_ENFORCED.get(name, ()) for name in types))
     if "type" in schema:
         ignored_keys = set[str]().union(*(_IGNORED.get(name, ()) for name in types))
@@ -137,8 +261,8 @@ def _find_of_types(schema: Schema) -> str | None:
     if any(mark in str(schema.get("pattern", "")) for mark in _LOOKAROUND):
         return "a 'pattern' that looks ahead or behind"
     if "object" in types:
-        properties = mapping(schema.get("properties"))
-        missing = next((name for name in names(schema.get("required")) if name not in properties), None)
+        properties = _mapping(schema.get("properties"))
+        missing = next((name for name in _texts(schema.get("required")) if name not in properties), None)
         if missing is not None:
             return f"'required' of {missing[:MAX_SHOWN]!r}, which is not in 'properties',"
     return None

@@ -3,15 +3,19 @@
 How the text is split does not matter. Text outside of calls is content, except markers and whitespace next to calls.
 """
 
+import json
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from gateway.tools.formats import Format
-from gateway.tools.scan import END, Reading, Scanner
+from gateway.tools.json_text import JsonText
+from gateway.tools.scan import END, WORD_CHARS, Reading, Scanner
 
 # A call is held back until its arguments are longer than this: if they are malformed by then, it is content. Longer
 # arguments are streamed and remain a call.
 HELD_ARGUMENTS_CHARS = 2048
+_ANY_NUMBER = sys.maxsize
 _EXTRA_KEYS = ("id", "type")  # that models add to name and arguments; an object with other keys is content, not a call
 
 
@@ -45,13 +49,25 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The end of a call. Its arguments are complete unless the answer was cut off or they are malformed."""
+    """The end of a call, and all of it. Its arguments are complete unless they were cut off or are malformed."""
 
     index: int
+    id: str
+    name: str
+    arguments: str
 
 
 CallEvent = CallBegin | Arguments | CallEnd
 Event = Content | CallEvent
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call that is being read."""
+
+    name: str = ""
+    arguments: str | None = None  # JSON; None: none read yet
+    begun: CallBegin | None = None  # once it is emitted, though it has not ended
 
 
 class CallParser(Scanner):
@@ -69,7 +85,9 @@ class CallParser(Scanner):
         self._new_id = new_id
         self._held_chars = 0 if is_trusted else HELD_ARGUMENTS_CHARS
         self._events: list[Event] = []
-        self._is_streaming = False  # the text taken is arguments of the last call
+        self._call = _Call()  # whose arguments are read
+        self._max_held = _ANY_NUMBER  # characters, before that call is emitted
+        self._stream: JsonText | None = None  # the held text is arguments of the last call emitted
         self.num_calls = 0
         self._reading = self._answer()
         next(self._reading)
@@ -78,8 +96,9 @@ class CallParser(Scanner):
         """Returns the events that are now certain."""
         for char in text:
             self._reading.send(char)
-        if self._is_streaming:
-            self._stream()
+            if len(self._held) > self._max_held:
+                self._begin_stream()
+        self._emit_arguments()
         return self._take_events()
 
     def flush(self) -> list[Event]:
@@ -96,24 +115,37 @@ class CallParser(Scanner):
 
     # Uses of the held text.
 
+    def _drop(self) -> str:
+        """Removes and returns the held text."""
+        text = "".join(self._held)
+        self._held.clear()
+        return text
+
     def _show(self) -> None:
         """Emits the held text as content."""
-        text, last = "".join(self._held), self._events[-1] if self._events else None
-        self._drop()
+        text, last = self._drop(), self._events[-1] if self._events else None
         if isinstance(last, Content):
             self._events[-1] = Content(last.text + text)
         elif text:
             self._events.append(Content(text))
 
-    def _stream(self) -> None:
-        """Emits the held text as arguments."""
-        if self._json:
-            self._events.append(Arguments(self.num_calls - 1, "".join(self._json)))
-            self._drop()
-
-    def _begin(self, name: str) -> None:
-        self._events.append(CallBegin(self.num_calls, self._new_id(), name))
+    def _begin(self, call: _Call) -> CallBegin:
+        call.begun = CallBegin(self.num_calls, self._new_id(), call.name)
+        self._events.append(call.begun)
         self.num_calls += 1
+        return call.begun
+
+    def _begin_stream(self) -> None:
+        """Emits a call whose arguments are too long to be held back."""
+        self._begin(self._call)
+        self._call.arguments, self._stream = "", JsonText(replaces_halves=True)
+        del self._held[: self._max_held - self._held_chars]
+        self._max_held = _ANY_NUMBER
+
+    def _emit_arguments(self, *, is_last: bool = False) -> None:
+        if self._stream is not None and (text := self._stream.push(self._drop(), is_last=is_last)):
+            self._call.arguments = f"{self._call.arguments}{text}"
+            self._events.append(Arguments(self.num_calls - 1, text))
 
     # Answers and calls. A reading that returns False leaves content in `_held`.
 
@@ -128,7 +160,7 @@ class CallParser(Scanner):
             if self._char == self._format.opener[0]:
                 is_behind_call = yield from self._shown_unless(self._opened())
             else:
-                self._append(self._char, self._char)
+                self._held.append(self._char)
                 self._show()
                 self._char = yield
                 is_behind_call = False
@@ -144,14 +176,20 @@ class CallParser(Scanner):
 
     def _opened(self) -> Reading[bool]:
         """An opener and the calls after it."""
-        if not (yield from self._literal(self._format.opener)):
+        if not (yield from self._one_of(self._format.opener)):
             return False
         yield from self._space()
-        if self._format.form == "array":
-            return (yield from self._array())
-        if self._format.form == "named":
-            return (yield from self._named())
-        return (yield from self._objects())
+        match self._format.form:
+            case "array":
+                num_before = self.num_calls
+                is_whole = yield from self._listed("[", "]", self._object)
+                if is_whole and self.num_calls > num_before:
+                    self._drop()
+                return is_whole and self.num_calls > num_before
+            case "named":
+                return (yield from self._named())
+            case "object":
+                return (yield from self._objects())
 
     def _objects(self) -> Reading[bool]:
         """Calls, each with its closer, or with ";" between them if the format has none."""
@@ -165,93 +203,62 @@ class CallParser(Scanner):
                 if behind != opener:
                     return bool(behind)
                 yield from self._space()
-            elif closer or self._char != ";":
+            elif closer or not (yield from self._one_of(";")):
                 return True
             else:
-                yield from self._take()
                 yield from self._space()
         return False
 
-    def _array(self) -> Reading[bool]:
-        if not (yield from self._literal("[")):
-            return False
-        while True:
-            yield from self._space()
-            if not (yield from self._object()):
-                return False
-            yield from self._space()
-            if (yield from self._literal("]")):
-                self._drop()
-                return True
-            if not (yield from self._literal(",")):
-                return False
-
     def _named(self) -> Reading[bool]:
         id_marker, args_marker = self._format.id_marker, self._format.args_marker
-        name = yield from self._word()
+        name = yield from self._run(WORD_CHARS)
         marker = yield from self._one_of(id_marker, args_marker)
         if marker == id_marker:
-            yield from self._word()
+            yield from self._run(WORD_CHARS)
             marker = yield from self._one_of(args_marker)
         yield from self._space()
-        before = self.num_calls
         if marker != args_marker or name not in self._names or self._char != "{":
             return False
-        arguments = yield from self._arguments(name)
-        return self._finish(name, arguments, arguments is not None, before)
+        call = _Call(name)
+        return self._end(call, (yield from self._arguments(call)))
 
     def _object(self) -> Reading[bool]:
         """One call as an object with a name and arguments."""
-        name, before = "", self.num_calls
-        arguments: str | None = None
-        is_whole = yield from self._literal("{")
-        while is_whole:
-            yield from self._space()
-            key = yield from self._key()
-            if key == "name" and not name:
-                name = yield from self._text()
-                is_whole = name in self._names
-            elif key == self._format.arguments_key and arguments is None and self._char == "{":
-                arguments = yield from self._arguments(name)
-                is_whole = arguments is not None
-            else:
-                is_whole = key in _EXTRA_KEYS and (yield from self._value())
-            yield from self._space()
-            if is_whole and (yield from self._literal("}")):
-                break
-            is_whole = is_whole and (yield from self._literal(","))
-        return self._finish(name, arguments, is_whole and bool(name), before)
+        call = _Call()
+        is_whole = yield from self._listed("{", "}", lambda: self._field(call))
+        return self._end(call, is_whole and bool(call.name))
 
-    def _finish(self, name: str, arguments: str | None, is_whole: bool, num_before: int) -> bool:
-        """Emits a call that was held back, or ends one that was streamed. `num_before`: calls emitted before it."""
-        is_out = self.num_calls > num_before
-        if is_whole:
-            self._drop()
-        if is_whole and not is_out:
-            self._begin(name)
-            self._events.append(Arguments(self.num_calls - 1, arguments or "{}"))
-        if is_whole or is_out:
-            self._events.append(CallEnd(self.num_calls - 1))
+    def _field(self, call: _Call) -> Reading[bool]:
+        written = yield from self._key()
+        key = json.loads(written, strict=False) if written else None
+        if key == "name" and not call.name:
+            name = yield from self._string()
+            call.name = json.loads(name, strict=False) if name else ""
+            return call.name in self._names
+        if key == self._format.arguments_key and call.arguments is None and self._char == "{":
+            return (yield from self._arguments(call))
+        return key in _EXTRA_KEYS and (yield from self._value())
+
+    def _arguments(self, call: _Call) -> Reading[bool]:
+        """An object."""
+        self._call, start = call, len(self._held)
+        if call.name:
+            self._max_held = start + self._held_chars
+        is_whole = yield from self._value()
+        self._emit_arguments(is_last=True)
+        self._max_held, self._stream = _ANY_NUMBER, None
+        if call.begun is None:
+            call.arguments = JsonText(replaces_halves=True).push("".join(self._held[start:]), is_last=True)
         return is_whole
 
-    def _arguments(self, name: str) -> Reading[str | None]:
-        """An object. Begins the call once it is too long to be held back. Returns its held part; None: malformed."""
-        start, length = len(self._held), 0
-        reading = self._value()
-        next(reading)
-        while True:
-            length += 1
-            if name and length > self._held_chars and not self._is_streaming:
-                self._begin(name)
-                self._drop(start)
-                self._is_streaming = True
-            try:
-                reading.send((yield))
-            except StopIteration as stop:
-                is_whole: bool = stop.value
-                break
-        if self._is_streaming:
-            self._stream()
-            self._is_streaming = False
-            return "" if is_whole else None
-        return "".join(self._json[start:]) if is_whole else None
+    def _end(self, call: _Call, is_whole: bool) -> bool:
+        """Emits a call that was held back, or ends one that was streamed."""
+        begun = call.begun
+        if is_whole:
+            self._drop()
+            if begun is None:
+                begun, call.arguments = self._begin(call), call.arguments or "{}"
+                self._events.append(Arguments(begun.index, call.arguments))
+        if begun is not None:
+            self._events.append(CallEnd(begun.index, begun.id, begun.name, call.arguments or ""))
+        return is_whole

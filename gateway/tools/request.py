@@ -1,4 +1,4 @@
-"""Rules for tools and tool_choice, the same for REST and gRPC. Pure; must not know either or how calls are written."""
+"""Rules for tools and tool_choice, the same for REST and gRPC. Pure."""
 
 import json
 import re
@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from gateway.errors import bad_request, check_count
 from gateway.tools.formats import Format
-from gateway.tools.json_object import check_depth
 from gateway.tools.json_schema import as_object, check_enforced, takes_objects_only
+from gateway.tools.json_text import check_depth
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 256 * 1024  # of all tools as JSON

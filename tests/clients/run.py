@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -35,107 +35,69 @@ class InstallError(Exception):
     """The client could not be installed."""
 
 
-class Client(Protocol):
-    """A client library and the script that uses it."""
+@dataclass(frozen=True)
+class Client:
+    """A client, its package, and the script or project that uses it.
 
-    @property
-    def name(self) -> str:
-        """Its usual name."""
-        ...
+    `kind`: a package of PyPI with a script tests/clients/USES.py, or one of npm with a project tests/clients/node/USES;
+    an agent is one of npm, started in a network namespace without outside.
+    """
+
+    name: str
+    kind: Literal["python", "node", "agent"]
+    package: str
+    uses: str
 
     @property
     def checks(self) -> Sequence[str]:
         """The checks that its script runs."""
-        ...
+        return AGENT_CHECKS if self.kind == "agent" else CHECKS
+
+    @property
+    def _python(self) -> str:
+        return str(BUILD / self.name / "bin" / "python")
+
+    @property
+    def _project(self) -> Path:
+        return BUILD / "node" / self.uses
 
     def install(self) -> str:
         """Fill or update its environment; return the client's version. Raises InstallError."""
-        ...
-
-    def command(self, url: str) -> tuple[list[str], Path]:
-        """The script's command line, and the folder to run it in."""
-        ...
-
-
-@dataclass(frozen=True)
-class PythonClient:
-    """A package of PyPI with a script tests/clients/SCRIPT.py."""
-
-    name: str
-    requirement: str
-    script: str
-    checks: Sequence[str] = CHECKS
-
-    @property
-    def _python(self) -> Path:
-        return BUILD / self.name / "bin" / "python"
-
-    def install(self) -> str:
-        if not self._python.exists():
-            _call([sys.executable, "-m", "venv", str(BUILD / self.name)], ROOT)
-        _call([str(self._python), "-m", "pip", "install", "--quiet", self.requirement], ROOT)
-        package = re.split(r"[\[>]", self.requirement)[0]
-        return _call(
-            [str(self._python), "-c", f"from importlib.metadata import version; print(version('{package}'))"], ROOT
-        )
-
-    def command(self, url: str) -> tuple[list[str], Path]:
-        return [str(self._python), "-m", f"tests.clients.{self.script}", url], ROOT
-
-
-@dataclass(frozen=True)
-class NodeClient:
-    """A package of npm with a project tests/clients/node/PROJECT."""
-
-    name: str
-    package: str
-    project: str
-    checks: Sequence[str] = CHECKS
-
-    @property
-    def _folder(self) -> Path:
-        return BUILD / "node" / self.project
-
-    def install(self) -> str:
+        if self.kind == "python":
+            if not Path(self._python).exists():
+                _call([sys.executable, "-m", "venv", str(BUILD / self.name)], ROOT)
+            _call([self._python, "-m", "pip", "install", "--quiet", self.package], ROOT)
+            package = re.split(r"[\[>]", self.package)[0]
+            code = f"from importlib.metadata import version; print(version('{package}'))"
+            return _call([self._python, "-c", code], ROOT)
+        if self.kind == "agent":
+            _call(["unshare", "--net", "true"], ROOT)  # fails where no network namespace can be made
         shutil.copytree(HERE / "node", BUILD / "node", dirs_exist_ok=True)
-        if shutil.which("npm") is None:
-            raise InstallError("npm is not installed")
-        _call(["npm", "install", "--no-audit", "--no-fund"], self._folder)
-        manifest = self._folder / "node_modules" / self.package / "package.json"
+        _call(["npm", "install", "--no-audit", "--no-fund"], self._project)
+        manifest = self._project / "node_modules" / self.package / "package.json"
         return str(json.loads(manifest.read_text(encoding="utf-8"))["version"])
 
     def command(self, url: str) -> tuple[list[str], Path]:
-        return ["node", "main.mjs", url, str(HERE / "asked.json")], self._folder
-
-
-@dataclass(frozen=True)
-class AgentClient(NodeClient):
-    """A coding agent of npm, started in a network namespace without outside."""
-
-    checks: Sequence[str] = AGENT_CHECKS
-
-    def install(self) -> str:
-        done = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
-        if done.returncode:
-            raise InstallError(f"no network namespace can be made: {done.stderr.strip()}")
-        return super().install()
-
-    def command(self, url: str) -> tuple[list[str], Path]:
-        programs = str(self._folder / "node_modules" / ".bin")
+        """The script's command line, and the folder to run it in."""
+        if self.kind == "python":
+            return [self._python, "-m", f"tests.clients.{self.uses}", url], ROOT
+        if self.kind == "node":
+            return ["node", "main.mjs", url, str(HERE / "asked.json")], self._project
+        programs = str(self._project / "node_modules" / ".bin")
         return ["unshare", "--net", sys.executable, "-m", "tests.clients.with_agents", self.name, programs], ROOT
 
 
-CLIENTS: Sequence[Client] = (
-    PythonClient("openai-python", "openai>=3,<4", "with_openai"),
-    NodeClient("openai-node", "openai", "openai_node"),
-    NodeClient("vercel-ai", "ai", "vercel_ai"),
-    PythonClient("langchain-openai", "langchain-openai>=1.7,<2", "with_langchain"),
-    PythonClient("litellm", "litellm[mcp]>=1.100,<2", "with_litellm"),  # imports mcp for any tool call
-    PythonClient("instructor", "instructor>=1.17,<2", "with_instructor"),
-    PythonClient("llm", "llm>=0.36,<1", "with_llm"),
-    AgentClient("claude", "@anthropic-ai/claude-code", "agents"),
-    AgentClient("codex", "@openai/codex", "agents"),
-    AgentClient("opencode", "opencode-ai", "agents"),
+CLIENTS = (
+    Client("openai-python", "python", "openai>=3,<4", "with_openai"),
+    Client("openai-node", "node", "openai", "openai_node"),
+    Client("vercel-ai", "node", "ai", "vercel_ai"),
+    Client("langchain-openai", "python", "langchain-openai>=1.7,<2", "with_langchain"),
+    Client("litellm", "python", "litellm[mcp]>=1.100,<2", "with_litellm"),  # imports mcp for any tool call
+    Client("instructor", "python", "instructor>=1.17,<2", "with_instructor"),
+    Client("llm", "python", "llm>=0.36,<1", "with_llm"),
+    Client("claude", "agent", "@anthropic-ai/claude-code", "agents"),
+    Client("codex", "agent", "@openai/codex", "agents"),
+    Client("opencode", "agent", "opencode-ai", "agents"),
 )
 
 
@@ -147,9 +109,7 @@ class Report:
     checks: Sequence[str]
     version: str = ""
     outcomes: dict[str, str] = field(default_factory=dict)  # check |-> "ok", "skip" or "fail"
-    reasons: dict[str, str] = field(
-        default_factory=dict
-    )  # check, or "" for the client |-> why it was skipped or failed
+    reasons: dict[str, str] = field(default_factory=dict)  # check, or "" for the client |-> why skipped or failed
     is_good: bool = True
 
 
@@ -170,10 +130,9 @@ def run_client(client: Client, url: str, console: Console) -> Report:
         report.outcomes[name] = outcome
         if reason:
             report.reasons[name] = reason
-    report.is_good = (
-        done.returncode == 0 and set(report.outcomes) == set(client.checks) and "fail" not in report.outcomes.values()
-    )
-    if set(report.outcomes) != set(client.checks):
+    is_whole = set(report.outcomes) == set(client.checks)
+    report.is_good = is_whole and done.returncode == 0 and "fail" not in report.outcomes.values()
+    if not is_whole:
         report.reasons[""] = f"ended early: {done.stderr.strip()[-400:]}"
     return report
 
@@ -189,6 +148,8 @@ def _call(command: list[str], folder: Path) -> str:
     """Returns its output. Raises InstallError."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=INSTALL_S)
+    except FileNotFoundError as error:
+        raise InstallError(f"{command[0]} is not installed") from error
     except subprocess.TimeoutExpired as error:
         raise InstallError(f"{command[0]} took longer than {INSTALL_S} s") from error
     if done.returncode:
@@ -232,8 +193,8 @@ def main() -> int:
     BUILD.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 160)
     chosen = [client for client in CLIENTS if not arguments.clients or client.name in arguments.clients]
-    libraries = [client for client in chosen if not isinstance(client, AgentClient)]
-    agents = [client for client in chosen if isinstance(client, AgentClient)]  # each starts a service of its own
+    libraries = [client for client in chosen if client.kind != "agent"]
+    agents = [client for client in chosen if client.kind == "agent"]  # each starts a service of its own
     reports = []
     if libraries:
         with _service(arguments.url) as url:

@@ -20,10 +20,8 @@ from structlog.testing import capture_logs
 
 from gateway import tracing
 from gateway.errors import ApiError, not_ready, overloaded
-from gateway.request.raw import Prompt, RawRequest
-from gateway.request.record import RequestRecord, WriteRecord, open_record
 from gateway.router.attempt_record import AttemptRecord, Part, WorkerName
-from gateway.tracing import MAX_WRITTEN, Tracing, open_traces
+from gateway.tracing import MAX_WRITTEN, Tracing, build_provider, open_traces
 from protos import decode_pb2, prefill_pb2
 from tests.gateway.router.test_requests import NO_ROOM
 from tests.support.adapters import APIS
@@ -45,7 +43,7 @@ class Book:
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
-        self.write: WriteRecord = Tracing(SimpleSpanProcessor(self._exporter)).write
+        self.tracing = Tracing(build_provider(SimpleSpanProcessor(self._exporter)))
 
     def take(self) -> list[Trace]:
         """Those written since the last call."""
@@ -64,13 +62,13 @@ class Book:
         return only
 
 
-def write(to: WriteRecord, *choices: list[AttemptRecord], error: ApiError | None = None) -> None:
+def write(tracing: Tracing | None, *choices: list[AttemptRecord], error: ApiError | None = None) -> None:
     """A request of these attempts, which arrived long ago."""
-    raw = RawRequest("m", [Prompt("a secret prompt", "prompt")])
-    record = open_record(to, raw, "m", "r", time.perf_counter() - 1000, tuple)
-    assert record is not None
-    record.choices.extend(choices)
-    record.close(error)
+    assert tracing is not None
+    trace = tracing.begin("chat m", time.perf_counter() - 1000, tuple, {})
+    assert trace is not None
+    trace.choices.extend(choices)
+    trace.close(error)
 
 
 # -- attempts --------------------------------------------------------------------------------------------------------
@@ -126,7 +124,7 @@ def test_a_request_has_four_parts_that_say_what_workers_report() -> None:
         )
         fleet.run(0.1)
         fleet.decodes[0].sessions[0].say([7, 8, 9, 10], "length", timing=timing)
-    write(book.write, client.attempts)
+    write(book.tracing, client.attempts)
     trace = book.take_one()
     assert trace.names == PARTS
     assert all(said(span)["baton.attempt"] == 1 and said(span)["baton.choice"] == 0 for span in trace.parts)
@@ -155,7 +153,7 @@ def test_attempts_of_an_answer_that_moves_are_siblings_and_linked() -> None:
         one.break_streams()
         fleet.run()
         other.sessions[0].emit(4, "length")
-    write(book.write, client.attempts)
+    write(book.tracing, client.attempts)
     trace = book.take_one()
     assert trace.names == ["baton.queue", "baton.prefill", "baton.decode"] * 2
     assert [said(span)["baton.attempt"] for span in trace.parts] == [1, 1, 1, 2, 2, 2]
@@ -175,7 +173,7 @@ def test_where_an_attempt_fails_its_last_part_says_why() -> None:
         client = fleet.ask()
         fleet.run(1.0)
     assert client.error is not None
-    write(book.write, client.attempts, error=client.error)
+    write(book.tracing, client.attempts, error=client.error)
     trace = book.take_one()
     assert trace.names == ["baton.queue", "baton.prefill"] * 4
     lasts = trace.parts[1::2]
@@ -190,7 +188,7 @@ def test_a_request_without_a_place_fails_in_the_queue() -> None:
     book = Book()
     with virtual_fleet(decode=0, **now()) as fleet:
         client = fleet.ask()
-    write(book.write, client.attempts)
+    write(book.tracing, client.attempts)
     (only,) = book.take_one().parts
     assert only.name == "baton.queue" and only.status.code == Status.STATUS_CODE_ERROR and only.status.message
 
@@ -200,18 +198,15 @@ def test_only_the_last_of_many_attempts_are_shown() -> None:
     attempts = [AttemptRecord(number, begun + number / 1000) for number in range(1, 1000)]
     for one in attempts:
         one.close(one.queued_s, "no room")
-    write(book.write, attempts)
+    write(book.tracing, attempts)
     shown = [said(span)["baton.attempt"] for span in book.take_one().parts]
     assert shown == list(range(1000 - MAX_WRITTEN, 1000))
 
 
 def test_a_trace_that_cannot_be_written_costs_only_a_line_of_log() -> None:
-    def fail(_record: RequestRecord) -> None:
-        raise ValueError("no such span")
-
     with capture_logs() as logs:
-        write(fail, [])
-    assert [(one["event"], one["request_id"]) for one in logs] == [("no trace was written", "r")]
+        write(Book().tracing, [AttemptRecord(1, 10.0)])  # it has not ended
+    assert [one["event"] for one in logs] == ["no trace was written"]
 
 
 # -- requests --------------------------------------------------------------------------------------------------------
@@ -220,7 +215,7 @@ def test_a_trace_that_cannot_be_written_costs_only_a_line_of_log() -> None:
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Book]]:
     book = Book()
-    with run_api(tmp_path_factory.mktemp("traced"), PLAIN, write_record=book.write) as served:
+    with run_api(tmp_path_factory.mktemp("traced"), PLAIN, tracing=book.tracing) as served:
         yield served, book
 
 
@@ -314,24 +309,24 @@ def test_what_ends_a_request_without_an_answer(
 
 def test_values_that_the_protocol_cannot_say_lose_no_trace() -> None:
     book = Book()
-    raw = RawRequest("\ud800" * 1000, [Prompt("x", "prompt")], max_tokens=10**30, sampling={"top_k": -(10**30)})
-    made = open_record(book.write, raw, "m", "r", time.perf_counter(), tuple)
-    assert made is not None
-    made.close(None)
-    (trace,) = book.take()
-    assert said(trace.root)["gen_ai.request.max_tokens"] == 2**63 - 1
-    assert said(trace.root)["gen_ai.request.model"] == "?" * 200
+    trace = book.tracing.begin(
+        "chat m", time.perf_counter(), tuple, {"count": 10**30, "least": -(10**30), "text": "\ud800"}
+    )
+    assert trace is not None
+    trace.close(None)
+    (written,) = book.take()
+    assert said(written.root).items() >= {"count": 2**63 - 1, "least": 1 - 2**63, "text": "?"}.items()
 
 
 # -- collectors ------------------------------------------------------------------------------------------------------
 
 
 def test_without_an_endpoint_opentelemetry_is_not_loaded() -> None:
-    """Its interface may be, by FastAPI."""
-    code = "import sys, gateway.main as m; m._open_traces(''); print(*sys.modules)"
+    """Its interface is."""
+    code = "import sys, gateway.main as m; m.open_traces('').__enter__(); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "gateway.main" in loaded
-    assert not {"gateway.tracing", "opentelemetry.sdk", "opentelemetry.exporter"} & set(loaded)
+    assert "gateway.tracing" in loaded
+    assert not {"opentelemetry.sdk", "opentelemetry.exporter"} & set(loaded)
 
 
 @pytest.mark.parametrize(("path", "wanted"), [("", "/v1/traces"), ("/", "/v1/traces"), ("/own", "/own")])
@@ -340,8 +335,8 @@ def test_the_last_spans_are_sent_at_the_end(path: str, wanted: str, monkeypatch:
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "zone=z")
     with run_collector() as collector:
-        with open_traces(collector.url + path) as write_record:
-            write(write_record)
+        with open_traces(collector.url + path) as traces:
+            write(traces)
             assert not collector.messages
         (message,) = collector.messages
     assert collector.paths == {wanted}
@@ -352,8 +347,8 @@ def test_the_last_spans_are_sent_at_the_end(path: str, wanted: str, monkeypatch:
 def test_a_service_without_a_name_is_baton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
     with run_collector() as collector:
-        with open_traces(collector.url) as write_record:
-            write(write_record)
+        with open_traces(collector.url) as traces:
+            write(traces)
         (message,) = collector.messages
     assert 'string_value: "baton"' in str(message.resource_spans[0].resource)
 
@@ -365,9 +360,9 @@ def test_a_dead_collector_costs_one_line_of_log(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with capture_logs() as lines, open_traces(f"http://127.0.0.1:{port}") as write_record:
+    with capture_logs() as lines, open_traces(f"http://127.0.0.1:{port}") as traces:
         for _ in range(500):
-            write(write_record)
+            write(traces)
     assert [line["event"] for line in lines] == ["trouble with traces"]
 
 
@@ -375,8 +370,8 @@ def test_a_collector_that_hangs_does_not_keep_the_gateway_from_its_end(monkeypat
     monkeypatch.setattr(tracing, "FLUSH_S", 0.05)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        with open_traces(f"http://127.0.0.1:{silent.getsockname()[1]}") as write_record:
-            write(write_record)
+        with open_traces(f"http://127.0.0.1:{silent.getsockname()[1]}") as traces:
+            write(traces)
         (flushing,) = (thread for thread in threading.enumerate() if thread.name == "last-spans")
         assert flushing.daemon, "it ends with the process"
     flushing.join()

@@ -19,8 +19,8 @@ from prometheus_client import CollectorRegistry
 from gateway.api.grpc.service import add_inference_services, build_interceptors
 from gateway.app import build_app, build_served_model
 from gateway.request.prepare import ApiOptions
-from gateway.request.record import WriteRecord
 from gateway.text.tokenizer import Tokenizer
+from gateway.tracing import Tracing
 from runtime.rpc import build_server
 from tests.support.fake_ring import FakeRing, Script
 from tests.support.tiny_tokenizer import write_byte_level
@@ -78,7 +78,7 @@ def run_api(
     folder: Path,
     options: ApiOptions,
     write: Callable[[Path], Path] = write_byte_level,
-    write_record: WriteRecord | None = None,
+    tracing: Tracing | None = None,
     names: Sequence[str] = (SERVED,),
 ) -> Iterator[Served]:
     """Serve REST and gRPC on free loopback ports until the context ends. `write` writes the checkpoint's folder."""
@@ -102,7 +102,7 @@ def run_api(
         await grpc_server.stop(0)
         served.offload.close()
 
-    served = build_served_model(ring, tokenizer, names, options, registry, write_record)
+    served = build_served_model(ring, tokenizer, names, options, registry, tracing)
     http = uvicorn.Server(uvicorn.Config(build_app(served), log_level="warning"))
     thread = threading.Thread(target=lambda: uvloop.run(serve()), daemon=True)
     thread.start()

@@ -59,8 +59,9 @@ def summary(events: Sequence[Event]) -> tuple[str, list[Call]]:
             case Arguments(index, text):
                 assert text and is_open and index == len(calls) - 1
                 calls[-1] = (calls[-1][0], calls[-1][1] + text)
-            case CallEnd(index):
-                assert is_open and index == len(calls) - 1
+            case CallEnd(index, call_id, name, arguments):
+                assert is_open and index == len(calls) - 1 and call_id == f"id{index}"
+                assert calls[-1] == (name, arguments)
                 is_open = False
     assert not is_open
     return content, calls

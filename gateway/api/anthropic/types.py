@@ -1,29 +1,40 @@
-"""Request bodies of Anthropic's Messages API: names and types. gateway/request checks values. Must not know HTTP."""
+"""Request bodies of Anthropic's Messages API."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
-from gateway.api.anthropic.message_types import MessageParam, TextOrBlocks, ToolResultBlock
-from gateway.api.anthropic.tool_types import AnyTool, MessagesTool, MessagesToolChoice
+from gateway.api.anthropic.chat_types import (
+    AnyTool,
+    MessageParam,
+    MessagesTool,
+    MessagesToolChoice,
+    TextBlock,
+    ToolResultBlock,
+)
 from gateway.api.http.body import (
     CACHE_SALT_FIELD,
     Body,
-    FirstErrorOnly,
+    Many,
+    TextOr,
     Texts,
+    WordOr,
     any_value,
     given_sampling,
     only_null,
     sampling_field,
 )
-from gateway.request.left_out import split_header
-from gateway.request.raw import AnswerForm, Chat, Prompt, RawRequest
 from gateway.request.rules import MAX_MESSAGES, MAX_STOP_STRINGS
+from gateway.request.types import AnswerForm, Chat, GenerateRequest, Prompt
 from gateway.tools.history import Message, keep_reasoning
-from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools, Tool
+from gateway.tools.request import MAX_TOOLS, RawTools
 from gateway.tools.template_options import Option, check_effort, switch_options
+
+# First line of a system's text that changes from request to request, so that no prefix would stay equal
+_HEADER = re.compile(r"x-anthropic-billing-header: [^\n]*(\n|$)")
 
 
 class OutputFormat(Body):
@@ -70,13 +81,9 @@ class ClearThinking(Body):
     types_rule = "this service clears only reasoning, with clear_thinking_20251015"
 
     type: Literal["clear_thinking_20251015"]
-    keep: (
-        Annotated[
-            Annotated[Literal["all"], Tag("~word")] | Annotated[ThinkingTurns, Tag("~turns")],
-            Discriminator(lambda value: "~word" if isinstance(value, str) else "~turns"),
-        ]
-        | None
-    ) = Field(None, description="By default the last message that reasons.")
+    keep: WordOr[Literal["all"], ThinkingTurns] | None = Field(
+        None, description="By default the last message that reasons."
+    )
 
     def warnings(self, path: str = "") -> Iterator[str]:
         if self.keep == "all":
@@ -94,7 +101,7 @@ class ContextManagement(Body):
 
     ignored = {}
 
-    edits: Annotated[list[ClearThinking], FirstErrorOnly()] | None = None
+    edits: Many[ClearThinking] | None = None
 
 
 class CountTokensRequest(Body):
@@ -108,21 +115,22 @@ class CountTokensRequest(Body):
     }
 
     model: str
-    messages: Annotated[list[MessageParam], FirstErrorOnly()] = Field(min_length=1, max_length=MAX_MESSAGES)
-    system: TextOrBlocks | None = None
-    tools: Annotated[list[AnyTool], FirstErrorOnly()] | None = Field(None, json_schema_extra={"maxItems": MAX_TOOLS})
+    messages: Many[MessageParam] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: TextOr[Many[TextBlock]] | None = None
+    tools: Many[AnyTool] | None = Field(None, json_schema_extra={"maxItems": MAX_TOOLS})
     tool_choice: MessagesToolChoice | None = None
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None
     context_management: ContextManagement | None = None
 
-    def raw(self) -> RawRequest:
+    def raw(self) -> GenerateRequest:
         """The request without its wire format. Raises ApiError."""
         blocks = self.system or []
         texts = [blocks] if isinstance(blocks, str) else [block.text for block in blocks]
-        header, text = split_header(texts)
+        found = _HEADER.match(texts[0] if texts else "")
+        header = found[0] if found else ""
+        text = "".join(texts)[len(header) :]
         has_system = self.system is not None and (text or not header)
-        system = [{"role": "system", "content": text}] if has_system else []
         said: Sequence[Message] = [
             plain for index, message in enumerate(self.messages) for plain in message.plain(f"messages[{index}]")
         ]
@@ -135,39 +143,35 @@ class CountTokensRequest(Body):
         for edit in (self.context_management and self.context_management.edits) or ():
             said = edit.apply(said)
         effort = self.output_config.effort if self.output_config else None
-        thinking = self.thinking.type if self.thinking else None
+        options: dict[str, Option] = dict(self.thinking.options()) if self.thinking else {}
+        wishes = {"thinking": ""} if self.thinking and self.thinking.type == "adaptive" else {}
+        if effort is not None:
+            options["reasoning_effort"] = check_effort(effort, "output_config.effort")
+            wishes["output_config.effort"] = "reasoning_effort"
         chat = Chat(
-            [*system, *said],
+            [*([{"role": "system", "content": text}] if has_system else []), *said],
             results,
             "messages",
-            options={
-                **(self.thinking.options() if self.thinking else {}),
-                **({"reasoning_effort": check_effort(effort, "output_config.effort")} if effort is not None else {}),
-            },
-            reasoning_param="thinking" if thinking == "enabled" else None,
-            wishes={
-                **({"thinking": ""} if thinking == "adaptive" else {}),
-                **({"output_config.effort": "reasoning_effort"} if effort is not None else {}),
-            },
+            options,
+            reasoning_param="thinking" if self.thinking and self.thinking.type == "enabled" else None,
+            wishes=wishes,
             header=header,
             is_open=said[-1]["role"] == "assistant",  # the answer continues it
         )
-        tools = RawTools(self._tools(), self._choice(), self._is_parallel)
-        prompt = Prompt(chat, "messages")
-        return RawRequest(self.model, [prompt], "messages", tools=tools, warnings=tuple(self.warnings()))
+        warnings = tuple(self.warnings())
+        return GenerateRequest(
+            self.model, [Prompt(chat, "messages")], "messages", tools=self._tools(), warnings=warnings
+        )
 
-    def _tools(self) -> list[Tool]:
+    def _tools(self) -> RawTools:
+        """Raises ApiError."""
         given = enumerate(self.tools or ())
-        return [tool.tool(f"tools[{index}]") for index, tool in given if isinstance(tool, MessagesTool)]
-
-    def _choice(self) -> Choice | NamedChoice | None:
-        """None for "auto" where all tools are left out."""
+        tools = [tool.tool(f"tools[{index}]") for index, tool in given if isinstance(tool, MessagesTool)]
         choice = self.tool_choice.choice() if self.tool_choice else None
-        return None if choice == "auto" and self.tools and not self._tools() else choice
-
-    @property
-    def _is_parallel(self) -> bool | None:
-        return False if self.tool_choice and self.tool_choice.disable_parallel_tool_use else None
+        if choice == "auto" and self.tools and not tools:
+            choice = None  # all are left out
+        is_single = self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use
+        return RawTools(tools, choice, False if is_single else None)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -181,7 +185,7 @@ class MessagesRequest(CountTokensRequest):
     top_k: int | None = Field(None, json_schema_extra={"minimum": -1})
     cache_salt: str | None = CACHE_SALT_FIELD
 
-    def raw(self) -> RawRequest:
+    def raw(self) -> GenerateRequest:
         form = self.output_config.format if self.output_config else None
         return replace(
             super().raw(),

@@ -1,7 +1,7 @@
-"""Errors (a status with machine-readable details), API keys and request ids on gRPC. Must not know requests."""
+"""Errors (a status with machine-readable details), API keys and request ids on gRPC."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -14,7 +14,6 @@ from runtime.malformed import MALFORMED
 from runtime.peer_input import shorten
 
 _OPEN_METHOD = "/grpc.health.v1.Health/Check"  # liveness probes have no key
-
 _CODES = {  # HTTP status |-> gRPC code
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -25,7 +24,7 @@ _CODES = {  # HTTP status |-> gRPC code
 }
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Metadata = Iterable[tuple[str, str | bytes]] | None
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 def pick_call_id(context: Context) -> str:
@@ -39,25 +38,9 @@ async def send_call_id(context: Context, request_id: str) -> None:
     await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
 
 
-async def refuse_malformed(context: Context) -> NoReturn:
-    """Ends a call whose request is not a valid message."""
-    await _refuse(context, bad_request(MALFORMED, None, "invalid_message"))
-
-
 async def abort_with(context: Context, error: ApiError) -> NoReturn:
     """Ends the call with the error's message, code, field and retry delay."""
-    code = _CODES.get(error.status, grpc.StatusCode.INTERNAL)
-    message = shorten(error.message)
-    status = status_pb2.Status(code=code.value[0], message=message)
-    for detail in _details(error, message):
-        packed = AnyMessage()
-        packed.Pack(detail)
-        status.details.append(packed)
-    trailer = (("grpc-status-details-bin", status.SerializeToString()),)
-    await context.abort(code, message, trailer)
-
-
-def _details(error: ApiError, message: str) -> list[Message]:
+    code, message = _CODES.get(error.status, grpc.StatusCode.INTERNAL), shorten(error.message)
     details: list[Message] = []
     if error.code is not None:
         details.append(error_details_pb2.ErrorInfo(reason=error.code.upper(), domain="baton"))
@@ -68,7 +51,23 @@ def _details(error: ApiError, message: str) -> list[Message]:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.seconds = error.retry_after_s
         details.append(retry)
-    return details
+    status = status_pb2.Status(code=code.value[0], message=message)
+    for detail in details:
+        packed = AnyMessage()
+        packed.Pack(detail)
+        status.details.append(packed)
+    await context.abort(code, message, (("grpc-status-details-bin", status.SerializeToString()),))
+
+
+async def refuse(context: Context, error: ApiError) -> NoReturn:
+    """Ends a call that has no request id yet."""
+    await send_call_id(context, pick_call_id(context))
+    await abort_with(context, error)
+
+
+async def refuse_malformed(context: Context) -> NoReturn:
+    """Ends a call whose request is not a valid message."""
+    await refuse(context, bad_request(MALFORMED, None, "invalid_message"))
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
@@ -79,36 +78,26 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]]",
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]",
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
+    ) -> "Handler | None":
         if handler_call_details.method != _OPEN_METHOD:
+            given = _find(handler_call_details.invocation_metadata, "authorization") or b""
             try:
-                check_key(_authorization(handler_call_details), self._api_keys)
+                check_key(given if isinstance(given, bytes) else given.encode(), self._api_keys)
             except ApiError as error:
                 return _refusal(error)
         return await continuation(handler_call_details)
 
 
-def _authorization(details: grpc.HandlerCallDetails) -> bytes:
-    value = _find(details.invocation_metadata, "authorization") or b""
-    return value if isinstance(value, bytes) else value.encode()
-
-
-def _find(metadata: Metadata, name: str) -> str | bytes | None:
-    return next((value for key, value in metadata or () if key == name), None)
-
-
-def _refusal(error: ApiError) -> "grpc.RpcMethodHandler[Any, Any]":
+def _refusal(error: ApiError) -> Handler:
     """A handler that refuses before it reads. It streams in both directions, so it can replace any kind of method."""
 
-    async def refuse(requests: AsyncIterator[bytes], context: Context) -> None:
-        await _refuse(context, error)
+    async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
+        await refuse(context, error)
 
-    return grpc.stream_stream_rpc_method_handler(refuse)
+    return grpc.stream_stream_rpc_method_handler(handle)
 
 
-async def _refuse(context: Context, error: ApiError) -> NoReturn:
-    """Ends a call that has no request id yet."""
-    await send_call_id(context, pick_call_id(context))
-    await abort_with(context, error)
+def _find(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> str | bytes | None:
+    return next((value for key, value in metadata or () if key == name), None)

@@ -1,6 +1,6 @@
-"""From protobuf messages to raw requests. Must not know gRPC's calls or what values mean."""
+"""From protobuf messages to raw requests."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -8,13 +8,19 @@ from typing import Any
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from gateway.api.grpc.conversations import chat_prompt, raw_tools
-from gateway.errors import bad_request
-from gateway.request.raw import AnswerForm, Prompt, RawRequest
-from protos import inference_pb2
+from gateway.errors import bad_request, check_count
+from gateway.request.rules import MAX_MESSAGES
+from gateway.request.types import AnswerForm, Chat, GenerateRequest, Prompt
+from gateway.tools.history import template_call
+from gateway.tools.json_text import read_object
+from gateway.tools.request import MAX_TOOLS_BYTES, Choice, NamedChoice, RawTools, Tool
+from gateway.tools.template_options import check_options
+from protos import inference_pb2 as pb
 from wire.sampling import SCALARS
 
 _OPTIONAL_FIELDS = ("max_tokens", "min_tokens", "n", "speculation", "max_draft_tokens")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_CHOICES: Mapping[str, Choice | None] = {"": None, "none": "none", "auto": "auto", "required": "required"}
 # Checking a request blocks the event loop: 1 us per message, and per unknown field, which has at least 2 bytes.
 _MAX_MESSAGES = 20_000  # nested in one request; as many as containers in a JSON body
 _MAX_UNKNOWN_BYTES = 64 << 10
@@ -59,7 +65,7 @@ def _count_unknown_bytes(request: Message) -> int:
     return request.ByteSize() - known.ByteSize()
 
 
-def generate_request(request: inference_pb2.GenerateRequest) -> RawRequest:
+def generate_request(request: pb.GenerateRequest) -> GenerateRequest:
     """Raises ApiError if it has no prompt."""
     check_known(request)
     kind = request.WhichOneof("prompt")
@@ -68,13 +74,24 @@ def generate_request(request: inference_pb2.GenerateRequest) -> RawRequest:
     return _raw_request(request, Prompt(request.text if kind == "text" else tuple(request.token_ids.ids), kind))
 
 
-def chat_request(request: inference_pb2.ChatRequest) -> RawRequest:
+def chat_request(request: pb.ChatRequest) -> GenerateRequest:
     """Raises ApiError if a message or a tool is invalid."""
     check_known(request)
-    return replace(_raw_request(request, chat_prompt(request)), tools=raw_tools(request))
+    chat, given = _chat(request.messages), request.chat_template_kwargs
+    try:
+        options = check_options(read_object(given) if given else {}, "chat_template_kwargs")
+    except ValueError as error:
+        raise bad_request(f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
+    chat = replace(chat, options=options, is_open=request.continue_final_message)
+    tools = RawTools(
+        _tools(request.tools),
+        _CHOICES.get(request.tool_choice, NamedChoice(request.tool_choice, "tool_choice")),
+        request.parallel_tool_calls if request.HasField("parallel_tool_calls") else None,
+    )
+    return replace(_raw_request(request, Prompt(chat, "messages")), tools=tools)
 
 
-def tokenize_request(request: inference_pb2.TokenizeRequest) -> RawRequest:
+def tokenize_request(request: pb.TokenizeRequest) -> GenerateRequest:
     """Raises ApiError if text and messages are both given, or a field of one with the other."""
     check_known(request)
     if request.messages and request.text:
@@ -84,19 +101,19 @@ def tokenize_request(request: inference_pb2.TokenizeRequest) -> RawRequest:
         raise bad_request(message, "add_special_tokens")
     if request.tools and not request.messages:
         raise bad_request("tools go into a conversation; send messages, too", "tools")
-    prompt = chat_prompt(request) if request.messages else Prompt(request.text, "text")
-    return RawRequest(
+    prompt = Prompt(_chat(request.messages), "messages") if request.messages else Prompt(request.text, "text")
+    return GenerateRequest(
         request.model or None,
         [prompt],
-        tools=raw_tools(request),
+        tools=RawTools(_tools(request.tools)),
         add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else None,
     )
 
 
-def _raw_request(request: "inference_pb2.GenerateRequest | inference_pb2.ChatRequest", prompt: Prompt) -> RawRequest:
+def _raw_request(request: pb.GenerateRequest | pb.ChatRequest, prompt: Prompt) -> GenerateRequest:
     """Reads fields 4 to 23 and 27, which both types have."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _OPTIONAL_FIELDS if request.HasField(name)}
-    return RawRequest(
+    return GenerateRequest(
         model=request.model or None,
         prompts=[prompt],
         prompts_param=prompt.param,
@@ -113,7 +130,7 @@ def _raw_request(request: "inference_pb2.GenerateRequest | inference_pb2.ChatReq
     )
 
 
-def _form(given: inference_pb2.ResponseFormat) -> AnswerForm | None:
+def _form(given: pb.ResponseFormat) -> AnswerForm | None:
     kind = given.WhichOneof("form")
     if kind is None:
         raise bad_request("response_format has no form; set one of its fields", "response_format", "missing_field")
@@ -121,3 +138,50 @@ def _form(given: inference_pb2.ResponseFormat) -> AnswerForm | None:
         return AnswerForm(kind, None, "response_format.json_object") if given.json_object else None
     value = tuple(given.choice.texts) if kind == "choice" else getattr(given, kind)
     return AnswerForm(kind, value, f"response_format.{kind}")
+
+
+def _chat(messages: Sequence[pb.ChatMessage]) -> Chat:
+    """As chat templates take it. Raises ApiError."""
+    check_count("messages", len(messages), MAX_MESSAGES, "messages")
+    plain = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return Chat(plain, [f"messages[{at}].tool_call_id" for at, one in enumerate(messages) if one.role == "tool"])
+
+
+def _message(given: pb.ChatMessage, path: str) -> Mapping[str, Any]:
+    """As chat templates take it."""
+    if given.role not in _ROLES:
+        raise bad_request(f"{path}.role is {given.role[:40]!r}; it must be one of {', '.join(_ROLES)}", f"{path}.role")
+    calls = [_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(given.tool_calls)]
+    optional = {
+        "name": given.name,
+        "tool_call_id": given.tool_call_id,
+        "tool_calls": calls,
+        "reasoning_content": given.reasoning,
+    }
+    return {"role": given.role, "content": given.content} | {name: value for name, value in optional.items() if value}
+
+
+def _call(given: pb.ToolCall, path: str) -> dict[str, Any]:
+    for field in ("id", "name"):
+        if not getattr(given, field):
+            raise bad_request(f"{path}.{field} is empty", f"{path}.{field}", "missing_field")
+    try:
+        return template_call(given.id, given.name, given.arguments)
+    except ValueError as error:
+        raise bad_request(f"{path}.arguments: {error}", f"{path}.arguments") from error
+
+
+def _tools(given: Sequence[pb.Tool]) -> list[Tool]:
+    """Raises ApiError if the parameters of a tool are not a JSON object."""
+    tools = []
+    for index, tool in enumerate(given):
+        path = f"tools[{index}]"
+        param = f"{path}.parameters"
+        if len(tool.parameters) > MAX_TOOLS_BYTES:
+            raise bad_request(f"{param} has more than the {MAX_TOOLS_BYTES} bytes that all tools may have", param)
+        try:
+            parameters = read_object(tool.parameters) if tool.parameters else None
+        except ValueError as error:
+            raise bad_request(f"{param}: {error}", param) from error
+        tools.append(Tool(tool.name, tool.description or None, parameters, False, path, param))
+    return tools

@@ -1,10 +1,11 @@
-"""The public gRPC service: the same requests, rules and errors as REST. Must not know where text comes from."""
+"""The public gRPC service: the same requests, rules and errors as REST."""
 
 # ruff: noqa: N802 (rpcs have the names of their proto)
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import grpc
 import structlog
@@ -12,19 +13,19 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from gateway.answer.choice_text import Piece
-from gateway.answer.choices import begin, stream_choices
-from gateway.api.access import unique_id, warning_headers
-from gateway.api.grpc.answers import AnswerMessages
+from gateway.answer.choice_text import OutputDelta
+from gateway.answer.choices import Totals, begin, stream_choices, timing_fields
+from gateway.api.access import unique_id, waking_timeout, warning_headers
 from gateway.api.grpc.errors import Context, KeyInterceptor, abort_with, pick_call_id, refuse_malformed, send_call_id
 from gateway.api.grpc.requests import chat_request, check_known, generate_request, tokenize_request
-from gateway.api.waking_timeout import waking_timeout
 from gateway.errors import ApiError
-from gateway.request.counting import detokenize, tokenize
-from gateway.request.prepare import ServedModel
-from gateway.request.raw import RawRequest
-from protos import inference_pb2, inference_pb2_grpc
+from gateway.request.prepare import ServedModel, detokenize, tokenize
+from gateway.request.types import GenerateRequest
+from gateway.tools.parse import CallEnd
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc
 from runtime.malformed import MalformedInterceptor
+from wire.logprobs import TokenLogprobs
 
 _log = structlog.get_logger()
 
@@ -43,7 +44,7 @@ def add_inference_services(server: grpc.aio.Server, served: ServedModel) -> None
     inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(served), server)
     health_pb2_grpc.add_HealthServicer_to_server(ReadinessService(served), server)
     names = [
-        inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
+        pb.DESCRIPTOR.services_by_name["Inference"].full_name,
         health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
         reflection.SERVICE_NAME,
     ]
@@ -56,79 +57,109 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     def __init__(self, served: ServedModel) -> None:
         self._served = served
 
-    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Streams continuations of one prompt."""
-        await self._stream(context, lambda: generate_request(request), AnswerMessages.generate)
+        await self._stream(context, lambda: generate_request(request), _AnswerMessages.generate)
 
-    async def Chat(self, request: inference_pb2.ChatRequest, context: Context) -> None:
+    async def Chat(self, request: pb.ChatRequest, context: Context) -> None:
         """Streams answers to one conversation."""
-        await self._stream(context, lambda: chat_request(request), AnswerMessages.chat)
+        await self._stream(context, lambda: chat_request(request), _AnswerMessages.chat)
 
-    async def Tokenize(
-        self, request: inference_pb2.TokenizeRequest, context: Context
-    ) -> inference_pb2.TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Turns text or a conversation into token ids."""
         async with _serving(context):
             token_ids = await tokenize(self._served, tokenize_request(request))
-        return inference_pb2.TokenizeResponse(token_ids=token_ids, context_tokens=self._served.tokenizer.context_tokens)
+        return pb.TokenizeResponse(token_ids=token_ids, context_tokens=self._served.tokenizer.context_tokens)
 
-    async def Detokenize(
-        self, request: inference_pb2.DetokenizeRequest, context: Context
-    ) -> inference_pb2.DetokenizeResponse:
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Turns token ids into text."""
         async with _serving(context):
             check_known(request)
             model, token_ids = request.model or None, tuple(request.token_ids)
             text = await detokenize(self._served, model, token_ids, "token_ids", with_control_tokens=False)
-        return inference_pb2.DetokenizeResponse(text=text)
+        return pb.DetokenizeResponse(text=text)
 
-    async def ListModels(
-        self, request: inference_pb2.ListModelsRequest, context: Context
-    ) -> inference_pb2.ListModelsResponse:
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """The models served."""
         async with _serving(context):
             check_known(request)
         context_tokens = self._served.tokenizer.context_tokens
-        models = [inference_pb2.Model(id=name, context_tokens=context_tokens) for name in self._served.names.listed]
-        return inference_pb2.ListModelsResponse(models=models)
+        models = [pb.Model(id=name, context_tokens=context_tokens) for name in self._served.names.listed]
+        return pb.ListModelsResponse(models=models)
 
     async def _stream(
-        self, context: Context, read: Callable[[], RawRequest], write: Callable[[AnswerMessages, int, Piece], Message]
+        self,
+        context: Context,
+        read: Callable[[], GenerateRequest],
+        write: "Callable[[_AnswerMessages, int, OutputDelta], Message]",
     ) -> None:
         """Serves a streamed call. Closes the ring's iterators if it is cancelled or its client stops reading.
 
         Writes instead of yielding: a cancelled write is then raised here, where the iterator is closed.
         """
-        try:
-            async with (
-                _serving(context) as request_id,
-                aclosing(self._responses(context, request_id, read, write)) as responses,
-            ):
-                async for response in responses:
+        async with _serving(context) as request_id:
+            arrived_s = time.perf_counter()
+            raw = read()
+            totals = await begin(self._served, raw, unique_id(request_id), arrived_s, context.invocation_metadata)
+            context.set_trailing_metadata(tuple(warning_headers(totals.job.warnings).items()))
+            messages = _AnswerMessages(totals, with_timing=raw.with_timing)
+            async with aclosing(stream_choices(self._served, totals)) as pieces:
+                async for index, piece in pieces:
+                    message = write(messages, index, piece)
                     try:
                         async with waking_timeout(self._served.options.stalled_client_s):
-                            await context.write(response)
+                            await context.write(message)
                     except TimeoutError as error:
                         raise _StalledClientError from error
-        except _StalledClientError:
-            _log.warning("client stopped reading; request cancelled")
-            await context.abort(grpc.StatusCode.CANCELLED, "the client stopped reading")
 
-    async def _responses(
-        self,
-        context: Context,
-        request_id: str,
-        read: Callable[[], RawRequest],
-        write: Callable[[AnswerMessages, int, Piece], Message],
-    ) -> AsyncGenerator[Message, None]:
-        arrived_s = time.perf_counter()
-        raw = read()
-        totals = await begin(self._served, raw, unique_id(request_id), arrived_s, context.invocation_metadata)
-        context.set_trailing_metadata(tuple(warning_headers(totals.job.warnings).items()))
-        messages = AnswerMessages(totals, with_timing=raw.with_timing)
-        async with aclosing(stream_choices(self._served, totals)) as pieces:
-            async for index, piece in pieces:
-                yield write(messages, index, piece)
+
+class _AnswerMessages:
+    """Writes the choices of one request."""
+
+    def __init__(self, totals: Totals, *, with_timing: bool) -> None:
+        """`totals` must count a piece before it is written here."""
+        self._totals = totals
+        self._with_timing = with_timing
+
+    def generate(self, index: int, piece: OutputDelta) -> pb.GenerateResponse:
+        """A piece of a choice."""
+        return pb.GenerateResponse(finish_reason=piece.finish_reason or "", **self._shared(index, piece))
+
+    def chat(self, index: int, piece: OutputDelta) -> pb.ChatResponse:
+        """A piece of a choice, with the tool calls that it completes."""
+        calls = [event for event in piece.calls if isinstance(event, CallEnd)]
+        return pb.ChatResponse(
+            finish_reason=piece.ending or "",
+            tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in calls],
+            reasoning=piece.reasoning,
+            **self._shared(index, piece),
+        )
+
+    def _shared(self, index: int, piece: OutputDelta) -> dict[str, Any]:
+        """Fields of both messages. The request's last one has the token counts."""
+        fields: dict[str, Any] = {"text": piece.text, "token_ids": piece.token_ids, "index": index}
+        if piece.logprobs:
+            pairs = zip(piece.token_ids, piece.logprobs, strict=True)
+            fields["logprobs"] = [_logprob(token_id, given) for token_id, given in pairs]
+        if not self._totals.num_open:
+            fields["usage"] = pb.Usage(
+                prompt_tokens=self._totals.num_prompt,
+                completion_tokens=self._totals.num_completion,
+                cached_tokens=self._totals.num_cached,
+                reasoning_tokens=self._totals.num_reasoning,
+            )
+        if self._with_timing and piece.timing:
+            names = pb.Timing.DESCRIPTOR.fields_by_name
+            fields["timing"] = pb.Timing(**timing_fields(piece.timing, names))
+        if piece.stop is not None:
+            fields["stop_string" if isinstance(piece.stop, str) else "stop_token_id"] = piece.stop
+        return fields
+
+
+def _logprob(token_id: int, given: TokenLogprobs) -> pb.TokenLogprob:
+    pairs = zip(given.top_ids, given.top_logprobs, strict=True)
+    top = [pb.TokenLogprob(token_id=other, logprob=logprob) for other, logprob in pairs]
+    return pb.TokenLogprob(token_id=token_id, logprob=given.logprob, top=top)
 
 
 class ReadinessService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -157,8 +188,11 @@ async def _serving(context: Context) -> AsyncIterator[str]:
             yield request_id
         except ApiError as error:
             await abort_with(context, error)
-        except (grpc.aio.BaseError, _StalledClientError):  # the call is over, or the caller ends it
+        except grpc.aio.BaseError:  # the call is over
             raise
+        except _StalledClientError:
+            _log.warning("client stopped reading; request cancelled")
+            await context.abort(grpc.StatusCode.CANCELLED, "the client stopped reading")
         except Exception:
             _log.exception("call failed")
             message = f"call {request_id} failed inside the service; its log says why"

@@ -1,4 +1,4 @@
-"""One HTTP connection: uvicorn's, with a limit on how long a client may stall. Must not know requests."""
+"""One HTTP connection: uvicorn's, with a limit on how long a client may stall."""
 
 import asyncio
 import socket
@@ -94,24 +94,18 @@ class BoundedConnection(H11Protocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    @property
-    def _is_clients_turn(self) -> bool:
-        return not self._is_answering or self.flow.write_paused or self.transport.is_closing()
-
     def _look_later(self) -> None:
         self._next_look = self.loop.call_later(self.config.client_timeout_s / _LOOKS, self._look)
 
     def _look(self) -> None:
         num_untaken = self.transport.get_write_buffer_size()
-        is_idle = self._is_clients_turn and num_untaken >= self._num_untaken
+        is_clients_turn = not self._is_answering or self.flow.write_paused or self.transport.is_closing()
+        is_idle = is_clients_turn and num_untaken >= self._num_untaken
         self._num_idle_looks = self._num_idle_looks + 1 if is_idle else 0
         self._num_untaken = num_untaken
-        if self._num_idle_looks > _LOOKS:
-            self._cut_off()
-        else:
+        if self._num_idle_looks <= _LOOKS:
             self._look_later()
-
-    def _cut_off(self) -> None:
+            return
         if self._is_answering:
             seconds, request_id = self.config.client_timeout_s, self.scope["state"].get("request_id")
             _log.warning("client stopped reading; request cancelled", after_s=seconds, request_id=request_id)

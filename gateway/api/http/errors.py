@@ -1,4 +1,4 @@
-"""Errors as HTTP responses, in Anthropic's form under MESSAGES_PATH, else in OpenAI's. Must not know requests."""
+"""Errors as HTTP responses, in Anthropic's form under MESSAGES_PATH, else in OpenAI's."""
 
 from dataclasses import replace
 from http import HTTPStatus
@@ -11,12 +11,24 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gateway.api.http.body import first_fault
-from gateway.api.http.json_answer import Tagged
 from gateway.errors import ApiError
 
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 _CLIENT_GONE = 499  # for access logs: the client is gone
+
+_TYPES = {  # HTTP status |-> error type
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+_OPENAI_TYPES = _TYPES | {503: "service_unavailable_error"}
+_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+
+
+class Tagged(msgspec.Struct, tag_field="type"):
+    """An object that is sent with a field `type`: the tag of its class."""
 
 
 class ErrorBody(msgspec.Struct):
@@ -47,16 +59,6 @@ class ErrorEvent(Tagged, tag="error"):
     error: ErrorDetail
 
 
-_TYPES = {  # HTTP status |-> error type
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
-_OPENAI_TYPES = _TYPES | {503: "service_unavailable_error"}
-_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
-
-
 def build_error(error: ApiError) -> ErrorEnvelope:
     """An error in OpenAI's form."""
     kind = _OPENAI_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
@@ -74,44 +76,42 @@ def build_messages_error(error: ApiError) -> ErrorEvent:
     return ErrorEvent(ErrorDetail(kind, message))
 
 
-def _in_words_of(path: str, error: ApiError) -> ErrorEnvelope | ErrorEvent:
-    """The error as the API at this path has it."""
-    if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
-        return build_messages_error(error)
-    if path == RESPONSES_PATH and error.overflow is not None:
-        error = replace(error, message=f"Your input exceeds the context window of this model: {error.message}")
-    return build_error(error)
-
-
 def error_response(error: ApiError, path: str, headers: dict[str, str] | None = None) -> Response:
-    """Returns the response for an error of a request to `path`."""
+    """Returns the response for an error of a request to `path`, in the form of its API."""
     headers = dict(headers or {})
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
-    return Response(msgspec.json.encode(_in_words_of(path, error)), error.status, headers, "application/json")
+    body: ErrorEnvelope | ErrorEvent
+    if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
+        body = build_messages_error(error)
+    elif path == RESPONSES_PATH and error.overflow is not None:
+        message = f"Your input exceeds the context window of this model: {error.message}"
+        body = build_error(replace(error, message=message))
+    else:
+        body = build_error(error)
+    return Response(msgspec.json.encode(body), error.status, headers, "application/json")
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Registers handlers that write every error in the form of its API."""
+    """Writes every error in the form of its API."""
+    for kind in (ApiError, RequestValidationError, ClientDisconnect, HTTPException):
+        app.add_exception_handler(kind, _on_error)
 
-    @app.exception_handler(ApiError)
-    async def on_api_error(request: Request, error: ApiError) -> Response:
-        return error_response(error, request.url.path)
 
-    @app.exception_handler(RequestValidationError)
-    async def on_wrong_body(request: Request, error: RequestValidationError) -> Response:
-        return error_response(first_fault(error.errors()), request.url.path)
-
-    @app.exception_handler(ClientDisconnect)
-    async def on_disconnect(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=_CLIENT_GONE)
-
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> Response:
-        path = request.url.path
-        messages = {404: f"nothing is served at {path[:200]}", 405: f"{path[:200]} does not take {request.method}"}
-        message = messages.get(error.status_code, str(error.detail))
-        code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-        return error_response(ApiError(error.status_code, message, None, code), path, dict(error.headers or {}))
+async def _on_error(request: Request, error: Exception) -> Response:
+    path, headers = request.url.path, None
+    match error:
+        case ClientDisconnect():
+            return Response(status_code=_CLIENT_GONE)
+        case RequestValidationError():
+            error = first_fault(error.errors())
+        case HTTPException():
+            messages = {404: f"nothing is served at {path[:200]}", 405: f"{path[:200]} does not take {request.method}"}
+            message = messages.get(error.status_code, str(error.detail))
+            code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+            headers = dict(error.headers or {})
+            error = ApiError(error.status_code, message, None, code)
+    assert isinstance(error, ApiError)
+    return error_response(error, path, headers)

@@ -1,7 +1,6 @@
 """Wraps every HTTP request: its id, API key and origin, and a 500 for bugs. Plain ASGI: it does not buffer streams."""
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
 import structlog
@@ -50,11 +49,20 @@ class RequestScope:
                 await error_response(error, scope["path"])(scope, receive, send_with_id)
 
 
-class _Check(ABC):
-    """Answers a request with the error that `_check` raises."""
+class AccessCheck:
+    """Refuses requests without a valid API key, except to the open paths, and POSTs from pages of other origins.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Browsers send no preflight for a body of plain text. Our own page's origin equals the Host header, also behind a
+    proxy that forwards this header.
+    """
+
+    def __init__(
+        self, app: ASGIApp, api_keys: Sequence[str], open_paths: Collection[str], cors_origins: Sequence[str]
+    ) -> None:
         self._app = app
+        self._api_keys = tuple(api_keys)
+        self._open_paths = frozenset(open_paths)
+        self._origins = frozenset(origin.encode() for origin in cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -65,48 +73,18 @@ class _Check(ABC):
         else:
             await self._app(scope, receive, send)
 
-    @abstractmethod
     def _check(self, scope: Scope) -> None:
-        """Raises ApiError to refuse the request."""
-
-
-class KeyCheck(_Check):
-    """Refuses requests without a valid API key, except to the open paths."""
-
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], open_paths: Collection[str]) -> None:
-        super().__init__(app)
-        self._api_keys = tuple(api_keys)
-        self._open_paths = frozenset(open_paths)
-
-    def _check(self, scope: Scope) -> None:
+        headers = dict(reversed(scope["headers"]))  # the first of equal names counts
         if scope["path"] not in self._open_paths:
-            check_key(_header(scope, b"authorization") or b"", self._api_keys, _header(scope, b"x-api-key"))
-
-
-class OriginCheck(_Check):
-    """Refuses POSTs from web pages of other origins: browsers send no preflight for a body of plain text.
-
-    Our own page's origin equals the Host header, also behind a proxy that forwards this header.
-    """
-
-    def __init__(self, app: ASGIApp, cors_origins: Sequence[str]) -> None:
-        super().__init__(app)
-        self._allowed = frozenset(origin.encode() for origin in cors_origins)
-
-    def _check(self, scope: Scope) -> None:
-        origin, host = _header(scope, b"origin"), _header(scope, b"host")
-        if scope["method"] == "POST" and origin is not None and not self._may_post(origin, host or b""):
+            check_key(headers.get(b"authorization", b""), self._api_keys, headers.get(b"x-api-key"))
+        origin = headers.get(b"origin")
+        if scope["method"] == "POST" and origin is not None and not self._may_post(origin, headers.get(b"host", b"")):
             shown = origin.decode("latin-1")[:200]
             message = f"pages of {shown} may not call: start the gateway with --cors-origins={shown} if they should"
             raise ApiError(403, message, None, "origin_not_allowed")
 
     def _may_post(self, origin: bytes, host: bytes) -> bool:
-        if b"*" in self._allowed or origin in self._allowed:
+        if b"*" in self._origins or origin in self._origins:
             return True
         scheme, _, own = origin.lower().partition(b"://")  # may differ from ours: a proxy may end TLS
         return own != b"" and own == host.lower().removesuffix(_DEFAULT_PORTS.get(scheme, b""))
-
-
-def _header(scope: Scope, wanted: bytes) -> bytes | None:
-    value: bytes | None = next((value for name, value in scope["headers"] if name == wanted), None)
-    return value

@@ -1,41 +1,49 @@
-"""Request bodies of OpenAI's chats and completions: names and types. gateway/request checks values."""
+"""Request bodies of OpenAI's chats and completions, and of vLLM's /tokenize and /detokenize."""
 
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from gateway.api.http.body import (
     CACHE_SALT_FIELD,
     Body,
-    FirstErrorOnly,
     Ids,
+    Ignored,
+    Many,
     TextOr,
     Texts,
     any_value,
     given_sampling,
-    joined,
     only_null,
     sampling_field,
+    warned,
 )
-from gateway.api.openai.forms import ResponseFormat, StructuredOutputs, pick_form
-from gateway.api.openai.tool_types import TOOLS_FIELD, MessageToolCalls, ToolChoice, Tools, raw_tools
+from gateway.api.openai.chat_types import (
+    TOOLS_FIELD,
+    Message,
+    ResponseFormat,
+    StructuredOutputs,
+    TemplateFields,
+    ToolChoice,
+    Tools,
+    pick_form,
+    raw_tools,
+)
 from gateway.errors import bad_request
-from gateway.request.left_out import FIELDS, Ignored
-from gateway.request.raw import Chat, Prompt, RawRequest
-from gateway.request.rules import MAX_CHOICES, MAX_MESSAGES, MAX_STOP_STRINGS
-from gateway.request.sampling import MAX_BIAS, MAX_BIASED_TOKENS
-from gateway.tools.template_options import Option, check_options, effort_options
+from gateway.request.rules import MAX_BIAS, MAX_BIASED_TOKENS, MAX_CHOICES, MAX_MESSAGES, MAX_STOP_STRINGS
+from gateway.request.types import GenerateRequest, Prompt
 from runtime.peer_input import MAX_LOGPROBS
 from wire.sampling import MAX_DRAFT_TOKENS
 
-
-def _kind(value: object) -> str:
-    if not isinstance(value, list):
-        return "~one"
-    first = value[0] if value else None
-    return "~texts" if isinstance(first, str) else "~id_lists" if isinstance(first, list) else "~list"
+_IGNORED: Ignored = {
+    **any_value("user", "metadata", "safety_identifier"),
+    "best_of": (1,),
+    "priority": (0,),
+    "suffix": ("",),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+}
 
 
 def _few_biases(value: object) -> object:
@@ -51,88 +59,6 @@ def _token_id(key: str) -> str:
     return key
 
 
-_Biases = Annotated[dict[Annotated[str, AfterValidator(_token_id)], float], BeforeValidator(_few_biases)]
-
-
-class TextPart(Body):
-    """A part of a message."""
-
-    ignored = {}
-    types, types_rule = ("text",), "this service takes text only"
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    """One message of a conversation."""
-
-    ignored = {
-        **only_null("function_call", "refusal", "audio"),
-        **any_value("provider_specific_fields"),  # where litellm keeps fields of answers that it does not know
-        "annotations": ([],),
-    }
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: TextOr[Annotated[list[TextPart], FirstErrorOnly()]]
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: MessageToolCalls | None = None
-    reasoning_content: str | None = Field(None, description="For templates that show earlier reasoning.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _calls_need_no_text(cls, given: Any) -> Any:
-        has_calls_only = isinstance(given, dict) and given.get("content") is None and given.get("tool_calls")
-        return {**given, "content": ""} if has_calls_only else given
-
-    def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        calls = [call.plain() for call in self.tool_calls or ()]
-        given: dict[str, Any] = {
-            "name": self.name,
-            "tool_call_id": self.tool_call_id,
-            "tool_calls": calls or None,
-            "reasoning_content": self.reasoning_content,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
-        return {"role": self.role, "content": joined(self.content), **given}
-
-
-class TemplateFields(Body):
-    """Fields of a chat for the chat template, besides messages and tools."""
-
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
-    reasoning_effort: str | None = Field(None, description="none switches reasoning off, other levels on.")
-    add_generation_prompt: bool | None = Field(None, description="End with where the answer begins; true by default.")
-    continue_final_message: bool | None = Field(None, description="The answer goes on with the last message's text.")
-
-    def options(self) -> dict[str, Option]:
-        """Variables for the template; the client's own override those of the effort. Raises ApiError."""
-        given = check_options(self.chat_template_kwargs or {}, "chat_template_kwargs")
-        effort = {} if self.reasoning_effort is None else effort_options(self.reasoning_effort, "reasoning_effort")
-        return {**effort, **given}
-
-
-def chat_prompt(messages: Sequence[Message], options: TemplateFields) -> Prompt:
-    """The conversation, without its wire format. Raises ApiError."""
-    results = [f"messages[{index}].tool_call_id" for index, message in enumerate(messages) if message.role == "tool"]
-    chat = Chat(
-        [message.plain() for message in messages],
-        results,
-        options=options.options(),
-        wishes={"reasoning_effort": ""} if options.reasoning_effort not in (None, "none") else {},
-        add_generation_prompt=options.add_generation_prompt is not False,
-        is_open=bool(options.continue_final_message),
-    )
-    if chat.is_open and options.add_generation_prompt:
-        raise bad_request("continue_final_message needs add_generation_prompt to be false", "add_generation_prompt")
-    return Prompt(chat, "messages")
-
-
-StreamedUsage = Literal["none", "last", "continuous"]
-
-
 class StreamOptions(Body):
     """How an answer is streamed."""
 
@@ -142,14 +68,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = Field(None, description="With include_usage: counts so far in each chunk.")
 
 
-_IGNORED: Ignored = {
-    **any_value("user", "metadata", "safety_identifier"),
-    "best_of": (1,),
-    "priority": (0,),
-    "suffix": ("",),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-}
+StreamedUsage = Literal["none", "last", "continuous"]
 
 
 class _GenerationBody(Body):
@@ -168,9 +87,9 @@ class _GenerationBody(Body):
     frequency_penalty: float | None = sampling_field("frequency_penalty")
     presence_penalty: float | None = sampling_field("presence_penalty")
     repetition_penalty: float | None = sampling_field("repetition_penalty")
-    logit_bias: _Biases | None = Field(
-        None, description=f"Token id to what is added to its logit, from {-MAX_BIAS:g} to {MAX_BIAS:g}."
-    )
+    logit_bias: (
+        Annotated[dict[Annotated[str, AfterValidator(_token_id)], float], BeforeValidator(_few_biases)] | None
+    ) = Field(None, description=f"Token id to what is added to its logit, from {-MAX_BIAS:g} to {MAX_BIAS:g}.")
     seed: int | None = Field(None, json_schema_extra={"minimum": -(2**63), "maximum": 2**64 - 1})
     stop: TextOr[Texts] | None = Field(None, json_schema_extra={"maxItems": MAX_STOP_STRINGS, "minLength": 1})
     stop_token_ids: Ids | None = None
@@ -193,6 +112,7 @@ class _GenerationBody(Body):
         return "continuous" if options.continuous_usage_stats else "last"
 
     def _common(self) -> dict[str, Any]:
+        """Raises ApiError."""
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options needs stream to be true", "stream_options")
         stop = self.stop if self.stop is not None else []
@@ -227,10 +147,10 @@ class ChatCompletionRequest(_GenerationBody, TemplateFields):
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
         "verbosity": ("medium",),
+        **warned("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
     }
-    left_out = FIELDS["chat"]
 
-    messages: Annotated[list[Message], FirstErrorOnly()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Many[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
@@ -238,8 +158,8 @@ class ChatCompletionRequest(_GenerationBody, TemplateFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several functions.")
 
-    def raw(self) -> RawRequest:
-        """The request without its wire format."""
+    def raw(self) -> GenerateRequest:
+        """The request without its wire format. Raises ApiError."""
         max_tokens, param = self.max_completion_tokens, "max_completion_tokens"
         if max_tokens is None:
             max_tokens, param = self.max_tokens, "max_tokens"
@@ -247,8 +167,8 @@ class ChatCompletionRequest(_GenerationBody, TemplateFields):
             raise bad_request("max_tokens and max_completion_tokens differ; give one of them", "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-        return RawRequest(
-            prompts=[chat_prompt(self.messages, self)],
+        return GenerateRequest(
+            prompts=[self.chat_prompt(self.messages)],
             prompts_param="messages",
             max_tokens=max_tokens,
             max_tokens_param=param,
@@ -259,36 +179,78 @@ class ChatCompletionRequest(_GenerationBody, TemplateFields):
         )
 
 
+def _kind_of_prompt(value: object) -> str:
+    if not isinstance(value, list):
+        return "~one"
+    first = value[0] if value else None
+    return "~texts" if isinstance(first, str) else "~id_lists" if isinstance(first, list) else "~list"
+
+
 class CompletionRequest(_GenerationBody):
     """Body of POST /v1/completions."""
 
-    ignored = _IGNORED
-    left_out = FIELDS["completions"]
+    ignored = {**_IGNORED, **warned("prompt_cache_key", "prompt_cache_retention")}
 
     prompt: Annotated[
         Annotated[str, Tag("~one")]
         | Annotated[Ids, Tag("~list")]
         | Annotated[Texts, Tag("~texts")]
-        | Annotated[list[Ids], FirstErrorOnly(), Tag("~id_lists")],
-        Discriminator(_kind),
+        | Annotated[Many[Ids], Tag("~id_lists")],
+        Discriminator(_kind_of_prompt),
     ] = Field(description="A text or its token ids, or a list of such.")
     echo: bool | None = Field(None, description="Begin each answer with its prompt; max_tokens may then be 0.")
     logprobs: int | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
 
-    def raw(self) -> RawRequest:
-        """The request without its wire format."""
-        return RawRequest(
-            prompts=self._prompts(),
+    def raw(self) -> GenerateRequest:
+        """The request without its wire format. Raises ApiError."""
+        given: Any = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            prompts = [Prompt(given, "prompt")]
+        else:
+            prompts = [Prompt(prompt, f"prompt[{index}]") for index, prompt in enumerate(given)]
+        return GenerateRequest(
+            prompts=prompts,
             max_tokens=self.max_tokens,
             num_logprobs=self.logprobs,
             is_echoed=bool(self.echo),
             **self._common(),
         )
 
-    def _prompts(self) -> list[Prompt]:
-        if isinstance(self.prompt, str):
-            return [Prompt(self.prompt, "prompt")]
-        ids_or_prompts: list[Any] = list(self.prompt)
-        if ids_or_prompts and isinstance(ids_or_prompts[0], int):
-            return [Prompt(ids_or_prompts, "prompt")]
-        return [Prompt(prompt, f"prompt[{index}]") for index, prompt in enumerate(ids_or_prompts)]
+
+class TokenizeRequest(TemplateFields):
+    """Body of POST /tokenize: a prompt or messages."""
+
+    ignored = {"chat_template": (), "media_io_kwargs": ({},), "mm_processor_kwargs": ({},)}
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Many[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = Field(
+        None, description="Begin with the start token; by default true for a prompt, false for messages."
+    )
+    return_token_strs: bool | None = Field(None, description="Report how the vocabulary writes each token.")
+    tools: Tools | None = TOOLS_FIELD
+
+    def raw(self) -> GenerateRequest:
+        """The request without its wire format. Raises ApiError unless it has a prompt or messages, and not both."""
+        if (self.prompt is None) == (self.messages is None):
+            given = "neither prompt nor messages are" if self.prompt is None else "prompt and messages are both"
+            raise bad_request(f"{given} given; send one of them", "prompt", "missing_field")
+        if self.messages is not None:
+            prompt = self.chat_prompt(self.messages)
+        else:
+            for name in ("tools", *TemplateFields.model_fields):
+                if getattr(self, name):
+                    raise bad_request(f"{name} is for messages; leave it out or send them instead of a prompt", name)
+            prompt = Prompt(self.prompt or "", "prompt")
+        tools = raw_tools(self.tools, None, None)
+        return GenerateRequest(self.model, [prompt], tools=tools, add_special_tokens=self.add_special_tokens)
+
+
+class DetokenizeRequest(Body):
+    """Body of POST /detokenize."""
+
+    ignored = {}
+
+    model: str | None = None
+    tokens: Ids

@@ -1,4 +1,4 @@
-"""Answers of OpenAI's Responses API: types. Must not know HTTP or where text comes from."""
+"""Answers of OpenAI's Responses API: types."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.api.http.json_answer import Tagged
+from gateway.api.http.errors import Tagged
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -113,9 +113,10 @@ class InputTokens(msgspec.Struct):
     object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
-class Asked(msgspec.Struct, kw_only=True):
-    """Fields of the request that the answer repeats, with their defaults."""
+class ResponseBody(msgspec.Struct, kw_only=True):
+    """The whole answer, or the part known so far."""
 
+    # as requested
     instructions: str | None
     max_output_tokens: int | None
     metadata: Mapping[str, str]
@@ -125,10 +126,6 @@ class Asked(msgspec.Struct, kw_only=True):
     tool_choice: Any
     tools: list[dict[str, Any]]
     top_p: float
-
-
-class ResponseBody(Asked, kw_only=True):
-    """The whole answer, or the part known so far."""
 
     id: str
     created_at: int

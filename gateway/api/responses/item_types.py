@@ -1,14 +1,30 @@
-"""Items in requests of OpenAI's Responses API: names and types. Must not know HTTP."""
+"""Items and tools in requests of OpenAI's Responses API, and how tools become functions.
 
-from typing import Annotated, Literal
+A function in a namespace is `NAMESPACE__NAME` to the model, a custom tool a function of one text, `input`.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from gateway.api.http.body import Body, FirstErrorOnly, TextOr, any_value, by_type, only_null
-from gateway.api.openai.tool_types import ArgumentsText
-from gateway.api.responses.tool_types import custom_arguments
-from gateway.request.left_out import ANY, Ignored
+from gateway.api.http.body import (
+    ANY,
+    Body,
+    Ignored,
+    LeftOutTool,
+    Many,
+    TextOr,
+    any_value,
+    by_type,
+    only_null,
+)
+from gateway.api.openai.chat_types import ArgumentsText
 from gateway.request.rules import MAX_MESSAGES
+from gateway.tools.request import Tool
 
 _ITEM: Ignored = {
     **any_value("id", "phase", "status"),
@@ -28,7 +44,7 @@ class ResponsesTextPart(Body):
     text: str
 
 
-_TextOrParts = TextOr[Annotated[list[ResponsesTextPart], FirstErrorOnly()]]
+_TextOrParts = TextOr[Many[ResponsesTextPart]]
 
 
 class InputMessage(Body):
@@ -67,7 +83,7 @@ class CustomCallItem(Body):
     @property
     def arguments(self) -> str:
         """Those of the function that the model sees."""
-        return custom_arguments(self.input)
+        return json.dumps({"input": self.input}, ensure_ascii=False)
 
 
 class CallOutput(Body):
@@ -102,8 +118,8 @@ class ReasoningItem(Body):
     ignored = {**_ITEM, "encrypted_content": ()}
 
     type: Literal["reasoning"]
-    summary: Annotated[list[ReasoningPart], FirstErrorOnly()] | None = None
-    content: Annotated[list[ReasoningPart], FirstErrorOnly()] | None = None
+    summary: Many[ReasoningPart] | None = None
+    content: Many[ReasoningPart] | None = None
 
 
 _Item = Annotated[
@@ -115,4 +131,137 @@ _Item = Annotated[
     | Annotated[ReasoningItem, Tag("~reasoning")],
     by_type(default="message"),
 ]
-Items = Annotated[list[_Item], FirstErrorOnly(), Field(min_length=1, max_length=MAX_MESSAGES)]
+Items = Annotated[Many[_Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+_TOOL: Ignored = {
+    "allowed_callers": (["direct"],),
+    "async": (False,),
+    "defer_loading": (False,),
+    "output_schema": (),
+}
+_NAME: Any = Field(json_schema_extra={"pattern": "^[a-zA-Z0-9_-]{1,64}$"})
+_LEFT_OUT = re.compile(r"web_search(_preview)?(_\d{4}_\d\d_\d\d)?|image_generation|code_interpreter")
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What the client calls a function."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
+CalledByName = Mapping[str, Called]  # the model's name of a tool |-> the client's
+FlatTools = Iterator[tuple[Tool, Called]]  # tools as the model sees them, and as the client calls them
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """The model's name of a function."""
+    return f"{namespace.removesuffix('__')}__{name}" if namespace else name
+
+
+class FunctionTool(Body):
+    """A function that an answer may call."""
+
+    ignored = _TOOL
+    types, types_rule = ("function",), "only function, namespace and custom tools are supported, which the client runs"
+
+    type: Literal["function"]
+    name: str = _NAME
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of its arguments, an object.")
+    strict: bool | None = Field(None, description="Arguments always fit `parameters`, also where the model is free.")
+
+    def flat(self, path: str, namespace: str | None = None) -> FlatTools:
+        """`path`: its field, for errors."""
+        name, schema_path = flat_name(self.name, namespace), f"{path}.parameters"
+        tool = Tool(name, self.description, self.parameters, bool(self.strict), path, schema_path)
+        yield tool, Called(self.name, namespace)
+
+
+class CustomFormat(Body):
+    """What a custom tool's text must match."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["regex", "lark"] | None = None
+    definition: str | None = None
+
+
+class CustomTool(Body):
+    """A tool that takes any text, or one that matches a grammar. Texts are made to match expressions only."""
+
+    ignored = _TOOL
+
+    type: Literal["custom"]
+    name: str = _NAME
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    @property
+    def _pattern(self) -> str | None:
+        return self.format.definition if self.format and self.format.syntax == "regex" else None
+
+    def warnings(self, path: str = "") -> Iterator[str]:
+        if self.format and self.format.definition and self._pattern is None:
+            yield f"{path}format is told to the model and not enforced"
+
+    def flat(self, path: str, namespace: str | None = None) -> FlatTools:
+        """`path`: its field, for errors."""
+        told, pattern = self.format.definition if self.format else None, self._pattern
+        grammar = f"The input matches this grammar:\n{told}" if told else ""
+        description = "\n\n".join(part for part in (self.description, grammar) if part) or None
+        text = {"type": "string"} if pattern is None else {"type": "string", "pattern": pattern}
+        schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+        name, schema_path = flat_name(self.name, namespace), f"{path}.format.definition"
+        yield (
+            Tool(name, description, schema, pattern is not None, path, schema_path),
+            Called(self.name, namespace, True),
+        )
+
+
+class NamespaceTool(Body):
+    """Tools whose names belong together."""
+
+    ignored = {}
+
+    type: Literal["namespace"]
+    name: str = _NAME
+    description: str | None = Field(None, description="Not used.")
+    inner: Many[
+        Annotated[
+            Annotated[FunctionTool, Tag("~function")]
+            | Annotated[CustomTool, Tag("~custom")]
+            | Annotated[LeftOutTool, Tag("~left_out")],
+            by_type("function", "custom", left_out=_LEFT_OUT),
+        ]
+    ] = Field(alias="tools")
+
+    def warnings(self, path: str = "") -> Iterator[str]:
+        yield f"{path.removesuffix('.')} is flattened: its functions are {flat_name('NAME', self.name[:64])}"
+        yield from super().warnings(path)
+
+    def flat(self, path: str) -> FlatTools:
+        """`path`: its field, for errors."""
+        for index, tool in enumerate(self.inner):
+            if not isinstance(tool, LeftOutTool):
+                yield from tool.flat(f"{path}.tools[{index}]", self.name)
+
+
+ResponsesTool = Annotated[
+    Annotated[FunctionTool, Tag("~function")]
+    | Annotated[CustomTool, Tag("~custom")]
+    | Annotated[NamespaceTool, Tag("~namespace")]
+    | Annotated[LeftOutTool, Tag("~left_out")],
+    by_type("function", "custom", "namespace", left_out=_LEFT_OUT),
+]
+
+
+class FunctionChoice(Body):
+    """The tool that must be called."""
+
+    ignored = {}
+
+    type: Literal["function", "custom"]
+    name: str

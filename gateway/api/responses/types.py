@@ -1,41 +1,42 @@
-"""Request bodies of OpenAI's Responses API: names and types. gateway/request checks values. Must not know HTTP."""
+"""Request bodies of OpenAI's Responses API."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from gateway.api.http.body import (
     CACHE_SALT_FIELD,
     Body,
-    FirstErrorOnly,
+    Ignored,
     LeftOutTool,
+    Many,
     TextOr,
     Texts,
+    WordOr,
     any_value,
     given_sampling,
     joined,
     only_null,
     sampling_field,
+    warned,
 )
-from gateway.api.openai.forms import STRICT
-from gateway.api.openai.tool_types import ChoiceOr
-from gateway.api.responses.item_types import CallOutput, InputMessage, Items, ReasoningItem
-from gateway.api.responses.tool_types import (
+from gateway.api.openai.chat_types import STRICT
+from gateway.api.responses.item_types import (
     CalledByName,
-    CustomTool,
+    CallOutput,
+    FlatTools,
     FunctionChoice,
-    FunctionTool,
-    NamespaceTool,
+    InputMessage,
+    Items,
+    ReasoningItem,
     ResponsesTool,
     flat_name,
 )
 from gateway.errors import bad_request
-from gateway.request.left_out import FIELDS, Ignored
-from gateway.request.raw import AnswerForm, Chat, Prompt, RawRequest
+from gateway.request.types import AnswerForm, Chat, GenerateRequest, Prompt
 from gateway.tools.history import template_call
-from gateway.tools.request import MAX_TOOLS, NamedChoice, RawTools
+from gateway.tools.request import MAX_TOOLS, Choice, NamedChoice, RawTools
 from gateway.tools.template_options import effort_options
 from runtime.peer_input import MAX_LOGPROBS
 
@@ -94,13 +95,11 @@ class CountInputRequest(Body):
     instructions: str | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    tools: Annotated[list[ResponsesTool], FirstErrorOnly()] | None = Field(
-        None, json_schema_extra={"maxItems": MAX_TOOLS}
-    )
-    tool_choice: ChoiceOr[FunctionChoice] | None = None
+    tools: Many[ResponsesTool] | None = Field(None, json_schema_extra={"maxItems": MAX_TOOLS})
+    tool_choice: WordOr[Choice, FunctionChoice] | None = None
     parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several functions.")
 
-    def raw(self) -> RawRequest:
+    def raw(self) -> GenerateRequest:
         """The request without its wire format. Raises ApiError."""
         items = () if isinstance(self.input, str) else self.input
         results = [f"input[{at}].call_id" for at, item in enumerate(items) if isinstance(item, CallOutput)]
@@ -109,22 +108,21 @@ class CountInputRequest(Body):
         wishes = {} if effort in (None, "none") else {"reasoning.effort": ""}
         choice = None if self.tool_choice == "auto" else self.tool_choice  # clients send it without tools, too
         tools = RawTools(
-            [one for index, tool in self._own_tools() for one in tool.tools(f"tools[{index}]")],
+            [tool for tool, _ in self._flat_tools()],
             choice=NamedChoice(choice.name, "tool_choice.name") if isinstance(choice, FunctionChoice) else choice,
             is_parallel=self.parallel_tool_calls,
         )
-        chat = Chat(self._messages(), results, "input", options, wishes=wishes)
-        prompt = Prompt(chat, "input")
-        return RawRequest(self.model, [prompt], "input", tools=tools, warnings=tuple(self.warnings()))
+        prompt = Prompt(Chat(self._messages(), results, "input", options, wishes=wishes), "input")
+        return GenerateRequest(self.model, [prompt], "input", tools=tools, warnings=tuple(self.warnings()))
 
     def called(self) -> CalledByName:
-        """Tools that the model knows under another name or form."""
-        return {name: called for _, tool in self._own_tools() for name, called in tool.called().items()}
+        """What the client calls the tools that the model sees."""
+        return {tool.name: called for tool, called in self._flat_tools()}
 
-    def _own_tools(self) -> Iterator[tuple[int, FunctionTool | CustomTool | NamespaceTool]]:
+    def _flat_tools(self) -> FlatTools:
         for index, tool in enumerate(self.tools or ()):
             if not isinstance(tool, LeftOutTool):
-                yield index, tool
+                yield from tool.flat(f"tools[{index}]")
 
     def _messages(self) -> list[dict[str, Any]]:
         """As chat templates take them: calls and reasoning belong to an assistant's message."""
@@ -163,8 +161,8 @@ class ResponsesRequest(CountInputRequest):
         "service_tier": ("auto", "default"),
         "store": (False,),
         "stream_options": ({}, {"include_obfuscation": False}),
+        **warned("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "client_metadata"),
     }
-    left_out = FIELDS["responses"]
 
     max_output_tokens: int | None = Field(None, json_schema_extra={"minimum": 1})
     temperature: float | None = sampling_field("temperature")
@@ -181,7 +179,7 @@ class ResponsesRequest(CountInputRequest):
     metadata: dict[str, str] | None = Field(None, description="Comes back with the answer.")
     cache_salt: str | None = CACHE_SALT_FIELD
 
-    def raw(self) -> RawRequest:
+    def raw(self) -> GenerateRequest:
         has_logprobs = _LOGPROBS in (self.include or ())
         if self.top_logprobs and not has_logprobs:
             raise bad_request(f"top_logprobs needs {_LOGPROBS} in include", "top_logprobs")

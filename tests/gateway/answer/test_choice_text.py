@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.answer.choice_text import Piece, PieceReader
+from gateway.answer.choice_text import OutputDelta, OutputReader
 from gateway.router.engine_client import FinishReason, Tokens
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import Tokenizer
@@ -16,12 +16,14 @@ def _likely(ids: list[int]) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(-float(token_id)) for token_id in ids)
 
 
-def _read(tokenizer: Tokenizer, ids: list[int], stops: list[str], cuts: list[int], ending: FinishReason) -> list[Piece]:
+def _read(
+    tokenizer: Tokenizer, ids: list[int], stops: list[str], cuts: list[int], ending: FinishReason
+) -> list[OutputDelta]:
     """Pieces of an answer whose tokens arrive in groups that end at the cuts."""
-    reader = PieceReader(
+    reader = OutputReader(
         tokenizer.detokenizer(), StopStrings(stops), frozenset(ids[-1:]), with_logprobs=True, text_offset=7
     )
-    pieces: list[Piece] = []
+    pieces: list[OutputDelta] = []
     for start, end in edges(len(ids), cuts):
         reason = ending if end == len(ids) else None
         pieces.append(reader.read(Tokens(tuple(ids[start:end]), reason, _likely(ids[start:end]))))
@@ -60,7 +62,7 @@ def test_told_tokens(kind: str, words: list[str], cuts: list[int], ending: Finis
     _check_chunks(tokenizer, pieces)
 
 
-def _check_chunks(tokenizer: Tokenizer, pieces: list[Piece]) -> None:
+def _check_chunks(tokenizer: Tokenizer, pieces: list[OutputDelta]) -> None:
     """Every token arrives in the chunk that has its text's first character."""
     num_shown = 7
     for piece in pieces:
@@ -74,7 +76,7 @@ def test_a_held_back_token_is_told_when_its_text_is_shown() -> None:
     tokenizer = tiny("byte_level")
     smile, end = tokenizer.encode("🙂", add_special_tokens=False), tokenizer.encode("EN", add_special_tokens=False)
     assert len(smile) == 4
-    reader = PieceReader(tokenizer.detokenizer(), StopStrings(["END"]), frozenset(), with_logprobs=True)
+    reader = OutputReader(tokenizer.detokenizer(), StopStrings(["END"]), frozenset(), with_logprobs=True)
     for token_id in smile[:3]:
         assert reader.read(Tokens((token_id,), None, _likely([token_id]))).shown_tokens == ()
     whole = reader.read(Tokens((smile[3],), None, _likely(smile[3:])))
@@ -82,17 +84,6 @@ def test_a_held_back_token_is_told_when_its_text_is_shown() -> None:
     assert reader.read(Tokens(tuple(end), None, _likely(end))).shown_tokens == ()
     last = reader.read(Tokens((), "length"))
     assert (last.text, [token.token_id for token in last.shown_tokens]) == ("EN", end)
-
-
-def test_tokens_of_a_stop_string_are_not_told() -> None:
-    tokenizer = tiny("byte_level")
-    ids = tokenizer.encode("hello", add_special_tokens=False), tokenizer.encode("END", add_special_tokens=False)
-    reader = PieceReader(tokenizer.detokenizer(), StopStrings(["END"]), frozenset(), with_logprobs=True)
-    both = [*ids[0], *ids[1]]
-    piece = reader.read(Tokens(tuple(both), None, _likely(both)))
-    assert (piece.text, piece.finish_reason) == ("hello", "stop")
-    assert [token.token_id for token in piece.shown_tokens] == ids[0]
-    assert list(piece.token_ids) == both
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,7 +96,7 @@ def test_a_token_is_behind_ill_formed_bytes(kind: str, stop: str, text: str, off
         i for i in range(tokenizer.vocab_size) if not tokenizer.is_silent(i) and tokenizer.raw_bytes(i) == b"\xe2"
     )
     ids = [byte, *tokenizer.encode("x", add_special_tokens=False)[-1:]]
-    reader = PieceReader(tokenizer.detokenizer(), StopStrings([stop]), frozenset(), with_logprobs=True)
+    reader = OutputReader(tokenizer.detokenizer(), StopStrings([stop]), frozenset(), with_logprobs=True)
     pieces = [reader.read(Tokens((ids[0],), None, _likely(ids[:1])))]
     pieces.append(reader.read(Tokens((ids[1],), "length", _likely(ids[1:]))))
     assert "".join(piece.text for piece in pieces) == text
@@ -117,14 +108,14 @@ def test_only_a_stop_token_has_no_text_at_the_end() -> None:
     tokenizer = tiny("byte_level")
     ids = tokenizer.encode("hello world", add_special_tokens=False)
     for stop_token_ids, text in [(frozenset(ids[-1:]), "hello"), (frozenset({ids[-1] + 1}), "hello world")]:
-        reader = PieceReader(tokenizer.detokenizer(), StopStrings([]), stop_token_ids, with_logprobs=False)
+        reader = OutputReader(tokenizer.detokenizer(), StopStrings([]), stop_token_ids, with_logprobs=False)
         assert reader.read(Tokens(tuple(ids), "stop")).text == text
-    reader = PieceReader(tokenizer.detokenizer(), StopStrings([]), frozenset(ids), with_logprobs=False)
+    reader = OutputReader(tokenizer.detokenizer(), StopStrings([]), frozenset(ids), with_logprobs=False)
     assert reader.read(Tokens((), "stop")).text == ""
 
 
 def test_log_probabilities_that_are_missing_are_a_bug() -> None:
     tokenizer = tiny("byte_level")
-    reader = PieceReader(tokenizer.detokenizer(), StopStrings([]), frozenset(), with_logprobs=True)
+    reader = OutputReader(tokenizer.detokenizer(), StopStrings([]), frozenset(), with_logprobs=True)
     with pytest.raises(ValueError, match="2 tokens came with 0"):
         reader.read(Tokens((5, 6), None))

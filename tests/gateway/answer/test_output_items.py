@@ -1,6 +1,5 @@
 """Items of an answer, text and calls, from pieces of its text: the same for every split of the text."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -8,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.answer.calls import CallReader
-from gateway.answer.choice_text import Piece
+from gateway.answer.choice_text import OutputDelta
+from gateway.answer.choices import CallReader
 from gateway.answer.output_items import Begun, Ended, Grown, Item, ItemReader
 from gateway.tools.formats import FORMATS
 from gateway.tools.request import Tool, ToolUse
@@ -27,7 +26,7 @@ ITEMS = [
 USE = ToolUse(FORMATS["hermes"], (Tool("weather"), Tool("now")), is_required=False, named=None, is_parallel=True)
 
 
-def read(pieces: Sequence[Piece], *, is_trusted: bool) -> list[Item]:
+def read(pieces: Sequence[OutputDelta], *, is_trusted: bool) -> list[Item]:
     """The items, after checking the order of their events."""
     calls, items = CallReader(USE, is_trusted=is_trusted), ItemReader()
     events = [event for piece in pieces for part in calls.read(piece) for event in items.read(part)]
@@ -42,9 +41,9 @@ def read(pieces: Sequence[Piece], *, is_trusted: bool) -> list[Item]:
     return items.items
 
 
-def pieces_of(text: str, cuts: Sequence[int]) -> list[Piece]:
+def pieces_of(text: str, cuts: Sequence[int]) -> list[OutputDelta]:
     """One token per character."""
-    pieces = [Piece(part, token_ids=tuple(range(len(part)))) for part in split(text, cuts)]
+    pieces = [OutputDelta(part, token_ids=tuple(range(len(part)))) for part in split(text, cuts)]
     return [*pieces[:-1], replace(pieces[-1], finish_reason="stop")]
 
 
@@ -56,17 +55,10 @@ def test_items_stand_as_they_were_written(is_trusted: bool, cuts: list[int]) -> 
 
 
 def test_a_call_that_a_stop_string_cuts_off_is_not_to_be_answered() -> None:
-    piece = Piece(TEXT[: TEXT.index("Köln")], finish_reason="stop", stop="Köln")
+    piece = OutputDelta(TEXT[: TEXT.index("Köln")], finish_reason="stop", stop="Köln")
     (part,) = CallReader(USE, is_trusted=True).read(piece)
     assert (part.text, part.is_calling) == ("Let me look.", False)
     assert part.calls
-
-
-def test_json_beside_tools_is_made_readable() -> None:
-    reader = CallReader(USE, is_trusted=True, is_json=True)
-    pieces = [Piece('{"a":\n"x'), Piece('\ny"'), Piece("}", finish_reason="stop")]
-    text = "".join(part.text for piece in pieces for part in reader.read(piece))
-    assert json.loads(text) == {"a": "x\ny"}
 
 
 @pytest.mark.parametrize("is_trusted", [False, True])

@@ -128,3 +128,21 @@ def test_the_document_says_which_keys_are_needed_where(served: Served, stranger:
     for scheme in schemes.values():
         named = (scheme["name"], KEYS[0]) if "name" in scheme else ("authorization", f"{scheme['scheme']} {KEYS[0]}")
         assert stranger.get("/version", headers=dict([named])).status_code == 200
+
+
+def test_any_of_the_keys_opens_in_either_header(served: Served) -> None:
+    key, other = KEYS[0].encode(), KEYS[1].encode()
+    right: list[dict[bytes, bytes]] = [
+        {b"x-api-key": key}, {b"x-api-key": other}, {b"authorization": b"Bearer " + key},
+        {b"authorization": b"Bearer wrong", b"x-api-key": key},
+    ]  # fmt: skip
+    wrong: list[dict[bytes, bytes]] = [
+        {}, {b"x-api-key": b"wrong"}, {b"x-api-key": b""}, {b"x-api-key": b"Bearer " + key}, {b"authorization": key},
+        {b"authorization": b"Basic " + key, b"x-api-key": b"wrong"},
+    ]  # fmt: skip
+    with httpx.Client() as http:
+        for headers in [*right, *wrong]:
+            answer = http.post(f"{served.url}/v1/messages", json=APIS["messages"].body({}), headers=headers)
+            assert answer.status_code == (200 if headers in right else 401), headers
+            if headers in wrong:
+                assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", "authentication_error")

@@ -100,11 +100,33 @@ THOUGHT_BLOCKS: list[Any] = [
         "content": [{"type": "thinking", "thinking": "Greet.", "signature": ""}, {"type": "text", "text": "hi"}],
     },
 ]
+LOOK = '<|user|>hello<|end|><|assistant|>Look:aweather{"city": "Köln 🙂"}bnow{}<|end|><|tool|>asunny<|end|>'
 SKY = {"type": "namespace", "name": "sky", "tools": [{"type": "function", "name": "weather"}]}
 SKY_SHOWN = '{"name": "sky__weather", "parameters": {"type": "object", "properties": {}}}'
 CUSTOM = {"type": "custom", "name": "now", "format": {"type": "grammar", "syntax": "lark", "definition": "start: A"}}
 
 # fmt: off
+ITEMS: list[Any] = [
+    {"role": "user", "content": [{"type": "input_text", "text": "hel"}, {"type": "input_text", "text": "lo"}]},
+    {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant",
+     "content": [{"type": "output_text", "text": "Look:", "annotations": [], "logprobs": []}]},
+    {"type": "function_call", "call_id": "a", "name": "weather", "arguments": '{"city": "Köln 🙂"}'},
+    {"type": "function_call", "call_id": "b", "name": "now", "arguments": "", "id": "fc_1", "status": "completed"},
+    {"type": "function_call_output", "call_id": "a", "output": "sunny"},
+    {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "noon"}]},
+    {"type": "message", "role": "developer", "content": "go on"},
+]
+BLOCKS: list[Any] = [
+    *HELLO,
+    {"role": "assistant", "content": [
+        {"type": "text", "text": "Look:"},
+        {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Köln 🙂"}},
+        {"type": "tool_use", "id": "b", "name": "now", "input": {}}]},
+    {"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "sunny"}]},
+        {"type": "tool_result", "tool_use_id": "b", "content": "broken", "is_error": True},
+        {"type": "text", "text": "and?", "cache_control": {"type": "ephemeral"}}]},
+]
 CASES = [
     Case("text", prompt=None, sent={"grammar": None, "num_logprobs": None, "num_prompt_logprobs": None}),
     Case("nothing", says="", text=""),
@@ -186,10 +208,17 @@ CASES = [
       for choice in ("required", "weather") for limit in ({"max_tokens": 1}, {"max_tokens": 4}, {"stop": ['"name']})),
     Case("history", {"messages": HISTORY, "system": "be short", "tools": SAME_TOOLS},
          prompt=f"{LISTED}<|system|>be short<|end|>{TOLD}<|assistant|>"),
+    Case("items of a conversation", raw={"responses": {"instructions": "be short", "input": ITEMS}},
+         prompt=f"<|system|>be short<|end|>{LOOK}<|tool|>bnoon<|end|><|system|>go on<|end|><|assistant|>"),
+    Case("blocks of a conversation", raw={"messages": {"messages": BLOCKS, "system": [
+        {"type": "text", "text": "be "}, {"type": "text", "text": "short"}]}},
+         prompt=f"<|system|>be short<|end|>{LOOK}<|tool|>bError: broken<|end|><|user|>and?<|end|><|assistant|>"),
     Case("history without tools", {"messages": HISTORY}, prompt=f"{TOLD}<|assistant|>"),
     Case("half of a surrogate pair in the history", {"messages": [*HISTORY[:1], {**HISTORY[1], "calls": [
         {"id": "x", "name": "weather", "arguments": HALF}]}, *HISTORY[2:]]}, only=("chat", "responses", "Chat"),
          prompt=TOLD.replace("Ulm", "\ufffd") + "<|assistant|>"),
+    *(Case(f"JSON beside tools: {says!r}", {"tools": TOOLS, "form": {"json_object": True}}, says, text, only=CHATS)
+      for says, text in (('{"a":\n"x\ny"}', '{"a":\n"x\\u000ay"}'), ('{"a": "\\ud83d\\', '{"a": "\\ud83d\\'))),
     Case("half of a surrogate pair", {"tools": TOOLS}, call(HALF), "", [("weather", {"city": "\ufffd"})], "tool_calls"),
     Case("as deep as it may be", {"tools": TOOLS}, call(deep(MAX_JSON_DEPTH)), "",
          [("weather", json.loads(deep(MAX_JSON_DEPTH)))], "tool_calls"),

@@ -16,9 +16,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.answer.choice_text import OutputDelta
+from gateway.api.access import waking_timeout
+from gateway.api.http.answer import EventStream, until_disconnect
 from gateway.api.http.connection import BoundedConnection, ServerConfig
-from gateway.api.http.disconnect import until_disconnect
-from gateway.api.http.sse import EventStream
 from gateway.errors import ApiError
 
 CLIENT_S = 1.5
@@ -30,15 +31,24 @@ RESET = struct.pack("ii", 1, 0)  # for SO_LINGER: closing sends RST instead of F
 
 
 class Endless:
-    """A stream that neither ends nor fails by itself."""
+    """Writes a stream that neither ends nor fails by itself."""
 
-    done = ping = b""
+    id, done, ping = "", b"", b""
 
     def begin(self) -> list[bytes]:
         return []
 
+    def events(self, index: int, piece: OutputDelta) -> list[bytes]:
+        return [bytes(10_000)]
+
     def failure(self, error: ApiError) -> bytes:
         raise error
+
+    def add(self, index: int, piece: OutputDelta) -> None:
+        raise AssertionError
+
+    async def whole(self) -> bytes:
+        raise AssertionError
 
 
 class App:
@@ -77,11 +87,11 @@ class App:
         """End the work that has begun."""
         self._loop.call_soon_threadsafe(self._is_finished.set)
 
-    async def _events(self) -> AsyncGenerator[list[bytes], None]:
+    async def _events(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         self.begun.put("/stream")
         try:
             while True:
-                yield [bytes(10_000)]
+                yield 0, OutputDelta("")
                 await asyncio.sleep(0.01)
         finally:
             self.given_up.put("/stream")
@@ -273,3 +283,32 @@ def test_early_bytes_stay_few_while_requests_are_answered(server: uvicorn.Server
             app.finish()
         client.shutdown(socket.SHUT_RDWR)
         sender.join()
+
+
+# -- the timeout of bodies, and of messages over gRPC -----------------------------------------------------------------
+
+
+def test_a_timeout_ends_what_takes_too_long_and_nothing_else() -> None:
+    async def wait() -> int:
+        with pytest.raises(TimeoutError):
+            async with waking_timeout(0.05):
+                await asyncio.Event().wait()
+        async with waking_timeout(0.05):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.1)  # past the limit, outside the block
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(wait()) == 1
+
+
+def test_a_timeout_excuses_a_stop_of_this_process() -> None:
+    """On waking both the awaited result and the deadline have arrived."""
+
+    async def wait() -> None:
+        is_there = asyncio.Event()
+        async with waking_timeout(1.0):
+            asyncio.get_running_loop().call_later(0.01, is_there.set)
+            time.sleep(1.5)  # noqa: ASYNC251, as SIGSTOP would
+            await is_there.wait()
+
+    asyncio.run(wait())

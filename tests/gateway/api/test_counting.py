@@ -50,6 +50,15 @@ def test_token_strings(served: Served) -> None:
     assert len(answer["token_strs"]) == answer["count"]
 
 
+@pytest.mark.parametrize(("name", "path"), [("messages", "count_tokens"), ("responses", "input_tokens")])
+def test_a_prompt_has_as_many_tokens_as_its_request(served: Served, name: str, path: str) -> None:
+    asked = {"system": "be short", "tools": TOOLS}
+    usage = APIS[name].ask(served, asked).usage
+    body = {field: value for field, value in APIS[name].body(asked).items() if field != "max_tokens"}
+    kind = {"object": "response.input_tokens"} if name == "responses" else {}
+    assert usage is not None and post(served, f"v1/{name}/{path}", **body) == {**kind, "input_tokens": usage[0]}
+
+
 @pytest.mark.parametrize("asked", [{}, {"tools": TOOLS}])
 def test_a_conversation_has_as_many_tokens_as_its_request(served: Served, asked: dict[str, Any]) -> None:
     usage = CHAT.ask(served, asked).usage

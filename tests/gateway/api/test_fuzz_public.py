@@ -8,54 +8,40 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import json_format
 from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from protos import inference_pb2
+from tests.support.adapters import APIS
 from tests.support.api_server import SERVED, WAIT_S, Served
 from tests.support.messages import mutate
+from tests.support.rest_adapters import Rest
 from tests.support.tiny_tokenizer import CONTEXT
+from tests.support.words import HELLO, TOOLS
 
-TEXT = {
-    "model": SERVED, "prompt": ["hello", "you"], "max_tokens": 3, "n": 2, "logprobs": 2, "echo": True,
-    "logit_bias": {"5": 1.5}, "structured_outputs": {"choice": ["a", "b"]}, "frequency_penalty": 0.5,
+# word |-> a value with which a request is answered; each API starts from those that it has
+WORDS: dict[str, Any] = {
+    "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "frequency_penalty": 0.5,
+    "logprobs": 2, "logit_bias": {"5": 1.5}, "include_timing": True, "cache_salt": "x", "speculation": "off",
+    "max_draft_tokens": 2, "form": {"json_schema": {"type": "object"}}, "parallel_tool_calls": True, "tools": TOOLS,
+    "tool_choice": "none", "prompt": "hello", "system": "hm", "messages": [
+        *HELLO, {"role": "assistant", "content": "y", "calls": [{"id": "a", "name": "now", "arguments": "{}"}]},
+        {"role": "tool", "tool_call_id": "a", "content": "b"}, *HELLO],
+    "stop": ["a", "b"], "max_tokens": 3,
 }  # fmt: skip
-CHAT = {
-    "model": SERVED,
-    "messages": [{"role": "system", "content": "hm"}, {"role": "user", "content": [{"type": "text", "text": "x"}]}],
-    "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "stop": ["a", "b"],
-    "stream_options": None, "logit_bias": {}, "logprobs": True, "top_logprobs": 1, "include_timing": True,
-    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
-    "metadata": {"a": "b"},
-}  # fmt: skip
-MESSAGES_BODY = {
-    "model": SERVED, "max_tokens": 3, "system": [{"type": "text", "text": "hm"}], "stop_sequences": ["a"], "top_k": 3,
-    "messages": [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": [{"type": "text", "text": "y"}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "b", "is_error": True}]},
-    ],
-    "tools": [{"name": "now", "input_schema": {"type": "object"}}], "tool_choice": {"type": "none"},
-    "output_config": {"format": {"type": "json_schema", "schema": {}}}, "metadata": {"user_id": "x"},
-}  # fmt: skip
-RESPONSES = {
-    "model": SERVED, "max_output_tokens": 3, "instructions": "hm", "metadata": {"a": "b"}, "store": False,
-    "input": [
-        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
-        {"type": "message", "role": "assistant", "content": "y"},
-        {"type": "function_call_output", "call_id": "a", "output": "b"},
-    ],
-    "tools": [{"type": "function", "name": "now", "parameters": {"type": "object"}, "strict": True}],
-    "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}, "reasoning": {"effort": "none"},
-    "tool_choice": "none",
-}  # fmt: skip
+
+
+def start(name: str) -> dict[str, Any]:
+    """A request with all that the API knows of these words."""
+    api = APIS[name]
+    return api.body({word: value for word, value in WORDS.items() if api.knows({word: value})})
+
+
 STARTS: dict[str, dict[str, Any]] = {
-    "v1/completions": TEXT,
-    "v1/chat/completions": CHAT,
-    "v1/messages": MESSAGES_BODY,
-    "v1/responses": RESPONSES,
-    "tokenize": {"messages": CHAT["messages"], "add_generation_prompt": False, "return_token_strs": True},
+    **{f"v1/{api.path}": start(name) for name, api in APIS.items() if isinstance(api, Rest)},
+    "tokenize": {"messages": start("chat")["messages"], "add_generation_prompt": False, "return_token_strs": True},
     "detokenize": {"model": SERVED, "tokens": [5, 6, 300]},
 }
 KEYS = [
@@ -158,35 +144,22 @@ def test_bytes_that_are_no_http(served: Served) -> None:
             assert not answer or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), answer
 
     send()
-    check_answer(served, "v1/completions", json.dumps(TEXT).encode())
+    check_answer(served, "v1/completions", json.dumps(STARTS["v1/completions"]).encode())
 
 
 GRPC_BLAMES = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
-MESSAGES = [
-    inference_pb2.ChatMessage(role="system", content="hm"),
-    inference_pb2.ChatMessage(role="user", content="x", name="y", tool_call_id="z"),
+CALLS: list[Message] = [
+    json_format.ParseDict(start("Generate"), inference_pb2.GenerateRequest()),
+    json_format.ParseDict(start("Chat"), inference_pb2.ChatRequest()),
+    inference_pb2.TokenizeRequest(text="hello", add_special_tokens=True),
+    json_format.ParseDict({"messages": start("Chat")["messages"]}, inference_pb2.TokenizeRequest()),
+    inference_pb2.DetokenizeRequest(token_ids=[5, 6, 300]),
 ]
-CALLS: dict[str, list[Message]] = {
-    "Generate": [inference_pb2.GenerateRequest(
-        model=SERVED, text="hello", max_tokens=3, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=7, stop=["a"],
-        n=2, logprobs=3, logit_bias={5: 1.5}, response_format=inference_pb2.ResponseFormat(json_schema="{}"),
-        min_tokens=0, include_timing=True, speculation="off", max_draft_tokens=2, presence_penalty=0.5,
-    )],
-    "Chat": [inference_pb2.ChatRequest(
-        model=SERVED, messages=MESSAGES, max_tokens=3, n=2, logprobs=3, stop=["a"], include_timing=True,
-        tools=[inference_pb2.Tool(name="now", description="d", parameters='{"type": "object"}')], tool_choice="none",
-        parallel_tool_calls=True,
-    )],
-    "Tokenize": [
-        inference_pb2.TokenizeRequest(text="hello", add_special_tokens=True),
-        inference_pb2.TokenizeRequest(messages=MESSAGES),
-    ],
-    "Detokenize": [inference_pb2.DetokenizeRequest(token_ids=[5, 6, 300])],
-}  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "start"), [(name, start) for name, starts in CALLS.items() for start in starts])
-def test_grpc_calls(served: Served, name: str, start: Message) -> None:
+@pytest.mark.parametrize("start", CALLS)
+def test_grpc_calls(served: Served, start: Message) -> None:
+    name = start.DESCRIPTOR.name.removesuffix("Request")
     method: grpc.UnaryStreamMultiCallable[bytes, bytes] = served.channel.unary_stream(f"/baton.v1.Inference/{name}")
     response = getattr(inference_pb2, f"{name}Response")
 

@@ -13,7 +13,6 @@ import pytest
 from gateway.request.prepare import ApiOptions
 from tests.support.adapters import APIS
 from tests.support.api_server import MAX_BODY, SERVED, WAIT_S, Served, run_api
-from tests.support.tiny_tokenizer import CONTEXT
 from tests.support.words import HELLO
 
 TEXT = APIS["completions"].body({})
@@ -161,11 +160,6 @@ def test_request_ids(served: Served) -> None:
     assert served.http.get("/nothing", headers={"x-request-id": "e"}).headers["x-request-id"] == "e"
 
 
-def test_models(served: Served) -> None:
-    (model,) = served.http.get("/v1/models").json()["data"]
-    assert (model["id"], model["root"], model["max_model_len"]) == (SERVED, SERVED, CONTEXT)
-
-
 def test_a_page_can_be_asked_for_by_its_head(served: Served) -> None:
     answer = served.http.head("/", headers={"authorization": ""})
     assert (answer.status_code, answer.content) == (200, b"")
@@ -217,3 +211,15 @@ def test_the_document_has_the_bodies(served: Served) -> None:
     assert bodies <= schemas.keys()
     assert set(schemas["ChatCompletionRequest"]["required"]) == {"model", "messages"}
     assert "~" not in json.dumps(schemas)
+
+
+def test_errors_of_messages_have_a_shape_of_their_own(served: Served) -> None:
+    answers = [
+        (served.http.get("/v1/messages"), 405, "invalid_request_error"),
+        (served.http.post("/v1/messages/huh"), 404, "not_found_error"),
+        (served.http.post("/v1/messages", content=b"{"), 400, "invalid_request_error"),
+        (served.http.post("/v1/messages", data={"a": "b"}), 415, "invalid_request_error"),
+    ]
+    for answer, status, kind in answers:
+        assert (answer.status_code, answer.json()["type"]) == (status, "error")
+        assert (answer.json()["error"].keys(), answer.json()["error"]["type"]) == ({"type", "message"}, kind)

@@ -1,26 +1,24 @@
 """Chats and completions only: chunks, several prompts, log-probabilities, echo, and the official client."""
 
-import asyncio
 import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import openai
 import pytest
 
 from gateway.answer.choice_text import ShownToken
-from gateway.api.openai.logprobs import ChatLogprobs, TextLogprobs
-from gateway.errors import ApiError, overloaded
-from gateway.request.raw import RawRequest
+from gateway.api.openai.answers import ChatLogprobs, TextLogprobs
+from gateway.errors import ApiError
 from gateway.request.rules import check_num_logprobs
+from gateway.request.types import GenerateRequest
 from tests.support.adapters import APIS
-from tests.support.api_server import ANSWER, KEYS, SERVED, WAIT_S, Served
+from tests.support.api_server import ANSWER, SERVED, Served
 from tests.support.fake_ring import TIMING, Script, likely
 from tests.support.rest_adapters import read_events
 from tests.support.tiny_tokenizer import CONTEXT, END
-from tests.support.words import CALL, HELLO, NOW, TOOLS
+from tests.support.words import HELLO, TOOLS
 from wire.logprobs import TokenLogprobs
 
 CHAT, TEXT = APIS["chat"].body({}), APIS["completions"].body({})
@@ -49,45 +47,7 @@ def read_columns(events: Sequence[Any], index: int = 0) -> dict[str, list[Any]]:
     return dict(columns)
 
 
-@pytest.fixture
-def client(served: Served) -> openai.OpenAI:
-    """The official client, which never retries."""
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEYS[0], max_retries=0, timeout=WAIT_S)
-
-
 # -- chunks ----------------------------------------------------------------------------------------------------------
-
-
-def test_chunks_of_a_chat(served: Served) -> None:
-    events = ask(served, "chat/completions", stream=True)
-    assert [event["choices"][0]["delta"] for event in events[:: len(events) - 1]] == [
-        {"role": "assistant", "content": ""},
-        {},
-    ]
-    assert all("role" not in event["choices"][0]["delta"] for event in events[1:])
-    assert [event["choices"][0]["finish_reason"] for event in events] == [None] * (len(events) - 1) + ["stop"]
-    assert all("usage" not in event for event in events)
-    assert len({event["id"] for event in events}) == 1 and events[0]["id"].startswith("chatcmpl-")
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("is_continuous", [False, True])
-def test_token_counts_in_a_stream(served: Served, path: str, is_continuous: bool) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": is_continuous}
-    *usages, last = [event["usage"] for event in ask(served, path, stream=True, stream_options=options)]
-    assert last["completion_tokens"] == len(served.ring.script.token_ids)
-    if not is_continuous:
-        assert usages == [None] * len(usages)
-        return
-    counts = [usage["completion_tokens"] for usage in usages]
-    assert counts == sorted(counts) and counts[-1] == last["completion_tokens"] > counts[0]
-    assert {usage["prompt_tokens"] for usage in usages} == {last["prompt_tokens"]}
-
-
-@pytest.mark.parametrize("value", [None, False])
-def test_obfuscation_that_is_not_wanted(served: Served, value: object) -> None:
-    for path in PATHS:
-        ask(served, path, stream=True, stream_options={"include_obfuscation": value})
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -99,28 +59,6 @@ def test_streamed_choices_come_as_they_are_ready(served: Served, path: str) -> N
     if path == "chat/completions":
         roles = [at for at, event in enumerate(events) if "role" in event["choices"][0]["delta"]]
         assert roles == sorted(indices.index(index) for index in range(3))
-
-
-@pytest.mark.parametrize("group", [1, 3, 1000])
-def test_a_streamed_call_begins_with_its_id_type_and_name(served: Served, group: int) -> None:
-    served.ring.reset(served.script(f"Let me look. {CALL}\n{NOW}", group=group))
-    events = ask(served, "chat/completions", stream=True, tools=CALLING["tools"])
-    calls = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", ())]
-    for index, name in enumerate(("weather", "now")):
-        first, *rest = [call for call in calls if call["index"] == index]
-        assert (first["type"], first["function"]) == ("function", {"name": name, "arguments": ""})
-        assert all(call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"} for call in rest)
-
-
-def test_content_beside_calls_is_null_where_there_is_none(served: Served) -> None:
-    served.ring.reset(served.script(CALL))
-    for tools, content in ((CALLING["tools"], None), (None, CALL)):
-        message = ask(served, "chat/completions", tools=tools)[0]["choices"][0]["message"]
-        assert (message["role"], message["content"], "tool_calls" in message) == (
-            "assistant",
-            content,
-            tools is not None,
-        )
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -174,13 +112,6 @@ def test_most_prompts(served: Served) -> None:
     assert [choice["text"] for choice in answer["choices"]] == [ANSWER] * 128
 
 
-def test_a_client_that_leaves_ends_all_prompts(served: Served) -> None:
-    served.ring.reset(Script(served.ids("hello"), is_hanging=True))
-    api = APIS["completions"]
-    api.leave(served, {"prompt": ["x", "y"], "n": 4}, stream=True, num_choices=8)
-    assert [served.ring.wait_ending() for _ in range(8)] == ["closed"] * 8
-
-
 # -- log-probabilities -----------------------------------------------------------------------------------------------
 
 
@@ -190,37 +121,6 @@ def token_name(served: Served, token_id: int) -> str:
         return raw.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-@pytest.mark.parametrize("group", [1, 4])
-def test_log_probabilities_of_a_chat(served: Served, group: int) -> None:
-    ids = list(served.ring.script.token_ids)
-    served.ring.reset(Script(ids, group=group))
-    asked: Any = {"path": "chat/completions", "logprobs": True, "top_logprobs": 3}
-    whole = ask(served, **asked)[0]["choices"][0]["logprobs"]["content"]
-    assert b"".join(bytes(token["bytes"]) for token in whole) == ANSWER.encode() + b"<|end|>"
-    for token_id, told, truth in zip(ids, whole, likely(ids, 3), strict=True):
-        assert bytes(told["bytes"]) == served.tokenizer.token_bytes(token_id)
-        assert told["token"] == bytes(told["bytes"]).decode(errors="replace")
-        assert told["logprob"] == truth.logprob
-        assert [top["logprob"] for top in told["top_logprobs"]] == list(truth.top_logprobs)
-        names = [served.tokenizer.token_bytes(other) for other in truth.top_ids]
-        assert [bytes(top["bytes"]) for top in told["top_logprobs"]] == names
-    streamed: list[Any] = []
-    for event in ask(served, **asked, stream=True):
-        (choice,) = event["choices"]
-        tokens = (choice["logprobs"] or {}).get("content") or []
-        text = b"".join(bytes(token["bytes"]) for token in tokens).removesuffix(b"<|end|>")
-        assert text.decode() == choice["delta"].get("content", "")
-        streamed += tokens
-    assert streamed == whole
-
-
-def test_a_chat_without_likely_tokens(served: Served) -> None:
-    for more in ({}, {"top_logprobs": 0}, {"top_logprobs": None}):
-        (choice,) = ask(served, "chat/completions", logprobs=True, **more)[0]["choices"]
-        assert all(token["top_logprobs"] == [] for token in choice["logprobs"]["content"])
-    assert ask(served, "chat/completions", logprobs=False)[0]["choices"][0]["logprobs"] is None
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 20])
@@ -258,7 +158,7 @@ def test_what_is_impossible_is_a_number_too() -> None:
 
 
 def test_more_log_probabilities_than_memory_may_hold_are_refused() -> None:
-    raw = RawRequest("m", [], num_logprobs=20, logprobs_param="top_logprobs")
+    raw = GenerateRequest("m", [], num_logprobs=20, logprobs_param="top_logprobs")
     check_num_logprobs(raw, 1, 10**9)  # bounded by the context
     check_num_logprobs(raw, 2, 2**21 // 21)
     with pytest.raises(ApiError, match="lower max_tokens") as caught:
@@ -368,57 +268,3 @@ def test_the_first_space_is_the_answers(sentence: Served, kind: str, echo: bool,
 def test_the_answer_to_a_prompt_without_text_begins_one(sentence: Served) -> None:
     sentence.ring.reset(sentence.script("how are you"))
     assert ask(sentence, prompt=[END])[0]["choices"][0]["text"] == "how are you"
-
-
-# -- official clients ------------------------------------------------------------------------------------------------
-
-
-def test_the_official_client(client: openai.OpenAI, served: Served) -> None:
-    asked: Any = {"model": SERVED, "messages": HELLO, "logprobs": True, "top_logprobs": 1}
-    answer = client.chat.completions.create(**asked)
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (ANSWER, "stop")
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == ANSWER
-    assert chunks[-1].usage == answer.usage and not chunks[-1].choices
-    assert client.completions.create(model=SERVED, prompt="hello", max_tokens=3).choices[0].finish_reason == "length"
-    parts = client.completions.create(model=SERVED, prompt="hello", stream=True)
-    assert "".join(part.choices[0].text for part in parts) == ANSWER
-    assert [model.id for model in client.models.list()] == [client.models.retrieve(SERVED).id] == [SERVED]
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("other")
-
-
-def test_the_official_asyncio_client(served: Served) -> None:
-    async def talk() -> tuple[str, str]:
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=KEYS[0], max_retries=0) as client:
-            whole = await client.chat.completions.create(model=SERVED, messages=HELLO)
-            stream = await client.completions.create(model=SERVED, prompt="hi", stream=True)
-            parts = [chunk.choices[0].text async for chunk in stream]
-            return whole.choices[0].message.content or "", "".join(parts)
-
-    assert asyncio.run(talk()) == (ANSWER, ANSWER)
-
-
-def test_a_conversation_with_calls_by_the_official_client(client: openai.OpenAI, served: Served) -> None:
-    """Its own message is sent back as an object, as a dict without nulls, and as a dict with them."""
-    served.ring.reset(served.script(f"{CALL}\n{NOW}"))
-    with client.chat.completions.stream(**CALLING) as stream:
-        message = stream.get_final_completion().choices[0].message
-    assert [call.function.name for call in message.tool_calls or ()] == ["weather", "now"]
-    whole: Any = client.chat.completions.create(**CALLING).choices[0].message
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in whole.tool_calls]
-    said = {**whole.model_dump(), "provider_specific_fields": {"refusal": None}}  # litellm adds this
-    for form in (whole, whole.model_dump(exclude_none=True), said):
-        client.chat.completions.create(**{**CALLING, "messages": [*HELLO, form, *results]})
-    assert len({sent["prompt_ids"] for sent in served.ring.sent[-3:]}) == 1
-
-
-def test_the_official_client_raises(client: openai.OpenAI, served: Served) -> None:
-    for stream in (False, True):
-        served.ring.reset(Script(error=overloaded("the queue is full")))
-        with pytest.raises(openai.RateLimitError) as caught:
-            client.chat.completions.create(model=SERVED, messages=HELLO, stream=stream)
-        assert caught.value.response.headers["retry-after"] == "1" and caught.value.code == "overloaded"
-    served.ring.reset(Script(served.ids("hello"), error=ApiError(503, "no worker is left")))
-    with pytest.raises(openai.APIError, match="no worker is left"):
-        list(client.chat.completions.create(model=SERVED, messages=HELLO, stream=True))

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.api.http import respond, sse
+from gateway.api.http import answer as http_answer
 from gateway.errors import not_ready
 from tests.support.adapters import APIS
 from tests.support.api_server import Served
@@ -43,7 +43,7 @@ def read_until(parts: Iterator[str], end: str) -> str:
 
 @pytest.mark.parametrize("name", RESTS)
 def test_it_begins_before_the_first_token_and_pings(served: Served, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "PING_S", 0.05)
+    monkeypatch.setattr(http_answer, "PING_S", 0.05)
     served.ring.reset(Script(is_hanging=True))
     ping = PINGS.get(name, COMMENT)
     with streaming(served, RESTS[name], {}) as (answer, parts):
@@ -71,7 +71,7 @@ def test_a_refusal_that_may_come_late_has_a_status(
     served: Served, name: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While no worker can serve, and until a decode worker takes or refuses the grammar."""
-    monkeypatch.setattr(respond, "HOLD_S", 0.01)
+    monkeypatch.setattr(http_answer, "HOLD_S", 0.01)
     served.ring.reset(Script(error=not_ready("no worker is left"), delay_s=0.2))
     served.ring.unready = "no decode worker is alive" if reason == "unready" else None
     ask: dict[str, Any] = {}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from gateway.request.raw import AnswerForm
 from gateway.request.structured_output import check_form
+from gateway.request.types import AnswerForm
 
 
 def test_choices_are_written_so_that_only_they_match() -> None:

@@ -5,17 +5,18 @@ import re
 import statistics
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.text.detokenize import last_with_text
+from gateway.text.detokenize import IncrementalDetokenizer, last_with_text
 from gateway.text.stops import StopStrings
 from gateway.text.tokenizer import TemplateRefusalError, Tokenizer
 from tests.support.texts import KINDS, edges, split, tiny
-from tests.support.tiny_tokenizer import CONTEXT, write_byte_level
+from tests.support.tiny_tokenizer import CHAT_TEMPLATE, CONTEXT, write_byte_level
 
 
 def _deltas(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> list[str]:
@@ -38,7 +39,9 @@ cuts = st.lists(st.integers(0, 200), max_size=8)
 def test_deltas_of_any_text_are_its_full_decode(kind: str, text: str, cuts: list[int]) -> None:
     tokenizer = tiny(kind)
     ids = tokenizer.encode(text, add_special_tokens=True)
-    assert "".join(_deltas(tokenizer, ids, cuts)) == tokenizer.decode(ids)
+    deltas = _deltas(tokenizer, ids, cuts)
+    assert "".join(deltas) == tokenizer.decode(ids)
+    assert "\ufffd" in text or not any("\ufffd" in delta for delta in deltas), "a character came in parts"
     if kind == "byte_level":
         assert tokenizer.decode(ids) == re.sub(r"<\|\w+\|>", "", text)
 
@@ -92,23 +95,6 @@ def test_text_goes_on_as_if_it_had_not_been_cut(kind: str, data: st.DataObject, 
         assert text.startswith("\ufffd")
 
 
-def test_a_character_cut_in_two_is_whole_on_neither_side() -> None:
-    for tokenizer in map(tiny, KINDS):
-        ids = tokenizer.encode("🙂", add_special_tokens=False)[-4:]
-        detokenizer = tokenizer.detokenizer(before=last_with_text(tokenizer, ids[:2]))
-        assert detokenizer.push(ids[2:]) + detokenizer.flush() == "\ufffd\ufffd"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60)
-@given(text=words)
-def test_no_delta_of_well_formed_text_holds_a_broken_character(kind: str, text: str) -> None:
-    text = text.replace("\ufffd", "")
-    tokenizer = tiny(kind)
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    assert all("\ufffd" not in delta for delta in _deltas(tokenizer, ids, list(range(len(ids)))))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_long_answer_costs_the_same_per_token_throughout(kind: str) -> None:
     tokenizer = tiny(kind)
@@ -121,6 +107,70 @@ def test_a_long_answer_costs_the_same_per_token_throughout(kind: str) -> None:
             detokenizer.push([token_id])
         costs.append(time.thread_time() - began)
     assert statistics.median(costs[-100:]) < 5 * statistics.median(costs[:100])
+
+
+# -- where each token's text begins, in bytes that may be ill-formed --------------------------------------------------
+
+WORD = 0  # a token with text instead of bytes; the others have bytes
+
+
+class Words:
+    """A vocabulary given by its bytes: token 1 is the first; token 0 is the word "w"."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self._tokens = tokens
+
+    def is_silent(self, token_id: int) -> bool:
+        return False
+
+    def raw_bytes(self, token_id: int) -> bytes | None:
+        return None if token_id == WORD else self._tokens[token_id - 1]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(
+            "w" if token_id == WORD else self._tokens[token_id - 1].decode(errors="replace") for token_id in token_ids
+        )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pushed"),
+    [
+        ([b"\xe2", b"x"], [("", ""), ("\ufffd", "x")]),
+        ([b"\xe2", b"\xe2"], [("", ""), ("\ufffd", "")]),
+        ([b"\xe2\x82", b"\xacx"], [("", ""), ("", "€x")]),
+        ([b"\xef\xbf", b"\xbd"], [("", ""), ("", "\ufffd")]),  # a literal U+FFFD
+        ([b"\xf0\x9f", b"\x82x"], [("", ""), ("", "\ufffdx")]),  # ill-formed from this token's first byte on
+        ([b"\xed", b"\xa0"], [("", ""), ("\ufffd", "\ufffd")]),  # a surrogate
+        ([b"\xe2", b"", b"\x82\xac"], [("", ""), ("", ""), ("", "€")]),
+    ],
+)
+def test_what_came_before_is_told_apart(tokens: list[bytes], pushed: list[tuple[str, str]]) -> None:
+    detokenizer = IncrementalDetokenizer(Words(tokens))
+    assert [detokenizer.push_token(rank + 1) for rank in range(len(tokens))] == pushed
+
+
+def test_a_word_ends_the_bytes_before_it() -> None:
+    detokenizer = IncrementalDetokenizer(Words([b"\xe2"]))
+    assert [detokenizer.push_token(token_id) for token_id in (1, WORD)] == [("", ""), ("\ufffd", "w")]
+
+
+some_bytes = st.lists(st.sampled_from(b"x\x80\x82\xa0\xac\xbd\xbf\xe0\xe2\xed\xef\xf0\xf4\xff"), max_size=4).map(bytes)
+
+
+@given(st.lists(some_bytes, max_size=8))
+@example([b"\xed\xa0", b"\x80"])
+def test_a_token_begins_at_the_character_of_its_first_byte(tokens: list[bytes]) -> None:
+    detokenizer = IncrementalDetokenizer(Words(tokens))
+    before, text = b"", ""
+    for rank, token in enumerate(tokens):
+        ended, more = detokenizer.push_token(rank + 1)
+        if token:  # cut after its first byte, the bytes so far end with the character it belongs to
+            assert len(text + ended) == len((before + token[:1]).decode(errors="replace")) - 1
+        before, text = before + token, text + ended + more
+    assert text + detokenizer.flush() == before.decode(errors="replace")
+
+
+# -- stop strings -----------------------------------------------------------------------------------------------------
 
 
 def _truth(text: str, stops: list[str]) -> str:
@@ -220,3 +270,68 @@ def test_markers_are_seen_though_they_are_control_tokens(kind: str) -> None:
     text = "".join(detokenizer.push([token]) for token in ids) + detokenizer.flush()
     assert re.sub(" +", " ", text) == "hello <|user|>fox now"
     assert "<|user|>" not in tokenizer.decode(ids)
+
+
+# -- a conversation with an open last message: the prompt ends where the answer continues it --------------------------
+
+ASKED = {"role": "user", "content": "Paris is?"}
+START = "<|user|>Paris is?<|end|><|assistant|>"
+TRIMMING = CHAT_TEMPLATE.replace("m.content", "m.content | trim")
+WITH_BLOCK = CHAT_TEMPLATE.replace(
+    "{{ m.content }}", "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+)
+CUTTING = CHAT_TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]")
+REFUSING = "{% if messages[-1].role != 'user' %}{{ raise_exception('ask first') }}{% endif %}" + CHAT_TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(write_byte_level(tmp_path_factory.mktemp("tiny")))  # its template is changed
+
+
+def render(tokenizer: Tokenizer, template: str, text: str) -> str:
+    tokenizer._hf.chat_template = template
+    return tokenizer.render_chat([ASKED, {"role": "assistant", "content": text}], is_open=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "end"),
+    [
+        (CHAT_TEMPLATE, "a city", "a city"),
+        (CHAT_TEMPLATE, " a city \n", " a city \n"),
+        (CHAT_TEMPLATE, "Paris is?", "Paris is?"),  # the same as for another message
+        (CHAT_TEMPLATE, "<|end|>", "<|end|>"),
+        (CHAT_TEMPLATE, "", ""),
+        (CHAT_TEMPLATE, " \n", ""),
+        (TRIMMING, " a city \n", "a city"),
+        (TRIMMING, "", ""),
+        (WITH_BLOCK, "a city", "<think>\n\n</think>\n\na city"),
+        (CUTTING, "a city", "a city"),
+    ],
+)
+def test_the_prompt_ends_with_the_open_message(tokenizer: Tokenizer, template: str, text: str, end: str) -> None:
+    assert render(tokenizer, template, text) == START + end
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "why"),
+    [
+        (CUTTING, "<think>a town?</think>a city", "drops or changes the text of the last message"),
+        (CHAT_TEMPLATE.replace("m.content", "'...'"), "a city", "drops or changes"),
+        (REFUSING, "a city", "ask first"),
+    ],
+)
+def test_a_template_may_not_leave_it_open(tokenizer: Tokenizer, template: str, text: str, why: str) -> None:
+    with pytest.raises(TemplateRefusalError, match=why) as refused:
+        render(tokenizer, template, text)
+    assert "Paris" not in str(refused.value)
+
+
+def test_the_answer_goes_on_with_its_text() -> None:
+    """A sentencepiece decoder would drop the first space of an answer that begins a text."""
+    tokenizer = tiny("sentencepiece")
+    prompt = tokenizer.render_chat([ASKED, {"role": "assistant", "content": "hello"}], is_open=True)
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    answer = tokenizer.encode("world", add_special_tokens=False)  # the normaliser puts a space before it
+    assert tokenizer.detokenizer().push(answer) == "world"
+    assert tokenizer.detokenizer(before=last_with_text(tokenizer, ids)).push(answer) == " world"

@@ -1,4 +1,4 @@
-"""Calls and reasoning of earlier turns in the form templates accept, and the open turn."""
+"""Calls of earlier turns in the form templates accept, and the system's messages."""
 
 import re
 from typing import Any
@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.tools.formats import FORMATS
-from gateway.tools.history import check_open, fit_ids, fit_reasoning, read_arguments, system_first, template_call
-from tests.support.tiny_tokenizer import CHAT_TEMPLATE, THINKING_TEMPLATE
+from gateway.tools.history import fit_ids, read_arguments, system_first, template_call
 
 
 def test_arguments_become_an_object() -> None:
@@ -39,30 +38,6 @@ def test_ids_are_made_to_fit() -> None:
     assert ids[1] == "abc123DEF"
     assert [fit_ids(answer, FORMATS["mistral"])["tool_call_id"] for answer in answers] == ids
     assert asked["tool_calls"][0]["id"] == "call_ü1"
-
-
-def test_reasoning_is_kept_where_the_template_reads_it() -> None:
-    said = {"role": "assistant", "content": "Hi"}
-    reasoned = {**said, "reasoning_content": "Greet."}
-    assert fit_reasoning(reasoned, THINKING_TEMPLATE) == reasoned
-    assert fit_reasoning(reasoned, CHAT_TEMPLATE) == said
-    assert fit_reasoning({**said, "reasoning_content": ""}, THINKING_TEMPLATE) == said
-    assert fit_reasoning({**said, "reasoning_content": None}, THINKING_TEMPLATE) == said
-    asked = {"role": "user", "content": "Hi"}
-    assert fit_reasoning({**asked, "reasoning_content": "x"}, THINKING_TEMPLATE) == asked
-    assert fit_reasoning(asked, THINKING_TEMPLATE) == asked
-
-
-def test_only_an_assistants_text_is_left_open() -> None:
-    asked, said = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}
-    check_open([asked, said])
-    check_open([said])
-    with pytest.raises(ValueError, match="not user"):
-        check_open([said, asked])
-    with pytest.raises(ValueError, match="not none"):
-        check_open([])
-    with pytest.raises(ValueError, match="tool_calls"):
-        check_open([asked, {**said, "tool_calls": [template_call("x", "f", "")]}])
 
 
 # roles and texts, one word a message: s system, d developer, u user, a assistant, t tool |-> the same, joined by "+"

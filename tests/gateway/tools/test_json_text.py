@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.tools.json_object import read_object
-from gateway.tools.json_text import JsonText
+from gateway.tools.json_text import JsonText, read_object
 from runtime.peer_input import MAX_JSON_DEPTH
 from tests.support.texts import split
 

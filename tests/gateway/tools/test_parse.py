@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from demo.tokens import CHAT_TEMPLATE_FILE
-from gateway.tools.formats import FORMATS, Format, choose_format
+from gateway.tools.formats import FORMATS, Format, resolve_format
 from gateway.tools.parse import HELD_ARGUMENTS_CHARS, Arguments, CallBegin, CallEnd, CallParser, Content, Event
 from runtime.config_parts import ToolFormat
 from runtime.peer_input import MAX_JSON_DEPTH
@@ -162,7 +162,7 @@ def test_content_and_trusted_arguments_are_streamed_as_they_come() -> None:
     assert parser.push('{"a') == [CallBegin(0, "id", "now"), Arguments(0, '{"a')]
     assert parser.push('": 1') == [Arguments(0, '": 1')]
     assert parser.push("}") == [Arguments(0, "}")]
-    assert parser.push("}</tool_call>") == [CallEnd(0)]
+    assert parser.push("}</tool_call>") == [CallEnd(0, "id", "now", '{"a": 1}')]
     assert parser.flush() == []
 
 
@@ -177,13 +177,14 @@ def test_long_arguments_are_streamed_even_if_they_may_break() -> None:
     parser = CallParser(FORMATS["hermes"], NAMES, lambda: "id")
     assert parser.push('<tool_call>{"name": "now", "arguments": ' + body[:-20]) == []
     assert parser.push(body[-20:]) == [CallBegin(0, "id", "now"), Arguments(0, body)]
-    assert parser.push('" and so on') == [Arguments(0, '" '), CallEnd(0), Content("and so on")]
+    end = CallEnd(0, "id", "now", f'{body}" ')
+    assert parser.push('" and so on') == [Arguments(0, '" '), end, Content("and so on")]
     assert parser.flush() == []
 
 
 def test_a_trusted_call_that_is_cut_off_keeps_what_came() -> None:
     events = parse(FORMATS["inline"], ['<tool_call>{"name": "now", "arguments": {"a": "b'], is_trusted=True)
-    assert events == [CallBegin(0, "id0", "now"), Arguments(0, '{"a": "b'), CallEnd(0)]
+    assert events == [CallBegin(0, "id0", "now"), Arguments(0, '{"a": "b'), CallEnd(0, "id0", "now", '{"a": "b')]
 
 
 def test_deep_arguments_do_not_exhaust_the_stack() -> None:
@@ -240,11 +241,11 @@ LLAMA = """{{- '<|start_header_id|>' }}{% if tools %}{{- '{"name": "' + call.nam
     ],
 )
 def test_the_format_is_told_by_the_template(template: str, name: str | None) -> None:
-    assert choose_format(template) == (FORMATS[name] if name else None)
+    assert resolve_format("auto", template) == (FORMATS[name] if name else None)
 
 
 def test_the_demo_models_format() -> None:
-    assert choose_format(CHAT_TEMPLATE_FILE.read_text()) == FORMATS["inline"]
+    assert resolve_format("auto", CHAT_TEMPLATE_FILE.read_text()) == FORMATS["inline"]
 
 
 def test_the_setting_names_all_formats() -> None:

@@ -1,24 +1,22 @@
 """Reasoning is detected in templates and prompts, and removed from an answer for every split."""
 
-import itertools
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.text.tokenizer import Tokenizer
 from gateway.tools.reasoning import (
     REASONING_FORMATS,
+    Parts,
     ReasoningFormat,
+    ReasoningReader,
     ReasoningStart,
-    choose_reasoning,
     reasoning_start,
     resolve_reasoning,
 )
-from gateway.tools.reasoning_reader import Parts, ReasoningReader
-from tests.support.tiny_tokenizer import CHAT_TEMPLATE, THINKING_TEMPLATE, write_thinking
+from tests.support.texts import split
+from tests.support.tiny_tokenizer import CHAT_TEMPLATE, THINKING_TEMPLATE
 
 THINK = REASONING_FORMATS["think"]
 MISTRAL = REASONING_FORMATS["mistral"]
@@ -43,9 +41,8 @@ GEMMA = REASONING_FORMATS["gemma4"]
     ],
 )
 def test_the_format_is_what_the_template_shows(template: str, tokens: Collection[str], name: str | None) -> None:
-    found = choose_reasoning(template, tokens.__contains__)
+    found = resolve_reasoning("auto", template, tokens.__contains__)
     assert (found and found.name) == name
-    assert resolve_reasoning("auto", template, tokens.__contains__) is found
     assert resolve_reasoning("none", template, tokens.__contains__) is None
     assert resolve_reasoning("seed", template, tokens.__contains__) is REASONING_FORMATS["seed"]
 
@@ -76,23 +73,6 @@ def test_the_format_is_what_the_template_shows(template: str, tokens: Collection
 )
 def test_where_an_answer_begins(format: ReasoningFormat, prompt: str, opened: str, start: ReasoningStart) -> None:
     assert reasoning_start(format, prompt, opened) == start
-
-
-@pytest.mark.parametrize(
-    ("options", "start"),
-    [
-        ({}, "possible"),
-        ({"enable_thinking": True}, "possible"),
-        ({"enable_thinking": False}, "off"),
-        ({"opens_thinking": True}, "inside"),
-    ],
-)
-def test_what_a_template_begins(tmp_path: Path, options: dict[str, bool], start: ReasoningStart) -> None:
-    tokenizer = Tokenizer(write_thinking(tmp_path))
-    format = resolve_reasoning("auto", tokenizer.chat_templates, tokenizer.has_token)
-    assert format is THINK
-    prompt = tokenizer.render_chat([{"role": "user", "content": "What is <think>?"}], options=options)
-    assert reasoning_start(format, prompt) == start
 
 
 # The reader.
@@ -151,9 +131,7 @@ _bits = st.sampled_from(["<think>", "</think>", "<", "</", "think", ">", "</thi"
 @given(st.lists(_bits, max_size=12).map("".join), st.booleans(), st.lists(st.integers(0, 60), max_size=8))
 @example("\n<think>\n\na\n\n</think>\n\nb", True, [3, 9, 11, 12, 13, 20, 22])
 def test_any_split_gives_the_same(text: str, is_inside: bool, cuts: list[int]) -> None:
-    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
-    assert read(THINK, is_inside, pieces) == read_slowly(THINK, is_inside, text)
+    assert read(THINK, is_inside, split(text, cuts)) == read_slowly(THINK, is_inside, text)
 
 
 def test_little_is_held_back() -> None:

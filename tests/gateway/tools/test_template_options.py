@@ -10,16 +10,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from gateway.errors import ApiError
 from gateway.text.tokenizer import Tokenizer
-from gateway.tools.template_options import (
-    EFFORTS,
-    MAX_INTEGER,
-    RESERVED,
-    check_options,
-    effort_options,
-    switch_options,
-)
+from gateway.tools.template_options import MAX_INTEGER, RESERVED, check_options, effort_options
 from tests.support.tiny_tokenizer import write_thinking
 
+NO_OPTIONS: list[object] = [[], {}, float("nan"), float("inf"), MAX_INTEGER + 1]
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -41,24 +35,12 @@ def test_scalars_are_taken(given: dict[str, Any]) -> None:
     [
         (None, ""),
         ([], ""),
-        ({"a": []}, ".a"),
-        ({"a": {}}, ".a"),
-        ({"a": float("nan")}, ".a"),
-        ({"a": float("inf")}, ".a"),
-        ({"a": MAX_INTEGER + 1}, ".a"),
-        ({"messages": "x"}, ".messages"),
-        ({"tools": None}, ".tools"),
-        ({"add_generation_prompt": False}, ".add_generation_prompt"),
-        ({"chat_template": "{{ 1 }}"}, ".chat_template"),
-        ({"tokenize": True}, ".tokenize"),
-        ({"bos_token": ""}, ".bos_token"),
-        ({"": 1}, ""),
-        ({"a b": 1}, ""),
-        ({"__class__": 1}, ""),
-        ({"é": 1}, ""),
-        ({"a" * 65: 1}, ""),
-        ({"a": "x" * 4096}, ""),
         ({f"name{rank}": rank for rank in range(33)}, ""),
+        *(({"a": value}, ".a") for value in NO_OPTIONS),
+        *(({name: None}, f".{name}") for name in ("messages", "tools", "chat_template", "tokenize")),
+        *(({name: "x"}, "") for name in ("", "a b", "__class__", "é", "a" * 65)),
+        ({"bos_token": ""}, ".bos_token"),
+        ({"a": "x" * 4096}, ""),
     ],
 )
 def test_others_are_refused(given: object, param: str) -> None:
@@ -73,19 +55,6 @@ def test_nothing_of_the_services_own_can_be_set() -> None:
     taken = {name for function in functions for name in inspect.signature(function).parameters}
     assert taken <= RESERVED
     assert all(name.endswith("_token") for name in PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES)
-
-
-@pytest.mark.parametrize("effort", EFFORTS)
-def test_an_effort_is_what_templates_know(effort: str) -> None:
-    is_on = effort != "none"
-    expected = {"reasoning_effort": effort, "enable_thinking": is_on, "thinking": is_on}
-    assert effort_options(effort, "reasoning_effort") == expected
-    assert switch_options(is_on).items() <= expected.items()
-
-
-def test_an_unknown_effort_is_refused() -> None:
-    with pytest.raises(ApiError, match="one of none, minimal"):
-        effort_options("extreme", "reasoning.effort")
 
 
 def test_the_template_gets_what_it_names(tmp_path: Path) -> None:

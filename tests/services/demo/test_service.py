@@ -8,7 +8,6 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-import grpc
 import openai
 import pytest
 
@@ -50,13 +49,6 @@ def test_the_page_s_examples_are_answered_well(client: openai.OpenAI, demo: Live
     sums, capital, poem, extracted = [one.choices[0].message.content or "" for one in asked]
     assert "42" in sums and "Paris" in capital and "\n" in poem
     assert json.loads(extracted) == {"name": "Anna", "age": 31}
-
-
-def test_openai_completions(client: openai.OpenAI) -> None:
-    whole = client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=24, seed=5)
-    parts = list(client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=24, seed=5, stream=True))
-    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
-    assert whole.usage is not None and whole.usage.completion_tokens <= 24
 
 
 def test_baton_bench(demo: Live, tmp_path: Path) -> None:
@@ -188,27 +180,6 @@ def test_client_that_leaves_while_its_prompts_are_prefilled(demo: Live) -> None:
 
 def _cancelled(live: Live, name: str, phase: str) -> float:
     return live.metric(name, "cancelled_total", {"phase": phase})
-
-
-def test_bad_requests(demo: Live, surface: Surface) -> None:
-    """Errors that need no model; which field each names is tested with the gateway."""
-    bad: list[tuple[str, dict[str, Any], int, str | None]] = [
-        ("chat/completions", {"model": "gpt-4", "messages": MESSAGES}, 404, "model"),
-        ("completions", {"model": MODEL, "prompt": [7] * 5000}, 400, "prompt"),
-        ("completions", {"model": MODEL, "prompt": [7], "max_tokens": 100_000}, 400, "max_tokens"),
-        ("completions", {"model": MODEL, "prompt": [10**9]}, 400, "prompt"),
-    ]
-    for path, body, status, param in bad:
-        response = HTTP.post(f"{demo.url}/v1/{path}", json=body, timeout=30)
-        assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
-    for fields, code in (
-        ({"model": "gpt-4"}, grpc.StatusCode.NOT_FOUND),
-        ({"top_p": 1.5}, grpc.StatusCode.INVALID_ARGUMENT),
-    ):
-        with pytest.raises(grpc.RpcError) as failure:
-            surface.answer([7], **fields)
-        assert failure.value.code() is code
-        assert next(iter(fields)) in str(failure.value.details())
 
 
 def test_a_prompt_seen_before_is_not_computed_again(demo: Live, surface: Surface) -> None:

@@ -1,17 +1,67 @@
-"""Writes a choice as an answer for Anthropic's clients, streamed or whole. Must not know HTTP."""
+"""Writes a choice as an answer for Anthropic's clients, streamed or whole."""
 
 import secrets
+from typing import Literal
 
 import msgspec
 
-from gateway.answer.choice_text import Piece
+from gateway.answer.choice_text import OutputDelta
 from gateway.answer.choices import Totals
 from gateway.answer.output_items import Begun, Grown, Item, ItemEvent, ItemReader
-from gateway.api.anthropic.answers import MessageBody, MessageUsage, StopReason, TextBody, ThinkingBody, ToolUseBody
-from gateway.api.http.errors import build_messages_error
-from gateway.api.http.json_answer import encode
-from gateway.api.http.sse import named_event
+from gateway.api.http.answer import encode, named_event
+from gateway.api.http.errors import Tagged, build_messages_error
 from gateway.errors import ApiError
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class TextBody(Tagged, tag="text"):
+    """Text of the answer."""
+
+    text: str
+
+
+class ThinkingBody(Tagged, tag="thinking"):
+    """The reasoning part of the answer."""
+
+    thinking: str
+    signature: str = ""  # nothing is signed
+
+
+class ToolUseBody(Tagged, tag="tool_use"):
+    """A call."""
+
+    id: str
+    name: str
+    input: msgspec.Raw  # a JSON object
+
+
+class MessageUsage(msgspec.Struct):
+    """Token counts. The prompt has `input_tokens` + `cache_read_input_tokens` tokens."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int = 0
+
+
+class MessageBody(Tagged, tag="message"):
+    """The whole answer, or its fields known at the start."""
+
+    id: str
+    model: str
+    content: list[TextBody | ThinkingBody | ToolUseBody]
+    usage: MessageUsage
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    role: Literal["assistant"] = "assistant"
+
+
+class CountAnswer(msgspec.Struct):
+    """The answer of count_tokens."""
+
+    input_tokens: int
+
 
 _NO_INPUT = msgspec.Raw(b"{}")
 _DELTAS = {
@@ -31,19 +81,19 @@ class MessageWriter:
         self.id = f"msg_{secrets.token_hex(12)}"
         self._totals = totals
         self._reader = ItemReader()
-        self._last = Piece("")
+        self._last = OutputDelta("")
 
     def begin(self) -> list[bytes]:
         return [named_event("message_start", message=self._message())]
 
-    def events(self, index: int, piece: Piece) -> list[bytes]:
+    def events(self, index: int, piece: OutputDelta) -> list[bytes]:
         events = [_block_event(event) for event in self._reader.read(piece)]
         if piece.finish_reason is not None:
             stop = {"stop_reason": self._stop_reason(piece), "stop_sequence": _stop_sequence(piece)}
             events += [named_event("message_delta", delta=stop, usage=self._usage()), named_event("message_stop")]
         return events
 
-    def add(self, index: int, piece: Piece) -> None:
+    def add(self, index: int, piece: OutputDelta) -> None:
         self._reader.read(piece)
         self._last = piece
 
@@ -64,7 +114,7 @@ class MessageWriter:
         totals = self._totals
         return MessageUsage(totals.num_prompt - totals.num_cached, totals.num_completion, totals.num_cached)
 
-    def _stop_reason(self, last: Piece) -> StopReason:
+    def _stop_reason(self, last: OutputDelta) -> StopReason:
         if last.finish_reason == "length":
             return "max_tokens"
         if _stop_sequence(last) is not None:
@@ -72,7 +122,7 @@ class MessageWriter:
         return "tool_use" if self._reader.has_calls else "end_turn"
 
 
-def _stop_sequence(last: Piece) -> str | None:
+def _stop_sequence(last: OutputDelta) -> str | None:
     return last.stop if isinstance(last.stop, str) else None
 
 

@@ -1,6 +1,7 @@
-"""Reads a request's JSON body within limits of size, time and complexity. Must not know what the fields mean."""
+"""Reads a request's JSON body within limits of size, time and complexity."""
 
-from collections.abc import Callable, Coroutine
+import json
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pydantic_core
@@ -8,8 +9,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.http.repeated_keys import count_keys, find_repeated_key
-from gateway.api.waking_timeout import waking_timeout
+from gateway.api.access import waking_timeout
 from gateway.errors import ApiError, bad_request
 from gateway.request.prepare import ApiOptions, ServedModel
 
@@ -55,18 +55,16 @@ class _ReadRequest(Request):
 async def _read_object(request: Request, served: ServedModel) -> dict[str, object]:
     """Returns the body as a JSON object. Raises ApiError 400, 408, 413 or 415, and ClientDisconnect."""
     _check_content_type(request)
-    body = await _read_body(request, served.options)
-    marks = _outside_strings(body)
-    if marks is None or _is_too_complex(marks, served.tokenizer.context_tokens):
-        raise bad_request("the body has too many JSON elements to be a request", None, "body_too_complex")
+    body = await _read_bytes(request, served.options)
+    marks = _outside_strings(body, served.tokenizer.context_tokens + _MAX_ELEMENTS)
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=True)  # NaN is refused later, with the field's name
     except ValueError as error:
         raise bad_request(f"the body is not valid JSON: {error}", None, "invalid_json") from error
     if not isinstance(value, dict):
         raise bad_request("the body must be a JSON object", None, "invalid_json")
-    if marks.count(b":") != count_keys(value, marks.count(b"{")):
-        path = (find_repeated_key(body) or "")[:_MAX_PATH_CHARS]
+    if marks.count(b":") != _count_keys(value, marks.count(b"{")):
+        path = next(_repeated_keys(json.loads(body, object_pairs_hook=_mark_repeated), ""), "")[:_MAX_PATH_CHARS]
         raise bad_request(f"{path} comes twice in one JSON object; send it once", path or None, "invalid_json")
     return value
 
@@ -82,40 +80,70 @@ def _check_content_type(request: Request) -> None:
     request.scope["headers"] = [*others, (b"content-type", b"application/json")]
 
 
-async def _read_body(request: Request, options: ApiOptions) -> bytes:
+async def _read_bytes(request: Request, options: ApiOptions) -> bytes:
+    most = options.max_body_bytes
+    too_large = ApiError(413, f"the body is larger than {most} bytes; send a shorter one", None, "body_too_large")
     announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and (len(announced) > 18 or int(announced) > options.max_body_bytes):
-        raise _too_large(options)
-    chunks: list[bytes] = []
-    num_bytes = 0
+    if announced.isdecimal() and (len(announced) > 18 or int(announced) > most):
+        raise too_large
+    body = bytearray()
     try:
         async with waking_timeout(options.body_timeout_s):
             async for chunk in request.stream():
-                num_bytes += len(chunk)
-                if num_bytes > options.max_body_bytes:
-                    raise _too_large(options)
-                chunks.append(chunk)
+                body += chunk
+                if len(body) > most:
+                    raise too_large
     except TimeoutError as error:
         message = f"the body did not arrive within {options.body_timeout_s:g} s; send it faster"
         raise ApiError(408, message, None, "body_timeout") from error
-    return b"".join(chunks)
+    return bytes(body)
 
 
-def _outside_strings(body: bytes) -> bytes | None:
-    """Returns a JSON text without its strings, or None if it has too many of them. Runs at memory speed."""
+def _outside_strings(body: bytes, max_elements: int) -> bytes:
+    """Returns a JSON text without its strings. Raises ApiError if it has too many parts. Runs at memory speed."""
     without_escapes = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if without_escapes.count(b'"') > 2 * _MAX_STRINGS:
-        return None
-    return b"".join(without_escapes.split(b'"')[::2])
-
-
-def _is_too_complex(marks: bytes, max_ids: int) -> bool:
-    """Counts containers and elements before parsing. `marks`: the text outside of strings."""
+    is_complex = without_escapes.count(b'"') > 2 * _MAX_STRINGS
+    marks = b"" if is_complex else b"".join(without_escapes.split(b'"')[::2])
     num_containers = marks.count(b"[") + marks.count(b"{")
-    return num_containers > _MAX_CONTAINERS or marks.count(b",") > max_ids + _MAX_ELEMENTS
+    if is_complex or num_containers > _MAX_CONTAINERS or marks.count(b",") > max_elements:
+        raise bad_request("the body has too many JSON elements to be a request", None, "body_too_complex")
+    return marks
 
 
-def _too_large(options: ApiOptions) -> ApiError:
-    return ApiError(
-        413, f"the body is larger than {options.max_body_bytes} bytes; send a shorter one", None, "body_too_large"
-    )
+def _count_keys(value: object, num_objects: int) -> int:
+    """Returns the number of keys of all objects in a parsed value with at most `num_objects` objects."""
+    num_keys, rest = 0, [value]
+    while rest and num_objects:
+        item = rest.pop()
+        if isinstance(item, dict):
+            num_objects -= 1
+            num_keys += len(item)
+            rest += item.values()
+        elif isinstance(item, list):
+            rest += [inner for inner in item if isinstance(inner, (dict, list))]
+    return num_keys
+
+
+class _Repeated(str):
+    """A key that an object has twice, in that object's place: parsers silently keep one of both."""
+
+
+def _mark_repeated(pairs: list[tuple[str, object]]) -> object:
+    members: dict[str, object] = {}
+    for key, value in pairs:
+        if key in members:
+            return _Repeated(key)
+        members[key] = value
+    return members
+
+
+def _repeated_keys(value: object, path: str) -> Iterator[str]:
+    """Yields paths such as `messages[0].role`."""
+    if isinstance(value, _Repeated):
+        yield f"{path}.{value}".removeprefix(".")
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _repeated_keys(inner, f"{path}.{key}".removeprefix("."))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _repeated_keys(inner, f"{path}[{index}]")

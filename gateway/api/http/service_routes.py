@@ -1,17 +1,30 @@
-"""Endpoints for probes, dashboards and people: liveness, readiness, version, metrics, fleet. Must not know requests."""
+"""Endpoints for probes, dashboards and people: liveness, readiness, version, metrics, fleet, and the page at `/`."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import resources
 
 import msgspec
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
-from gateway.api.http.json_answer import json_response
+from gateway.api.http.answer import encode, json_response
 from gateway.errors import not_ready
 from gateway.request.prepare import ServedModel
 from gateway.router.fleet import Fleet
 from gateway.router.router import Router
 from gateway.router.worker_client import WorkerClient
 from runtime.hardware import OWN_VERSION
+
+_FILES = {"style.css": "text/css; charset=utf-8", "app.js": "text/javascript; charset=utf-8"}
+_EXAMPLES = "/page/examples.json"
+PAGE_PATHS = frozenset({"/", _EXAMPLES, *(f"/page/{name}" for name in _FILES)})  # served without a key
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 
 
 def build_status_router(served: ServedModel) -> APIRouter:
@@ -43,6 +56,28 @@ def build_status_router(served: ServedModel) -> APIRouter:
     return router
 
 
+def build_page_router(examples: Sequence[str]) -> APIRouter:
+    """The page, which calls the API like any other client. `examples`: prompts that the model can answer."""
+    router = APIRouter(include_in_schema=False)
+    page = resources.files("gateway") / "page"
+
+    def add(path: str, content: bytes, media_type: str, *methods: str) -> None:
+        router.add_api_route(path, _serve(content, media_type), methods=["GET", *methods])
+
+    add("/", (page / "index.html").read_bytes(), "text/html; charset=utf-8", "HEAD")
+    for name, media_type in _FILES.items():
+        add(f"/page/{name}", (page / name).read_bytes(), media_type)
+    add(_EXAMPLES, encode(examples), "application/json")
+    return router
+
+
+def _serve(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
+    async def serve() -> Response:
+        return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
+
+    return serve
+
+
 class WorkerStatus(msgspec.Struct, frozen=True):
     """One worker in the answer."""
 
@@ -66,6 +101,9 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     source: str  # the DNS name that it has; empty: named by its address
 
 
+_COUNTS = ("free_pages", "used_pages", "cached_pages", "free_slots", "used_slots", "cached_slots")
+
+
 def build_fleet_router(fleet: Fleet, router: Router) -> APIRouter:
     """GET /status."""
     routes = APIRouter()
@@ -85,8 +123,7 @@ def build_fleet_router(fleet: Fleet, router: Router) -> APIRouter:
 
 
 def _describe(worker: WorkerClient) -> WorkerStatus:
-    status = worker.status
-    trouble = worker.find_trouble()
+    status, trouble = worker.status, worker.find_trouble()
     return WorkerStatus(
         role=worker.role,
         address=worker.address,
@@ -94,16 +131,11 @@ def _describe(worker: WorkerClient) -> WorkerStatus:
         incarnation=status.peer.incarnation,
         ranks=len(status.peer.ranks),
         transport="+".join(sorted(set(status.transports.values()))) or "none",
-        free_pages=status.free_pages,
-        used_pages=status.used_pages,
-        cached_pages=status.cached_pages,
-        free_slots=status.free_slots,
-        used_slots=status.used_slots,
-        cached_slots=status.cached_slots,
         prefix_hits=round(status.prefix_hits / max(status.prefix_queries, 1), 3),
         running=status.num_running,
         alive=trouble is None,
         trouble=trouble or "",
         weaknesses=dict(status.weaknesses),
         source=worker.source,
+        **{name: getattr(status, name) for name in _COUNTS},
     )

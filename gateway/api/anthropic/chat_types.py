@@ -1,15 +1,16 @@
-"""Messages in requests of Anthropic's Messages API: names and types of their blocks. Must not know HTTP."""
+"""Messages and tools in requests of Anthropic's Messages API."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from gateway.api.http.body import Body, FirstErrorOnly, TextOr, any_value, by_type, joined, only_null
+from gateway.api.http.body import Body, Ignored, LeftOutTool, Many, TextOr, any_value, by_type, joined, only_null
 from gateway.errors import bad_request
-from gateway.request.left_out import Ignored
 from gateway.tools.history import template_call
+from gateway.tools.request import Choice, NamedChoice, Tool
 
 _BLOCK: Ignored = {
     **any_value("cache_control"),
@@ -27,9 +28,6 @@ class TextBlock(Body):
 
     type: Literal["text"]
     text: str
-
-
-TextOrBlocks = TextOr[Annotated[list[TextBlock], FirstErrorOnly()]]
 
 
 class ToolUseBlock(Body):
@@ -57,17 +55,13 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: TextOrBlocks | None = None
+    content: TextOr[Many[TextBlock]] | None = None
     is_error: bool | None = Field(None, description='Begins the text with "Error: ".')
 
     def plain(self) -> dict[str, Any]:
         """As chat templates take it."""
-        text = joined(self.content or "")
-        return {
-            "role": "tool",
-            "tool_call_id": self.tool_use_id,
-            "content": f"Error: {text}" if self.is_error else text,
-        }
+        text = f"{'Error: ' if self.is_error else ''}{joined(self.content or '')}"
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": text}
 
 
 class ThinkingBlock(Body):
@@ -94,7 +88,6 @@ _Block = Annotated[
     | Annotated[RedactedThinkingBlock, Tag("~redacted_thinking")],
     by_type(),
 ]
-_Blocks = Annotated[list[_Block], FirstErrorOnly()]
 _ROLES: Mapping[type[Body], str] = {  # block |-> the only role that can have it; text has every role
     ThinkingBlock: "assistant",
     RedactedThinkingBlock: "assistant",
@@ -109,7 +102,7 @@ class MessageParam(Body):
     ignored = {}
 
     role: Literal["user", "assistant", "system"]
-    content: TextOr[_Blocks]
+    content: TextOr[Many[_Block]]
 
     def plain(self, path: str) -> list[dict[str, Any]]:
         """As chat templates take it: each result of a call becomes its own message. Raises ApiError."""
@@ -122,10 +115,8 @@ class MessageParam(Body):
         for index, block in enumerate(self.content):
             block_path = f"{path}.content[{index}]"
             if _ROLES.get(type(block), self.role) != self.role:
-                raise bad_request(
-                    f"{block_path}.type is {block.type!r}, which the role {self.role!r} cannot have",
-                    f"{block_path}.type",
-                )
+                message = f"{block_path}.type is {block.type!r}, which the role {self.role!r} cannot have"
+                raise bad_request(message, f"{block_path}.type")
             match block:
                 case TextBlock():
                     texts.append(block.text)
@@ -142,3 +133,49 @@ class MessageParam(Body):
         said: dict[str, Any] = {"role": self.role, "content": "".join(texts)}
         said |= {"tool_calls": calls} if calls else {}
         return [*results, said | ({"reasoning_content": "".join(reasoning)} if reasoning else {})]
+
+
+class MessagesTool(Body):
+    """A function that an answer may call."""
+
+    ignored = {
+        **any_value("cache_control", "eager_input_streaming"),
+        "allowed_callers": (["direct"],),
+        "defer_loading": (False,),
+        "input_examples": ([],),
+    }
+    types, types_rule = ("custom",), "only tools of the type custom are supported, which the client runs"
+
+    type: Literal["custom"] | None = None
+    name: str = Field(json_schema_extra={"pattern": "^[a-zA-Z0-9_-]{1,64}$"})
+    description: str | None = None
+    input_schema: dict[str, Any] = Field(description="JSON schema of its arguments, an object.")
+    strict: bool | None = Field(None, description="Arguments always fit `input_schema`.")
+
+    def tool(self, path: str) -> Tool:
+        """`path`: its field, for errors."""
+        return Tool(self.name, self.description, self.input_schema, bool(self.strict), path, f"{path}.input_schema")
+
+
+AnyTool = Annotated[
+    Annotated[MessagesTool, Tag("~custom")] | Annotated[LeftOutTool, Tag("~left_out")],
+    by_type("custom", left_out=re.compile(r"(web_search|web_fetch|code_execution)_\d{8}")),
+]
+_CHOICES: Mapping[str, Choice] = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class MessagesToolChoice(Body):
+    """Whether the answer calls a tool, and which."""
+
+    ignored = {}
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    def choice(self) -> Choice | NamedChoice:
+        """Raises ApiError if the type tool has no name, or another type has one."""
+        if (self.type == "tool") != (self.name is not None):
+            verb = "is missing, which the type tool needs" if self.type == "tool" else "needs the type tool"
+            raise bad_request(f"tool_choice.name {verb}", "tool_choice.name")
+        return _CHOICES[self.type] if self.name is None else NamedChoice(self.name, "tool_choice.name")

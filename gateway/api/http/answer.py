@@ -1,0 +1,200 @@
+"""From a raw request to its HTTP answer, whole or as server-sent events, for every API's writer."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import structlog
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from gateway.answer.choice_text import OutputDelta
+from gateway.answer.choices import Totals, begin, stream_choices
+from gateway.api.access import unique_id, warning_headers
+from gateway.api.http.errors import error_response
+from gateway.errors import ApiError
+from gateway.request.prepare import ServedModel
+from gateway.request.types import GenerateRequest
+
+_log = structlog.get_logger()
+
+HOLD_S = 0.1  # a request that is refused at once gets a status; all others see their stream begin
+PING_S = 10.0  # proxies and clients give up connections that are silent for 30 s or more
+COMMENT_PING = b": ping\n\n"
+_CLEANUP_S = 10.0  # for cancelled work to clean up; after that we do not wait for it
+
+T = TypeVar("T")
+Pieces = AsyncGenerator[tuple[int, OutputDelta], None]  # (index of its choice, piece)
+encode = msgspec.json.Encoder().encode  # any value of an answer |-> bytes
+
+
+class Writer(Protocol):
+    """Writes the answer to one request, either as a stream or as a whole."""
+
+    id: str  # of the answer
+    ping: bytes  # says nothing; while the first events are not there
+    done: bytes  # after the last event of a complete stream
+
+    def begin(self) -> list[bytes]:
+        """Events that need no piece yet."""
+
+    def events(self, index: int, piece: OutputDelta) -> list[bytes]:
+        """Events for a piece of a choice."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """Events that end a stream after an error."""
+
+    def add(self, index: int, piece: OutputDelta) -> None:
+        """Adds a piece of a choice to an answer that is not streamed."""
+
+    async def whole(self) -> bytes:
+        """The body of an answer that is not streamed, after its last piece."""
+
+
+def json_response(value: object) -> Response:
+    """A whole answer. Bytes must be JSON; other values are encoded."""
+    return Response(value if isinstance(value, bytes) else encode(value), media_type="application/json")
+
+
+def data_event(message: bytes) -> bytes:
+    """An event without a name. `message`: JSON in one line."""
+    return b"data: " + message + b"\n\n"
+
+
+def named_event(kind: str, **fields: object) -> bytes:
+    """An event whose name is its `type`."""
+    return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, **fields}) + b"\n\n"
+
+
+async def respond(
+    served: ServedModel,
+    request: Request,
+    raw: GenerateRequest,
+    new_writer: Callable[[Totals], Writer],
+    *,
+    is_streamed: bool,
+) -> Response:
+    """Returns the response. Raises ApiError, and ClientDisconnect if the client leaves before a whole answer."""
+    state = request.state
+    totals = await begin(served, raw, unique_id(state.request_id), state.arrived_s, request.headers.items)
+    writer, pieces = new_writer(totals), stream_choices(served, totals)
+    if totals.trace is not None:
+        totals.trace.note({"gen_ai.response.id": writer.id})
+    if is_streamed:
+        has_grammar = any(generation.grammar for generation in totals.job.generations)
+        hold_s = PING_S if has_grammar else HOLD_S  # the decode worker may refuse a grammar
+        response: Response = EventStream(pieces, writer, hold_s, lambda: served.ring.check_ready() is None)
+    else:
+        response = json_response(await until_disconnect(request.receive, _whole(writer, pieces)))
+    response.headers.update(warning_headers(totals.job.warnings))
+    return response
+
+
+async def _whole(writer: Writer, pieces: Pieces) -> bytes:
+    async with aclosing(pieces):
+        async for index, piece in pieces:
+            writer.add(index, piece)
+    return await writer.whole()
+
+
+class EventStream(Response):
+    """Begins without waiting for the first events, then sends those of each piece as it arrives.
+
+    An error within `hold_s`, or while `can_serve` is false, becomes an ordinary error response; the writer writes a
+    later one. `pieces` is always closed, also when the client leaves or is cut off because it stopped reading
+    (connection.py).
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, pieces: Pieces, writer: Writer, hold_s: float, can_serve: Callable[[], bool]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._pieces = pieces
+        self._writer = writer
+        self._hold_s = hold_s
+        self._can_serve = can_serve
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._serve(scope, receive, send))
+        except ClientDisconnect:
+            return
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = b"".join(self._writer.begin())  # before the first piece is counted
+        async with aclosing(self._pieces):
+            first = asyncio.create_task(self._next_events())
+            try:
+                if await self._is_there(first):
+                    first.result()
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await send(_body(begun))
+                await send(_body(await self._send_rest(first, send), is_last=True))
+            except ApiError as error:  # in the first events' place
+                await error_response(error, scope["path"])(scope, receive, send)
+            finally:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)  # it reads `_pieces`, which are closed next
+
+    async def _next_events(self) -> bytes:
+        """The events of the next piece that has some; empty at the end."""
+        async for index, piece in self._pieces:
+            if events := self._writer.events(index, piece):
+                return b"".join(events)
+        return b""
+
+    async def _is_there(self, first: asyncio.Task[bytes]) -> bool:
+        """Whether the first events, or an error in their place, came while the status could wait for them."""
+        await asyncio.wait({first}, timeout=self._hold_s)
+        while not (first.done() or self._can_serve()):
+            await asyncio.wait({first}, timeout=PING_S)
+        return first.done()
+
+    async def _send_rest(self, first: asyncio.Task[bytes], send: Send) -> bytes:
+        """Returns the bytes that end the stream."""
+        try:
+            while not (await asyncio.wait({first}, timeout=PING_S))[0]:
+                await send(_body(self._writer.ping))
+            events = first.result()
+            while events:
+                await send(_body(events))
+                events = await self._next_events()
+        except ApiError as error:
+            return self._writer.failure(error)
+        except OSError:
+            raise
+        except Exception:
+            _log.exception("answer failed")
+            bug = ApiError(500, "the answer failed inside the service; its log says why", None, "internal_error")
+            return self._writer.failure(bug)
+        return self._writer.done
+
+
+def _body(data: bytes, is_last: bool = False) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": not is_last}
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `work`. If the client disconnects, cancels `work` and raises ClientDisconnect.
+
+    The body must have been read. `work` is cancelled once, so its cleanup may await (unlike in anyio's cancel scopes).
+    """
+    task, gone = asyncio.create_task(work), asyncio.create_task(_wait_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.wait({task, gone}, timeout=_CLEANUP_S)
+
+
+async def _wait_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,112 @@
+"""The endpoints of OpenAI's and Anthropic's APIs. `types.py` says what they take, `writer.py` what they answer."""
+
+from fastapi import APIRouter
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.api.anthropic.types import CountTokensRequest, MessagesRequest
+from gateway.api.anthropic.writer import CountAnswer, MessageWriter
+from gateway.api.http.answer import encode, json_response, respond
+from gateway.api.http.errors import MESSAGES_PATH, RESPONSES_PATH
+from gateway.api.http.read_body import limited_route
+from gateway.api.openai.answers import DetokenizeAnswer, ModelCard, ModelList, TokenizeAnswer
+from gateway.api.openai.types import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from gateway.api.openai.writer import AnswerWriter, ChatWriter, TextWriter
+from gateway.api.responses.answers import InputTokens
+from gateway.api.responses.types import CountInputRequest, ResponsesRequest
+from gateway.api.responses.writer import ResponseWriter
+from gateway.errors import bad_request
+from gateway.request.prepare import ServedModel, detokenize, tokenize
+
+
+def build_api_router(served: ServedModel) -> APIRouter:
+    router = APIRouter(route_class=limited_route(served))
+    tokenizer = served.tokenizer
+
+    @router.post("/v1/chat/completions")
+    async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+        """Answers a conversation."""
+        return await _complete(served, request, body, ChatWriter)
+
+    @router.post("/v1/completions")
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        """Continues prompts."""
+        return await _complete(served, request, body, TextWriter)
+
+    @router.get("/v1/models")
+    async def list_models() -> Response:
+        """The names of the model served."""
+        return json_response(ModelList([_card(served, name) for name in served.names.listed]))
+
+    @router.get("/v1/models/{model_id:path}")
+    async def get_model(model_id: str) -> Response:
+        """The model, if it is served under this name."""
+        return json_response(_card(served, served.names.check(model_id)))
+
+    @router.post(MESSAGES_PATH)
+    async def create_message(body: MessagesRequest, request: Request) -> Response:
+        """Answers a conversation."""
+        return await respond(served, request, body.raw(), MessageWriter, is_streamed=bool(body.stream))
+
+    @router.post(f"{MESSAGES_PATH}/count_tokens")
+    async def count_tokens(body: CountTokensRequest) -> Response:
+        """Counts a conversation's tokens."""
+        return json_response(CountAnswer(len(await tokenize(served, body.raw()))))
+
+    @router.post(RESPONSES_PATH)
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        """Answers a conversation, which is not stored."""
+        return await respond(
+            served,
+            request,
+            body.raw(),
+            lambda totals: ResponseWriter(totals, body, tokenizer.token_bytes),
+            is_streamed=bool(body.stream),
+        )
+
+    @router.post(f"{RESPONSES_PATH}/input_tokens")
+    async def count_input_tokens(body: CountInputRequest) -> Response:
+        """Counts the tokens of a request's prompt."""
+        return json_response(InputTokens(len(await tokenize(served, body.raw()))))
+
+    @router.post("/tokenize")
+    async def to_tokens(body: TokenizeRequest) -> Response:
+        """Turns a prompt or a conversation into token ids."""
+        ids = await tokenize(served, body.raw())
+
+        def write() -> bytes:
+            token_strs = tokenizer.pieces(ids) if body.return_token_strs else UNSET
+            return encode(TokenizeAnswer(len(ids), tokenizer.context_tokens, ids, token_strs))
+
+        return json_response(await served.offload.run(len(ids), write))  # cheaper per token than tokenising a character
+
+    @router.post("/detokenize")
+    async def to_text(body: DetokenizeRequest) -> Response:
+        """Turns token ids into text, control tokens as they are written."""
+        text = await detokenize(served, body.model, body.tokens, "tokens", with_control_tokens=True)
+        return json_response(DetokenizeAnswer(text))
+
+    return router
+
+
+async def _complete(
+    served: ServedModel,
+    request: Request,
+    body: ChatCompletionRequest | CompletionRequest,
+    kind: type[ChatWriter | TextWriter],
+) -> Response:
+    raw = body.raw()
+    if body.stream and raw.num_prompt_logprobs is not None:
+        raise bad_request("prompt_logprobs come with whole answers only; set stream to false", "prompt_logprobs")
+    return await respond(
+        served,
+        request,
+        raw,
+        lambda totals: AnswerWriter(kind, totals, raw, body.streamed_usage, served.tokenizer.token_bytes),
+        is_streamed=bool(body.stream),
+    )
+
+
+def _card(served: ServedModel, name: str) -> ModelCard:
+    return ModelCard(name, served.created_s, served.tokenizer.context_tokens, served.names.listed[0])

@@ -1,0 +1,132 @@
+"""Every byte of an answer of every REST API: the table has the requests, exact_answers.jsonl the answers.
+
+TEST_RECORD=1 writes the file anew: read its diff as a client would. Ids are numbered in the order in which they appear.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.errors import not_ready
+from runtime.hardware import OWN_VERSION
+from tests.support.adapters import APIS
+from tests.support.api_server import Served
+from tests.support.fake_ring import Script
+from tests.support.tiny_tokenizer import byte_token
+from tests.support.words import CALL, NOW, TOOLS
+
+FILE = Path(__file__).with_name("exact_answers.jsonl")
+CHAT, TEXT, RESPONSES, MESSAGES = (
+    f"/v1/{path}" for path in ("chat/completions", "completions", "responses", "messages")
+)
+STARTS = {CHAT: "chat", TEXT: "completions", RESPONSES: "responses", MESSAGES: "messages"}
+BOTH = f"Look. {CALL}{NOW}"
+LIMIT = {CHAT: "max_tokens", TEXT: "max_tokens", RESPONSES: "max_output_tokens", MESSAGES: "max_tokens"}
+A = byte_token("a")
+FORCED = {MESSAGES: {"type": "any"}}
+USAGE = {"include_usage": True, "include_obfuscation": False}
+ASKED: dict[str, Any] = {
+    "instructions": "be short",
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "max_output_tokens": 100,
+    "metadata": {"a": "b"},
+    "tools": [{"type": "function", "name": "now", "parameters": None, "strict": None}],
+    "parallel_tool_calls": False,
+}
+CUSTOM: Any = [
+    {"type": "namespace", "name": "sky", "tools": [{"type": "function", "name": "weather"}]},
+    {"type": "custom", "name": "now", "format": {"type": "grammar", "syntax": "regex", "definition": "a*"}},
+]
+CUSTOM_CALLS = CALL.replace("weather", "sky__weather") + NOW.replace("{}", '{"input": "aa"}')
+
+
+def tools_of(path: str) -> Any:
+    return APIS[STARTS[path]].body({"tools": TOOLS})["tools"]
+
+
+# name |-> path, fields of the request besides the needed ones, what the model says, its service
+CASES: dict[str, tuple[str, Mapping[str, Any], str | Script, str]] = {
+    **{f"{STARTS[path]}: text": (path, {}, "hi 🙂", "full") for path in STARTS},
+    **{f"{STARTS[path]}: nothing": (path, {}, "", "full") for path in STARTS},
+    **{f"{STARTS[path]}: the limit": (path, {LIMIT[path]: 2}, "hi 🙂", "full") for path in STARTS},
+    **{f"{STARTS[path]}: calls": (path, {"tools": tools_of(path)}, BOTH, "full") for path in STARTS if path != TEXT},
+    **{
+        f"{STARTS[path]}: a call that the limit cuts off": (
+            path,
+            {
+                "tools": tools_of(path),
+                LIMIT[path]: 75,
+                "tool_choice": {"type": "any"} if path == MESSAGES else "required",
+            },
+            NOW + CALL,
+            "full",
+        )
+        for path in STARTS
+        if path != TEXT
+    },
+    **{f"{STARTS[path]}: reasoning": (path, {}, "<think>\nHm.\n</think>\n\nhi", "thinking") for path in STARTS},
+    **{
+        f"{STARTS[path]}: a fault": (path, {}, Script([A], error=not_ready("no worker is left")), "full")
+        for path in STARTS
+    },
+    **{f"{STARTS[path]}: a bug": (path, {}, Script([A], bug=RuntimeError("secret")), "full") for path in STARTS},
+    **{
+        f"{STARTS[path]}: choices": (path, {"n": 2, "return_token_ids": True, "include_timing": True}, "hi", "full")
+        for path in (CHAT, TEXT)
+    },
+    "chat: log-probabilities": (CHAT, {"logprobs": True, "top_logprobs": 2}, "hi 🙂", "full"),
+    "completions: log-probabilities": (TEXT, {"logprobs": 2, "echo": True}, "hi 🙂", "full"),
+    "responses: log-probabilities": (
+        RESPONSES,
+        {"include": ["message.output_text.logprobs"], "top_logprobs": 1},
+        "hi 🙂",
+        "full",
+    ),
+    "responses: what was asked": (RESPONSES, ASKED, "hi", "full"),
+    "responses: calls of other tools": (RESPONSES, {"tools": CUSTOM}, CUSTOM_CALLS, "full"),
+    "messages: a stop string": (MESSAGES, {"stop_sequences": ["i"], "metadata": {"user_id": "me"}}, "hi", "full"),
+    "chat: a stop string": (CHAT, {"stop": "i", "stream_options": USAGE}, "hi", "full"),
+    "chat: counts in each chunk": (CHAT, {"stream_options": {**USAGE, "continuous_usage_stats": True}}, "hi", "full"),
+    "completions: counts": (TEXT, {"stream_options": USAGE}, "hi", "full"),
+}
+EXPECTED: dict[str, Any] = {}
+if FILE.exists():
+    EXPECTED.update(json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_every_byte(request: pytest.FixtureRequest, name: str, stream: bool) -> None:
+    path, fields, says, service = CASES[name]
+    if "stream_options" in fields and not stream:
+        return
+    served: Served = request.getfixturevalue(service)
+    served.ring.reset(served.script(says, group=2) if isinstance(says, str) else says)
+    body = {**APIS[STARTS[path]].body({}), "stream": stream, **fields}
+    answer = served.http.post(path, json=body, headers={"x-request-id": "mine"})
+    found = [answer.status_code, answer.headers["content-type"], _without_chance(answer.text)]
+    key = f"{name}{', streamed' if stream else ''}"
+    if "TEST_RECORD" in os.environ:
+        EXPECTED[key] = found
+        lines = [json.dumps(one, ensure_ascii=False) for one in EXPECTED.items()]
+        FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert found == EXPECTED[key]
+
+
+def _without_chance(text: str) -> str:
+    """The answer without what differs from time to time: ids, times, and the version."""
+    ids: dict[str, str] = {}
+
+    def number(found: re.Match[str]) -> str:
+        return ids.setdefault(found[0], f"{found[1]}{len(ids) + 1}")
+
+    text = re.sub(r"\b((?:chatcmpl|cmpl|resp|msg|rs|fc|ctc|call)[-_])[0-9a-zA-Z]{20,}", number, text)
+    text = re.sub(r'("(?:created|created_at|completed_at)":)\d+', r"\1 0", text)
+    text = re.sub(r'("decode_seconds":)[0-9.e-]+', r"\1 0", text)
+    return text.replace(OWN_VERSION, "VERSION")
