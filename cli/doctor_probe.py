@@ -26,11 +26,8 @@ from engine.attention.modules import HEAD_DIMS, SHORT, BuiltAhead, explain_no_co
 from engine.engine import check_kv_dtype, choose_device, resolve_kv_dtype
 from engine.kernels.build import NATIVE, BuildError, find_compiler, load_kernel, runnable_instruction_sets
 from engine.kv.pool import PoolShape
-from engine.models.choose import load_any_config
-from engine.models.config import ModelConfig
-from engine.models.fallback_config import FallbackConfig
-from engine.models.load import choose_dtype
-from engine.models.sources import open_any_model
+from engine.models.config import FallbackConfig, ModelConfig
+from engine.models.load import choose_dtype, load_any_config, open_any_model
 from engine.models.table import shard_config
 from engine.weights.files import list_shards
 from engine.weights.table import Shard

@@ -7,8 +7,7 @@ import torch
 
 from engine.engine import resolve_kv_dtype
 from engine.largest_step import LargestStep
-from engine.models.load import choose_dtype, resolve_model_folder
-from engine.models.sources import open_any_model
+from engine.models.load import choose_dtype, open_any_model, resolve_model_folder
 from engine.weights.files import list_shards
 from runtime.cards import find_card
 from runtime.config import DecodeConfig, PrefillConfig

@@ -16,8 +16,8 @@ from engine.models.read_config import build_config
 from engine.models.table import build_table
 from engine.ops.choose import ops_for
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.choose import choose_format
 from engine.weights.entry import TensorEntry
+from engine.weights.formats import choose_format
 from engine.weights.reader import Reader
 from worker.scheduler import num_rows_for
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.layers.rope_config import RopeConfig
+from engine.layers.config import RopeConfig
 
 
 def default_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

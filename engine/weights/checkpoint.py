@@ -7,7 +7,7 @@ host that load the same checkpoint share its pages.
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,10 +15,26 @@ from torch import Tensor
 
 from engine.weights.entry import TensorEntry
 from engine.weights.files import list_shards, read_header
-from engine.weights.fp8_matrix import Fp8Matrix
+from engine.weights.fp8 import Fp8Matrix
 from engine.weights.groups import Groups
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of plain entries, in any format
+
+
+class StoredMatrix(Protocol):
+    """A matrix [N, K] as a file has it in few bits."""
+
+    def dense(self) -> Tensor:
+        """float32"""
+        ...
+
+    def groups(self) -> Groups | None:
+        """Equal values, if the form fits."""
+        ...
+
+    def fp8(self) -> Fp8Matrix | None:
+        """Equal values, if it is e4m3 with scales that fit."""
+        ...
 
 
 class Checkpoint(ABC):
@@ -38,20 +54,9 @@ class Checkpoint(ABC):
     def borrow(self, name: str) -> Tensor:
         """Like `tensor`, but through a mapping that is freed with the tensor: for one read. KeyError if absent."""
 
-    def groups(self, name: str) -> Groups | None:
-        """A matrix with equal values, if the file has it in a form that fits. KeyError if absent."""
-        return None
-
-    def fp8(self, name: str) -> Fp8Matrix | None:
-        """A matrix with equal values, if the file has it in e4m3 with scales that fit. KeyError if absent."""
-        return None
-
-    def stacked(self, name: str, index: int) -> Tensor | None:
-        """One matrix of a tensor of several, if they are computed one by one; None: it is a view of the tensor."""
-        return None
-
-    def stacked_groups(self, name: str, index: int) -> Groups | None:
-        """The transpose of that matrix, if the file has it in a form that fits."""
+    def coded(self, name: str, index: int | None = None) -> StoredMatrix | None:
+        """A matrix that the file has in few bits, or one of a tensor of several, whose transpose it is; None: it has
+        floats, or several that are no matrices of their own. KeyError if absent."""
         return None
 
 
@@ -68,7 +73,6 @@ class SafetensorsCheckpoint(Checkpoint):
             self.entries.update(read_header(path))
 
     def tensor(self, name: str) -> Tensor:
-        """See `Checkpoint`."""
         path = self.entries[name].path
         if path not in self._files:
             self._files[path] = _open(path)
@@ -76,7 +80,6 @@ class SafetensorsCheckpoint(Checkpoint):
         return tensor
 
     def borrow(self, name: str) -> Tensor:
-        """See `Checkpoint`."""
         with _open(self.entries[name].path) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor

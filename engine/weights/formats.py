@@ -1,4 +1,4 @@
-"""How products keep their weights: plain, rounded to 8 bits, or packed for the CPU's kernel. One class each.
+"""How products keep their weights: plain, rounded to 8 bits, packed for the CPU's kernel, or in few bits on a GPU.
 
 A format reads its own part of a checkpoint. No weight exists twice outside the page cache.
 """
@@ -8,16 +8,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.layers.config import Activation
 from engine.layers.embedding import Embedding
-from engine.layers.grouped_experts import GroupedExperts
-from engine.layers.head import WidenedLinear
-from engine.layers.linear import GatedLinear, Linear, PlainLinear, Quantization
-from engine.layers.moe import BucketedExperts, Expert, Experts
-from engine.layers.moe_config import Activation
+from engine.layers.linear import (
+    Fp8Linear,
+    GatedLinear,
+    GroupsLinear,
+    Int8Linear,
+    Linear,
+    PlainLinear,
+    Quantization,
+    WidenedLinear,
+    round_rows,
+)
+from engine.layers.moe import BucketedExperts, Expert, Experts, GroupedExperts
 from engine.ops.base import Ops
 from engine.weights.cache import Weights
-from engine.weights.groups import GROUP, Groups, join_groups, round_to_8_bits
-from engine.weights.int8 import Int8Linear, round_rows
+from engine.weights.fp8 import E4M3, Fp8Matrix, has_fp8, quantise_rows
+from engine.weights.groups import GROUP, Groups, join_groups, round_to_8_bits, store_groups
 from engine.weights.packed import (
     NEVER,
     PANEL_COLUMNS,
@@ -27,10 +35,10 @@ from engine.weights.packed import (
     PackedLinear,
     PackedMatrix,
     PackedShape,
+    choose_torch_rows,
     panel_order,
 )
 from engine.weights.packed_groups import ROW_BITS, GroupsShape, PackedGroups, round_groups
-from engine.weights.product_speed import choose_torch_rows
 from engine.weights.reader import Reader
 from engine.weights.table import Product
 
@@ -161,6 +169,57 @@ class PackedFormat(PlainFormat):
         return panel_order(biases, is_gated) if biases else None
 
 
+class GpuFormat(PlainFormat):
+    """Weights on a GPU in the bits that the file has, as groups or e4m3, or rounded to groups of 4 bits if it has more.
+
+    Plain stay embedding, head and experts; weights in other forms, products of which only some parts are in groups,
+    those of a rank whose columns cut a group or block, and e4m3 on a GPU that cannot multiply it or in a float16 model,
+    whose rows are not rounded to e4m3.
+    """
+
+    def __init__(self, reader: Reader, ops: Ops, quantization: Quantization) -> None:
+        """quantization: none or int4."""
+        super().__init__(reader, ops)
+        self._quantization = quantization
+
+    def linear(self, product: Product) -> Linear:
+        found = self._find_groups(product) or self._find_fp8(product)
+        if found is None:
+            return super().linear(product)
+        self.reader.count(product)
+        return found
+
+    def _find_groups(self, product: Product) -> Linear | None:
+        reader, parts = self.reader, find_groups(self.reader, product, self._quantization)
+        if not parts:
+            return None
+        return GroupsLinear(store_groups(join_groups(parts), reader.device), reader.bias(product), self.ops)
+
+    def _find_fp8(self, product: Product) -> Linear | None:
+        reader = self.reader
+        is_kept = self._quantization == "none" and reader.dtype is not torch.float16
+        parts = reader.fp8(product) if is_kept else None
+        if parts is None or not has_fp8(reader.device):
+            return None
+        codes, scale = (torch.cat(tensors).to(reader.device) for tensors in zip(*parts, strict=True))
+        return Fp8Linear(Fp8Matrix(codes, scale), reader.bias(product), self.ops)
+
+
+class Fp8Format(PlainFormat):
+    """Weights rounded to 8 bits, each part on its device."""
+
+    def linear(self, product: Product) -> Linear:
+        num_rows, device = product.num_rows(self.reader.shard), self.reader.device
+        codes = torch.empty((sum(num_rows), product.depth(self.reader.shard)), dtype=E4M3, device=device)
+        scale = torch.empty(sum(num_rows), dtype=torch.float32, device=device)
+        rows = zip(torch.split(codes, num_rows), torch.split(scale, num_rows), strict=True)
+        for (own_codes, own_scale), weight in zip(rows, self.reader.weights(product), strict=True):
+            found_codes, found_scale = quantise_rows(weight.to(device))
+            own_codes.copy_(found_codes)
+            own_scale.copy_(found_scale)
+        return Fp8Linear(Fp8Matrix(codes, scale), self.reader.bias(product), self.ops)
+
+
 def find_groups(reader: Reader, product: Product, quantization: Quantization, bits: int = 4) -> list[Groups]:
     """Each part of a product, in equally many bits: the file's own, or with int4 at most `bits`; else none."""
     stored, is_rounded = reader.groups(product), quantization == "int4"
@@ -180,3 +239,15 @@ def _name(product: Product) -> str:
     """Of its packed weights: unlike any other product's."""
     part = product.parts[0]
     return part.weight if part.index is None else f"{part.weight}.{part.index}"
+
+
+def choose_format(reader: Reader, ops: Ops, quantization: Quantization, weights: Weights | None) -> PlainFormat:
+    """weights: memory for packed ones; None: they are not packed. In float32, a file's codes become floats."""
+    if weights is not None:
+        return PackedFormat(reader, ops, weights, quantization)
+    if quantization == "int8":
+        return Int8Format(reader, ops)
+    if quantization == "fp8":
+        return Fp8Format(reader, ops)
+    is_coded = reader.device.type == "cuda" and reader.dtype is not torch.float32
+    return GpuFormat(reader, ops, quantization) if is_coded else PlainFormat(reader, ops)

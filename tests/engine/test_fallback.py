@@ -26,12 +26,11 @@ from engine.engine import build_engine
 from engine.input_batch import InputBatch
 from engine.kv.pool import PoolShape
 from engine.models import fallback_probe
-from engine.models.choose import load_any_config
 from engine.models.decoder import Decoder
-from engine.models.fallback_check import check, reference_attention
+from engine.models.fallback import check, reference_attention
 from engine.models.fallback_model import FallbackModel
 from engine.models.fallback_probe import probe_config
-from engine.models.load import load_model
+from engine.models.load import load_any_config, load_model
 from engine.ranks import Ranks
 from engine.runner import Runner
 from tests.support.threads import one_thread
@@ -318,5 +317,5 @@ def test_dynamic_rope_is_exact_up_to_the_context() -> None:
 
 
 def test_configs_are_read_without_torch() -> None:
-    code = "import sys, engine.models.choose; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, engine.models.read_config; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -20,9 +20,8 @@ from engine.llm import LLM
 from engine.models import load
 from engine.models.gguf_config import build_config_json
 from engine.models.gguf_folder import make_gguf_folder
-from engine.models.load import load_model, weight_fingerprint
+from engine.models.load import load_model, open_model, weight_fingerprint
 from engine.models.read_config import build_config, load_config
-from engine.models.sources import open_model
 from engine.weights.gguf_blocks import QUANTISED, read_dense, read_groups
 from engine.weights.gguf_file import list_gguf_shards, read_gguf
 from tests.support.attention import needs_compiler
@@ -111,7 +110,8 @@ def test_a_file_is_a_model(kind: str, tmp_path: Path) -> None:
     prompts = [list(range(2, 40)), [7, 9]]
     found = LLM(str(path), dtype="float32").generate(prompts, max_tokens=8)
     _config, checkpoint = open_model(folder)
-    assert checkpoint.groups("model.layers.0.mlp.down_proj.weight") is not None
+    coded = checkpoint.coded("model.layers.0.mlp.down_proj.weight")
+    assert coded is not None and coded.groups() is not None
     assert weight_fingerprint(folder) != weight_fingerprint(plain)
     assert LLM(str(plain), dtype="float32").generate(prompts, max_tokens=8) == found
     assert LLM(str(path), dtype="bfloat16").generate(prompts[1:], max_tokens=2)  # by kernels for its own codes

@@ -16,9 +16,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from bench.batches import Part, pack
 from engine.attention.qkv import QKV
 from engine.batch import Batch
-from engine.layers.head import WidenedLinear
+from engine.layers.config import ROPE_KINDS
+from engine.layers.linear import WidenedLinear
 from engine.layers.rope import FREQUENCIES
-from engine.layers.rope_config import ROPE_KINDS
 from engine.models.load import load_model, resolve_model_folder, weight_fingerprint
 from engine.models.read_config import build_config, load_config
 from engine.weights.checkpoint import SafetensorsCheckpoint
@@ -292,7 +292,7 @@ def test_tied_copies_are_shared_and_differing_ones_kept(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(folder), plain)
     decoder = load_model(folder, "auto", CPU)
     assert isinstance(decoder._lm_head, WidenedLinear)
-    assert decoder._lm_head._weight is decoder._embedding.weight
+    assert decoder._lm_head.weight is decoder._embedding.weight
     edit_weights(folder, {"lm_head.weight": 2 * embedding})
     torch.testing.assert_close(logits_of(folder), 2 * plain)
 

@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.layers.head import WidenedLinear, multiply_widened
-from engine.layers.linear import Quantization
+from engine.layers.linear import Int8Linear, Quantization, WidenedLinear, round_rows
 from engine.models import load as weights
 from engine.models.decoder import Decoder
 from engine.models.load import load_model
+from engine.ops.base import multiply_widened
 from engine.weights import cache as weight_file
-from engine.weights import packed, product_speed
-from engine.weights.cache import CannotShareError, MappedWeights, OwnWeights, share_weights
-from engine.weights.int8 import Int8Linear, round_rows
-from engine.weights.packed import NEVER, Epilogue, PackedLinear, PackedMatrix, PackedShape, panel_order
-from engine.weights.product_speed import pack
+from engine.weights import packed
+from engine.weights.cache import CannotShareError, MappedWeights, Weights, share_weights
+from engine.weights.packed import NEVER, Epilogue, PackedLinear, PackedMatrix, PackedShape, pack, panel_order
 from tests.support.attention import needs_compiler
 from tests.support.checkpoints import write_checkpoint
 from tests.support.instruction_sets import BUILDS, built_for
@@ -83,7 +81,7 @@ def test_bias_gate_and_lookup(is_8bit: bool, monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(plain(rows), both, rtol=0.01, atol=1e-3)
     gate, up = both.chunk(2, dim=1)
     shape = PackedShape(80, 96, is_8bit)
-    gated = PackedMatrix(OwnWeights().take("", shape.num_bytes, lambda memory: None), shape)
+    gated = PackedMatrix(Weights().take("", shape.num_bytes, lambda memory: None), shape)
     for half in range(2):
         gated.fill(weight[40 * half : 40 * half + 40], half, 2)
     linear = PackedLinear(gated, panel_order([*bias.float().chunk(2)], is_gated=True), Epilogue.GATED)
@@ -140,8 +138,8 @@ def test_torch_multiplies_where_it_is_clearly_faster(
     kernel_s: float, torch_s: float, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = cycle([torch_s, kernel_s])
-    monkeypatch.setattr(product_speed, "time_best", lambda call: (call(), next(taken))[1])
-    assert product_speed.choose_torch_rows.__wrapped__() == rows
+    monkeypatch.setattr(packed, "time_best", lambda call: (call(), next(taken))[1])
+    assert packed.choose_torch_rows.__wrapped__() == rows
 
 
 def hidden_products(decoder: Decoder, rows: Tensor) -> list[Tensor]:

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.weights import packed_groups
-from engine.weights.cache import OwnWeights
-from engine.weights.groups import GROUP, Groups, round_to_4_bits
+from engine.weights.cache import Weights
+from engine.weights.groups import GROUP, Groups, Tables, round_to_4_bits
 from engine.weights.packed import Epilogue, PackedEmbedding, PackedLinear, panel_order
-from engine.weights.packed_groups import ROW_BITS, GroupsShape, PackedGroups, Tables, round_groups
-from engine.weights.product_speed import pack as pack_plain
+from engine.weights.packed import pack as pack_plain
+from engine.weights.packed_groups import ROW_BITS, GroupsShape, PackedGroups, round_groups
 from tests.support.attention import needs_compiler
 from tests.support.instruction_sets import BUILDS, Build, built_for
 
@@ -63,7 +63,7 @@ def draw_groups(bits: int, tables: Tables, num_outputs: int, depth: int) -> Grou
 def pack(*parts: Groups, step: int = 1, row_bits: int = ROW_BITS) -> PackedGroups:
     """With step 2 the panels of two parts alternate; else there is one part."""
     shape = GroupsShape.of(*parts, row_bits=row_bits)
-    matrix = PackedGroups(OwnWeights().take("", shape.num_bytes, lambda memory: None), shape)
+    matrix = PackedGroups(Weights().take("", shape.num_bytes, lambda memory: None), shape)
     for panel, part in enumerate(parts):
         matrix.fill(part, panel, step)
     return matrix

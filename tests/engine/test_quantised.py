@@ -15,12 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.models.assemble import check_tensors
-from engine.models.load import choose_dtype, load_model
-from engine.models.read_quantization import read_scheme
-from engine.models.sources import open_model
-from engine.models.table import build_table, list_weights
+from engine.models.load import choose_dtype, load_model, open_model
+from engine.models.table import build_table
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.reader import Reader
+from engine.weights.scheme import read_scheme
 from engine.weights.table import WHOLE, Product, Shard
 from tests.support.forward import logits_of
 from tests.support.quantised import FORMATS, compressed, gptq, write_models
@@ -52,17 +51,18 @@ def test_values_are_those_of_the_format(models: dict[str, tuple[Path, Path]], na
     for tensor, values in expected.items():
         assert checkpoint.entries[tensor].shape == values.shape
         assert torch.equal(checkpoint.tensor(tensor), values) and torch.equal(checkpoint.borrow(tensor), values)
-        groups = checkpoint.groups(tensor)
+        coded = checkpoint.coded(tensor)
         if (tensor in stored and stored[tensor].dtype is values.dtype) or name == "mxfp4":
-            assert groups is None
+            assert coded is None
             continue
+        assert coded is not None
         format, base = FORMATS[name], tensor.removesuffix("weight")
         left_out = (f"{base}bias", f"{base}input_scale", f"{base}k_scale")
         own = [part for part in stored if part.startswith(base) and part not in left_out]
         assert checkpoint.entries[tensor].dtype == format.dtype
         assert checkpoint.entries[tensor].num_bytes == sum(stored[part].nbytes for part in own)
+        groups, matrix = coded.groups(), coded.fp8()
         assert (groups is not None) == format.has_groups
-        matrix = checkpoint.fp8(tensor)
         assert (matrix is not None) == (format.kind == "fp8" and name != "ct-fp8-block")  # whose blocks are others
         if matrix is not None:
             assert torch.equal(matrix.dense(), values) and matrix.codes.dtype is torch.float8_e4m3fn
@@ -91,7 +91,7 @@ def test_shards_are_parts_of_the_whole(models: dict[str, tuple[Path, Path]], nam
     config, checkpoint = open_model(models[name][0])
     whole, halves = read(checkpoint), [read(checkpoint, Shard(rank, 2)) for rank in range(2)]
     num_grouped = num_fp8 = 0
-    for product in (one for one in list_weights(build_table(config)) if isinstance(one, Product)):
+    for product in (one for one in build_table(config).weights() if isinstance(one, Product)):
         axis, groups, fp8 = int(product.inputs.is_divided), whole.groups(product), whole.fp8(product)
         num_grouped += groups is not None
         for index, weight in enumerate(whole.weights(product)):

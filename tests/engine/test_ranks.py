@@ -17,7 +17,7 @@ from torch import Tensor
 from demo.paths import TARGET_DIR
 from engine.models.config import ModelConfig
 from engine.models.read_config import load_config
-from engine.models.table import build_table, list_weights, shard_config
+from engine.models.table import build_table, shard_config
 from engine.ranks import Ranks
 from engine.weights.checkpoint import SafetensorsCheckpoint
 from engine.weights.reader import Reader
@@ -119,7 +119,7 @@ def test_states_are_divided_with_the_heads(models: Sequence[Path], name: str) ->
 @pytest.mark.parametrize("which", range(len(ALL)), ids=list(ALL))
 def test_the_shards_together_are_the_model(models: Sequence[Path], which: int) -> None:
     config, checkpoint = load_config(models[which]), SafetensorsCheckpoint(models[which])
-    products = [one for one in list_weights(build_table(config)) if isinstance(one, Product)]
+    products = [one for one in build_table(config).weights() if isinstance(one, Product)]
     products = [one for one in products if next(one.stored()).name in checkpoint.entries]  # a tied head may be missing
 
     def read(rank: int, size: int) -> Reader:

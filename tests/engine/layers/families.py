@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.layers.moe_config import Routing
+from engine.layers.config import Routing
 
 HIDDEN, WIDTH = 64, 24  # of rows and of experts
 

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels import gpu_experts
-from engine.layers.activation import activate
-from engine.layers.grouped_experts import GroupedExperts
-from engine.layers.moe import BucketedExperts, Expert, Experts
-from engine.layers.moe_config import Activation
+from engine.layers.config import Activation
+from engine.layers.moe import BucketedExperts, Expert, Experts, GroupedExperts
+from engine.ops.base import activate
 from tests.engine.layers.families import HIDDEN, WIDTH, randn
 
 NUM_EXPERTS, TOP_K = 8, 3
@@ -38,9 +37,8 @@ class Stacked:
     def make(self, way: str) -> Experts:
         if way == "bucketed":
             return self.bucketed(functional.linear)
-        experts = GroupedExperts(self.gate_up, self.down, self.activation, self.gate_up_bias, self.down_bias)
-        experts._kernels = gpu_experts if way == "kernels" else None
-        return experts
+        kernels = gpu_experts if way == "kernels" else None
+        return GroupedExperts(self.gate_up, self.down, self.activation, self.gate_up_bias, self.down_bias, kernels)
 
     def bucketed(self, multiply: Multiply) -> BucketedExperts:
         def gated(expert: int, rows: Tensor) -> Tensor:
@@ -55,7 +53,7 @@ class Stacked:
 
     def loop(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The same in float64, one row and expert after the other."""
-        experts = self.to(torch.float64).bucketed(functional.linear)._experts
+        experts = self.to(torch.float64).bucketed(functional.linear).experts
         total = torch.zeros(rows.shape, dtype=torch.float64)
         for row, (own, by) in enumerate(zip(ids.tolist(), weights.tolist(), strict=True)):
             for expert, weight in zip(own, by, strict=True):

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.kernels import gpu_experts
+from engine.layers.config import Activation, Routing
 from engine.layers.moe import Experts, MixtureOfExperts
-from engine.layers.moe_config import Activation, Routing
 from engine.weights.packed import PackedLinear, PackedMatrix, PackedShape
 from tests.engine.layers.families import HIDDEN, randn
 from tests.engine.layers.stacked import NUM_EXPERTS, TOP_K, WAYS, choose, random_experts

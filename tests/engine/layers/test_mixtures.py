@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from engine.layers.config import Routing
 from engine.layers.moe import MixtureOfExperts
-from engine.layers.moe_config import Routing
 from tests.engine.layers.families import HIDDEN, WIDTH, build, randn
 from tests.engine.layers.stacked import WAYS, Stacked
 from tests.engine.layers.test_routing import FAMILIES
@@ -19,16 +19,13 @@ BLOCKS = {
     "mixtral": "MixtralSparseMoeBlock",
     "deepseek_v3": "DeepseekV3MoE",
     "gpt_oss": "GptOssMLP",
-    "llama4": "Llama4TextMoe",
 }
 
 
 def stack(name: str, experts: Any) -> Stacked:
-    if name not in ("gpt_oss", "llama4"):
+    if name != "gpt_oss":
         return Stacked("silu", experts.gate_up_proj, experts.down_proj)
     gate_up, down = experts.gate_up_proj.mT.contiguous(), experts.down_proj.mT.contiguous()
-    if name == "llama4":
-        return Stacked("silu", gate_up, down)
     order = torch.arange(2 * WIDTH).view(-1, 2).T.flatten()  # of gates and ups, which alternate
     bias = experts.gate_up_proj_bias[:, order].contiguous()
     return Stacked("clamped", gate_up[:, order].contiguous(), down, bias, experts.down_proj_bias)

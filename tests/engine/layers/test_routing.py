@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.layers.moe_config import Routing
-from engine.layers.routing import route
+from engine.layers.config import Routing
+from engine.layers.moe import route
 from tests.engine.layers.families import HIDDEN, build, randn
 
 ROWS = 40
@@ -54,10 +54,6 @@ FAMILIES = {
     ),
     "mistral4": Family(
         "mistral4:Mistral4TopkRouter", replace(noaux_tc, scoring="softmax", precision="logits")
-    ),
-    "llama4": Family(
-        "llama4:Llama4Router",
-        Routing(32, 1, scoring="sigmoid", scores_all=False, precision="rounded", weighs_input=True),
     ),
     "ernie4_5_moe": Family(
         "ernie4_5_moe:Ernie4_5_MoeTopKRouter", of_32(renormalise=True, epsilon=1e-12, precision="rounded"),
@@ -105,11 +101,6 @@ def sorted_topk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_experts_and_weights_are_those_of_transformers(name: str, dtype: torch.dtype) -> None:
     family = FAMILIES[name]
     router, rows = build(family.router, family.routing, dtype), randn(ROWS, HIDDEN, seed=9).to(dtype)
-    if name == "llama4":
-        scores, logits = router(rows)  # scores of all experts, 0 for those not chosen
-        ids, weights = route(logits, family.routing)
-        assert torch.equal(torch.zeros(ROWS, 32).scatter(1, ids, weights), scores.float())
-        return
     (ids, weights), expected_ids, expected = route_like(family, router, rows)
     assert ids.dtype is torch.int64 and weights.dtype is torch.float32
     assert torch.equal(ids, expected_ids) and torch.equal(weights, expected.float())
@@ -133,7 +124,6 @@ def test_a_rows_experts_do_not_depend_on_other_rows() -> None:
         ({"num_groups": 8, "top_groups": 9}, "9 in 8 groups"),
         ({"num_groups": 16, "group_peaks": 3, "top_groups": 16}, "groups of 2 experts are too small"),
         ({"num_groups": 16, "top_groups": 1}, "groups of 2 experts are too small"),
-        ({"weighs_input": True}, "one expert per row"),
     ],
 )
 def test_routings_that_fit_no_model_are_refused(settings: dict[str, Any], said: str) -> None:
