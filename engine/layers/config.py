@@ -20,14 +20,13 @@ class Routing:
     num_experts: int  # E
     top_k: int  # k
     scoring: Scoring = "softmax"
-    scores_all: bool = True  # False: experts are chosen by logits, and the chosen logits scored (gpt-oss, Granite)
-    # The choice is within the top_groups of num_groups groups. A group's score is the sum of its group_peaks best:
-    # 1 is DeepSeek V2's group_limited_greedy, 2 is V3's noaux_tc.
+    scores_all: bool = True  # False: experts are chosen by logits, and the chosen logits scored (gpt-oss)
+    # The choice is within the top_groups of num_groups groups. A group's score is the sum of its group_peaks best.
     num_groups: int = 1
     top_groups: int = 1
     group_peaks: int = 1
     renormalise: bool = False  # divide the weights by their sum + epsilon
-    epsilon: float = 0.0  # Ernie 4.5 takes the larger instead of adding: the same from sums of 2e-5 on
+    epsilon: float = 0.0
     scale: float = 1.0  # routed_scaling_factor
     precision: Precision = "float32"
 

@@ -22,7 +22,7 @@ from engine.layers.recurrent import DeltaNet, DeltaStates, GatedConv, StateRows
 from engine.ops.base import Ops
 from engine.ops.cpu import CpuOps
 from engine.ops.cuda import CudaOps
-from tests.engine.layers.families import randn
+from tests.engine.layers.modules import randn
 from tests.support.attention import needs_compiler
 from tests.support.instruction_sets import WIDTHS, built_for
 
