@@ -188,7 +188,7 @@ class _Builder:
     def sum_rows(self, own: Embedding) -> Embedding:
         """A table of which each rank has some rows."""
         ranks = self._ranks
-        return own if ranks.size == 1 else SummedEmbedding(own, ranks.rank * len(own), ranks)
+        return own if ranks.size == 1 else SummedEmbedding(own.weight, own, ranks.rank * len(own), ranks)
 
     def _summed(self, own: Linear) -> Linear:
         return own if self._ranks.size == 1 else SummedLinear(own, self._ranks)

@@ -147,12 +147,12 @@ GLM_DEFAULTS = {"head_dim": 128, "attention_bias": True, "rms_norm_eps": 1.5625e
 GEMMA3_DEFAULTS = {
     "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
     "max_position_embeddings": 131_072, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 256,
-    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "hidden_size": 2304,
+    "tie_word_embeddings": True, "hidden_size": 2304,
     "intermediate_size": 9216, "num_hidden_layers": 26,
 }  # fmt: skip
 GEMMA4_DEFAULTS = {
     "vocab_size": 262_144, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512,
-    "max_position_embeddings": 131_072, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    "max_position_embeddings": 131_072, "tie_word_embeddings": True,
     "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "hidden_size_per_layer_input": 256,
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -195,7 +195,6 @@ FAMILIES: dict[str, Family] = {
         {
             "head_dim": 256, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0, "sliding_window": 4096, "tie_word_embeddings": True,
-            "hidden_activation": "gelu_pytorch_tanh",
         },
         {**GEMMA, "attention_softcap": of_number("attn_logit_softcapping")}, **GEMMA_LAYERS, full_every=2,
     ),

@@ -4,6 +4,7 @@ A format reads its own part of a checkpoint. No weight exists twice outside the 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,12 +44,12 @@ from engine.weights.reader import Reader
 from engine.weights.table import Product
 
 
+@dataclass(frozen=True)
 class PlainFormat:
     """Weights in the model's dtype. Those that need neither conversion nor fusing stay in the file's mapping."""
 
-    def __init__(self, reader: Reader, ops: Ops) -> None:
-        self.reader = reader
-        self.ops = ops
+    reader: Reader
+    ops: Ops
 
     def linear(self, product: Product) -> Linear:
         return PlainLinear(self.reader.fuse(product), self.reader.bias(product))
@@ -90,31 +91,37 @@ class Int8Format(PlainFormat):
         return Int8Linear(*round_rows(weight), dtype=torch.float32)
 
 
+@dataclass(frozen=True)
 class PackedFormat(PlainFormat):
     """Weights in tiles for the CPU's kernels, in memory that workers may share: bfloat16, 8 bits, or groups of 32.
 
     Weights that the file has in groups of no more bits than `quantization` wants stay as they are.
     """
 
-    def __init__(self, reader: Reader, ops: Ops, weights: Weights, quantization: Quantization) -> None:
-        super().__init__(reader, ops)
-        self._weights = weights
-        self._quantization = quantization
-        self._torch_rows = NEVER if quantization == "int8" else choose_torch_rows()
+    weights: Weights
+    quantization: Quantization
+
+    @property
+    def torch_rows(self) -> int:
+        return NEVER if self.quantization == "int8" else choose_torch_rows()
 
     def linear(self, product: Product) -> Linear:
-        return PackedLinear(self._pack(product), self._bias(product), torch_rows=self._torch_rows)
+        return PackedLinear(self._pack(product), self._bias(product), torch_rows=self.torch_rows)
 
     def gated(self, product: Product, activation: Activation = "silu") -> Linear:
         """See `PlainFormat.gated`. The kernel multiplies gate and up and joins them by silu."""
         if activation != "silu":
             return super().gated(product, activation)
         bias = self._bias(product, is_gated=True)
-        return PackedLinear(self._pack(product, is_gated=True), bias, Epilogue.GATED, self._torch_rows)
+        return PackedLinear(self._pack(product, is_gated=True), bias, Epilogue.GATED, self.torch_rows)
 
     def embed(self, table: Product, head: Product) -> tuple[Embedding, Linear]:
         matrix = self._pack(head, bits=8)
-        embedding = PackedEmbedding(matrix) if head == table else Embedding(self.reader.fuse(table))
+        embedding = (
+            PackedEmbedding(torch.empty(0, dtype=torch.bfloat16), matrix)
+            if head == table
+            else Embedding(self.reader.fuse(table))
+        )
         return embedding, PackedLinear(matrix, epilogue=Epilogue.FLOATS)
 
     def _pack(self, product: Product, *, is_gated: bool = False, bits: int = 4) -> Matrix:
@@ -127,14 +134,14 @@ class PackedFormat(PlainFormat):
         """None if the file does not have the weights in groups and they are not rounded to any."""
         num_rows, depth = product.num_rows(self.reader.shard), product.depth(self.reader.shard)
         begin, parts = f"{_name(product)}#", list[Groups]()
-        name = self._weights.find(begin)
+        name = self.weights.find(begin)
         if name is not None:
             shape = GroupsShape.named(name.removeprefix(begin), sum(num_rows), depth)
         else:
-            parts = find_groups(self.reader, product, self._quantization, bits)
+            parts = find_groups(self.reader, product, self.quantization, bits)
             if not parts:
                 return None
-            shape = GroupsShape.of(*parts, row_bits=8 if self._quantization == "int4" and bits == 4 else ROW_BITS)
+            shape = GroupsShape.of(*parts, row_bits=8 if self.quantization == "int4" and bits == 4 else ROW_BITS)
             name = begin + shape.name
 
         def fill(memory: Tensor) -> None:
@@ -145,11 +152,11 @@ class PackedFormat(PlainFormat):
             else:
                 matrix.fill(join_groups(parts))
 
-        return PackedGroups(self._weights.take(name, shape.num_bytes, fill), shape)
+        return PackedGroups(self.weights.take(name, shape.num_bytes, fill), shape)
 
     def _pack_tiles(self, product: Product, is_gated: bool) -> PackedMatrix:
         num_rows = product.num_rows(self.reader.shard)
-        shape = PackedShape(sum(num_rows), product.depth(self.reader.shard), self._quantization == "int8")
+        shape = PackedShape(sum(num_rows), product.depth(self.reader.shard), self.quantization == "int8")
 
         def fill(memory: Tensor) -> None:
             matrix, weights = PackedMatrix(memory, shape), self.reader.weights(product)
@@ -162,13 +169,14 @@ class PackedFormat(PlainFormat):
                 for index, weight in enumerate(weights):
                     matrix.fill(weight.to(torch.bfloat16), sum(num_rows[:index]) // PANEL_COLUMNS)
 
-        return PackedMatrix(self._weights.take(_name(product), shape.num_bytes, fill), shape)
+        return PackedMatrix(self.weights.take(_name(product), shape.num_bytes, fill), shape)
 
     def _bias(self, product: Product, *, is_gated: bool = False) -> Tensor | None:
         biases = [bias.float() for bias in self.reader.biases(product)]
         return panel_order(biases, is_gated) if biases else None
 
 
+@dataclass(frozen=True)
 class GpuFormat(PlainFormat):
     """Weights on a GPU in the bits that the file has, as groups or e4m3, or rounded to groups of 4 bits if it has more.
 
@@ -177,10 +185,7 @@ class GpuFormat(PlainFormat):
     whose rows are not rounded to e4m3.
     """
 
-    def __init__(self, reader: Reader, ops: Ops, quantization: Quantization) -> None:
-        """quantization: none or int4."""
-        super().__init__(reader, ops)
-        self._quantization = quantization
+    quantization: Quantization  # none or int4
 
     def linear(self, product: Product) -> Linear:
         found = self._find_groups(product) or self._find_fp8(product)
@@ -190,14 +195,14 @@ class GpuFormat(PlainFormat):
         return found
 
     def _find_groups(self, product: Product) -> Linear | None:
-        reader, parts = self.reader, find_groups(self.reader, product, self._quantization)
+        reader, parts = self.reader, find_groups(self.reader, product, self.quantization)
         if not parts:
             return None
         return GroupsLinear(store_groups(join_groups(parts), reader.device), reader.bias(product), self.ops)
 
     def _find_fp8(self, product: Product) -> Linear | None:
         reader = self.reader
-        is_kept = self._quantization == "none" and reader.dtype is not torch.float16
+        is_kept = self.quantization == "none" and reader.dtype is not torch.float16
         parts = reader.fp8(product) if is_kept else None
         if parts is None or not has_fp8(reader.device):
             return None

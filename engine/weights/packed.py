@@ -233,21 +233,17 @@ class PackedLinear:
         return out[:, : self.num_outputs].contiguous()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedEmbedding(Embedding):
-    """A packed table: tied to a head, it shares the head's weights."""
+    """A packed table: tied to a head, it shares the head's weights. `weight` is empty."""
 
-    __slots__ = ("_matrix",)
-
-    def __init__(self, matrix: Matrix) -> None:
-        super().__init__(torch.empty(0, dtype=torch.bfloat16))
-        self._matrix = matrix
+    matrix: Matrix
 
     def __len__(self) -> int:
-        return self._matrix.shape.num_columns
+        return self.matrix.shape.num_columns
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 |-> [T, H]"""
-        return self._matrix.take_rows(token_ids)
+        return self.matrix.take_rows(token_ids)
 
 
 @cache

@@ -71,20 +71,12 @@ def test_an_architecture_is_its_family(family: str, tmp_path: Path) -> None:
     plain = write_checkpoint(tmp_path / "plain", family, rope_theta=5e4, **extra)
     made = as_folder(write_gguf(plain, tmp_path / "x.gguf", architecture, is_paired=is_paired))
     (expected, truth), (config, found) = open_model(plain), open_model(made)
-    same: tuple[str, ...] = (
-        "layers",
-        "ropes",
-        "norms",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "vocab_size",
-        "is_tied",
-        "moe",
+    same = (
+        "layers ropes norms num_heads num_kv_heads head_dim vocab_size is_tied moe attention_scale attention_softcap "
+        "logits_softcap embedding_multiplier residual_multiplier logits_divisor rms_eps context_tokens activation "
+        "qk_norm has_qkv_bias"
     )
-    same += ("attention_scale", "attention_softcap", "logits_softcap", "embedding_multiplier", "residual_multiplier")
-    same += ("logits_divisor", "rms_eps", "context_tokens", "activation", "qk_norm", "has_qkv_bias")
-    for name in same:
+    for name in same.split():
         one, other = getattr(config, name), getattr(expected, name)
         assert one == (pytest.approx(other, rel=1e-6) if isinstance(other, float) else other), name
     load_model(made, "float32", CPU)  # checks names and shapes

@@ -53,7 +53,7 @@ def test_old_and_new_rope_keys_agree(scaling: dict[str, Any], attention_factor: 
     old = build_config(BASE | {"rope_theta": 5e5, "rope_scaling": scaling})
     new = build_config(BASE | {"rope_parameters": {**scaling, "rope_theta": 5e5}})
     assert old == new
-    theirs = AutoConfig.for_model(**BASE, rope_theta=5e5, rope_scaling=dict(scaling))
+    theirs: Any = AutoConfig.for_model(**BASE, rope_theta=5e5, rope_scaling=dict(scaling))
     frequencies, factor = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs, CPU)
     rope = old.ropes[0]
     torch.testing.assert_close(FREQUENCIES[rope.kind](rope, old.head_dim), frequencies, rtol=0, atol=0)
@@ -90,32 +90,23 @@ def test_windows_per_layer() -> None:
         ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'.*default, linear, llama3, yarn, longrope"),
         ({"rope_scaling": {"type": "linear"}}, "needs a `factor`"),
-        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "'llama3' needs a `low_freq_factor`"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_key_value_heads": 3}, "3 does not divide num_attention_heads 4"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
         ({"model_type": []}, r"model_type \[\] is not supported"),
         ({"hidden_size": "64"}, r"hidden_size must be an integer from 1 to 2\*\*53, not '64'"),
-        ({"hidden_size": 10**400}, "hidden_size must be an integer from 1 .* not 1000"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number .* not nan"),
         ({"rope_theta": float("inf")}, "rope_theta must be a number .* not inf"),
         ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}}, "rope_theta must be a number .* not 1"),
         ({"rope_scaling": "yarn"}, "rope_scaling must be an object, not 'yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a number above 0 .* not '2'"),
-        ({"rope_scaling": {"type": "yarn", "factor": -1}}, "factor must be a number above 0 .* not -1"),
-        ({"rope_scaling": {"type": "yarn", "factor": 1e308}}, "factor must be a number .* not 1e[+]308"),
-        ({"rope_scaling": {"type": "yarn", "truncate": "no"}}, "truncate must be true or false, not 'no'"),
         ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": None}}, "original_max_.* not None"),
-        ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 0}}, "low_freq_factor must be .* not 0"),
         ({"quantization_config": "x"}, "quantization_config must be an object, not 'x'"),
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, not 'false'"),
         (QWEN | {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
         (QWEN | {"layer_types": ["full_attention"]}, "1 entries for num_hidden_layers 4"),
         (QWEN | {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window"),
         (QWEN | {"layer_types": 4}, "layer_types must be a list, not 4"),
-        (QWEN | {"layer_types": [[]] * 4}, "layer_types .* not supported"),
-        (QWEN | {"max_window_layers": "28"}, "max_window_layers must be an integer from 0 .* not '28'"),
         (QWEN | {"use_sliding_window": "no"}, "use_sliding_window must be true or false, not 'no'"),
     ],
 )

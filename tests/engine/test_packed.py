@@ -18,7 +18,6 @@ from engine.weights.packed import (
     NEVER,
     Epilogue,
     Matrix,
-    PackedEmbedding,
     PackedLinear,
     PackedMatrix,
     PackedShape,
@@ -170,7 +169,7 @@ def test_groups_are_multiplied_exactly(bits: int, tables: Tables, row_bits: int)
             found = linear(rows)
             assert found.dtype is torch.float32 and bool(((found.double() - exact).abs() <= bound).all())
         ids = torch.tensor([0, num_outputs - 1, 3] * 4)
-        assert torch.equal(PackedEmbedding(matrix)(ids), groups.dense()[ids].bfloat16())
+        assert torch.equal(matrix.take_rows(ids), groups.dense()[ids].bfloat16())
 
 
 @needs_compiler
@@ -222,7 +221,8 @@ MATRICES: dict[str, Callable[[], Matrix]] = {
     "8 bits": lambda: pack(operands(1, 301, 640)[1], is_8bit=True),
     **{
         f"groups {bits} {tables.name} {row_bits}": partial(
-            lambda *form: pack_groups(draw_groups(*form[:2], 301, 640), row_bits=form[2]), bits, tables, row_bits
+            lambda bits, tables, row_bits: pack_groups(draw_groups(bits, tables, 301, 640), row_bits=row_bits),
+            *(bits, tables, row_bits),
         )
         for bits, tables, row_bits in ((4, Tables.ZEROS, 13), (8, Tables.ZEROS, 13), FORMS[-1])
     },
