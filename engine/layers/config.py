@@ -6,7 +6,7 @@ from typing import Literal
 
 from wire.kv_layout import StatePart
 
-Activation = Literal["silu", "gelu_tanh", "clamped"]  # what joins gate and up, see layers/activation.py
+Activation = Literal["silu", "gelu_tanh", "clamped"]  # what joins gate and up, see ops/base.py
 Scoring = Literal["softmax", "sigmoid"]
 # float32: scores and weights. rounded: float32, then weights rounded to the model's dtype. logits: the logits' dtype.
 Precision = Literal["float32", "rounded", "logits"]

@@ -12,7 +12,7 @@ from engine.models.read_layers import read_kv_heads, read_recurrent, read_ropes,
 from engine.weights.scheme import read_scheme
 
 ACTIVATIONS = {"silu": ("silu",), "gelu_tanh": ("gelu_pytorch_tanh",), "clamped": ("silu",)}  # as files call them
-CLAMP = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}  # the only ones; see layers/activation.py
+CLAMP = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}  # the only ones; see ops/base.py
 WHOLE = {family.whole[0]: (name, family.whole[1]) for name, family in FAMILIES.items() if family.whole}
 
 
