@@ -60,7 +60,7 @@ def _find_head(config: ModelConfig, table: Table, checkpoint: Checkpoint) -> Pro
     names = [next(product.stored()).name for product in (head, embedding)]
     if names[0] not in checkpoint.entries:
         return embedding
-    is_copy = config.is_tied and torch.equal(*map(checkpoint.borrow, names))
+    is_copy = config.is_tied and torch.equal(*map(checkpoint.tensor, names))
     return embedding if is_copy else head
 
 

@@ -56,14 +56,11 @@ class GgufCheckpoint(Checkpoint):
         self._places |= {name: _Place(entry) for name, entry in stored.items() if name not in used}
         self.entries = {name: _logical(place) for name, place in self._places.items()}
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, *, is_kept: bool = False) -> Tensor:
+        """Each has a mapping of its own."""
         place = self._places[name]
         tensor = _blocks(place).dense().view(self.entries[name].shape)
         return tensor + place.added if place.added else tensor
-
-    def borrow(self, name: str) -> Tensor:
-        """See `Checkpoint`: each tensor has a mapping of its own."""
-        return self.tensor(name)
 
     def coded(self, name: str, index: int | None = None) -> "Blocks | None":
         """See `Checkpoint`. Experts have names of their own."""

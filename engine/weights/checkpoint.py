@@ -6,6 +6,7 @@ host that load the same checkpoint share its pages.
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,15 +45,11 @@ class Checkpoint(ABC):
     dtypes: Collection[str]  # of entries that can be read
 
     @abstractmethod
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, *, is_kept: bool = False) -> Tensor:
         """The tensor on the CPU: in its own dtype a read-only view of a mapping, else in float32. KeyError if absent.
 
-        The mapping lives as long as this object or any of its tensors.
+        The mapping is freed with the tensor, after one read; is_kept: it lives as long as this object or its tensors.
         """
-
-    @abstractmethod
-    def borrow(self, name: str) -> Tensor:
-        """Like `tensor`, but through a mapping that is freed with the tensor: for one read. KeyError if absent."""
 
     def coded(self, name: str, index: int | None = None) -> StoredMatrix | None:
         """A matrix that the file has in few bits, or one of a tensor of several, whose transpose it is; None: it has
@@ -72,15 +69,11 @@ class SafetensorsCheckpoint(Checkpoint):
         for path in list_shards(folder):
             self.entries.update(read_header(path))
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str, *, is_kept: bool = False) -> Tensor:
         path = self.entries[name].path
-        if path not in self._files:
+        if is_kept and path not in self._files:
             self._files[path] = _open(path)
-        tensor: Tensor = self._files[path].get_tensor(name)
-        return tensor
-
-    def borrow(self, name: str) -> Tensor:
-        with _open(self.entries[name].path) as file:
+        with nullcontext(self._files[path]) if is_kept else _open(path) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 

@@ -69,12 +69,9 @@ class QuantisedCheckpoint(Checkpoint):
         self.entries[name] = replace(entries[form.main], dtype=layout.dtype, shape=layout.shape, num_bytes=num_bytes)
         self._matrices[name] = _Matrix(form, layout, {suffix: base + suffix for suffix in suffixes})
 
-    def tensor(self, name: str) -> Tensor:
-        return self.borrow(name) if name in self._matrices else self._stored.tensor(name)
-
-    def borrow(self, name: str) -> Tensor:
+    def tensor(self, name: str, *, is_kept: bool = False) -> Tensor:
         if name not in self._matrices:
-            return self._stored.borrow(name)
+            return self._stored.tensor(name, is_kept=is_kept)
         if count := self._matrices[name].layout.num_stacked:
             return torch.stack([self._read(name, index).dense().T for index in range(count)])
         return self._read(name).dense()
@@ -87,7 +84,7 @@ class QuantisedCheckpoint(Checkpoint):
         """index: of a stacked matrix."""
         matrix = self._matrices[name]
         form, layout = matrix.form, matrix.layout
-        parts = {suffix: self._stored.borrow(part) for suffix, part in matrix.parts.items()}
+        parts = {suffix: self._stored.tensor(part) for suffix, part in matrix.parts.items()}
         if index is not None:
             parts = {suffix: part[index] for suffix, part in parts.items()}
         codes, scale, zeros = form.decode(parts, layout, self._scheme)

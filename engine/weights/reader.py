@@ -36,12 +36,12 @@ class Reader:
     def vector(self, vector: Vector, dtype: torch.dtype | None = None) -> Tensor:
         """[n]"""
         self._count(vector.name)
-        tensor = self._rows_of(self.checkpoint.borrow(vector.name), vector.axis)
+        tensor = self._rows_of(self.checkpoint.tensor(vector.name), vector.axis)
         return tensor.to(self.device, dtype or self.dtype)
 
     def weights(self, product: Product) -> list[Tensor]:
         """Each part of a product, [n, K], in the stored dtype on the CPU, to be read once."""
-        return [self._weight(product, part, self.checkpoint.borrow) for part in product.parts]
+        return [self._weight(product, part) for part in product.parts]
 
     def groups(self, product: Product) -> list[Groups] | None:
         """Each part of a product, [n, K], if the file has them all in groups. Counts nothing."""
@@ -63,7 +63,7 @@ class Reader:
         (borrowed,) = self.weights(product)
         tensor = borrowed.to(self.device, self.dtype)
         if tensor is borrowed and self.checkpoint.entries[product.parts[0].weight].dtype in FLOATS:
-            tensor = self._weight(product, product.parts[0], self.checkpoint.tensor)
+            tensor = self._weight(product, product.parts[0], is_kept=True)
             tensor.view(torch.uint8).flatten()[::PAGE_BYTES].sum()  # reads each page before the first request
         return tensor
 
@@ -73,7 +73,7 @@ class Reader:
         for part in product.parts:
             if part.bias is not None and not (product.inputs.is_divided and self.shard.rank):
                 self._count(part.bias)
-                own = _select(_matrix(self.checkpoint.borrow(part.bias), part), part)
+                own = _select(_matrix(self.checkpoint.tensor(part.bias), part), part)
                 found.append(self._rows_of(own, part.rows).to(self.device, self.dtype))
         return found
 
@@ -82,11 +82,11 @@ class Reader:
         biases = self.biases(product)
         return torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
 
-    def _weight(self, product: Product, part: Part, read: Callable[[str], Tensor]) -> Tensor:
+    def _weight(self, product: Product, part: Part, *, is_kept: bool = False) -> Tensor:
         self._count(part.weight)
         stored = self.checkpoint.coded(part.weight, part.index)
         if stored is None:
-            tensor = _matrix(read(part.weight), part)
+            tensor = _matrix(self.checkpoint.tensor(part.weight, is_kept=is_kept), part)
         else:
             tensor = stored.dense() if part.index is None else stored.dense().T
         columns = product.inputs.of(self.shard)
