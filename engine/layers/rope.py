@@ -1,7 +1,6 @@
 """Rotary position embedding: frequencies per dimension pair, and the decoder's rotation table.
 
-Has the scalings below as free functions; knows neither config files nor models. Formulas and the order of float32
-operations are those of transformers' `modeling_rope_utils.py`, so that tables agree to the last bits.
+Formulas and the order of float32 operations are those of transformers' `modeling_rope_utils.py`, to the last bits.
 """
 
 import math

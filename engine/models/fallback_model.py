@@ -1,7 +1,4 @@
-"""A model that runs by transformers' own code, over Baton's pages. Same interface as `Decoder`.
-
-transformers computes everything but attention, which goes to the step's backend. Knows no family of models.
-"""
+"""A model that runs by transformers' own code, over Baton's pages: all but attention. Same interface as `Decoder`."""
 
 import inspect
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """What transformers' own code of a model asks of attention, and whether pages can give it.
 
-Found by one forward on the meta device, with neither weights nor memory. Knows transformers' interfaces, no family of
-models. `fallback_model` serves what passes here, after the check in `fallback`.
+Found by one forward on the meta device, with neither weights nor memory.
 """
 
 import copy

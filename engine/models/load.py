@@ -6,6 +6,7 @@ The entry to `engine.models`. Runs no code from a checkpoint and unpickles nothi
 import hashlib
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -28,7 +29,7 @@ from engine.ops.choose import ops_for
 from engine.ranks import ONE_RANK, Ranks
 from engine.weights.cache import SMALLEST_FILE_BYTES, CannotShareError, Weights, share_weights
 from engine.weights.checkpoint import FLOATS, Checkpoint, SafetensorsCheckpoint
-from engine.weights.entry import read_samples
+from engine.weights.entry import TensorEntry
 from engine.weights.files import is_path, list_shards, read_header
 from engine.weights.formats import choose_format
 from engine.weights.fp8 import check_fp8
@@ -209,12 +210,21 @@ def weight_fingerprint(folder: Path, quantization: Quantization = "none") -> str
         with path.open("rb") as file:
             for name, entry in read_header(path).items():
                 described = json.dumps([name, entry.dtype, entry.shape]).encode()
-                sampled = read_samples(file.fileno(), entry, SAMPLE_WINDOWS, SAMPLE_WINDOW_BYTES)
+                sampled = _read_samples(file.fileno(), entry)
                 digests[name] = hashlib.sha256(described + sampled).digest()
     for name in sorted(digests):
         hasher.update(digests[name])
     prefix = "" if quantization == "none" else f"{quantization}:"
     return prefix + hasher.hexdigest()
+
+
+def _read_samples(file_descriptor: int, entry: TensorEntry) -> bytes:
+    """Evenly spaced windows of a tensor's bytes, including its first and last; all of it if it is that small."""
+    if entry.num_bytes <= SAMPLE_WINDOWS * SAMPLE_WINDOW_BYTES:
+        return os.pread(file_descriptor, entry.num_bytes, entry.begin_bytes)
+    stride = (entry.num_bytes - SAMPLE_WINDOW_BYTES) / (SAMPLE_WINDOWS - 1)
+    begins = [entry.begin_bytes + math.floor(index * stride) for index in range(SAMPLE_WINDOWS)]
+    return b"".join(os.pread(file_descriptor, SAMPLE_WINDOW_BYTES, begin) for begin in begins)
 
 
 def resolve_model_folder(name_or_path: str) -> Path:

@@ -1,4 +1,4 @@
-"""config.json |-> ModelConfig, by the row of its family. Touches no tensor."""
+"""config.json |-> ModelConfig, by the row of its family."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,6 @@
 """The tensors of a checkpoint: their places, and their data, mapped into memory on demand.
 
-Knows nothing of models. A tensor that needs no conversion stays a view of the file's mapping, so all processes of a
-host that load the same checkpoint share its pages.
+A tensor that needs no conversion stays a view of the file's mapping: all processes of a host share its pages.
 """
 
 from abc import ABC, abstractmethod
