@@ -17,7 +17,7 @@ from engine.models.read_config import build_config, load_config
 from engine.models.table import shard_config
 from engine.weights.table import Shard
 from tests.support.attention import needs_compiler
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint, write_config
 from tests.support.families import FAMILIES, LLAMA3, YARN
 from tests.support.forward import PROMPTS, Steps
 from wire.kv_layout import KvPart, StatePart
@@ -129,7 +129,7 @@ def test_half_precision_is_as_near_as_transformers(name: str, dtype: str, tmp_pa
 def test_older_spellings_mean_the_same(tmp_path: Path) -> None:
     """Files from before transformers 5 have the rope's values beside each other, and other keys for experts."""
     for name in FAMILIES:
-        config = dict(read_json(write_checkpoint(tmp_path / name, name) / "config.json"))
+        config = dict(read_json(write_config(tmp_path / name, name) / "config.json"))
         text = dict(config.get("text_config") or config)
         if "per_layer_config" in text:  # Gemma 4's older files have keys for its full layers
             full = next(iter(text.pop("per_layer_config").values()))
@@ -153,10 +153,10 @@ def test_older_spellings_mean_the_same(tmp_path: Path) -> None:
 
 
 def test_layers_that_read_the_keys_of_others_have_no_pages(tmp_path: Path) -> None:
-    small = load_config(write_checkpoint(tmp_path / "e2b", "gemma4_e2b"))
+    small = load_config(write_config(tmp_path / "e2b", "gemma4_e2b"))
     assert [layer.kv_layer for layer in small.layers] == [None] * 4 + [2, 3]
     assert small.kv_parts == (KvPart(2, 2, 32), KvPart(2, 2, 64)) and small.windows == (8, None, 8, None)
-    large = load_config(write_checkpoint(tmp_path / "31b", "gemma4_31b"))
+    large = load_config(write_config(tmp_path / "31b", "gemma4_31b"))
     assert large.kv_parts == (KvPart(1, 2, 32), KvPart(1, 1, 64))
     assert shard_config(large, Shard(1, 2)).kv_parts == (KvPart(1, 1, 32), KvPart(1, 1, 64))
 
@@ -198,11 +198,11 @@ def test_states_go_from_step_to_step(name: str, tmp_path: Path) -> None:
 
 
 def test_layers_without_attention_have_slots_and_no_pages(tmp_path: Path) -> None:
-    qwen = load_config(write_checkpoint(tmp_path / "qwen", "qwen3_5_text"))
+    qwen = load_config(write_config(tmp_path / "qwen", "qwen3_5_text"))
     assert qwen.kv_parts == (KvPart(1, 2, 32),) and qwen.windows == (None,)
     convolution = StatePart(2, 2, (16, 3))
     assert qwen.state_parts == (convolution, convolution, StatePart(2, 4, (32, 3)), StatePart(2, 4, (16, 32)))
-    lfm = load_config(write_checkpoint(tmp_path / "lfm", "lfm2"))
+    lfm = load_config(write_config(tmp_path / "lfm", "lfm2"))
     assert lfm.kv_parts == (KvPart(1, 2, 32),) and lfm.state_parts == (StatePart(2, 4, (32, 2)),)
     assert [part.num_heads for part in shard_config(qwen, Shard(1, 2)).state_parts] == [1, 1, 2, 2]
     assert [part.num_heads for part in shard_config(lfm, Shard(0, 4)).state_parts] == [1]
@@ -234,7 +234,7 @@ def test_sizes_of_mlps_are_those_of_transformers(change: dict[str, Any], tmp_pat
 
 
 def test_what_first_files_of_lfm_2_say(tmp_path: Path) -> None:
-    config = dict(read_json(write_checkpoint(tmp_path, "lfm2", tied=False) / "config.json"))
+    config = dict(read_json(write_config(tmp_path, "lfm2", tied=False) / "config.json"))
     config |= {"block_ff_dim": config.pop("intermediate_size"), "tie_embedding": config.pop("tie_word_embeddings")}
     config |= {"full_attn_idxs": [1], "layer_types": None}
     assert build_config(config) == load_config(tmp_path)
@@ -274,7 +274,7 @@ def test_what_first_files_of_lfm_2_say(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_family_cannot_be_is_named(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    config = dict(read_json(write_checkpoint(tmp_path, name) / "config.json"))
+    config = dict(read_json(write_config(tmp_path, name) / "config.json"))
     text = {"text_config": {**config["text_config"], **change}} if "text_config" in config else change
     with pytest.raises(ValueError, match=message):
         build_config(config | text)
