@@ -16,6 +16,7 @@ from engine.models.config import MlpNames, MoeNorms, Norms
 # use_sliding_window turns all layers on. by_type: layer_types, else every n-th layer is full.
 Windows = Literal["none", "all", "by_layer", "switched", "by_type"]
 Mixer = Literal["attention", "delta_net", "gated_conv"]
+MoeLayers = Literal["all", "sparse_step", "after_first"]
 Fields = Mapping[str, Any]
 """Field of a config |-> its value in all models of the family, or what reads it from config.json: Json |-> value"""
 
@@ -26,7 +27,7 @@ class Experts:
 
     moe: Fields  # of config.Moe, without its routing
     routing: Fields  # of layers.config.Routing
-    layers: Literal["all", "sparse_step", "after_first"] = "all"
+    layers: MoeLayers = "all"
     enabled: str | None = None  # key; false: the model has none
 
 
@@ -75,7 +76,7 @@ def build_experts(
     routing: Fields,
     inner: str = "moe_intermediate_size",
     top_k: str = "num_experts_per_tok",
-    layers: Any = "all",
+    layers: MoeLayers = "all",
     enabled: str | None = None,
     **moe: Any,
 ) -> Experts:
